@@ -1,0 +1,6 @@
+"""CUDA C++ sources, compiled at run time by `kvlab.build`: one ``.cu`` per kernel family, shared helpers in ``include/``.
+
+Entry points are ``extern "C"`` and specialised by macros alone. Sources include nothing but ``cuda_fp16.h``, ``cuda_bf16.h``,
+``cuda_fp8.h`` and the ``.cuh`` files of ``include/``, so that the headers of the nvidia-cuda-runtime package are all a machine
+needs to compile them. The file is here so that the folder installs as the package ``kvlab.cuda_kernels``.
+"""
