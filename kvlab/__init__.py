@@ -1,0 +1,36 @@
+"""kvlab: attention over compressed KV caches.
+
+This module holds the public names and nothing else. Each is loaded at its first use, so that importing kvlab
+costs little and needs neither torch nor transformers nor CuPy nor a GPU. A public name stands in two places
+here, in the imports that type checkers read and in the table that Python reads; a test holds them together.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvlab.errors import BudgetError as BudgetError
+    from kvlab.errors import FormatError as FormatError
+    from kvlab.errors import OutOfMemory as OutOfMemory
+    from kvlab.registry import last_backend as last_backend
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "BudgetError": "kvlab.errors",
+    "FormatError": "kvlab.errors",
+    "OutOfMemory": "kvlab.errors",
+    "last_backend": "kvlab.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvlab' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

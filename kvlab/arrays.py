@@ -1,0 +1,478 @@
+"""Arrays of every kind at the edge of kvlab: in without a copy, out as the kind they came in.
+
+A caller's array may come from NumPy, CuPy, torch (CPU or CUDA) or anything else that speaks DLPack. Inside,
+CPU code sees `numpy.ndarray` views and CUDA code sees `CudaView`s (pointer, shape, strides). No framework
+is ever imported here: an array of torch can only exist where torch is already in `sys.modules`, and that is
+where it is looked up.
+
+bfloat16 has no NumPy type of its own. It is `ml_dtypes.bfloat16` inside, and crosses to and from torch as a
+view of 16-bit integers, because neither NumPy's DLPack nor its buffer protocol can carry it.
+
+A view shares memory with the caller's array. kvlab never writes to a caller's array; results are always new.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "Array",
+    "ArrayT",
+    "CudaView",
+    "Device",
+    "common_device",
+    "cuda_view",
+    "current_stream",
+    "device_of",
+    "dtype_name",
+    "empty",
+    "like_first",
+    "match_shapes",
+    "numpy_dtype",
+    "to_numpy_view",
+]
+
+
+class Array(Protocol):
+    """Anything that exports itself by DLPack: NumPy, CuPy, torch and JAX arrays do."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def __dlpack_device__(self) -> Any: ...
+
+
+ArrayT = TypeVar("ArrayT", bound=Array)
+
+_NUMPY_NAMES = "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64"
+_DTYPES: dict[str, np.dtype[Any]] = {
+    **{name: np.dtype(name) for name in _NUMPY_NAMES.split()},
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+# DLPack device type codes (dlpack.h, DLDeviceType).
+_DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 13
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where an array lives: `kind` ``"cpu"`` or ``"cuda"``; `index` the number of the GPU, 0 for the CPU."""
+
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
+
+
+class CudaView(NamedTuple):
+    """What a kernel launch needs to know of an array on a GPU; the caller keeps the array itself alive."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements, not bytes
+    dtype: str
+    device: int
+
+
+def _torch_of(x: object) -> ModuleType | None:
+    """Return torch if `x` is one of its tensors."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(x, torch.Tensor) else None
+
+
+def _cupy_of(x: object) -> ModuleType | None:
+    """Return CuPy if `x` is one of its arrays."""
+    cupy = sys.modules.get("cupy")
+    return cupy if cupy is not None and isinstance(x, cupy.ndarray) else None
+
+
+def _kind(x: object) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def _refuse(x: object, name: str) -> TypeError:
+    hint = "; pass numpy.asarray(...) of it" if isinstance(x, list | tuple | int | float) else ""
+    return TypeError(f"{name} must be an array with __dlpack__ (NumPy, CuPy, torch), got {_kind(x)}{hint}")
+
+
+def _differentiable(tensor: Any, torch: ModuleType) -> bool:
+    return bool(tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _check_tensor(tensor: Any, torch: ModuleType, name: str) -> None:
+    """Refuse the tensors of torch whose memory does not say everything about their value."""
+    if _differentiable(tensor, torch):
+        raise TypeError(
+            f"{name} requires grad, and this function records nothing for autograd: "
+            f"pass {name}.detach(), call under torch.no_grad(), or use kvlab.integrations.torch_autograd"
+        )
+    if tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
+        raise TypeError(
+            f"{name} is a lazy or sparse tensor (layout {tensor.layout}); pass a plain strided one: "
+            f"{name}.to_dense(), {name}.resolve_neg() or {name}.resolve_conj()"
+        )
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the NumPy data type of a dtype name; ``"bfloat16"`` is that of `ml_dtypes`.
+
+    Raises
+    ------
+    TypeError
+        If kvlab has no such type.
+
+    Examples
+    --------
+    >>> numpy_dtype("float16"), numpy_dtype("bfloat16").itemsize
+    (dtype('float16'), 2)
+    """
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise TypeError(f"dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}") from None
+
+
+def dtype_name(x: Any, name: str = "x") -> str:
+    """Return the name of an array's element type, the same for every library: ``"float16"``, ``"bfloat16"``.
+
+    Parameters
+    ----------
+    x : array or dtype
+        An array of any kind, or a dtype of NumPy, CuPy or torch.
+    name : str
+        What the caller calls it, for the error.
+
+    Raises
+    ------
+    TypeError
+        If the element type is not one kvlab knows (complex, object, other byte orders, float8).
+
+    Examples
+    --------
+    >>> dtype_name(np.zeros(3, np.float16)), dtype_name(np.dtype("int32"))
+    ('float16', 'int32')
+    """
+    dtype = getattr(x, "dtype", x)
+    text = str(dtype).removeprefix("torch.")
+    if text not in _DTYPES:
+        raise TypeError(
+            f"{name} has dtype {text}, which is not supported; supported are {', '.join(_DTYPES)}"
+        )
+    return text
+
+
+def device_of(x: Any, name: str = "x") -> Device:
+    """Return the device that holds an array.
+
+    Pinned host memory counts as CPU, managed memory as CUDA.
+
+    Raises
+    ------
+    TypeError
+        If `x` is no array, or lives on a device other than a CPU or a CUDA GPU.
+
+    Examples
+    --------
+    >>> str(device_of(np.zeros(3)))
+    'cpu'
+    """
+    if isinstance(x, np.ndarray):
+        return Device("cpu", 0)
+    if _torch_of(x) is not None:
+        kind = x.device.type
+        if kind in ("cpu", "cuda"):
+            return Device(kind, x.device.index or 0)
+        raise TypeError(f"{name} is on device {x.device}; kvlab works on cpu and cuda")
+    if not hasattr(x, "__dlpack_device__"):
+        raise _refuse(x, name)
+    code, index = x.__dlpack_device__()
+    if code in (_DL_CPU, _DL_CUDA_HOST):
+        return Device("cpu", 0)
+    if code in (_DL_CUDA, _DL_CUDA_MANAGED):
+        return Device("cuda", int(index))
+    raise TypeError(f"{name} is on DLPack device type {int(code)}; kvlab works on cpu and cuda")
+
+
+def common_device(arrays: Mapping[str, Any]) -> Device:
+    """Return the one device that holds all arrays of a call.
+
+    Parameters
+    ----------
+    arrays : mapping of argument name to array
+        In the order of the signature; the first one decides.
+
+    Raises
+    ------
+    ValueError
+        If two arrays are on different devices; the message names both.
+    TypeError
+        As `device_of`.
+
+    Examples
+    --------
+    >>> common_device({"q": np.zeros(3), "k": np.zeros(4)})
+    Device(kind='cpu', index=0)
+    """
+    first_name, first_device = "", None
+    for name, array in arrays.items():
+        device = device_of(array, name)
+        if first_device is None:
+            first_name, first_device = name, device
+        elif device != first_device:
+            raise ValueError(
+                f"all arrays must be on one device: {first_name} is on {first_device}, {name} on {device}"
+            )
+    if first_device is None:
+        raise ValueError("common_device needs at least one array")
+    return first_device
+
+
+def to_numpy_view(x: Any, name: str) -> NDArray[Any]:
+    """Return a NumPy view of an array in CPU memory, without a copy.
+
+    A torch tensor that requires grad is refused while gradients are being recorded, since the result would
+    be cut from the graph without a word; under ``torch.no_grad()`` it is viewed like any other.
+
+    Parameters
+    ----------
+    x : array
+        NumPy, torch on the CPU, or anything on the CPU with ``__dlpack__``. Any shape, strides and
+        supported dtype.
+    name : str
+        The caller's name of the argument, for the error.
+
+    Returns
+    -------
+    numpy.ndarray
+        Shares memory with `x`; bfloat16 is `ml_dtypes.bfloat16`. Never write to it.
+
+    Raises
+    ------
+    TypeError
+        If `x` is no array, is not on the CPU, has an unsupported dtype or masked elements, or requires grad.
+
+    Examples
+    --------
+    >>> x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    >>> np.shares_memory(to_numpy_view(x, "x"), x)
+    True
+    >>> to_numpy_view([1, 2], "codes")
+    Traceback (most recent call last):
+        ...
+    TypeError: codes must be an array with __dlpack__ (NumPy, CuPy, torch), got builtins.list; pass ...
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; pass {name}.filled(value)")
+    device = device_of(x, name)
+    if device.kind != "cpu":
+        raise TypeError(f"{name} is on {device}; this backend works on arrays in CPU memory")
+    if isinstance(x, np.ndarray):
+        dtype_name(x, name)
+        return np.asarray(x)
+    torch = _torch_of(x)
+    if torch is None:
+        return _numpy_from_dlpack(x, name)
+    _check_tensor(x, torch, name)
+    if dtype_name(x, name) == "bfloat16":
+        return cast("NDArray[Any]", x.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    return cast("NDArray[Any]", x.detach().numpy())
+
+
+def _numpy_from_dlpack(x: Any, name: str) -> NDArray[Any]:
+    try:
+        view = np.from_dlpack(x)
+    except (BufferError, RuntimeError) as error:
+        raise TypeError(f"{name} ({_kind(x)}) cannot be viewed by NumPy through DLPack: {error}") from error
+    dtype_name(view, name)
+    return view
+
+
+def cuda_view(x: Any, name: str) -> CudaView:
+    """Return pointer, shape and strides of an array on a GPU, without a copy and without any synchronisation.
+
+    Parameters
+    ----------
+    x : array
+        CuPy, torch on CUDA, or another DLPack exporter on CUDA if CuPy is loaded.
+    name : str
+        The caller's name of the argument, for the error.
+
+    Raises
+    ------
+    TypeError
+        If `x` is no array, is not on a GPU, has an unsupported dtype, or requires grad (see `to_numpy_view`).
+    """
+    torch = _torch_of(x)
+    if torch is not None:
+        if not x.is_cuda:
+            raise TypeError(f"{name} is on {x.device}; this backend works on arrays on a CUDA GPU")
+        _check_tensor(x, torch, name)
+        return CudaView(x.data_ptr(), tuple(x.shape), x.stride(), dtype_name(x, name), x.device.index)
+    device = device_of(x, name)
+    if device.kind != "cuda":
+        raise TypeError(f"{name} is on {device}; this backend works on arrays on a CUDA GPU")
+    if _cupy_of(x) is None:
+        cupy = sys.modules.get("cupy")
+        if cupy is None:
+            raise TypeError(f"{name} ({_kind(x)}) on {device} needs CuPy to be viewed: import cupy first")
+        x = cupy.from_dlpack(x)
+    strides = tuple(step // x.itemsize for step in x.strides)
+    return CudaView(x.data.ptr, tuple(x.shape), strides, dtype_name(x, name), device.index)
+
+
+def current_stream(x: Any) -> int:
+    """Return the handle of the stream on which the library of `x` runs its work on the device of `x`.
+
+    Parameters
+    ----------
+    x : array
+        A CuPy array or a torch CUDA tensor; for other arrays on a GPU CuPy's current stream is meant.
+
+    Returns
+    -------
+    int
+        A ``cudaStream_t`` as an integer; 0 is the legacy default stream.
+
+    Raises
+    ------
+    TypeError
+        If `x` is not on a GPU.
+    """
+    torch = _torch_of(x)
+    device = device_of(x)
+    if device.kind != "cuda":
+        raise TypeError(f"an array on {device} has no stream")
+    if torch is not None:
+        return int(torch.cuda.current_stream(device.index).cuda_stream)
+    return int(sys.modules["cupy"].cuda.get_current_stream(device.index).ptr)
+
+
+def empty(shape: Sequence[int], dtype: str, like: ArrayT) -> ArrayT:
+    """Allocate an uninitialised array of the kind and on the device of `like`.
+
+    Memory for torch callers comes from torch (which also works while a CUDA graph is captured), for CuPy
+    callers from CuPy, on their current stream.
+
+    Parameters
+    ----------
+    shape : sequence of int
+    dtype : str
+        A name as `dtype_name` gives it.
+    like : array
+        Usually the first array argument of the call.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is not supported.
+
+    Examples
+    --------
+    >>> empty((2, 3), "float32", like=np.zeros(1)).shape
+    (2, 3)
+    """
+    target = numpy_dtype(dtype)
+    torch = _torch_of(like)
+    if torch is not None:
+        tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=cast("Any", like).device)
+        return cast("ArrayT", tensor)
+    device = device_of(like)
+    if device.kind == "cpu":
+        return like_first(np.empty(tuple(shape), target), like)
+    cupy = sys.modules["cupy"]
+    with cupy.cuda.Device(device.index):
+        return cast("ArrayT", cupy.empty(tuple(shape), target))
+
+
+def like_first(result: NDArray[Any], first: ArrayT) -> ArrayT:
+    """Return a NumPy result as the kind of array that the first argument of the call was, without a copy.
+
+    Parameters
+    ----------
+    result : numpy.ndarray
+        A new array owned by kvlab.
+    first : array
+        The first array argument of the call, in CPU memory.
+
+    Returns
+    -------
+    array
+        NumPy for NumPy, torch for torch; for other libraries what their array namespace makes of it through
+        DLPack (NumPy, where they have none).
+
+    Examples
+    --------
+    >>> like_first(np.zeros(3), np.ones(1))
+    array([0., 0., 0.])
+    """
+    if isinstance(first, np.ndarray):
+        return cast("ArrayT", result)
+    torch = _torch_of(first)
+    if torch is not None:
+        if dtype_name(result) == "bfloat16":
+            return cast("ArrayT", torch.from_numpy(result.view(np.int16)).view(torch.bfloat16))
+        return cast("ArrayT", torch.from_numpy(result))
+    namespace = getattr(first, "__array_namespace__", None)
+    return cast("ArrayT", result if namespace is None else namespace().from_dlpack(result))
+
+
+def match_shapes(shapes: Mapping[str, tuple[Sequence[int], Sequence[str | int]]]) -> dict[str, int]:
+    """Match the shapes of a call's arguments against symbols, and return the value of each symbol.
+
+    Parameters
+    ----------
+    shapes : mapping of argument name to (shape, pattern)
+        A pattern has one entry a dimension: a symbol, whose value must be the same wherever it stands, or a
+        number, which the dimension must equal.
+
+    Returns
+    -------
+    dict of str to int
+        The value of every symbol.
+
+    Raises
+    ------
+    ValueError
+        If a number of dimensions or a value does not match; the message names the argument, the symbol,
+        both values and the argument that set the first one.
+
+    Examples
+    --------
+    >>> match_shapes({"q": ((2, 7, 64), ("B", "Sq", "D")), "k": ((2, 9, 64), ("B", "Sk", "D"))})
+    {'B': 2, 'Sq': 7, 'D': 64, 'Sk': 9}
+    >>> match_shapes({"q": ((2, 64), ("B", "D")), "k": ((2, 80), ("B", "D"))})
+    Traceback (most recent call last):
+        ...
+    ValueError: k has D = 80 (axis 1: shape (2, 80), expected (B, D)), but q has D = 64 (shape (2, 64))
+    """
+    values: dict[str, int] = {}
+    origin: dict[str, str] = {}
+    for name, (shape, pattern) in shapes.items():
+        is_shape = f"shape {_text(shape)}, expected {_text(pattern)}"
+        if len(shape) != len(pattern):
+            raise ValueError(f"{name} must have {len(pattern)} dimensions, got {len(shape)}: {is_shape}")
+        for axis, (size, symbol) in enumerate(zip(shape, pattern, strict=True)):
+            if isinstance(symbol, int):
+                if size != symbol:
+                    raise ValueError(f"{name} must have {symbol} on axis {axis}, got {size}: {is_shape}")
+            elif symbol not in values:
+                values[symbol], origin[symbol] = int(size), name
+            elif values[symbol] != size:
+                first = origin[symbol]
+                raise ValueError(
+                    f"{name} has {symbol} = {size} (axis {axis}: {is_shape}), "
+                    f"but {first} has {symbol} = {values[symbol]} (shape {_text(shapes[first][0])})"
+                )
+    return values
+
+
+def _text(items: Sequence[str | int]) -> str:
+    return f"({', '.join(map(str, items))}{',' if len(items) == 1 else ''})"
