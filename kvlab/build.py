@@ -1,13 +1,15 @@
 """CUDA source to cubin to launchable kernel; the one road all CUDA C++ of kvlab takes.
 
-`build` compiles ``<root>/<name>.cu`` with NVRTC for one exact architecture and keeps the cubin in a folder by the hash of
-everything that decides its bytes: the source, every ``.cuh``, the CUDA headers kernels may include, macros, options and
-compiler version. It needs neither a GPU nor a driver nor nvcc, so a machine without a GPU can compile and check every
-kernel. `load` puts a cubin on a device and gives back a `Kernel`, which launches on the caller's stream.
+`build` compiles ``<root>/<name>.cu`` for one exact architecture and keeps the cubin in a folder by the
+hash of everything that decides its bytes: the source, every ``.cuh``, the CUDA headers kernels may
+include, macros, options and compiler version. It needs no GPU, so any machine can compile and check
+every kernel. `load` puts a cubin on a device and gives back a `Kernel`, which launches on the caller's
+stream.
 
-NVRTC is driven through ``cuda.core`` because CuPy asks the driver before it compiles and leaves included headers out of its
-cache key; launching goes through CuPy, which holds the modules. Kernels are specialised by macros, not templates: the entry
-names stay readable and the macros are all there is to hash.
+NVRTC compiles through ``cuda.core``, because CuPy asks the driver before it compiles and leaves included
+headers out of its cache key; launching goes through CuPy, which holds the modules. Kernels are
+specialised by macros, not by templates: entry names stay readable and the macros are all there is to
+hash.
 """
 
 from __future__ import annotations
@@ -16,26 +18,25 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import io
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvlab.cubin import Resources, read_resources
 from kvlab.errors import needs_extra
 from kvlab.filecache import FileCache, cache_folder
+from kvlab.nvrtc import arch_of, check_arch, compile_cubin, compiler
 
-__all__ = ["BuildError", "Built", "Kernel", "arch_of", "build", "kernel_root", "load"]
+__all__ = ["Built", "Kernel", "arch_of", "build", "content_key", "kernel_root", "load"]
 
-_STD = "c++17"
-_CUDA_HEADERS = ("cuda_fp16", "cuda_bf16", "cuda_fp8")  # the only CUDA headers kernels include, so the only ones hashed
-_STATIC_SHARED_LIMIT = 48 * 1024  # bytes a kernel may use before it has to ask for more
-_MAX_DYNAMIC_SHARED_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_BYTES_UNASKED = 48 * 1024  # static and dynamic together; a kernel that wants more has to ask
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
-
-class BuildError(RuntimeError):
-    """NVRTC refused a source; the message is its log, with file and line of every error."""
+Macros = Mapping[str, int | str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Built:
     cubin: bytes = dataclasses.field(repr=False)
 
 
-def build(name: str, macros: Mapping[str, int | str], arch: str, *, root: Path | None = None) -> Built:
+def build(name: str, macros: Macros, arch: str, *, root: Path | None = None) -> Built:
     """Compile ``<root>/<name>.cu`` for `arch`, or take it from the cache.
 
     Parameters
@@ -75,7 +76,7 @@ def build(name: str, macros: Mapping[str, int | str], arch: str, *, root: Path |
     arch : str
         ``"sm_80"`` or later, as NVRTC knows it (``"sm_90a"``, ``"sm_120a"``); see `arch_of`.
     root : Path, optional
-        Folder of the sources, with their shared headers in ``include/``; kvlab's own (`kernel_root`) by default.
+        Folder of the sources, with shared headers in ``include/``; kvlab's own (`kernel_root`) by default.
 
     Returns
     -------
@@ -84,49 +85,35 @@ def build(name: str, macros: Mapping[str, int | str], arch: str, *, root: Path |
 
     Raises
     ------
-    BuildError
+    kvlab.errors.BuildError
         If NVRTC refuses the source.
     ValueError
         If there is no such source, a macro is malformed, or NVRTC does not know `arch`.
     kvlab.errors.MissingExtraError
-        If ``cuda.core`` is not installed.
+        If ``cuda.core``, NVRTC or the CUDA headers are not installed.
 
     Examples
     --------
     >>> import pathlib, tempfile
     >>> root = pathlib.Path(tempfile.mkdtemp())
-    >>> _ = (root / "fill.cu").write_text('extern "C" __global__ void fill(int* out) { out[threadIdx.x] = VALUE; }')
+    >>> _ = (root / "fill.cu").write_text('extern "C" __global__ void fill(int* out) { *out = VALUE; }')
     >>> built = build("fill", {"VALUE": 7}, "sm_90a", root=root)
-    >>> built.arch, built.cubin[1:4]
-    ('sm_90a', b'ELF')
+    >>> built.macros, built.arch, built.cubin[1:4]
+    ((('VALUE', '7'),), 'sm_90a', b'ELF')
     """
-    root = kernel_root() if root is None else root
-    path = root / f"{name}.cu"
-    if not path.is_file():
-        known = sorted(source.stem for source in root.glob("*.cu"))
-        raise ValueError(f"name={name!r}: no such kernel source in {root}; there are {known}")
-    _check_arch(arch)
-    definitions = _definitions(macros)
-    source = path.read_text()
-    key = _key(source, root / "include", definitions, arch)
-    cubin = _cache(cache_folder() / "cubin").get(key, lambda: _compile(path, source, definitions, arch))
-    return Built(name, definitions, arch, key, cubin)
+    request = _request(name, macros, arch, root)
+    cubin = _cache(cache_folder() / "cubin").get(request.key, lambda: request.compile())
+    return Built(name, request.definitions, arch, request.key, cubin)
 
 
-def arch_of(major: int, minor: int) -> str:
-    """NVRTC's name of the architecture with this compute capability, with its own features from 9.0 on.
-
-    Examples
-    --------
-    >>> arch_of(8, 6), arch_of(9, 0)
-    ('sm_86', 'sm_90a')
-    """
-    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+def content_key(name: str, macros: Macros, arch: str, *, root: Path | None = None) -> str:
+    """The `Built.key` that `build` would give, without compiling; arguments and errors as there."""
+    return _request(name, macros, arch, root).key
 
 
 @functools.cache
 def kernel_root() -> Path:
-    """Folder of kvlab's own CUDA sources: the installed ``kvlab.cuda_kernels``, or ``kernels/cuda`` of a checkout."""
+    """Folder of kvlab's own CUDA sources: the installed ``kvlab.cuda_kernels`` or a checkout's folder."""
     spec = importlib.util.find_spec("kvlab.cuda_kernels")
     if spec is not None and spec.origin is not None:
         return Path(spec.origin).parent
@@ -136,72 +123,55 @@ def kernel_root() -> Path:
 # ---- what decides the bytes
 
 
-def _definitions(macros: Mapping[str, int | str]) -> tuple[tuple[str, str], ...]:
-    """`macros` as text, sorted, after checking every name and value."""
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    path: Path
+    source: str
+    definitions: tuple[tuple[str, str], ...]
+    arch: str
+    key: str
+
+    def compile(self) -> bytes:
+        return compile_cubin(self.path, self.source, self.definitions, self.arch)
+
+
+def _request(name: str, macros: Macros, arch: str, root: Path | None) -> _Request:
+    root = kernel_root() if root is None else root
+    path = root / f"{name}.cu"
+    if not path.is_file():
+        known = ", ".join(sorted(source.stem for source in root.glob("*.cu"))) or "none"
+        raise ValueError(f"name={name!r}: no such kernel source in {root}; there are: {known}")
+    definitions = _definitions(macros)
+    check_arch(arch)
+    source = path.read_text(encoding="utf-8")
+    parts = [compiler(), arch, source, *(f"{key}={value}" for key, value in definitions)]
+    for header in sorted((root / "include").glob("*.cuh")):
+        parts += [header.name, header.read_text(encoding="utf-8")]
+    return _Request(path, source, definitions, arch, _digest(part.encode() for part in parts))
+
+
+def _definitions(macros: Macros) -> tuple[tuple[str, str], ...]:
+    """`macros` as text, sorted, every name and value checked."""
     definitions = []
     for name, value in macros.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]+", name):
             raise ValueError(f"macros: {name!r} is no macro name; an identifier of two or more characters is")
-        if isinstance(value, str):
-            text = value
-        else:
-            try:
-                text = str(operator.index(value))
-            except TypeError:
-                raise ValueError(f"macros[{name!r}]={value!r} is {type(value).__name__}; int and str are supported") from None
+        try:
+            text = value if isinstance(value, str) else str(operator.index(value))
+        except TypeError:
+            kind = type(value).__name__
+            raise ValueError(f"macros[{name!r}]={value!r} is a {kind}; int and str are supported") from None
         if not text or not text.isprintable():
-            raise ValueError(f"macros[{name!r}]={value!r} is empty or has characters that cannot stand in one line")
+            raise ValueError(f"macros[{name!r}]={value!r} is empty or cannot stand on one line")
         definitions.append((name, text))
     return tuple(sorted(definitions))
 
 
-@functools.cache
-def _check_arch(arch: str) -> None:
-    with needs_extra("cu13", "kvlab.build"):
-        from cuda.bindings import nvrtc
-    match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
-    known = [number for number in nvrtc.nvrtcGetSupportedArchs()[1] if number >= 80]
-    if match is None or int(match[1]) not in known:
-        names = ", ".join(arch_of(number // 10, number % 10) for number in known)
-        raise ValueError(f"arch={arch!r} is not supported by this NVRTC; supported are {names}")
-
-
-def _key(source: str, include: Path, definitions: Sequence[tuple[str, str]], arch: str) -> str:
+def _digest(parts: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
-    parts = [_compiler(), _STD, arch, source, *(f"{name}={value}" for name, value in definitions)]
-    for header in sorted(include.glob("*.cuh")):
-        parts += [header.name, header.read_text()]
     for part in parts:
-        encoded = part.encode()
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
-
-
-@functools.cache
-def _compiler() -> str:
-    """NVRTC's version and a hash of the CUDA headers that kernels may include."""
-    with needs_extra("cu13", "kvlab.build"):
-        from cuda.bindings import nvrtc
-    digest = hashlib.sha256()
-    for stem in _CUDA_HEADERS:
-        for suffix in (".h", ".hpp"):
-            digest.update((_cuda_include() / (stem + suffix)).read_bytes())
-    _, major, minor = nvrtc.nvrtcVersion()
-    return f"nvrtc {major}.{minor} headers {digest.hexdigest()}"
-
-
-@functools.cache
-def _cuda_include() -> Path:
-    """Folder of ``cuda_fp16.h``: the nvidia-cuda-runtime package, a conda environment or a CUDA toolkit."""
-    with needs_extra("cu13", "kvlab.build"):
-        from cuda.pathfinder import find_nvidia_header_directory
-    found = find_nvidia_header_directory("cudart")
-    if found is None or not (Path(found) / "cuda_fp16.h").is_file():
-        raise BuildError("cuda_fp16.h was not found: pip install nvidia-cuda-runtime of NVRTC's version (13.0)")
-    return Path(found)
-
-
-# ---- NVRTC
 
 
 @functools.cache
@@ -209,38 +179,29 @@ def _cache(folder: Path) -> FileCache:
     return FileCache(folder)
 
 
-def _compile(path: Path, source: str, definitions: Sequence[tuple[str, str]], arch: str) -> bytes:
-    with needs_extra("cu13", "kvlab.build"):
-        from cuda.core import Program, ProgramOptions
-    options = ProgramOptions(
-        name=path.name,
-        std=_STD,
-        arch=arch,
-        define_macro=list(definitions),
-        include_path=[str(path.parent / "include"), str(_cuda_include())],
-    )
-    log = io.StringIO()
-    try:
-        program = Program(source, "c++", options)
-        return bytes(program.compile("cubin", logs=log).code)
-    except Exception as error:  # cuda.core's error class is private; everything it raises here carries NVRTC's log
-        with_macros = " ".join(f"-D{name}={value}" for name, value in definitions)
-        raise BuildError(f"{path} for {arch} {with_macros}\n{error}") from error
-
-
 # ---- on a device
 
 
 class Kernel:
-    """One entry point of a cubin on one device. Made by `load`."""
+    """One entry point of a cubin on one device, made by `load`.
 
-    def __init__(self, function: Any, name: str) -> None:
-        from cupy.cuda import driver
+    Attributes
+    ----------
+    name : str
+        The entry point.
+    device : int
+        Ordinal of the device it is loaded on.
+    resources : Resources
+        What it takes of the device.
+    """
 
+    def __init__(self, function: Any, name: str, device: int, resources: Resources) -> None:
         self.name = name
+        self.device = device
+        self.resources = resources
         self._function = function
-        self._set_attribute = driver.funcSetAttribute
-        self._shared_bytes = _STATIC_SHARED_LIMIT
+        self._dynamic_shared = _SHARED_BYTES_UNASKED - resources.shared_bytes
+        self._argument_types: set[tuple[type, ...]] = set()  # combinations found to fit the parameters
 
     def __call__(
         self,
@@ -250,68 +211,129 @@ class Kernel:
         shared_bytes: int = 0,
         stream_pointer: int = 0,
     ) -> None:
-        """Launch on the stream with this handle; returns at once.
+        """Launch on a stream of the kernel's device, which is the current one; returns without waiting.
 
         Parameters
         ----------
         grid, block : tuple of int
             Blocks and threads in up to three dimensions. A grid with a 0 launches nothing.
         args : sequence
-            Device pointers as int, scalars as NumPy scalars of the parameter's exact type.
+            Device pointers as int, everything else as a NumPy scalar of exactly the parameter's size.
         shared_bytes : int
-            Dynamic shared memory, bytes.
+            Dynamic shared memory per block.
         stream_pointer : int
             ``cudaStream_t`` as int; 0 is the default stream.
+
+        Raises
+        ------
+        TypeError
+            If `args` does not fit the kernel's parameters.
+        ValueError
+            If the device cannot give `shared_bytes`.
         """
         if 0 in grid:
             return
-        if shared_bytes > self._shared_bytes:
-            self._set_attribute(self._function.ptr, _MAX_DYNAMIC_SHARED_ATTRIBUTE, shared_bytes)
-            self._shared_bytes = shared_bytes
+        types = tuple(map(type, args))
+        if types not in self._argument_types:
+            self._check_arguments(args)
+            self._argument_types.add(types)
+        if shared_bytes > self._dynamic_shared:
+            self._ask_for_shared(shared_bytes)
         self._function(grid, block, args, shared_bytes, _stream(stream_pointer))
 
+    def _check_arguments(self, args: Sequence[Any]) -> None:
+        wanted = self.resources.parameter_bytes
+        if len(args) != len(wanted):
+            raise TypeError(f"{self.name} has {len(wanted)} parameters, {len(args)} arguments were given")
+        for position, (argument, size) in enumerate(zip(args, wanted, strict=True)):
+            if isinstance(argument, np.generic):
+                given = argument.itemsize
+            else:
+                given = 8 if type(argument) is int else 0
+            if given != size:
+                raise TypeError(
+                    f"{self.name}: args[{position}]={argument!r} ({type(argument).__name__}) does not fit a "
+                    f"parameter of {size} bytes; pass pointers as int, all else as NumPy scalars of its size"
+                )
 
+    def _ask_for_shared(self, shared_bytes: int) -> None:
+        from cupy.cuda import driver
+
+        try:
+            driver.funcSetAttribute(self._function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
+        except driver.CUDADriverError as error:
+            raise ValueError(
+                f"{self.name}: device {self.device} cannot give {shared_bytes} bytes of dynamic shared "
+                f"memory beside {self.resources.shared_bytes} static bytes ({error})"
+            ) from error
+        self._dynamic_shared = shared_bytes
+
+
+def load(built: Built, entry: str | None = None, *, device: int | None = None) -> Kernel:
+    """Put `built` on a device; later calls give the same `Kernel`.
+
+    Parameters
+    ----------
+    built : Built
+        From `build`, for the architecture of the device.
+    entry : str, optional
+        Name of the ``extern "C"`` kernel; may be left out if the cubin has only one.
+    device : int, optional
+        CUDA device ordinal; the current device by default.
+
+    Returns
+    -------
+    Kernel
+        Callable as ``kernel(grid, block, args, shared_bytes, stream_pointer)``.
+
+    Raises
+    ------
+    ValueError
+        If the cubin has no such entry, or several and none is named.
+    RuntimeError
+        If there is no CUDA device.
+    kvlab.errors.MissingExtraError
+        If CuPy is not installed.
+    """
+    kernels = read_resources(built.cubin)
+    if entry is None and len(kernels) == 1:
+        (entry,) = kernels
+    if entry is None or entry not in kernels:
+        raise ValueError(
+            f"entry={entry!r}: {built.name}.cu has the kernels {', '.join(sorted(kernels)) or 'none'}"
+        )
+    with needs_extra("cu13", "a CUDA kernel"):
+        import cupy
+    if not cupy.cuda.is_available():
+        raise RuntimeError("no CUDA device was found; the backends 'cpu' and 'reference' work without one")
+    ordinal = cupy.cuda.runtime.getDevice() if device is None else device
+    return _load(built.key, built.cubin, entry, ordinal)
+
+
+@functools.cache
+def _load(key: str, cubin: bytes, entry: str, device: int) -> Kernel:
+    return Kernel(
+        _module(key, cubin, device).get_function(entry), entry, device, read_resources(cubin)[entry]
+    )
+
+
+@functools.cache
+def _module(key: str, cubin: bytes, device: int) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        module = cupy.cuda.function.Module()
+        module.load(cubin)
+    return module
+
+
+@dataclasses.dataclass(frozen=True)
 class _Stream:
-    """What CuPy's launch reads of a stream."""
+    """All that CuPy's launch reads of a stream."""
 
-    def __init__(self, pointer: int) -> None:
-        self.ptr = pointer
+    ptr: int
 
 
 @functools.lru_cache(maxsize=256)
 def _stream(pointer: int) -> _Stream:
     return _Stream(pointer)
-
-
-def load(built: Built, entry: str | None = None, *, device: int | None = None) -> Kernel:
-    """Put `built` on a device (the current one by default); repeated calls give the same `Kernel`.
-
-    Parameters
-    ----------
-    built : Built
-        From `build`.
-    entry : str, optional
-        Name of the ``extern "C"`` kernel; the source's name by default.
-    device : int, optional
-        CUDA device ordinal.
-    """
-    with needs_extra("cu13", "launching a CUDA kernel"):
-        import cupy
-    if not cupy.cuda.is_available():
-        raise RuntimeError("no CUDA device was found; backend='cpu' and backend='reference' run without one")
-    ordinal = cupy.cuda.runtime.getDevice() if device is None else device
-    found = _kernels.get((ordinal, built.key, entry))
-    if found is None:
-        with cupy.cuda.Device(ordinal):
-            module = _modules.get((ordinal, built.key))
-            if module is None:
-                module = cupy.cuda.function.Module()
-                module.load(built.cubin)
-                module = _modules.setdefault((ordinal, built.key), module)
-            name = built.name if entry is None else entry
-            found = _kernels.setdefault((ordinal, built.key, entry), Kernel(module.get_function(name), name))
-    return found
-
-
-_modules: dict[tuple[int, str], Any] = {}
-_kernels: dict[tuple[int, str, str | None], Kernel] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["BudgetError", "FormatError", "MissingExtraError", "OutOfMemory", "needs_extra"]
+__all__ = ["BudgetError", "BuildError", "FormatError", "MissingExtraError", "OutOfMemory", "needs_extra"]
 
 
 class OutOfMemory(MemoryError):
@@ -49,6 +49,10 @@ class BudgetError(ValueError):
 
 class FormatError(ValueError):
     """A file is damaged, truncated, of an unknown version, or was not written by kvlab."""
+
+
+class BuildError(RuntimeError):
+    """The CUDA compiler refused a source; the message is its log, with file and line of every error."""
 
 
 class MissingExtraError(ImportError):

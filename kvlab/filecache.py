@@ -1,15 +1,17 @@
 """A folder of files named by the hash of what they were made from.
 
-``FileCache.get(key, produce)`` returns the bytes stored under ``key`` or calls ``produce()`` once and stores what it
-gives. Three things can go wrong on a cluster and none of them may break a run:
+``FileCache.get(key, produce)`` returns the bytes stored under ``key``, or what ``produce()`` gives, and
+stores it. Three things can go wrong on a cluster and none of them may break a run:
 
-- Many processes start cold at the same moment. A lock file per key lets one produce while the rest wait and then read;
-  the lock is a ``flock``, which the operating system drops when its owner dies, and waiting ends after `LOCK_TIMEOUT_S`
-  (then this process produces for itself: twice the work, the same bytes).
-- A file is cut short or altered. Every entry carries its length and SHA-256, and one that does not match is produced anew.
-  Entries are written under a temporary name in the same folder and renamed, so a reader never sees half a file.
-- The folder cannot be created or written (read-only home, full disk, no home). The bytes are produced in memory and one
-  warning names the folder and the environment variable that moves it.
+- Many processes start cold at once. A lock file per key lets one of them produce while the others wait
+  and then read. The lock is a ``flock``, which the operating system drops when its owner dies, and
+  waiting ends after `LOCK_TIMEOUT_S`: then a process produces for itself, which is twice the work for
+  the same bytes.
+- A file is cut short or altered. Every entry carries its length and SHA-256; one that does not match is
+  produced anew. Entries are written under a temporary name in the same folder and renamed, so nobody
+  reads half a file.
+- The folder cannot be created or written (read-only home, full disk). The bytes are produced in memory
+  and one warning names the folder and the environment variable that moves it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _HEADER_BYTES = len(_MAGIC) + 8 + 32  # magic, payload length (little-endian), S
 
 
 def cache_folder() -> Path:
-    """Folder of kvlab's caches: ``KVLAB_CACHE_DIR``, else ``XDG_CACHE_HOME/kvlab``, else ``~/.cache/kvlab``."""
+    """Folder of kvlab's caches: ``KVLAB_CACHE_DIR``, ``XDG_CACHE_HOME/kvlab`` or ``~/.cache/kvlab``."""
     if chosen := os.environ.get("KVLAB_CACHE_DIR"):
         return Path(chosen)
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -40,14 +42,14 @@ def cache_folder() -> Path:
 
 
 class FileCache:
-    """Bytes by content key in ``folder``; safe for many processes, damaged files and folders that cannot be written."""
+    """Bytes by content key in `folder`, whatever other processes, disks and permissions do."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._warned = False
 
     def get(self, key: str, produce: Callable[[], bytes]) -> bytes:
-        """The bytes of ``key``: from the folder if a sound entry is there, else ``produce()``, stored for the next call."""
+        """The bytes of `key`: from the folder if a sound entry is there, else ``produce()``, and stored."""
         path = self.folder / key
         if (stored := _read(path)) is not None:
             return stored
@@ -58,7 +60,7 @@ class FileCache:
             except OSError as error:
                 self._warn(error)
                 return produce()
-            if (stored := _read(path)) is not None:  # written by the process that held the lock before this one
+            if (stored := _read(path)) is not None:  # by the last holder of the lock
                 return stored
             made = produce()
             try:
@@ -71,8 +73,8 @@ class FileCache:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"cannot use the kernel cache {self.folder} ({error}); kernels are compiled again in every process. "
-                "Set KVLAB_CACHE_DIR to a folder that can be written.",
+                f"cannot use the kernel cache {self.folder} ({error}), so kernels are compiled anew "
+                "in every process. Set KVLAB_CACHE_DIR to a folder that can be written.",
                 RuntimeWarning,
                 stacklevel=2,
             )
