@@ -88,10 +88,14 @@ def _torch_of(x: object) -> ModuleType | None:
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
 
 
-def _cupy_of(x: object) -> ModuleType | None:
-    """Return CuPy if `x` is one of its arrays."""
+def _loaded_cupy(x: object, name: str) -> ModuleType:
+    """Return CuPy for an array on a GPU that is not a torch tensor."""
     cupy = sys.modules.get("cupy")
-    return cupy if cupy is not None and isinstance(x, cupy.ndarray) else None
+    if cupy is None:
+        raise TypeError(
+            f"{name} ({_kind(x)}) is on a GPU and can only be used through CuPy: import cupy first"
+        )
+    return cupy
 
 
 def _kind(x: object) -> str:
@@ -99,20 +103,16 @@ def _kind(x: object) -> str:
 
 
 def _refuse(x: object, name: str) -> TypeError:
-    hint = "; pass numpy.asarray(...) of it" if isinstance(x, list | tuple | int | float) else ""
+    hint = "; pass numpy.asarray(...) of it" if isinstance(x, list | tuple | int | float | np.generic) else ""
     return TypeError(f"{name} must be an array with __dlpack__ (NumPy, CuPy, torch), got {_kind(x)}{hint}")
-
-
-def _differentiable(tensor: Any, torch: ModuleType) -> bool:
-    return bool(tensor.requires_grad and torch.is_grad_enabled())
 
 
 def _check_tensor(tensor: Any, torch: ModuleType, name: str) -> None:
     """Refuse the tensors of torch whose memory does not say everything about their value."""
-    if _differentiable(tensor, torch):
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(
             f"{name} requires grad, and this function records nothing for autograd: "
-            f"pass {name}.detach(), call under torch.no_grad(), or use kvlab.integrations.torch_autograd"
+            f"pass {name}.detach(), or call under torch.no_grad()"
         )
     if tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
         raise TypeError(
@@ -319,10 +319,8 @@ def cuda_view(x: Any, name: str) -> CudaView:
     device = device_of(x, name)
     if device.kind != "cuda":
         raise TypeError(f"{name} is on {device}; this backend works on arrays on a CUDA GPU")
-    if _cupy_of(x) is None:
-        cupy = sys.modules.get("cupy")
-        if cupy is None:
-            raise TypeError(f"{name} ({_kind(x)}) on {device} needs CuPy to be viewed: import cupy first")
+    cupy = _loaded_cupy(x, name)
+    if not isinstance(x, cupy.ndarray):
         x = cupy.from_dlpack(x)
     strides = tuple(step // x.itemsize for step in x.strides)
     return CudaView(x.data.ptr, tuple(x.shape), strides, dtype_name(x, name), device.index)
@@ -352,7 +350,7 @@ def current_stream(x: Any) -> int:
         raise TypeError(f"an array on {device} has no stream")
     if torch is not None:
         return int(torch.cuda.current_stream(device.index).cuda_stream)
-    return int(sys.modules["cupy"].cuda.get_current_stream(device.index).ptr)
+    return int(_loaded_cupy(x, "x").cuda.get_current_stream(device.index).ptr)
 
 
 def empty(shape: Sequence[int], dtype: str, like: ArrayT) -> ArrayT:
@@ -387,7 +385,7 @@ def empty(shape: Sequence[int], dtype: str, like: ArrayT) -> ArrayT:
     device = device_of(like)
     if device.kind == "cpu":
         return like_first(np.empty(tuple(shape), target), like)
-    cupy = sys.modules["cupy"]
+    cupy = _loaded_cupy(like, "like")
     with cupy.cuda.Device(device.index):
         return cast("ArrayT", cupy.empty(tuple(shape), target))
 

@@ -1,0 +1,62 @@
+"""The `kvlab` command: one file here for each of its commands.
+
+A command is a module of this folder with one function `command`, whose signature is the command line and
+whose docstring is the help. To add one, write the module and name it in `COMMANDS`. Modules import what they
+need inside the function, so that `kvlab --help` stays fast; a test watches that.
+
+What a user can mend (a bad value, a missing package, a full disk, too little memory) ends with exit code 1
+and one line; `kvlab --traceback COMMAND` shows where it came from.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from kvlab.errors import MissingExtraError, OutOfMemory
+
+__all__ = ["COMMANDS", "app", "main"]
+
+COMMANDS = ("env",)
+
+_MENDABLE = (ValueError, NotImplementedError, OSError, MissingExtraError, OutOfMemory)
+
+
+def app() -> typer.Typer:
+    """Return the command line with every command of `COMMANDS`."""
+    result = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    result.callback()(_group)
+    for name in COMMANDS:
+        result.command(name)(import_module(f"kvlab.cli.{name}").command)
+    return result
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import kvlab
+
+        typer.echo(f"kvlab {kvlab.__version__}")
+        raise typer.Exit
+
+
+def _group(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None:
+    """Attention over compressed KV caches: a laboratory."""
+
+
+def main() -> None:
+    """Run the command line; the entry point of the package."""
+    try:
+        app()()
+    except _MENDABLE as error:
+        if "--traceback" in sys.argv[1:]:
+            raise
+        typer.echo(f"kvlab: {error}", err=True)
+        raise SystemExit(1) from None

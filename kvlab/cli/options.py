@@ -1,0 +1,35 @@
+"""Options that several commands share, and how a result leaves a command: as JSON, into a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvlab.sizes import parse_size
+
+__all__ = ["Json", "Output", "emit_json", "size"]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Also write the result to this file as JSON.")
+]
+
+
+def size(text: str) -> int:
+    """Parse a size on the command line: ``Annotated[int, typer.Option(parser=size, metavar="SIZE")]``."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def emit_json(result: dict[str, Any], *, as_json: bool, output: Path | None) -> None:
+    """Print a result if JSON was asked for, and write it where `output` says."""
+    text = json.dumps(result, indent=2, ensure_ascii=False)
+    if as_json:
+        typer.echo(text)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
