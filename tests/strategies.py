@@ -1,0 +1,158 @@
+"""Every hypothesis strategy of the tests.
+
+Hypothesis draws shapes, options and seeds; the elements of large arrays come from a seeded generator, as bit
+patterns, so that a failure shrinks to a small shape and is repeated exactly. Each section serves one part of
+the library; what two sections need stands at the top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+FLOATS = tuple(np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32))
+"""The element types of queries, keys and values."""
+
+# Bits of the mantissa and bias of the exponent.
+_LAYOUTS = {FLOATS[0]: (10, 15), FLOATS[1]: (7, 127), FLOATS[2]: (23, 127)}
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def random_floats(
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    exponents: tuple[int, int] = (-8, 1),
+) -> Array:
+    """Return floats of random bits: any sign and mantissa, exponents from the first to the last of a range.
+
+    One element in a hundred is a zero or a subnormal number, of either sign.
+    """
+    mantissa_bits, bias = _LAYOUTS[dtype]
+    exponent = rng.integers(exponents[0] + bias, exponents[1] + bias, shape, endpoint=True)
+    exponent = np.where(rng.random(shape) < 0.01, 0, exponent)
+    mantissa = rng.integers(0, 2**mantissa_bits, shape) * (rng.random(shape) < 0.99)
+    sign = rng.integers(0, 2, shape)
+    pattern = sign << (dtype.itemsize * 8 - 1) | exponent << mantissa_bits | mantissa
+    return pattern.astype(f"uint{dtype.itemsize * 8}").view(dtype)
+
+
+def hostile_view(rng: np.random.Generator, array: Array) -> Array:
+    """Return a view equal to `array`, its axes stored in another order, with gaps, in the midst of poison.
+
+    The memory around and between the elements is NaN (the largest value for integers): who reads it will show
+    it.
+    """
+    order = rng.permutation(array.ndim)
+    before, step, after = (rng.integers(low, 3, array.ndim) for low in (0, 1, 0))
+    stored = [before[axis] + step[axis] * array.shape[axis] + after[axis] for axis in order]
+    poison = np.iinfo(array.dtype).max if array.dtype.kind in "ui" else np.nan
+    buffer = np.full(stored, poison, dtype=array.dtype).transpose(np.argsort(order))
+    slices = [slice(b, b + s * n, s) for b, s, n in zip(before, step, array.shape, strict=True)]
+    view = buffer[(*slices, ...)]
+    view[...] = array
+    return view
+
+
+# Attention
+
+HEAD_PAIRS = ((1, 1), (2, 1), (3, 3), (6, 2), (4, 4), (9, 3), (5, 1), (7, 7))
+"""(num_heads_q, num_heads_kv): multi-head, grouped and multi-query, odd counts among them."""
+
+
+@dataclass(frozen=True, repr=False)
+class AttentionCase:
+    """A call of `attention`; prints as shapes."""
+
+    q: Array
+    k: Array
+    v: Array
+    options: dict[str, Any]  # causal, scale, window, softcap
+
+    def __repr__(self) -> str:
+        shapes = (f"{name}: {x.dtype} {x.shape}" for name, x in (("q", self.q), ("k", self.k), ("v", self.v)))
+        return f"{type(self).__name__}({', '.join(shapes)}, {self.options})"
+
+
+@dataclass(frozen=True, repr=False)
+class VarlenAttentionCase(AttentionCase):
+    """A call of `attention_varlen`."""
+
+    cu_seqlens_q: NDArray[np.int32]
+    cu_seqlens_k: NDArray[np.int32]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Return the positional arguments."""
+        longest_q, longest_k = (
+            int(np.diff(x).max(initial=0)) for x in (self.cu_seqlens_q, self.cu_seqlens_k)
+        )
+        return self.q, self.k, self.v, self.cu_seqlens_q, self.cu_seqlens_k, longest_q, longest_k
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {self.cu_seqlens_q.tolist()}, {self.cu_seqlens_k.tolist()})"
+
+
+def attention_options() -> st.SearchStrategy[dict[str, Any]]:
+    """Draw the mask and the score options that every attention takes."""
+    window_sides = st.integers(-1, 12)
+    return st.fixed_dictionaries(
+        {
+            "causal": st.booleans(),
+            "scale": st.none() | st.sampled_from((0.0625, 0.3, 1.5)),
+            "window": st.just((-1, -1)) | st.tuples(window_sides, window_sides),
+            "softcap": st.sampled_from((0.0, 0.0, 2.0, 30.0)),
+        }
+    )
+
+
+def head_dims() -> st.SearchStrategy[int]:
+    """Draw a head dimension: powers of two, odd multiples of 16, and one that is neither."""
+    return st.sampled_from((8, 16, 32, 64, 80, 96, 20))
+
+
+@st.composite
+def attention_cases(
+    draw: st.DrawFn, *, dtypes: tuple[np.dtype[Any], ...] = FLOATS, max_seqlen: int = 40, min_seqlen: int = 0
+) -> AttentionCase:
+    """Draw a fixed-length call; lengths and batch may be 0, arrays may be hostile views."""
+    batch = draw(st.integers(min(min_seqlen, 1), 3))
+    seqlen_q, seqlen_k = draw(st.tuples(*[st.integers(min_seqlen, max_seqlen)] * 2))
+    q, k, v = _draw_qkv(draw, (batch, seqlen_q), (batch, seqlen_k), dtypes)
+    return AttentionCase(q, k, v, draw(attention_options()))
+
+
+@st.composite
+def varlen_attention_cases(
+    draw: st.DrawFn, *, dtypes: tuple[np.dtype[Any], ...] = FLOATS, max_seqlen: int = 30
+) -> VarlenAttentionCase:
+    """Draw a variable-length call; every sequence may have no queries, no keys, or neither."""
+    length = st.just(0) | st.integers(0, max_seqlen)
+    lengths = np.array(draw(st.lists(st.tuples(length, length), max_size=4)), dtype=np.int32).reshape(-1, 2)
+    cu_seqlens_q, cu_seqlens_k = np.vstack([np.zeros((1, 2)), lengths.cumsum(axis=0)]).astype(np.int32).T
+    q, k, v = _draw_qkv(draw, (int(cu_seqlens_q[-1]),), (int(cu_seqlens_k[-1]),), dtypes)
+    return VarlenAttentionCase(q, k, v, draw(attention_options()), cu_seqlens_q, cu_seqlens_k)
+
+
+def _draw_qkv(
+    draw: st.DrawFn, rows_q: tuple[int, ...], rows_k: tuple[int, ...], dtypes: tuple[np.dtype[Any], ...]
+) -> tuple[Array, Array, Array]:
+    num_heads_q, num_heads_kv = draw(st.sampled_from(HEAD_PAIRS))
+    head_dim, dtype, rng = (
+        draw(head_dims()),
+        draw(st.sampled_from(dtypes)),
+        np.random.default_rng(draw(SEEDS)),
+    )
+    shapes = (*rows_q, num_heads_q, head_dim), *[(*rows_k, num_heads_kv, head_dim)] * 2
+    q, k, v = (random_floats(rng, shape, dtype) for shape in shapes)
+    if draw(st.booleans()):
+        q, k, v = (hostile_view(rng, x) for x in (q, k, v))
+    return q, k, v
