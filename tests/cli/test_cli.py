@@ -1,0 +1,75 @@
+"""The command line: help with examples, JSON and files, one line for what a user can mend."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvlab import cli, environment
+from kvlab.cli import options
+
+RUNNER = CliRunner()
+
+
+def test_help_names_exactly_the_commands_that_exist() -> None:
+    modules = {path.stem for path in Path(cli.__file__).parent.glob("*.py")} - {"__init__", "options"}
+    assert set(cli.COMMANDS) <= modules
+    output = RUNNER.invoke(cli.app(), ["--help"]).output
+    for name in cli.COMMANDS:
+        assert f" {name} " in output
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_shows_an_example_of_itself(name: str) -> None:
+    result = RUNNER.invoke(cli.app(), [name, "--help"])
+    assert result.exit_code == 0
+    assert f"Example: kvlab {name}" in result.output
+    assert "--json" in result.output
+    assert "--output" in result.output
+
+
+def test_env_prints_json_and_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "env.json"
+    result = RUNNER.invoke(cli.app(), ["env", "--json", "--output", str(path)])
+    assert json.loads(result.output) == json.loads(path.read_text())
+    assert json.loads(result.output)["packages"].keys() == environment.installed_versions().keys()
+
+
+def test_env_table_shows_hardware_and_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = environment.report()
+    gpu = {
+        "index": 0,
+        "name": "A GPU",
+        "compute_capability": (9, 0),
+        "multiprocessors": 132,
+        "memory_total": 1 << 30,
+    }
+    monkeypatch.setattr(
+        environment, "report", lambda: {**report, "gpus": [gpu], "problems": ["[CUDA] mixed"]}
+    )
+    result = RUNNER.invoke(cli.app(), ["env"])
+    assert result.exit_code == 1
+    assert "A GPU, sm_90, 132 SMs, 1.00 GiB" in result.output
+    assert "problem: [CUDA] mixed" in result.output
+
+
+def test_what_a_user_can_mend_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvlab.cli", "env", "--output", str(tmp_path / "absent" / "env.json")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert "No such file or directory" in result.stderr
+    command.insert(3, "--traceback")
+    assert "Traceback" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+
+def test_size_option_names_the_units() -> None:
+    assert options.size("6GiB") == 6 << 30
+    with pytest.raises(typer.BadParameter, match="write a number with an optional unit: 4096, 32K"):
+        options.size("six")

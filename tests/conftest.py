@@ -1,0 +1,40 @@
+"""What every test starts from: no network, hypothesis profiles, the size of jobs.
+
+`KVLAB_TINY=1` shrinks jobs (default in tests). `HYPOTHESIS_PROFILE=thorough` draws 2,000 examples a property.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("KVLAB_TINY", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# No deadline: the first call of a property compiles kernels.
+_COMMON: dict[str, Any] = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("default", max_examples=50, **_COMMON)
+settings.register_profile("thorough", max_examples=2_000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse connections to other machines: nothing is downloaded unless the user asked for it."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        host = address[0] if isinstance(address, tuple) else "localhost"
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            raise AssertionError(f"a test tried to connect to {address}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)

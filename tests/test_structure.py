@@ -1,0 +1,150 @@
+"""Who may import whom: the dependency direction of the package, read from its import statements.
+
+A module may import modules of lower layers and of its own; imports inside functions count as well. The
+oracles of `kvlab.reference` stay independent of what they judge: they import NumPy and each other. Kernels
+import nothing of kvlab but each other.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+LAYERS = (
+    {"errors", "sizes", "filecache"},
+    {"arrays", "device", "environment"},
+    {"build", "cubin", "nvrtc", "compile_gate", "registry"},
+    {"ops"},
+    {"cache"},
+    {"engine", "parallel"},
+    {"integrations"},
+    {"lab"},
+    {"cli"},
+)
+LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
+MAY_IMPORT_FRAMEWORKS = (
+    "kvlab.integrations.",
+    "kvlab.parallel.collectives",
+    "kvlab.engine.weights",
+    "kvlab.lab.",
+)
+KERNELS = ("kvlab.cuda_kernels", "kvlab.numba_kernels")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(tree: ast.AST, module: str = "") -> set[str]:
+    """Return the dotted names a tree imports; `from a import b` gives `a.b`, be b a module or not."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = ".".join(module.split(".")[: -node.level]) + "." if node.level else ""
+            found |= {f"{package}{node.module or ''}.{alias.name}" for alias in node.names}
+    return found
+
+
+def top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def part(name: str) -> str:
+    """Return the part of kvlab a module belongs to: `kvlab.ops.bits` is of `ops`."""
+    return name.split(".")[1]
+
+
+def violations(modules: dict[str, set[str]]) -> list[str]:
+    """Return every import that goes against the rules, given the imports of each module."""
+    found = []
+    for module, imported in modules.items():
+        for name in imported:
+            if not allowed(module, name):
+                found.append(f"{module} imports {name}")
+    return sorted(found)
+
+
+def allowed(module: str, name: str) -> bool:
+    if (
+        top(name) == "kernels"
+    ):  # by that name it is another distribution; `from .` is how kernels share helpers
+        return module.startswith("kernels.") and name.startswith(f"{module.rpartition('.')[0]}.")
+    if top(name) in ("torch", "transformers"):
+        return f"{module}.".startswith(MAY_IMPORT_FRAMEWORKS)
+    if module.startswith("kernels"):
+        return top(name) != "kvlab"
+    if module.startswith("kvlab.reference"):
+        return top(name) in (*sys.stdlib_module_names, "numpy") or name.startswith("kvlab.reference")
+    if top(name) != "kvlab" or module == "kvlab":
+        return True
+    if name.startswith("kvlab.reference") or name.startswith(KERNELS):
+        return LAYER_OF[part(module)] >= LAYER_OF["ops"]
+    if name == "kvlab" or part(name) not in LAYER_OF:  # `import kvlab` for its public names
+        return LAYER_OF[part(module)] >= LAYER_OF["lab"]
+    return LAYER_OF[part(name)] <= LAYER_OF[part(module)]
+
+
+def source_modules() -> dict[str, ast.Module]:
+    paths = [*ROOT.glob("kvlab/**/*.py"), *ROOT.glob("kernels/**/*.py")]
+    return {module_name(path): ast.parse(path.read_text()) for path in paths}
+
+
+def test_imports_follow_the_layers() -> None:
+    assert violations({name: imports_of(tree, name) for name, tree in source_modules().items()}) == []
+
+
+def test_every_part_of_the_package_has_a_layer() -> None:
+    parts = {part(name) for name in source_modules() if name.startswith("kvlab.")} - {"reference"}
+    assert parts <= set(LAYER_OF), "name the layer of a new part in LAYERS"
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Only imports that run when a module is loaded can close a circle."""
+    trees = source_modules()
+    graph: dict[str, set[str]] = {}
+    for name, tree in trees.items():
+        statements = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = imports_of(ast.Module(statements, []), name)
+        graph[name] = {
+            known for known in trees for item in names if item == known or item.rpartition(".")[0] == known
+        }
+        graph[name] -= {name}
+    assert list(TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("kvlab.errors", "kvlab.arrays.dtype_name"),
+        ("kvlab.ops.bits", "kvlab.cache.pages"),
+        ("kvlab.cache.cache", "kvlab.integrations.transformers"),
+        ("kvlab.cache.cache", "kvlab.attention"),
+        ("kvlab.arrays", "torch"),
+        ("kvlab.ops.attention", "torch.nn"),
+        ("kvlab.engine.plan", "transformers.AutoModel"),
+        ("kvlab.reference.attention", "kvlab.errors.FormatError"),
+        ("kvlab.reference.attention", "scipy.special"),
+        ("kvlab.arrays", "kvlab.numba_kernels.cpu_bits"),
+        ("kernels.numba.cpu_bits", "kvlab.arrays"),
+        ("kernels.numba.cpu_bits", "kernels.cuda.flash"),
+        ("kvlab.ops.bits", "kernels.numba.cpu_bits"),
+    ],
+)
+def test_a_planted_violation_is_found(module: str, name: str) -> None:
+    assert violations({module: {name}}) == [f"{module} imports {name}"]
+
+
+def test_kernels_is_no_package_and_nothing_imports_it() -> None:
+    """`kernels` is the import name of another distribution, which must stay importable beside this one."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    for path in ROOT.glob("tests/**/*.py"):
+        assert "kernels" not in {top(name) for name in imports_of(ast.parse(path.read_text()))}, path
