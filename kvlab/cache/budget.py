@@ -1,0 +1,76 @@
+"""The byte budget: what people write, and how many bytes one row of one layer may take.
+
+An absolute budget (`"6GiB"`, an int) is a cap on all live buffers of the cache. A relative one (`0.35`,
+`"4.25bpe"`) is a fraction of the bytes that a float16 cache would take at `max(present length, plan_length)`,
+so that it grows with the sequence; 1 bpe is a sixteenth. Either way each row owns 1/batch of it and each
+layer an equal share, so that a row never depends on its batch mates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvlab.sizes import parse_size
+
+__all__ = ["Budget", "parse_budget"]
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A parsed budget; exactly one of `nbytes` and `fraction` is set, or neither: no limit."""
+
+    nbytes: int | None = None
+    fraction: float | None = None
+
+    def share(self, num_layers: int, batch: int, fp16_row_bytes: int) -> int | None:
+        """Bytes that one row of one layer may take.
+
+        Parameters
+        ----------
+        num_layers, batch : int
+            Between whom an absolute budget is divided.
+        fp16_row_bytes : int
+            What a float16 cache takes for one row of one layer at the length that counts.
+
+        Returns
+        -------
+        int or None
+            None: no limit.
+        """
+        if self.nbytes is not None:
+            return self.nbytes // (num_layers * batch)
+        return None if self.fraction is None else int(self.fraction * fp16_row_bytes)
+
+
+def parse_budget(budget: float | int | str | None) -> Budget:
+    """Parse a budget as users write it.
+
+    Examples
+    --------
+    >>> parse_budget("6GiB").nbytes, parse_budget(0.35).fraction, parse_budget("4bpe").fraction
+    (6442450944, 0.35, 0.25)
+    >>> parse_budget(None)
+    Budget(nbytes=None, fraction=None)
+    """
+    if budget is None:
+        return Budget()
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise TypeError(
+            f"budget={budget!r} must be a fraction, bytes, a string such as '6GiB' or '4.25bpe', or None"
+        )
+    if isinstance(budget, str) and budget.strip().lower().endswith("bpe"):
+        text = budget.strip()[:-3]
+        try:
+            fraction = float(text) / 16
+        except ValueError:
+            raise ValueError(f"budget={budget!r}: {text!r} is no number of bits per element") from None
+    elif isinstance(budget, float):
+        fraction = budget
+    else:
+        nbytes = parse_size(budget, "budget")
+        if nbytes <= 0:
+            raise ValueError(f"budget={budget!r} must be positive")
+        return Budget(nbytes=nbytes)
+    if not 0 < fraction < float("inf"):
+        raise ValueError(f"budget={budget!r} must be positive and finite")
+    return Budget(fraction=fraction)

@@ -1,0 +1,117 @@
+"""Rungs and ladders: which widths a cache may use, in each of its layers.
+
+A rung is a pair of widths, `bits_k` and `bits_v`; a ladder is the list of rungs in use, from the fewest bytes
+to the most. People write ladders in three forms, which this module turns into one tuple of rungs per layer:
+
+* a sequence, `(2, 3, 4, 8)` or `("k3v2", 4, 8)`;
+* a string, `"2,3,4,8"`;
+* layer ranges, `"0-3:8,4-27:k4v2+4"`: rungs of one range are joined by `+`, every layer is named once.
+
+Width 16 keeps the values as they are (in the cache's own dtype); width 0 evicts, and stands for both K and V.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+__all__ = ["WIDTHS", "Bits", "Ladder", "Rung", "parse_bits"]
+
+WIDTHS = (0, 2, 3, 4, 8, 16)
+Bits = str | int | Sequence["int | str"]
+
+
+class Rung(NamedTuple):
+    """Widths of one K element and one V element."""
+
+    bits_k: int
+    bits_v: int
+
+    def __str__(self) -> str:
+        return str(self.bits_k) if self.bits_k == self.bits_v else f"k{self.bits_k}v{self.bits_v}"
+
+    @property
+    def total(self) -> int:
+        return self.bits_k + self.bits_v
+
+
+Ladder = tuple[Rung, ...]
+
+
+def _rung(word: int | str) -> Rung:
+    text = str(word).strip().lower()
+    match = re.fullmatch(r"(\d+)|k(\d+)v(\d+)", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"bits: {word!r} is no rung; write a width such as 4 or a pair such as 'k4v2'")
+    rung = Rung(int(match[1]), int(match[1])) if match[1] else Rung(int(match[2]), int(match[3]))
+    for name, width in (("K", rung.bits_k), ("V", rung.bits_v)):
+        if width not in WIDTHS:
+            raise ValueError(f"bits: {word!r} has width {width} for {name}; supported are {WIDTHS}")
+    if 0 in rung and rung != (0, 0):
+        raise ValueError(f"bits: {word!r} keeps only one of K and V; width 0 evicts both (write 0)")
+    return rung
+
+
+def _ladder(words: Sequence[int | str]) -> Ladder:
+    rungs = sorted((_rung(word) for word in words), key=lambda rung: rung.total)
+    if not rungs:
+        raise ValueError("bits is empty; name at least one width")
+    for low, high in pairwise(rungs):
+        if low.total == high.total:
+            raise ValueError(f"bits: rungs {low} and {high} take the same bytes; keep one of them")
+    if rungs[-1].total == 0:
+        raise ValueError("bits: width 0 alone would keep nothing; name at least one other width")
+    return tuple(rungs)
+
+
+def parse_bits(bits: Bits, num_layers: int) -> tuple[Ladder, ...]:
+    """Return the ladder of every layer, lowest rung first.
+
+    Parameters
+    ----------
+    bits : str, int or sequence
+        Widths in one of the forms above.
+    num_layers : int
+        Number of layers.
+
+    Raises
+    ------
+    ValueError
+        If a width is not supported, two rungs take the same bytes, or a range misses or repeats a layer.
+
+    Examples
+    --------
+    >>> [str(rung) for rung in parse_bits((8, "k3v2", 4), 1)[0]]
+    ['k3v2', '4', '8']
+    >>> [len(ladder) for ladder in parse_bits("0-1:8,2-3:2+4+8", 4)]
+    [1, 1, 3, 3]
+    """
+    if isinstance(bits, str) and ":" in bits:
+        return _per_layer(bits, num_layers)
+    words: Sequence[int | str] = (
+        bits.split(",") if isinstance(bits, str) else [bits] if isinstance(bits, int) else bits
+    )
+    return (_ladder(words),) * num_layers
+
+
+def _per_layer(bits: str, num_layers: int) -> tuple[Ladder, ...]:
+    found: dict[int, Ladder] = {}
+    for part in bits.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*:(.+)", part, re.ASCII)
+        if match is None:
+            raise ValueError(
+                f"bits: {part!r} is no layer range; write first-last:rungs, for example '0-3:8,4-27:k4v2+4'"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if first > last or last >= num_layers:
+            raise ValueError(f"bits: range {first}-{last} does not lie within layers 0-{num_layers - 1}")
+        for layer in range(first, last + 1):
+            if layer in found:
+                raise ValueError(f"bits: layer {layer} is named twice")
+            found[layer] = _ladder(match[3].split("+"))
+    missing = sorted(set(range(num_layers)) - set(found))
+    if missing:
+        raise ValueError(f"bits: layers {missing} of {num_layers} are in no range")
+    return tuple(found[layer] for layer in range(num_layers))
