@@ -9,7 +9,6 @@ from hypothesis import given
 from kvlab.reference import attention as reference
 from tests.compare import (
     assert_accurate,
-    each_sequence,
     low_precision_attention,
     low_precision_merge,
     ulp,
@@ -18,10 +17,8 @@ from tests.compare import (
 from tests.strategies import (
     FLOATS,
     AttentionCase,
-    VarlenAttentionCase,
     attention_cases,
     random_floats,
-    varlen_attention_cases,
 )
 
 FLOAT16, BFLOAT16, FLOAT32 = FLOATS
@@ -144,19 +141,6 @@ def test_low_precision_attention_agrees_with_the_reference(case: AttentionCase) 
     )  # scores of up to 100 are off by 50 * eps, each probability by that part of itself
     np.testing.assert_allclose(lse, expected_lse, atol=100 * eps, rtol=eps)
     np.testing.assert_allclose(out.astype(np.float64), expected, atol=400 * eps)
-
-
-def _reference_with_lse(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
-    out, lse = reference.attention(q, k, v, return_lse=True, **options)
-    return out, lse
-
-
-@given(varlen_attention_cases())
-def test_each_sequence_is_the_variable_length_call(case: VarlenAttentionCase) -> None:
-    expected, expected_lse = reference.attention_varlen(*case.args, return_lse=True, **case.options)
-    out, lse = each_sequence(_reference_with_lse, *case.args[:5], **case.options)
-    np.testing.assert_array_equal(out, expected)
-    np.testing.assert_array_equal(lse, expected_lse)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

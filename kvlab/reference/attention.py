@@ -369,10 +369,12 @@ def merge_attention(outs: Sequence[ArrayLike], lses: Sequence[ArrayLike]) -> tup
     lse_parts = np.stack([_float64(lse) for lse in lses])
     largest = lse_parts.max(axis=0)
     largest = np.where(largest == -np.inf, 0.0, largest)
-    lse = largest + np.log(np.exp(lse_parts - largest).sum(axis=0))
-    weights = np.exp(lse_parts - np.where(lse == -np.inf, 0.0, lse))
+    weights = np.exp(lse_parts - largest)
+    total = weights.sum(axis=0)
+    weights = weights / np.where(total == 0, 1.0, total)
     weights = np.swapaxes(weights, -1, -2)[..., None]  # (..., heads, rows) -> (..., rows, heads, 1), as out
-    return (weights * np.where(weights == 0, 0.0, out_parts)).sum(axis=0), lse
+    out = (weights * np.where(weights == 0, 0.0, out_parts)).sum(axis=0)
+    return out, largest + np.log(total)
 
 
 def _float64(array: ArrayLike) -> Float64:
