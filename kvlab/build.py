@@ -22,7 +22,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -36,7 +36,7 @@ __all__ = ["Built", "Kernel", "arch_of", "build", "content_key", "kernel_root", 
 _SHARED_BYTES_UNASKED = 48 * 1024  # static and dynamic together; a kernel that wants more has to ask
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
-Macros = Mapping[str, int | str]
+Macros = Mapping[str, SupportsIndex | str]
 
 
 @dataclasses.dataclass(frozen=True)

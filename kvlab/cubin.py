@@ -76,7 +76,7 @@ def read_resources(cubin: bytes) -> dict[str, Resources]:
         raise FormatError(f"not a cubin: {len(cubin)} bytes that begin with {cubin[:4]!r}")
     try:
         return _read(cubin)
-    except (struct.error, IndexError, KeyError, ValueError) as error:
+    except (struct.error, IndexError, KeyError, OverflowError, ValueError) as error:
         raise FormatError(f"damaged cubin: {error}") from error
 
 

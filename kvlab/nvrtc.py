@@ -46,13 +46,20 @@ def check_arch(arch: str) -> None:
 
 @functools.cache
 def compiler() -> str:
-    """All of the compiler that decides the bytes of a cubin: version, options, CUDA headers."""
-    _, major, minor = _nvrtc().nvrtcVersion()
+    """All of the compiler that decides the bytes of a cubin: version, build, options, CUDA headers."""
+    nvrtc = _nvrtc()
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    _, major, minor = nvrtc.nvrtcVersion()
+    library = load_nvidia_dynamic_lib("nvrtc").abs_path
+    build = (
+        Path(library).stat().st_size if library else 0
+    )  # releases differ in it; the version has no third number
     headers = hashlib.sha256()
     for stem in _CUDA_HEADERS:
         for suffix in (".h", ".hpp"):
             headers.update((_cuda_include() / (stem + suffix)).read_bytes())
-    return f"nvrtc {major}.{minor} {_STD} {headers.hexdigest()}"
+    return f"nvrtc {major}.{minor} {build} {_STD} {headers.hexdigest()}"
 
 
 def compile_cubin(path: Path, source: str, definitions: Sequence[tuple[str, str]], arch: str) -> bytes:
@@ -85,7 +92,7 @@ def compile_cubin(path: Path, source: str, definitions: Sequence[tuple[str, str]
         name=path.name,
         std=_STD,
         arch=arch,
-        define_macro=list(definitions),
+        define_macro=list(definitions) or None,
         include_path=[str(path.parent / "include"), str(_cuda_include())],
     )
     try:
