@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvlab.errors import BudgetError as BudgetError
     from kvlab.errors import FormatError as FormatError
     from kvlab.errors import OutOfMemory as OutOfMemory
+    from kvlab.ops.attention import merge_attention as merge_attention
     from kvlab.registry import last_backend as last_backend
 
 __version__ = "0.1.0.dev0"
@@ -21,6 +22,7 @@ _HOME = {
     "FormatError": "kvlab.errors",
     "OutOfMemory": "kvlab.errors",
     "last_backend": "kvlab.registry",
+    "merge_attention": "kvlab.ops.attention",
 }
 
 
