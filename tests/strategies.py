@@ -56,7 +56,7 @@ def hostile_view(rng: np.random.Generator, array: Array) -> Array:
     stored = [before[axis] + step[axis] * array.shape[axis] + after[axis] for axis in order]
     poison = np.iinfo(array.dtype).max if array.dtype.kind in "ui" else np.nan
     buffer = np.full(stored, poison, dtype=array.dtype).transpose(np.argsort(order))
-    slices = [slice(b, b + s * n, s) for b, s, n in zip(before, step, array.shape, strict=True)]
+    slices: list[Any] = [slice(b, b + s * n, s) for b, s, n in zip(before, step, array.shape, strict=True)]
     view = buffer[(*slices, ...)]
     view[...] = array
     return view
