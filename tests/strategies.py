@@ -156,3 +156,66 @@ def _draw_qkv(
     if draw(st.booleans()):
         q, k, v = (hostile_view(rng, x) for x in (q, k, v))
     return q, k, v
+
+
+# Allocation.
+
+
+@dataclass(frozen=True)
+class AllocationCase:
+    """The arguments of `allocate`; the budget is enough for the lowest rungs."""
+
+    loss: NDArray[np.float64]
+    cost: NDArray[np.int64]
+    budget: int
+    ceiling: NDArray[np.int64] | None
+
+    def total_loss(self, rung: NDArray[np.int64]) -> float:
+        """Return the loss of an allocation."""
+        return float(np.sum(self.loss[np.arange(len(rung)), rung]))
+
+    def total_cost(self, rung: NDArray[np.int64]) -> int:
+        """Return the bytes of an allocation."""
+        return int(np.sum(self.cost[rung]))
+
+    @property
+    def top(self) -> NDArray[np.int64]:
+        """Return the highest rung each page may take."""
+        return np.full(len(self.loss), len(self.cost) - 1) if self.ceiling is None else self.ceiling
+
+
+LADDERS = ((0, 2376, 3400, 4424, 8520), (2376, 3400, 4424, 8520, 16584), (4424, 6472, 8520, 16712))
+"""Bytes of a page of 64 tokens at widths (0), 2, 3, 4, 8 and 16, head dimension 64, and 2, 3, 4, 8, 128."""
+
+
+@st.composite
+def allocation_cases(draw: st.DrawFn, *, max_pages: int, max_cost: int | None = None) -> AllocationCase:
+    """Draw pages that differ little or by orders of magnitude, on ladders real and awkward, at any budget.
+
+    Losses may be convex in bytes, proportional to them, small integers (many ties) or arbitrary; pages may be
+    equal, or lose nothing at all. No rung costs more than `max_cost`; without it, ladders are real or small.
+    """
+    rng = np.random.default_rng(draw(SEEDS))
+    pages = draw(st.integers(0, max_pages))
+    cost = np.array(draw(st.sets(st.integers(0, max_cost or 1000), min_size=1, max_size=5).map(sorted)))
+    if max_cost is None and draw(st.booleans()):
+        cost = np.array(draw(st.sampled_from(LADDERS)))
+    shape = pages, len(cost)
+    kind = draw(st.sampled_from(("convex", "proportional", "integers", "arbitrary")))
+    if kind == "convex":
+        loss = np.tile(4.0 ** -np.arange(len(cost)), (pages, 1))
+    elif kind == "proportional":
+        loss = np.tile((cost[-1] - cost) / 1.0, (pages, 1)) + draw(st.sampled_from((0, 1))) * rng.random(
+            shape
+        )
+    elif kind == "integers":
+        loss = rng.integers(0, 4, shape) / 1.0
+    else:
+        loss = rng.lognormal(0, 2, shape)
+    weight = rng.lognormal(0, draw(st.sampled_from((0.0, 0.1, 2.0, 3.0))), pages)
+    weight[rng.random(pages) < draw(st.sampled_from((0.0, 0.0, 0.3)))] = 0
+    loss = np.ascontiguousarray(np.sort(loss, axis=1)[:, ::-1]) * weight[:, None]
+    least, most = pages * int(cost[0]), pages * int(cost[-1])
+    budget = draw(st.integers(least, most) | st.sampled_from((least, most, most + 10**30)))
+    ceiling = draw(st.none() | st.just(rng.integers(0, len(cost), pages)))
+    return AllocationCase(loss, cost, budget, ceiling)

@@ -1,0 +1,1 @@
+"""A KV cache that keeps tokens at several widths under a byte budget: importance, allocation, pages."""
