@@ -121,8 +121,9 @@ def test_key_changes_with_all_that_decides_the_bytes(root: Path, monkeypatch: py
 
     changed({"VALUE": 8})
     changed({"VALUES": 7})
-    changed({"VALUE": 7, "MORE": 1})
-    changed({"VALUE": "7=MORE"})
+    changed({"MORE": 1, "VALUE": 7})
+    changed({"MORE": "1VALUE=7"})
+    changed({"VALUE": "7MORE=1"})
     changed(arch="sm_90")
     (root / "include" / "scale.cuh").write_text(HEADER + "\n")
     changed()
