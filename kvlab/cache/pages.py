@@ -1,0 +1,420 @@
+"""Pages: the unit of storage of a compressed cache, as bytes in pools.
+
+A page holds up to 64 tokens of one (batch row, layer, KV head), keys at `bits_k` and values at `bits_v` bits.
+Pages of equal widths live in one pool, an array (capacity, bytes of a page), and are known by their index in
+it. Which tokens a page holds is nobody's business but the cache's: a page fills token by token, tokens move
+between slots, and attention does not care for their order.
+
+The bytes mean what `kvlab.reference.pages` says. Here are their offsets (`PageLayout`), the functions that
+write, read and move tokens (compiled; loaded at the first call), and what an attention call needs to know of
+the pages of one layer (`LayerPages`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.reference.pages import HALF_CELL, TOKENS_PER_PAGE
+
+__all__ = [
+    "PAGE_TABLE_BYTES",
+    "TOKENS_PER_PAGE",
+    "WIDTHS",
+    "LayerPages",
+    "PageLayout",
+    "copy_tokens",
+    "decode_importance",
+    "encode_importance",
+    "read_tokens",
+    "write_tokens",
+]
+
+WIDTHS = (2, 3, 4, 8, 16)
+"""Bits of an element; 16 is the cache's own dtype, unchanged."""
+
+PAGE_TABLE_BYTES = 8
+"""Bytes charged for a page's entry in the page table: index 4, base 2, count 1, rung 1."""
+
+_PARALLEL_TOKENS = 64
+_KINDS = {"float16": 0, "bfloat16": 1, "float32": 2}
+_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Where the parts of a page's record begin.
+
+    Parameters
+    ----------
+    head_dim : int
+        A multiple of 16 from 16 to 256.
+    bits_k, bits_v : int
+        2, 3, 4, 8 or 16.
+    itemsize : int
+        Bytes of an element of the cache's dtype, 2 or 4: what width 16 stores.
+
+    Raises
+    ------
+    ValueError
+        If an argument is not supported.
+
+    Examples
+    --------
+    >>> layout = PageLayout(head_dim=64, bits_k=4, bits_v=2, itemsize=2)
+    >>> layout.k_codes, layout.v_codes, layout.k_steps, layout.v_steps, layout.positions, layout.importance
+    (0, 2048, 3072, 3136, 3200, 3328)
+    >>> layout.nbytes
+    3392
+    """
+
+    head_dim: int
+    bits_k: int
+    bits_v: int
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in range(16, 257, 16):
+            raise ValueError(f"head_dim must be a multiple of 16 from 16 to 256, got {self.head_dim}")
+        for name in ("bits_k", "bits_v"):
+            if getattr(self, name) not in WIDTHS:
+                raise ValueError(f"{name} must be one of {WIDTHS}, got {getattr(self, name)}")
+        if self.itemsize not in (2, 4):
+            raise ValueError(f"itemsize must be 2 or 4 bytes, got {self.itemsize}")
+
+    def stored_bits(self, width: int) -> int:
+        """Return the bits an element takes: `width`, or 32 for width 16 of a float32 cache."""
+        return 8 * self.itemsize if width == 16 else width
+
+    @property
+    def k_codes(self) -> int:
+        """Byte offset of the codes of K."""
+        return 0
+
+    @property
+    def v_codes(self) -> int:
+        """Byte offset of the codes of V."""
+        return 8 * self.head_dim * self.stored_bits(self.bits_k)
+
+    @property
+    def k_steps(self) -> int:
+        """Byte offset of the steps of K; no bytes are there at width 16."""
+        return self.v_codes + 8 * self.head_dim * self.stored_bits(self.bits_v)
+
+    @property
+    def v_steps(self) -> int:
+        """Byte offset of the steps of V; no bytes are there at width 16."""
+        return self.k_steps + (TOKENS_PER_PAGE if self.bits_k < 16 else 0)
+
+    @property
+    def positions(self) -> int:
+        """Byte offset of the positions."""
+        return self.v_steps + (TOKENS_PER_PAGE if self.bits_v < 16 else 0)
+
+    @property
+    def importance(self) -> int:
+        """Byte offset of the importance codes."""
+        return self.positions + 2 * TOKENS_PER_PAGE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the record."""
+        return self.importance + TOKENS_PER_PAGE
+
+    def positions_in(self, pool: Bytes) -> NDArray[np.uint16]:
+        """Return the positions of all slots as a view (pages, 64) of a pool."""
+        return pool[:, self.positions : self.importance].view("<u2")
+
+    def importance_in(self, pool: Bytes) -> Bytes:
+        """Return the importance codes of all slots as a view (pages, 64) of a pool."""
+        return pool[:, self.importance : self.nbytes]
+
+
+def encode_importance(x: NDArray[np.floating[Any]]) -> Bytes:
+    """Encode importance, any shape, as bytes: 0 for 0, else eighths of a binary order around 1.
+
+    From 2**-23.875 to 2**7.875, 9 % apart; what is beyond is clipped. Raises ValueError for negative values
+    and NaN.
+
+    Examples
+    --------
+    >>> encode_importance(np.array([0, 1e-9, 0.5, 1, 1e9]))
+    array([  0,   1, 184, 192, 255], dtype=uint8)
+    """
+    values = np.asarray(x, np.float64)
+    if not (values >= 0).all():
+        raise ValueError(f"importance must be at least 0, got {values[~(values >= 0)].flat[0]}")
+    with np.errstate(divide="ignore"):
+        code = np.clip(np.round(8 * np.log2(values)) + 192, 1, 255)
+    return np.where(values == 0, 0, code).astype(np.uint8)
+
+
+def decode_importance(codes: Bytes) -> Floats:
+    """Return the importance that each code stands for.
+
+    Examples
+    --------
+    >>> decode_importance(np.array([0, 184, 192, 255], np.uint8))
+    array([  0.    ,   0.5   ,   1.    , 234.75304], dtype=float32)
+    """
+    return _IMPORTANCE_OF[codes]
+
+
+_IMPORTANCE_OF = np.concatenate([[0.0], 2.0 ** ((np.arange(1, 256) - 192) / 8)]).astype(np.float32)
+
+
+@lru_cache(maxsize=256)
+def _kernel_layout(layout: PageLayout, dtype: str) -> Any:
+    from kvlab.numba_kernels.cpu_pages import Layout
+
+    if _ITEMSIZE.get(dtype) != layout.itemsize:
+        raise ValueError(
+            f"dtype must be a cache dtype of {layout.itemsize} bytes, as the layout says, got {dtype!r}"
+        )
+    return Layout(
+        layout.head_dim,
+        _KINDS[dtype],
+        layout.stored_bits(layout.bits_k),
+        layout.stored_bits(layout.bits_v),
+        layout.k_codes,
+        layout.v_codes,
+        layout.k_steps,
+        layout.v_steps,
+        layout.positions,
+        layout.importance,
+        HALF_CELL.get(layout.bits_k, np.float32(0)),
+        HALF_CELL.get(layout.bits_v, np.float32(0)),
+    )
+
+
+def _parts(tokens: int) -> int:
+    """Threads to use: below some number of tokens, sharing the work costs more than it saves."""
+    from numba import get_num_threads
+
+    return int(get_num_threads()) if tokens >= _PARALLEL_TOKENS else 1
+
+
+def write_tokens(
+    pool: Bytes,
+    layout: PageLayout,
+    dtype: str,
+    page: NDArray[np.integer[Any]],
+    slot: NDArray[np.integer[Any]],
+    k: Floats,
+    v: Floats,
+) -> None:
+    """Encode tokens into slots: the codes and steps of K and V. Positions and importance stay as they are.
+
+    Tokens of a page are written in the order of the list; different pages may be written at the same time.
+
+    Parameters
+    ----------
+    pool : uint8, (pages, layout.nbytes), contiguous
+    layout : PageLayout
+    dtype : {"float16", "bfloat16", "float32"}
+        Of the cache.
+    page, slot : integers, (n,)
+        Where token i goes.
+    k, v : float32, (n, head_dim)
+        Rotated (`kvlab.reference.codec.hadamard`) where that side's width is below 16, raw where it is 16.
+
+    Raises
+    ------
+    ValueError
+        If a shape or type is wrong, or a place is outside the pool. Nothing has been written then.
+
+    Examples
+    --------
+    >>> layout = PageLayout(head_dim=16, bits_k=8, bits_v=16, itemsize=2)
+    >>> pool = np.zeros((3, layout.nbytes), np.uint8)
+    >>> k = np.linspace(-1, 1, 16, dtype=np.float32)[None]
+    >>> where = np.array([2]), np.array([63])
+    >>> write_tokens(pool, layout, "float16", *where, k, k)
+    >>> k_again, v_again = read_tokens(pool, layout, "float16", *where)
+    >>> bool(abs(k_again - k).max() < 0.01), bool(abs(v_again - k).max() < 0.0005)
+    (True, True)
+    """
+    from kvlab.numba_kernels import cpu_pages
+
+    numbers = _kernel_layout(layout, dtype)
+    _check_pool(pool, layout)
+    places = _places(pool, {"page": page, "slot": slot})
+    for name, x in (("k", k), ("v", v)):
+        shape = len(places[0]), layout.head_dim
+        if x.dtype != np.float32 or x.shape != shape:
+            raise ValueError(f"{name} must be float32 of shape {shape}, got {x.dtype} {x.shape}")
+    rows = np.ascontiguousarray(k), np.ascontiguousarray(v)
+    bad = cpu_pages.write_tokens(pool, numbers, *places, *rows, _parts(len(k)))
+    _check_bad(bad, pool, page, slot)
+
+
+def read_tokens(
+    pool: Bytes,
+    layout: PageLayout,
+    dtype: str,
+    page: NDArray[np.integer[Any]],
+    slot: NDArray[np.integer[Any]],
+) -> tuple[Floats, Floats]:
+    """Decode tokens: the inverse of `write_tokens`, same arguments.
+
+    Returns
+    -------
+    k, v : float32, (n, head_dim)
+        Still rotated where that side's width is below 16.
+    """
+    from kvlab.numba_kernels import cpu_pages
+
+    numbers = _kernel_layout(layout, dtype)
+    _check_pool(pool, layout)
+    places = _places(pool, {"page": page, "slot": slot})
+    k = np.empty((len(places[0]), layout.head_dim), np.float32)
+    v = np.empty_like(k)
+    _check_bad(cpu_pages.read_tokens(pool, numbers, *places, k, v, _parts(len(k))), pool, page, slot)
+    return k, v
+
+
+def copy_tokens(
+    pool: Bytes,
+    layout: PageLayout,
+    dtype: str,
+    page_from: NDArray[np.integer[Any]],
+    slot_from: NDArray[np.integer[Any]],
+    page_to: NDArray[np.integer[Any]],
+    slot_to: NDArray[np.integer[Any]],
+) -> None:
+    """Copy tokens from slot to slot of one pool, bit for bit: codes, steps, positions and importance.
+
+    One after the other in the order given, so a later copy sees what an earlier one wrote. Positions are
+    offsets: they keep their meaning between pages of equal base.
+    """
+    from kvlab.numba_kernels import cpu_pages
+
+    numbers = _kernel_layout(layout, dtype)
+    _check_pool(pool, layout)
+    names = {"page_from": page_from, "slot_from": slot_from, "page_to": page_to, "slot_to": slot_to}
+    places = _places(pool, names)
+    bad = cpu_pages.copy_tokens(pool, numbers, *places)
+    if bad >= 0:
+        _check_bad(bad, pool, page_from, slot_from)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPages:
+    """What an attention call reads of one layer: its pools, and a page table of every (row, KV head).
+
+    Entry p < num_pages[b, h] of the table says that row b, KV head h has `count` tokens in slots 0 to
+    count - 1 of page `index` of pool `rung`, the positions of which are (base << 16) + offset. Entries from
+    num_pages on, and slots from count on, may hold anything.
+
+    Parameters
+    ----------
+    layouts : tuple of PageLayout
+        One a rung, in the order of the ladder.
+    pools : tuple of uint8, (pages, layouts[r].nbytes)
+        One a rung, contiguous, starting at a multiple of 64 bytes.
+    rung, count : uint8, (batch, num_heads_kv, entries)
+    index : uint32, (batch, num_heads_kv, entries)
+    base : uint16, (batch, num_heads_kv, entries)
+    num_pages : int32, (batch, num_heads_kv)
+    dtype : {"float16", "bfloat16", "float32"}
+        Of the cache.
+
+    Raises
+    ------
+    ValueError
+        If shapes, types or layouts do not fit together. The entries are not looked at: `check_entries` does.
+    """
+
+    layouts: tuple[PageLayout, ...]
+    pools: tuple[Bytes, ...]
+    rung: NDArray[np.uint8]
+    count: NDArray[np.uint8]
+    index: NDArray[np.uint32]
+    base: NDArray[np.uint16]
+    num_pages: NDArray[np.int32]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _ITEMSIZE:
+            raise ValueError(f"dtype must be one of {', '.join(_ITEMSIZE)}, got {self.dtype!r}")
+        if not self.layouts or len(self.layouts) != len(self.pools):
+            raise ValueError(
+                f"layouts and pools must be of equal length, at least 1, "
+                f"got {len(self.layouts)} and {len(self.pools)}"
+            )
+        for layout, pool in zip(self.layouts, self.pools, strict=True):
+            if layout.head_dim != self.head_dim or layout.itemsize != _ITEMSIZE[self.dtype]:
+                raise ValueError(
+                    f"layouts must have one head_dim and the itemsize of {self.dtype}, got {self.layouts}"
+                )
+            _check_pool(pool, layout, alignment=64)
+        if self.num_pages.ndim != 2 or self.num_pages.dtype != np.int32:
+            raise ValueError(
+                f"num_pages must be int32 (batch, num_heads_kv), "
+                f"got {self.num_pages.dtype} {self.num_pages.shape}"
+            )
+        shape = (*self.num_pages.shape, self.rung.shape[-1])
+        for name, dtype in (("rung", "uint8"), ("count", "uint8"), ("index", "uint32"), ("base", "uint16")):
+            table = getattr(self, name)
+            if table.dtype != dtype or table.shape != shape:
+                raise ValueError(f"{name} must be {dtype} {shape}, got {table.dtype} {table.shape}")
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key or value."""
+        return self.layouts[0].head_dim
+
+    def check_entries(self) -> None:
+        """Raise ValueError unless every used entry names a page that exists, with 0 to 64 tokens.
+
+        Attention kernels trust the table; a wrong entry makes them read outside the pools.
+        """
+        entries = self.rung.shape[-1]
+        if ((self.num_pages < 0) | (self.num_pages > entries)).any():
+            raise ValueError(
+                f"num_pages must be 0 to {entries}, got {self.num_pages.min()} to {self.num_pages.max()}"
+            )
+        used = np.arange(entries) < self.num_pages[..., None]
+        capacity = np.zeros(256, np.int64)
+        capacity[: len(self.pools)] = [len(pool) for pool in self.pools]
+        limits: dict[str, Any] = {
+            "rung": len(self.pools),
+            "count": TOKENS_PER_PAGE + 1,
+            "index": capacity[self.rung],
+        }
+        for name, limit in limits.items():
+            table, limit = np.broadcast_arrays(getattr(self, name), limit)
+            for at in np.argwhere(used & (table >= limit))[:1]:
+                place = tuple(at.tolist())
+                raise ValueError(
+                    f"{name} must be below {limit[place]}, got {table[place]} at (row, head, entry) {place}"
+                )
+
+
+def _check_pool(pool: Bytes, layout: PageLayout, alignment: int = 4) -> None:
+    if pool.dtype != np.uint8 or pool.ndim != 2 or pool.shape[1] != layout.nbytes:
+        raise ValueError(f"pool must be uint8 (pages, {layout.nbytes}), got {pool.dtype} {pool.shape}")
+    if not pool.flags.c_contiguous or pool.ctypes.data % alignment:
+        raise ValueError(f"pool must be contiguous and start at a multiple of {alignment} bytes")
+
+
+def _places(pool: Bytes, lists: dict[str, NDArray[np.integer[Any]]]) -> list[NDArray[np.int64]]:
+    sizes = {name: x.shape for name, x in lists.items()}
+    if len(set(sizes.values())) != 1 or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in lists.values()):
+        raise ValueError(f"{', '.join(lists)} must be integers of one length, got shapes {sizes}")
+    return [np.ascontiguousarray(x, np.int64) for x in lists.values()]
+
+
+def _check_bad(bad: int, pool: Bytes, page: NDArray[Any], slot: NDArray[Any]) -> None:
+    if bad >= 0:
+        raise ValueError(
+            f"page and slot must be below {len(pool)} and {TOKENS_PER_PAGE}, "
+            f"got {page[bad]} and {slot[bad]} at index {bad}"
+        )
