@@ -1,0 +1,153 @@
+"""What is installed: the wheel holds all sources, and the three lists of versions agree."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# PyPI name to conda-forge name, where they differ.
+CONDA_NAMES = {
+    "torch": "pytorch",
+    "nvidia-cuda-nvrtc": "cuda-nvrtc",
+    "nvidia-cuda-runtime": "cuda-cudart-dev",
+}
+
+
+def requirements() -> dict[str, list[Requirement]]:
+    """Return the requirements of the core (under "") and of each extra."""
+    project = PYPROJECT["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {extra: [Requirement(line) for line in lines] for extra, lines in groups.items()}
+
+
+def constraints() -> dict[str, Version]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pairs = (line.split("==") for line in lines if line)
+    return {canonicalize_name(name): Version(version) for name, version in pairs}
+
+
+def conda() -> dict[str, str]:
+    """Return the version of each conda package of environment.yml."""
+    dependencies = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    pairs = (re.fullmatch(r"([\w.-]+)\s*(.*)", line) for line in dependencies if isinstance(line, str))
+    return {match[1]: match[2] for match in pairs if match}
+
+
+def test_every_folder_of_the_package_is_listed() -> None:
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("kvlab/**/__init__.py")}
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == folders | {
+        "kvlab.cuda_kernels",
+        "kvlab.numba_kernels",
+    }
+    for path in ROOT.glob("kvlab/**/*.py"):
+        assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py"
+
+
+def test_wheel_holds_every_source_and_no_top_level_kernels(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    for name in ("kvlab", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        tmp_path,
+        source,
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("kvlab-*.whl")
+    installed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {str(path.relative_to(ROOT)) for path in ROOT.glob("kvlab/**/*.py")} | {"kvlab/py.typed"}
+    for folder in ("cuda", "numba"):
+        for pattern in ("*.py", "*.cu", "include/*.cuh"):
+            for path in (ROOT / "kernels" / folder).glob(pattern):
+                expected.add(f"kvlab/{folder}_kernels/{path.relative_to(ROOT / 'kernels' / folder)}")
+    assert installed == expected
+
+
+def test_constraints_are_versions_the_project_allows() -> None:
+    pinned = constraints()
+    for extra, wanted in requirements().items():
+        for requirement in wanted:
+            version = pinned.get(canonicalize_name(requirement.name))
+            assert version is not None, f"{requirement.name} of extra {extra!r} is not in constraints.txt"
+            assert requirement.specifier.contains(version, prereleases=True), (requirement, version)
+
+
+def test_constraints_are_the_versions_these_tests_run_on() -> None:
+    wrong = {}
+    for name, version in constraints().items():
+        try:
+            installed = Version(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+        if installed.public != version.public:
+            wrong[name] = f"{installed} is installed, {version} is pinned"
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("extra", ["", "hf", "lab", "test"])
+def test_conda_environment_has_the_same_pins(extra: str) -> None:
+    pinned, environment = constraints(), conda()
+    for requirement in requirements()[extra]:
+        name = CONDA_NAMES.get(requirement.name, canonicalize_name(requirement.name))
+        assert environment.get(name) == f"={pinned[canonicalize_name(requirement.name)]}", name
+
+
+def test_conda_environment_names_nothing_else_and_python_agrees() -> None:
+    known = {
+        CONDA_NAMES.get(r.name, canonicalize_name(r.name)) for group in requirements().values() for r in group
+    }
+    assert set(conda()) - known == {"python", "pip", "make"}
+    assert PYPROJECT["project"]["requires-python"] == conda()["python"].replace(" ", "")
+
+
+def test_one_cuda_major_version_per_extra() -> None:
+    for extra, other in (("cu12", "13"), ("cu13", "12")):
+        text = str([str(requirement) for requirement in requirements()[extra]])
+        assert f"cu{other}" not in text
+        assert f"cuda{other}" not in text
+
+
+def test_numpy_stays_below_what_numba_cuda_can_use() -> None:
+    (numpy,) = (requirement for requirement in requirements()[""] if requirement.name == "numpy")
+    assert not numpy.specifier.contains("2.5.0")
+
+
+@pytest.mark.parametrize(
+    "target", ["demo", "test", "lint", "clean", "demo-full", "test-compat", "compile-gate"]
+)
+def test_makefile_and_readme_name_the_same_targets(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"`make {target}`" in (ROOT / "README.md").read_text()
+
+
+def test_code_in_the_readme_runs() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
