@@ -1,0 +1,298 @@
+"""Eight float32 values as one Numba value, for CPU kernels whose loops LLVM does not vectorise by itself.
+
+Numba's own loops miss vector code wherever a reduction must keep its order (no `fastmath` here: codes must be
+the same on every backend), where an index may be negative, or where neighbours are combined. With these
+functions a kernel says what happens to eight elements: ``store(out, i, load(x, i) * splat(scale))``. They are
+plain LLVM vector instructions, which LLVM lowers to what the machine has (AVX2: one register, NEON: two).
+
+Rows are contiguous; nothing checks an index. Half-precision rows are uint16 arrays of their bits.
+A cached kernel does not see an edit of this file: remove ``kernels/numba/__pycache__`` after one.
+"""
+
+import operator
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, models, overload, register_model
+
+helper = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Decorator of functions that only kernels call; a division by zero gives infinity or NaN, as in NumPy."""
+
+kernel = njit(error_model="numpy", parallel=True, cache=True)
+"""Decorator of functions that Python calls."""
+
+LANES = 8
+"""Elements of one vector; rows in scratch memory are padded to a multiple of it."""
+
+_I32, _F32 = ir.IntType(32), ir.FloatType()
+_F32X8 = ir.VectorType(_F32, LANES)
+_I32X8 = ir.VectorType(_I32, LANES)
+_I16X8 = ir.VectorType(ir.IntType(16), LANES)
+_I8X8 = ir.VectorType(ir.IntType(8), LANES)
+_F16X8 = ir.VectorType(ir.HalfType(), LANES)
+
+
+class Float32x8(types.Type):
+    """Numba type of eight float32 values."""
+
+    def __init__(self):
+        super().__init__(name="float32x8")
+
+
+float32x8 = Float32x8()
+
+
+@register_model(Float32x8)
+class _Float32x8Model(models.PrimitiveModel):
+    def __init__(self, manager, numba_type):
+        super().__init__(manager, numba_type, _F32X8)
+
+
+def _lanes(values):
+    return ir.Constant(_I32X8, values)
+
+
+def _all(value):
+    return ir.Constant(_I32X8, [value] * LANES)
+
+
+def pointer_to(context, builder, array_type, array, index, pointee):
+    """Return the address of array[index] as a pointer to `pointee`; for intrinsics, here and in kernels."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
+
+
+def load_unaligned(builder, pointer):
+    """Load through a pointer of any alignment."""
+    value = builder.load(pointer)
+    value.align = 1
+    return value
+
+
+def store_unaligned(builder, value, pointer):
+    """Store through a pointer of any alignment."""
+    builder.store(value, pointer).align = 1
+
+
+def _make_load(memory_type, widen):
+    """Return an intrinsic (row, index) -> float32x8 that reads eight elements and widens them."""
+
+    @intrinsic
+    def load_eight(typing_context, row, index):
+        def generate(context, builder, signature, arguments):
+            pointer = pointer_to(context, builder, signature.args[0], *arguments, memory_type)
+            return widen(builder, load_unaligned(builder, pointer))
+
+        return float32x8(row, types.intp), generate
+
+    return load_eight
+
+
+def _make_store(memory_type, narrow):
+    """Return an intrinsic (row, index, value) that narrows eight floats and writes them."""
+
+    @intrinsic
+    def store_eight(typing_context, row, index, value):
+        def generate(context, builder, signature, arguments):
+            array, first, vector = arguments
+            pointer = pointer_to(context, builder, signature.args[0], array, first, memory_type)
+            store_unaligned(builder, narrow(builder, vector), pointer)
+            return context.get_dummy_value()
+
+        return types.void(row, types.intp, float32x8), generate
+
+    return store_eight
+
+
+def _widen_bfloat(builder, value):
+    return builder.bitcast(builder.shl(builder.zext(value, _I32X8), _all(16)), _F32X8)
+
+
+def _narrow_bfloat(builder, value):
+    """Round to the nearest bfloat16, ties to even; a NaN becomes the quiet NaN of its sign."""
+    bits = builder.bitcast(value, _I32X8)
+    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _all(0x7FFF))), _all(16))
+    quiet = builder.or_(builder.and_(builder.lshr(bits, _all(16)), _all(0x8000)), _all(0x7FC0))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.select(is_nan, quiet, rounded), _I16X8)
+
+
+def _narrow_code(builder, value):
+    """Round to the nearest integer, ties to even, and keep the low byte; for 0 <= value < 2**22.
+
+    Adding 1.5 * 2**23 leaves no fraction bits, so the addition itself rounds, and the integer is in the low
+    bits of the sum.
+    """
+    shifted = builder.fadd(value, ir.Constant(_F32X8, [12582912.0] * LANES))
+    return builder.trunc(builder.bitcast(shifted, _I32X8), _I8X8)
+
+
+load = _make_load(_F32X8, lambda builder, value: value)
+load_half = _make_load(_F16X8, lambda builder, value: builder.fpext(value, _F32X8))
+load_bfloat = _make_load(_I16X8, _widen_bfloat)
+load_codes = _make_load(_I8X8, lambda builder, value: builder.uitofp(value, _F32X8))
+store = _make_store(_F32X8, lambda builder, value: value)
+store_half = _make_store(_F16X8, lambda builder, value: builder.fptrunc(value, _F16X8))
+store_bfloat = _make_store(_I16X8, _narrow_bfloat)
+store_codes = _make_store(_I8X8, _narrow_code)
+
+
+def _make_binary(emit):
+    @intrinsic
+    def binary(typing_context, a, b):
+        def generate(context, builder, signature, arguments):
+            return emit(builder, *arguments)
+
+        return float32x8(float32x8, float32x8), generate
+
+    return binary
+
+
+def _select(comparison):
+    """Take a where (a comparison b) holds and b elsewhere: where either is NaN, b."""
+
+    def emit(builder, a, b):
+        return builder.select(builder.fcmp_ordered(comparison, a, b), a, b)
+
+    return emit
+
+
+def _count_where_greater(builder, a, b):
+    return builder.uitofp(builder.fcmp_ordered(">", a, b), _F32X8)
+
+
+_arithmetic = {
+    operator.add: _make_binary(lambda builder, a, b: builder.fadd(a, b)),
+    operator.sub: _make_binary(lambda builder, a, b: builder.fsub(a, b)),
+    operator.mul: _make_binary(lambda builder, a, b: builder.fmul(a, b)),
+    operator.truediv: _make_binary(lambda builder, a, b: builder.fdiv(a, b)),
+    operator.gt: _make_binary(_count_where_greater),  # 1.0 where a > b, else 0.0
+}
+minimum = _make_binary(_select("<"))
+maximum = _make_binary(_select(">"))
+
+
+def _overload_operator(symbol, implementation):
+    @overload(symbol)
+    def operate(a, b):
+        if isinstance(a, Float32x8) and isinstance(b, Float32x8):
+            return lambda a, b: implementation(a, b)
+        return None
+
+
+for _symbol, _implementation in _arithmetic.items():
+    _overload_operator(_symbol, _implementation)
+
+
+@intrinsic
+def splat(typing_context, value):
+    """Return eight copies of a float32."""
+
+    def generate(context, builder, signature, arguments):
+        one = builder.insert_element(ir.Constant(_F32X8, ir.Undefined), arguments[0], ir.Constant(_I32, 0))
+        return builder.shuffle_vector(one, one, _all(0))
+
+    return float32x8(types.float32), generate
+
+
+@intrinsic
+def magnitude(typing_context, value):
+    """Return |value|, NaN included."""
+
+    def generate(context, builder, signature, arguments):
+        bits = builder.and_(builder.bitcast(arguments[0], _I32X8), _all(0x7FFFFFFF))
+        return builder.bitcast(bits, _F32X8)
+
+    return float32x8(float32x8), generate
+
+
+@intrinsic
+def floor(typing_context, value):
+    """Return the largest integers not above the elements, as floats."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(_F32X8, [_F32X8])
+        return builder.call(builder.module.declare_intrinsic("llvm.floor.v8f32", (), kind), arguments)
+
+    return float32x8(float32x8), generate
+
+
+def _make_reduction(emit):
+    """Return an intrinsic float32x8 -> float32 that combines lanes at distance 4, 2, 1."""
+
+    @intrinsic
+    def reduction(typing_context, value):
+        def generate(context, builder, signature, arguments):
+            (x,) = arguments
+            for h in (4, 2, 1):
+                partner = builder.shuffle_vector(x, x, _lanes([k ^ h for k in range(LANES)]))
+                x = emit(builder, x, partner)
+            return builder.extract_element(x, ir.Constant(_I32, 0))
+
+        return types.float32(float32x8), generate
+
+    return reduction
+
+
+lowest = _make_reduction(_select("<"))
+highest = _make_reduction(_select(">"))
+total = _make_reduction(lambda builder, a, b: builder.fadd(a, b))
+
+
+@intrinsic
+def butterflies(typing_context, value):
+    """Return the Hadamard butterflies at distance 1, 2, 4: lane k becomes x[k] + x[k ^ h] or x[k ^ h] - x[k].
+
+    The difference is taken where bit h of k is set, so the pair (a, b) becomes (a + b, a - b).
+    """
+
+    def generate(context, builder, signature, arguments):
+        (x,) = arguments
+        for h in (1, 2, 4):
+            partner = builder.shuffle_vector(x, x, _lanes([k ^ h for k in range(LANES)]))
+            choice = _lanes([k + LANES if k & h else k for k in range(LANES)])
+            x = builder.shuffle_vector(builder.fadd(x, partner), builder.fsub(partner, x), choice)
+        return x
+
+    return float32x8(float32x8), generate
+
+
+@intrinsic
+def half_of(typing_context, value):
+    """Return the bits of the float16 nearest to a float32, ties to even."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic
+def float_of_half(typing_context, word):
+    """Return the float32 that the bits of a float16 stand for."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), _F32)
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def bits_of(typing_context, value):
+    """Return the bits of a float32."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], _I32)
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def float_of_bits(typing_context, bits):
+    """Return the float32 of 32 bits."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], _F32)
+
+    return types.float32(types.uint32), generate
