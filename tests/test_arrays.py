@@ -138,6 +138,11 @@ def test_what_cannot_be_viewed_is_refused_by_name(x: object, message: str) -> No
         arrays.to_numpy_view(x, "codes")
 
 
+def test_dtype_of_a_list_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="codes must be an array"):
+        arrays.dtype_name([1, 2], "codes")
+
+
 def test_cpu_arrays_have_no_cuda_view_and_no_stream() -> None:
     for x, place in ((np.zeros(2), "cpu"), (torch.zeros(2), "cpu")):
         with pytest.raises(TypeError, match=f"k is on {place}; this backend works on arrays on a CUDA GPU"):

@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from kvlab.environment import PACKAGES
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -123,6 +125,12 @@ def test_conda_environment_names_nothing_else_and_python_agrees() -> None:
     }
     assert set(conda()) - known == {"python", "pip", "make"}
     assert PYPROJECT["project"]["requires-python"] == conda()["python"].replace(" ", "")
+
+
+def test_reports_name_the_version_of_every_package_results_depend_on() -> None:
+    groups = requirements()
+    wanted = {r.name for extra in ("", "hf", "lab", "cu12", "cu13") for r in groups[extra]}
+    assert wanted <= set(PACKAGES)
 
 
 def test_one_cuda_major_version_per_extra() -> None:

@@ -88,7 +88,9 @@ def allowed(module: str, name: str) -> bool:
         return True
     if name.startswith("kvlab.reference") or name.startswith(KERNELS):
         return LAYER_OF[part(module)] >= LAYER_OF["ops"]
-    if name == "kvlab" or part(name) not in LAYER_OF:  # `import kvlab` for its public names
+    if name in ("kvlab", "kvlab.__version__"):
+        return True
+    if part(name) not in LAYER_OF:  # a public name, through `kvlab` itself
         return LAYER_OF[part(module)] >= LAYER_OF["lab"]
     return LAYER_OF[part(name)] <= LAYER_OF[part(module)]
 
