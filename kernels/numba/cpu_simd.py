@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, models, overload, register_model
 
-helper = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+helper = njit(error_model="numpy")
 """Decorator of functions that only kernels call; a division by zero gives infinity or NaN, as in NumPy."""
 
 kernel = njit(error_model="numpy", parallel=True, cache=True)
@@ -25,11 +25,11 @@ LANES = 8
 """Elements of one vector; rows in scratch memory are padded to a multiple of it."""
 
 _I32, _F32 = ir.IntType(32), ir.FloatType()
-_F32X8 = ir.VectorType(_F32, LANES)
-_I32X8 = ir.VectorType(_I32, LANES)
-_I16X8 = ir.VectorType(ir.IntType(16), LANES)
+F32X8 = ir.VectorType(_F32, LANES)
+I32X8 = ir.VectorType(_I32, LANES)
+I16X8 = ir.VectorType(ir.IntType(16), LANES)
 _I8X8 = ir.VectorType(ir.IntType(8), LANES)
-_F16X8 = ir.VectorType(ir.HalfType(), LANES)
+F16X8 = ir.VectorType(ir.HalfType(), LANES)
 
 
 class Float32x8(types.Type):
@@ -45,15 +45,16 @@ float32x8 = Float32x8()
 @register_model(Float32x8)
 class _Float32x8Model(models.PrimitiveModel):
     def __init__(self, manager, numba_type):
-        super().__init__(manager, numba_type, _F32X8)
+        super().__init__(manager, numba_type, F32X8)
 
 
 def _lanes(values):
-    return ir.Constant(_I32X8, values)
+    return ir.Constant(I32X8, values)
 
 
-def _all(value):
-    return ir.Constant(_I32X8, [value] * LANES)
+def splat_i32(value):
+    """Return a constant of eight 32-bit integers, for intrinsics."""
+    return ir.Constant(I32X8, [value] * LANES)
 
 
 def pointer_to(context, builder, array_type, array, index, pointee):
@@ -105,17 +106,17 @@ def _make_store(memory_type, narrow):
 
 
 def _widen_bfloat(builder, value):
-    return builder.bitcast(builder.shl(builder.zext(value, _I32X8), _all(16)), _F32X8)
+    return builder.bitcast(builder.shl(builder.zext(value, I32X8), splat_i32(16)), F32X8)
 
 
-def _narrow_bfloat(builder, value):
-    """Round to the nearest bfloat16, ties to even; a NaN becomes the quiet NaN of its sign."""
-    bits = builder.bitcast(value, _I32X8)
-    odd = builder.and_(builder.lshr(bits, _all(16)), _all(1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, _all(0x7FFF))), _all(16))
-    quiet = builder.or_(builder.and_(builder.lshr(bits, _all(16)), _all(0x8000)), _all(0x7FC0))
+def narrow_bfloat(builder, value):
+    """Emit rounding to the nearest bfloat16, ties to even; a NaN becomes the quiet NaN of its sign."""
+    bits = builder.bitcast(value, I32X8)
+    odd = builder.and_(builder.lshr(bits, splat_i32(16)), splat_i32(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, splat_i32(0x7FFF))), splat_i32(16))
+    quiet = builder.or_(builder.and_(builder.lshr(bits, splat_i32(16)), splat_i32(0x8000)), splat_i32(0x7FC0))
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.select(is_nan, quiet, rounded), _I16X8)
+    return builder.trunc(builder.select(is_nan, quiet, rounded), I16X8)
 
 
 def _narrow_code(builder, value):
@@ -124,17 +125,17 @@ def _narrow_code(builder, value):
     Adding 1.5 * 2**23 leaves no fraction bits, so the addition itself rounds, and the integer is in the low
     bits of the sum.
     """
-    shifted = builder.fadd(value, ir.Constant(_F32X8, [12582912.0] * LANES))
-    return builder.trunc(builder.bitcast(shifted, _I32X8), _I8X8)
+    shifted = builder.fadd(value, ir.Constant(F32X8, [12582912.0] * LANES))
+    return builder.trunc(builder.bitcast(shifted, I32X8), _I8X8)
 
 
-load = _make_load(_F32X8, lambda builder, value: value)
-load_half = _make_load(_F16X8, lambda builder, value: builder.fpext(value, _F32X8))
-load_bfloat = _make_load(_I16X8, _widen_bfloat)
-load_codes = _make_load(_I8X8, lambda builder, value: builder.uitofp(value, _F32X8))
-store = _make_store(_F32X8, lambda builder, value: value)
-store_half = _make_store(_F16X8, lambda builder, value: builder.fptrunc(value, _F16X8))
-store_bfloat = _make_store(_I16X8, _narrow_bfloat)
+load = _make_load(F32X8, lambda builder, value: value)
+load_half = _make_load(F16X8, lambda builder, value: builder.fpext(value, F32X8))
+load_bfloat = _make_load(I16X8, _widen_bfloat)
+load_codes = _make_load(_I8X8, lambda builder, value: builder.uitofp(value, F32X8))
+store = _make_store(F32X8, lambda builder, value: value)
+store_half = _make_store(F16X8, lambda builder, value: builder.fptrunc(value, F16X8))
+store_bfloat = _make_store(I16X8, narrow_bfloat)
 store_codes = _make_store(_I8X8, _narrow_code)
 
 
@@ -159,7 +160,7 @@ def _select(comparison):
 
 
 def _count_where_greater(builder, a, b):
-    return builder.uitofp(builder.fcmp_ordered(">", a, b), _F32X8)
+    return builder.uitofp(builder.fcmp_ordered(">", a, b), F32X8)
 
 
 _arithmetic = {
@@ -190,8 +191,8 @@ def splat(typing_context, value):
     """Return eight copies of a float32."""
 
     def generate(context, builder, signature, arguments):
-        one = builder.insert_element(ir.Constant(_F32X8, ir.Undefined), arguments[0], ir.Constant(_I32, 0))
-        return builder.shuffle_vector(one, one, _all(0))
+        one = builder.insert_element(ir.Constant(F32X8, ir.Undefined), arguments[0], ir.Constant(_I32, 0))
+        return builder.shuffle_vector(one, one, splat_i32(0))
 
     return float32x8(types.float32), generate
 
@@ -201,8 +202,8 @@ def magnitude(typing_context, value):
     """Return |value|, NaN included."""
 
     def generate(context, builder, signature, arguments):
-        bits = builder.and_(builder.bitcast(arguments[0], _I32X8), _all(0x7FFFFFFF))
-        return builder.bitcast(bits, _F32X8)
+        bits = builder.and_(builder.bitcast(arguments[0], I32X8), splat_i32(0x7FFFFFFF))
+        return builder.bitcast(bits, F32X8)
 
     return float32x8(float32x8), generate
 
@@ -212,7 +213,7 @@ def floor(typing_context, value):
     """Return the largest integers not above the elements, as floats."""
 
     def generate(context, builder, signature, arguments):
-        kind = ir.FunctionType(_F32X8, [_F32X8])
+        kind = ir.FunctionType(F32X8, [F32X8])
         return builder.call(builder.module.declare_intrinsic("llvm.floor.v8f32", (), kind), arguments)
 
     return float32x8(float32x8), generate
@@ -233,6 +234,18 @@ def _make_reduction(emit):
         return types.float32(float32x8), generate
 
     return reduction
+
+
+@intrinsic
+def where(typing_context, condition, a, b):
+    """Return a where condition is not 0 (what a comparison gives) and b elsewhere."""
+
+    def generate(context, builder, signature, arguments):
+        condition, a, b = arguments
+        zero = ir.Constant(F32X8, [0.0] * LANES)
+        return builder.select(builder.fcmp_unordered("!=", condition, zero), a, b)
+
+    return float32x8(float32x8, float32x8, float32x8), generate
 
 
 lowest = _make_reduction(_select("<"))
