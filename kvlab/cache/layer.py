@@ -1,0 +1,256 @@
+"""One layer of a cache: exact tokens, pages and importance of every row, and how new tokens enter.
+
+A new token first joins the exact window of its row. What the window does not keep goes to pages, at the
+highest rung if its row has an open page there, else by a plan for all tokens of the row under the bytes it
+may take. Every row is planned before anything changes, so that a refused commit leaves the layer as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.cache.allocator import Method
+from kvlab.cache.frame import LAST, key_mean
+from kvlab.cache.importance import Policy
+from kvlab.cache.ladder import Ladder
+from kvlab.cache.pages import decode_importance, encode_importance
+from kvlab.cache.store import LayerStore, NewTokens, Plan, Tokens, Weigh
+from kvlab.cache.window import Window
+
+__all__ = ["Arrival", "Layer"]
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
+SINK_WEIGHT = 1e9
+"""Weight of a sink token, so that sinks stay in the highest rung as long as anything does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """New tokens of a step.
+
+    Attributes
+    ----------
+    k, v : (B, S, Hkv, D) float32
+    valid : (B, S) bool
+        False: padding, not stored.
+    mass : (B, Hkv, W + S) float32, optional
+        Attention mass of the exact tokens, windows aligned before the new tokens.
+    stored_mass : (B, Hkv, pages, 64) float32, optional
+        Attention mass of the tokens in pages, if this step collects it.
+    """
+
+    k: Floats
+    v: Floats
+    valid: NDArray[np.bool_]
+    mass: Floats | None = None
+    stored_mass: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What a commit does to one row."""
+
+    tokens: Tokens
+    new: NewTokens
+    plan: Plan | None
+    window: Window
+    mean: NDArray[np.float16] | None
+
+
+class Layer:
+    """State of one layer; see the module's description.
+
+    Parameters
+    ----------
+    ladder : tuple of Rung
+    batch, num_heads_kv, head_dim : int
+    dtype : str
+        Of the cache.
+    residual, sink : int
+        Newest tokens kept exact, first tokens kept at the highest rung.
+    policy : Policy
+    allocator : {"greedy", "dp", "uniform"}
+    """
+
+    def __init__(
+        self,
+        ladder: Ladder,
+        batch: int,
+        num_heads_kv: int,
+        head_dim: int,
+        dtype: str,
+        *,
+        residual: int,
+        sink: int,
+        policy: Policy,
+        allocator: Method,
+    ) -> None:
+        self.store = LayerStore(ladder, batch, num_heads_kv, head_dim, dtype)
+        self.residual, self.sink, self.policy, self.allocator = residual, sink, policy, allocator
+        self._takes_mean = any(rung.bits_k < 16 for rung in self.store.ladder)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        store = self.store
+        store.clear()
+        self.windows = [
+            Window.empty(store.num_heads_kv, store.head_dim, store.dtype) for _ in range(store.batch)
+        ]
+        self.has_mean = np.full(store.batch, not self._takes_mean)
+        self.seqlen = 0
+        self.since_collection = 0
+
+    # ---- sizes ---------------------------------------------------------------------------------------------
+
+    def nbytes(self) -> int:
+        """Bytes in live buffers."""
+        return int(self.store.nbytes().sum()) + sum(window.nbytes for window in self.windows)
+
+    def reserved_nbytes(self) -> int:
+        """Bytes of the pools, tables and windows."""
+        return self.store.reserved_nbytes + sum(window.nbytes for window in self.windows)
+
+    def smallest_nbytes(self, tokens: int) -> int:
+        """Bytes that a row of `tokens` tokens needs at least."""
+        exact = min(tokens, self.residual)
+        empty = Window.empty(self.store.num_heads_kv, self.store.head_dim, self.store.dtype)
+        return self.store.smallest_nbytes(tokens - exact) + exact * empty.token_nbytes
+
+    def tokens(self) -> int:
+        """Number of tokens held, summed over rows and heads."""
+        exact = sum(len(window) for window in self.windows) * self.store.num_heads_kv
+        return exact + int(self.store.count[self.store.live()].sum())
+
+    # ---- storing -------------------------------------------------------------------------------------------
+
+    def commit(self, arrival: Arrival, share: int | None) -> None:
+        """Store new tokens so that no row takes more than `share` bytes.
+
+        Raises
+        ------
+        BudgetError
+            If a row cannot; the layer is as it was.
+        """
+        changes = [self._prepare(row, arrival, share) for row in range(self.store.batch)]
+        for row, change in enumerate(changes):
+            if change.mean is not None:
+                self.store.k_mean[row], self.has_mean[row] = change.mean, True
+            if arrival.stored_mass is not None:
+                self.store.set_importance(row, change.tokens)
+            if change.plan is None:
+                self.store.append(row, change.new)
+            else:
+                self.store.apply(row, change.plan, change.new)
+            self.windows[row] = change.window
+        steps = arrival.k.shape[1]
+        self.seqlen += steps
+        self.since_collection = 0 if arrival.stored_mass is not None else self.since_collection + steps
+
+    def _prepare(self, row: int, arrival: Arrival, share: int | None) -> _Change:
+        store, before = self.store, self.windows[row]
+        use = np.flatnonzero(arrival.valid[row])
+        observed = self._observe(row, arrival, use)
+        exact = before.extended(arrival.k[row, use], arrival.v[row, use], self.seqlen + use, observed)
+        mean = None
+        if not self.has_mean[row]:
+            # No token of this row has left its window yet, so the window holds its first tokens: the mean is
+            # taken when there are enough, or when they become too many to hold.
+            held = store.fixed_nbytes + exact.nbytes
+            if len(exact) >= LAST or (share is not None and held > share):
+                mean = key_mean(exact.k[:LAST].astype(np.float32))
+        keeps = self.residual if mean is not None or self.has_mean[row] else len(exact)
+        leaving = max(len(exact) - keeps, 0)
+        window = exact.part(leaving, len(exact))
+        new = self._new_tokens(exact.part(0, leaving), self.seqlen + arrival.k.shape[1])
+        tokens = store.tokens(row)
+        if arrival.stored_mass is not None:
+            tokens = self._observed(tokens, arrival.stored_mass[row])
+        room = None if share is None else share - window.nbytes
+        plan = self._plan(row, tokens, new, room, self.seqlen + arrival.k.shape[1])
+        return _Change(tokens, new, plan, window, mean)
+
+    def _observe(self, row: int, arrival: Arrival, use: Ints) -> Floats:
+        """What the policy sees of a row's exact tokens, (Hkv, window + new)."""
+        before = self.windows[row]
+        if self.policy.observes == "nothing":
+            return np.ones((self.store.num_heads_kv, len(before) + len(use)), np.float32)
+        if arrival.mass is not None:
+            first_new = arrival.mass.shape[2] - arrival.k.shape[1]
+            column = np.concatenate([np.arange(first_new - len(before), first_new), first_new + use])
+            mass: Floats = np.nan_to_num(arrival.mass[row][:, column])
+            return mass
+        norm = np.sqrt((arrival.k[row, use].astype(np.float64) ** 2).sum(-1)).astype(np.float32).T
+        # Without queries there is no attention to see; keys of small norm collect it.
+        new = norm if self.policy.observes == "key_norm" else 1 / np.maximum(norm, np.float32(1e-6))
+        return np.concatenate([before.observed, np.nan_to_num(new)], 1)
+
+    def _new_tokens(self, exact: Window, seqlen: int) -> NewTokens:
+        position = np.broadcast_to(exact.position, exact.observed.shape)
+        score = self.policy.update(None, exact.observed, position, seqlen)
+        k, v = exact.k.astype(np.float32), exact.v.astype(np.float32)
+        return NewTokens(k, v, exact.position, encode_importance(score))
+
+    def _observed(self, tokens: Tokens, mass: Floats) -> Tokens:
+        """Tokens with their importance updated by the mass they received."""
+        observed = np.nan_to_num(mass[tokens.head, tokens.page, tokens.slot])
+        score = self.policy.update(decode_importance(tokens.code), observed, tokens.position, self.seqlen)
+        return replace(tokens, code=encode_importance(score))
+
+    def _plan(self, row: int, tokens: Tokens, new: NewTokens, room: int | None, seqlen: int) -> Plan | None:
+        """The change that stores `new` within `room` bytes; None: it goes into open pages as they are."""
+        fits = room is None or int(self.store.nbytes()[row]) <= room
+        if fits and self.store.open_pages(row, new) is not None:
+            return None
+        return self.store.plan(tokens, new, room, self._weigher(seqlen), self.allocator)
+
+    def _weigher(self, seqlen: int) -> Weigh:
+        def weigh(code: NDArray[np.uint8], position: Ints) -> NDArray[np.float64]:
+            score = decode_importance(code)
+            if self.policy.by_position:
+                score = np.asarray(
+                    self.policy.update(None, np.ones_like(score), position, seqlen), np.float32
+                )
+            return np.where(position < self.sink, SINK_WEIGHT, score.astype(np.float64))
+
+        return weigh
+
+    # ---- rows and lengths ----------------------------------------------------------------------------------
+
+    def crop(self, end: int) -> None:
+        """Forget the tokens from position `end` on."""
+        store = self.store
+        nothing = NewTokens.none(store.num_heads_kv, store.head_dim)
+        for row in range(store.batch):
+            window = self.windows[row]
+            self.windows[row] = window.part(0, int((window.position < end).sum()))
+            tokens = store.tokens(row)
+            kept = tokens.position < end
+            if not kept.all():
+                store.apply(row, store.keep(tokens, kept), nothing)
+        self.seqlen = end
+
+    def shrink(self, rows: Ints, share: int | None) -> list[tuple[int, Plan]]:
+        """Plans by which the given rows would take at most `share` bytes; see `commit` for errors."""
+        nothing = NewTokens.none(self.store.num_heads_kv, self.store.head_dim)
+        plans = []
+        for row in map(int, rows):
+            room = None if share is None else share - self.windows[row].nbytes
+            weigh = self._weigher(self.seqlen)
+            plans.append((row, self.store.plan(self.store.tokens(row), nothing, room, weigh, self.allocator)))
+        return plans
+
+    def carry_out(self, plans: list[tuple[int, Plan]]) -> None:
+        """Apply the plans of `shrink`."""
+        for row, plan in plans:
+            self.store.apply(row, plan, NewTokens.none(self.store.num_heads_kv, self.store.head_dim))
+
+    def take_rows(self, rows: Ints) -> None:
+        """Make row i a copy of the present row `rows[i]`; the batch becomes `len(rows)`."""
+        self.store.take_rows(rows)
+        self.windows = [self.windows[row] for row in rows]
+        self.has_mean = self.has_mean[rows]

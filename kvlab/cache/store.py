@@ -1,0 +1,509 @@
+"""The pages of one layer: where tokens lie, and how they move from rung to rung.
+
+Tokens of one (row, KV head) lie in pages of 64, every page at one rung; any page takes any token of its rung.
+To keep pages full, a change is planned for all tokens of a row at once and then carried out:
+
+* `plan` sorts the tokens of each (head, position segment) by their present rung and importance and cuts them,
+  from the bottom up, into chunks of 64; the allocator gives each chunk a rung under the byte budget. So all
+  rungs hold whole pages of tokens, but for one partial chunk at the top, the most important one.
+* `apply` re-encodes tokens whose rung became lower, encodes new tokens straight at their rung, and fills the
+  holes by moving codes of the same rung, bit by bit.
+
+A segment is a run of 65,536 positions: pages keep 16-bit positions, the page table their upper part.
+Nothing here knows of budgets across layers, importance policies or attention: see cache.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.cache.allocator import Method, allocate
+from kvlab.cache.ladder import Ladder, Rung
+from kvlab.cache.pages import (
+    PAGE_TABLE_BYTES,
+    TOKENS_PER_PAGE,
+    LayerPages,
+    PageLayout,
+    copy_tokens,
+    read_tokens,
+    write_tokens,
+)
+from kvlab.reference.codec import hadamard_block
+
+__all__ = ["LayerStore", "NewTokens", "Plan", "Tokens", "Weigh"]
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Weigh = Callable[[NDArray[np.uint8], Ints], NDArray[np.float64]]
+
+ERRORS = {16: 0.0, 8: 4.0e-5, 4: 0.0101, 3: 0.0330, 2: 0.109, 0: 1.0}
+"""Relative mean squared error of a K or V vector at each width, as measured on a real model."""
+EXACT = Rung(16, 16)
+KEY_WEIGHT = 1.0
+"""How much an error of K counts against one of V."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Stored tokens of one row, one entry each; `page` is the place in the page table of (row, head)."""
+
+    head: Ints
+    page: Ints
+    slot: Ints
+    rung: Ints
+    position: Ints
+    code: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.head)
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens of one row that are not stored yet: `k`, `v` (n, heads, head_dim) float32, `code` (heads, n)."""
+
+    k: Floats
+    v: Floats
+    position: Ints
+    code: NDArray[np.uint8]
+
+    @staticmethod
+    def none(num_heads_kv: int, head_dim: int) -> NewTokens:
+        values = np.empty((0, num_heads_kv, head_dim), np.float32)
+        return NewTokens(values, values, np.empty(0, np.int64), np.empty((num_heads_kv, 0), np.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Target rung of every stored token and of every new token (heads, n); -1: evicted."""
+
+    tokens: Tokens
+    stored: Ints
+    new: Ints
+
+
+class LayerStore:
+    """Page pools and page table of one layer.
+
+    Parameters
+    ----------
+    ladder : tuple of Rung
+        Rungs in use, lowest first; a first rung of width 0 means that tokens may be evicted.
+    batch, num_heads_kv, head_dim : int
+        Shape of the layer.
+    dtype : {"float16", "bfloat16", "float32"}
+        What width 16 stands for.
+    """
+
+    def __init__(self, ladder: Ladder, batch: int, num_heads_kv: int, head_dim: int, dtype: str) -> None:
+        itemsize = 4 if dtype == "float32" else 2
+        self.evicts = ladder[0].total == 0
+        self.ladder = ladder[1:] if self.evicts else ladder
+        self.batch, self.num_heads_kv, self.head_dim, self.dtype = batch, num_heads_kv, head_dim, dtype
+        self.layouts = tuple(PageLayout(head_dim, *rung, itemsize) for rung in self.ladder)
+        losses = [KEY_WEIGHT * ERRORS[rung.bits_k] + ERRORS[rung.bits_v] for rung in ladder]
+        self._loss = np.array(losses)
+        self._cost = np.array([0] * self.evicts + [self.page_bytes(r) for r in range(len(self.ladder))])
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all tokens and pools."""
+        shape = (self.batch, self.num_heads_kv, 0)
+        self.pools = [_pool(0, layout) for layout in self.layouts]
+        self._free: list[list[int]] = [[] for _ in self.layouts]
+        self._used = [0] * len(self.layouts)
+        self.rung, self.count = np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)
+        self.index, self.base = np.zeros(shape, np.uint32), np.zeros(shape, np.uint16)
+        self.num_pages = np.zeros(shape[:2], np.int32)
+        self.k_mean = np.zeros((*shape[:2], self.head_dim), np.float16)
+
+    # ---- what is there -------------------------------------------------------------------------------------
+
+    def page_bytes(self, rung: int) -> int:
+        """Bytes that a page of a rung counts: its record and its entry in the page table."""
+        return self.layouts[rung].nbytes + PAGE_TABLE_BYTES
+
+    def view(self) -> LayerPages:
+        """What an attention call reads."""
+        return LayerPages(
+            layouts=self.layouts,
+            pools=tuple(self.pools),
+            rung=self.rung,
+            count=self.count,
+            index=self.index,
+            base=self.base,
+            num_pages=self.num_pages,
+            dtype=self.dtype,
+            k_mean=self.k_mean,
+            k_scale=np.ones_like(self.k_mean),
+        )
+
+    def live(self) -> NDArray[np.bool_]:
+        """Which entries of the page table are in use, (batch, heads, pages)."""
+        mask: NDArray[np.bool_] = np.arange(self.rung.shape[2]) < self.num_pages[..., None]
+        return mask
+
+    def page_counts(self) -> Ints:
+        """Number of pages of each rung, (batch, heads, rungs)."""
+        rungs = np.arange(len(self.ladder))
+        counts: Ints = ((self.rung[..., None] == rungs) & self.live()[..., None]).sum(2)
+        return counts
+
+    def nbytes(self) -> Ints:
+        """Bytes in live pages and their table, for every row, (batch,)."""
+        sizes = np.array([self.page_bytes(r) for r in range(len(self.ladder))])
+        total: Ints = (self.page_counts() * sizes).sum((1, 2)) + self.fixed_nbytes
+        return total
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """Bytes that a row takes without any page: number of pages and key mean of each head."""
+        return self.num_heads_kv * (self.num_pages.itemsize + self.head_dim * self.k_mean.itemsize)
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes of the pools and tables, live or not."""
+        tables = (self.rung, self.count, self.index, self.base, self.num_pages, self.k_mean)
+        return sum(pool.nbytes for pool in self.pools) + sum(table.nbytes for table in tables)
+
+    def smallest_nbytes(self, tokens: int) -> int:
+        """Bytes of one row that holds `tokens` tokens in each head, all at the lowest rung."""
+        lowest = 0 if self.evicts else self.page_bytes(0)
+        pages = -(-tokens // TOKENS_PER_PAGE)
+        return self.num_heads_kv * pages * lowest + self.fixed_nbytes
+
+    def tokens(self, row: int) -> Tokens:
+        """All stored tokens of a row."""
+        live = self.live()[row]
+        head, page = np.nonzero(live)
+        rung, index = self.rung[row][live].astype(np.int64), self.index[row][live]
+        counts = self.count[row][live].astype(np.int64)
+        offset = np.empty((len(head), TOKENS_PER_PAGE), np.uint16)
+        code = np.empty((len(head), TOKENS_PER_PAGE), np.uint8)
+        for r in range(len(self.pools)):
+            mine = rung == r
+            offset[mine] = self._positions(r)[index[mine]]
+            code[mine] = self._importance(r)[index[mine]]
+        held = np.arange(TOKENS_PER_PAGE) < counts[:, None]
+        entry, slot = np.nonzero(held)
+        position = (self.base[row][live].astype(np.int64)[entry] << 16) + offset[held]
+        return Tokens(head[entry], page[entry], slot, rung[entry], position, code[held])
+
+    def set_importance(self, row: int, tokens: Tokens) -> None:
+        """Store the importance codes of tokens."""
+        index = self.index[row, tokens.head, tokens.page]
+        for r in range(len(self.pools)):
+            mine = tokens.rung == r
+            self._importance(r)[index[mine], tokens.slot[mine]] = tokens.code[mine]
+
+    def _positions(self, rung: int) -> NDArray[np.uint16]:
+        return self.layouts[rung].positions_in(self.pools[rung])
+
+    def _importance(self, rung: int) -> NDArray[np.uint8]:
+        return self.layouts[rung].importance_in(self.pools[rung])
+
+    # ---- planning ------------------------------------------------------------------------------------------
+
+    def plan(self, tokens: Tokens, new: NewTokens, budget: int | None, weigh: Weigh, method: Method) -> Plan:
+        """Choose a rung for every token of a row; changes nothing.
+
+        Parameters
+        ----------
+        tokens : Tokens
+            All stored tokens of the row.
+        new : NewTokens
+            Tokens to add to every head.
+        budget : int or None
+            Bytes that pages and table of this row may take; None: no limit.
+        weigh : callable
+            `weigh(code, position) -> float64`: what an error of these tokens costs; larger is more important.
+        method : {"greedy", "dp", "uniform"}
+
+        Raises
+        ------
+        BudgetError
+            If even the lowest rung does not fit.
+        """
+        heads, n = self.num_heads_kv, len(new.position)
+        head = np.concatenate([tokens.head, np.repeat(np.arange(heads), n)])
+        position = np.concatenate([tokens.position, np.tile(new.position, heads)])
+        ceiling = np.concatenate([tokens.rung, np.full(heads * n, len(self.ladder) - 1)])
+        code = np.concatenate([tokens.code, new.code.ravel()])
+        target = ceiling
+        if budget is not None and len(head):
+            target = self._allocate(head, position, ceiling, weigh(code, position), budget, method)
+        return Plan(tokens, target[: len(tokens)], target[len(tokens) :].reshape(heads, n))
+
+    def keep(self, tokens: Tokens, kept: NDArray[np.bool_]) -> Plan:
+        """A plan that drops all stored tokens but those of `kept`."""
+        return Plan(tokens, np.where(kept, tokens.rung, -1), np.empty((self.num_heads_kv, 0), np.int64))
+
+    def _allocate(
+        self,
+        head: Ints,
+        position: Ints,
+        ceiling: Ints,
+        weight: NDArray[np.float64],
+        budget: int | None,
+        method: Method,
+    ) -> Ints:
+        if budget is None:
+            return ceiling
+        group = head * (1 << 32) + (position >> 16)
+        order = np.lexsort((weight, ceiling, group))
+        group, ceiling, weight = group[order], ceiling[order], weight[order]
+        first = np.flatnonzero(np.diff(group, prepend=-1))
+        within = np.arange(len(group)) - np.repeat(first, np.diff(first, append=len(group)))
+        start = np.flatnonzero(within % TOKENS_PER_PAGE == 0)
+        loss = np.add.reduceat(weight, start)[:, None] * self._loss
+        limit = ceiling[start] + self.evicts
+        room = budget - self.fixed_nbytes
+        rung = allocate(loss, self._cost, room, ceiling=limit, method=method) - self.evicts
+        target = np.empty_like(ceiling)
+        target[order] = np.repeat(rung, np.diff(start, append=len(group)))
+        return target
+
+    # ---- carrying out --------------------------------------------------------------------------------------
+
+    def open_pages(self, row: int, new: NewTokens) -> Ints | None:
+        """For each head, a page of the top rung with room for all new tokens; None if one has none."""
+        if len(new.position) == 0:
+            return np.zeros(self.num_heads_kv, np.int64)
+        base = new.position >> 16
+        if base[0] != base[-1]:
+            return None
+        fits = self.live()[row] & (self.rung[row] == len(self.ladder) - 1) & (self.base[row] == base[0])
+        fits &= self.count[row].astype(np.int64) + len(base) <= TOKENS_PER_PAGE
+        return fits.argmax(1) if fits.any(1).all() else None
+
+    def append(self, row: int, new: NewTokens) -> None:
+        """Put new tokens into the open pages of the top rung, which `open_pages` has found to be there."""
+        n, top, page = len(new.position), len(self.ladder) - 1, self.open_pages(row, new)
+        if n == 0 or page is None:
+            return
+        heads = np.arange(self.num_heads_kv)
+        slot = (self.count[row, heads, page].astype(np.int64)[:, None] + np.arange(n)).ravel()
+        index = np.repeat(self.index[row, heads, page].astype(np.int64), n)
+        k, v = (x.swapaxes(0, 1).reshape(-1, self.head_dim) for x in (new.k, new.v))
+        k, v = self._encoded(row, np.repeat(heads, n), k, v, self.ladder[top], EXACT)
+        write_tokens(self.pools[top], self.layouts[top], self.dtype, index, slot, k, v)
+        self._positions(top)[index, slot] = np.tile(new.position & 0xFFFF, self.num_heads_kv)
+        self._importance(top)[index, slot] = new.code.ravel()
+        self.count[row, heads, page] += np.uint8(n)
+
+    def apply(self, row: int, plan: Plan, new: NewTokens) -> None:
+        """Carry out a plan: demote, evict, add, and close the holes."""
+        arriving = self._arriving(row, plan, new)
+        copies: list[list[Ints]] = [[] for _ in self.ladder]
+        writes: list[list[Ints]] = [[] for _ in self.ladder]
+        for head in range(self.num_heads_kv):
+            self._place_head(row, head, plan, arriving, copies, writes)
+        for r in range(len(self.ladder)):
+            if copies[r]:
+                moves = np.concatenate(copies[r], 1)
+                copy_tokens(self.pools[r], self.layouts[r], self.dtype, *moves)
+            if writes[r]:
+                which, index, slot = np.concatenate(writes[r], 1)
+                order = np.lexsort((slot, index))
+                which, index, slot = which[order], index[order], slot[order]
+                group = arriving[r]
+                k, v = group.k[which], group.v[which]
+                write_tokens(self.pools[r], self.layouts[r], self.dtype, index, slot, k, v)
+                self._positions(r)[index, slot] = group.position[which] & 0xFFFF
+                self._importance(r)[index, slot] = group.code[which]
+
+    def _encoded(
+        self, row: int, head: Ints, k: Floats, v: Floats, rung: Rung, present: Rung
+    ) -> tuple[Floats, Floats]:
+        """K and V (n, head_dim) on their way from widths `present` to `rung`: rotated if now packed."""
+        if rung.bits_k < 16 <= present.bits_k:
+            k = _rotate(k - self.k_mean[row, head])
+        if rung.bits_v < 16 <= present.bits_v:
+            v = _rotate(v)
+        return k, v
+
+    def _arriving(self, row: int, plan: Plan, new: NewTokens) -> list[_Group]:
+        """Tokens that each rung receives, in the domain of that rung; decoded before anything moves."""
+        parts: list[list[_Group]] = [[] for _ in self.ladder]
+        tokens = plan.tokens
+        for source in range(len(self.ladder)):
+            leaving = np.flatnonzero((tokens.rung == source) & (plan.stored >= 0) & (plan.stored != source))
+            if len(leaving) == 0:
+                continue
+            index = self.index[row, tokens.head[leaving], tokens.page[leaving]].astype(np.int64)
+            k, v = read_tokens(
+                self.pools[source], self.layouts[source], self.dtype, index, tokens.slot[leaving]
+            )
+            for r in np.unique(plan.stored[leaving]):
+                mine = plan.stored[leaving] == r
+                which = leaving[mine]
+                moved = self._encoded(
+                    row, tokens.head[which], k[mine], v[mine], self.ladder[r], self.ladder[source]
+                )
+                parts[r].append(
+                    _Group(tokens.head[which], *moved, tokens.position[which], tokens.code[which])
+                )
+        for r in np.unique(plan.new[plan.new >= 0]):
+            head, token = np.nonzero(plan.new == r)
+            values = self._encoded(row, head, new.k[token, head], new.v[token, head], self.ladder[r], EXACT)
+            parts[r].append(_Group(head, *values, new.position[token], new.code[head, token]))
+        return [_Group.join(part, self.head_dim) for part in parts]
+
+    def _place_head(
+        self,
+        row: int,
+        head: int,
+        plan: Plan,
+        arriving: list[_Group],
+        copies: list[list[Ints]],
+        writes: list[list[Ints]],
+    ) -> None:
+        """Decide where the tokens of one head lie after the change, and rewrite its page table."""
+        mine = plan.tokens.head == head
+        stays = mine & (plan.tokens.rung == plan.stored)
+        n = int(self.num_pages[row, head])
+        rung, base = self.rung[row, head, :n].copy(), self.base[row, head, :n].copy()
+        index, count = self.index[row, head, :n].astype(np.int64), self.count[row, head, :n].copy()
+        dropped = np.zeros(n, bool)
+        added: list[tuple[int, int, int, int]] = []
+        for r, group in enumerate(arriving):
+            incoming = np.flatnonzero(group.head == head)
+            segments = np.union1d(np.unique(base[rung == r]).astype(np.int64), group.position[incoming] >> 16)
+            for segment in segments:
+                pages = np.flatnonzero((rung == r) & (base == segment))
+                comers = incoming[group.position[incoming] >> 16 == segment]
+                staying = np.flatnonzero(
+                    stays & (plan.tokens.rung == r) & (plan.tokens.position >> 16 == segment)
+                )
+                if len(comers) == 0 and len(staying) == int(count[pages].sum()):
+                    continue
+                held = np.bincount(plan.tokens.page[staying], minlength=n)[pages]
+                pages = pages[np.argsort(-held, kind="stable")]
+                total = len(staying) + len(comers)
+                needed = -(-total // TOKENS_PER_PAGE)
+                dropped[pages[needed:]] = True
+                self._free[r].extend(int(i) for i in index[pages[needed:]])
+                kept = index[pages[:needed]]
+                if needed > len(pages):
+                    taken = self._take(r, needed - len(pages))
+                    added += [(r, TOKENS_PER_PAGE, i, int(segment)) for i in taken]
+                    kept = np.concatenate([kept, taken])
+                last = total - TOKENS_PER_PAGE * (needed - 1)
+                count[pages[:needed]] = TOKENS_PER_PAGE
+                if needed > len(pages):
+                    added[-1] = (r, last, int(kept[-1]), int(segment))
+                elif needed:
+                    count[pages[needed - 1]] = last
+                place = np.full(n, -1)
+                place[pages[:needed]] = np.arange(min(needed, len(pages)))
+                at, slot = place[plan.tokens.page[staying]], plan.tokens.slot[staying]
+                settled = (at >= 0) & ((at < needed - 1) | (slot < last))
+                vacant = np.ones(needed * TOKENS_PER_PAGE, bool)
+                vacant[total:] = False
+                vacant[at[settled] * TOKENS_PER_PAGE + slot[settled]] = False
+                to_page, to_slot = np.divmod(np.flatnonzero(vacant), TOKENS_PER_PAGE)
+                moved = staying[~settled]
+                m = len(moved)
+                if m:
+                    origin = index[plan.tokens.page[moved]]
+                    copies[r].append(
+                        np.stack([origin, plan.tokens.slot[moved], kept[to_page[:m]], to_slot[:m]])
+                    )
+                if len(comers):
+                    writes[r].append(np.stack([comers, kept[to_page[m:]], to_slot[m:]]))
+        self._set_table(row, head, rung[~dropped], count[~dropped], index[~dropped], base[~dropped], added)
+
+    def _set_table(
+        self,
+        row: int,
+        head: int,
+        rung: NDArray[np.uint8],
+        count: NDArray[np.uint8],
+        index: Ints,
+        base: NDArray[np.uint16],
+        added: list[tuple[int, int, int, int]],
+    ) -> None:
+        n = len(rung) + len(added)
+        if n > self.rung.shape[2]:
+            more = ((0, 0), (0, 0), (0, n + n // 4 + 1 - self.rung.shape[2]))
+            self.rung, self.count = np.pad(self.rung, more), np.pad(self.count, more)
+            self.index, self.base = np.pad(self.index, more), np.pad(self.base, more)
+        new = np.array(added, np.int64).reshape(-1, 4)
+        tables: tuple[NDArray[Any], ...] = (self.rung, self.count, self.index, self.base)
+        for table, old, column in zip(tables, (rung, count, index, base), new.T, strict=True):
+            table[row, head, :n] = np.concatenate([old, column])
+        self.num_pages[row, head] = n
+
+    def _take(self, rung: int, n: int) -> Ints:
+        """Indices of `n` free pages of a pool, which grows if it must."""
+        free = self._free[rung]
+        taken = [free.pop() for _ in range(min(n, len(free)))]
+        fresh = range(self._used[rung], self._used[rung] + n - len(taken))
+        self._used[rung] = fresh.stop
+        if fresh.stop > len(self.pools[rung]):
+            grown = _pool(fresh.stop + fresh.stop // 4, self.layouts[rung])
+            grown[: len(self.pools[rung])] = self.pools[rung]
+            self.pools[rung] = grown
+        return np.array([*taken, *fresh], np.int64)
+
+    # ---- rows ----------------------------------------------------------------------------------------------
+
+    def take_rows(self, rows: Ints) -> None:
+        """Make row i a copy of the present row `rows[i]`; the batch becomes `len(rows)`."""
+        self.rung, self.count, self.base = self.rung[rows], self.count[rows], self.base[rows]
+        self.index, self.num_pages = self.index[rows], self.num_pages[rows]
+        self.k_mean = self.k_mean[rows]
+        self.batch = len(rows)
+        live = self.live()
+        for r, pool in enumerate(self.pools):
+            mine = live & (self.rung == r)
+            index = self.index[mine]
+            self.pools[r] = _pool(len(index), self.layouts[r])
+            self.pools[r][:] = pool[index]
+            self.index[mine] = np.arange(len(index), dtype=np.uint32)
+            self._free[r], self._used[r] = [], len(self.pools[r])
+
+
+def _pool(pages: int, layout: PageLayout) -> NDArray[np.uint8]:
+    """Room for pages, not initialised, that starts at a multiple of 64 bytes."""
+    raw = np.empty(pages * layout.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + pages * layout.nbytes].reshape(pages, layout.nbytes)
+
+
+def _rotate(x: Floats) -> Floats:
+    from kvlab.numba_kernels.cpu_codec import hadamard_rows
+
+    block = hadamard_block(x.shape[1])
+    rotated = np.empty(x.shape, np.float32)
+    hadamard_rows(np.ascontiguousarray(x, np.float32), block, np.float32(1 / np.sqrt(block)), rotated)
+    return rotated
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Tokens on their way to one rung, one entry each."""
+
+    head: Ints
+    k: Floats
+    v: Floats
+    position: Ints
+    code: NDArray[np.uint8]
+
+    @staticmethod
+    def join(parts: list[_Group], head_dim: int) -> _Group:
+        empty = np.empty((0, head_dim), np.float32)
+        nothing = np.empty(0, np.int64)
+        parts = [_Group(nothing, empty, empty, nothing, np.empty(0, np.uint8)), *parts]
+        return _Group(
+            np.concatenate([part.head for part in parts]),
+            np.concatenate([part.k for part in parts]),
+            np.concatenate([part.v for part in parts]),
+            np.concatenate([part.position for part in parts]),
+            np.concatenate([part.code for part in parts]),
+        )
