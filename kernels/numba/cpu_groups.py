@@ -67,37 +67,59 @@ def pad(count):
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _bfloat_up(builder, value):
-    """The bfloat16 at or above: cut the low bits, and add one in the last place if that lowered the value."""
+def _make_rounding(emit):
+    @intrinsic
+    def rounding(typing_context, value):
+        def generate(context, builder, signature, arguments):
+            return emit(builder, arguments[0])
+
+        return float32x8(float32x8), generate
+
+    return rounding
+
+
+def _emit_bfloat_nearest(builder, value):
+    words = builder.zext(narrow_bfloat(builder, value), I32X8)
+    return builder.bitcast(builder.shl(words, splat_i32(16)), F32X8)
+
+
+def _emit_bfloat_up(builder, value):
+    """Cut the low bits, and add one in the last place if that lowered the value."""
     bits = builder.bitcast(value, I32X8)
-    zero = ir.Constant(F32X8, [0.0] * LANES)
     lost = builder.icmp_unsigned("!=", builder.and_(bits, splat_i32(0xFFFF)), splat_i32(0))
-    up = builder.and_(lost, builder.fcmp_ordered(">", value, zero))
+    lowered = builder.and_(lost, builder.fcmp_ordered(">", value, ir.Constant(F32X8, [0.0] * LANES)))
     cut = builder.and_(bits, splat_i32(0xFFFF0000))
-    return builder.bitcast(builder.select(up, builder.add(cut, splat_i32(0x10000)), cut), F32X8)
+    return builder.bitcast(builder.select(lowered, builder.add(cut, splat_i32(0x10000)), cut), F32X8)
 
 
-def _half_up(builder, value):
-    """The float16 at or above: the nearest, or its upper neighbour (the bits grow for a positive number)."""
+def _emit_half_nearest(builder, value):
+    return builder.fpext(builder.fptrunc(value, F16X8), F32X8)
+
+
+def _emit_half_up(builder, value):
+    """Take the nearest, or its upper neighbour (whose bits are one more above 0, one less below)."""
     half = builder.fptrunc(value, F16X8)
     bits = builder.bitcast(half, I16X8)
     negative = builder.icmp_signed("<", bits, ir.Constant(I16X8, [0] * LANES))
     one, minus_one = ir.Constant(I16X8, [1] * LANES), ir.Constant(I16X8, [-1] * LANES)
-    next_up = builder.add(bits, builder.select(negative, minus_one, one))
-    below = builder.fcmp_ordered("<", builder.fpext(half, F32X8), value)
-    return builder.fpext(builder.bitcast(builder.select(below, next_up, bits), F16X8), F32X8)
+    above = builder.add(bits, builder.select(negative, minus_one, one))
+    lowered = builder.fcmp_ordered("<", builder.fpext(half, F32X8), value)
+    return builder.fpext(builder.bitcast(builder.select(lowered, above, bits), F16X8), F32X8)
 
 
-@intrinsic
-def round_up(typing_context, value, wide):
-    """Return the least bfloat16 (where wide is not 0) or float16 that is not below value."""
+_bfloat_nearest, _bfloat_up, _half_nearest, _half_up = map(
+    _make_rounding, (_emit_bfloat_nearest, _emit_bfloat_up, _emit_half_nearest, _emit_half_up)
+)
 
-    def generate(context, builder, signature, arguments):
-        value, wide = arguments
-        is_wide = builder.fcmp_unordered("!=", wide, ir.Constant(F32X8, [0.0] * LANES))
-        return builder.select(is_wide, _bfloat_up(builder, value), _half_up(builder, value))
 
-    return float32x8(float32x8, float32x8), generate
+@helper
+def _round_to_nearest(value, wide):
+    return where(wide, _bfloat_nearest(value), _half_nearest(value))
+
+
+@helper
+def _round_up(value, wide):
+    return where(wide, _bfloat_up(value), _half_up(value))
 
 
 @intrinsic
@@ -127,26 +149,31 @@ def find_scales(codec, top, half_levels, facts, count, words):
         Out: rows 2 and 3 are scale and offset.
     words : uint16 (2, pad(count)): scale and, for AFFINE, offset
     """
-    first, second, scales, offsets = facts[0], facts[1], facts[2], facts[3]
     zero, one, two, minus = splat(_ZERO), splat(_ONE), splat(_TWO), splat(_MINUS_ONE)
     for k in range(0, count, LANES):
-        a, b = load(first, k), load(second, k)
-        largest = maximum(a * minus, b) if codec == AFFINE else b
-        known = splat(_TOO_LARGE) > largest
-        wide = (largest > splat(_NARROW_TO)) + (splat(_NARROW_FROM) > largest) * (largest > zero)
-        offset = zero
+        a, b = load(facts[0], k), load(facts[1], k)
         if codec == AFFINE:
-            offset = where(known, round_up(a * minus, wide) * minus, splat(_NAN))
-            step = (b - offset) / splat(top)
-            store_words(words[1], k, offset, wide)
+            largest = maximum(a * minus, b)
+            size = largest
         else:
-            step = b / splat(half_levels) if codec == SYMMETRIC else a
-        scale = where(known, round_up(step, wide), splat(_NAN))
+            largest = b
+            size = b / splat(half_levels) if codec == SYMMETRIC else a
+        known = splat(_TOO_LARGE) > largest
+        wide = (size > splat(_NARROW_TO)) + (splat(_NARROW_FROM) > size) * (size > zero)
+        step, offset, reach, reachable = size, zero, zero, zero
+        if codec == AFFINE:
+            offset = where(known, _round_up(a * minus, wide) * minus, splat(_NAN))
+            store_words(words[1], k, offset, wide)
+            reach, reachable = b - offset, splat(top + _HALF)
+            step = reach / splat(top)
+        elif codec == SYMMETRIC:
+            reach, reachable = largest, splat((top + _ONE) * _HALF)
+        nearest = _round_to_nearest(step, wide)
+        scale = where(reach > reachable * nearest, _round_up(step, wide), nearest)
+        scale = where(known, scale, splat(_NAN))
         store_words(words[0], k, scale * (one - two * wide), wide)
-        store(scales, k, scale)
-        if codec == SYMMETRIC:
-            offset = scale * splat(top * -_HALF)
-        store(offsets, k, offset)
+        store(facts[2], k, scale)
+        store(facts[3], k, scale * splat(top * -_HALF) if codec == SYMMETRIC else offset)
 
 
 @helper
