@@ -1,9 +1,9 @@
 """Codecs on the CPU: the arithmetic of kvlab/reference/codec.py, bit for bit, at the speed of memory.
 
-Groups run either along a row (axis -1, "rows") or across rows, one group a column ("columns"). A parallel
-task takes some rows through all steps, in scratch memory that stays in the first-level cache: load as
-float32, find the scale, make the codes, pack. Arrays are flat and addressed by position: slicing them would
-cost more than the work on a group.
+Here groups run along a row; `cpu_columns` has those that run across rows. A parallel task takes some rows
+through all steps, in scratch memory that stays in the first-level cache: load as float32, find the scales,
+make the codes, pack. Arrays are flat and addressed by position: slicing them would cost more than the work on
+a group.
 
 Nothing here may use `fastmath`: codes must be the same on every backend.
 """
@@ -12,6 +12,7 @@ import numpy as np
 from numba import prange
 
 from .cpu_bits import pack_run, pack_ternary_run, unpack_run, unpack_ternary_run
+from .cpu_elements import load_values, store_values
 from .cpu_groups import (
     AFFINE,
     HADAMARD,
@@ -30,83 +31,14 @@ from .cpu_groups import (
     round_to_ternary,
     word_value,
 )
-from .cpu_simd import (
-    LANES,
-    float_of_bits,
-    float_of_half,
-    helper,
-    kernel,
-    load,
-    load_bfloat,
-    load_codes,
-    load_half,
-    maximum,
-    minimum,
-    splat,
-    store,
-    store_bfloat,
-    store_half,
-)
+from .cpu_simd import LANES, helper, kernel, load_codes, splat, store
 
-FLOAT16, BFLOAT16, FLOAT32 = range(3)
-
-_ZERO, _HALF = np.float32(0), np.float32(0.5)
-_LARGEST_HALF = np.float32(65504)
+_HALF = np.float32(0.5)
 _TERNARY_LEVEL = np.float32(1.2240064)
 _BLOCK = 4096
 """Elements that go through all steps together: 16 KiB as float32."""
 _BLOCKS = 8
 """Blocks of one parallel task."""
-
-
-@helper
-def _load_values(x16, x32, dtype, first, count, values, start):
-    """Read count elements at `first` of x16 or x32 to values[start:]; the rest of the last vector is 0."""
-    whole = count // LANES * LANES
-    if dtype == FLOAT16:
-        for i in range(0, whole, LANES):
-            store(values, start + i, load_half(x16, first + i))
-    elif dtype == BFLOAT16:
-        for i in range(0, whole, LANES):
-            store(values, start + i, load_bfloat(x16, first + i))
-    else:
-        for i in range(0, whole, LANES):
-            store(values, start + i, load(x32, first + i))
-    if whole < count:
-        store(values, start + whole, splat(_ZERO))
-        for i in range(whole, count):
-            if dtype == FLOAT16:
-                values[start + i] = float_of_half(x16[first + i])
-            elif dtype == BFLOAT16:
-                values[start + i] = float_of_bits(np.uint32(x16[first + i]) << np.uint32(16))
-            else:
-                values[start + i] = x32[first + i]
-
-
-@helper
-def _store_values(values, dtype, out16, out32, first, count, rest):
-    """Write values[0:count] to out16 or out32 at `first`, rounded to nearest; float16 saturates at 65504."""
-    whole = count // LANES * LANES
-    top, bottom = splat(_LARGEST_HALF), splat(-_LARGEST_HALF)
-    if dtype == FLOAT16:
-        for i in range(0, whole, LANES):
-            store_half(out16, first + i, maximum(bottom, minimum(top, load(values, i))))
-    elif dtype == BFLOAT16:
-        for i in range(0, whole, LANES):
-            store_bfloat(out16, first + i, load(values, i))
-    else:
-        for i in range(0, whole, LANES):
-            store(out32, first + i, load(values, i))
-    if whole < count:
-        if dtype == FLOAT16:
-            store_half(rest, 0, maximum(bottom, minimum(top, load(values, whole))))
-        else:
-            store_bfloat(rest, 0, load(values, whole))
-        for i in range(whole, count):
-            if dtype == FLOAT32:
-                out32[first + i] = values[i]
-            else:
-                out16[first + i] = rest[i - whole]
 
 
 @helper
@@ -168,7 +100,7 @@ def quantize_rows(x16, x32, dtype, n, codec, bits, group, thresholds, half_level
                 first = k % groups * group
                 count = min(group, n - first)
                 start = k * stride
-                _load_values(x16, x32, dtype, (row0 + k // groups) * n + first, count, values, start)
+                load_values(x16, x32, dtype, (row0 + k // groups) * n + first, count, values, start)
                 if codec == AFFINE:
                     facts[0, k], facts[1, k] = measure_range(values, start, count)
                 else:
@@ -238,7 +170,7 @@ def dequantize_rows(packed, n, codec, bits, group, levels, scale, offset, dtype,
                     vs, vo = splat(s), splat(o)
                     for i in range(0, count, LANES):
                         store(values, i, load_codes(codes, at + i) * vs + vo)
-                _store_values(values, dtype, out16, out32, row0 * n + at, count, rest)
+                store_values(values, dtype, out16, out32, row0 * n + at, count, rest)
     return bad
 
 
