@@ -12,12 +12,14 @@ them), pages.py (a page, byte by byte), window.py and exact.py (exact tokens), l
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import Array, ArrayT, dtype_name, like_first, match_shapes, to_numpy_view
+from kvlab.cache import persistence
 from kvlab.cache.allocator import METHODS, Method
 from kvlab.cache.budget import parse_budget
 from kvlab.cache.exact import attend_exact
@@ -25,7 +27,7 @@ from kvlab.cache.importance import Importance, make_policy
 from kvlab.cache.ladder import Bits, parse_bits
 from kvlab.cache.layer import Arrival, Layer
 from kvlab.cache.window import stack
-from kvlab.errors import BudgetError
+from kvlab.errors import BudgetError, FormatError
 from kvlab.ops.attention import merge_attention
 from kvlab.ops.packed import mass_from_scores, packed_attention
 
@@ -58,8 +60,9 @@ class MixedPrecisionCache:
         How widths are chosen under the budget.
     residual : int
         Number of newest tokens that stay exact, outside pages.
-    sink : int
-        Number of first tokens that are kept at the highest width.
+    sink, recent : int
+        Number of first and of newest tokens that are kept at the highest width as long as other tokens can
+        make room.
     plan_length : int
         A relative budget counts a shorter sequence as this long.
     max_seqlen : int, optional
@@ -103,6 +106,7 @@ class MixedPrecisionCache:
         allocator: Method = "greedy",
         residual: int = 0,
         sink: int = 4,
+        recent: int = 128,
         plan_length: int = 2048,
         max_seqlen: int | None = None,
         realloc_every: int = 16,
@@ -116,6 +120,7 @@ class MixedPrecisionCache:
             ("batch", batch, 0),
             ("residual", residual, 0),
             ("sink", sink, 0),
+            ("recent", recent, 0),
             ("plan_length", plan_length, 1),
             ("realloc_every", realloc_every, 1),
         ):
@@ -137,13 +142,31 @@ class MixedPrecisionCache:
             )
         self.num_layers, self.batch = num_layers, batch
         self.num_heads_q, self.num_heads_kv, self.head_dim = num_heads_q, num_heads_kv, head_dim
-        self.residual, self.sink, self.dtype = residual, sink, dtype
+        self.residual, self.sink, self.recent, self.dtype = residual, sink, recent, dtype
         self.plan_length, self.max_seqlen, self.realloc_every = plan_length, max_seqlen, realloc_every
         self.allocator, self.bits, self.importance = allocator, bits, importance
         self._budget = parse_budget(budget)
         self._policy = make_policy(importance, ema_decay)
-        self.ema_decay = ema_decay
-        self._layers = [
+        self._arguments = {
+            "num_layers": num_layers,
+            "num_heads_q": num_heads_q,
+            "num_heads_kv": num_heads_kv,
+            "head_dim": head_dim,
+            "batch": batch,
+            "budget": budget,
+            "bits": bits if isinstance(bits, (str, int)) else list(bits),
+            "importance": importance,
+            "allocator": allocator,
+            "residual": residual,
+            "sink": sink,
+            "recent": recent,
+            "plan_length": plan_length,
+            "max_seqlen": max_seqlen,
+            "realloc_every": realloc_every,
+            "ema_decay": ema_decay,
+            "dtype": dtype,
+        }
+        self.layers = [
             Layer(
                 ladder,
                 batch,
@@ -152,6 +175,7 @@ class MixedPrecisionCache:
                 dtype,
                 residual=residual,
                 sink=sink,
+                recent=recent,
                 policy=self._policy,
                 allocator=allocator,
             )
@@ -165,17 +189,17 @@ class MixedPrecisionCache:
     @property
     def seqlen(self) -> int:
         """Number of time steps seen, padding included."""
-        return self._layers[0].seqlen
+        return self.layers[0].seqlen
 
     @property
     def nbytes(self) -> int:
         """Bytes in live buffers: pages, page table, key frames, exact tokens."""
-        return sum(layer.nbytes() for layer in self._layers)
+        return sum(layer.nbytes() for layer in self.layers)
 
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of the pools and tables that hold them."""
-        return sum(layer.reserved_nbytes() for layer in self._layers)
+        return sum(layer.reserved_nbytes() for layer in self.layers)
 
     @property
     def budget_nbytes(self) -> int | None:
@@ -186,12 +210,12 @@ class MixedPrecisionCache:
     @property
     def bits_per_element(self) -> float:
         """Bits in live buffers per stored K and V element; 0 for an empty cache."""
-        tokens = sum(layer.tokens() for layer in self._layers)
+        tokens = sum(layer.tokens() for layer in self.layers)
         return 8 * self.nbytes / (2 * self.head_dim * tokens) if tokens else 0.0
 
     def allocation(self) -> dict[str, NDArray[np.int64]]:
         """Number of pages of each rung, as arrays (layers, batch, heads) by the name of the rung."""
-        stores = [layer.store for layer in self._layers]
+        stores = [layer.store for layer in self.layers]
         names = sorted({rung for store in stores for rung in store.ladder}, key=lambda rung: rung.total)
         shape = (self.num_layers, self.batch, self.num_heads_kv)
         found = {str(rung): np.zeros(shape, np.int64) for rung in names}
@@ -208,7 +232,7 @@ class MixedPrecisionCache:
 
     def _need(self, seqlen: int) -> int:
         """Bytes that one row of the neediest layer takes at least."""
-        return max(layer.smallest_nbytes(seqlen) for layer in self._layers)
+        return max(layer.smallest_nbytes(seqlen) for layer in self.layers)
 
     def _fits(self, seqlen: int, batch: int) -> bool:
         share = self._share(seqlen, batch)
@@ -273,7 +297,7 @@ class MixedPrecisionCache:
         shape = ("B", "S", self.num_heads_q, "D")
         keys, values, mask = self._checked(layer, k, v, valid, {"q": (queries.shape, shape)})
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
-        state, rows = self._layers[layer], queries.shape[1]
+        state, rows = self.layers[layer], queries.shape[1]
         kept = min(rows, MASS_ROWS) if self._policy.observes == "mass" else 0
         collect = kept > 0 and state.since_collection + rows >= self.realloc_every
         view = state.store.view()
@@ -312,7 +336,7 @@ class MixedPrecisionCache:
         self._check_layer(layer)
         match_shapes({"q": (queries.shape, (self.batch, "S", self.num_heads_q, self.head_dim))})
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
-        state, rows = self._layers[layer], queries.shape[1]
+        state, rows = self.layers[layer], queries.shape[1]
         stored = packed_attention(queries, state.store.view(), scale=scale, softcap=softcap)
         # Every row sees the whole window: invisible keys behind it, one a row but the last, align them.
         behind = np.zeros((self.batch, max(rows - 1, 0), self.num_heads_kv, self.head_dim), np.float32)
@@ -342,9 +366,9 @@ class MixedPrecisionCache:
         return keys, values, mask
 
     def _commit(self, layer: int, arrival: Arrival) -> None:
-        seqlen = self._layers[layer].seqlen + arrival.k.shape[1]
+        seqlen = self.layers[layer].seqlen + arrival.k.shape[1]
         try:
-            self._layers[layer].commit(arrival, self._share(seqlen, self.batch))
+            self.layers[layer].commit(arrival, self._share(seqlen, self.batch))
         except BudgetError:
             raise self._refusal(seqlen, self.batch) from None
 
@@ -361,12 +385,12 @@ class MixedPrecisionCache:
         if not 0 <= n <= self.seqlen:
             raise ValueError(f"n={n} must lie between 0 and the {self.seqlen} time steps seen")
         end = self.seqlen - n
-        for layer in self._layers:
+        for layer in self.layers:
             layer.crop(end)
 
     def reset(self) -> None:
         """Forget everything."""
-        for layer in self._layers:
+        for layer in self.layers:
             layer.clear()
 
     def reorder(self, rows: Array) -> None:
@@ -383,16 +407,54 @@ class MixedPrecisionCache:
             raise ValueError(f"n={n} must be at least 1")
         self._take_rows(np.repeat(np.arange(self.batch), n))
 
+    # ---- files ---------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to a file, atomically; see `kvlab.cache.persistence` for the format.
+
+        Raises
+        ------
+        NotImplementedError
+            If the importance is a user's function, which no file can hold.
+        """
+        if callable(self.importance):
+            raise NotImplementedError(
+                "a cache whose importance is a function cannot be saved; choose a policy by name"
+            )
+        states, arrays = persistence.arrays_of(self)
+        arguments = {**self._arguments, "batch": self.batch}
+        description = {"version": persistence.FORMAT_VERSION, "arguments": arguments, "layers": states}
+        persistence.write(path, description, arrays)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> MixedPrecisionCache:
+        """Read a cache from a file.
+
+        Raises
+        ------
+        FormatError
+            If the file is damaged, truncated, of another version, or no saved cache.
+        """
+        description, arrays = persistence.read(path)
+        try:
+            cache = cls(**description["arguments"])
+            persistence.load_into(cache, description["layers"], arrays)
+        except FormatError:
+            raise
+        except (KeyError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+            raise FormatError(f"{os.fspath(path)}: what it describes is no cache ({error})") from None
+        return cache
+
     def _take_rows(self, rows: NDArray[np.int64]) -> None:
         if len(rows) > self.batch and self._budget.nbytes is not None:
             share = self._share(self.seqlen, len(rows))
             try:
-                plans = [layer.shrink(np.unique(rows), share) for layer in self._layers]
+                plans = [layer.shrink(np.unique(rows), share) for layer in self.layers]
             except BudgetError:
                 raise self._refusal(self.seqlen, len(rows)) from None
-            for layer, changes in zip(self._layers, plans, strict=True):
+            for layer, changes in zip(self.layers, plans, strict=True):
                 layer.carry_out(changes)
-        for layer in self._layers:
+        for layer in self.layers:
             layer.take_rows(rows)
         self.batch = len(rows)
 

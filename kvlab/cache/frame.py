@@ -1,7 +1,8 @@
 """The key frame: the mean that is taken off the keys of one (row, layer, KV head) before they are packed.
 
-Keys have an offset in each channel. It costs the quantiser range and carries no information, for it adds the
-same q . mean to every score. The mean is frozen once, from the first tokens of the row; attention pays nothing:
+Keys have an offset in each channel. It costs the quantiser range and carries no information: it adds the same
+q . mean to every score. The mean is frozen once, from the first tokens of the row; attention pays nothing for
+it:
 
     stored = H(k - mean)        q . k = H(q) . stored + q . mean
 

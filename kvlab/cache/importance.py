@@ -90,7 +90,10 @@ def make_policy(importance: Importance, decay: float) -> Policy:
     def key_norm(
         previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
     ) -> Floats:
-        return np.float32(1) / np.maximum(observed, np.float32(1e-6)) if previous is None else previous
+        if previous is not None:
+            return previous
+        inverse: Floats = np.float32(1) / np.maximum(observed, np.float32(1e-6))
+        return inverse
 
     def uniform(
         previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int

@@ -24,8 +24,8 @@ __all__ = ["Arrival", "Layer"]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-SINK_WEIGHT = 1e9
-"""Weight of a sink token, so that sinks stay in the highest rung as long as anything does."""
+SINK_WEIGHT, RECENT_WEIGHT = 1e9, 1e4
+"""Least weights of a sink and of a recent token: they stay in the highest rung as long as anything does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Layer:
     batch, num_heads_kv, head_dim : int
     dtype : str
         Of the cache.
-    residual, sink : int
-        Newest tokens kept exact, first tokens kept at the highest rung.
+    residual, sink, recent : int
+        Newest tokens kept exact, first and newest tokens kept at the highest rung.
     policy : Policy
     allocator : {"greedy", "dp", "uniform"}
     """
@@ -86,12 +86,16 @@ class Layer:
         *,
         residual: int,
         sink: int,
+        recent: int,
         policy: Policy,
         allocator: Method,
     ) -> None:
         self.store = LayerStore(ladder, batch, num_heads_kv, head_dim, dtype)
-        self.residual, self.sink, self.policy, self.allocator = residual, sink, policy, allocator
-        self._takes_mean = any(rung.bits_k < 16 for rung in self.store.ladder)
+        self.residual, self.sink, self.recent = residual, sink, recent
+        self.policy, self.allocator = policy, allocator
+        # The first tokens lie far from the mean; where they cannot stay at a high width it does harm.
+        widths = [rung.bits_k for rung in self.store.ladder]
+        self._takes_mean = min(widths) < 16 and max(widths) >= 8
         self.clear()
 
     def clear(self) -> None:
@@ -215,7 +219,8 @@ class Layer:
                 score = np.asarray(
                     self.policy.update(None, np.ones_like(score), position, seqlen), np.float32
                 )
-            return np.where(position < self.sink, SINK_WEIGHT, score.astype(np.float64))
+            weight = np.where(position < self.sink, SINK_WEIGHT, score.astype(np.float64))
+            return np.where(position >= seqlen - self.recent, np.maximum(weight, RECENT_WEIGHT), weight)
 
         return weigh
 

@@ -3,9 +3,9 @@
 Tokens of one (row, KV head) lie in pages of 64, every page at one rung; any page takes any token of its rung.
 To keep pages full, a change is planned for all tokens of a row at once and then carried out:
 
-* `plan` sorts the tokens of each (head, position segment) by their present rung and importance and cuts them,
-  from the bottom up, into chunks of 64; the allocator gives each chunk a rung under the byte budget. So all
-  rungs hold whole pages of tokens, but for one partial chunk at the top, the most important one.
+* `plan` sorts the tokens of each (head, position segment) by their present rung and importance and cuts them
+  into chunks of 64; the allocator gives each chunk a rung under the byte budget. So rungs hold whole pages of
+  tokens, but for one partial chunk.
 * `apply` re-encodes tokens whose rung became lower, encodes new tokens straight at their rung, and fills the
   holes by moving codes of the same rung, bit by bit.
 
@@ -140,7 +140,6 @@ class LayerStore:
             num_pages=self.num_pages,
             dtype=self.dtype,
             k_mean=self.k_mean,
-            k_scale=np.ones_like(self.k_mean),
         )
 
     def live(self) -> NDArray[np.bool_]:
@@ -257,16 +256,37 @@ class LayerStore:
         group = head * (1 << 32) + (position >> 16)
         order = np.lexsort((weight, ceiling, group))
         group, ceiling, weight = group[order], ceiling[order], weight[order]
-        first = np.flatnonzero(np.diff(group, prepend=-1))
-        within = np.arange(len(group)) - np.repeat(first, np.diff(first, append=len(group)))
-        start = np.flatnonzero(within % TOKENS_PER_PAGE == 0)
-        loss = np.add.reduceat(weight, start)[:, None] * self._loss
+        start = self._chunks(group, ceiling)
+        length = np.diff(start, append=len(group))
+        # A partial chunk is judged as if it were full: the page it opens is for the tokens to come.
+        loss = (np.add.reduceat(weight, start) * (TOKENS_PER_PAGE / length))[:, None] * self._loss
         limit = ceiling[start] + self.evicts
         room = budget - self.fixed_nbytes
         rung = allocate(loss, self._cost, room, ceiling=limit, method=method) - self.evicts
         target = np.empty_like(ceiling)
-        target[order] = np.repeat(rung, np.diff(start, append=len(group)))
+        target[order] = np.repeat(rung, length)
         return target
+
+    def _chunks(self, group: Ints, ceiling: Ints) -> Ints:
+        """Where chunks of 64 begin, given tokens sorted by group, ceiling and weight.
+
+        Tokens below the top rung are cut from the bottom up, those of the top rung from the top down, so that
+        sinks, last in the order, share one chunk. What is left between them fills one chunk if it can.
+        """
+        first = np.flatnonzero(np.diff(group, prepend=-1))
+        size = np.diff(first, append=len(group))
+        below = np.add.reduceat(ceiling < len(self.ladder) - 1, first, dtype=np.int64)
+        left, over = below % TOKENS_PER_PAGE, (size - below) % TOKENS_PER_PAGE
+        joins = np.where((left > 0) & (size - below >= TOKENS_PER_PAGE), TOKENS_PER_PAGE - left, 0)
+        joins = np.minimum(joins, over)
+        lower, partial = below + joins, over - joins
+        within = np.arange(len(group)) - np.repeat(first, size)
+        above = within - np.repeat(lower, size)
+        rest = above - np.repeat(partial, size)
+        begins = np.where(
+            above < 0, within % TOKENS_PER_PAGE, np.where(rest < 0, above, rest % TOKENS_PER_PAGE)
+        )
+        return np.flatnonzero(begins == 0)
 
     # ---- carrying out --------------------------------------------------------------------------------------
 
@@ -450,6 +470,23 @@ class LayerStore:
             grown[: len(self.pools[rung])] = self.pools[rung]
             self.pools[rung] = grown
         return np.array([*taken, *fresh], np.int64)
+
+    def restore(
+        self,
+        pools: list[NDArray[np.uint8]],
+        tables: dict[str, NDArray[Any]],
+        num_pages: NDArray[np.int32],
+        k_mean: NDArray[np.float16],
+    ) -> None:
+        """Take over pages and tables that were saved; their indices run through each pool in order."""
+        self.clear()
+        for r, pages in enumerate(pools):
+            self.pools[r] = _pool(len(pages), self.layouts[r])
+            self.pools[r][:] = pages
+            self._used[r] = len(pages)
+        self.rung, self.count = tables["rung"], tables["count"]
+        self.index, self.base = tables["index"], tables["base"]
+        self.num_pages, self.k_mean = num_pages, k_mean
 
     # ---- rows ----------------------------------------------------------------------------------------------
 

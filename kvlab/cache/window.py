@@ -47,9 +47,8 @@ class Window:
     def token_nbytes(self) -> int:
         """Bytes of one token."""
         heads, dim = self.k.shape[1:]
-        return (
-            2 * heads * dim * self.k.dtype.itemsize + self.position.itemsize + heads * self.observed.itemsize
-        )
+        values = 2 * heads * dim * self.k.dtype.itemsize
+        return int(values + self.position.itemsize + heads * self.observed.itemsize)
 
     @property
     def nbytes(self) -> int:

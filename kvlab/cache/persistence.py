@@ -1,0 +1,216 @@
+"""Caches as files: one safetensors file whose header describes the cache and names the checksum of its bytes.
+
+Layout: 8 bytes length N of the header (little-endian), N bytes JSON header, then the buffers, as safetensors
+has it, so that other tools can list and read them. The header's metadata holds
+
+    kvlab     JSON: format version, arguments of the cache, per-layer state that is no array
+    checksum  SHA-256 of everything behind the header and of the header's other fields
+
+Nothing is executed, and nothing is allocated from a number in the file before the file is known to be whole:
+size, checksum and every shape are checked first. Whatever the damage, `load` raises FormatError. Files are
+written under a temporary name in the same folder, flushed to disk and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import numpy_dtype
+from kvlab.cache.pages import TOKENS_PER_PAGE
+from kvlab.cache.window import Window
+from kvlab.errors import FormatError
+
+if TYPE_CHECKING:
+    from kvlab.cache.cache import MixedPrecisionCache
+    from kvlab.cache.layer import Layer
+
+__all__ = ["FORMAT_VERSION", "arrays_of", "load_into", "parse", "read", "write"]
+
+FORMAT_VERSION = 1
+MAX_HEADER = 64 << 20
+_NAMES = {"uint8": "U8", "uint16": "U16", "uint32": "U32", "int32": "I32", "int64": "I64", "float16": "F16"}
+_NAMES |= {"bfloat16": "BF16", "float32": "F32", "bool": "BOOL"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+_TABLES = {"rung": "uint8", "count": "uint8", "base": "uint16"}
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def write(path: str | os.PathLike[str], description: dict[str, Any], arrays: Arrays) -> None:
+    """Write arrays and their description to a file, atomically."""
+    entries: dict[str, Any] = {}
+    parts: list[bytes] = []
+    offset = 0
+    for name, array in arrays.items():
+        data = np.ascontiguousarray(array).tobytes()
+        entries[name] = {
+            "dtype": _NAMES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + len(data)],
+        }
+        parts.append(data)
+        offset += len(data)
+    text = json.dumps(description, sort_keys=True)
+    metadata = {"kvlab": text, "checksum": _checksum(entries, text, parts)}
+    header = json.dumps({"__metadata__": metadata, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    target = Path(path)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Arrays]:
+    """Read what `write` wrote, or raise FormatError."""
+    try:
+        return parse(Path(path).read_bytes())
+    except FormatError as error:
+        raise FormatError(f"{os.fspath(path)}: {error}") from None
+
+
+def parse(data: bytes) -> tuple[dict[str, Any], Arrays]:
+    """Take the bytes of a file apart, or raise FormatError."""
+    try:
+        return _parse(data)
+    except FormatError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise FormatError(f"damaged header ({error})") from None
+
+
+def _parse(data: bytes) -> tuple[dict[str, Any], Arrays]:
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(MAX_HEADER, len(data) - 8):
+        raise FormatError("truncated, or not a kvlab cache")
+    header = json.loads(data[8 : 8 + size].decode())
+    metadata = header.pop("__metadata__")
+    text, body = metadata["kvlab"], memoryview(data)[8 + size :]
+    if set(metadata) != {"kvlab", "checksum"} or metadata["checksum"] != _checksum(header, text, [body]):
+        raise FormatError("the checksum does not fit: the file is damaged")
+    if header and data[8 : 8 + size].rstrip(b" ")[-1:] != b"}":
+        raise FormatError("damaged header")
+    arrays: Arrays = {}
+    expected = 0
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        dtype = numpy_dtype(_DTYPES[entry["dtype"]])
+        shape = tuple(entry["shape"])
+        if (
+            start != expected
+            or stop > len(body)
+            or stop - start != int(np.prod(shape, dtype=object)) * dtype.itemsize
+        ):
+            raise FormatError(f"entry {name!r} has a wrong place or shape")
+        arrays[name] = np.frombuffer(body[start:stop], dtype).reshape(shape).copy()
+        expected = stop
+    if expected != len(body):
+        raise FormatError("bytes behind the last entry")
+    description = json.loads(text)
+    if description["version"] != FORMAT_VERSION:
+        raise FormatError(
+            f"format version {description['version']}; this kvlab reads version {FORMAT_VERSION}"
+        )
+    return description, arrays
+
+
+def _checksum(entries: dict[str, Any], text: str, parts: list[Any]) -> str:
+    digest = hashlib.sha256(json.dumps([entries, text], sort_keys=True).encode())
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def arrays_of(cache: MixedPrecisionCache) -> tuple[list[dict[str, Any]], Arrays]:
+    """State of every layer: what is no array, and the arrays by name."""
+    states, arrays = [], {}
+    for number, layer in enumerate(cache.layers):
+        store = layer.store
+        states.append({"seqlen": layer.seqlen, "since_collection": layer.since_collection})
+        live = store.live()
+        arrays[f"{number}.num_pages"] = store.num_pages
+        arrays[f"{number}.k_mean"], arrays[f"{number}.has_mean"] = store.k_mean, layer.has_mean
+        for name in _TABLES:
+            arrays[f"{number}.{name}"] = getattr(store, name)[live]
+        for r, pool in enumerate(store.pools):
+            arrays[f"{number}.pool{r}"] = pool[store.index[live & (store.rung == r)]]
+        for row, window in enumerate(layer.windows):
+            for name in ("k", "v", "position", "observed"):
+                arrays[f"{number}.window{row}.{name}"] = getattr(window, name)
+    return states, arrays
+
+
+def load_into(cache: MixedPrecisionCache, states: list[dict[str, Any]], arrays: Arrays) -> None:
+    """Fill an empty cache; FormatError if anything does not fit it."""
+    if len(states) != len(cache.layers):
+        raise FormatError(f"state of {len(states)} layers for a cache of {len(cache.layers)}")
+    for number, (layer, state) in enumerate(zip(cache.layers, states, strict=True)):
+        _load_layer(
+            layer,
+            state,
+            {key: arrays.pop(key) for key in list(arrays) if key.startswith(f"{number}.")},
+            f"{number}.",
+        )
+    if arrays:
+        raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
+
+
+def _load_layer(layer: Layer, state: dict[str, Any], arrays: Arrays, prefix: str) -> None:
+    store = layer.store
+    heads, dim = store.num_heads_kv, store.head_dim
+
+    def take(name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        array = arrays.pop(prefix + name)
+        if array.dtype != numpy_dtype(dtype) or array.shape != shape:
+            raise FormatError(f"{prefix}{name} is {array.dtype} {array.shape}, not {dtype} {shape}")
+        return array
+
+    num_pages = take("num_pages", "int32", (store.batch, heads))
+    if (num_pages < 0).any():
+        raise FormatError(f"{prefix}num_pages is negative")
+    pages = int(num_pages.sum(dtype=np.int64))
+    entries = {name: take(name, dtype, (pages,)) for name, dtype in _TABLES.items()}
+    live = np.arange(int(num_pages.max(initial=0))) < num_pages[..., None]
+    tables = {name: np.zeros(live.shape, dtype) for name, dtype in (_TABLES | {"index": "uint32"}).items()}
+    for name, values in entries.items():
+        tables[name][live] = values
+    rung, count = tables["rung"][live], tables["count"][live]
+    if (rung >= len(store.ladder)).any() or not ((count >= 1) & (count <= TOKENS_PER_PAGE)).all():
+        raise FormatError(f"{prefix}rung or {prefix}count is out of range")
+    pools = []
+    for r, layout in enumerate(store.layouts):
+        mine = live & (tables["rung"] == r)
+        pools.append(take(f"pool{r}", "uint8", (int(mine.sum()), layout.nbytes)))
+        tables["index"][mine] = np.arange(len(pools[r]), dtype=np.uint32)
+    windows = []
+    for row in range(store.batch):
+        length = arrays[f"{prefix}window{row}.position"].shape[0]
+        k, v = (take(f"window{row}.{side}", store.dtype, (length, heads, dim)) for side in "kv")
+        position = take(f"window{row}.position", "int64", (length,))
+        observed = take(f"window{row}.observed", "float32", (heads, length))
+        windows.append(Window(k, v, position, observed))
+    mean, has_mean = (
+        take("k_mean", "float16", (store.batch, heads, dim)),
+        take("has_mean", "bool", (store.batch,)),
+    )
+    if arrays:
+        raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
+    store.restore(pools, tables, num_pages, mean)
+    layer.windows, layer.has_mean = windows, has_mean
+    layer.seqlen, layer.since_collection = int(state["seqlen"]), int(state["since_collection"])

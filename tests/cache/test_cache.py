@@ -1,0 +1,384 @@
+"""The cache against a plain model: a list of tokens per row, and float64 attention over what is held."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.pages import read_tokens
+from kvlab.cache.store import ERRORS
+from kvlab.errors import BudgetError
+from kvlab.reference.attention import attend_rows
+from kvlab.reference.codec import hadamard
+
+LAYERS, HEADS_Q, HEADS, DIM = 2, 4, 2, 32
+
+
+def make(**options):
+    options = {"plan_length": 256, "bits": (2, 4, 8), "budget": 0.5, **options}
+    return MixedPrecisionCache(LAYERS, HEADS_Q, HEADS, DIM, **options)
+
+
+def tokens(rng, batch, n):
+    q = rng.standard_normal((batch, n, HEADS_Q, DIM), dtype=np.float32) * 2
+    k, v = rng.standard_normal((2, batch, n, HEADS, DIM), dtype=np.float32)
+    return q, k + 0.5, v
+
+
+def held(cache, layer, row):
+    """What a row holds: position -> (k, v), one dict a head, decoded without the attention kernel."""
+    state = cache.layers[layer]
+    store, found = state.store, [{} for _ in range(HEADS)]
+    listed = store.tokens(row)
+    for r, rung in enumerate(store.ladder):
+        mine = listed.rung == r
+        head = listed.head[mine]
+        index = store.index[row, head, listed.page[mine]].astype(np.int64)
+        k, v = read_tokens(store.pools[r], store.layouts[r], store.dtype, index, listed.slot[mine])
+        k = k if rung.bits_k == 16 else hadamard(k) + store.k_mean[row, head]
+        v = v if rung.bits_v == 16 else hadamard(v)
+        for h, position, key, value in zip(head, listed.position[mine], k, v, strict=True):
+            assert position not in found[h], "a token is stored twice"
+            found[h][int(position)] = (key, value)
+    window = state.windows[row]
+    for i, position in enumerate(window.position):
+        for h in range(HEADS):
+            assert int(position) not in found[h]
+            found[h][int(position)] = window.k[i, h].astype(np.float32), window.v[i, h].astype(np.float32)
+    return found
+
+
+def attention_over(cache, layer, row, q, k, v, valid):
+    """float64 attention of one row's new queries over what is held and, causally, the valid new tokens."""
+    out = np.zeros(q.shape)
+    for head, old in enumerate(held(cache, layer, row)):
+        keys = np.array([key for key, _ in old.values()]).reshape(-1, DIM)
+        values = np.array([value for _, value in old.values()]).reshape(-1, DIM)
+        visible = np.concatenate([np.ones((len(q), len(keys)), bool), np.tri(len(q), dtype=bool) & valid], 1)
+        lines = slice(head * HEADS_Q // HEADS, (head + 1) * HEADS_Q // HEADS)
+        everything = (np.concatenate(pair)[:, None] for pair in ((keys, k[:, head]), (values, v[:, head])))
+        result, _ = attend_rows(q[:, lines], *everything, visible, scale=1 / math.sqrt(DIM), softcap=0.0)
+        out[:, lines] = result
+    return out
+
+
+def live_nbytes(cache):
+    """The sum of all live buffers, counted from the tables alone."""
+    total = 0
+    for layer in cache.layers:
+        store = layer.store
+        for row in range(cache.batch):
+            for head in range(HEADS):
+                for p in range(store.num_pages[row, head]):
+                    total += store.layouts[store.rung[row, head, p]].nbytes
+                    total += sum(t.itemsize for t in (store.rung, store.count, store.index, store.base))
+            window = layer.windows[row]
+            total += sum(x.nbytes for x in (window.k, window.v, window.position, window.observed))
+        total += store.num_pages.nbytes + store.k_mean.nbytes
+    return total
+
+
+def check(cache):
+    assert cache.nbytes == live_nbytes(cache)
+    assert cache.nbytes <= cache.reserved_nbytes
+    assert cache.budget_nbytes is None or cache.nbytes <= cache.budget_nbytes
+    for layer in cache.layers:
+        layer.store.view().check_entries()
+
+
+class Growth(RuleBasedStateMachine):
+    """Random sequences of all operations, on a cache and on lists of tokens."""
+
+    @initialize(
+        batch=st.integers(1, 3),
+        bits=st.sampled_from([(2, 4, 8), (8,), (4, 16), ("k4v2", 8), (2, 3, 4, 8, 16)]),
+        residual=st.sampled_from([0, 5]),
+        dtype=st.sampled_from(["float16", "float32"]),
+        importance=st.sampled_from(["attention", "forecast", "recency", "key_norm", "uniform"]),
+        seed=st.integers(0, 1000),
+    )
+    def start(self, batch, bits, residual, dtype, importance, seed):
+        budget = None if bits == (8,) else 1.5 if 16 in bits else 0.6
+        self.cache = make(
+            batch=batch, bits=bits, residual=residual, dtype=dtype, importance=importance, budget=budget
+        )
+        self.rng = np.random.default_rng(seed)
+        self.rows = [{} for _ in range(batch)]
+        self.length = 0
+
+    def add(self, n, padded, attends):
+        q, k, v = tokens(self.rng, len(self.rows), n)
+        valid = self.rng.random((len(self.rows), n)) < 0.7 if padded else np.ones((len(self.rows), n), bool)
+        k[~valid], v[~valid] = np.nan, np.nan
+        for layer in range(LAYERS):
+            if not attends:
+                self.cache.append(layer, k, v, valid=valid)
+                continue
+            new = [self.clean(k, v, valid, row) for row in range(len(q))]
+            wants = [attention_over(self.cache, layer, row, q[row], *new[row]) for row in range(len(q))]
+            got = self.cache.step(layer, q, k, v, valid=valid)
+            np.testing.assert_allclose(got, wants, atol=3e-5)
+        for row, known in enumerate(self.rows):
+            known.update({self.length + i: (k[row, i], v[row, i]) for i in np.flatnonzero(valid[row])})
+        self.length += n
+
+    @staticmethod
+    def clean(k, v, valid, row):
+        return np.nan_to_num(k[row]), np.nan_to_num(v[row]), valid[row]
+
+    @rule(n=st.sampled_from([1, 2, 30, 64, 90]), padded=st.booleans())
+    @precondition(lambda self: self.length < 400)
+    def step(self, n, padded):
+        self.add(n, padded, attends=True)
+
+    @rule(n=st.sampled_from([1, 70]))
+    @precondition(lambda self: self.length < 400)
+    def append(self, n):
+        self.add(n, False, attends=False)
+
+    @rule(data=st.data())
+    def crop(self, data):
+        n = data.draw(st.integers(0, self.length))
+        self.cache.crop(n)
+        self.length -= n
+        self.rows = [{p: t for p, t in known.items() if p < self.length} for known in self.rows]
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        rows = data.draw(
+            st.lists(st.integers(0, len(self.rows) - 1), min_size=len(self.rows), max_size=len(self.rows))
+        )
+        self.cache.reorder(np.array(rows))
+        self.rows = [dict(self.rows[row]) for row in rows]
+
+    @rule(data=st.data())
+    def select(self, data):
+        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=3))
+        self.cache.select(np.array(rows))
+        self.rows = [dict(self.rows[row]) for row in rows]
+
+    @rule()
+    @precondition(lambda self: len(self.rows) < 2)
+    def repeat(self):
+        self.cache.repeat(2)
+        self.rows = [dict(known) for known in self.rows for _ in range(2)]
+
+    @rule()
+    @precondition(lambda self: self.length > 200)
+    def reset(self):
+        self.cache.reset()
+        self.rows, self.length = [{} for _ in self.rows], 0
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "cache"):
+            return
+        check(self.cache)
+        assert (self.cache.seqlen, self.cache.batch) == (self.length, len(self.rows))
+        lowest = self.cache.layers[0].store.ladder[0]
+        worst = max(ERRORS[lowest.bits_k], ERRORS[lowest.bits_v], 1e-5)
+        for row, known in enumerate(self.rows):
+            for layer in range(LAYERS):
+                for head, found in enumerate(held(self.cache, layer, row)):
+                    assert set(found) == set(known)
+                    if not known:
+                        continue
+                    for side in range(2):
+                        want = np.array([known[p][side][head] for p in known])
+                        got = np.array([found[p][side] for p in known])
+                        # Twice the mean error of the lowest rung, as tokens are re-encoded on their way down.
+                        assert ((got - want) ** 2).sum() <= 2 * worst * (want**2).sum() + 1e-6
+
+
+TestGrowth = Growth.TestCase
+TestGrowth.settings = settings(
+    max_examples=12, stateful_step_count=12, deadline=None, phases=[Phase.generate]
+)
+
+
+@pytest.mark.parametrize("budget", [0.38, 25_000 * LAYERS])
+def test_the_budget_holds_token_by_token(budget):
+    cache, rng = make(budget=budget), np.random.default_rng(0)
+    rungs = {}
+    for _ in range(300):
+        for layer in range(LAYERS):
+            cache.step(layer, *tokens(rng, 1, 1))
+        check(cache)
+        listed = cache.layers[0].store.tokens(0)
+        for head, p, rung in zip(listed.head, listed.position, listed.rung, strict=True):
+            assert rung <= rungs.get((head, p), rung), "a token was promoted"
+            rungs[head, p] = rung
+    top = len(cache.layers[0].store.ladder) - 1
+    assert (listed.rung[listed.position < cache.sink] == top).all()
+    assert set(listed.rung) == {0, 1, 2}, "the test must reach every width"
+
+
+def test_all_widths_16_is_plain_attention():
+    cache, rng = make(bits=16, budget=None, dtype="float32", batch=2), np.random.default_rng(1)
+    keys, values = np.empty((2, 0, HEADS, DIM)), np.empty((2, 0, HEADS, DIM))
+    for n in (1, 130, 64, 1):
+        q, k, v = tokens(rng, 2, n)
+        keys, values = np.concatenate([keys, k], 1), np.concatenate([values, v], 1)
+        seen = np.arange(keys.shape[1]) <= np.arange(n)[:, None] + keys.shape[1] - n
+        want = [
+            attend_rows(*row, seen, scale=1 / math.sqrt(DIM), softcap=0.0)[0]
+            for row in zip(q, keys, values, strict=True)
+        ]
+        np.testing.assert_allclose(cache.step(0, q, k, v), want, atol=2e-6)
+    np.testing.assert_array_equal(np.stack([held(cache, 0, b)[0][150][0] for b in range(2)]), keys[:, 150, 0])
+
+
+def test_attend_sees_everything_held():
+    cache, rng = make(residual=9), np.random.default_rng(2)
+    cache.step(0, *tokens(rng, 1, 150))
+    q, k, v = tokens(rng, 1, 4)
+    nothing = k[0, :0], v[0, :0], np.ones(0, bool)
+    want = np.concatenate([attention_over(cache, 0, 0, q[0, i : i + 1], *pad(nothing)) for i in range(4)])
+    np.testing.assert_allclose(cache.attend(0, q)[0], want, atol=3e-5)
+
+
+def pad(new):
+    """One invisible new token, so that a causal row sees only what is held."""
+    k, v, _ = new
+    return np.zeros((1, *k.shape[1:])), np.zeros((1, *v.shape[1:])), np.zeros(1, bool)
+
+
+def test_batch_mates_and_padding_change_nothing():
+    rng = np.random.default_rng(3)
+    alone, among = make(budget=0.4), make(budget=0.4, batch=2)
+    for n, left in ((200, 30), (64, 0), (1, 0), (64, 0)):
+        q, k, v = tokens(rng, 2, n)
+        valid = np.ones((2, n), bool)
+        valid[1, :left] = False
+        for layer in range(LAYERS):
+            one = alone.step(layer, *(x[:1] for x in (q, k, v)))
+            both = among.step(layer, q, k, v, valid=valid)
+            np.testing.assert_allclose(one, both[:1], atol=1e-6)
+    for name, pages in alone.allocation().items():
+        np.testing.assert_array_equal(pages[:, 0], among.allocation()[name][:, 0])
+
+
+def test_same_calls_same_bits():
+    results = []
+    for _ in range(2):
+        cache, rng = make(), np.random.default_rng(4)
+        results.append([cache.step(0, *tokens(rng, 1, n)) for n in (100, 64, 1, 64)])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_nan_token_spoils_its_row_only():
+    cache, rng = make(batch=2), np.random.default_rng(5)
+    q, k, v = tokens(rng, 2, 150)
+    k[0, 140] = np.nan
+    cache.step(0, q, k, v)
+    out = cache.step(0, *tokens(rng, 2, 64))
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1]).all()
+
+
+def test_important_tokens_keep_their_width():
+    """Tokens that every query attends must end up above tokens that none does."""
+    cache, rng = make(budget=0.3, sink=0, recent=0), np.random.default_rng(6)
+    q, k, v = tokens(rng, 1, 256)
+    k[0, 100:140] = 4 * np.abs(k[0, 100:140])
+    q = np.abs(q)
+    for start in range(0, 256, 64):
+        part = slice(start, start + 64)
+        cache.step(0, q[:, part], k[:, part], v[:, part])
+    listed = cache.layers[0].store.tokens(0)
+    wanted = (listed.position >= 100) & (listed.position < 140)
+    assert listed.rung[wanted].mean() > listed.rung[~wanted].mean() + 0.5
+
+
+def test_user_importance_is_called():
+    seen = []
+
+    def newest(previous, mass, positions, seqlen):
+        seen.append((previous is None, mass.shape == positions.shape))
+        return positions.astype(np.float32)
+
+    cache, rng = make(importance=newest), np.random.default_rng(7)
+    for n in (100, 64):
+        cache.step(0, *tokens(rng, 1, n))
+    assert {first for first, _ in seen} == {True, False}
+    assert all(fits for _, fits in seen)
+
+
+def test_eviction_only_where_0_is_listed():
+    rng = np.random.default_rng(8)
+    cache = make(bits=(0, 4, 8), budget=8_000 * LAYERS)
+    for _ in range(6):
+        cache.step(0, *tokens(rng, 1, 64))
+        check(cache)
+    assert 0 < len(cache.layers[0].store.tokens(0)) < 6 * 64 * HEADS
+
+
+def test_a_budget_that_cannot_hold_is_refused_unchanged():
+    cache, rng = make(bits=(4, 8), budget=12_000 * LAYERS), np.random.default_rng(9)
+    cache.step(0, *tokens(rng, 1, 64))
+    before = cache.nbytes, held(cache, 0, 0)
+    with pytest.raises(BudgetError, match="longest length that fits") as caught:
+        cache.step(0, *tokens(rng, 1, 400))
+    assert (cache.nbytes, cache.layers[0].seqlen) == (before[0], 64)
+    assert all(set(a) == set(b) for a, b in zip(before[1], held(cache, 0, 0), strict=True))
+    longest, needed = caught.value.longest_length, caught.value.needed_bytes
+    MixedPrecisionCache(LAYERS, HEADS_Q, HEADS, DIM, bits=(4, 8), budget=12_000 * LAYERS, max_seqlen=longest)
+    MixedPrecisionCache(LAYERS, HEADS_Q, HEADS, DIM, bits=(4, 8), budget=needed, max_seqlen=464)
+    for budget, length in ((12_000 * LAYERS, longest + 1), (needed - LAYERS, 464)):
+        with pytest.raises(BudgetError):
+            MixedPrecisionCache(LAYERS, HEADS_Q, HEADS, DIM, bits=(4, 8), budget=budget, max_seqlen=length)
+
+
+def test_repeat_under_an_absolute_budget_demotes():
+    cache, rng = make(budget=90_000 * LAYERS), np.random.default_rng(10)
+    for layer in range(LAYERS):
+        cache.step(layer, *tokens(rng, 1, 400))
+    cache.repeat(2)
+    check(cache)
+    assert len(cache.layers[1].store.tokens(1)) == 400 * HEADS
+    with pytest.raises(BudgetError):
+        cache.repeat(40)
+    check(cache)
+    assert cache.batch == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"bits": (5,)}, ValueError, "width 5"),
+        ({"bits": ("k4v2", 3)}, ValueError, "same bytes"),
+        ({"bits": "0-0:8"}, ValueError, r"layers \[1\] of 2"),
+        ({"budget": -1.0}, ValueError, "budget=-1.0"),
+        ({"budget": "6 parsecs"}, ValueError, "budget="),
+        ({"allocator": "random"}, ValueError, "allocator='random'"),
+        ({"importance": "vibes"}, ValueError, "importance='vibes'"),
+        ({"dtype": "int8"}, ValueError, "dtype='int8'"),
+        ({"device": "cuda"}, NotImplementedError, "device='cuda'"),
+        ({"residual": -1}, ValueError, "residual=-1"),
+    ],
+)
+def test_bad_options_name_themselves(options, error, text):
+    with pytest.raises(error, match=text):
+        make(**options)
+
+
+def test_bad_arrays_name_themselves():
+    cache, rng = make(), np.random.default_rng(11)
+    q, k, v = tokens(rng, 1, 4)
+    with pytest.raises(ValueError, match="layer=2"):
+        cache.step(2, q, k, v)
+    with pytest.raises(ValueError, match="v"):
+        cache.step(0, q, k, v[:, :3])
+    with pytest.raises(TypeError, match="q has dtype float64"):
+        cache.step(0, q.astype(np.float64), k, v)
+    with pytest.raises(TypeError, match="valid"):
+        cache.step(0, q, k, v, valid=np.ones((1, 4)))
+    with pytest.raises(ValueError, match="n=1"):
+        cache.crop(1)
+    with pytest.raises(ValueError, match="row 3"):
+        cache.select(np.array([3]))

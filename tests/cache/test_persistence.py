@@ -1,0 +1,167 @@
+"""Saved caches: exact round trips, and FormatError for every damage."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvlab.cache import persistence
+from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.errors import FormatError
+
+
+def filled(layers=2, seed=0, **options):
+    rng = np.random.default_rng(seed)
+    options = {"budget": 0.4, "plan_length": 200, "batch": 2, "bits": (2, "k4v2", 8), **options}
+    cache = MixedPrecisionCache(layers, 4, 2, 32, **options)
+    for n in (100, 64, 7):
+        q = rng.standard_normal((cache.batch, n, 4, 32), dtype=np.float32)
+        k, v = rng.standard_normal((2, cache.batch, n, 2, 32), dtype=np.float32)
+        valid = np.ones((cache.batch, n), bool)
+        valid[-1, : n // 2] = n != 100
+        for layer in range(layers):
+            cache.step(layer, q, k, v, valid=valid)
+    return cache
+
+
+def go_on(cache):
+    rng = np.random.default_rng(99)
+    q = rng.standard_normal((cache.batch, 70, 4, 32), dtype=np.float32)
+    k, v = rng.standard_normal((2, cache.batch, 70, 2, 32), dtype=np.float32)
+    return [cache.step(layer, q, k, v) for layer in range(cache.num_layers) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"residual": 5}, {"dtype": "bfloat16", "bits": (4, 16)}, {"budget": "1MiB"}]
+)
+def test_a_loaded_cache_goes_on_as_the_saved_one_would(tmp_path, options):
+    cache = filled(**options)
+    cache.save(tmp_path / "cache")
+    loaded = MixedPrecisionCache.load(tmp_path / "cache")
+    assert (loaded.nbytes, loaded.seqlen, loaded.budget_nbytes) == (cache.nbytes, 171, cache.budget_nbytes)
+    for one, other in zip(go_on(cache), go_on(loaded), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    for name, pages in cache.allocation().items():
+        np.testing.assert_array_equal(pages, loaded.allocation()[name])
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"], "a temporary file was left"
+
+
+def test_an_empty_cache_too(tmp_path):
+    MixedPrecisionCache(1, 2, 1, 16, batch=0).save(tmp_path / "cache")
+    assert MixedPrecisionCache.load(tmp_path / "cache").nbytes == 0
+
+
+def test_the_file_is_read_by_safetensors(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    cache = filled()
+    cache.save(tmp_path / "cache")
+    arrays = safetensors.load_file(tmp_path / "cache")
+    np.testing.assert_array_equal(arrays["1.k_mean"], cache.layers[1].store.k_mean)
+
+
+def test_a_function_cannot_be_saved(tmp_path):
+    cache = MixedPrecisionCache(1, 2, 1, 16, importance=lambda previous, mass, positions, seqlen: mass)
+    with pytest.raises(NotImplementedError, match="function"):
+        cache.save(tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    path = tmp_path_factory.mktemp("small") / "cache"
+    cache = MixedPrecisionCache(1, 2, 1, 16, bits=(4,), budget=None)
+    rng = np.random.default_rng(1)
+    k, v = rng.standard_normal((2, 1, 70, 1, 16), dtype=np.float32)
+    cache.append(0, k, v)
+    cache.save(path)
+    return path
+
+
+def refused(path, data):
+    path.write_bytes(data)
+    with pytest.raises(FormatError):
+        MixedPrecisionCache.load(path)
+
+
+def test_truncation_at_every_byte(small, tmp_path):
+    data = small.read_bytes()
+    for size in range(len(data)):
+        refused(tmp_path / "cache", data[:size])
+    refused(tmp_path / "cache", data + b"\0")
+
+
+def test_every_bit_of_the_header_and_many_of_the_body(small):
+    data = small.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    rng = np.random.default_rng(2)
+    places = [*range(8 * header), *(8 * header + rng.integers(0, 8 * (len(data) - header), 2000))]
+    for place in places:
+        damaged = bytearray(data)
+        damaged[place // 8] ^= 1 << place % 8
+        with pytest.raises(FormatError):
+            persistence.parse(bytes(damaged))
+
+
+def rewritten(path, change):
+    """The file with its arrays and description changed, and a checksum that fits."""
+    description, arrays = persistence.read(path)
+    change(description, arrays)
+    persistence.write(path, description, arrays)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d, a: d.update(version=2),
+        lambda d, a: d["arguments"].update(bits=[5]),
+        lambda d, a: d["arguments"].update(head_dim=32),
+        lambda d, a: d["arguments"].update(nonsense=1),
+        lambda d, a: d["arguments"].pop("head_dim"),
+        lambda d, a: d["layers"].append({}),
+        lambda d, a: d["layers"][0].pop("seqlen"),
+        lambda d, a: a["0.rung"].fill(7),
+        lambda d, a: a["0.count"].fill(65),
+        lambda d, a: a["0.count"].fill(0),
+        lambda d, a: a["0.num_pages"].fill(-1),
+        lambda d, a: a["0.num_pages"].fill(1 << 30),
+        lambda d, a: a.pop("0.pool0"),
+        lambda d, a: a.update({"0.pool0": a["0.pool0"][:1]}),
+        lambda d, a: a.update({"0.k_mean": a["0.k_mean"].astype(np.float32)}),
+        lambda d, a: a.update({"extra": np.zeros(3, np.uint8)}),
+    ],
+)
+def test_contents_that_do_not_fit(small, tmp_path, change):
+    path = tmp_path / "cache"
+    path.write_bytes(small.read_bytes())
+    rewritten(path, change)
+    with pytest.raises(FormatError):
+        MixedPrecisionCache.load(path)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff" * 64, (2).to_bytes(8, "little") + b"{}", (4).to_bytes(8, "little") + b"null"]
+)
+def test_other_files(tmp_path, data):
+    refused(tmp_path / "cache", data)
+
+
+def test_deep_nesting_is_refused(tmp_path):
+    header = ('{"__metadata__":' + "[" * 100_000).encode()
+    refused(tmp_path / "cache", len(header).to_bytes(8, "little") + header)
+
+
+def test_a_failed_write_leaves_the_old_file(small, tmp_path, monkeypatch):
+    path = tmp_path / "cache"
+    path.write_bytes(small.read_bytes())
+    before = path.read_bytes()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        MixedPrecisionCache(1, 2, 1, 16).save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["cache"]
+
+
+def test_the_header_says_what_it_is(small):
+    data = small.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert json.loads(header["__metadata__"]["kvlab"])["arguments"]["head_dim"] == 16
