@@ -4,8 +4,8 @@
     python benchmarks/page_format/run.py DIR OUT.json
 
 Each variant is first checked against float64 attention over its own dequantised pages, then timed as replays
-of a CUDA graph over pages that exceed the L2 cache. `large`: 64 sequences of 32K tokens in one launch; `small`:
-8 sequences of 32K tokens (one row of a GQA 32/8 model), rotated over 8 disjoint sets of pages.
+of a CUDA graph over pages that exceed the L2 cache. `large`: 64 sequences of 32K tokens in one launch;
+`small`: 8 sequences of 32K tokens (one row of a GQA 32/8 model), rotated over 8 disjoint sets of pages.
 """
 
 import json
@@ -141,7 +141,6 @@ def make_pool(v: dict, count: int, rng) -> cp.ndarray:
     if codec == "step8":
         put(meta, (near((count, 128), unit).view(cp.uint16) >> 7).astype(cp.uint8))
     elif codec == "channel":
-        kind = ml_dtypes.bfloat16 if v["bf16"] else np.float16
         table = cp.concatenate(
             [near((count, d), unit), cp.random.standard_normal((count, d)).astype(cp.float16)], 1
         )
