@@ -1,322 +1,205 @@
 """Tokens into pages and out of them on the CPU: the format of kvlab/reference/pages.py, bit for bit.
 
 A token is encoded on its own: the step byte is searched and the codes are made in a row of `head_dim`
-elements, then a scatter puts them where the page keeps them. That place is the order in which the tensor
-cores of a GPU want their operands (the fragment order of mma.sync m16n8k16), so one token touches words all
-over the code region and shares each word with other tokens of its page. Hence a page belongs to one thread,
-and a thread walks its tokens in the order of the list: the result does not depend on the number of threads.
+elements, then a scatter puts them where the page keeps them. Where that is, tables say (`Side.places`), which
+the caller derives from the reference; nothing here knows the order. A token shares words with other tokens of
+its page, so a page belongs to one thread, and a thread walks its tokens in the order of the list: the result
+does not depend on the number of threads.
 
 One compiled version serves all widths, dtypes and head dims: the cost of a token is in loops over its
-elements, not in the branches between them. `fastmath` is off everywhere: codes are part of the contract.
+elements, not in the branches between them. Arrays are flat and addressed by position, because slices of an
+array that threads share cost more than the work on a token. `fastmath` is off everywhere: codes are part of
+the contract.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-
 from numba import njit, prange
 
-FLOAT16, BFLOAT16, FLOAT32 = 0, 1, 2
-"""Values of Layout.kind: what elements of width 16 are."""
+from .cpu_simd import (
+    LANES,
+    bits_of,
+    float_of_bits,
+    float_of_half,
+    floor,
+    half_of,
+    load,
+    maximum,
+    minimum,
+    splat,
+    store,
+    total,
+)
 
-_HIGHEST_FINITE = 0xF7
-_NAN_STEP = 0xFF
+FLOAT16, BFLOAT16, FLOAT32 = range(3)
+"""Values of Side.kind."""
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_HIGHEST_FINITE, _NAN_STEP = 0xF7, 0xFF
 _STEP_OF = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
 
 
-class Layout(NamedTuple):
-    """A page's record in numbers: widths, byte offsets, and the half cells where the step search starts."""
+class Side(NamedTuple):
+    """The K or the V half of a page. All functions work on one half; a page's two halves share no word.
 
-    head_dim: int
-    kind: int
-    bits_k: int  # bits stored: 32 for width 16 of a float32 cache
-    bits_v: int
-    k_codes: int
-    v_codes: int
-    k_steps: int
-    v_steps: int
-    positions: int
-    importance: int
-    half_cell_k: np.float32
-    half_cell_v: np.float32
-
-
-# The place of a code in the region.
-
-
-@njit
-def _place(bits, tile, register):
-    """Word (in units of 32 lanes) and bit of one register of a tile; bit -1: spread over three words.
-
-    A word holds 16 // bits pairs, the two codes of a pair at the same bit of its halves. Tiles share words in
-    groups: 2 tiles of 2 bits to a word, 4 tiles of 3 bits to three words, whose spare bit 0 takes pair 15.
+    With it goes an array `places`, int32 (64, head_dim): for slot and channel, the place of the code's lowest
+    bit in the code region. The other bits follow it; where ~place is given instead, which is negative, each
+    of them is 32 words after the one before.
     """
-    tiles = 2 if bits == 2 else (4 if bits == 3 else 1)
-    pairs_per_word = 16 // bits
-    pair = 4 * (tile % tiles) + register
-    first = tile // tiles * (bits * tiles // 4)
-    if bits == 3 and pair == 15:
-        return first, -1
-    return first + pair // pairs_per_word, 16 % bits + bits * (pair % pairs_per_word)
+
+    nbytes: int  # of a page
+    codes: int  # byte offset of the codes
+    steps: int  # byte offset of the steps
+    bits: int  # stored for an element: 32 for width 16 of a float32 cache
+    kind: int  # what elements of width 16 are
+    half_cell: np.float32  # where the step search starts, in multiples of the root mean square
 
 
 @njit
-def _put_k(words, codes, slot, bits):
-    """Put the codes of a key: a tile row, so four neighbouring lanes take two pairs each."""
-    block, lane, odd = slot % 8 // 2, 4 * (slot // 8), slot % 2
-    tiles = codes.size // 16
-    for part in range(2 * tiles):
-        register = odd + 2 * (part % 2)
-        if bits == 32:
-            at = 32 * (8 * (block * tiles + part // 2) + 2 * register) + lane
-            for u in range(4):
-                words[at + u], words[at + 32 + u] = codes[8 * part + 2 * u], codes[8 * part + 2 * u + 1]
-            continue
-        word, bit = _place(bits, block * tiles + part // 2, register)
-        at = 32 * word + lane
-        keep = np.uint32(~((0x10001 * ((1 << bits) - 1)) << bit)) if bit >= 0 else np.uint32(~0x10001)
-        for u in range(4):
-            pair = codes[8 * part + 2 * u] | (codes[8 * part + 2 * u + 1] << np.uint32(16))
-            if bit >= 0:
-                words[at + u] = (words[at + u] & keep) | np.uint32(pair << bit)
-            else:
-                for i in range(3):
-                    spread = np.uint32((pair >> i) & 0x10001)
-                    words[at + u + 32 * i] = (words[at + u + 32 * i] & keep) | spread
-
-
-@njit
-def _take_k(words, codes, slot, bits):
-    """Take the codes of a key: the inverse of `_put_k`."""
-    block, lane, odd = slot % 8 // 2, 4 * (slot // 8), slot % 2
-    tiles = codes.size // 16
+def _put(words, first, places, slot, bits, codes):
+    """Put the codes of a token into the code region that begins at words[first]."""
     mask = np.uint32((1 << bits) - 1)
-    for part in range(2 * tiles):
-        register = odd + 2 * (part % 2)
-        if bits == 32:
-            at = 32 * (8 * (block * tiles + part // 2) + 2 * register) + lane
-            for u in range(4):
-                codes[8 * part + 2 * u], codes[8 * part + 2 * u + 1] = words[at + u], words[at + 32 + u]
-            continue
-        word, bit = _place(bits, block * tiles + part // 2, register)
-        at = 32 * word + lane
-        for u in range(4):
-            if bit >= 0:
-                pair = words[at + u] >> np.uint32(bit)
-            else:
-                pair = np.uint32(0)
-                for i in range(3):
-                    pair |= (words[at + u + 32 * i] & np.uint32(0x10001)) << np.uint32(i)
-            codes[8 * part + 2 * u] = pair & mask
-            codes[8 * part + 2 * u + 1] = (pair >> np.uint32(16)) & mask
-
-
-@njit
-def _put_v(words, codes, slot, bits):
-    """Put the codes of a value: a tile column, so each code is in one half of a word of its own lane."""
-    block, odd = slot % 8 // 2, slot % 2
-    lane, half = slot // 16, slot // 8 % 2
-    for part in range(codes.size // 8):
-        register = 2 * odd + part % 2
-        tile = part // 2 * 4 + block
-        if bits == 32:
-            at = 32 * (8 * tile + 2 * register + half) + lane
-            for g in range(8):
-                words[at + 4 * g] = codes[8 * part + g]
-            continue
-        word, bit = _place(bits, tile, register)
-        at = 32 * word + lane
-        if bit >= 0:
-            shift = bit + 16 * half
-            keep = np.uint32(~(((1 << bits) - 1) << shift))
-            for g in range(8):
-                words[at + 4 * g] = (words[at + 4 * g] & keep) | np.uint32(codes[8 * part + g] << shift)
+    for channel in range(codes.size):
+        place = places[slot, channel]
+        if place >= 0:
+            word, shift = first + (place >> 5), np.uint32(place & 31)
+            words[word] = (words[word] & ~(mask << shift)) | (codes[channel] << shift)
         else:
-            keep = np.uint32(~(1 << (16 * half)))
-            for g in range(8):
-                for i in range(3):
-                    spread = np.uint32(((codes[8 * part + g] >> i) & 1) << (16 * half))
-                    words[at + 4 * g + 32 * i] = (words[at + 4 * g + 32 * i] & keep) | spread
+            word, shift = first + (~place >> 5), np.uint32(~place & 31)
+            for j in range(bits):
+                bit = (codes[channel] >> np.uint32(j)) & np.uint32(1)
+                words[word + 32 * j] = (words[word + 32 * j] & ~(np.uint32(1) << shift)) | (bit << shift)
 
 
 @njit
-def _take_v(words, codes, slot, bits):
-    """Take the codes of a value: the inverse of `_put_v`."""
-    block, odd = slot % 8 // 2, slot % 2
-    lane, half = slot // 16, slot // 8 % 2
+def _take(words, first, places, slot, bits, codes):
+    """Take the codes of a token: the inverse of `_put`."""
     mask = np.uint32((1 << bits) - 1)
-    for part in range(codes.size // 8):
-        register = 2 * odd + part % 2
-        tile = part // 2 * 4 + block
-        if bits == 32:
-            at = 32 * (8 * tile + 2 * register + half) + lane
-            for g in range(8):
-                codes[8 * part + g] = words[at + 4 * g]
-            continue
-        word, bit = _place(bits, tile, register)
-        at = 32 * word + lane
-        if bit >= 0:
-            shift = np.uint32(bit + 16 * half)
-            for g in range(8):
-                codes[8 * part + g] = (words[at + 4 * g] >> shift) & mask
+    for channel in range(codes.size):
+        place = places[slot, channel]
+        if place >= 0:
+            codes[channel] = (words[first + (place >> 5)] >> np.uint32(place & 31)) & mask
         else:
-            shift = np.uint32(16 * half)
-            for g in range(8):
-                code = np.uint32(0)
-                for i in range(3):
-                    code |= ((words[at + 4 * g + 32 * i] >> shift) & np.uint32(1)) << np.uint32(i)
-                codes[8 * part + g] = code
+            word, shift = first + (~place >> 5), np.uint32(~place & 31)
+            code = np.uint32(0)
+            for j in range(bits):
+                code |= ((words[word + 32 * j] >> shift) & np.uint32(1)) << np.uint32(j)
+            codes[channel] = code
 
 
 # Elements of width 16: the cache's own dtype.
 
 
 @njit
-def _half_of(bits):
-    """Round float32 bits to float16 bits, to nearest, ties to even; a NaN keeps its sign only."""
-    sign, magnitude = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
-    if magnitude > 0x7F800000:
-        return sign | 0x7E00
-    if magnitude >= 0x477FF000:  # 65520, half way from the largest float16 to the next power of two
-        return sign | 0x7C00
-    if magnitude >= 0x38800000:  # 2**-14, the smallest normal float16
-        rebased = magnitude - (112 << 23)
-        return sign | ((rebased + 0xFFF + ((rebased >> 13) & 1)) >> 13)
-    if magnitude < 0x33000000:  # 2**-25, half of the smallest float16
-        return sign
-    shift = 126 - (magnitude >> 23)
-    mantissa = (magnitude & 0x7FFFFF) | 0x800000
-    return sign | ((mantissa + (1 << (shift - 1)) - 1 + ((mantissa >> shift) & 1)) >> shift)
-
-
-@njit
-def _narrow(x, kind, codes):
-    """Store float32 elements as the bits of the cache's dtype."""
-    bits = x.view(np.uint32)
-    for i in range(x.size):
-        b = np.int64(bits[i])
+def _narrow(x, start, kind, codes):
+    """Store float32 elements as the bits of the cache's dtype, rounded half to even."""
+    for i in range(codes.size):
         if kind == FLOAT16:
-            b = _half_of(b)
-        elif kind == BFLOAT16:
-            is_nan = (b & 0x7FFFFFFF) > 0x7F800000
-            b = ((b >> 16) & 0x8000) | 0x7FC0 if is_nan else (b + 0x7FFF + ((b >> 16) & 1)) >> 16
-        codes[i] = b
+            codes[i] = half_of(x[start + i])
+        else:
+            bits = bits_of(x[start + i])
+            if kind == BFLOAT16:
+                is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+                rounded = (np.int64(bits) + 0x7FFF + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16
+                bits = np.uint32((bits >> np.uint32(16)) | np.uint32(0x40)) if is_nan else np.uint32(rounded)
+            codes[i] = bits
 
 
 @njit
-def _widen(codes, kind, x):
+def _widen(codes, kind, x, start):
     """Read the bits of the cache's dtype as float32 elements: exact."""
-    bits = x.view(np.uint32)
-    for i in range(x.size):
-        b = np.int64(codes[i])
+    for i in range(codes.size):
         if kind == FLOAT16:
-            sign, magnitude = (b & 0x8000) << 16, b & 0x7FFF
-            if magnitude >= 0x7C00:
-                b = sign | 0x7F800000 | (magnitude << 13)
-            elif magnitude >= 0x400:
-                b = sign | ((magnitude << 13) + (112 << 23))
-            else:
-                x[i] = np.float32(magnitude) * np.float32(2.0**-24)
-                b = sign | np.int64(bits[i])
-        elif kind == BFLOAT16:
-            b <<= 16
-        bits[i] = b
+            x[start + i] = float_of_half(np.uint16(codes[i]))
+        else:
+            x[start + i] = float_of_bits(codes[i] << np.uint32(16) if kind == BFLOAT16 else codes[i])
 
 
 # Elements of fewer bits: a step for the vector, a code for each element.
 
 
 @njit
-def _tree_sum(a):
-    """Sum a power of two of elements in place, halving: a[i] += a[i + h]."""
-    h = a.size // 2
-    while h > 0:
-        for i in range(h):
-            a[i] += a[i + h]
+def _tree_sum(squares):
+    """Sum a power of two of elements, at least 8, in place by halves: a[i] += a[i + h]."""
+    h = squares.size // 2
+    while h >= LANES:
+        for i in range(0, h, LANES):
+            store(squares, i, load(squares, i) + load(squares, i + h))
         h //= 2
-    return a[0]
+    return total(load(squares, 0))
 
 
 @njit
-def _squared_error(x, step, bits, squares):
-    """Sum the squared errors of `x` on the grid of `step`."""
-    low, high = np.float32(-(1 << (bits - 1))), np.float32((1 << (bits - 1)) - 1)
-    cell = step + step
-    for i in range(x.size):
-        y = np.floor(x[i] / cell)
-        y = low if y < low else y
-        y = high if y > high else y
-        error = x[i] - (y + y + np.float32(1)) * step
-        squares[i] = error * error
+def _squared_error(x, start, n, step, bits, squares):
+    """Sum the squared errors of a vector on the grid of `step`."""
+    low, high = splat(np.float32(-(1 << (bits - 1)))), splat(np.float32((1 << (bits - 1)) - 1))
+    cell, one, steps = splat(step + step), splat(_ONE), splat(step)
+    for i in range(0, n, LANES):
+        element = load(x, start + i)
+        y = minimum(high, maximum(low, floor(element / cell)))
+        error = element - (y + y + one) * steps
+        store(squares, i, error * error)
     return _tree_sum(squares)
 
 
 @njit
-def _all_finite(x):
+def _all_finite(x, start, n):
     finite = True
-    for i in range(x.size):
+    for i in range(start, start + n):
         finite &= np.isfinite(x[i])
     return finite
 
 
-@njit
-def _best_step(x, bits, half_cell, squares):
-    """Choose the step byte of a vector; `squares` is scratch, zero beyond x.size."""
-    for i in range(x.size):
-        squares[i] = x[i] * x[i]
-    total = _tree_sum(squares)
-    if not np.isfinite(total) and not _all_finite(x):
+@njit(error_model="numpy")
+def _best_step(x, start, n, side, squares):
+    """Choose the step byte of a vector; `squares` is scratch, zero beyond n."""
+    for i in range(0, n, LANES):
+        element = load(x, start + i)
+        store(squares, i, element * element)
+    sum_of_squares = _tree_sum(squares)
+    if not np.isfinite(sum_of_squares) and not _all_finite(x, start, n):
         return _NAN_STEP
-    rms = np.sqrt(total / np.float32(x.size))
+    rms = np.sqrt(sum_of_squares / np.float32(n))
     if rms == 0:
         return 0
-    guess = np.empty(1, np.float32)
-    guess[0] = rms * half_cell
-    half = _half_of(np.int64(guess.view(np.uint32)[0]))
-    byte = min(max((half + 63 + ((half >> 7) & 1)) >> 7, 1), _HIGHEST_FINITE)
+    half = np.int64(half_of(rms * side.half_cell))
+    nearest = min(max((half + 63 + ((half >> 7) & 1)) >> 7, 1), _HIGHEST_FINITE)
     best, least = 0, np.float32(0)
-    for candidate in range(max(byte - 2, 1), min(byte + 2, _HIGHEST_FINITE) + 1):
-        error = _squared_error(x, _STEP_OF[candidate], bits, squares)
+    for candidate in range(max(nearest - 2, 1), min(nearest + 2, _HIGHEST_FINITE) + 1):
+        error = _squared_error(x, start, n, _STEP_OF[candidate], side.bits, squares)
         if best == 0 or error < least:
             best, least = candidate, error
     return best
 
 
-@njit
-def _encode(x, bits, half_cell, codes, squares):
+@njit(error_model="numpy")
+def _encode(x, start, side, codes, scratch):
     """Make the codes of a vector and return its step byte."""
-    byte = _best_step(x, bits, half_cell, squares)
-    middle = np.float32(1 << (bits - 1))
+    byte = _best_step(x, start, codes.size, side, scratch)
+    middle = np.float32(1 << (side.bits - 1))
     if byte == 0 or byte == _NAN_STEP:
         codes[:] = np.uint32(middle)
         return byte
-    cell = _STEP_OF[byte] + _STEP_OF[byte]
-    high = middle + middle - np.float32(1)
-    for i in range(x.size):
-        code = np.floor(x[i] / cell) + middle
-        code = np.float32(0) if code < 0 else code
-        code = high if code > high else code
-        codes[i] = np.uint32(np.int32(code))
+    cell, shift = splat(_STEP_OF[byte] + _STEP_OF[byte]), splat(middle)
+    low, high = splat(_ZERO), splat(middle + middle - _ONE)
+    for i in range(0, codes.size, LANES):
+        code = floor(load(x, start + i) / cell) + shift
+        store(scratch, i, minimum(high, maximum(low, code)))
+    for i in range(codes.size):
+        codes[i] = np.uint32(np.int32(scratch[i]))
     return byte
 
 
 @njit
-def _decode(codes, byte, bits, x):
+def _decode(codes, byte, bits, x, start):
     """value = (2 * code + 1 - 2**bits) * step"""
     step, shift = _STEP_OF[byte], np.int32(1 - (1 << bits))
-    for i in range(x.size):
-        x[i] = np.float32(np.int32(codes[i]) * 2 + shift) * step
+    for i in range(codes.size):
+        x[start + i] = np.float32(np.int32(codes[i]) * np.int32(2) + shift) * step
 
 
 # Lists of tokens.
-
-
-@njit
-def _power_of_two(n):
-    size = 1
-    while size < n:
-        size *= 2
-    return size
 
 
 @njit
@@ -329,91 +212,103 @@ def _first_bad(pages, page, slot):
 
 
 @njit
-def _write_part(pool, layout, page, slot, k, v, part, parts):
-    words = pool.view(np.uint32)
-    codes = np.empty(layout.head_dim, np.uint32)
-    squares = np.zeros(_power_of_two(layout.head_dim), np.float32)
+def _write_part(pool, words, side, places, page, slot, x, part, parts):
+    d = places.shape[1]
+    codes = np.empty(d, np.uint32)
+    size = 16
+    while size < d:
+        size *= 2
+    squares = np.zeros(size, np.float32)
     for i in range(page.size):
         if page[i] % parts != part:
             continue
-        if layout.bits_k < 16:
-            byte = _encode(k[i], layout.bits_k, layout.half_cell_k, codes, squares)
-            pool[page[i], layout.k_steps + slot[i]] = byte
+        start = page[i] * side.nbytes
+        if side.bits < 16:
+            pool[start + side.steps + slot[i]] = _encode(x, i * d, side, codes, squares)
         else:
-            _narrow(k[i], layout.kind, codes)
-        _put_k(words[page[i], layout.k_codes // 4 :], codes, slot[i], layout.bits_k)
-        if layout.bits_v < 16:
-            byte = _encode(v[i], layout.bits_v, layout.half_cell_v, codes, squares)
-            pool[page[i], layout.v_steps + slot[i]] = byte
-        else:
-            _narrow(v[i], layout.kind, codes)
-        _put_v(words[page[i], layout.v_codes // 4 :], codes, slot[i], layout.bits_v)
+            _narrow(x, i * d, side.kind, codes)
+        _put(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
+
+
+@njit(cache=True)
+def write_side(pool, side, places, page, slot, x):
+    """Encode vector i into slot[i] of page[i]; -1, or the index of an entry outside the pool.
+
+    pool uint8 (pages * nbytes,), page and slot int64 (n,), x float32 (n * head_dim,), all contiguous.
+    """
+    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    if bad < 0:
+        _write_part(pool, pool.view(np.uint32), side, places, page, slot, x, 0, 1)
+    return bad
 
 
 @njit(parallel=True, cache=True)
-def write_tokens(pool, layout, page, slot, k, v, parts):
-    """Encode token i into slot[i] of page[i]; -1, or the index of an entry outside the pool.
-
-    pool uint8 (pages, record), page and slot int64 (n,), k and v float32 (n, head_dim), all contiguous.
-    `parts`: how many threads to use at most.
-    """
-    bad = _first_bad(pool.shape[0], page, slot)
-    if bad >= 0:
-        return bad
-    for part in prange(parts):
-        _write_part(pool, layout, page, slot, k, v, part, parts)
-    return -1
+def write_side_parallel(pool, side, places, page, slot, x, parts):
+    """Do what `write_side` does in `parts` threads: for many vectors, as threads take a while to wake."""
+    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    if bad < 0:
+        words = pool.view(np.uint32)
+        for part in prange(parts):
+            _write_part(pool, words, side, places, page, slot, x, part, parts)
+    return bad
 
 
 @njit
-def _read_part(pool, layout, page, slot, k, v, start, stop):
-    words = pool.view(np.uint32)
-    codes = np.empty(layout.head_dim, np.uint32)
-    for i in range(start, stop):
-        record = pool[page[i]]
-        _take_k(words[page[i], layout.k_codes // 4 :], codes, slot[i], layout.bits_k)
-        if layout.bits_k < 16:
-            _decode(codes, record[layout.k_steps + slot[i]], layout.bits_k, k[i])
+def _read_part(pool, words, side, places, page, slot, x, first, last):
+    d = places.shape[1]
+    codes = np.empty(d, np.uint32)
+    for i in range(first, last):
+        start = page[i] * side.nbytes
+        _take(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
+        if side.bits < 16:
+            _decode(codes, pool[start + side.steps + slot[i]], side.bits, x, i * d)
         else:
-            _widen(codes, layout.kind, k[i])
-        _take_v(words[page[i], layout.v_codes // 4 :], codes, slot[i], layout.bits_v)
-        if layout.bits_v < 16:
-            _decode(codes, record[layout.v_steps + slot[i]], layout.bits_v, v[i])
-        else:
-            _widen(codes, layout.kind, v[i])
+            _widen(codes, side.kind, x, i * d)
+
+
+@njit(cache=True)
+def read_side(pool, side, places, page, slot, x):
+    """Decode slot[i] of page[i] into vector i of x; arguments and result as of `write_side`."""
+    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    if bad < 0:
+        _read_part(pool, pool.view(np.uint32), side, places, page, slot, x, 0, page.size)
+    return bad
 
 
 @njit(parallel=True, cache=True)
-def read_tokens(pool, layout, page, slot, k, v, parts):
-    """Decode slot[i] of page[i] into k[i] and v[i]; -1, or the index of an entry outside the pool."""
-    bad = _first_bad(pool.shape[0], page, slot)
+def read_side_parallel(pool, side, places, page, slot, x, parts):
+    """Do what `read_side` does in `parts` threads."""
+    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    if bad < 0:
+        words = pool.view(np.uint32)
+        for part in prange(parts):
+            first, last = page.size * part // parts, page.size * (part + 1) // parts
+            _read_part(pool, words, side, places, page, slot, x, first, last)
+    return bad
+
+
+@njit(cache=True)
+def copy_side(pool, side, places, page_from, slot_from, page_to, slot_to):
+    """Copy the codes and steps of tokens, one after the other; -1, or the index of a bad entry."""
+    pages = pool.size // side.nbytes
+    bad = max(_first_bad(pages, page_from, slot_from), _first_bad(pages, page_to, slot_to))
     if bad >= 0:
         return bad
-    for part in prange(parts):
-        start, stop = page.size * part // parts, page.size * (part + 1) // parts
-        _read_part(pool, layout, page, slot, k, v, start, stop)
+    words = pool.view(np.uint32)
+    codes = np.empty(places.shape[1], np.uint32)
+    for i in range(page_from.size):
+        source, target = page_from[i] * side.nbytes, page_to[i] * side.nbytes
+        _take(words, (source + side.codes) // 4, places, slot_from[i], side.bits, codes)
+        _put(words, (target + side.codes) // 4, places, slot_to[i], side.bits, codes)
+        if side.bits < 16:
+            pool[target + side.steps + slot_to[i]] = pool[source + side.steps + slot_from[i]]
     return -1
 
 
 @njit(cache=True)
-def copy_tokens(pool, layout, page_from, slot_from, page_to, slot_to):
-    """Copy tokens one after the other, everything a page knows of them; -1, or the index of a bad entry."""
-    bad = max(_first_bad(pool.shape[0], page_from, slot_from), _first_bad(pool.shape[0], page_to, slot_to))
-    if bad >= 0:
-        return bad
-    words = pool.view(np.uint32)
-    codes = np.empty(layout.head_dim, np.uint32)
+def copy_bytes(pool, nbytes, offset, width, page_from, slot_from, page_to, slot_to):
+    """Copy `width` bytes a slot at `offset` of a page, one token after the other. Nothing is checked."""
     for i in range(page_from.size):
-        source, target, old, new = page_from[i], page_to[i], slot_from[i], slot_to[i]
-        _take_k(words[source, layout.k_codes // 4 :], codes, old, layout.bits_k)
-        _put_k(words[target, layout.k_codes // 4 :], codes, new, layout.bits_k)
-        _take_v(words[source, layout.v_codes // 4 :], codes, old, layout.bits_v)
-        _put_v(words[target, layout.v_codes // 4 :], codes, new, layout.bits_v)
-        if layout.bits_k < 16:
-            pool[target, layout.k_steps + new] = pool[source, layout.k_steps + old]
-        if layout.bits_v < 16:
-            pool[target, layout.v_steps + new] = pool[source, layout.v_steps + old]
-        for byte in range(2):
-            pool[target, layout.positions + 2 * new + byte] = pool[source, layout.positions + 2 * old + byte]
-        pool[target, layout.importance + new] = pool[source, layout.importance + old]
-    return -1
+        for byte in range(width):
+            source = page_from[i] * nbytes + offset + slot_from[i] * width + byte
+            pool[page_to[i] * nbytes + offset + slot_to[i] * width + byte] = pool[source]

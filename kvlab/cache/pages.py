@@ -12,6 +12,7 @@ the pages of one layer (`LayerPages`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import HALF_CELL, TOKENS_PER_PAGE
+from kvlab.reference.pages import HALF_CELL, TOKENS_PER_PAGE, bit_address
 
 __all__ = [
     "PAGE_TABLE_BYTES",
@@ -40,8 +41,7 @@ WIDTHS = (2, 3, 4, 8, 16)
 PAGE_TABLE_BYTES = 8
 """Bytes charged for a page's entry in the page table: index 4, base 2, count 1, rung 1."""
 
-_PARALLEL_TOKENS = 64
-_KINDS = {"float16": 0, "bfloat16": 1, "float32": 2}
+_PARALLEL_TOKENS = 1024  # fewer take less than about half a millisecond a side
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 Bytes = NDArray[np.uint8]
@@ -170,35 +170,40 @@ def decode_importance(codes: Bytes) -> Floats:
 _IMPORTANCE_OF = np.concatenate([[0.0], 2.0 ** ((np.arange(1, 256) - 192) / 8)]).astype(np.float32)
 
 
-@lru_cache(maxsize=256)
-def _kernel_layout(layout: PageLayout, dtype: str) -> Any:
-    from kvlab.numba_kernels.cpu_pages import Layout
+@lru_cache(maxsize=64)
+def _sides(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.int32]], ...]:
+    """Return K and V as the kernels want them: numbers, and the place of every code."""
+    from kvlab.numba_kernels.cpu_pages import BFLOAT16, FLOAT16, FLOAT32, Side
 
     if _ITEMSIZE.get(dtype) != layout.itemsize:
         raise ValueError(
             f"dtype must be a cache dtype of {layout.itemsize} bytes, as the layout says, got {dtype!r}"
         )
-    return Layout(
-        layout.head_dim,
-        _KINDS[dtype],
-        layout.stored_bits(layout.bits_k),
-        layout.stored_bits(layout.bits_v),
-        layout.k_codes,
-        layout.v_codes,
-        layout.k_steps,
-        layout.v_steps,
-        layout.positions,
-        layout.importance,
-        HALF_CELL.get(layout.bits_k, np.float32(0)),
-        HALF_CELL.get(layout.bits_v, np.float32(0)),
-    )
+    kind = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}[dtype]
+    sides = []
+    for side, width, codes, steps in (
+        ("k", layout.bits_k, layout.k_codes, layout.k_steps),
+        ("v", layout.bits_v, layout.v_codes, layout.v_steps),
+    ):
+        bits = layout.stored_bits(width)
+        address = bit_address(bits, layout.head_dim, side)
+        in_one_word = address[..., -1] - address[..., 0] == bits - 1
+        places = np.where(in_one_word, address[..., 0], ~address[..., 0]).astype(np.int32)
+        half_cell = HALF_CELL.get(width, np.float32(0))
+        sides.append((Side(layout.nbytes, codes, steps, bits, kind, half_cell), places))
+    return tuple(sides)
 
 
-def _parts(tokens: int) -> int:
-    """Threads to use: below some number of tokens, sharing the work costs more than it saves."""
-    from numba import get_num_threads
+def _in_threads(
+    serial: Callable[..., int], parallel: Callable[..., int], tokens: int, *arguments: Any
+) -> int:
+    """Call the kernel that is faster for so many tokens."""
+    import numba
 
-    return int(get_num_threads()) if tokens >= _PARALLEL_TOKENS else 1
+    threads = numba.get_num_threads()
+    if tokens < _PARALLEL_TOKENS or threads == 1:
+        return serial(*arguments)
+    return parallel(*arguments, threads)
 
 
 def write_tokens(
@@ -241,18 +246,19 @@ def write_tokens(
     >>> bool(abs(k_again - k).max() < 0.01), bool(abs(v_again - k).max() < 0.0005)
     (True, True)
     """
-    from kvlab.numba_kernels import cpu_pages
+    from kvlab.numba_kernels.cpu_pages import write_side, write_side_parallel
 
-    numbers = _kernel_layout(layout, dtype)
+    sides = _sides(layout, dtype)
     _check_pool(pool, layout)
-    places = _places(pool, {"page": page, "slot": slot})
+    where = _check_places({"page": page, "slot": slot})
+    shape = len(where[0]), layout.head_dim
     for name, x in (("k", k), ("v", v)):
-        shape = len(places[0]), layout.head_dim
         if x.dtype != np.float32 or x.shape != shape:
             raise ValueError(f"{name} must be float32 of shape {shape}, got {x.dtype} {x.shape}")
-    rows = np.ascontiguousarray(k), np.ascontiguousarray(v)
-    bad = cpu_pages.write_tokens(pool, numbers, *places, *rows, _parts(len(k)))
-    _check_bad(bad, pool, page, slot)
+    for side, x in zip(sides, (k, v), strict=True):
+        arguments = pool.reshape(-1), *side, *where, np.ascontiguousarray(x).reshape(-1)
+        bad = _in_threads(write_side, write_side_parallel, len(x), *arguments)
+        _check_bad(bad, pool, where)
 
 
 def read_tokens(
@@ -269,14 +275,16 @@ def read_tokens(
     k, v : float32, (n, head_dim)
         Still rotated where that side's width is below 16.
     """
-    from kvlab.numba_kernels import cpu_pages
+    from kvlab.numba_kernels.cpu_pages import read_side, read_side_parallel
 
-    numbers = _kernel_layout(layout, dtype)
+    sides = _sides(layout, dtype)
     _check_pool(pool, layout)
-    places = _places(pool, {"page": page, "slot": slot})
-    k = np.empty((len(places[0]), layout.head_dim), np.float32)
-    v = np.empty_like(k)
-    _check_bad(cpu_pages.read_tokens(pool, numbers, *places, k, v, _parts(len(k))), pool, page, slot)
+    where = _check_places({"page": page, "slot": slot})
+    k, v = (np.empty((len(where[0]), layout.head_dim), np.float32) for _ in sides)
+    for side, x in zip(sides, (k, v), strict=True):
+        arguments = pool.reshape(-1), *side, *where, x.reshape(-1)
+        bad = _in_threads(read_side, read_side_parallel, len(x), *arguments)
+        _check_bad(bad, pool, where)
     return k, v
 
 
@@ -294,15 +302,18 @@ def copy_tokens(
     One after the other in the order given, so a later copy sees what an earlier one wrote. Positions are
     offsets: they keep their meaning between pages of equal base.
     """
-    from kvlab.numba_kernels import cpu_pages
+    from kvlab.numba_kernels.cpu_pages import copy_bytes, copy_side
 
-    numbers = _kernel_layout(layout, dtype)
+    sides = _sides(layout, dtype)
     _check_pool(pool, layout)
-    names = {"page_from": page_from, "slot_from": slot_from, "page_to": page_to, "slot_to": slot_to}
-    places = _places(pool, names)
-    bad = cpu_pages.copy_tokens(pool, numbers, *places)
-    if bad >= 0:
-        _check_bad(bad, pool, page_from, slot_from)
+    where = _check_places(
+        {"page_from": page_from, "slot_from": slot_from, "page_to": page_to, "slot_to": slot_to}
+    )
+    for side in sides:
+        bad = copy_side(pool.reshape(-1), *side, *where)
+        _check_bad(bad, pool, where)
+    copy_bytes(pool.reshape(-1), layout.nbytes, layout.positions, 2, *where)
+    copy_bytes(pool.reshape(-1), layout.nbytes, layout.importance, 1, *where)
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,6 +334,8 @@ class LayerPages:
     index : uint32, (batch, num_heads_kv, entries)
     base : uint16, (batch, num_heads_kv, entries)
     num_pages : int32, (batch, num_heads_kv)
+    k_mean : float16, (batch, num_heads_kv, head_dim)
+        The key frame: keys below width 16 are stored as H(k - k_mean).
     dtype : {"float16", "bfloat16", "float32"}
         Of the cache.
 
@@ -339,6 +352,7 @@ class LayerPages:
     index: NDArray[np.uint32]
     base: NDArray[np.uint16]
     num_pages: NDArray[np.int32]
+    k_mean: NDArray[np.float16]
     dtype: str
 
     def __post_init__(self) -> None:
@@ -360,11 +374,15 @@ class LayerPages:
                 f"num_pages must be int32 (batch, num_heads_kv), "
                 f"got {self.num_pages.dtype} {self.num_pages.shape}"
             )
-        shape = (*self.num_pages.shape, self.rung.shape[-1])
+        shape = (*self.num_pages.shape, *self.rung.shape[-1:])
         for name, dtype in (("rung", "uint8"), ("count", "uint8"), ("index", "uint32"), ("base", "uint16")):
             table = getattr(self, name)
             if table.dtype != dtype or table.shape != shape:
                 raise ValueError(f"{name} must be {dtype} {shape}, got {table.dtype} {table.shape}")
+
+        frame = (*self.num_pages.shape, self.head_dim)
+        if self.k_mean.dtype != np.float16 or self.k_mean.shape != frame:
+            raise ValueError(f"k_mean must be float16 {frame}, got {self.k_mean.dtype} {self.k_mean.shape}")
 
     @property
     def head_dim(self) -> int:
@@ -384,11 +402,8 @@ class LayerPages:
         used = np.arange(entries) < self.num_pages[..., None]
         capacity = np.zeros(256, np.int64)
         capacity[: len(self.pools)] = [len(pool) for pool in self.pools]
-        limits: dict[str, Any] = {
-            "rung": len(self.pools),
-            "count": TOKENS_PER_PAGE + 1,
-            "index": capacity[self.rung],
-        }
+        limits: dict[str, Any] = {"rung": len(self.pools), "count": TOKENS_PER_PAGE + 1}
+        limits["index"] = capacity[self.rung]
         for name, limit in limits.items():
             table, limit = np.broadcast_arrays(getattr(self, name), limit)
             for at in np.argwhere(used & (table >= limit))[:1]:
@@ -401,20 +416,20 @@ class LayerPages:
 def _check_pool(pool: Bytes, layout: PageLayout, alignment: int = 4) -> None:
     if pool.dtype != np.uint8 or pool.ndim != 2 or pool.shape[1] != layout.nbytes:
         raise ValueError(f"pool must be uint8 (pages, {layout.nbytes}), got {pool.dtype} {pool.shape}")
-    if not pool.flags.c_contiguous or pool.ctypes.data % alignment:
+    if pool.size and (not pool.flags.c_contiguous or pool.ctypes.data % alignment):
         raise ValueError(f"pool must be contiguous and start at a multiple of {alignment} bytes")
 
 
-def _places(pool: Bytes, lists: dict[str, NDArray[np.integer[Any]]]) -> list[NDArray[np.int64]]:
+def _check_places(lists: dict[str, NDArray[np.integer[Any]]]) -> list[NDArray[np.int64]]:
     sizes = {name: x.shape for name, x in lists.items()}
     if len(set(sizes.values())) != 1 or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in lists.values()):
         raise ValueError(f"{', '.join(lists)} must be integers of one length, got shapes {sizes}")
     return [np.ascontiguousarray(x, np.int64) for x in lists.values()]
 
 
-def _check_bad(bad: int, pool: Bytes, page: NDArray[Any], slot: NDArray[Any]) -> None:
+def _check_bad(bad: int, pool: Bytes, where: list[NDArray[np.int64]]) -> None:
     if bad >= 0:
         raise ValueError(
-            f"page and slot must be below {len(pool)} and {TOKENS_PER_PAGE}, "
-            f"got {page[bad]} and {slot[bad]} at index {bad}"
+            f"pages and slots must be below {len(pool)} and {TOKENS_PER_PAGE}, "
+            f"at index {bad} they are {', '.join(str(x[bad]) for x in where)}"
         )

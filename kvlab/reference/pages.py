@@ -31,18 +31,35 @@ from numpy.typing import NDArray
 
 Int64 = NDArray[np.int64]
 
-__all__ = ["HALF_CELL", "STEPS", "TOKENS_PER_PAGE", "Page", "bit_address", "choose_step", "decode_page"]
-__all__ += ["encode", "encode_page"]
+__all__ = [
+    "HALF_CELL",
+    "STEPS",
+    "TOKENS_PER_PAGE",
+    "Page",
+    "bit_address",
+    "candidate_steps",
+    "choose_step",
+    "decode_page",
+    "encode",
+    "encode_page",
+    "grid_codes",
+    "grid_values",
+    "narrow",
+    "widen",
+]
 
 TOKENS_PER_PAGE = 64
 
-HALF_CELL = {2: np.float32(0.4978), 3: np.float32(0.2930), 4: np.float32(0.1676), 8: np.float32(0.01538)}
-"""Best `step` for Gaussian elements of variance 1, by width: where the search for a vector's step begins.
+HALF_CELL = {2: np.float32(0.4978), 3: np.float32(0.2930), 4: np.float32(0.1676), 8: np.float32(0.0135)}
+"""Where the search for a vector's step begins, by width, in multiples of its root mean square.
 
-The minimum over s of the mean squared error of the grid s * (+-1, +-3, ..., +-(2**bits - 1)), integrated in
-closed form over the normal density and found by bounded scalar minimisation to 1e-12; errors 0.1188, 0.03744,
-0.01154, 0.0000877. (J. Max, "Quantizing for minimum distortion", 1960, table II, gives the first three.) In
-vectors of 64 elements the best multiple of the root mean square is 0.5 % (2 bits) to 5 % (8 bits) smaller.
+For 2, 3 and 4 bits the best step for Gaussian elements: the minimum over s of the mean squared error of the
+grid s * (+-1, +-3, ..., +-(2**bits - 1)), integrated in closed form over the normal density and minimised to
+1e-12; errors 0.1188, 0.03744 and 0.01154 (J. Max, "Quantizing for minimum distortion", 1960, table II). With
+it the best of the five candidates is at most 2.6 % worse than the best of all bytes for Gaussian vectors of
+64 elements, 0.7 % for 128. At 8 bits that minimum, 0.01538, is set by tails which so few elements do not
+have, and the loss is 46 % and 26 %; around 0.0135 it is 20 % and 13 %, the least over 64, 80, 96, 128 and 256
+elements together.
 """
 
 STEPS = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
@@ -136,20 +153,37 @@ def grid_values(codes: NDArray[Any], step: NDArray[np.float32], bits: int) -> ND
     return (2 * codes.astype(np.float32) + np.float32(1 - 2**bits)) * step
 
 
-def choose_step(x: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
-    """Choose the step byte of each vector of `x`, (n, head_dim) -> (n,)."""
+def root_mean_square(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the root mean square of each vector, in float32: infinite if the squares overflow."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        rms = np.sqrt(tree_sum(x * x) / np.float32(x.shape[-1]))
-        nearest = (rms * HALF_CELL[bits]).astype(np.float16).view(np.uint16).astype(np.int64)
-        nearest = (nearest + 63 + (nearest >> 7 & 1)) >> 7  # to the nearest multiple of 128, ties to even
-        nearest = np.clip(nearest, 1, _HIGHEST_FINITE)
-        candidates = np.clip(nearest[:, None] + np.arange(-2, 3), 1, _HIGHEST_FINITE)
-        step = STEPS[candidates][..., None]
+        mean: NDArray[np.float32] = tree_sum(x * x) / np.float32(x.shape[-1])
+        return np.sqrt(mean)
+
+
+def candidate_steps(x: NDArray[np.float32], bits: int) -> Int64:
+    """Return the step bytes that are tried for each vector of `x`, (n, head_dim) -> (n, 5), ascending."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        guess = (root_mean_square(x) * HALF_CELL[bits]).astype(np.float16).view(np.uint16).astype(np.int64)
+    nearest = (guess + 63 + (guess >> 7 & 1)) >> 7  # to the nearest multiple of 128, ties to even
+    nearest = np.clip(nearest, 1, _HIGHEST_FINITE)
+    candidates: Int64 = np.clip(nearest[:, None] + np.arange(-2, 3), 1, _HIGHEST_FINITE)
+    return candidates
+
+
+def choose_step(x: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
+    """Choose the step byte of each vector of `x`, (n, head_dim) -> (n,).
+
+    The least squared error decides, the lower byte of equals. A vector whose root mean square is 0 gets byte
+    0, one with NaN or infinity 0xFF.
+    """
+    candidates = candidate_steps(x, bits)
+    step = STEPS[candidates][..., None]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         error = x[:, None, :] - grid_values(grid_codes(x[:, None, :], step, bits), step, bits)
-        squared_error = tree_sum(error * error)
-    best = np.take_along_axis(candidates, squared_error.argmin(axis=1)[:, None], axis=1)[:, 0]
-    best = np.where(rms == 0, 0, best)
-    return np.where(np.isfinite(x).all(axis=1), best, _NAN_STEP).astype(np.uint8)
+        best = tree_sum(error * error).argmin(axis=1)
+    byte = np.take_along_axis(candidates, best[:, None], axis=1)[:, 0]
+    byte = np.where(root_mean_square(x) == 0, 0, byte)
+    return np.where(np.isfinite(x).all(axis=1), byte, _NAN_STEP).astype(np.uint8)
 
 
 def encode(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -169,15 +203,22 @@ def encode(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArra
 
 
 def narrow(x: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Return the bits of `x` in the dtype of a cache, rounded half to even: uint16, or uint32 for float32."""
-    if dtype == "float32":
-        return x.view(np.uint32)
-    if dtype == "float16":
-        with np.errstate(over="ignore", invalid="ignore"):
-            return np.where(np.isnan(x), np.copysign(np.nan, x), x).astype(np.float16).view(np.uint16)
+    """Return the bits of `x` in the dtype of a cache: uint16, or uint32 for float32.
+
+    Rounded half to even; a NaN becomes quiet and keeps its sign and the upper bits of its payload.
+    """
+    rounded: NDArray[Any]
     bits = x.view(np.uint32)
-    rounded = (bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(x), bits >> 16 & 0x8000 | 0x7FC0, rounded).astype(np.uint16)
+    if dtype == "float32":
+        return bits
+    if dtype == "float16":
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            rounded = x.astype(np.float16).view(np.uint16)
+        quiet = bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x1FF
+    else:
+        rounded = (bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16
+        quiet = bits >> 16 | 0x40
+    return np.where(np.isnan(x), quiet, rounded).astype(np.uint16)
 
 
 def widen(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:

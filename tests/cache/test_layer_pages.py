@@ -1,0 +1,102 @@
+"""What an attention call is given of a layer: tables that do not fit or lead outside the pools are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvlab.cache.pages import LayerPages, PageLayout
+
+
+def aligned(pages: int, nbytes: int) -> NDArray[np.uint8]:
+    buffer = np.zeros(pages * nbytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + pages * nbytes].reshape(pages, nbytes)
+
+
+def good_layer() -> LayerPages:
+    layouts = PageLayout(32, 2, 2, 2), PageLayout(32, 4, 2, 2)
+    shape = 2, 3, 4
+    return LayerPages(
+        layouts=layouts,
+        pools=(aligned(5, layouts[0].nbytes), aligned(2, layouts[1].nbytes)),
+        rung=np.ones(shape, np.uint8),
+        count=np.full(shape, 64, np.uint8),
+        index=np.ones(shape, np.uint32),
+        base=np.zeros(shape, np.uint16),
+        num_pages=np.full((2, 3), 3, np.int32),
+        dtype="bfloat16",
+        k_mean=np.zeros((2, 3, 32), np.float16),
+    )
+
+
+def test_a_table_that_is_right() -> None:
+    layer = good_layer()
+    layer.check_entries()
+    assert layer.head_dim == 32
+    layer.rung[..., 3], layer.count[..., 3], layer.index[..., 3] = 200, 255, 2**32 - 1  # unused entries
+    layer.check_entries()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float64"}, "dtype must be one of float16, bfloat16, float32, got 'float64'"),
+        ({"dtype": "float32"}, "layouts must have one head_dim and the itemsize of float32"),
+        (
+            {"layouts": (PageLayout(32, 2, 2, 2),)},
+            "layouts and pools must be of equal length, .* got 1 and 2",
+        ),
+        ({"layouts": (), "pools": ()}, "at least 1, got 0 and 0"),
+        ({"layouts": (PageLayout(32, 2, 2, 2), PageLayout(48, 4, 2, 2))}, "layouts must have one head_dim"),
+        ({"layouts": (PageLayout(32, 2, 2, 2),) * 2}, "pool must be uint8"),
+        ({"num_pages": np.zeros((2, 3), np.int64)}, "num_pages must be int32"),
+        ({"num_pages": np.zeros(2, np.int32)}, r"num_pages must be int32 .* got int32 \(2,\)"),
+        ({"rung": np.zeros((2, 3), np.uint8)}, "rung must be uint8"),
+        ({"count": np.zeros((2, 3, 4), np.int32)}, "count must be uint8"),
+        (
+            {"index": np.zeros((2, 3, 5), np.uint32)},
+            r"index must be uint32 \(2, 3, 4\), got uint32 \(2, 3, 5\)",
+        ),
+        ({"base": np.zeros((2, 3, 4), np.uint32)}, "base must be uint16"),
+        ({"k_mean": np.zeros((2, 3, 32), np.float32)}, "k_mean must be float16"),
+        ({"k_mean": np.zeros((2, 1, 32), np.float16)}, r"k_mean must be float16 \(2, 3, 32\)"),
+    ],
+)
+def test_tables_that_do_not_fit_together(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(good_layer(), **change)
+
+
+def test_pools_that_are_not_aligned() -> None:
+    layer = good_layer()
+    shifted = aligned(6, layer.layouts[0].nbytes).reshape(-1)[4:][: layer.pools[0].size]
+    with pytest.raises(ValueError, match="start at a multiple of 64 bytes"):
+        dataclasses.replace(layer, pools=(shifted.reshape(layer.pools[0].shape), layer.pools[1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("rung", 2, r"rung must be below 2, got 2 at \(row, head, entry\) \(1, 2, 0\)"),
+        ("count", 65, r"count must be below 65, got 65 at \(row, head, entry\) \(1, 2, 0\)"),
+        ("index", 2, r"index must be below 2, got 2 at \(row, head, entry\) \(1, 2, 0\)"),
+    ],
+)
+def test_entries_that_name_no_page(name: str, wrong: int, message: str) -> None:
+    layer = good_layer()
+    getattr(layer, name)[1, 2, 0] = wrong
+    with pytest.raises(ValueError, match=message):
+        layer.check_entries()
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_tables_that_are_too_short(wrong: int) -> None:
+    layer = good_layer()
+    layer.num_pages[1, 1] = wrong
+    with pytest.raises(ValueError, match="num_pages must be 0 to 4"):
+        layer.check_entries()

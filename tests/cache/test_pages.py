@@ -1,0 +1,407 @@
+"""Pages as bytes in pools: the kernels against the NumPy oracle, bit for bit, and nothing else touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvlab.numba_kernels import cpu_pages
+from numpy.typing import NDArray
+
+from kvlab.cache.pages import (
+    PAGE_TABLE_BYTES,
+    TOKENS_PER_PAGE,
+    WIDTHS,
+    PageLayout,
+    _sides,
+    copy_tokens,
+    decode_importance,
+    encode_importance,
+    read_tokens,
+    write_tokens,
+)
+from kvlab.reference import pages as reference
+from tests.strategies import SEEDS
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+PAGES = 3
+
+layouts = st.builds(
+    lambda head_dim, bits_k, bits_v, dtype: (PageLayout(head_dim, bits_k, bits_v, ITEMSIZE[dtype]), dtype),
+    st.sampled_from(range(16, 257, 16)),
+    st.sampled_from(WIDTHS),
+    st.sampled_from(WIDTHS),
+    st.sampled_from(tuple(ITEMSIZE)),
+)
+
+
+def hostile_vectors(rng: np.random.Generator, n: int, head_dim: int) -> NDArray[np.float32]:
+    """Return vectors of any size, and among them zeros, subnormal, enormous, infinite and NaN ones."""
+    x = rng.standard_normal((n, head_dim)) * 2.0 ** rng.uniform(-30, 30, (n, 1))
+    special = [0, 1e-40, 4e-23, 2.0**-18, 65504, 65520, 1e20, 3e38, np.inf, -np.inf, np.nan]
+    for row in np.flatnonzero(rng.random(n) < 0.3):
+        chosen = special[rng.integers(len(special))]
+        x[row, rng.random(head_dim) < rng.choice([0.02, 0.5, 1])] = chosen
+    result: NDArray[np.float32] = (x * rng.choice([-1, 1], x.shape)).astype(np.float32)
+    bits, is_nan = result.view(np.uint32), np.isnan(result)
+    bits[is_nan] = rng.choice([0x7F800001, 0xFFA0F00D, 0x7FFFFFFF], is_nan.sum())  # quiet and signalling
+    return result
+
+
+def some_places(rng: np.random.Generator, n: int, pages: int = PAGES) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return n different (page, slot), in any order."""
+    place = rng.permutation(pages * TOKENS_PER_PAGE)[:n]
+    return place // TOKENS_PER_PAGE, place % TOKENS_PER_PAGE
+
+
+def random_pool(rng: np.random.Generator, layout: PageLayout, pages: int = PAGES) -> NDArray[np.uint8]:
+    return rng.integers(0, 256, (pages, layout.nbytes), dtype=np.uint8)
+
+
+def written(
+    pool: NDArray[np.uint8],
+    layout: PageLayout,
+    dtype: str,
+    page: NDArray[Any],
+    slot: NDArray[Any],
+    k: NDArray[np.float32],
+    v: NDArray[np.float32],
+) -> NDArray[np.uint8]:
+    """Return what `pool` must be after `write_tokens`, by the oracle and bit by bit."""
+    pool = pool.copy()
+    for x, side, width, start, steps in (
+        (k, "k", layout.bits_k, layout.k_codes, layout.k_steps),
+        (v, "v", layout.bits_v, layout.v_codes, layout.v_steps),
+    ):
+        bits = layout.stored_bits(width)
+        if width == 16:
+            codes = reference.narrow(x, dtype)
+        else:
+            codes, pool[page, steps + slot] = reference.encode(x, bits)
+        region = slice(start, start + 8 * layout.head_dim * bits)
+        stream = np.unpackbits(pool[:, region], axis=1, bitorder="little")
+        address = reference.bit_address(bits, layout.head_dim, side)[slot]
+        stream[page[:, None, None], address] = codes[..., None] >> np.arange(bits) & 1
+        pool[:, region] = np.packbits(stream, axis=1, bitorder="little")
+    return pool
+
+
+# The record
+
+
+@given(layouts)
+def test_the_parts_of_a_record_follow_each_other(case: tuple[PageLayout, str]) -> None:
+    layout, dtype = case
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, TOKENS_PER_PAGE, layout.head_dim), dtype=np.float32)
+    positions = rng.integers(0, 65536, TOKENS_PER_PAGE, dtype=np.uint16)
+    importance = rng.integers(0, 256, TOKENS_PER_PAGE, dtype=np.uint8)
+    record = reference.encode_page(k, v, layout.bits_k, layout.bits_v, dtype, positions, importance)
+    assert record.size == layout.nbytes
+    steps = (layout.bits_k < 16) + (layout.bits_v < 16)
+    offsets = [layout.k_codes, layout.v_codes, layout.k_steps, layout.v_steps, layout.positions]
+    offsets += [layout.importance, layout.nbytes]
+    assert all(offset % 64 == 0 for offset in offsets)
+    assert layout.positions == layout.k_steps + 64 * steps
+    np.testing.assert_array_equal(layout.positions_in(record[None])[0], positions)
+    np.testing.assert_array_equal(layout.importance_in(record[None])[0], importance)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((72, 4, 4, 2), "head_dim must be a multiple of 16 from 16 to 256, got 72"),
+        ((272, 4, 4, 2), "head_dim must be .* got 272"),
+        ((64, 5, 4, 2), r"bits_k must be one of \(2, 3, 4, 8, 16\), got 5"),
+        ((64, 4, 0, 2), "bits_v must be one of .* got 0"),
+        ((64, 4, 4, 8), "itemsize must be 2 or 4 bytes, got 8"),
+    ],
+)
+def test_layouts_that_do_not_exist(arguments: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PageLayout(*arguments)
+
+
+def test_bytes_of_an_entry_of_the_page_table() -> None:
+    entry = [np.uint32, np.uint16, np.uint8, np.uint8]  # index, base, count, rung
+    assert sum(np.dtype(kind).itemsize for kind in entry) == PAGE_TABLE_BYTES
+
+
+# Importance
+
+
+def test_importance_codes() -> None:
+    codes = np.arange(256).astype(np.uint8)
+    values = decode_importance(codes)
+    assert values[0] == 0
+    assert (np.diff(values) > 0).all()
+    np.testing.assert_array_equal(encode_importance(values), codes)
+
+
+@given(st.floats(2.0**-23.8, 2.0**7.8))
+def test_importance_is_kept_to_half_an_eighth_of_an_octave(x: float) -> None:
+    value = float(decode_importance(encode_importance(np.array([x])))[0])
+    assert abs(np.log2(value / x)) <= 1 / 16 + 1e-6
+
+
+def test_importance_outside_the_range() -> None:
+    x = np.array([0, 1e-30, 1e30, np.inf])
+    assert encode_importance(x).tolist() == [0, 1, 255, 255]
+    for bad in (-1.0, np.nan):
+        with pytest.raises(ValueError, match="importance must be at least 0"):
+            encode_importance(np.array([1.0, bad]))
+
+
+# Writing and reading
+
+
+@given(layouts, SEEDS, st.integers(0, 40))
+def test_written_pages_equal_the_oracle(case: tuple[PageLayout, str], seed: int, n: int) -> None:
+    """Every bit of the pool: codes and steps of the tokens, and the random bits of all other slots."""
+    layout, dtype = case
+    rng = np.random.default_rng(seed)
+    pool, (page, slot) = random_pool(rng, layout), some_places(rng, n)
+    k, v = hostile_vectors(rng, n, layout.head_dim), hostile_vectors(rng, n, layout.head_dim)
+    expected = written(pool, layout, dtype, page, slot, k, v)
+    write_tokens(pool, layout, dtype, page, slot, k, v)
+    np.testing.assert_array_equal(pool, expected)
+
+
+@given(layouts, SEEDS)
+def test_tokens_read_equal_the_oracle(case: tuple[PageLayout, str], seed: int) -> None:
+    """Any bytes are a page: all codes, all finite steps, and NaN."""
+    layout, dtype = case
+    rng = np.random.default_rng(seed)
+    pool = random_pool(rng, layout)
+    steps = pool[:, layout.k_steps : layout.positions]
+    steps[steps > 0xF7] = 0xFF
+    before = pool.copy()
+    page, slot = some_places(rng, 40)
+    k, v = read_tokens(pool, layout, dtype, page.astype(np.int32), slot.astype(np.uint8))
+    np.testing.assert_array_equal(pool, before)
+    decoded = [
+        reference.decode_page(record, layout.head_dim, layout.bits_k, layout.bits_v, dtype) for record in pool
+    ]
+    np.testing.assert_array_equal(k, np.stack([one.k for one in decoded])[page, slot])
+    np.testing.assert_array_equal(v, np.stack([one.v for one in decoded])[page, slot])
+
+
+@given(layouts, SEEDS)
+def test_unused_slots_never_matter(case: tuple[PageLayout, str], seed: int) -> None:
+    """Tokens written between slots of NaN are the same, and leave those NaN."""
+    layout, dtype = case
+    rng = np.random.default_rng(seed)
+    page, slot = some_places(rng, 30)
+    k, v = rng.standard_normal((2, 30, layout.head_dim), dtype=np.float32)
+    of_nan, of_zeros = np.full((2, PAGES, layout.nbytes), [[[0xFF]], [[0]]], np.uint8)
+    for pool in (of_nan, of_zeros):
+        write_tokens(pool, layout, dtype, page, slot, k, v)
+    for x, y in zip(
+        read_tokens(of_nan, layout, dtype, page, slot),
+        read_tokens(of_zeros, layout, dtype, page, slot),
+        strict=True,
+    ):
+        assert np.isfinite(x).all()
+        np.testing.assert_array_equal(x, y)
+    used = np.zeros((PAGES, TOKENS_PER_PAGE), bool)
+    used[page, slot] = True
+    for x in read_tokens(of_nan, layout, dtype, *np.nonzero(~used)):
+        assert np.isnan(x).all()
+
+
+@pytest.mark.parametrize("n", [600, 6000])
+def test_a_place_written_twice_holds_the_later_token(n: int) -> None:
+    layout = PageLayout(32, 3, 16, 2)
+    pool = np.zeros((2, layout.nbytes), np.uint8)
+    k, v = np.random.default_rng(1).standard_normal((2, n, 32), dtype=np.float32)
+    page, slot = np.arange(n) % 2, np.arange(n) // 2 % 10
+    write_tokens(pool, layout, "float16", page, slot, k, v)
+    again = np.zeros_like(pool)
+    write_tokens(again, layout, "float16", page[-20:], slot[-20:], k[-20:], v[-20:])
+    np.testing.assert_array_equal(pool, again)
+
+
+def test_a_page_belongs_to_one_thread() -> None:
+    """Tokens share words, so two threads in one page would lose bits, though not often enough to be seen."""
+    layout = PageLayout(32, 4, 4, 2)
+    rng = np.random.default_rng(2)
+    page, slot = some_places(rng, 300, pages=10)
+    x = rng.standard_normal((300, 32), dtype=np.float32)
+    pool = np.zeros((10, layout.nbytes), np.uint8)
+    write_tokens(pool, layout, "float16", page, slot, x, np.zeros_like(x))
+    together = np.zeros_like(pool)
+    side, places = _sides(layout, "float16")[0]
+    for part in range(3):
+        alone = np.zeros_like(pool)
+        flat = alone.reshape(-1)
+        cpu_pages._write_part(flat, flat.view(np.uint32), side, places, page, slot, x.reshape(-1), part, 3)
+        is_touched = alone.any(axis=1)
+        assert 0 < is_touched.sum() < 10
+        assert not together[is_touched].any()
+        together |= alone
+    region = slice(layout.k_codes, layout.v_codes)
+    np.testing.assert_array_equal(together[:, region], pool[:, region])
+
+
+@pytest.fixture
+def _restored_threads() -> Iterator[None]:
+    threads = numba.get_num_threads()
+    yield
+    numba.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_restored_threads")
+@pytest.mark.parametrize("bits", [2, 3])
+def test_the_number_of_threads_does_not_matter(bits: int) -> None:
+    layout = PageLayout(64, bits, bits, 2)
+    rng = np.random.default_rng(5)
+    page, slot = some_places(rng, 2000, pages=33)
+    k, v = rng.standard_normal((2, 2000, 64), dtype=np.float32)
+    pool = random_pool(rng, layout, pages=33)
+    expected = written(pool, layout, "float16", page, slot, k, v)
+    for threads in range(1, numba.get_num_threads() + 1):
+        numba.set_num_threads(threads)
+        got = pool.copy()
+        write_tokens(got, layout, "float16", page, slot, k, v)
+        np.testing.assert_array_equal(got, expected)
+        values = read_tokens(got, layout, "float16", page, slot)
+        for first in range(0, 2000, 100):
+            part = slice(first, first + 100)
+            for x, y in zip(values, read_tokens(got, layout, "float16", page[part], slot[part]), strict=True):
+                np.testing.assert_array_equal(x[part], y)
+
+
+@given(SEEDS, st.sampled_from((2, 3, 4, 8)), st.sampled_from((16, 64, 112, 128)))
+def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
+    """What is read lies on the grid of its step byte.
+
+    So whenever that byte is among the five candidates of the second writing, its squared error there is 0:
+    the values stay, and the byte too unless a lower one also holds them exactly. Where the byte stays, the
+    codes do. (The root mean square of the values is smaller than that of the original vector, so now and then
+    the byte is out of the search's reach. Tokens move by `copy_tokens`, not by writing them again.)
+    """
+    layout = PageLayout(head_dim, bits, bits, 2)
+    rng = np.random.default_rng(seed)
+    where = some_places(rng, 100)
+    x = (rng.standard_normal((100, head_dim)) * 2.0 ** rng.uniform(-10, 10, (100, 1))).astype(np.float32)
+    pool = random_pool(rng, layout)
+    write_tokens(pool, layout, "float16", *where, x, x)
+    first, _ = read_tokens(pool, layout, "float16", *where)
+    byte = pool[where[0], layout.k_steps + where[1]]
+
+    again = pool.copy()
+    write_tokens(again, layout, "float16", *where, first, first)
+    second, _ = read_tokens(again, layout, "float16", *where)
+    byte_again = again[where[0], layout.k_steps + where[1]]
+
+    reachable = (reference.candidate_steps(first, bits) == byte[:, None]).any(axis=1)
+    assert reachable.mean() > (0.5 if head_dim == 16 else 0.8)
+    np.testing.assert_array_equal(second[reachable], first[reachable])
+    assert (byte_again <= byte)[reachable].all()
+    same = byte_again == byte
+    codes, _ = reference.encode(first, bits)
+    kept = reference.grid_codes(first, reference.STEPS[byte][:, None], bits)
+    np.testing.assert_array_equal(codes[same], kept[same])
+
+
+# Copying
+
+
+@given(layouts, SEEDS, st.integers(0, 60))
+def test_copied_tokens_are_the_same_tokens(case: tuple[PageLayout, str], seed: int, n: int) -> None:
+    """Any bits, any order, chains and copies onto oneself: as if a slot were a plain list of its bits."""
+    layout, dtype = case
+    rng = np.random.default_rng(seed)
+    pool = random_pool(rng, layout)
+    page_from, page_to = rng.integers(0, PAGES, (2, n))
+    slot_from, slot_to = rng.integers(0, TOKENS_PER_PAGE, (2, n))
+    slots = all_bits_of_slots(pool, layout)
+    for i in range(n):
+        slots[page_to[i], slot_to[i]] = slots[page_from[i], slot_from[i]]
+    copy_tokens(pool, layout, dtype, page_from, slot_from, page_to, slot_to)
+    np.testing.assert_array_equal(all_bits_of_slots(pool, layout), slots)
+
+
+def all_bits_of_slots(pool: NDArray[np.uint8], layout: PageLayout) -> NDArray[np.uint8]:
+    """Return everything that a pool says, as (page, slot, bits)."""
+    parts = []
+    for side, width, start in (
+        ("k", layout.bits_k, layout.k_codes),
+        ("v", layout.bits_v, layout.v_codes),
+    ):
+        bits = layout.stored_bits(width)
+        region = pool[:, start : start + 8 * layout.head_dim * bits]
+        stream = np.unpackbits(region, axis=1, bitorder="little")
+        address = reference.bit_address(bits, layout.head_dim, side)
+        parts.append(stream[:, address.reshape(TOKENS_PER_PAGE, -1)])
+    per_byte = pool[:, layout.k_steps : layout.positions]
+    parts.append(per_byte.reshape(len(pool), -1, TOKENS_PER_PAGE).swapaxes(1, 2))
+    parts.append(layout.positions_in(pool)[..., None].copy().view(np.uint8))
+    parts.append(layout.importance_in(pool)[..., None])
+    together = np.concatenate(parts, axis=2)
+    assert sum(part.shape[2] for part in parts) == together.shape[2]
+    return together
+
+
+# What is refused
+
+
+def good_call() -> dict[str, Any]:
+    layout = PageLayout(16, 4, 4, 2)
+    k = np.ones((3, 16), np.float32)
+    where = {"page": np.array([0, 1, 1]), "slot": np.array([0, 63, 5])}
+    return (
+        {"pool": np.zeros((2, layout.nbytes), np.uint8), "layout": layout, "dtype": "float16"}
+        | where
+        | {
+            "k": k,
+            "v": k,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float32"}, "dtype must be a cache dtype of 2 bytes, as the layout says, got 'float32'"),
+        ({"dtype": "int16"}, "dtype must be .* got 'int16'"),
+        ({"pool": np.zeros((2, 8), np.uint8)}, r"pool must be uint8 \(pages, 1344\), got uint8 \(2, 8\)"),
+        ({"pool": np.zeros((2, 1344), np.int8)}, "pool must be uint8 .* got int8"),
+        ({"pool": np.zeros((2, 2688), np.uint8)[:, ::2]}, "pool must be contiguous"),
+        ({"pool": np.zeros(2689, np.uint8)[1:].reshape(2, 1344)}, "start at a multiple of 4 bytes"),
+        ({"page": np.array([0, 1])}, r"page, slot must be integers of one length, got .*\(2,\)"),
+        ({"slot": np.array([0.0, 1.0, 2.0])}, "page, slot must be integers"),
+        ({"page": np.array([0, 1, 2])}, "below 2 and 64, at index 2 they are 2, 5"),
+        ({"page": np.array([0, -1, 1])}, "below 2 and 64, at index 1 they are -1, 63"),
+        ({"slot": np.array([64, 1, 1])}, "below 2 and 64, at index 0 they are 0, 64"),
+        ({"k": np.ones((2, 16), np.float32)}, r"k must be float32 of shape \(3, 16\), got float32 \(2, 16\)"),
+        ({"v": np.ones((3, 16))}, "v must be float32 .* got float64"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_written(change: dict[str, Any], message: str) -> None:
+    call = good_call() | change
+    before = call["pool"].copy()
+    with pytest.raises(ValueError, match=message):
+        write_tokens(**call)
+    np.testing.assert_array_equal(call["pool"], before)
+    if not change.keys() & {"k", "v"}:
+        with pytest.raises(ValueError, match=message):
+            read_tokens(*(call[name] for name in ("pool", "layout", "dtype", "page", "slot")))
+
+
+def test_the_call_that_the_refusals_start_from_is_right() -> None:
+    write_tokens(**good_call())
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_copies_outside_the_pool_are_refused(which: int) -> None:
+    call = good_call()
+    places = [call["page"], call["slot"], call["page"], call["slot"]]
+    places[2 * which] = np.array([0, 1, 7])
+    with pytest.raises(ValueError, match="at index 2 they are " + ("7, 5, 1, 5", "1, 5, 7, 5")[which]):
+        copy_tokens(call["pool"], call["layout"], "float16", *places)
