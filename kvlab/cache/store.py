@@ -41,11 +41,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Weigh = Callable[[NDArray[np.uint8], Ints], NDArray[np.float64]]
 
-ERRORS = {16: 0.0, 8: 4.0e-5, 4: 0.0101, 3: 0.0330, 2: 0.109, 0: 1.0}
-"""Relative mean squared error of a K or V vector at each width, as measured on a real model."""
+ERRORS = {16: 0.0, 8: 5.0e-5, 4: 0.0090, 3: 0.0327, 2: 0.1115, 0: 1.0}
+"""Relative mean squared error of a K or V vector at each width, as measured on SmolLM2-135M."""
 EXACT = Rung(16, 16)
-KEY_WEIGHT = 1.0
-"""How much an error of K counts against one of V."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +104,7 @@ class LayerStore:
         self.ladder = ladder[1:] if self.evicts else ladder
         self.batch, self.num_heads_kv, self.head_dim, self.dtype = batch, num_heads_kv, head_dim, dtype
         self.layouts = tuple(PageLayout(head_dim, *rung, itemsize) for rung in self.ladder)
-        losses = [KEY_WEIGHT * ERRORS[rung.bits_k] + ERRORS[rung.bits_v] for rung in ladder]
-        self._loss = np.array(losses)
+        self._loss = np.array([ERRORS[rung.bits_k] + ERRORS[rung.bits_v] for rung in ladder])
         self._cost = np.array([0] * self.evicts + [self.page_bytes(r) for r in range(len(self.ladder))])
         self.clear()
 
@@ -384,8 +381,10 @@ class LayerStore:
         writes: list[list[Ints]],
     ) -> None:
         """Decide where the tokens of one head lie after the change, and rewrite its page table."""
-        mine = plan.tokens.head == head
-        stays = mine & (plan.tokens.rung == plan.stored)
+        first, last = np.searchsorted(plan.tokens.head, [head, head + 1])
+        token_rung, token_page = plan.tokens.rung[first:last], plan.tokens.page[first:last]
+        token_slot, token_segment = plan.tokens.slot[first:last], plan.tokens.position[first:last] >> 16
+        stays = token_rung == plan.stored[first:last]
         n = int(self.num_pages[row, head])
         rung, base = self.rung[row, head, :n].copy(), self.base[row, head, :n].copy()
         index, count = self.index[row, head, :n].astype(np.int64), self.count[row, head, :n].copy()
@@ -393,36 +392,33 @@ class LayerStore:
         added: list[tuple[int, int, int, int]] = []
         for r, group in enumerate(arriving):
             incoming = np.flatnonzero(group.head == head)
-            segments = np.union1d(np.unique(base[rung == r]).astype(np.int64), group.position[incoming] >> 16)
-            for segment in segments:
+            comer_segment = group.position[incoming] >> 16
+            for segment in np.union1d(base[rung == r].astype(np.int64), comer_segment):
                 pages = np.flatnonzero((rung == r) & (base == segment))
-                comers = incoming[group.position[incoming] >> 16 == segment]
-                staying = np.flatnonzero(
-                    stays & (plan.tokens.rung == r) & (plan.tokens.position >> 16 == segment)
-                )
+                comers = incoming[comer_segment == segment]
+                staying = np.flatnonzero(stays & (token_rung == r) & (token_segment == segment))
                 if len(comers) == 0 and len(staying) == int(count[pages].sum()):
                     continue
-                held = np.bincount(plan.tokens.page[staying], minlength=n)[pages]
+                held = np.bincount(token_page[staying], minlength=n)[pages]
                 pages = pages[np.argsort(-held, kind="stable")]
                 total = len(staying) + len(comers)
                 needed = -(-total // TOKENS_PER_PAGE)
+                last_count = total - TOKENS_PER_PAGE * (needed - 1)
                 dropped[pages[needed:]] = True
                 self._free[r].extend(int(i) for i in index[pages[needed:]])
                 kept = index[pages[:needed]]
-                if needed > len(pages):
-                    taken = self._take(r, needed - len(pages))
-                    added += [(r, TOKENS_PER_PAGE, i, int(segment)) for i in taken]
-                    kept = np.concatenate([kept, taken])
-                last = total - TOKENS_PER_PAGE * (needed - 1)
                 count[pages[:needed]] = TOKENS_PER_PAGE
                 if needed > len(pages):
-                    added[-1] = (r, last, int(kept[-1]), int(segment))
+                    taken = self._take(r, needed - len(pages))
+                    added += [(r, TOKENS_PER_PAGE, int(i), int(segment)) for i in taken]
+                    added[-1] = (r, last_count, int(taken[-1]), int(segment))
+                    kept = np.concatenate([kept, taken])
                 elif needed:
-                    count[pages[needed - 1]] = last
+                    count[pages[needed - 1]] = last_count
                 place = np.full(n, -1)
                 place[pages[:needed]] = np.arange(min(needed, len(pages)))
-                at, slot = place[plan.tokens.page[staying]], plan.tokens.slot[staying]
-                settled = (at >= 0) & ((at < needed - 1) | (slot < last))
+                at, slot = place[token_page[staying]], token_slot[staying]
+                settled = (at >= 0) & ((at < needed - 1) | (slot < last_count))
                 vacant = np.ones(needed * TOKENS_PER_PAGE, bool)
                 vacant[total:] = False
                 vacant[at[settled] * TOKENS_PER_PAGE + slot[settled]] = False
@@ -430,10 +426,8 @@ class LayerStore:
                 moved = staying[~settled]
                 m = len(moved)
                 if m:
-                    origin = index[plan.tokens.page[moved]]
-                    copies[r].append(
-                        np.stack([origin, plan.tokens.slot[moved], kept[to_page[:m]], to_slot[:m]])
-                    )
+                    origin = index[token_page[moved]]
+                    copies[r].append(np.stack([origin, token_slot[moved], kept[to_page[:m]], to_slot[:m]]))
                 if len(comers):
                     writes[r].append(np.stack([comers, kept[to_page[m:]], to_slot[m:]]))
         self._set_table(row, head, rung[~dropped], count[~dropped], index[~dropped], base[~dropped], added)
