@@ -1,0 +1,446 @@
+"""Attention of a few query rows over packed pages: the softmax around the products of `cpu_fragments`.
+
+Work is cut into items: one (batch row, KV head), one block of up to 4 query rows, one range of pages.
+Threads take items from a counter; the answer of an item does not depend on the thread, and the caller
+merges the parts of a row in order, so the result has the same bits for any number of threads. Within an
+item:
+
+    per page    scores = K q, times the steps of the tokens scores[query row][64 slots]
+                running peak and sum of exp2; what was added up shrinks when the peak rises
+                totals += V^T (p * step)                    totals[head_dim / 16][4][2][query row][8 lanes]
+    at the end  out = the sums of four lanes of totals      out[query row][head_dim]
+
+Scores are in units of log 2 inside. Values of coded (rotated) pages and raw ones have their own totals,
+because the caller rotates the coded part back. Scratch memory of a thread: the totals, a page of scores and
+of weights, and for raw values a page without its unused slots. K and V are never written out unpacked.
+
+Shapes: pairs = batch * num_heads_kv; query rows are (position, head of the group), heads fastest, in blocks
+of `rows`, the last block filled up. `places` (rungs, PLACE_FIELDS) says where things lie in a page of a
+rung.
+"""
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from .cpu_fragments import call_product, multiply_add
+from .cpu_simd import float32x8, helper, highest, kernel, load, maximum, splat, store, total
+
+PAGE = 64
+PLACE_FIELDS = 8
+POOL, RECORD, K_CODES, V_CODES, K_STEPS, V_STEPS, K_PRODUCT, V_PRODUCT = range(PLACE_FIELDS)
+"""Columns of `places`: an address, bytes of a record, byte offsets in it (K_STEPS and V_STEPS are -1 at width
+16, which has no steps), and the addresses of two functions of `cpu_fragments`."""
+
+LOG2_E = np.float32(math.log2(math.e))
+UPPER_HALF = np.float32(2.0**-16)
+"""Factor on the patterns that meet the upper halves of words of codes."""
+
+HEADROOM = np.float32(8)
+"""How far a score may exceed the peak of its row, in units of log 2, before the peak follows: shrinking all
+that has been added up costs more than a few larger weights."""
+
+_MINUS_INFINITY = np.float32(-np.inf)
+
+_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I8X8, _I32X8, _F32X8 = ir.VectorType(_I8, 8), ir.VectorType(_I32, 8), ir.VectorType(_F32, 8)
+
+# 2^f on -0.5 <= f <= 0.5, 1 at 0, relative error 3e-9 before rounding (fitted for the least largest error).
+_EXP2 = (1.0, 0.693147182, 0.240226477, 0.0555035993, 0.00961850584, 0.00133908063, 0.000153264613)
+
+
+def _floats(value):
+    return ir.Constant(_F32X8, [value] * 8)
+
+
+def _integers(value):
+    return ir.Constant(_I32X8, [value] * 8)
+
+
+def _emit_exp2(builder, x):
+    magic = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
+    shifted = builder.fadd(x, _floats(magic))
+    fraction = builder.fsub(x, builder.fsub(shifted, _floats(magic)))
+    result = _floats(_EXP2[-1])
+    for coefficient in _EXP2[-2::-1]:
+        result = multiply_add(builder, result, fraction, _floats(coefficient))
+    whole = builder.add(builder.bitcast(shifted, _I32X8), _integers(127 - 0x4B400000))
+    result = builder.fmul(result, builder.bitcast(builder.shl(whole, _integers(23)), _F32X8))
+    return builder.select(builder.fcmp_ordered("<", x, _floats(-126.0)), _floats(0.0), result)
+
+
+@intrinsic
+def exp2(typing_context, x):
+    """Return 2^x of eight floats up to 127, to about 1 ulp; 0 below -126, NaN for NaN."""
+
+    def generate(context, builder, signature, arguments):
+        return _emit_exp2(builder, arguments[0])
+
+    return float32x8(float32x8), generate
+
+
+@intrinsic
+def _double_steps(typing_context, address):
+    """Twice the steps of eight tokens: a byte is a float16 without sign and low 7 mantissa bits."""
+
+    def generate(context, builder, signature, arguments):
+        codes = builder.load(builder.inttoptr(arguments[0], _I8X8.as_pointer()))
+        codes.align = 1
+        bits = builder.shl(builder.zext(codes, _I32X8), _integers(20))
+        finite = builder.fmul(builder.bitcast(bits, _F32X8), _floats(2.0**113))
+        special = builder.bitcast(builder.or_(bits, _integers(0x7F800000)), _F32X8)
+        return builder.select(builder.icmp_unsigned("<", bits, _integers(0xF8 << 20)), finite, special)
+
+    return float32x8(types.int64), generate
+
+
+@intrinsic
+def _weigh_row(typing_context, scores, peak, steps, factor, patterns, row):
+    """Write a row of the patterns of p for V, p = exp2(score - peak) * step; return sums of exp2 by slot % 8.
+
+    scores (64,), steps (64,); patterns (4 token blocks, 2, 2, rows, 4); `factor` is what the upper halves
+    need. Slot 8 i + j is token j // 2 of ... (see `cpu_fragments`): tile column i + 8 (j % 2) of token
+    block j // 2. So vector i, slots 8 i to 8 i + 7, has lane i // 2 of the patterns of half i % 2, and a
+    transpose is what remains to do.
+    """
+
+    def generate(context, builder, signature, arguments):
+        score_at, step_at, pattern_at = (
+            context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in (0, 2, 4)
+        )
+        shape = context.make_array(signature.args[4])(context, builder, arguments[4]).shape
+        rows = builder.extract_value(shape, 3)
+        peak, factor = (_spread(builder, arguments[i]) for i in (1, 3))
+        total, weights = _floats(0.0), []
+        for i in range(8):
+            x, step = (
+                _load_floats(builder, pointer, ir.Constant(_I64, 8 * i)) for pointer in (score_at, step_at)
+            )
+            p = _emit_exp2(builder, builder.fsub(x, peak))
+            total = builder.fadd(total, p)
+            weight = builder.fmul(p, step)
+            weights.append(builder.fmul(weight, factor) if i % 2 else weight)
+        for half in range(2):
+            for j, column in enumerate(_transpose(builder, weights[half::2])):
+                for quad in range(2):  # column j + 4 quad: token block, column half
+                    block, column_half = (j + 4 * quad) // 2, j % 2
+                    four = builder.shuffle_vector(column, column, _lanes(range(4 * quad, 4 * quad + 4)))
+                    place = builder.add(
+                        builder.mul(rows, _I64((block * 2 + column_half) * 2 + half)), arguments[5]
+                    )
+                    target = builder.gep(pattern_at, [builder.mul(place, _I64(4))])
+                    builder.store(four, builder.bitcast(target, four.type.as_pointer())).align = 4
+        return total
+
+    return float32x8(scores, types.float32, steps, types.float32, patterns, types.intp), generate
+
+
+def _transpose(builder, vectors):
+    """Four vectors a, b, c, d to [a0 b0 c0 d0 a4 b4 c4 d4], [a1 ... ], [a2 ...], [a3 ...]."""
+
+    def shuffle(x, y, order):
+        return builder.shuffle_vector(x, y, _lanes(order + [k + 4 for k in order]))
+
+    a, b, c, d = vectors
+    ab, cd = ([shuffle(x, y, [k, k + 8, k + 1, k + 9]) for k in (0, 2)] for x, y in ((a, b), (c, d)))
+    return [shuffle(ab[k], cd[k], order) for k in (0, 1) for order in ([0, 1, 8, 9], [2, 3, 10, 11])]
+
+
+def _lanes(order):
+    return ir.Constant(ir.VectorType(_I32, len(order)), list(order))
+
+
+def _spread(builder, value):
+    one = builder.insert_element(ir.Constant(_F32X8, ir.Undefined), value, _I32(0))
+    return builder.shuffle_vector(one, one, _integers(0))
+
+
+def _load_floats(builder, data, index):
+    value = builder.load(builder.bitcast(builder.gep(data, [index]), _F32X8.as_pointer()))
+    value.align = 4
+    return value
+
+
+@intrinsic
+def _load_word(typing_context, address):
+    def generate(context, builder, signature, arguments):
+        return builder.load(builder.inttoptr(arguments[0], _I32.as_pointer()))
+
+    return types.uint32(types.int64), generate
+
+
+@intrinsic
+def _take_number(typing_context, counter):
+    """Return counter[0] and add one to it, in one step for all threads."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.atomic_rmw("add", data, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(counter), generate
+
+
+@njit(cache=True)
+def check_table(rung, count, index, num_pages, capacity):
+    """Return whether every used entry of a page table names a page that exists."""
+    for pair in range(rung.shape[0]):
+        if num_pages[pair] < 0 or num_pages[pair] > rung.shape[1]:
+            return False
+        for p in range(num_pages[pair]):
+            if rung[pair, p] >= capacity.size or count[pair, p] > PAGE:
+                return False
+            if index[pair, p] >= capacity[rung[pair, p]]:
+                return False
+    return True
+
+
+@helper
+def _read_steps(address, count, steps):
+    """Twice the steps of the tokens of a page; 0 for unused slots."""
+    for slot in range(0, PAGE, 8):
+        store(steps, slot, _double_steps(address + slot))
+    for slot in range(count, PAGE):
+        steps[slot] = 0
+
+
+@helper
+def _set_steps(count, steps):
+    for slot in range(PAGE):
+        steps[slot] = 1 if slot < count else 0
+
+
+@helper
+def _scale_scores(scores, steps, bias):
+    """Raw products of a page of coded keys to scores; the same in units of log 2; -inf in unused slots."""
+    for row in range(scores.shape[0]):
+        own, shift = scores[row], splat(bias[row])
+        for slot in range(0, PAGE, 8):
+            store(own, slot, load(own, slot) * load(steps, slot) + shift)
+
+
+@helper
+def _mask_scores(scores, count, softcap):
+    """Apply the soft cap, if there is one, and hide unused slots."""
+    for row in range(scores.shape[0]):
+        if softcap > 0:
+            for slot in range(count):
+                scores[row, slot] = softcap * LOG2_E * math.tanh(scores[row, slot] / softcap)
+        for slot in range(count, PAGE):
+            scores[row, slot] = _MINUS_INFINITY
+
+
+@helper
+def _raise_peaks(scores, peaks, sums, shrink):
+    """Let no score exceed its row's peak by more than HEADROOM; tell whether totals have to shrink."""
+    changed = False
+    for row in range(scores.shape[0]):
+        own = scores[row]
+        best = load(own, 0)
+        for slot in range(8, PAGE, 8):
+            best = maximum(load(own, slot), best)
+        peak = highest(best)
+        shrink[row] = 1
+        if peak > peaks[row] + HEADROOM:
+            if sums[row] != 0:
+                shrink[row] = np.float32(2.0) ** (peaks[row] - peak)
+                sums[row] *= shrink[row]
+                changed = True
+            peaks[row] = peak
+    return changed
+
+
+@helper
+def _shrink_totals(totals, rows, shrink):
+    for first in range(0, totals.size, 8 * rows):
+        for row in range(rows):
+            store(totals, first + 8 * row, load(totals, first + 8 * row) * splat(shrink[row]))
+
+
+@helper
+def _copy_without_unused(address, head_dim, itemsize, count, words):
+    """Copy the values of a page that is not full, of width 16, with zeros in its unused slots."""
+    for i in range(PAGE * head_dim * itemsize // 4):
+        words[i] = _load_word(address + 4 * i)
+    for slot in range(count, PAGE):
+        block, column = slot % 8 // 2, slot // 8 + 8 * (slot % 2)
+        for channel in range(head_dim):
+            register = channel % 16 // 8 + 2 * (column // 8)
+            lane = channel % 8 * 4 + column % 8 // 2
+            tile = channel // 16 * 4 + block
+            if itemsize == 4:
+                words[(8 * tile + 2 * register + column % 2) * 32 + lane] = 0
+            else:
+                keep = np.uint32(0x0000FFFF) if column % 2 else np.uint32(0xFFFF0000)
+                words[(4 * tile + register) * 32 + lane] &= keep
+
+
+@helper
+def _add_lanes(totals, out):
+    """out (rows, head_dim) = the sums of the four lanes of totals that belong together."""
+    rows, head_dim = out.shape
+    for row in range(rows):
+        for channel in range(head_dim):
+            g = channel % 8
+            vector = (channel // 16 * 4 + g // 2) * 2 + channel % 16 // 8
+            lane = (vector * rows + row) * 8 + g % 2 * 4
+            out[row, channel] = (totals[lane] + totals[lane + 1]) + (totals[lane + 2] + totals[lane + 3])
+
+
+@helper
+def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, kept_from, scratch, result):
+    """One item: attend the pages first to last - 1 of a table row with a block of queries."""
+    query_coded, query_raw, bias = queries
+    rung, count, index = table
+    scores, steps, weights, coded, raw, words, shrink = scratch
+    out_coded, out_raw, peaks, sums = result
+    rows, head_dim = out_coded.shape
+    for i in range(coded.size):
+        coded[i] = raw[i] = 0
+    for row in range(rows):
+        peaks[row], sums[row] = _MINUS_INFINITY, 0
+    for p in range(first, last):
+        place = places[rung[p]]
+        page = place[POOL] + np.int64(index[p]) * place[RECORD]
+        used = np.int64(count[p])
+        k_steps = page + place[K_STEPS] if place[K_STEPS] >= 0 else -1
+        v_steps = page + place[V_STEPS] if place[V_STEPS] >= 0 else -1
+
+        query = query_coded if k_steps >= 0 else query_raw
+        keys = page + place[K_CODES]
+        call_product(place[K_PRODUCT], keys, query.ctypes.data, scores.ctypes.data, head_dim // 16)
+        if k_steps >= 0:
+            _read_steps(k_steps, PAGE, steps)
+            _scale_scores(scores, steps, bias)
+        if softcap > 0 or used < PAGE:
+            _mask_scores(scores, used, softcap)
+        for row in range(max(0, -kept_from), min(rows, kept.shape[1] - kept_from)):
+            for slot in range(PAGE):
+                kept[p, kept_from + row, slot] = scores[row, slot] / LOG2_E
+        if _raise_peaks(scores, peaks, sums, shrink):
+            _shrink_totals(coded, rows, shrink)
+            _shrink_totals(raw, rows, shrink)
+
+        if v_steps >= 0:
+            _read_steps(v_steps, used, steps)
+        else:
+            _set_steps(used, steps)
+        factor = UPPER_HALF if v_steps >= 0 else np.float32(1)
+        for row in range(rows):
+            peak = np.float32(0) if peaks[row] == _MINUS_INFINITY else peaks[row]
+            sums[row] += total(_weigh_row(scores[row], peak, steps, factor, weights, row))
+        values = page + place[V_CODES]
+        if v_steps < 0 and used < PAGE:
+            _copy_without_unused(values, head_dim, itemsize, used, words)
+            values = words.ctypes.data
+        totals = coded if v_steps >= 0 else raw
+        call_product(place[V_PRODUCT], values, weights.ctypes.data, totals.ctypes.data, head_dim // 16)
+    _add_lanes(coded, out_coded)
+    _add_lanes(raw, out_raw)
+
+
+@helper
+def _attend_items(counter, queries, table, places, itemsize, softcap, kept, kept_from, result):
+    """What one thread does: items, until none is left."""
+    coded, raw, bias = queries
+    rung, count, index, num_pages = table
+    out, peaks, sums = result
+    _, pairs, blocks, splits, rows, head_dim = out.shape
+    scratch = (
+        np.empty((rows, PAGE), np.float32),
+        np.empty(PAGE, np.float32),
+        np.empty((4, 2, 2, rows, 4), np.float32),
+        np.empty(4 * rows * head_dim, np.float32),
+        np.empty(4 * rows * head_dim, np.float32),
+        np.empty(PAGE * head_dim * itemsize // 4, np.uint32),
+        np.empty(rows, np.float32),
+    )
+    item = _take_number(counter)
+    while item < pairs * blocks * splits:
+        pair, block, part = item // (blocks * splits), item // splits % blocks, item % splits
+        live = np.int64(num_pages[pair])
+        _attend_range(
+            (coded[pair, block], raw[pair, block], bias[pair, block]),
+            (rung[pair], count[pair], index[pair]),
+            places,
+            live * part // splits,
+            live * (part + 1) // splits,
+            itemsize,
+            softcap,
+            kept[pair],
+            block * rows - kept_from,
+            scratch,
+            (
+                out[0, pair, block, part],
+                out[1, pair, block, part],
+                peaks[pair, block, part],
+                sums[pair, block, part],
+            ),
+        )
+        item = _take_number(counter)
+
+
+@kernel
+def attend_pages(
+    coded,
+    raw,
+    bias,
+    rung,
+    count,
+    index,
+    num_pages,
+    places,
+    itemsize,
+    softcap,
+    kept,
+    kept_from,
+    threads,
+    out,
+    peaks,
+    sums,
+):
+    """Attend all pages, in parts.
+
+    coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4): query patterns of `cpu_fragments` for coded
+    and for raw keys; bias (pairs, blocks, rows) is added to the scores of coded keys. rung, count, index
+    (pairs, pages); num_pages (pairs,). kept (pairs, pages, kept rows, 64) receives the scores, natural, of
+    query rows from kept_from on. out (2, pairs, blocks, splits, rows, head_dim): what coded and raw values
+    add up to, in units of 2^peaks; peaks, sums (pairs, blocks, splits, rows).
+    """
+    queries, table, result = (coded, raw, bias), (rung, count, index, num_pages), (out, peaks, sums)
+    counter = np.zeros(1, np.int64)
+    for _ in prange(threads):
+        _attend_items(counter, queries, table, places, itemsize, softcap, kept, kept_from, result)
+
+
+@kernel
+def sum_mass(scores, lse, count, num_pages, group, mass):
+    """mass[pair, page, slot] = mean over the kept rows of exp(score - lse); 0 in unused slots.
+
+    scores (pairs, pages, rows * group, 64); lse (batch, heads, rows); mass (pairs, pages, 64).
+    """
+    pairs, pages = count.shape
+    kv_heads = lse.shape[1] // group
+    for unit in prange(pairs * pages):
+        pair, page = unit // pages, unit % pages
+        used = np.int64(count[pair, page]) if page < num_pages[pair] else 0
+        _sum_page(
+            scores[pair, page], lse[pair // kv_heads], pair % kv_heads * group, group, used, mass[pair, page]
+        )
+
+
+@helper
+def _sum_page(scores, lse, head, group, used, mass):
+    rows = scores.shape[0]
+    for slot in range(PAGE):
+        mass[slot] = 0
+    for row in range(rows if used else 0):
+        whole = lse[head + row % group, row // group]
+        if whole != _MINUS_INFINITY:
+            for slot in range(0, PAGE, 8):
+                p = exp2((load(scores[row], slot) - splat(whole)) * splat(LOG2_E))
+                store(mass, slot, load(mass, slot) + p)
+    for slot in range(PAGE):
+        mass[slot] = mass[slot] / np.float32(rows) if slot < used else np.float32(0)

@@ -1,0 +1,416 @@
+"""Attention over packed pages: queries attend the stored tokens of a compressed cache without unpacking them.
+
+The pages come as a page table and pools (`kvlab.cache.pages.LayerPages`; only its shape is known here).
+Stored tokens are older than the queries, so there is no mask, and their order does not matter: pages are
+attended in any order and partial results merged by their log-sum-exp. The caller does the same with the
+tokens that are not in pages.
+
+Importance is attention mass, and its denominator is known only after that merge. So a call may keep the
+scores of the last query rows, and `mass_from_scores` turns them into probabilities without reading a key
+again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import (
+    Array,
+    ArrayT,
+    common_device,
+    device_of,
+    dtype_name,
+    like_first,
+    match_shapes,
+    to_numpy_view,
+)
+from kvlab.reference import packed as reference
+from kvlab.reference.codec import hadamard_block
+from kvlab.registry import Row, choose, register
+
+__all__ = ["Layout", "PackedAttention", "Pages", "mass_from_scores", "packed_attention"]
+
+Floats = NDArray[np.float32]
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16)}
+
+register(
+    Row("packed_attention", "cpu", "kvlab.ops.packed:_attend_cpu", _FACTS),
+    Row("packed_attention", "reference", "kvlab.ops.packed:_attend_reference", _FACTS),
+    Row("mass_from_scores", "cpu", "kvlab.ops.packed:_mass_cpu", {}),
+    Row("mass_from_scores", "reference", "kvlab.ops.packed:_mass_reference", {}),
+)
+
+ROWS_AT_ONCE = 4
+"""Query rows that one expansion of a page serves on the CPU: what its registers hold."""
+
+_ITEMS = 64
+_PAGES_PER_ITEM = 4
+
+
+class Layout(Protocol):
+    """Where things lie in a page of one rung; `kvlab.cache.pages.PageLayout`."""
+
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def bits_k(self) -> int: ...
+    @property
+    def bits_v(self) -> int: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def k_codes(self) -> int: ...
+    @property
+    def v_codes(self) -> int: ...
+    @property
+    def k_steps(self) -> int: ...
+    @property
+    def v_steps(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Pages(Protocol):
+    """What an attention call reads of one layer; `kvlab.cache.pages.LayerPages`."""
+
+    @property
+    def layouts(self) -> Sequence[Layout]: ...
+    @property
+    def pools(self) -> Sequence[Any]: ...
+    @property
+    def rung(self) -> Any: ...
+    @property
+    def count(self) -> Any: ...
+    @property
+    def index(self) -> Any: ...
+    @property
+    def num_pages(self) -> Any: ...
+    @property
+    def k_mean(self) -> Any: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+class PackedAttention(NamedTuple, Generic[ArrayT]):
+    """What `packed_attention` returns."""
+
+    out: ArrayT
+    lse: ArrayT
+    scores: ArrayT | None
+
+
+def packed_attention(
+    q: ArrayT,
+    pages: Pages,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    keep_scores: int = 0,
+    backend: str | None = None,
+) -> PackedAttention[ArrayT]:
+    """Attend all tokens that the pages of a layer hold.
+
+    Every query sees every stored token of its row. The queries are brought into the frame of the coded keys
+    once, and what coded values add up to is rotated back once, so a page is expanded in registers and no
+    dense key or value is ever written.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, num_heads_q, head_dim)
+        float16, bfloat16 or float32. Query head h reads KV head h // (num_heads_q // num_heads_kv).
+    pages : Pages
+        A `kvlab.cache.pages.LayerPages` on the same device.
+    scale : float, optional
+        Factor on the scores; 1 / sqrt(head_dim) if not given.
+    softcap : float
+        If positive, scores are softcap * tanh(score / softcap).
+    keep_scores : int
+        Keep the scores of that many last query rows, for `mass_from_scores`. They take 4 * keep_scores *
+        group bytes for each slot of the page table: 16 bytes a token and KV head for one row and a group of
+        4.
+    backend : str, optional
+        ``"cpu"`` computes in float32, ``"reference"`` in float64.
+
+    Returns
+    -------
+    out : array, (batch, seqlen_q, num_heads_q, head_dim)
+        Kind and dtype of `q`; 0 where a row holds no token.
+    lse : float32 array, (batch, num_heads_q, seqlen_q)
+        Log-sum-exp of the scores, natural; -inf where a row holds no token. `kvlab.merge_attention` joins
+        out and lse with those of other tokens.
+    scores : float32 array, (batch, num_heads_kv, entries, keep_scores * group, 64), or None
+        None unless `keep_scores`. Entries beyond `num_pages` hold anything.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, softcap or keep_scores is out of range, or the page table names a page that
+        does not exist.
+    TypeError
+        If q is no array of a supported dtype.
+    NotImplementedError
+        If no backend on the device of q supports the call.
+
+    Examples
+    --------
+    A page at 16 bits that holds two keys of zeros and their values.
+
+    >>> from kvlab.cache.pages import LayerPages, PageLayout, write_tokens
+    >>> layout = PageLayout(head_dim=16, bits_k=16, bits_v=16, itemsize=4)
+    >>> memory = np.zeros(layout.nbytes + 64, np.uint8)
+    >>> pool = memory[-memory.ctypes.data % 64 :][None, : layout.nbytes]
+    >>> k, v = np.zeros((2, 16), np.float32), np.eye(2, 16, dtype=np.float32)
+    >>> write_tokens(pool, layout, "float32", np.array([0, 0]), np.array([0, 1]), k, v)
+    >>> table = (np.full((1, 1, 1), x, kind) for x, kind in ((0, "u1"), (2, "u1"), (0, "u4"), (0, "u2")))
+    >>> mean = np.zeros((1, 1, 16), np.float16)
+    >>> pages = LayerPages((layout,), (pool,), *table, np.ones((1, 1), np.int32), mean, "float32")
+    >>> out, lse, _ = packed_attention(np.ones((1, 1, 1, 16), np.float32), pages)
+    >>> out[0, 0, 0, :3], bool(np.isclose(lse.item(), np.log(2)))
+    (array([0.5, 0.5, 0. ], dtype=float32), True)
+    """
+    group = _check(q, pages, softcap, keep_scores)
+    device = common_device({"q": q, "pages.rung": pages.rung})
+    facts = {"dtype": dtype_name(q, "q"), "head_dim": q.shape[3]}  # type: ignore[attr-defined]
+    row = choose("packed_attention", device.kind, backend, **facts)
+    scale = 1 / math.sqrt(facts["head_dim"]) if scale is None else scale
+    result: PackedAttention[ArrayT] = row.launch(q, pages, group, scale, softcap, keep_scores)
+    return result
+
+
+def mass_from_scores(scores: ArrayT, lse: Array, pages: Pages, *, backend: str | None = None) -> ArrayT:
+    """Turn kept scores into attention mass: the mean probability of each stored token.
+
+    Parameters
+    ----------
+    scores : array
+        From `packed_attention` with keep_scores.
+    lse : float32 array, (batch, num_heads_q, seqlen_q)
+        Log-sum-exp of each query row over all its keys, stored or not; the last keep_scores rows are read.
+        A row with +inf gets no probability at all, one way to leave a padding row out.
+    pages : Pages
+        The pages of that call, unchanged.
+
+    Returns
+    -------
+    float32 array, (batch, num_heads_kv, entries, 64)
+        Mean over the kept rows and the heads of a group of exp(score - lse); 0 in unused slots and entries.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit.
+    TypeError
+        If an argument is no float32 array.
+    """
+    for name, array in (("scores", scores), ("lse", lse)):
+        if dtype_name(array, name) != "float32":
+            raise TypeError(f"{name} must be float32, got {dtype_name(array, name)}")
+    device = common_device({"scores": scores, "lse": lse, "pages.rung": pages.rung})
+    table = tuple(pages.rung.shape)
+    sizes = match_shapes(
+        {
+            "pages.rung": (table, ("B", "Hkv", "pages")),
+            "scores": (scores.shape, ("B", "Hkv", "pages", "rows", 64)),  # type: ignore[attr-defined]
+            "lse": (lse.shape, ("B", "Hq", "Sq")),  # type: ignore[attr-defined]
+        }
+    )
+    group = _group_size(sizes["Hq"], sizes["Hkv"])
+    if sizes["rows"] == 0 or sizes["rows"] % group or sizes["rows"] // group > sizes["Sq"]:
+        raise ValueError(
+            f"scores keeps {sizes['rows']} rows of heads: it must be a multiple of the group size {group}, "
+            f"for at least 1 and at most the {sizes['Sq']} query rows of lse"
+        )
+    row = choose("mass_from_scores", device.kind, backend)
+    result: ArrayT = row.launch(scores, lse, pages, group)
+    return result
+
+
+def _group_size(num_heads_q: int, num_heads_kv: int) -> int:
+    if num_heads_kv == 0 or num_heads_q % num_heads_kv:
+        raise ValueError(
+            f"q has {num_heads_q} heads: it must be a multiple of the {num_heads_kv} KV heads of the pages"
+        )
+    return num_heads_q // num_heads_kv
+
+
+def _check(q: Any, pages: Pages, softcap: float, keep_scores: int) -> int:
+    """Return the group size of a call that makes sense."""
+    device_of(q, "q")
+    head_dim = pages.layouts[0].head_dim
+    sizes = match_shapes(
+        {
+            "q": (q.shape, ("B", "Sq", "Hq", "D")),
+            "pages.rung": (pages.rung.shape, ("B", "Hkv", "pages")),
+            "pages.k_mean": (pages.k_mean.shape, ("B", "Hkv", head_dim)),
+        }
+    )
+    if sizes["D"] != head_dim:
+        raise ValueError(f"q has head_dim {sizes['D']}, but the pages hold tokens of head_dim {head_dim}")
+    if not softcap >= 0:
+        raise ValueError(f"softcap must be 0 (none) or positive, got {softcap}")
+    if not 0 <= keep_scores <= sizes["Sq"]:
+        raise ValueError(f"keep_scores must be from 0 to the {sizes['Sq']} query rows, got {keep_scores}")
+    return _group_size(sizes["Hq"], sizes["Hkv"])
+
+
+# Launchers.
+
+
+def _attend_reference(
+    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
+) -> PackedAttention[ArrayT]:
+    queries = to_numpy_view(q, "q")
+    out, lse, scores = reference.packed_attention(
+        queries, pages, scale=scale, softcap=softcap, keep_scores=keep_scores
+    )
+    kept = like_first(scores.astype(np.float32), q) if keep_scores else None
+    return PackedAttention(
+        like_first(out.astype(queries.dtype), q), like_first(lse.astype(np.float32), q), kept
+    )
+
+
+def _mass_reference(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
+    entries = np.arange(pages.rung.shape[2])[:, None]
+    used = (entries < pages.num_pages[..., None, None]) & (np.arange(64) < pages.count[..., None])
+    mass = reference.mass_from_scores(to_numpy_view(scores, "scores"), to_numpy_view(lse, "lse"))
+    return like_first(np.where(used, mass, 0).astype(np.float32), scores)
+
+
+@lru_cache(maxsize=64)
+def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.int64]:
+    """Describe the rungs to the kernel; the addresses of the pools are filled in at each call."""
+    from kvlab.numba_kernels import cpu_fragments, cpu_packed
+
+    table = np.zeros((len(layouts), cpu_packed.PLACE_FIELDS), np.int64)
+    for place, layout in zip(table, layouts, strict=True):
+        kinds = [dtype if bits == 16 else str(bits) for bits in (layout.bits_k, layout.bits_v)]
+        place[cpu_packed.RECORD] = layout.nbytes
+        place[cpu_packed.K_CODES], place[cpu_packed.V_CODES] = layout.k_codes, layout.v_codes
+        place[cpu_packed.K_STEPS] = layout.k_steps if layout.bits_k < 16 else -1
+        place[cpu_packed.V_STEPS] = layout.v_steps if layout.bits_v < 16 else -1
+        place[cpu_packed.K_PRODUCT] = cpu_fragments.key_product(kinds[0], rows).address
+        place[cpu_packed.V_PRODUCT] = cpu_fragments.value_product(kinds[1], rows).address
+    return table
+
+
+def _attend_cpu(
+    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
+) -> PackedAttention[ArrayT]:
+    from numba import get_num_threads
+
+    from kvlab.numba_kernels import cpu_packed
+
+    view = to_numpy_view(q, "q")
+    batch, seqlen_q, heads, head_dim = view.shape
+    kv_heads, entries, query_rows = heads // group, pages.rung.shape[2], seqlen_q * group
+    pairs, blocks = batch * kv_heads, -(-query_rows // ROWS_AT_ONCE)
+    rows = -(-query_rows // max(blocks, 1))
+
+    rung, count, index = (
+        np.ascontiguousarray(x).reshape(pairs, entries) for x in (pages.rung, pages.count, pages.index)
+    )
+    num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
+    capacity = np.array([len(pool) for pool in pages.pools], np.int64)
+    if not cpu_packed.check_table(rung, count, index, num_pages, capacity):
+        raise ValueError(
+            "pages: an entry of the page table names a page that is not there; see LayerPages.check_entries"
+        )
+    places = _places(tuple(pages.layouts), pages.dtype, max(rows, 1)).copy()
+    places[:, cpu_packed.POOL] = [pool.ctypes.data for pool in pages.pools]
+
+    queries = np.zeros((batch, kv_heads, blocks * rows, head_dim), np.float32)
+    by_head = view.reshape(batch, seqlen_q, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    unit = scale if softcap else scale * cpu_packed.LOG2_E
+    queries[:, :, :query_rows] = by_head.reshape(batch, kv_heads, query_rows, head_dim)
+    queries *= np.float32(unit)
+    coded, bias = _in_key_frame(queries, pages)
+    patterns = [_patterns(x, pairs, blocks, rows) for x in (coded, queries)]
+    patterns[0][:, :, :, :, 1] *= cpu_packed.UPPER_HALF
+
+    splits = max(1, min(-(-_ITEMS // max(pairs * blocks, 1)), entries // _PAGES_PER_ITEM))
+    out = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
+    peaks, sums = np.empty((2, pairs, blocks, splits, rows), np.float32)
+    kept = np.empty((pairs, entries, keep_scores * group, 64), np.float32)
+    cpu_packed.attend_pages(
+        *patterns, bias.reshape(pairs, blocks, rows), rung, count, index, num_pages, places,
+        pages.layouts[0].itemsize, np.float32(softcap), kept, query_rows - kept.shape[2], get_num_threads(),
+        out, peaks, sums,
+    )  # fmt: skip
+    merged, lse = _merge(out, peaks, sums)
+    by_row = (batch, kv_heads, blocks * rows)
+    result = merged.reshape(*by_row, head_dim)[:, :, :query_rows]
+    result = result.reshape(batch, kv_heads, seqlen_q, group, head_dim).transpose(0, 2, 1, 3, 4)
+    lse = lse.reshape(by_row)[:, :, :query_rows].reshape(batch, kv_heads, seqlen_q, group).swapaxes(2, 3)
+    return PackedAttention(
+        like_first(result.reshape(view.shape).astype(view.dtype), q),
+        like_first(lse.reshape(batch, heads, seqlen_q), q),
+        like_first(kept.reshape(batch, kv_heads, entries, keep_scores * group, 64), q)
+        if keep_scores
+        else None,
+    )
+
+
+def _in_key_frame(queries: Floats, pages: Pages) -> tuple[Floats, Floats]:
+    """Bring queries (batch, KV heads, rows, head_dim) into the frame of coded keys; what scores then lack.
+
+    A coded key is H(k - mean), so <q, k> = <H q, coded key> + <q, mean>.
+    """
+    mean = np.asarray(pages.k_mean, np.float32)
+    return _rotate(queries), np.einsum("bhrd,bhd->bhr", queries, mean)
+
+
+def _rotate(x: Floats) -> Floats:
+    from kvlab.numba_kernels.cpu_codec import hadamard_rows
+
+    block = hadamard_block(x.shape[-1])
+    rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    out = np.empty_like(rows)
+    hadamard_rows(rows, block, np.float32(1 / math.sqrt(block)), out)
+    return out.reshape(x.shape)
+
+
+def _patterns(queries: Floats, pairs: int, blocks: int, rows: int) -> Floats:
+    """Arrange the channels of query rows as the products of pages read them."""
+    tiles = queries.shape[-1] // 16
+    by_lane = queries.reshape(
+        pairs, blocks, rows, tiles, 2, 4, 2
+    )  # ..., tile, column half, lane, half of a word
+    return np.ascontiguousarray(by_lane.transpose(0, 1, 3, 4, 6, 2, 5))
+
+
+@np.errstate(divide="ignore", invalid="ignore")
+def _merge(out: Floats, peaks: Floats, sums: Floats) -> tuple[Floats, Floats]:
+    """Join the parts of each row, in order, and rotate back the sums of coded values: out and natural lse.
+
+    out (2, pairs, blocks, splits, rows, head_dim), where the first half is of coded values; peaks, sums
+    without the first and last axis.
+    """
+    peak = peaks.max(axis=2)
+    weights = np.where(sums == 0, np.float32(0), np.exp2(peaks - peak[:, :, None]))
+    total = (weights * sums).sum(axis=2)
+    coded, raw = np.einsum("xpbsrd,pbsr->xpbrd", out, weights)
+    merged = (_rotate(coded) + raw) / np.where(total == 0, np.float32(1), total)[..., None]
+    return merged, np.where(total == 0, -np.inf, (peak + np.log2(total)) * math.log(2)).astype(np.float32)
+
+
+def _mass_cpu(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
+    from kvlab.numba_kernels import cpu_packed
+
+    kept, total = to_numpy_view(scores, "scores"), to_numpy_view(lse, "lse")
+    batch, kv_heads, entries, rows, _ = kept.shape
+    pairs = batch * kv_heads
+    last = np.ascontiguousarray(total[..., total.shape[2] - rows // group :])
+    mass = np.empty((pairs, entries, 64), np.float32)
+    count = np.ascontiguousarray(pages.count).reshape(pairs, entries)
+    num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
+    flat = np.ascontiguousarray(kept).reshape(pairs, entries, rows, 64)
+    cpu_packed.sum_mass(flat, last, count, num_pages, group, mass)
+    return like_first(mass.reshape(batch, kv_heads, entries, 64), scores)

@@ -1,0 +1,122 @@
+"""Attention over packed pages in float64: decode every token, then attend them as any others.
+
+A page table says, for every (row, KV head), which pages hold its tokens (`kvlab.cache.pages.LayerPages`).
+Stored tokens are all older than the queries, so every query sees every token and their order does not
+matter. Keys below width 16 are stored as H(k - k_mean), values below width 16 as H v, where H is the
+orthonormal block Hadamard matrix, its own inverse, and k_mean is a vector of the (row, KV head).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvlab.reference.attention import attend_rows, softmax_rows
+from kvlab.reference.codec import hadamard_block
+from kvlab.reference.pages import decode_page
+
+__all__ = ["hadamard_matrix", "mass_from_scores", "packed_attention", "stored_tokens"]
+
+Float64 = NDArray[np.float64]
+
+
+def hadamard_matrix(n: int) -> Float64:
+    """Return the orthonormal block Hadamard matrix of `kvlab.reference.codec.hadamard`, (n, n).
+
+    Examples
+    --------
+    >>> hadamard_matrix(4) * 2
+    array([[ 1.,  1.,  1.,  1.],
+           [ 1., -1.,  1., -1.],
+           [ 1.,  1., -1., -1.],
+           [ 1., -1., -1.,  1.]])
+    """
+    block = hadamard_block(n)
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.kron(np.eye(n // block), matrix / np.sqrt(block))
+
+
+def stored_tokens(pages: Any, row: int, head: int) -> list[tuple[Float64, Float64]]:
+    """Decode the tokens of one (row, KV head): keys and values (count, head_dim) of each of its pages.
+
+    `pages` is a `LayerPages`.
+    """
+    tokens = []
+    for p in range(pages.num_pages[row, head]):
+        at = row, head, p
+        layout = pages.layouts[pages.rung[at]]
+        record, count = pages.pools[pages.rung[at]][pages.index[at]], pages.count[at]
+        page = decode_page(record, layout.head_dim, layout.bits_k, layout.bits_v, pages.dtype)
+        k, v = page.k[:count].astype(np.float64), page.v[:count].astype(np.float64)
+        rotation = hadamard_matrix(layout.head_dim)
+        if layout.bits_k < 16:
+            k = k @ rotation + pages.k_mean[row, head].astype(np.float64)
+        if layout.bits_v < 16:
+            v = v @ rotation
+        tokens.append((k, v))
+    return tokens
+
+
+def packed_attention(
+    q: ArrayLike, pages: Any, *, scale: float | None = None, softcap: float = 0.0, keep_scores: int = 0
+) -> tuple[Float64, Float64, Float64]:
+    """Attend all stored tokens of each row; see `kvlab.ops.packed.packed_attention`.
+
+    Returns
+    -------
+    out : float64, (batch, seqlen_q, num_heads_q, head_dim)
+        0 where a row holds no token.
+    lse : float64, (batch, num_heads_q, seqlen_q)
+        -inf where a row holds no token.
+    scores : float64, (batch, num_heads_kv, pages, keep_scores * group, 64)
+        Natural logarithms; last rows, positions first and heads of the group within; -inf in unused slots.
+    """
+    queries = np.asarray(q, np.float64)
+    batch, seqlen_q, heads, head_dim = queries.shape
+    kv_heads = pages.rung.shape[1]
+    group = heads // kv_heads
+    out, lse = np.zeros(queries.shape), np.full((batch, heads, seqlen_q), -np.inf)
+    scores = np.full((batch, kv_heads, pages.rung.shape[2], keep_scores * group, 64), -np.inf)
+    for b in range(batch):
+        for h in range(kv_heads):
+            tokens = stored_tokens(pages, b, h)
+            k, v = (
+                (np.concatenate([np.zeros((0, head_dim)), *parts]) for parts in zip(*tokens, strict=True))
+                if tokens
+                else [np.zeros((0, head_dim))] * 2
+            )
+            own = slice(h * group, (h + 1) * group)
+            everything = np.ones((seqlen_q, len(k)), np.bool_)
+            options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+            out[b, :, own], lse[b, own] = attend_rows(
+                queries[b, :, own], k[:, None], v[:, None], everything, **options
+            )
+            if keep_scores:
+                probabilities, _ = softmax_rows(queries[b, :, own], k[:, None], everything, **options)
+                with np.errstate(divide="ignore"):
+                    logs = np.log(probabilities) + lse[b, own][..., None]  # (group, positions, tokens)
+                rows = logs[:, seqlen_q - keep_scores :].swapaxes(0, 1).reshape(keep_scores * group, -1)
+                start = 0
+                for p, (page_k, _) in enumerate(tokens):
+                    scores[b, h, p, :, : len(page_k)] = rows[:, start : start + len(page_k)]
+                    start += len(page_k)
+    return out, lse, scores
+
+
+def mass_from_scores(scores: ArrayLike, lse: ArrayLike) -> Float64:
+    """Return the mean probability of each slot over the kept rows, (batch, num_heads_kv, pages, 64).
+
+    scores as from `packed_attention`; lse (batch, num_heads_q, seqlen_q) over all keys, stored or not, of
+    which the last rows are read.
+    """
+    kept, total = np.asarray(scores, np.float64), np.asarray(lse, np.float64)
+    batch, kv_heads, _, rows, _ = kept.shape
+    group = total.shape[1] // kv_heads
+    last = total[..., total.shape[2] - rows // group :].reshape(batch, kv_heads, group, rows // group)
+    whole = last.swapaxes(2, 3).reshape(batch, kv_heads, 1, rows, 1)
+    mass: Float64 = np.exp(kept - np.where(whole == -np.inf, 0.0, whole)).mean(axis=3)
+    return mass

@@ -1,0 +1,396 @@
+"""packed_attention on every backend against decoded pages in float64, and attention mass from kept scores.
+
+Pages are random bytes, since every code is valid; only steps and raw numbers have to be sensible. Whatever
+must not matter is hostile: steps and raw numbers of unused slots are NaN, unused entries of the page table
+name pages, rungs and counts that do not exist.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvlab.numba_kernels.cpu_packed import exp2
+from kvlab.numba_kernels.cpu_simd import load, store
+from numpy.typing import NDArray
+
+from kvlab.arrays import numpy_dtype
+from kvlab.cache.pages import LayerPages, PageLayout
+from kvlab.ops.packed import mass_from_scores, packed_attention
+from kvlab.reference import packed as reference
+from kvlab.reference.pages import HALF_CELL, STEPS, bit_address
+from kvlab.registry import last_backend, rows
+from tests.compare import assert_accurate, low_precision_attention
+from tests.strategies import FLOATS, SEEDS, hostile_view, random_floats
+
+Array = NDArray[Any]
+
+BACKENDS = [row.backend for row in rows("packed_attention") if row.device_kind == "cpu"]
+WIDTHS = (2, 3, 4, 8, 16)
+SAME_WIDTHS = tuple((bits, bits) for bits in WIDTHS)
+RUNGS = tuple((bits_k, bits_v) for bits_k in WIDTHS for bits_v in WIDTHS)
+
+
+def pool_of(rng: np.random.Generator, layout: PageLayout, pages: int) -> Array:
+    """Return random records, contiguous and aligned as pools are."""
+    memory = rng.integers(0, 256, pages * layout.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + pages * layout.nbytes].reshape(pages, layout.nbytes)
+
+
+def fill_side(
+    rng: np.random.Generator, record: Array, layout: PageLayout, side: str, dtype: str, count: int
+) -> None:
+    """Make K or V of a record sensible in slots below `count`, and NaN in the others."""
+    kind, size = numpy_dtype(dtype), layout.itemsize
+    bits, codes, steps = (
+        (layout.bits_k, layout.k_codes, layout.k_steps)
+        if side == "k"
+        else (layout.bits_v, layout.v_codes, layout.v_steps)
+    )
+    if bits < 16:
+        wanted = HALF_CELL[bits] * rng.lognormal(0, 0.4, 64)
+        record[steps : steps + 64] = np.abs(STEPS[:0xF8, None] - wanted).argmin(axis=0)
+        record[steps + count : steps + 64] = 0xFF
+        return
+    raw = record[codes : codes + 64 * layout.head_dim * size].view(kind)
+    raw[:] = rng.standard_normal(raw.size).astype(kind)
+    raw[bit_address(8 * size, layout.head_dim, side)[count:, :, 0] // (8 * size)] = np.nan
+
+
+def make_pages(
+    rng: np.random.Generator,
+    rungs: tuple[tuple[int, int], ...],
+    head_dim: int,
+    dtype: str,
+    num_pages: Array,
+    counts: tuple[int, ...] = (0, 1, 37, 63, 64, 64),
+) -> LayerPages:
+    """Return pages for num_pages (batch, KV heads), scattered over the pools."""
+    layouts = tuple(PageLayout(head_dim, *rung, numpy_dtype(dtype).itemsize) for rung in rungs)
+    table = (*num_pages.shape, int(num_pages.max(initial=0)) + 1)
+    used = np.arange(table[-1]) < num_pages[..., None]
+    rung, count = (np.where(used, rng.choice(x, table), 255).astype(np.uint8) for x in (len(rungs), counts))
+    index = np.full(table, 2**32 - 1, np.uint32)
+    pools = []
+    for r, layout in enumerate(layouts):
+        mine = used & (rung == r)
+        pools.append(pool_of(rng, layout, int(mine.sum()) + 1))
+        index[mine] = rng.permutation(len(pools[r]))[: mine.sum()]
+        for page, tokens in zip(index[mine], count[mine], strict=True):
+            for side in "kv":
+                fill_side(rng, pools[r][page], layout, side, dtype, int(tokens))
+    mean = rng.standard_normal((*num_pages.shape, head_dim)).astype(np.float16)
+    base = rng.integers(0, 2**16, table, np.uint16)
+    return LayerPages(
+        layouts, tuple(pools), rung, count, index, base, num_pages.astype(np.int32), mean, dtype
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class PackedCase:
+    """A call of `packed_attention`; prints as shapes."""
+
+    q: Array
+    pages: LayerPages
+    options: dict[str, Any]
+
+    def __repr__(self) -> str:
+        rungs = [(layout.bits_k, layout.bits_v) for layout in self.pages.layouts]
+        table = f"{self.pages.dtype} {rungs} {self.pages.num_pages.tolist()}"
+        return f"PackedCase(q: {self.q.dtype} {self.q.shape}, pages: {table}, {self.options})"
+
+
+@st.composite
+def packed_cases(draw: st.DrawFn) -> PackedCase:
+    """Draw any widths, mixed rungs, ragged rows, empty heads, queries of other dtypes than the pages."""
+    rng = np.random.default_rng(draw(SEEDS))
+    rungs = draw(st.lists(st.sampled_from(RUNGS), min_size=1, max_size=4, unique=True))
+    head_dim = draw(st.sampled_from((16, 32, 64, 80, 96, 128)))
+    batch, kv_heads, group = draw(
+        st.tuples(st.integers(0, 2), st.integers(1, 2), st.sampled_from((1, 2, 3, 4, 5, 7, 16)))
+    )
+    num_pages = rng.integers(0, draw(st.integers(1, 6)), (batch, kv_heads))
+    pages = make_pages(rng, tuple(rungs), head_dim, draw(st.sampled_from(FLOATS)).name, num_pages)
+    seqlen_q = draw(st.sampled_from((0, 1, 1, 2, 3, 9)))
+    q = random_floats(
+        rng, (batch, seqlen_q, kv_heads * group, head_dim), draw(st.sampled_from(FLOATS)), (-4, 1)
+    )
+    options = {
+        "scale": draw(st.none() | st.sampled_from((0.05, 0.3))),
+        "softcap": draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))),
+        "keep_scores": draw(st.integers(0, seqlen_q)),
+    }
+    return PackedCase(hostile_view(rng, q) if draw(st.booleans()) else q, pages, options)
+
+
+def low_precision(case: PackedCase, bases: int = 4) -> tuple[Array, Array]:
+    """Return the same attention over decoded keys and values in the dtype of q.
+
+    In float32 a single key that dominates a row may be lucky, so the sums are formed in several orthonormal
+    bases, of which the answer farthest from the first is taken, element by element.
+    """
+    q, pages = case.q, case.pages
+    batch, seqlen_q, heads, head_dim = q.shape
+    group = heads // pages.rung.shape[1]
+    options = {name: case.options[name] for name in ("scale", "softcap")}
+    signs = np.random.default_rng(0).choice([-1, 1], (bases if q.dtype == np.float32 else 1, head_dim, 1))
+    outs = np.zeros((len(signs), *q.shape), q.dtype)
+    lses = np.full((len(signs), batch, heads, seqlen_q), -np.inf, np.float32)
+    for b, h in np.ndindex(pages.num_pages.shape):
+        parts = zip(*[(np.zeros((0, head_dim)),) * 2, *reference.stored_tokens(pages, b, h)], strict=True)
+        k, v = (np.concatenate(part)[None, :, None] for part in parts)
+        own = (slice(b, b + 1), slice(None), slice(h * group, (h + 1) * group))
+        for i, sign in enumerate(signs):
+            basis = sign * reference.hadamard_matrix(head_dim) if i else np.eye(head_dim)
+            qkv = [(x @ basis).astype(q.dtype) for x in (q[own], k, v)]
+            out, lses[i, b, own[2]] = low_precision_attention(*qkv, **options)
+            outs[(i, *own)] = out @ basis.T.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # -inf - -inf
+        far = [np.abs(np.nan_to_num(x - x[0])).argmax(axis=0)[None] for x in (outs, lses)]
+    return tuple(np.take_along_axis(x, i, 0)[0] for x, i in zip((outs, lses), far, strict=True))
+
+
+def call(case: PackedCase, backend: str | None = None) -> Any:
+    return packed_attention(case.q, case.pages, **case.options, backend=backend)
+
+
+def assert_right(case: PackedCase, backend: str) -> None:
+    before = [x.tobytes() for x in (case.q, *case.pages.pools)]
+    result = call(case, backend)
+    assert last_backend() == backend
+    assert result.out.dtype == case.q.dtype
+    assert result.lse.dtype == np.float32
+    out, lse, scores = reference.packed_attention(case.q, case.pages, **case.options)
+    low_out, low_lse = low_precision(case)
+    assert_accurate(result.out, out, low_out)
+    assert_accurate(result.lse, lse, low_lse, "lse")
+    assert [x.tobytes() for x in (case.q, *case.pages.pools)] == before
+
+    if not case.options["keep_scores"]:
+        assert result.scores is None
+        return
+    used = (np.arange(scores.shape[2]) < case.pages.num_pages[..., None])[..., None, None]
+    finite = np.isfinite(scores)
+    assert np.array_equal(np.isfinite(np.where(used, result.scores, -np.inf)), finite)
+    worst = np.abs(np.where(finite, result.scores, 0) - np.where(finite, scores, 0)).max(initial=0)
+    assert worst <= 2e-6 * np.abs(scores[finite]).max(initial=1)
+    more = np.logaddexp(lse, 0.5).astype(np.float32)  # as if other keys had been seen too
+    mass = mass_from_scores(result.scores, more, case.pages, backend=backend)
+    assert mass.dtype == np.float32
+    np.testing.assert_allclose(mass, reference.mass_from_scores(scores, more), rtol=2e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=60)
+@given(case=packed_cases())
+def test_agrees_with_the_reference(backend: str, case: PackedCase) -> None:
+    assert_right(case, backend)
+
+
+@pytest.mark.parametrize("rungs", [*((rung,) for rung in SAME_WIDTHS), RUNGS[3:24:5]], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_head_dim_256_and_many_pages(rungs: tuple[tuple[int, int], ...], dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    pages = make_pages(rng, rungs, 256, dtype, np.array([[13, 2]]))
+    q = random_floats(rng, (1, 1, 4, 256), numpy_dtype("float32"), (-4, 1))
+    assert_right(PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": 1}), "cpu")
+
+
+@pytest.mark.parametrize(("seqlen_q", "group"), [(64, 1), (64, 4), (5, 16), (1, 13)])
+def test_many_query_rows(seqlen_q: int, group: int) -> None:
+    """A chunk of a prompt, with scores of only its last rows kept."""
+    rng = np.random.default_rng(4)
+    pages = make_pages(rng, ((4, 2), (16, 16)), 64, "bfloat16", np.array([[7, 0], [2, 9]]))
+    q = random_floats(rng, (2, seqlen_q, 2 * group, 64), numpy_dtype("bfloat16"), (-4, 1))
+    keep = min(seqlen_q, 3)
+    assert_right(PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": keep}), "cpu")
+
+
+def small_case(seed: int = 5, dtype: str = "float16") -> PackedCase:
+    rng = np.random.default_rng(seed)
+    pages = make_pages(
+        rng, ((2, 4), (8, 3), (16, 8), (4, 16)), 64, dtype, np.full((2, 2), 6), counts=(50, 64)
+    )
+    q = random_floats(rng, (2, 2, 8, 64), numpy_dtype(dtype), (-4, 0))
+    return PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": 0})
+
+
+def wrong_pages(pages: LayerPages) -> dict[str, LayerPages]:
+    """Return what typical mistakes would read, by name."""
+
+    def with_rolled(first: str, last: str, shift: int) -> LayerPages:
+        """Roll the bytes of one part of all records."""
+        pools = []
+        for layout, pool in zip(pages.layouts, pages.pools, strict=True):
+            copy = pool_of(np.random.default_rng(), layout, len(pool))
+            copy[:] = pool
+            part = slice(getattr(layout, first), getattr(layout, last))
+            copy[:, part] = np.roll(pool[:, part], shift, axis=1)
+            pools.append(copy)
+        return dataclasses.replace(pages, pools=tuple(pools))
+
+    swapped = {name: getattr(pages, name)[:, ::-1].copy() for name in ("rung", "count", "index", "k_mean")}
+    return {
+        "key mean left out": dataclasses.replace(pages, k_mean=np.zeros_like(pages.k_mean)),
+        "KV heads swapped": dataclasses.replace(pages, **swapped),
+        "last slot missed": dataclasses.replace(pages, count=pages.count - np.uint8(1)),
+        "last page missed": dataclasses.replace(pages, num_pages=pages.num_pages - np.int32(1)),
+        "codes of K one lane off": with_rolled("k_codes", "v_codes", 4),
+        "codes of V one lane off": with_rolled("v_codes", "k_steps", 4),
+        "codes of V one word off": with_rolled("v_codes", "k_steps", 128),
+        "steps of K one slot off": with_rolled("k_steps", "v_steps", 1),
+        "steps of V one slot off": with_rolled("v_steps", "positions", 1),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_comparison_rejects_what_mistakes_would_give(dtype: str) -> None:
+    case = small_case(dtype=dtype)
+    expected, _, _ = reference.packed_attention(case.q, case.pages)
+    low, _ = low_precision(case)
+    assert_accurate(call(case).out, expected, low)
+    for wrong in wrong_pages(case.pages).values():
+        out, _, _ = reference.packed_attention(case.q, wrong)
+        with pytest.raises(AssertionError, match="out: "):
+            assert_accurate(np.nan_to_num(out).astype(case.q.dtype), expected, low)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("rung", [(4, 4), (16, 16)])
+def test_a_nan_token_shows_in_its_head_alone(backend: str, side: str, rung: tuple[int, int]) -> None:
+    rng = np.random.default_rng(6)
+    pages = make_pages(rng, (rung,), 32, "float32", np.full((1, 2), 3), counts=(64,))
+    layout, page = pages.layouts[0], pages.pools[0][pages.index[0, 1, 2]]
+    if rung == (4, 4):
+        page[(layout.k_steps if side == "k" else layout.v_steps) + 17] = 0xFF
+    else:
+        place = bit_address(32, 32, side)[17, :, 0] // 32
+        page[: layout.positions].view(np.float32)[place + (layout.v_codes // 4 if side == "v" else 0)] = (
+            np.nan
+        )
+    q = rng.standard_normal((1, 1, 4, 32)).astype(np.float32)
+    out, lse, _ = packed_attention(q, pages, backend=backend)
+    assert np.isnan(out[:, :, 2:]).all()
+    assert np.isfinite(out[:, :, :2]).all()
+    assert np.isnan(lse).tolist() == [[[False], [False], [side == "k"], [side == "k"]]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_infinite_raw_keys(backend: str) -> None:
+    """Keys of -inf have no weight, even if there is no other key; one of +inf leaves no number."""
+    rng = np.random.default_rng(7)
+    pages = make_pages(rng, ((16, 16),), 16, "float32", np.full((1, 3), 1), counts=(64,))
+    places = bit_address(32, 16, "k")[:, :, 0] // 32
+    for head, (value, slots) in enumerate([(-np.inf, slice(3)), (-np.inf, slice(None)), (np.inf, slice(1))]):
+        pages.pools[0][pages.index[0, head, 0]][: 64 * 16 * 4].view(np.float32)[places[slots]] = value
+    out, lse, _ = packed_attention(np.ones((1, 1, 3, 16), np.float32), pages, backend=backend)
+    expected, expected_lse, _ = reference.packed_attention(np.ones((1, 1, 3, 16)), pages)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+    assert np.isfinite(out[0, 0, 0]).all()
+    assert not out[0, 0, 1].any()
+    assert np.isnan(out[0, 0, 2]).all()
+
+
+def test_same_bits_whatever_the_number_of_threads() -> None:
+    rng = np.random.default_rng(8)
+    pages = make_pages(rng, SAME_WIDTHS, 64, "bfloat16", np.array([[40, 3], [11, 0]]))
+    q = rng.standard_normal((2, 1, 8, 64)).astype(np.float32)
+    threads = numba.get_num_threads()
+    results = []
+    for number in (1, threads, threads, 1):
+        numba.set_num_threads(number)
+        results.append([x.tobytes() for x in packed_attention(q, pages, keep_scores=1)[:2]])
+    numba.set_num_threads(threads)
+    assert all(result == results[0] for result in results)
+
+
+def test_batch_mates_and_splitting_the_queries_do_not_matter() -> None:
+    case = small_case(9, "float32")
+    whole = call(case)
+    pages = case.pages
+    only = {
+        name: getattr(pages, name)[1:] for name in ("rung", "count", "index", "base", "num_pages", "k_mean")
+    }
+    alone = packed_attention(case.q[1:, 1:], dataclasses.replace(pages, **only))
+    np.testing.assert_allclose(alone.out[0, 0], whole.out[1, 1], rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(alone.lse[0, :, 0], whole.lse[1, :, 1], rtol=1e-6)
+
+
+def test_torch_queries_give_torch_results() -> None:
+    torch = pytest.importorskip("torch")
+    case = small_case()
+    q = torch.from_numpy(case.q.astype(np.float32)).to(torch.bfloat16)
+    result: Any = packed_attention(q, case.pages, keep_scores=2)
+    assert (result.out.dtype, result.lse.dtype) == (torch.bfloat16, torch.float32)
+    mass = mass_from_scores(result.scores, result.lse, case.pages)
+    assert isinstance(mass, torch.Tensor)
+    np.testing.assert_allclose(mass.sum((2, 3)), 1, rtol=1e-5)
+    expected = packed_attention(q.float().numpy(), case.pages)
+    np.testing.assert_allclose(result.out.float(), expected.out, rtol=2**-8)
+
+
+def test_refuses_calls_that_make_no_sense() -> None:
+    case = small_case()
+    q, pages = case.q, case.pages
+    result: Any = packed_attention(q, pages, keep_scores=1)
+    with pytest.raises(ValueError, match="q has head_dim 32, but the pages hold tokens of head_dim 64"):
+        packed_attention(q[..., :32], pages)
+    with pytest.raises(ValueError, match="q has 3 heads: it must be a multiple of the 2 KV heads"):
+        packed_attention(q[:, :, :3], pages)
+    with pytest.raises(ValueError, match="B"):
+        packed_attention(q[:1], pages)
+    with pytest.raises(ValueError, match="softcap must be 0"):
+        packed_attention(q, pages, softcap=float("nan"))
+    with pytest.raises(ValueError, match="keep_scores must be from 0 to the 2 query rows, got 3"):
+        packed_attention(q, pages, keep_scores=3)
+    with pytest.raises(NotImplementedError, match="float64"):
+        packed_attention(q.astype(np.float64), pages)
+    with pytest.raises(TypeError, match="q must be an array"):
+        packed_attention(q.tolist(), pages)
+    with pytest.raises(TypeError, match="lse must be float32"):
+        mass_from_scores(result.scores, result.lse.astype(np.float64), pages)
+    with pytest.raises(ValueError, match="Hkv"):
+        mass_from_scores(result.scores[:, :1], result.lse, pages)
+    with pytest.raises(ValueError, match="scores keeps 4 rows of heads"):
+        mass_from_scores(result.scores, result.lse[..., :0], pages)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("rung", 4), ("count", 65), ("index", 99), ("num_pages", 8), ("num_pages", -1)]
+)
+def test_refuses_a_table_that_leads_outside_the_pools(name: str, value: int) -> None:
+    case = small_case()
+    table = getattr(case.pages, name).copy()
+    table[(1, 1, 5)[: table.ndim]] = value
+    with pytest.raises(ValueError, match="page table"):
+        packed_attention(case.q, dataclasses.replace(case.pages, **{name: table}), backend="cpu")
+
+
+def _exp2_of_eights(x: Array, out: Array) -> None:
+    for i in range(0, x.size, 8):
+        store(out, i, exp2(load(x, i)))
+
+
+@given(seed=SEEDS)
+@settings(max_examples=20)
+def test_exp2(seed: int) -> None:
+    x = np.random.default_rng(seed).uniform(-126, 127, 8000).astype(np.float32)
+    x[:100], x[100:110] = (
+        np.arange(-50, 50),
+        (0, -0.0, 0.5, -0.5, 1e-30, -126, 127, 0.49999997, -0.50000006, 1e-8),
+    )
+    compute: Any = numba.njit(_exp2_of_eights)
+    out = np.empty_like(x)
+    compute(x, out)
+    exact = np.exp2(x.astype(np.float64))
+    assert (np.abs(out - exact) / np.spacing(exact.astype(np.float32))).max() < 1.1
+    special = np.array([-np.inf, np.nan, -126.1, -1e30, -3e38, 0, 1, -1], np.float32)
+    compute(special, out)
+    np.testing.assert_array_equal(out[:8], [0, np.nan, 0, 0, 0, 1, 2, 0.5])
