@@ -1,4 +1,4 @@
-"""What an attention call is given of a layer: tables that do not fit or lead outside the pools are refused."""
+"""What an attention call is given of a layer: tables that do not fit, or point nowhere, are refused."""
 
 from __future__ import annotations
 
