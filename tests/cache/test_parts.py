@@ -1,0 +1,171 @@
+"""The small parts of a cache: exact attention, key mean, policies, and how tokens are cut into chunks."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlab.cache.budget import parse_budget
+from kvlab.cache.exact import ROWS_PER_BLOCK, attend_exact
+from kvlab.cache.frame import FEWEST, FIRST, LAST, key_mean
+from kvlab.cache.importance import POLICIES, make_policy
+from kvlab.cache.ladder import parse_bits
+from kvlab.cache.store import LayerStore, NewTokens
+from kvlab.cache.window import Window, stack
+from kvlab.reference.attention import attend_rows, softmax_rows
+
+
+@given(
+    rows=st.integers(1, 9),
+    older=st.integers(0, 9),
+    group=st.sampled_from([1, 3]),
+    softcap=st.sampled_from([0.0, 2.0]),
+    seed=st.integers(0, 999),
+)
+def test_exact_attention_and_its_mass(rows, older, group, softcap, seed):
+    rng = np.random.default_rng(seed)
+    keys, heads, dim = rows + older, 2, 8
+    q = rng.standard_normal((2, rows, heads * group, dim), dtype=np.float32)
+    k, v = rng.standard_normal((2, 2, keys, heads, dim), dtype=np.float32)
+    visible = rng.random((2, keys)) < 0.8
+    hidden = ~visible
+    k[hidden], v[hidden] = np.nan, np.nan
+    kept = int(rng.integers(0, rows + 1))
+    result = attend_exact(q, k, v, visible, scale=0.5, softcap=softcap, keep_rows=kept)
+    for row in range(2):
+        seen = (np.arange(keys) <= np.arange(rows)[:, None] + older) & visible[row]
+        clean = np.nan_to_num(k[row]), np.nan_to_num(v[row])
+        out, lse = attend_rows(q[row], *clean, seen, scale=0.5, softcap=softcap)
+        np.testing.assert_allclose(result.out[row], out, atol=3e-6)
+        np.testing.assert_allclose(result.lse[row], lse, atol=3e-6)
+        if kept:
+            probabilities, _ = softmax_rows(q[row], clean[0], seen, scale=0.5, softcap=softcap)
+            want = probabilities.reshape(heads, group, rows, keys)[:, :, rows - kept :].mean((1, 2))
+            np.testing.assert_allclose(result.mass(result.lse)[row], want, atol=3e-6)
+
+
+def test_exact_attention_over_several_blocks():
+    rng = np.random.default_rng(0)
+    rows = ROWS_PER_BLOCK + 70
+    q, k, v = rng.standard_normal((3, 1, rows, 1, 8), dtype=np.float32)
+    result = attend_exact(q, k, v, np.ones((1, rows), bool), scale=0.4, softcap=0.0, keep_rows=100)
+    out, _ = attend_rows(q[0], k[0], v[0], np.tri(rows, dtype=bool), scale=0.4, softcap=0.0)
+    np.testing.assert_allclose(result.out[0], out, atol=3e-6)
+    probabilities, _ = softmax_rows(q[0], k[0], np.tri(rows, dtype=bool), scale=0.4, softcap=0.0)
+    np.testing.assert_allclose(result.mass(result.lse)[0], probabilities[:, -100:].mean(1), atol=1e-6)
+
+
+def test_key_mean():
+    k = np.random.default_rng(1).standard_normal((100, 2, 16)).astype(np.float32) + 3
+    np.testing.assert_array_equal(key_mean(k), k[FIRST:LAST].astype(np.float64).mean(0).astype(np.float16))
+    assert not key_mean(k[: FIRST + FEWEST - 1]).any()
+    k[50, 0, 3], k[50, 1, 4] = np.nan, 1e9
+    mean = key_mean(k)
+    assert (mean[0, 3], mean[1, 4]) == (0, 0)
+    assert np.isfinite(mean).all()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_give_scores_that_are_not_negative(name):
+    policy = make_policy(name, 0.9)
+    rng = np.random.default_rng(2)
+    observed, positions = rng.random(50, dtype=np.float32), np.arange(50)
+    first = policy.update(None, observed, positions, 50)
+    later = policy.update(np.asarray(first, np.float32), np.zeros(50, np.float32), positions, 60)
+    assert (first >= 0).all()
+    assert (later >= 0).all()
+    if name in ("attention", "forecast"):
+        assert (later <= first).all(), "tokens that nobody attends must sink"
+    if name == "forecast":
+        assert (later <= make_policy("attention", 0.9).update(first, 0 * observed, positions, 60)).all()
+
+
+def test_parsed_bits_are_ordered_and_complete():
+    ladders = parse_bits("0-1:8,2:k4v2+8+2,3-4:16", 5)
+    assert [[str(rung) for rung in ladder] for ladder in ladders] == [
+        ["8"],
+        ["8"],
+        ["2", "k4v2", "8"],
+        ["16"],
+        ["16"],
+    ]
+    for wrong in ("0-1:8", "0-4:8,3:4", "0-5:8", "4-0:8", "0-4:", "0-4:k8"):
+        with pytest.raises(ValueError, match="bits"):
+            parse_bits(wrong, 5)
+
+
+@pytest.mark.parametrize("budget", [0, 0.0, -3, "0bpe", "xbpe", "-1GiB", float("nan"), float("inf")])
+def test_budgets_that_are_none(budget):
+    with pytest.raises(ValueError, match="budget"):
+        parse_budget(budget)
+    with pytest.raises(TypeError, match="budget"):
+        parse_budget(True)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(0, 200)), min_size=1, max_size=3)
+)
+def test_chunks(groups):
+    """(tokens at rung 0, at rung 1, at the top) for each group: full chunks, at most two short ones."""
+    groups = [sizes for sizes in groups if sum(sizes)]
+    store = LayerStore(parse_bits((2, 4, 8), 1)[0], 1, 3, 16, "float16")
+    group = np.repeat(np.arange(len(groups)), [sum(sizes) for sizes in groups])
+    ceiling = np.concatenate([np.repeat(np.arange(3), sizes) for sizes in groups] or [np.empty(0, np.int64)])
+    if not len(group):
+        return
+    start = store._chunks(group, ceiling)
+    length = np.diff(start, append=len(group))
+    assert start[0] == 0
+    assert (length > 0).all()
+    assert (length <= 64).all()
+    for number, (low, middle, top) in enumerate(groups):
+        mine = group[start] == number
+        assert length[mine].sum() == low + middle + top
+        assert (length[mine] < 64).sum() <= 2
+        if top >= 64:
+            assert length[mine][-1] == 64, "the sinks, last in the order, lie in one full chunk"
+            assert ceiling[start[mine][-1]] == 2
+
+
+def test_windows_are_stacked_before_the_new_tokens():
+    windows = [Window.empty(1, 16, "float16") for _ in range(2)]
+    one = np.ones((3, 1, 16), np.float32)
+    windows[1] = windows[1].extended(one, 2 * one, np.arange(3), np.zeros((1, 3), np.float32))
+    new = np.full((2, 2, 1, 16), 5, np.float32)
+    k, v, visible = stack(windows, new, new, np.array([[True, False], [True, True]]))
+    np.testing.assert_array_equal(visible, [[0, 0, 0, 1, 0], [1, 1, 1, 1, 1]])
+    np.testing.assert_array_equal(k[1, :, 0, 0], [1, 1, 1, 5, 5])
+    np.testing.assert_array_equal(v[1, :, 0, 0], [2, 2, 2, 5, 5])
+    assert windows[1].nbytes == sum(
+        x.nbytes for x in (windows[1].k, windows[1].v, windows[1].position, windows[1].observed)
+    )
+
+
+def test_a_page_holds_positions_of_one_segment():
+    """Beyond 65,536 positions, the page table says in which segment a page lies."""
+    store = LayerStore(parse_bits((4, 8), 1)[0], 1, 1, 16, "float16")
+    rng = np.random.default_rng(3)
+    position = np.arange(65_500, 65_600)
+    k = rng.standard_normal((100, 1, 16), dtype=np.float32)
+    new = NewTokens(k, k, position, np.full((1, 100), 100, np.uint8))
+    budget = store.fixed_nbytes + 2 * store.page_bytes(0) + 2 * store.page_bytes(1)
+    plan = store.plan(store.tokens(0), new, budget, lambda code, position: code.astype(float), "greedy")
+    store.apply(0, plan, new)
+    assert sorted(store.tokens(0).position) == list(position)
+    assert set(store.base[store.live()]) == {0, 1}
+    one = NewTokens(k[:1], k[:1], np.array([65_600]), np.full((1, 1), 100, np.uint8))
+    page = store.open_pages(0, one)
+    if page is not None:
+        assert store.base[0, 0, page[0]] == 1
+
+
+def test_scale_is_the_callers():
+    rng = np.random.default_rng(4)
+    q, k, v = rng.standard_normal((3, 1, 5, 1, 8), dtype=np.float32)
+    results = [
+        attend_exact(q, k, v, np.ones((1, 5), bool), scale=s, softcap=0.0, keep_rows=0).out
+        for s in (1.0, math.pi)
+    ]
+    assert np.abs(results[0] - results[1]).max() > 0.01
