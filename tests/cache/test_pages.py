@@ -172,6 +172,24 @@ def test_written_pages_equal_the_oracle(case: tuple[PageLayout, str], seed: int,
     np.testing.assert_array_equal(pool, expected)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_the_smallest_vectors(bits: int) -> None:
+    """Where squares, their sum or their mean go below float32, down to the last one that has a step."""
+    layout = PageLayout(64, bits, bits, 2)
+    sizes = 2.0 ** np.arange(-80, -60, 0.5)
+    x = np.zeros((len(sizes), 64), np.float32)
+    x[:, 5] = sizes
+    page, slot = np.zeros(len(sizes), np.int64), np.arange(len(sizes))
+    pool = np.zeros((1, layout.nbytes), np.uint8)
+    expected = written(pool, layout, "float16", page, slot, x, x)
+    write_tokens(pool, layout, "float16", page, slot, x, x)
+    np.testing.assert_array_equal(pool, expected)
+    step = pool[0, layout.k_steps + slot]
+    has_sum = np.square(x).sum(axis=1) > 0
+    assert set(step) == {0, 1}
+    assert (step[has_sum] == 0).any()
+
+
 @given(layouts, SEEDS)
 def test_tokens_read_equal_the_oracle(case: tuple[PageLayout, str], seed: int) -> None:
     """Any bytes are a page: all codes, all finite steps, and NaN."""
