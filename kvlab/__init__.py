@@ -9,10 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvlab.cache.cache import MixedPrecisionCache as MixedPrecisionCache
     from kvlab.errors import BudgetError as BudgetError
     from kvlab.errors import FormatError as FormatError
     from kvlab.errors import OutOfMemory as OutOfMemory
+    from kvlab.integrations.quantized import quantized as quantized
     from kvlab.ops.attention import merge_attention as merge_attention
+    from kvlab.ops.bits import pack as pack
+    from kvlab.ops.bits import pack_ternary as pack_ternary
+    from kvlab.ops.bits import unpack as unpack
+    from kvlab.ops.bits import unpack_ternary as unpack_ternary
+    from kvlab.ops.codec import Quantized as Quantized
+    from kvlab.ops.codec import dequantize as dequantize
+    from kvlab.ops.codec import quantize as quantize
     from kvlab.registry import last_backend as last_backend
 
 __version__ = "0.1.0.dev0"
@@ -20,9 +29,18 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "BudgetError": "kvlab.errors",
     "FormatError": "kvlab.errors",
+    "MixedPrecisionCache": "kvlab.cache.cache",
     "OutOfMemory": "kvlab.errors",
+    "Quantized": "kvlab.ops.codec",
+    "dequantize": "kvlab.ops.codec",
     "last_backend": "kvlab.registry",
     "merge_attention": "kvlab.ops.attention",
+    "pack": "kvlab.ops.bits",
+    "pack_ternary": "kvlab.ops.bits",
+    "quantize": "kvlab.ops.codec",
+    "quantized": "kvlab.integrations.quantized",
+    "unpack": "kvlab.ops.bits",
+    "unpack_ternary": "kvlab.ops.bits",
 }
 
 

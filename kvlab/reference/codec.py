@@ -250,8 +250,8 @@ def _root_mean_square(x: Float32, largest: Float32) -> Float32:
     while squares.shape[-1] > 1:
         half = squares.shape[-1] // 2
         squares = squares[..., :half] + squares[..., half:]
-    root: Float32 = np.sqrt(squares[..., 0] / np.float32(n))
-    return root * (exponent << 23).astype(np.uint32).view(np.float32)
+    power: Float32 = (exponent << 23).astype(np.uint32).view(np.float32)
+    return np.sqrt(squares[..., 0] / np.float32(n)) * power
 
 
 def _is_wide(size: Float32) -> NDArray[np.bool_]:
@@ -262,7 +262,8 @@ def _is_wide(size: Float32) -> NDArray[np.bool_]:
 def _round_scale(step: Float32, wide: NDArray[np.bool_], reach: Float32, reachable: np.float32) -> Float32:
     """Round a scale to nearest; up, where `reach` is more than `reachable` times the nearest."""
     nearest = _round_to_nearest(step, wide)
-    return np.where(reach > reachable * nearest, _round_up(step, wide), nearest)
+    scale: Float32 = np.where(reach > reachable * nearest, _round_up(step, wide), nearest)
+    return scale
 
 
 def _round_to_nearest(value: Float32, wide: NDArray[np.bool_]) -> Float32:

@@ -1,0 +1,356 @@
+"""Packing of low-bit codes to bytes and back: the interchange bit stream, little-endian, along the last axis.
+
+The stream is what files and other programs see: element i of a row is bits [i * bits, (i + 1) * bits), bit j
+of the stream is bit j % 8 of byte j // 8, every row starts on a byte, unused bits at its end are written as
+zero and ignored when read. Ternary values take five to a byte.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import ArrayT, device_of, dtype_name, like_first, to_numpy_view
+from kvlab.reference import bits as reference
+from kvlab.registry import Row, choose, register
+
+__all__ = ["WIDTHS", "contiguous_blocks", "pack", "pack_ternary", "packed_bytes", "unpack", "unpack_ternary"]
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+"""Bits of one code."""
+
+_RUN = 8000  # codes of one parallel task; a multiple of 8 and of 5
+_BLOCK_BYTES = 8 * 2**20
+_LAST_TERNARY_BYTE = 3**5 - 1
+
+register(
+    Row("pack", "cpu", "kvlab.ops.bits:_pack_cpu", {"bits": WIDTHS}),
+    Row("pack", "reference", "kvlab.ops.bits:_pack_reference", {"bits": WIDTHS}),
+    Row("unpack", "cpu", "kvlab.ops.bits:_unpack_cpu", {"bits": WIDTHS}),
+    Row("unpack", "reference", "kvlab.ops.bits:_unpack_reference", {"bits": WIDTHS}),
+    Row("pack_ternary", "cpu", "kvlab.ops.bits:_pack_ternary_cpu", {}),
+    Row("pack_ternary", "reference", "kvlab.ops.bits:_pack_ternary_reference", {}),
+    Row("unpack_ternary", "cpu", "kvlab.ops.bits:_unpack_ternary_cpu", {}),
+    Row("unpack_ternary", "reference", "kvlab.ops.bits:_unpack_ternary_reference", {}),
+)
+
+
+def pack(codes: ArrayT, bits: int, *, backend: str | None = None) -> ArrayT:
+    """Pack codes of a few bits to bytes, along the last axis.
+
+    Parameters
+    ----------
+    codes : array, uint8, shape (..., n)
+        Every code is below 2**bits. Any number of axes from one, any length, any strides.
+    bits : int
+        1, 2, 3, 4, 5, 6 or 8.
+    backend : str, optional
+        By default the best on the device of `codes`.
+
+    Returns
+    -------
+    array, uint8, shape (..., ceil(n * bits / 8))
+        New, of the kind of `codes`; unused bits at the end of a row are zero.
+
+    Raises
+    ------
+    ValueError
+        If `bits` is not one of those above, or a code is too large; the message names the first.
+    TypeError
+        If `codes` is no array of uint8.
+
+    Examples
+    --------
+    >>> import kvlab
+    >>> kvlab.pack(np.array([1, 2, 3], np.uint8), 4)
+    array([33,  3], dtype=uint8)
+    """
+    _check_bits(bits)
+    _check_array(codes, "codes", "uint8")
+    packed: ArrayT = choose("pack", device_of(codes).kind, backend, bits=bits).launch(codes, bits)
+    return packed
+
+
+def unpack(packed: ArrayT, bits: int, count: int, *, backend: str | None = None) -> ArrayT:
+    """Unpack what `pack` made: `count` codes a row.
+
+    Parameters
+    ----------
+    packed : array, uint8, shape (..., ceil(count * bits / 8))
+        Unused bits at the end of a row are ignored.
+    bits : int
+        1, 2, 3, 4, 5, 6 or 8.
+    count : int
+        Codes of a row.
+    backend : str, optional
+        By default the best on the device of `packed`.
+
+    Returns
+    -------
+    array, uint8, shape (..., count)
+
+    Raises
+    ------
+    ValueError
+        If `bits` is not one of those above, `count` is negative, or the last axis has not the bytes that
+        `count` codes take.
+    TypeError
+        If `packed` is no array of uint8 or `count` no integer.
+
+    Examples
+    --------
+    >>> import kvlab
+    >>> kvlab.unpack(np.array([33, 3], np.uint8), 4, 3)
+    array([1, 2, 3], dtype=uint8)
+    """
+    _check_bits(bits)
+    _check_packed(packed, packed_bytes(_checked_count(count), bits), f"{count} codes of {bits} bits")
+    row = choose("unpack", device_of(packed).kind, backend, bits=bits)
+    codes: ArrayT = row.launch(packed, bits, operator.index(count))
+    return codes
+
+
+def pack_ternary(values: ArrayT, *, backend: str | None = None) -> ArrayT:
+    """Pack values -1, 0, 1, five to a byte, along the last axis: 1.6 bits each.
+
+    A byte is the number d0 + 3 d1 + 9 d2 + 27 d3 + 81 d4 with digits d = value + 1, d0 the first value.
+
+    Parameters
+    ----------
+    values : array, int8, shape (..., n)
+        Any number of axes from one, any length, any strides.
+    backend : str, optional
+        By default the best on the device of `values`.
+
+    Returns
+    -------
+    array, uint8, shape (..., ceil(n / 5))
+        New, of the kind of `values`; missing digits at the end of a row are zero.
+
+    Raises
+    ------
+    ValueError
+        If a value is not -1, 0 or 1; the message names the first.
+    TypeError
+        If `values` is no array of int8.
+
+    Examples
+    --------
+    >>> import kvlab
+    >>> kvlab.pack_ternary(np.array([1, 0, -1, -1, -1, 1], np.int8))
+    array([5, 2], dtype=uint8)
+    """
+    _check_array(values, "values", "int8")
+    packed: ArrayT = choose("pack_ternary", device_of(values).kind, backend).launch(values)
+    return packed
+
+
+def unpack_ternary(packed: ArrayT, count: int, *, backend: str | None = None) -> ArrayT:
+    """Unpack what `pack_ternary` made: `count` values a row.
+
+    Parameters
+    ----------
+    packed : array, uint8, shape (..., ceil(count / 5))
+    count : int
+        Values of a row.
+    backend : str, optional
+        By default the best on the device of `packed`.
+
+    Returns
+    -------
+    array, int8, shape (..., count)
+
+    Raises
+    ------
+    ValueError
+        If `count` is negative, the last axis has not the bytes that `count` values take, or a byte is above
+        242, which stands for no five values.
+    TypeError
+        If `packed` is no array of uint8 or `count` no integer.
+
+    Examples
+    --------
+    >>> import kvlab
+    >>> kvlab.unpack_ternary(np.array([5, 2], np.uint8), 6)
+    array([ 1,  0, -1, -1, -1,  1], dtype=int8)
+    """
+    _check_packed(packed, -(-_checked_count(count) // 5), f"{count} ternary values")
+    row = choose("unpack_ternary", device_of(packed).kind, backend)
+    values: ArrayT = row.launch(packed, operator.index(count))
+    return values
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Return the bytes that a row of `count` codes takes.
+
+    Examples
+    --------
+    >>> packed_bytes(100, 3)
+    38
+    """
+    return (count * bits + 7) // 8
+
+
+def contiguous_blocks(x: NDArray[Any], whole_axes: int = 1) -> Iterator[tuple[Any, NDArray[Any]]]:
+    """Yield (index, block): block equals x[index], and is as kernels take it: contiguous, aligned, writable.
+
+    An array that is so already comes as one block, itself; others are copied part by part, never as a whole.
+    (Writable, because Numba would compile a kernel again for read-only arrays; no kernel writes to inputs.)
+
+    Parameters
+    ----------
+    x : numpy.ndarray
+    whole_axes : int
+        Number of last axes that no block splits.
+
+    Examples
+    --------
+    >>> [(index, block.shape) for index, block in contiguous_blocks(np.zeros((4, 6))[:, ::2])]
+    [((), (4, 3))]
+    """
+    if x.flags.carray:
+        yield (), x
+    elif x.nbytes <= _BLOCK_BYTES or x.ndim <= whole_axes:
+        yield (), x.copy()
+    elif x[0].nbytes > _BLOCK_BYTES:
+        for i in range(len(x)):
+            for index, block in contiguous_blocks(x[i], whole_axes):
+                yield (i, *index), block
+    else:
+        step = _BLOCK_BYTES // x[0].nbytes
+        for start in range(0, len(x), step):
+            part = slice(start, start + step)
+            yield (part,), x[part].copy()
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in WIDTHS:
+        raise ValueError(f"bits={bits!r} is not supported; supported are {', '.join(map(str, WIDTHS))}")
+
+
+def _check_array(x: Any, name: str, dtype: str) -> None:
+    device_of(x, name)
+    if dtype_name(x, name) != dtype:
+        raise TypeError(f"{name} must have dtype {dtype}, got {dtype_name(x, name)}")
+    if len(x.shape) == 0:
+        raise ValueError(f"{name} must have at least one axis, got a scalar")
+
+
+def _checked_count(count: int) -> int:
+    if operator.index(count) < 0:
+        raise ValueError(f"count={count} must not be negative")
+    return operator.index(count)
+
+
+def _check_packed(packed: Any, expected: int, what: str) -> None:
+    _check_array(packed, "packed", "uint8")
+    if packed.shape[-1] != expected:
+        raise ValueError(f"packed has {packed.shape[-1]} bytes on its last axis, but {what} take {expected}")
+
+
+def _refuse(codes: NDArray[Any], wrong: NDArray[np.bool_], name: str, why: str) -> None:
+    """Raise for the first wrong element, if there is one."""
+    if wrong.any():
+        index = tuple(int(i) for i in np.unravel_index(int(wrong.argmax()), wrong.shape))
+        raise ValueError(f"{name}{list(index)} is {codes[index]}: {why}")
+
+
+def _refuse_large(codes: NDArray[np.uint8], bits: int) -> None:
+    if bits < 8:
+        _refuse(codes, codes >= 2**bits, "codes", f"a code of {bits} bits is below {2**bits}")
+
+
+def _refuse_other_than_ternary(values: NDArray[np.int8]) -> None:
+    _refuse(values, (values < -1) | (values > 1), "values", "ternary values are -1, 0 and 1")
+
+
+def _refuse_no_ternary_byte(packed: NDArray[np.uint8]) -> None:
+    _refuse(packed, packed > _LAST_TERNARY_BYTE, "packed", "a byte of five ternary values is at most 242")
+
+
+def _runs(count: int, bits: int) -> tuple[int, int]:
+    """Return codes and bytes of a parallel task: one row, or any stretch where rows end on byte borders."""
+    return (_RUN, _RUN // 8 * bits) if count % 8 == 0 else (count, packed_bytes(count, bits))
+
+
+def _ternary_runs(count: int) -> tuple[int, int]:
+    return (_RUN, _RUN // 5) if count % 5 == 0 else (count, -(-count // 5))
+
+
+def _pack_cpu(codes: ArrayT, bits: int) -> ArrayT:
+    from kvlab.numba_kernels.cpu_bits import pack_runs
+
+    view = to_numpy_view(codes, "codes")
+    *rows, count = view.shape
+    out = np.empty((*rows, packed_bytes(count, bits)), np.uint8)
+    run, run_bytes = _runs(count, bits)
+    if view.size:
+        for index, block in contiguous_blocks(view):
+            if pack_runs(block.reshape(-1), run, bits, out[index].reshape(-1), run_bytes):
+                _refuse_large(view, bits)
+    return like_first(out, codes)
+
+
+def _pack_reference(codes: ArrayT, bits: int) -> ArrayT:
+    view = to_numpy_view(codes, "codes")
+    _refuse_large(view, bits)
+    return like_first(reference.pack(view, bits), codes)
+
+
+def _unpack_cpu(packed: ArrayT, bits: int, count: int) -> ArrayT:
+    from kvlab.numba_kernels.cpu_bits import unpack_runs
+
+    view = to_numpy_view(packed, "packed")
+    out = np.empty((*view.shape[:-1], count), np.uint8)
+    run, run_bytes = _runs(count, bits)
+    if out.size:
+        for index, block in contiguous_blocks(view):
+            unpack_runs(block.reshape(-1), run_bytes, bits, out[index].reshape(-1), run)
+    return like_first(out, packed)
+
+
+def _unpack_reference(packed: ArrayT, bits: int, count: int) -> ArrayT:
+    return like_first(reference.unpack(to_numpy_view(packed, "packed"), bits, count), packed)
+
+
+def _pack_ternary_cpu(values: ArrayT) -> ArrayT:
+    from kvlab.numba_kernels.cpu_bits import pack_ternary_runs
+
+    view = to_numpy_view(values, "values")
+    *rows, count = view.shape
+    out = np.empty((*rows, -(-count // 5)), np.uint8)
+    run, run_bytes = _ternary_runs(count)
+    if view.size:
+        for index, block in contiguous_blocks(view):
+            if pack_ternary_runs(block.reshape(-1), run, out[index].reshape(-1), run_bytes):
+                _refuse_other_than_ternary(view)
+    return like_first(out, values)
+
+
+def _pack_ternary_reference(values: ArrayT) -> ArrayT:
+    view = to_numpy_view(values, "values")
+    _refuse_other_than_ternary(view)
+    return like_first(reference.pack_ternary(view), values)
+
+
+def _unpack_ternary_cpu(packed: ArrayT, count: int) -> ArrayT:
+    from kvlab.numba_kernels.cpu_bits import unpack_ternary_runs
+
+    view = to_numpy_view(packed, "packed")
+    out = np.empty((*view.shape[:-1], count), np.int8)
+    run, run_bytes = _ternary_runs(count)
+    if out.size:
+        for index, block in contiguous_blocks(view):
+            if unpack_ternary_runs(block.reshape(-1), run_bytes, out[index].reshape(-1), run):
+                _refuse_no_ternary_byte(view)
+    return like_first(out, packed)
+
+
+def _unpack_ternary_reference(packed: ArrayT, count: int) -> ArrayT:
+    view = to_numpy_view(packed, "packed")
+    _refuse_no_ternary_byte(view)
+    return like_first(reference.unpack_ternary(view, count), packed)

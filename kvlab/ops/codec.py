@@ -1,0 +1,350 @@
+"""Quantisation: floating-point arrays to packed codes with a scale for each group, and back.
+
+What a codec computes is defined in `kvlab/reference/codec.py`, down to the last bit; here calls are checked
+and sent to a backend. Codes are packed along the last axis, whatever axis groups run along, so that
+``unpack(quantized.packed, quantized.bits, quantized.shape[-1])`` always gives the codes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import Array, ArrayT, device_of, dtype_name, like_first, numpy_dtype, to_numpy_view
+from kvlab.ops.bits import WIDTHS, pack, pack_ternary, packed_bytes, unpack, unpack_ternary
+from kvlab.reference import codec as reference
+from kvlab.registry import Row, choose, register
+
+__all__ = ["TERNARY_BITS", "Quantized", "dequantize", "quantize"]
+
+TERNARY_BITS = 1.6
+"""Bits of a ternary value: five to a byte."""
+
+FLOATS = ("float16", "bfloat16", "float32")
+_FACTS = {"codec": reference.CODECS, "bits": (TERNARY_BITS, *WIDTHS), "dtype": FLOATS}
+
+register(
+    Row("quantize", "cpu", "kvlab.ops.codec_cpu:quantize", _FACTS),
+    Row("quantize", "reference", "kvlab.ops.codec:_quantize_reference", _FACTS),
+    Row("dequantize", "cpu", "kvlab.ops.codec_cpu:dequantize", _FACTS),
+    Row("dequantize", "reference", "kvlab.ops.codec:_dequantize_reference", _FACTS),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized(Generic[ArrayT]):
+    """Packed codes, their scales, and what is needed to read them; made by `quantize`.
+
+    Parameters
+    ----------
+    packed : array, uint8
+        Codes of `shape`, packed along the last axis as by `pack` (codec ternary: `pack_ternary`).
+    scale : array, float16
+        `shape`, with the number of groups on `axis`. A set sign bit marks a group whose scale and offset are
+        the bits of bfloat16; NaN, a group that held a NaN, an infinity or a magnitude above 2**126.
+    offset : array, float16, or None
+        As `scale`; codec affine only.
+    shape : tuple of int
+    bits : int, or 1.6 for the codec ternary
+    codec : str
+    axis : int
+        The axis along which groups run, from 0.
+    group_size : int
+        Elements of a group; the last group of an axis may be shorter.
+    dtype : str
+        Element type of what was quantised.
+    """
+
+    packed: ArrayT
+    scale: ArrayT
+    offset: ArrayT | None
+    shape: tuple[int, ...]
+    bits: float
+    codec: str
+    axis: int
+    group_size: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
+        arrays = [array for array in (self.packed, self.scale, self.offset) if array is not None]
+        return sum(math.prod(_shape(array)) * numpy_dtype(dtype_name(array)).itemsize for array in arrays)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits per element with everything counted; 0 if there is no element."""
+        return 8 * self.nbytes / (math.prod(self.shape) or 1)
+
+
+class Layout(NamedTuple):
+    """How an array is cut into groups and how these are coded."""
+
+    shape: tuple[int, ...]
+    axis: int
+    group_size: int
+    codec: str
+    bits: float
+
+    @property
+    def along_rows(self) -> bool:
+        return self.axis == len(self.shape) - 1
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        groups = -(-self.shape[self.axis] // self.group_size)
+        return (*self.shape[: self.axis], groups, *self.shape[self.axis + 1 :])
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        count = self.shape[-1]
+        size = -(-count // 5) if self.codec == "ternary" else packed_bytes(count, int(self.bits))
+        return (*self.shape[:-1], size)
+
+    @property
+    def turned(self) -> Layout:
+        """The layout of the same array with `axis` moved to the end."""
+        shape = (*self.shape[: self.axis], *self.shape[self.axis + 1 :], self.shape[self.axis])
+        return self._replace(shape=shape, axis=len(shape) - 1)
+
+    @property
+    def reference_options(self) -> dict[str, Any]:
+        return {"axis": self.axis, "group_size": self.group_size, "codec": self.codec}
+
+
+def quantize(
+    x: ArrayT,
+    bits: float,
+    *,
+    axis: int = -1,
+    group_size: int | None = None,
+    codec: str = "affine",
+    nan: str = "raise",
+    backend: str | None = None,
+) -> Quantized[ArrayT]:
+    r"""Quantise an array to codes of a few bits, with one scale for each group of elements.
+
+    With c a code, s the scale of its group and L = 2**bits - 1, an element becomes
+
+    - ``"affine"``: c s + o, with offset o just below the lowest value of the group. s is the range of the
+      group / L.
+    - ``"symmetric"``: (c - L/2) s. s is the largest magnitude of the group / 2**(bits - 1), and / (L/2) from
+      5 bits on.
+    - ``"hadamard"``: the orthonormal Hadamard transform of the level number c of the Lloyd-Max codebook [1]_
+      of a unit Gaussian, times s, the root mean square of the group. The group is transformed in blocks of
+      the largest power of two that divides its length.
+    - ``"ternary"``: c s with c one of -1, 0, 1. s is 1.224 times the root mean square of the group.
+
+    Scale and offset take 16 bits each. Groups along the last axis of keys or values are "per token", groups
+    along the axis of tokens "per channel".
+
+    Parameters
+    ----------
+    x : array, float16, bfloat16 or float32
+        Any number of axes from one, any strides.
+    bits : int
+        1, 2, 3, 4, 5, 6 or 8; for the codec ternary 1.6.
+    axis : int
+        The axis along which elements share a scale.
+    group_size : int, optional
+        Elements of a group; the last group of an axis may be shorter. By default the whole axis.
+    codec : str
+        ``"affine"``, ``"symmetric"``, ``"hadamard"`` or ``"ternary"``.
+    nan : str
+        What a NaN, an infinity or a magnitude above 2**126 does: ``"raise"``, or ``"propagate"``: all
+        elements of its group come back as NaN.
+    backend : str, optional
+        By default the best on the device of `x`. All backends give the same bits.
+
+    Returns
+    -------
+    Quantized
+        Arrays of the kind of `x`.
+
+    Raises
+    ------
+    ValueError
+        If an option is not one of those above, or `nan` is ``"raise"`` and there is cause.
+    TypeError
+        If `x` is no array, or has another element type.
+
+    Notes
+    -----
+    Let u be the distance between neighbouring numbers of the output type of `dequantize`, at the element. An
+    element x comes back as x^ with
+
+    - affine, symmetric: \|x^ - x\| <= s/2 + u/2 + 2**-21 M, with M the largest magnitude of its group (the
+      last term is rounding in float32);
+    - ternary: \|x^ - x\| <= max(s/2, \|x\| - s) + u/2 + 2**-21 M;
+    - hadamard: \|x^ - x\| <= 1.01 sqrt(w**2 + max(0, 1 - t/sqrt(n))**2) times the Euclidean norm of the
+      group, for n elements, t the highest level and w the largest distance of a number between -t and t from
+      its level. Groups that the rotation turns into a single spike, such as constant ones, come close to
+      that. Without such structure the mean squared error is 0.363, 0.117, 0.0345, 0.0095, 0.0025, 0.00064
+      and 0.00004 of the mean square at 1, 2, 3, 4, 5, 6 and 8 bits.
+
+    A constant group comes back exactly from the affine codec if float16 (or, out of its range, bfloat16)
+    represents the constant. Quantising what `dequantize` gave leads to the same codes with the symmetric
+    codec where the scale is at least one ulp of the output, and with the affine one where it is a normal
+    number and, of float32 inputs, at least two ulp of the stored offset besides.
+
+    References
+    ----------
+    .. [1] J. Max, "Quantizing for minimum distortion", IRE Trans. Inf. Theory 6, 1960.
+
+    Examples
+    --------
+    >>> import kvlab
+    >>> x = np.array([[0.0, 0.5, 1.0, 1.5], [-8.0, 0.0, 8.0, 16.0]], np.float32)
+    >>> quantized = kvlab.quantize(x, 2)
+    >>> quantized.packed, quantized.scale.ravel(), quantized.offset.ravel()
+    (array([[228], [228]], dtype=uint8), array([0.5, 8. ], dtype=float16), array([ 0., -8.], dtype=float16))
+    >>> bool((kvlab.dequantize(quantized) == x).all()), quantized.bits_per_element
+    (True, 10.0)
+    """
+    device, dtype = device_of(x, "x"), dtype_name(x, "x")
+    _check_float(dtype, "x")
+    layout = _checked_layout(_shape(x), bits, axis, group_size, codec)
+    if nan not in ("raise", "propagate"):
+        raise ValueError(f"nan={nan!r} is not supported; supported are 'raise' and 'propagate'")
+    row = choose("quantize", device.kind, backend, codec=codec, bits=layout.bits, dtype=dtype)
+    packed, scale, offset = row.launch(x, layout, nan)
+    return Quantized(
+        packed, scale, offset, layout.shape, layout.bits, codec, layout.axis, layout.group_size, dtype
+    )
+
+
+def dequantize(quantized: Quantized[ArrayT], dtype: Any = None, *, backend: str | None = None) -> ArrayT:
+    """Return what the codes of `quantize` stand for.
+
+    Parameters
+    ----------
+    quantized : Quantized
+    dtype : optional
+        float16, bfloat16 or float32, as a name or a dtype of any library; by default what was quantised.
+        Results beyond the range of float16 become its largest number.
+    backend : str, optional
+        By default the best on the device of the codes. All backends give the same bits.
+
+    Returns
+    -------
+    array, shape ``quantized.shape``
+        Of the kind of ``quantized.packed``.
+
+    Raises
+    ------
+    ValueError
+        If the arrays do not have the shapes and types that the other fields ask for, or a byte of ternary
+        codes is above 242.
+    TypeError
+        If `dtype` is another type.
+
+    Examples
+    --------
+    >>> import kvlab
+    >>> quantized = kvlab.quantize(np.array([1, 2, 4], np.float32), 2)
+    >>> kvlab.dequantize(quantized, "float16")
+    array([1., 2., 4.], dtype=float16)
+    """
+    target = quantized.dtype if dtype is None else dtype_name(dtype, "dtype")
+    _check_float(target, "dtype")
+    layout = _checked_layout(
+        quantized.shape, quantized.bits, quantized.axis, quantized.group_size, quantized.codec
+    )
+    _check_arrays(quantized, layout)
+    device = device_of(quantized.packed)
+    row = choose("dequantize", device.kind, backend, codec=layout.codec, bits=layout.bits, dtype=target)
+    result: ArrayT = row.launch(quantized, layout, target)
+    return result
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _check_float(dtype: str, name: str) -> None:
+    if dtype not in FLOATS:
+        raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {dtype}")
+
+
+def _checked_layout(
+    shape: tuple[int, ...], bits: float, axis: int, group_size: int | None, codec: str
+) -> Layout:
+    if codec not in reference.CODECS:
+        known = ", ".join(map(repr, reference.CODECS))
+        raise ValueError(f"codec={codec!r} is not supported; supported are {known}")
+    widths = (TERNARY_BITS,) if codec == "ternary" else WIDTHS
+    if bits not in widths:
+        supported = ", ".join(map(str, widths))
+        raise ValueError(f"bits={bits!r} is not supported by codec={codec!r}; supported: {supported}")
+    if not -len(shape) <= operator.index(axis) < len(shape):
+        raise ValueError(f"axis={axis} is not an axis of an array of shape {shape}")
+    if group_size is not None and operator.index(group_size) < 1:
+        raise ValueError(f"group_size={group_size} must be positive, or None for the whole axis")
+    axis = operator.index(axis) % len(shape)
+    length = max(shape[axis], 1)
+    return Layout(shape, axis, min(operator.index(group_size or length), length), codec, bits)
+
+
+def _check_arrays(quantized: Quantized[Any], layout: Layout) -> None:
+    expected: dict[str, tuple[Array | None, str, tuple[int, ...]]] = {
+        "packed": (quantized.packed, "uint8", layout.packed_shape),
+        "scale": (quantized.scale, "float16", layout.scale_shape),
+    }
+    if layout.codec == "affine":
+        expected["offset"] = (quantized.offset, "float16", layout.scale_shape)
+    for name, (array, dtype, shape) in expected.items():
+        found = f"{dtype_name(array)} {_shape(array)}" if array is not None else "None"
+        if found != f"{dtype} {shape}":
+            raise ValueError(
+                f"quantized.{name} is {found}; codec={layout.codec!r}, bits={layout.bits} and shape="
+                f"{layout.shape} ask for {dtype} {shape}"
+            )
+
+
+def refuse_unrepresentable(x: NDArray[Any]) -> None:
+    """Raise for the first element that no scale can represent."""
+    wrong = ~(np.abs(x.astype(np.float32)) <= np.float32(2.0**126))
+    index = tuple(int(i) for i in np.unravel_index(int(wrong.argmax()), x.shape))
+    raise ValueError(
+        f"x{list(index)} is {x[index]}, which cannot be quantised: magnitudes are at most 2**126; "
+        "pass nan='propagate' to make its whole group NaN"
+    )
+
+
+def _quantize_reference(x: ArrayT, layout: Layout, nan: str) -> tuple[ArrayT, ArrayT, ArrayT | None]:
+    view = to_numpy_view(x, "x")
+    codes, scale, offset = reference.quantize(view, int(layout.bits), **layout.reference_options)
+    if nan == "raise" and np.isnan(scale).any():
+        refuse_unrepresentable(view)
+    packed = pack_codes(codes, layout, "reference")
+    return like_first(packed, x), like_first(scale, x), None if offset is None else like_first(offset, x)
+
+
+def _dequantize_reference(quantized: Quantized[ArrayT], layout: Layout, dtype: str) -> ArrayT:
+    packed, scale, offset = views(quantized)
+    codes = unpack_codes(packed, layout, "reference")
+    values = reference.dequantize(codes, scale, offset, int(layout.bits), **layout.reference_options)
+    return like_first(reference.saturate(values, numpy_dtype(dtype)), quantized.packed)
+
+
+def views(quantized: Quantized[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
+    offset = None if quantized.offset is None else to_numpy_view(quantized.offset, "quantized.offset")
+    packed = to_numpy_view(quantized.packed, "quantized.packed")
+    return packed, to_numpy_view(quantized.scale, "quantized.scale"), offset
+
+
+def pack_codes(codes: NDArray[Any], layout: Layout, backend: str) -> NDArray[np.uint8]:
+    if layout.codec == "ternary":
+        return pack_ternary(codes, backend=backend)
+    return pack(codes, int(layout.bits), backend=backend)
+
+
+def unpack_codes(packed: NDArray[np.uint8], layout: Layout, backend: str) -> NDArray[Any]:
+    if layout.codec == "ternary":
+        return unpack_ternary(packed, layout.shape[-1], backend=backend)
+    return unpack(packed, int(layout.bits), layout.shape[-1], backend=backend)
