@@ -219,3 +219,89 @@ def allocation_cases(draw: st.DrawFn, *, max_pages: int, max_cost: int | None = 
     budget = draw(st.integers(least, most) | st.sampled_from((least, most, most + 10**30)))
     ceiling = draw(st.none() | st.just(rng.integers(0, len(cost), pages)))
     return AllocationCase(loss, cost, budget, ceiling)
+
+
+# Packing and codecs
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+"""Bits of one code."""
+
+
+def array_shapes(max_last: int = 70) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw shapes of one to four axes, any of which may be empty."""
+    leading = st.lists(st.integers(0, 4), max_size=3)
+    return st.tuples(leading, st.integers(0, max_last)).map(lambda drawn: (*drawn[0], drawn[1]))
+
+
+@st.composite
+def code_arrays(draw: st.DrawFn) -> tuple[NDArray[np.uint8], int]:
+    """Draw codes and their width; the array may be a hostile view."""
+    bits, rng = draw(st.sampled_from(WIDTHS)), np.random.default_rng(draw(SEEDS))
+    codes = rng.integers(0, 2**bits, draw(array_shapes()), dtype=np.uint8)
+    return hostile_view(rng, codes) if draw(st.booleans()) else codes, bits
+
+
+@st.composite
+def ternary_arrays(draw: st.DrawFn) -> NDArray[np.int8]:
+    """Draw values -1, 0, 1; the array may be a hostile view."""
+    rng = np.random.default_rng(draw(SEEDS))
+    values = rng.integers(-1, 2, draw(array_shapes()), dtype=np.int8)
+    return hostile_view(rng, values) if draw(st.booleans()) else values
+
+
+@dataclass(frozen=True, repr=False)
+class CodecCase:
+    """A call of `quantize`; prints as shape and options."""
+
+    x: Array
+    bits: float
+    options: dict[str, Any]  # axis, group_size, codec
+
+    def __repr__(self) -> str:
+        return f"CodecCase({self.x.dtype} {self.x.shape}, {self.bits}, {self.options})"
+
+
+CODECS = ("affine", "symmetric", "hadamard", "ternary")
+
+CODEC_CONTENTS = ("normal", "any scale", "bit patterns", "constant", "few values", "far from zero")
+"""What an array to be quantised may hold; "bit patterns" has NaN and infinities among them."""
+
+
+@st.composite
+def codec_cases(
+    draw: st.DrawFn,
+    *,
+    codecs: tuple[str, ...] = CODECS,
+    contents: tuple[str, ...] = CODEC_CONTENTS,
+    dtypes: tuple[np.dtype[Any], ...] = FLOATS,
+) -> CodecCase:
+    """Draw an array of up to four axes, none of them empty, and how to quantise it."""
+    rng = np.random.default_rng(draw(SEEDS))
+    last = draw(st.integers(1, 70) | st.sampled_from((80, 96, 128, 256)))
+    shape = (*draw(st.lists(st.integers(1, 5), max_size=3)), last)
+    x = codec_content(rng, shape, draw(st.sampled_from(contents)), draw(st.sampled_from(dtypes)))
+    codec = draw(st.sampled_from(codecs))
+    axis = draw(st.integers(-len(shape), len(shape) - 1))
+    options = {"axis": axis, "group_size": draw(st.none() | st.integers(1, shape[axis])), "codec": codec}
+    x = hostile_view(rng, x) if draw(st.booleans()) else x
+    return CodecCase(x, 1.6 if codec == "ternary" else draw(st.sampled_from(WIDTHS)), options)
+
+
+def codec_content(
+    rng: np.random.Generator, shape: tuple[int, ...], content: str, dtype: np.dtype[Any]
+) -> Array:
+    """Return an array that holds one of `CODEC_CONTENTS`; what is beyond the range of `dtype` is cut off."""
+    rows = (*shape[:-1], 1)
+    if content == "bit patterns":
+        return rng.integers(0, 2 ** (8 * dtype.itemsize), shape).astype(f"u{dtype.itemsize}").view(dtype)
+    x = rng.standard_normal(shape)
+    if content == "any scale":
+        x *= np.exp2(rng.integers(-140, 120, rows))
+    elif content == "constant":
+        x = np.broadcast_to(x[..., :1], shape) * np.exp2(rng.integers(-30, 30, rows))
+    elif content == "few values":
+        x = rng.integers(-3, 4, shape) * rng.choice([0.0, 1.0, 6e-8, 1e-5, 65504 / 3, 1e30], rows)
+    elif content == "far from zero":
+        x = 10 + 1e-3 * x
+    largest = float(np.finfo(np.float16).max) if dtype == np.float16 else 2.0**126
+    return np.clip(x, -largest, largest).astype(dtype)
