@@ -1,0 +1,172 @@
+"""The attention function that reads packed caches, and the placeholders by which it knows them.
+
+transformers hands an attention function what `Cache.update` returned. The packed layers of a `KVLabCache`
+return placeholders: tensors of the right shape, dtype and device without data, which carry the layer and the
+new keys or values. The attention function "kvlab_packed" recognises them and lets the `MixedPrecisionCache`
+attend and store in one step. Any other operation on a placeholder raises, so that a model under another
+attention function cannot be wrong without a word. Dense keys are treated as "sdpa" treats them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import needs_extra
+
+with needs_extra("hf", "kvlab.integrations.transformers"):
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from kvlab.integrations.transformers import PackedLayer
+
+__all__ = ["ATTENTION", "Placeholder", "packed_attention_forward", "register"]
+
+ATTENTION = "kvlab_packed"
+"""Name of the attention function, for `attn_implementation=`."""
+
+UNKNOWN_TO_SDPA = ("s_aux", "sinks", "block_indices")
+"""Arguments of attention functions that change the result and that "sdpa" ignores."""
+
+
+def register() -> None:
+    """Make the attention function known to transformers, under the name "kvlab_packed".
+
+    Examples
+    --------
+    >>> register()
+    >>> "kvlab_packed" in AttentionInterface().valid_keys()
+    True
+    """
+    AttentionInterface.register(ATTENTION, packed_attention_forward)
+    # Without a mask function transformers passes no mask at all, and padding would be attended.
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+class Placeholder(torch.Tensor):
+    """Keys or values of a packed layer, old and new ones: shape, dtype and device, but no data.
+
+    Attributes
+    ----------
+    layer : PackedLayer
+    pending : (B, Hkv, S, D) tensor or None
+        The new keys or values; None once they are stored.
+    """
+
+    layer: PackedLayer
+    pending: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, layer: PackedLayer, pending: torch.Tensor, length: int) -> Placeholder:
+        batch, heads, new, dim = pending.shape
+        shape = (batch, heads, length + new, dim)
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=pending.dtype, device=pending.device)
+        made.layer, made.pending = layer, pending
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"Placeholder({tuple(self.shape)}, {self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise RuntimeError(
+            f"{func} was called on keys or values of a KVLabCache, which are packed: only the attention "
+            f"function {ATTENTION!r} reads them. Call model.set_attn_implementation({ATTENTION!r}), or "
+            f"generate inside kvlab.quantized(model); a model that uses its keys elsewhere needs a "
+            f"transformers.DynamicCache"
+        )
+
+
+def packed_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it: packed for the layers of a `KVLabCache`, else like "sdpa".
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention module that calls.
+    query : (B, Hq, S, D) tensor
+    key, value : (B, Hkv, T, D) tensors
+        Keys already rotated; placeholders, if they come from a `KVLabCache`.
+    attention_mask : (B, 1, S, T) bool tensor or None
+        True: attend. None: causal.
+    dropout, scaling, softcap, **kwargs
+        As in `transformers`; "sdpa" has no `softcap`, here it works for dense keys, too.
+
+    Returns
+    -------
+    out : (B, S, Hq, D) tensor
+    weights : None
+
+    Raises
+    ------
+    NotImplementedError
+        If the model asks for what is not computed here.
+    """
+    for name in UNKNOWN_TO_SDPA:
+        _refuse(name, kwargs.get(name) is not None)
+    if not isinstance(key, Placeholder):
+        if softcap:
+            return _softcapped(query, key, value, attention_mask, scaling, softcap), None
+        options = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+    _refuse("position_bias", kwargs.get("position_bias") is not None)
+    _refuse("is_causal=False", attention_mask is None and query.shape[2] > 1 and is_causal is False)
+    _refuse(f"dropout={dropout}", dropout > 0, "call model.eval()")
+    if key.pending is None or not isinstance(value, Placeholder) or value.pending is None:
+        raise NotImplementedError(
+            "layers that share keys with another layer need a transformers.DynamicCache, not a KVLabCache"
+        )
+    out = key.layer.attend(query, key.pending, value.pending, attention_mask, scaling, softcap or 0.0)
+    key.pending = value.pending = None
+    return out, None
+
+
+def _refuse(
+    name: str, given: bool, way_round: str = "use a transformers.DynamicCache and 'eager' attention"
+) -> None:
+    if given:
+        raise NotImplementedError(
+            f"the attention function {ATTENTION!r} does not compute {name}: {way_round}"
+        )
+
+
+def _softcapped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Dense attention with `softcap * tanh(score / softcap)`, which sdpa does not have; (B, S, Hq, D)."""
+    (batch, heads, rows, dim), (heads_kv, keys) = query.shape, key.shape[1:3]
+    grouped = query.reshape(batch, heads_kv, -1, rows, dim).float()
+    scores = grouped @ key[:, :, None].float().mT * (dim**-0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
+    else:
+        mask = mask[:, :, None]
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num()  # a row that sees nothing: 0
+    out = (weights @ value[:, :, None].float()).reshape(batch, heads, rows, -1)
+    return out.transpose(1, 2).to(query.dtype).contiguous()

@@ -1,0 +1,89 @@
+"""Which time steps of each row are padding, read from the attention masks of transformers.
+
+A packed cache does not store padding, so it must know which new tokens are padding, and must refuse masks
+that say more than that: windows, bidirectional blocks, or other padding for old tokens than when they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["Padding"]
+
+
+class Padding:
+    """The padding of all rows and time steps so far.
+
+    Attributes
+    ----------
+    steps : (batch, time steps) bool tensor or None
+        False: padding. None: there was none yet.
+    """
+
+    def __init__(self) -> None:
+        self.steps: torch.Tensor | None = None
+
+    def extend(self, mask: torch.Tensor | None, batch: int, length: int, new: int) -> torch.Tensor | None:
+        """Take the mask of a step with `new` tokens behind `length` old ones.
+
+        Every layer of a model calls this with the same arguments; the later calls change nothing.
+
+        Parameters
+        ----------
+        mask : (batch, 1, new, length + new) bool tensor or None
+            As `transformers.masking_utils.sdpa_mask` makes it: True where a query sees a key; None: causal.
+
+        Returns
+        -------
+        (batch, new) bool tensor or None
+            False: the new token is padding. None: none is.
+
+        Raises
+        ------
+        NotImplementedError
+            If the mask is more than causal with padding.
+        ValueError
+            If the padding of old tokens differs from what it was.
+        """
+        old = None if self.steps is None else self.steps[:, :length]
+        if mask is None:
+            if old is not None and not old.all():
+                raise ValueError("the cache holds rows with padding: pass the attention_mask of all tokens")
+            return None
+        visible = _visible(mask, batch, length, new)
+        if not torch.equal(visible[:, :length], torch.ones_like(visible[:, :length]) if old is None else old):
+            raise ValueError(
+                "attention_mask hides other past tokens than when they came, and a packed cache cannot hide "
+                "what it stored: keep the mask of past tokens as it was, or start with a new cache"
+            )
+        if old is None and visible.all():
+            return None
+        self.steps = visible.clone()
+        return visible[:, length:]
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` time steps."""
+        self.steps = None if self.steps is None else self.steps[:, :length]
+
+    def take(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Rearrange the rows."""
+        self.steps = None if self.steps is None else rows(self.steps)
+
+
+def _visible(mask: torch.Tensor, batch: int, length: int, new: int) -> torch.Tensor:
+    """Return which tokens are no padding, (batch, length + new)."""
+    if mask.dtype != torch.bool or mask.shape[2:] != (new, length + new):
+        raise NotImplementedError(
+            f"attention_mask is {mask.dtype} of shape {tuple(mask.shape)} for {new} new tokens behind "
+            f"{length}; pass a two-dimensional one, (batch, tokens), of 0 and 1"
+        )
+    visible = mask[:, 0, -1].expand(batch, -1)
+    causal = torch.ones(new, length + new, dtype=torch.bool, device=mask.device).tril(length)
+    if not torch.equal(mask, (visible[:, None, None] & causal).expand_as(mask)):
+        raise NotImplementedError(
+            "this attention mask is more than causal with padding (a window, a bidirectional block, several "
+            "sequences in one row); a packed cache has no such mask: use a transformers.DynamicCache here"
+        )
+    return visible
