@@ -1,0 +1,148 @@
+// One warp's softmax over some tokens, and how such partial results meet: warps in shared memory, thread
+// blocks through global memory. A row of a result is ROW_FLOATS floats: the sum of p v, the maximum, the sum
+// of p. Needs HEAD_DIM, WARPS and packed_codes.cuh.
+#pragma once
+
+constexpr int TILES_D = HEAD_DIM / 16, ROW_FLOATS = HEAD_DIM + 2, MERGE_ROWS = 4;
+constexpr int HADAMARD_BLOCK = HEAD_DIM & -HEAD_DIM;
+constexpr float LOWEST = -1e30f;
+
+__host__ __device__ constexpr float inverse_root(int power_of_4_or_half) {
+    float r = 1.f;
+    for (; power_of_4_or_half >= 4; power_of_4_or_half /= 4) r *= .5f;
+    return power_of_4_or_half == 2 ? r * .70710678118654752f : r;
+}
+constexpr float NORM = inverse_root(HADAMARD_BLOCK);
+
+struct State {
+    float out[TILES_D][4];  // sum of p v: channels g, g + 8 of a tile x rows 2u, 2u + 1
+    float max0, max1, sum0, sum1;
+    bool raw;  // whether `out` is of raw values and not of rotated ones
+};
+
+// Brings `out` into the other frame: the orthonormal block Hadamard transform of channels 16 i + 8 (r / 2) +
+// g.
+__device__ __forceinline__ void change_frame(State& state, int lane) {
+#pragma unroll
+    for (int i = 0; i < TILES_D; ++i) {
+        float (&x)[4] = state.out[i];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+#pragma unroll
+            for (int bit = 4; bit < 32; bit *= 2) {
+                const float other = __shfl_xor_sync(ALL_LANES, x[r], bit);
+                x[r] = lane & bit ? other - x[r] : x[r] + other;
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float a = x[r], b = x[r + 2];
+            x[r] = (a + b) * NORM;
+            x[r + 2] = (a - b) * NORM;
+        }
+    }
+#pragma unroll
+    for (int h = 1; h < HADAMARD_BLOCK / 16; h *= 2) {
+#pragma unroll
+        for (int i = 0; i < TILES_D; ++i) {
+            if (i & h) continue;
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const float a = state.out[i][r], b = state.out[i + h][r];
+                state.out[i][r] = a + b;
+                state.out[i + h][r] = a - b;
+            }
+        }
+    }
+    state.raw = !state.raw;
+}
+
+// The block Hadamard transform of a row in shared memory, without its factor NORM; one warp.
+__device__ __forceinline__ void hadamard_row(float* x, int lane) {
+#pragma unroll 1
+    for (int h = 1; h < HADAMARD_BLOCK; h *= 2) {
+        for (int i = lane; i < HEAD_DIM / 2; i += 32) {
+            const int at = 2 * i - (i & (h - 1));
+            const float a = x[at], b = x[at + h];
+            x[at] = a + b;
+            x[at + h] = a - b;
+        }
+        __syncwarp();  // the next stage pairs elements that other lanes wrote
+    }
+}
+
+// The states of all warps become `rows` [row_count][ROW_FLOATS]; all threads.
+__device__ __forceinline__ void join_warps(const State& state, int row_count, float* merge, float* rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
+#pragma unroll 1
+    for (int first = 0; first < row_count; first += MERGE_ROWS) {
+        const int held = min(MERGE_ROWS, row_count - first);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int row = 2 * (lane % 4) + j - first;
+            if (row < 0 || row >= held) continue;
+            float* to = merge + (warp * held + row) * ROW_FLOATS;
+#pragma unroll
+            for (int i = 0; i < TILES_D; ++i) {
+                to[16 * i + g] = state.out[i][j];
+                to[16 * i + 8 + g] = state.out[i][2 + j];
+            }
+            if (g == 0) {
+                to[HEAD_DIM] = j ? state.max1 : state.max0;
+                to[HEAD_DIM + 1] = j ? state.sum1 : state.sum0;
+            }
+        }
+        __syncthreads();  // the merge area holds the rows of all warps
+#pragma unroll 1
+        for (int i = threadIdx.x; i < held * ROW_FLOATS; i += WARPS * 32) {
+            const int row = i / ROW_FLOATS, c = i - row * ROW_FLOATS, stride = held * ROW_FLOATS;
+            const float* from = merge + row * ROW_FLOATS;
+            float top = LOWEST, value = 0.f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) top = fmaxf(top, from[w * stride + HEAD_DIM]);
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w)
+                value += from[w * stride + c] * power_of_2(from[w * stride + HEAD_DIM] - top);
+            rows[(first + row) * ROW_FLOATS + c] = c == HEAD_DIM ? top : value;
+        }
+        __syncthreads();  // `rows` is whole, the merge area may be written again
+    }
+}
+
+// The parts that thread blocks left in `partial`, [parts][8][ROW_FLOATS], become `rows`; all threads.
+__device__ __forceinline__ void join_parts(const float* partial, int parts, int row_count, float* weights,
+                                           float* rows) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int row = warp; row < row_count; row += WARPS) {
+        const float* from = partial + row * ROW_FLOATS + HEAD_DIM;
+        float top = LOWEST, sum = 0.f;
+#pragma unroll 1
+        for (int i = lane; i < parts; i += 32) top = fmaxf(top, __ldcg(from + (u64)i * 8 * ROW_FLOATS));
+#pragma unroll 1
+        for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, bit));
+#pragma unroll 1
+        for (int i = lane; i < parts; i += 32) {
+            const float2 x = __ldcg((const float2*)(from + (u64)i * 8 * ROW_FLOATS));
+            const float weight = power_of_2(x.x - top);
+            weights[row * parts + i] = weight;
+            sum += x.y * weight;
+        }
+#pragma unroll 1
+        for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, bit);
+        if (lane == 0) {
+            rows[row * ROW_FLOATS + HEAD_DIM] = top;
+            rows[row * ROW_FLOATS + HEAD_DIM + 1] = sum;
+        }
+    }
+    __syncthreads();  // the weights of all parts are known
+#pragma unroll 1
+    for (int i = threadIdx.x; i < row_count * HEAD_DIM; i += WARPS * 32) {
+        const int row = i / HEAD_DIM, c = i % HEAD_DIM;
+        float value = 0.f;
+#pragma unroll 8
+        for (int k = 0; k < parts; ++k)
+            value += __ldcg(partial + ((u64)k * 8 + row) * ROW_FLOATS + c) * weights[row * parts + k];
+        rows[row * ROW_FLOATS + c] = value;
+    }
+    __syncthreads();  // `rows` is whole
+}

@@ -1,0 +1,256 @@
+"""Packed attention on a GPU: choose the specialisation of ``packed_attention.cu`` and launch it.
+
+One kernel does the whole call, whatever mixture of widths the pages have. What it is specialised for is what a cache
+never changes: head dimension, dtype and the widths that its ladder has. Lengths and page tables are read on the device,
+so a captured CUDA graph follows them. A call allocates its results and a workspace in the caller's framework; callers
+who capture graphs or count microseconds make both once (`Workspace`, `attend`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvlab.arrays import ArrayT, cuda_view, current_stream, dtype_name, empty
+from kvlab.build import Kernel, arch_of, build, load
+from kvlab.device import compute_capability
+
+if TYPE_CHECKING:
+    from kvlab.ops.packed import Layout, PackedAttention, Pages
+
+__all__ = ["Workspace", "attend", "make_workspace"]
+
+_ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
+_MERGE_ROWS, _MAX_STAGES, _MAX_RUNGS = 4, 8, 16
+_FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
+_POINTERS = [
+    "rung",
+    "count",
+    "index",
+    "num_pages",
+    "k_mean",
+    "q",
+    "out",
+    "lse",
+    "partial",
+    "arrivals",
+    "scores",
+]
+_INTEGERS = ["pairs", "heads_kv", "entries", "num_rungs", "rows", "group", "kept", "slot_bytes", "stages"]
+_RUNG = np.dtype([("pool", "u8"), ("record", "u4"), ("bits_k", "u2"), ("bits_v", "u2")])
+_CALL = np.dtype(
+    [
+        ("rungs", _RUNG, _MAX_RUNGS),
+        *((name, "u8") for name in _POINTERS),
+        *((name, "i8") for name in ("q_batch", "q_position", "q_head")),
+        *((name, "i4") for name in _INTEGERS),
+        ("scale", "f4"),
+        ("softcap", "f4"),
+    ],
+    align=True,
+)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Device memory that a call needs between its thread blocks; calls that overlap in time need one each.
+
+    Attributes
+    ----------
+    partial : float32 array
+        Parts of sequences that several thread blocks share.
+    arrivals : int32 array
+        How many blocks have delivered their part; zero between calls.
+    """
+
+    partial: Any
+    arrivals: Any
+
+
+def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Workspace:
+    """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group)."""
+    sequences = pairs * -(-query_rows // _ROWS)
+    blocks = _multiprocessors(cuda_view(like, "q").device)
+    arrivals = empty((max(sequences, 1),), "int32", like)
+    arrivals[...] = 0
+    return Workspace(empty((blocks + sequences, _ROWS, head_dim + 2), "float32", like), arrivals)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    kernel: Kernel
+    grid: int
+    warps: int
+    slot_bytes: int
+    stages: int
+    shared_bytes: int
+
+
+def item_bytes(layout: Layout) -> int:
+    """Return the largest part of a page that the kernel copies at once: all of it, K or V, or a half of either."""
+    sides = [8 * layout.head_dim * bits + 64 * (bits < 16) for bits in (layout.bits_k, layout.bits_v)]
+    if layout.bits_k + layout.bits_v <= 8:
+        return sum(sides)
+    return max(
+        size // 2 if bits == 16 else size
+        for size, bits in zip(sides, (layout.bits_k, layout.bits_v), strict=True)
+    )
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    layouts: tuple[Layout, ...], dtype: str, rows: int, softcap: bool, kept: bool, device: int, warps: int = 0
+) -> _Plan:
+    head_dim = layouts[0].head_dim
+    widths = [sum({_FLAG[getattr(layout, side)] for layout in layouts}) for side in ("bits_k", "bits_v")]
+    slot = -(-max(map(item_bytes, layouts)) // 128) * 128
+    warps = warps or (12 if head_dim <= 128 else 8)
+    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
+              "WARPS": warps, "SOFTCAP": int(softcap), "KEEP_SCORES": int(kept)}  # fmt: skip
+    kernel = load(build("packed_attention", macros, arch_of(*compute_capability(device))), device=device)
+    merge = 4 * warps * min(rows, _MERGE_ROWS) * (head_dim + 2)
+    free = _shared_bytes(device) - kernel.resources.shared_bytes - merge
+    stages = min(_MAX_STAGES, free // (warps * slot))
+    if stages < 1:
+        raise NotImplementedError(
+            f"packed_attention needs {merge + warps * slot} bytes of shared memory a block for head_dim {head_dim} and "
+            f"these widths; device {device} has {free + merge}. Use narrower pages, or a CPU copy of the cache"
+        )
+    ring = warps * stages * slot
+    return _Plan(kernel, _multiprocessors(device), warps, slot, stages, ring + merge)
+
+
+@lru_cache(maxsize=16)
+def _shared_bytes(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+@lru_cache(maxsize=16)
+def _multiprocessors(device: int) -> int:
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+def attend(
+    q: Any,
+    pages: Pages,
+    out: Any,
+    lse: Any,
+    workspace: Workspace,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    scores: Any = None,
+    warps: int = 0,
+) -> None:
+    """Attend all tokens of `pages`; allocates nothing, waits for nothing, launches one kernel.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, num_heads_q, head_dim)
+        float16 or bfloat16, of the dtype of the cache; the last axis contiguous.
+    pages : Pages
+        On the device of `q`; `k_mean` is float16. Tables contiguous.
+    out : array, shape and dtype of `q`, contiguous
+    lse : float32 array, (batch, num_heads_q, seqlen_q), contiguous
+    workspace : Workspace
+        From `make_workspace` for at least this many sequences.
+    scale, softcap : float
+        As in `kvlab.ops.packed.packed_attention`.
+    scores : float32 array, (batch, num_heads_kv, entries, keep_scores * group, 64), contiguous, optional
+        Receives the scores of the last rows.
+    warps : int
+        Warps of a thread block; 0 chooses.
+    """
+    batch, seqlen_q, heads, _ = q.shape
+    kv_heads, entries = pages.rung.shape[1:]
+    group = heads // kv_heads
+    view = cuda_view(q, "q")
+    if view.strides[3] != 1 or any(step % 2 for step in view.strides[:3]):
+        raise ValueError(
+            f"q must be contiguous in its last axis and even in the others, got strides {view.strides}"
+        )
+    kept = 0 if scores is None else scores.shape[3]
+    plan = _plan(
+        tuple(pages.layouts),
+        dtype_name(q),
+        min(seqlen_q * group, _ROWS),
+        softcap > 0,
+        kept > 0,
+        view.device,
+        warps,
+    )
+    call = np.zeros((), _CALL)
+    for place, layout, pool in zip(call["rungs"], pages.layouts, pages.pools, strict=False):
+        place["pool"], place["record"] = cuda_view(pool, "pages.pools").pointer, layout.nbytes
+        place["bits_k"], place["bits_v"] = layout.bits_k, layout.bits_v
+    arrays = (
+        pages.rung,
+        pages.count,
+        pages.index,
+        pages.num_pages,
+        pages.k_mean,
+        q,
+        out,
+        lse,
+        *_parts(workspace),
+        scores,
+    )
+    for name, array in zip(_POINTERS, arrays, strict=True):
+        call[name] = 0 if array is None else cuda_view(array, name).pointer
+    call["q_batch"], call["q_position"], call["q_head"] = view.strides[:3]
+    for name, value in zip(
+        _INTEGERS,
+        (
+            batch * kv_heads,
+            kv_heads,
+            entries,
+            len(pages.layouts),
+            seqlen_q * group,
+            group,
+            kept,
+            plan.slot_bytes,
+            plan.stages,
+        ),
+        strict=True,
+    ):
+        call[name] = value
+    call["scale"], call["softcap"] = scale, softcap
+    argument = np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0]
+    plan.kernel((plan.grid,), (32 * plan.warps,), (argument,), plan.shared_bytes, current_stream(q))
+
+
+def _parts(workspace: Workspace) -> Sequence[Any]:
+    return workspace.partial, workspace.arrivals
+
+
+def launch(
+    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
+) -> PackedAttention[ArrayT]:
+    """Launcher of backend "cuda" for `kvlab.ops.packed.packed_attention`."""
+    from kvlab.ops.packed import PackedAttention
+
+    batch, seqlen_q, heads, head_dim = q.shape  # type: ignore[attr-defined]
+    if dtype_name(q, "q") != pages.dtype:
+        raise NotImplementedError(
+            f"q is {dtype_name(q)} and the pages are of a {pages.dtype} cache; on a GPU they must agree: cast q"
+        )
+    if len(pages.layouts) > _MAX_RUNGS:
+        raise NotImplementedError(
+            f"pages have {len(pages.layouts)} rungs; on a GPU at most {_MAX_RUNGS} are supported"
+        )
+    kv_heads, entries = pages.rung.shape[1:]
+    out = empty((batch, seqlen_q, heads, head_dim), dtype_name(q), q)
+    lse = empty((batch, heads, seqlen_q), "float32", q)
+    scores = empty((batch, kv_heads, entries, keep_scores * group, 64), "float32", q) if keep_scores else None
+    if batch * seqlen_q * heads:
+        workspace = make_workspace(q, batch * kv_heads, seqlen_q * group, head_dim)
+        attend(q, pages, out, lse, workspace, scale=scale, softcap=softcap, scores=scores)
+    return PackedAttention(out, lse, scores)

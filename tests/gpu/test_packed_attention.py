@@ -1,0 +1,299 @@
+"""Packed attention of backend "cuda" against float64 over the same pages, and what a launch must leave alone.
+
+Pages are drawn as bytes: any codes are valid codes. Unused slots hold NaN, unused table entries name pages that do not
+exist, and memory around the results holds a canary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from kvlab.cache.pages import LayerPages, PageLayout
+from kvlab.ops import packed_cuda
+from kvlab.reference import packed as reference
+from kvlab.reference.pages import bit_address
+from tests.compare import assert_accurate, low_precision_attention
+
+WIDTHS = (2, 3, 4, 8, 16)
+MIXED = ((2, 2), (3, 3), (4, 4), (8, 8), (16, 16))
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0}
+
+
+@dataclass
+class DevicePages:
+    """A `LayerPages` on the GPU."""
+
+    layouts: tuple[PageLayout, ...]
+    pools: tuple[torch.Tensor, ...]
+    rung: torch.Tensor
+    count: torch.Tensor
+    index: torch.Tensor
+    num_pages: torch.Tensor
+    k_mean: torch.Tensor
+    dtype: str
+
+
+def on_device(pages: LayerPages) -> DevicePages:
+    put = lambda x: torch.from_numpy(np.array(x)).cuda()  # noqa: E731
+    tables = (put(pages.rung), put(pages.count), put(pages.index.view(np.int32)), put(pages.num_pages))
+    return DevicePages(pages.layouts, tuple(map(put, pages.pools)), *tables, put(pages.k_mean), pages.dtype)
+
+
+def to_torch(x: np.ndarray) -> torch.Tensor:
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).cuda()
+    return torch.from_numpy(x).cuda()
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    if x.dtype == torch.bfloat16:
+        return x.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.cpu().numpy()
+
+
+def draw_pool(rng: np.random.Generator, layout: PageLayout, dtype: str, pages: int) -> np.ndarray:
+    """Pages of random codes, values of about unit size."""
+    pool = rng.integers(0, 256, (pages, layout.nbytes), np.uint8)
+    parts = {
+        "k": (layout.bits_k, layout.k_codes, layout.v_codes, layout.k_steps),
+        "v": (layout.bits_v, layout.v_codes, layout.k_steps, layout.v_steps),
+    }
+    for bits, begin, end, steps in parts.values():
+        if bits == 16:
+            values = rng.standard_normal((pages, (end - begin) // 2)).astype(DTYPES[dtype])
+            pool[:, begin:end] = values.view(np.uint8)
+        else:
+            step = np.float16(1.7 / 2**bits) * np.exp(0.3 * rng.standard_normal((pages, 64))).astype(
+                np.float16
+            )
+            pool[:, steps : steps + 64] = (step.view(np.uint16) >> 7).astype(np.uint8)
+    return pool
+
+
+def poison(record: np.ndarray, layout: PageLayout, dtype: str, count: int) -> None:
+    """Make the unused slots of a page NaN."""
+    for side, bits, begin, end, steps in (
+        ("k", layout.bits_k, layout.k_codes, layout.v_codes, layout.k_steps),
+        ("v", layout.bits_v, layout.v_codes, layout.k_steps, layout.v_steps),
+    ):
+        if bits < 16:
+            record[steps + count : steps + 64] = 0xFF
+        else:
+            elements = record[begin:end].view(np.uint16)
+            elements[bit_address(16, layout.head_dim, side)[count:, :, 0] // 16] = NAN_BITS[dtype]
+
+
+def draw_pages(
+    seed: int,
+    dtype: str,
+    head_dim: int,
+    rungs: tuple[tuple[int, int], ...],
+    lengths: np.ndarray,
+    *,
+    full: bool = False,
+) -> LayerPages:
+    """Draw pages: lengths (batch, KV heads) are numbers of pages, rungs and counts random unless `full`."""
+    rng = np.random.default_rng(seed)
+    layouts = tuple(PageLayout(head_dim, k, v, 2) for k, v in rungs)
+    entries = max(1, lengths.max()) + 2
+    shape = (*lengths.shape, entries)
+    rung = rng.integers(0, len(rungs), shape).astype(np.uint8)
+    count = np.full(shape, 64) if full else np.where(rng.random(shape) < 0.6, 64, rng.integers(0, 64, shape))
+    index = np.zeros(shape, np.uint32)
+    used = np.arange(entries) < lengths[..., None]
+    pools = []
+    for r, layout in enumerate(layouts):
+        mine = np.argwhere(used & (rung == r))
+        pool = draw_pool(rng, layout, dtype, len(mine) + 1)
+        places = rng.permutation(len(mine) + 1)[: len(mine)]
+        for at, place in zip(map(tuple, mine), places, strict=True):
+            index[at] = place
+            poison(pool[place], layout, dtype, int(count[at]))
+        memory = np.zeros(pool.size + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        memory[start : start + pool.size] = pool.reshape(-1)
+        pools.append(memory[start : start + pool.size].reshape(pool.shape))
+    rung[~used], count[~used], index[~used] = 200, 77, 0xFFFFFFFF
+    mean = rng.standard_normal((*lengths.shape, head_dim)).astype(np.float16)
+    base = np.zeros(shape, np.uint16)
+    return LayerPages(
+        layouts,
+        tuple(pools),
+        rung,
+        count.astype(np.uint8),
+        index,
+        base,
+        lengths.astype(np.int32),
+        mean,
+        dtype,
+    )
+
+
+def draw_queries(seed: int, dtype: str, batch: int, seqlen: int, heads: int, head_dim: int) -> np.ndarray:
+    rng = np.random.default_rng(seed + 1)
+    return rng.standard_normal((batch, seqlen, heads, head_dim)).astype(DTYPES[dtype])
+
+
+def low_precision(q: np.ndarray, pages: LayerPages, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The same attention with keys, values, scores and probabilities in the dtype of q."""
+    batch, seqlen, heads, head_dim = q.shape
+    kv_heads = pages.rung.shape[1]
+    group = heads // kv_heads
+    out, lse = np.zeros(q.shape, q.dtype), np.full((batch, heads, seqlen), -np.inf, np.float32)
+    for b in range(batch):
+        for h in range(kv_heads):
+            tokens = reference.stored_tokens(pages, b, h)
+            k, v = (np.concatenate([np.zeros((0, head_dim)), *(t[i] for t in tokens)]) for i in (0, 1))
+            own = slice(h * group, (h + 1) * group)
+            out[b : b + 1, :, own], lse[b : b + 1, own] = low_precision_attention(
+                q[b : b + 1, :, own],
+                k.astype(q.dtype)[None, :, None],
+                v.astype(q.dtype)[None, :, None],
+                **options,
+            )
+    return out, lse
+
+
+def attend(q: np.ndarray, pages: LayerPages, **options: Any) -> Any:
+    group = q.shape[2] // pages.rung.shape[1]
+    arguments = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "keep_scores": 0} | options
+    return packed_cuda.launch(to_torch(q), on_device(pages), group, **arguments)
+
+
+def check(q: np.ndarray, pages: LayerPages, **options: Any) -> np.ndarray:
+    actual = attend(q, pages, **options)
+    out, lse, scores = reference.packed_attention(q, pages, **options)
+    options.pop("keep_scores", None)
+    low_out, low_lse = low_precision(q, pages, **options)
+    got = to_numpy(actual.out)
+    assert_accurate(got, out, low_out)
+    assert_accurate(to_numpy(actual.lse), lse, low_lse, "lse")
+    if actual.scores is not None:
+        used = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
+        kept = to_numpy(actual.scores)
+        assert np.array_equal(np.isneginf(kept[used]), np.isneginf(scores[used]))
+        finite = np.isfinite(scores) & used[..., None, None]
+        assert np.abs(kept - scores)[finite].max() <= 2 * np.abs(low_lse - lse)[np.isfinite(lse)].max() + 0.05
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_width(dtype: str, bits: int, head_dim: int) -> None:
+    pages = draw_pages(bits, dtype, head_dim, ((bits, bits),), np.array([[3, 20], [1, 0]]))
+    check(draw_queries(bits, dtype, 2, 1, 8, head_dim), pages)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_all_widths_in_one_sequence(dtype: str, head_dim: int) -> None:
+    pages = draw_pages(head_dim, dtype, head_dim, MIXED, np.array([[40, 7], [0, 200]]))
+    check(draw_queries(7, dtype, 2, 1, 8, head_dim), pages)
+
+
+def test_unequal_widths_of_keys_and_values() -> None:
+    rungs = ((2, 16), (16, 2), (4, 2), (2, 4), (8, 4), (3, 8), (16, 3), (8, 16))
+    pages = draw_pages(5, "bfloat16", 128, rungs, np.array([[60, 30]]))
+    check(draw_queries(5, "bfloat16", 1, 1, 6, 128), pages)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_group_sizes(group: int) -> None:
+    pages = draw_pages(group, "bfloat16", 128, MIXED, np.array([[20, 30]]))
+    check(draw_queries(group, "bfloat16", 1, 1, 2 * group, 128), pages)
+
+
+@pytest.mark.parametrize(("seqlen", "group"), [(4, 1), (2, 4), (3, 5), (16, 16)])
+def test_several_query_tokens_see_all_pages(seqlen: int, group: int) -> None:
+    pages = draw_pages(11, "bfloat16", 128, MIXED, np.array([[20, 9], [0, 33]]))
+    check(draw_queries(11, "bfloat16", 2, seqlen, 2 * group, 128), pages)
+
+
+def test_softcap_scale_and_kept_scores() -> None:
+    pages = draw_pages(3, "bfloat16", 128, MIXED, np.array([[20, 9], [0, 33]]))
+    check(draw_queries(3, "bfloat16", 2, 3, 8, 128), pages, softcap=5.0, scale=0.2, keep_scores=2)
+
+
+def test_many_sequences_share_blocks() -> None:
+    """More sequences than thread blocks, of one to a few pages and some empty."""
+    lengths = np.random.default_rng(0).integers(0, 4, (50, 8))
+    pages = draw_pages(9, "bfloat16", 64, ((2, 2), (8, 8)), lengths)
+    check(draw_queries(9, "bfloat16", 50, 1, 16, 64), pages)
+
+
+def test_only_empty_pages() -> None:
+    pages = draw_pages(1, "float16", 64, ((2, 2),), np.array([[2, 0]]))
+    pages.count[:] = 0
+    actual = attend(draw_queries(1, "float16", 1, 1, 4, 64), pages)
+    assert not to_numpy(actual.out).any()
+    assert np.isneginf(to_numpy(actual.lse)).all()
+
+
+def test_nan_of_a_live_token_shows() -> None:
+    pages = draw_pages(2, "bfloat16", 128, ((4, 4),), np.array([[9, 9]]), full=True)
+    pages.pools[0][pages.index[0, 1, 4], pages.layouts[0].v_steps + 17] = 0xFF
+    out = to_numpy(attend(draw_queries(2, "bfloat16", 1, 1, 8, 128), pages).out).astype(np.float32)
+    assert np.isnan(out[0, 0, 4:]).all()
+    assert np.isfinite(out[0, 0, :4]).all()
+
+
+def test_comparison_refuses_wrong_answers() -> None:
+    pages = draw_pages(4, "bfloat16", 128, MIXED, np.array([[12, 9]]))
+    q = draw_queries(4, "bfloat16", 1, 1, 8, 128)
+    out, lse, _ = reference.packed_attention(q, pages)
+    low_out, _ = low_precision(q, pages)
+    shifted = LayerPages(**(vars(pages) | {"k_mean": np.zeros_like(pages.k_mean)}))
+    fewer = LayerPages(**(vars(pages) | {"num_pages": pages.num_pages - 1}))
+    for wrong in (
+        np.zeros_like(out),
+        out[:, :, ::-1],
+        out[..., ::-1],
+        reference.packed_attention(q, shifted)[0],
+        reference.packed_attention(q, fewer)[0],
+    ):
+        with pytest.raises(AssertionError):
+            assert_accurate(wrong.astype(q.dtype), out, low_out)
+
+
+def test_same_bits_again_and_in_a_graph_that_follows_the_lengths() -> None:
+    pages = draw_pages(6, "bfloat16", 128, MIXED, np.array([[300, 41]]))
+    q = draw_queries(6, "bfloat16", 1, 1, 8, 128)
+    first = to_numpy(attend(q, pages).out)
+    device, queries = on_device(pages), to_torch(q)
+    out = torch.full_like(queries, float("nan"))
+    lse = torch.empty((1, 8, 1), device="cuda")
+    workspace = packed_cuda.make_workspace(queries, 2, 4, 128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed_cuda.attend(queries, device, out, lse, workspace, scale=128**-0.5)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert np.array_equal(to_numpy(out).view(np.int16), first.view(np.int16))
+    assert not workspace.arrivals.any()
+    shorter = LayerPages(**(vars(pages) | {"num_pages": np.array([[17, 0]], np.int32)}))
+    device.num_pages.copy_(torch.from_numpy(shorter.num_pages))
+    graph.replay()
+    assert_accurate(to_numpy(out), reference.packed_attention(q, shorter)[0], low_precision(q, shorter)[0])
+
+
+def test_strided_queries_and_canaries_around_the_results() -> None:
+    pages = draw_pages(8, "float16", 64, MIXED, np.array([[30, 12], [5, 9]]))
+    q = draw_queries(8, "float16", 2, 2, 4, 64)
+    hostile = torch.full((2, 4, 2, 70), float("nan"), dtype=torch.float16, device="cuda")
+    hostile[..., 2:66] = to_torch(q).transpose(1, 2)
+    around = torch.full((q.size + 128,), 7.0, dtype=torch.float16, device="cuda")
+    out = around[64:-64].view(q.shape)
+    lse = torch.empty((2, 4, 2), device="cuda")
+    workspace = packed_cuda.make_workspace(out, 4, 4, 64)
+    packed_cuda.attend(hostile[..., 2:66].transpose(1, 2), on_device(pages), out, lse, workspace, scale=0.125)
+    assert torch.equal(around[:64], around[-64:]) and bool((around[:64] == 7).all())
+    assert_accurate(to_numpy(out), reference.packed_attention(q, pages)[0], low_precision(q, pages)[0])
