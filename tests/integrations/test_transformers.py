@@ -1,0 +1,331 @@
+"""KVLabCache as a transformers.Cache: operations on rows and lengths, masks, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BartConfig, DynamicCache, GptOssConfig, GptOssForCausalLM
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from kvlab import BudgetError, MixedPrecisionCache
+from kvlab.integrations.padding import Padding
+from kvlab.integrations.transformers import ATTENTION, KVLabCache, PackedLayer, register
+from tests.integrations.models import CONFIGS, MHA, tiny, tokens
+
+register()
+EXACT: dict[str, Any] = {"bits": (16,), "budget": None}
+
+
+@pytest.fixture
+def llama(attend: Any) -> Any:
+    attend(tiny("llama"), ATTENTION)
+    return tiny("llama")
+
+
+# ---- the same as a DynamicCache
+
+rows = st.integers(0, 5)
+OPERATIONS = st.one_of(
+    st.tuples(st.just("feed"), st.integers(1, 9), st.sampled_from([0.0, 0.4])),
+    st.tuples(st.just("crop"), st.integers(0, 4)),
+    st.tuples(st.just("reorder_cache"), st.lists(rows, min_size=6, max_size=6)),
+    st.tuples(st.just("batch_select_indices"), st.lists(rows, min_size=1, max_size=4)),
+    st.tuples(st.just("batch_repeat_interleave"), st.integers(1, 2)),
+    st.tuples(st.just("copy")),
+    st.tuples(st.just("reset")),
+)
+
+
+class Pair:
+    """A KVLabCache and a DynamicCache that go through the same operations."""
+
+    def __init__(self) -> None:
+        self.model, self.fed = tiny("llama"), 0
+        self.caches: list[Any] = [
+            KVLabCache(self.model.config, **EXACT),
+            DynamicCache(config=self.model.config),
+        ]
+        self.mask = torch.zeros(2, 0, dtype=torch.bool)
+
+    def feed(self, count: int, padding: float) -> None:
+        """Feed tokens, of which a share is padding, and compare the logits of the others."""
+        self.fed += 1
+        generator = torch.Generator().manual_seed(self.fed)
+        valid = torch.rand(len(self.mask), count, generator=generator) >= padding
+        self.mask = torch.cat([self.mask, valid], 1)
+        ids = tokens(len(self.mask), count, seed=self.fed)
+        found, expected = (
+            self.model(ids, past_key_values=cache, attention_mask=self.mask.long()).logits
+            for cache in self.caches
+        )
+        assert ((found - expected)[valid].abs() < 1e-4 * expected.abs().max()).all()
+
+    def change(self, name: str, *arguments: Any) -> None:
+        held = self.mask.shape[1]
+        if name == "feed":
+            self.feed(*arguments)
+        elif name == "crop":
+            n = min(*arguments, held)
+            self.mask = self.mask[:, : held - n]
+            self.each("crop", -n)
+        elif name == "reset":
+            self.mask = self.mask[:, :0]
+            self.caches[0].reset()
+            self.caches[1] = DynamicCache(config=self.model.config)  # in 5.17 its reset keeps the length
+        elif name == "copy":
+            self.caches = copy.deepcopy(self.caches)
+        else:
+            self.change_rows(name, *arguments)
+
+    def change_rows(self, name: str, argument: Any) -> None:
+        if not self.mask.shape[1]:
+            return
+        if name == "batch_repeat_interleave":
+            if len(self.mask) <= 4:
+                self.mask = self.mask.repeat_interleave(argument, 0)
+                self.each(name, argument)
+            return
+        length = len(self.mask) if name == "reorder_cache" else len(argument)
+        index = torch.tensor([row % len(self.mask) for row in argument[:length]])
+        if len(index) == length:
+            self.mask = self.mask[index]
+            self.each(name, index)
+
+    def each(self, name: str, *arguments: Any) -> None:
+        for cache in self.caches:
+            getattr(cache, name)(*arguments)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(OPERATIONS, max_size=8))
+def test_operations_do_what_they_do_to_a_dynamic_cache(operations: list[tuple[Any, ...]]) -> None:
+    model, pair = tiny("llama"), Pair()
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION)
+    try:
+        pair.feed(12, 0.2)
+        for operation in operations:
+            pair.change(*operation)
+            pair.feed(1, 0.0)
+            assert pair.caches[0].get_seq_length() == pair.caches[1].get_seq_length() == pair.mask.shape[1]
+    finally:
+        model.set_attn_implementation(before)
+
+
+def test_layers_that_are_not_full_attention_stay_those_of_transformers() -> None:
+    cache = KVLabCache(CONFIGS["gemma3"])
+    assert [type(layer) for layer in cache.layers] == [DynamicSlidingWindowLayer, PackedLayer, PackedLayer]
+    assert (cache.is_sliding, cache.is_compileable, cache.is_croppable) == ([True, False, False], False, True)
+    assert cache.get_max_length(1) == -1
+    assert cache.get_mask_sizes(5, 1) == (5, 0)
+
+
+def test_defaults_are_those_of_the_cache_inside() -> None:
+    inside = inspect.signature(MixedPrecisionCache).parameters
+    outside = inspect.signature(KVLabCache).parameters
+    assert all(outside[name].default == inside[name].default for name in ("budget", "bits"))
+
+
+def test_the_cache_is_freed_with_its_last_reference(llama: Any) -> None:
+    cache = KVLabCache(llama.config)
+    llama(tokens(1, 9), past_key_values=cache)
+    inside = weakref.ref(cache.packed)
+    gc.disable()
+    try:
+        del cache
+        assert inside() is None, "a circle of references keeps the pages alive"
+    finally:
+        gc.enable()
+
+
+def test_reset_allows_another_batch(llama: Any) -> None:
+    cache = KVLabCache(llama.config, **EXACT)
+    llama(tokens(2, 9), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"the batch has 3 rows, this cache 2: reset\(\)"):
+        llama(tokens(3, 1), past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    found = llama(tokens(3, 9), past_key_values=cache).logits
+    assert torch.allclose(found, llama(tokens(3, 9)).logits, atol=1e-4)
+
+
+# ---- never silently wrong
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_another_attention_function_is_refused(attention: str, attend: Any) -> None:
+    model = tiny("llama")
+    attend(model, attention)
+    cache = KVLabCache(model.config, **EXACT)
+    with pytest.raises(RuntimeError, match=r"Call model\.set_attn_implementation\('kvlab_packed'\)"):
+        model(tokens(1, 9), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    attend(model, ATTENTION)
+    found = model(tokens(1, 9), past_key_values=cache).logits
+    assert torch.allclose(found, model(tokens(1, 9)).logits, atol=1e-4)
+
+
+def test_without_packed_layers_the_attention_function_is_sdpa(attend: Any) -> None:
+    model, prompt = tiny("llama"), tokens(2, 30)
+    attend(model, "sdpa")
+    expected = model(prompt).logits
+    attend(model, ATTENTION)
+    assert torch.equal(model(prompt).logits, expected)
+
+
+def test_gradients_are_refused(llama: Any) -> None:
+    llama.requires_grad_(True)
+    try:
+        with pytest.raises(TypeError, match=r"under torch\.no_grad"):
+            llama(tokens(1, 9), past_key_values=KVLabCache(llama.config))
+    finally:
+        llama.requires_grad_(False)
+
+
+def test_sinks_are_refused(attend: Any) -> None:
+    config = GptOssConfig(**{**MHA, "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 2})
+    model = GptOssForCausalLM(config).eval()
+    attend(model, ATTENTION)
+    with pytest.raises(NotImplementedError, match="does not compute s_aux"):
+        model.generate(tokens(1, 9), past_key_values=KVLabCache(config), max_new_tokens=2)
+
+
+def test_training_is_refused(llama: Any) -> None:
+    dropped = copy.deepcopy(llama).train()
+    for layer in dropped.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(NotImplementedError, match=r"dropout=0\.1: call model\.eval\(\)"):
+        dropped(tokens(1, 9), past_key_values=KVLabCache(llama.config))
+
+
+def causal(new: int, total: int) -> torch.Tensor:
+    return torch.ones(2, 1, new, total, dtype=torch.bool).tril(total - new)
+
+
+def test_padding_is_read_from_masks() -> None:
+    padding, mask = Padding(), causal(4, 4)
+    mask[0, :, :, :2] = False
+    valid = padding.extend(mask, batch=2, length=0, new=4)
+    assert valid is not None
+    assert valid.tolist() == [[False, False, True, True], [True] * 4]
+    longer = causal(1, 5)
+    longer[0, :, :, :2] = False
+    for _ in range(3):  # every layer asks
+        assert padding.extend(longer, batch=2, length=4, new=1).tolist() == [[True], [True]]  # type: ignore[union-attr]
+    assert Padding().extend(causal(3, 9), batch=2, length=6, new=3) is None
+
+
+@given(st.integers(0, 5), st.integers(1, 6), st.data())
+def test_any_other_mask_is_refused(length: int, new: int, data: st.DataObject) -> None:
+    mask = causal(new, length + new)
+    cell = data.draw(st.tuples(st.integers(0, 1), st.integers(0, new - 1), st.integers(0, length + new - 1)))
+    row, query, key = cell
+    mask[row, 0, query, key] ^= True
+    hides_new = query == new - 1 and length <= key  # a change of the last row is padding, if all rows have it
+    padding = hides_new and new - 1 <= key - length
+    if padding:
+        assert Padding().extend(mask, 2, length, new) is not None
+    else:
+        with pytest.raises((NotImplementedError, ValueError), match="mask"):
+            Padding().extend(mask, 2, length, new)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [
+        (torch.zeros(2, 1, 2, 9), NotImplementedError),
+        (torch.ones(2, 1, 2, 12, dtype=torch.bool), NotImplementedError),
+        (None, ValueError),
+        (causal(2, 9), ValueError),
+    ],
+    ids=["floats", "another length", "forgotten", "old padding shown"],
+)
+def test_masks_that_do_not_fit_are_refused(mask: torch.Tensor | None, error: type[Exception]) -> None:
+    padding, first = Padding(), causal(7, 7)
+    first[1, :, :, :3] = False
+    padding.extend(first, batch=2, length=0, new=7)
+    with pytest.raises(error, match="mask"):
+        padding.extend(mask, batch=2, length=7, new=2)
+
+
+# ---- errors say what to do
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "error", "words"),
+    [
+        ("llama", {"bits": (5,)}, ValueError, "bits"),
+        ("llama", {"budget": "much"}, ValueError, "budget"),
+        ("llama", {"dtype": "int8"}, ValueError, "dtype"),
+        ("llama", {"pages": 3}, TypeError, "pages"),
+        (tiny("llama"), {}, TypeError, r"model\.config"),
+        (BartConfig(), {}, NotImplementedError, "encoder-decoder"),
+    ],
+)
+def test_bad_options_show_at_once(config: Any, options: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        KVLabCache(CONFIGS.get(config, config) if isinstance(config, str) else config, **options)
+
+
+def test_a_model_without_full_attention_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"nothing is packed .*DynamicSlidingWindowLayer"):
+        cache = KVLabCache(CONFIGS["mistral-sliding"])
+    assert cache.packed is None
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("tokens_to_remove", [1, -10])
+def test_crop_names_what_it_takes(llama: Any, tokens_to_remove: int) -> None:
+    cache = KVLabCache(llama.config, **EXACT)
+    llama(tokens(1, 9), past_key_values=cache)
+    with pytest.raises(ValueError, match=f"tokens_to_remove={tokens_to_remove} must lie between -9 and 0"):
+        cache.crop(tokens_to_remove)
+    assert cache.get_seq_length() == 9
+
+
+def test_layers_alone_do_not_change(llama: Any) -> None:
+    cache = KVLabCache(llama.config, **EXACT)
+    llama(tokens(1, 9), past_key_values=cache)
+    for change in ("reset", "offload", "prefetch"):
+        with pytest.raises(NotImplementedError, match="KVLabCache"):
+            getattr(cache.layers[0], change)()
+
+
+def test_a_full_budget_leaves_the_cache_as_it_was(llama: Any) -> None:
+    cache = KVLabCache(llama.config, budget="40KiB", bits=(2, 8))
+    llama(tokens(1, 200), past_key_values=cache)
+    with pytest.raises(BudgetError) as error:
+        llama(tokens(1, 2000), past_key_values=cache)
+    assert cache.get_seq_length() == 200
+    assert error.value.longest_length is not None
+    llama(tokens(1, error.value.longest_length - 200), past_key_values=cache)
+    assert cache.get_seq_length() == error.value.longest_length
+
+
+def test_a_step_that_failed_between_two_layers_is_remembered(llama: Any, monkeypatch: Any) -> None:
+    cache = KVLabCache(llama.config, **EXACT)
+    llama(tokens(1, 9), past_key_values=cache)
+    step = MixedPrecisionCache.step
+
+    def fail(self: Any, layer: int, *arguments: Any, **options: Any) -> Any:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return step(self, layer, *arguments, **options)
+
+    monkeypatch.setattr(MixedPrecisionCache, "step", fail)
+    with pytest.raises(KeyboardInterrupt):
+        llama(tokens(1, 3), past_key_values=cache)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match=r"now hold 12 and 9 tokens: reset\(\) this cache"):
+        llama(tokens(1, 3), past_key_values=cache)
+    cache.reset()
+    llama(tokens(1, 3), past_key_values=cache)
