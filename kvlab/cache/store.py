@@ -108,6 +108,13 @@ class LayerStore:
         self._cost = np.array([0] * self.evicts + [self.page_bytes(r) for r in range(len(self.ladder))])
         self.clear()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the state of a copy, whose pools `copy.deepcopy` has put at any address."""
+        vars(self).update(state)
+        for r, pool in enumerate(self.pools):
+            self.pools[r] = _pool(len(pool), self.layouts[r])
+            self.pools[r][:] = pool
+
     def clear(self) -> None:
         """Drop all tokens and pools."""
         shape = (self.batch, self.num_heads_kv, 0)
