@@ -267,6 +267,9 @@ CODEC_CONTENTS = ("normal", "any scale", "bit patterns", "constant", "few values
 """What an array to be quantised may hold; "bit patterns" has NaN and infinities among them."""
 
 
+FINITE_CONTENTS = tuple(content for content in CODEC_CONTENTS if content != "bit patterns")
+
+
 @st.composite
 def codec_cases(
     draw: st.DrawFn,

@@ -46,7 +46,7 @@ class Quantized(Generic[ArrayT]):
         Codes of `shape`, packed along the last axis as by `pack` (codec ternary: `pack_ternary`).
     scale : array, float16
         `shape`, with the number of groups on `axis`. A set sign bit marks a group whose scale and offset are
-        the bits of bfloat16; NaN, a group that held a NaN, an infinity or a magnitude above 2**126.
+        the bits of bfloat16; the NaN 0x7E00, one that held a NaN, an infinity or a magnitude above 2**126.
     offset : array, float16, or None
         As `scale`; codec affine only.
     shape : tuple of int
@@ -178,9 +178,9 @@ def quantize(
     Let u be the distance between neighbouring numbers of the output type of `dequantize`, at the element. An
     element x comes back as x^ with
 
-    - affine, symmetric: \|x^ - x\| <= s/2 + u/2 + 2**-21 M, with M the largest magnitude of its group (the
-      last term is rounding in float32);
-    - ternary: \|x^ - x\| <= max(s/2, \|x\| - s) + u/2 + 2**-21 M;
+    - affine, symmetric: \|x^ - x\| <= s/2 + u/2 + r, with r = 2**-21 M + 2**-133, M the largest magnitude of
+      its group (r is rounding in float32, and the smallest bfloat16);
+    - ternary: \|x^ - x\| <= max(s/2, \|x\| - s) + u/2 + r;
     - hadamard: \|x^ - x\| <= 1.01 sqrt(w**2 + max(0, 1 - t/sqrt(n))**2) times the Euclidean norm of the
       group, for n elements, t the highest level and w the largest distance of a number between -t and t from
       its level. Groups that the rotation turns into a single spike, such as constant ones, come close to
@@ -319,7 +319,7 @@ def refuse_unrepresentable(x: NDArray[Any]) -> None:
 def _quantize_reference(x: ArrayT, layout: Layout, nan: str) -> tuple[ArrayT, ArrayT, ArrayT | None]:
     view = to_numpy_view(x, "x")
     codes, scale, offset = reference.quantize(view, int(layout.bits), **layout.reference_options)
-    if nan == "raise" and np.isnan(scale).any():
+    if nan == "raise" and (scale.view(np.uint16) == reference.NAN_WORD).any():
         refuse_unrepresentable(view)
     packed = pack_codes(codes, layout, "reference")
     return like_first(packed, x), like_first(scale, x), None if offset is None else like_first(offset, x)

@@ -33,7 +33,16 @@ from numpy.typing import NDArray
 
 from kvlab.reference import codebooks
 
-__all__ = ["CODECS", "dequantize", "hadamard", "hadamard_block", "half_levels", "quantize"]
+__all__ = [
+    "CODECS",
+    "NAN_WORD",
+    "dequantize",
+    "hadamard",
+    "hadamard_block",
+    "half_levels",
+    "quantize",
+    "saturate",
+]
 
 Float32 = NDArray[np.float32]
 Words = NDArray[np.uint16]
@@ -44,7 +53,9 @@ _NARROW_FROM, _NARROW_TO = np.float32(2.0**-14), np.float32(32752)
 _LARGEST = np.float32(2.0**126)
 _LARGEST_HALF = np.float32(65504)
 _TERNARY_LEVEL = np.float32(1.2240064)
-_WIDE, _NAN_WORD = 0x8000, 0x7E00
+NAN_WORD = 0x7E00
+"""Scale of a group that cannot be represented."""
+_WIDE = 0x8000
 
 
 def half_levels(bits: int) -> np.float32:
@@ -211,7 +222,7 @@ def _encode(x: Float32, bits: int, codec: str) -> tuple[NDArray[Any], Words, Wor
     codes = _codes(x, s[..., None], o[..., None], bits, codec)
     codes[~known] = 0
     scale_word = _word(s, wide) | np.where(wide, _WIDE, 0).astype(np.uint16)
-    return codes, np.where(known, scale_word, _NAN_WORD), np.where(known, _word(o, wide), _NAN_WORD)
+    return codes, np.where(known, scale_word, NAN_WORD), np.where(known, _word(o, wide), NAN_WORD)
 
 
 def _codes(x: Float32, s: Float32, o: Float32, bits: int, codec: str) -> NDArray[Any]:
