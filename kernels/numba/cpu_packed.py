@@ -1,18 +1,17 @@
 """Attention of a few query rows over packed pages: the softmax around the products of `cpu_fragments`.
 
 Work is cut into items: one (batch row, KV head), one block of up to 4 query rows, one range of pages.
-Threads take items from a counter; the answer of an item does not depend on the thread, and the caller
-merges the parts of a row in order, so the result has the same bits for any number of threads. Within an
-item:
+Threads take items from a counter; the answer of an item does not depend on the thread, and the parts
+of a row are merged in order, so the result has the same bits for any number of threads. Within an item:
 
-    per page    scores = K q, times the steps of the tokens scores[query row][64 slots]
+    per page    scores = K q, times the steps of the tokens         scores[row][64 slots]
                 running peak and sum of exp2; what was added up shrinks when the peak rises
-                totals += V^T (p * step)                    totals[head_dim / 16][4][2][query row][8 lanes]
-    at the end  out = the sums of four lanes of totals      out[query row][head_dim]
+                totals += V^T (p * step)                            totals[head_dim / 16][4][2][row][8 lanes]
+    at the end  out = the sums of four lanes of totals              out[row][head_dim]
 
 Scores are in units of log 2 inside. Values of coded (rotated) pages and raw ones have their own totals,
-because the caller rotates the coded part back. Scratch memory of a thread: the totals, a page of scores and
-of weights, and for raw values a page without its unused slots. K and V are never written out unpacked.
+because the coded part is rotated back at the end. Scratch memory of a thread: the totals, a page of scores
+and of weights, and for raw values a page without its unused slots. K and V are never written out unpacked.
 
 Shapes: pairs = batch * num_heads_kv; query rows are (position, head of the group), heads fastest, in blocks
 of `rows`, the last block filled up. `places` (rungs, PLACE_FIELDS) says where things lie in a page of a
@@ -24,9 +23,11 @@ import math
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .cpu_fragments import call_product, multiply_add
+from .cpu_groups import hadamard_run
 from .cpu_simd import float32x8, helper, highest, kernel, load, maximum, splat, store, total
 
 PAGE = 64
@@ -44,6 +45,9 @@ HEADROOM = np.float32(8)
 that has been added up costs more than a few larger weights."""
 
 _MINUS_INFINITY = np.float32(-np.inf)
+
+serial = njit(error_model="numpy", cache=True)
+"""Decorator of what is too short to share between threads."""
 
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _I8X8, _I32X8, _F32X8 = ir.VectorType(_I8, 8), ir.VectorType(_I32, 8), ir.VectorType(_F32, 8)
@@ -173,6 +177,20 @@ def _load_word(typing_context, address):
 
 
 @intrinsic
+def _prefetch(typing_context, address):
+    """Ask for the cache line at an address; it need not be readable."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], _I8.as_pointer())
+        signature = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+        builder.call(function, [pointer, _I32(0), _I32(2), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
 def _take_number(typing_context, counter):
     """Return counter[0] and add one to it, in one step for all threads."""
 
@@ -183,7 +201,7 @@ def _take_number(typing_context, counter):
     return types.int64(counter), generate
 
 
-@njit(cache=True)
+@serial
 def check_table(rung, count, index, num_pages, capacity):
     """Return whether every used entry of a page table names a page that exists."""
     for pair in range(rung.shape[0]):
@@ -195,6 +213,50 @@ def check_table(rung, count, index, num_pages, capacity):
             if index[pair, p] >= capacity[rung[pair, p]]:
                 return False
     return True
+
+
+@serial
+def lay_out_queries(q, scale, mean, block, factor, coded, raw, bias):
+    """Write scale * q as patterns of `cpu_fragments`, for coded keys (rotated) and for raw ones.
+
+    q (batch, positions, heads, head_dim) float32; coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4).
+    A coded key is H (k - mean), so <q, k> = <H q, coded key> + <q, mean>: mean (pairs, head_dim), and bias
+    (pairs, blocks, rows) receives the last term.
+    """
+    batch, positions, heads, head_dim = q.shape
+    pairs, blocks, rows = bias.shape
+    kv_heads = pairs // batch
+    group = heads // kv_heads
+    line = np.empty(head_dim, np.float32)
+    for pair in range(pairs):
+        for i in range(blocks * rows):
+            own, row = i // rows, i % rows
+            for channel in range(head_dim):
+                line[channel] = 0
+            if i < positions * group:
+                query = q[pair // kv_heads, i // group, pair % kv_heads * group + i % group]
+                for channel in range(head_dim):
+                    line[channel] = scale * query[channel]
+            _write_pattern(line, np.float32(1), raw[pair, own], row)
+            product = np.float32(0)
+            for channel in range(head_dim):
+                product += line[channel] * mean[pair, channel]
+            bias[pair, own, row] = product
+            hadamard_run(line, 0, head_dim, block)
+            for channel in range(head_dim):
+                line[channel] *= factor
+            _write_pattern(line, UPPER_HALF, coded[pair, own], row)
+
+
+@helper
+def _write_pattern(line, upper_half, patterns, row):
+    """Write one query row: patterns (head_dim / 16, 2, 2, rows, 4)."""
+    for tile in range(patterns.shape[0]):
+        for column_half in range(2):
+            for u in range(4):
+                channel = 16 * tile + 8 * column_half + 2 * u
+                patterns[tile, column_half, 0, row, u] = line[channel]
+                patterns[tile, column_half, 1, row, u] = line[channel + 1] * upper_half
 
 
 @helper
@@ -308,6 +370,12 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
         k_steps = page + place[K_STEPS] if place[K_STEPS] >= 0 else -1
         v_steps = page + place[V_STEPS] if place[V_STEPS] >= 0 else -1
 
+        if p + 1 < last:
+            following = places[rung[p + 1]]
+            start = following[POOL] + np.int64(index[p + 1]) * following[RECORD]
+            for line in range(start, start + following[RECORD], 64):
+                _prefetch(line)
+
         query = query_coded if k_steps >= 0 else query_raw
         keys = page + place[K_CODES]
         call_product(place[K_PRODUCT], keys, query.ctypes.data, scores.ctypes.data, head_dim // 16)
@@ -413,6 +481,47 @@ def attend_pages(
     counter = np.zeros(1, np.int64)
     for _ in prange(threads):
         _attend_items(counter, queries, table, places, itemsize, softcap, kept, kept_from, result)
+
+
+@serial
+def merge_parts(parts, peaks, sums, block, factor, out, lse):
+    """Merge the parts of each row, in order; rotate back the sums of coded values.
+
+    parts, peaks, sums from `attend_pages`; out (batch, positions, heads, head_dim), lse (batch, heads,
+    positions), natural: 0 and -inf where there is no token.
+    """
+    batch, positions, heads, head_dim = out.shape
+    _, pairs, _, splits, rows, _ = parts.shape
+    kv_heads = pairs // batch
+    group = heads // kv_heads
+    for pair in range(pairs):
+        for i in range(positions * group):
+            own, row, head = i // rows, i % rows, pair % kv_heads * group + i % group
+            line = out[pair // kv_heads, i // group, head]
+            peak = _MINUS_INFINITY
+            for part in range(splits):
+                peak = max(peak, peaks[pair, own, part, row])
+            whole = np.float32(0)
+            for part in range(splits):
+                if sums[pair, own, part, row] != 0:
+                    whole += sums[pair, own, part, row] * np.float32(2) ** (
+                        peaks[pair, own, part, row] - peak
+                    )
+            for channel in range(head_dim):
+                line[channel] = 0
+            for side in range(2):
+                for part in range(splits):
+                    if sums[pair, own, part, row] != 0:
+                        weight = np.float32(2) ** (peaks[pair, own, part, row] - peak) / whole
+                        values = parts[side, pair, own, part, row]
+                        for channel in range(head_dim):
+                            line[channel] += weight * values[channel]
+                if side == 0:
+                    hadamard_run(line, 0, head_dim, block)
+                    for channel in range(head_dim):
+                        line[channel] *= factor
+            log = (peak + np.float32(math.log2(whole))) / LOG2_E if whole != 0 else _MINUS_INFINITY
+            lse[pair // kv_heads, head, i // group] = log
 
 
 @kernel

@@ -306,99 +306,51 @@ def _attend_cpu(
 ) -> PackedAttention[ArrayT]:
     from numba import get_num_threads
 
-    from kvlab.numba_kernels import cpu_packed
+    from kvlab.numba_kernels import cpu_packed as kernels
 
     view = to_numpy_view(q, "q")
     batch, seqlen_q, heads, head_dim = view.shape
-    kv_heads, entries, query_rows = heads // group, pages.rung.shape[2], seqlen_q * group
-    pairs, blocks = batch * kv_heads, -(-query_rows // ROWS_AT_ONCE)
+    pairs, entries, query_rows = batch * (heads // group), pages.rung.shape[2], seqlen_q * group
+    blocks = -(-query_rows // ROWS_AT_ONCE)
     rows = -(-query_rows // max(blocks, 1))
-
     rung, count, index = (
         np.ascontiguousarray(x).reshape(pairs, entries) for x in (pages.rung, pages.count, pages.index)
     )
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
-    capacity = np.array([len(pool) for pool in pages.pools], np.int64)
-    if not cpu_packed.check_table(rung, count, index, num_pages, capacity):
-        raise ValueError(
-            "pages: an entry of the page table names a page that is not there; see LayerPages.check_entries"
-        )
     places = _places(tuple(pages.layouts), pages.dtype, max(rows, 1)).copy()
-    places[:, cpu_packed.POOL] = [pool.ctypes.data for pool in pages.pools]
+    places[:, kernels.POOL] = [pool.ctypes.data for pool in pages.pools]
+    capacity = np.array([len(pool) for pool in pages.pools], np.int64)
+    if not kernels.check_table(rung, count, index, num_pages, capacity):
+        raise ValueError(
+            "pages: an entry of the page table names a page that does not exist; check_entries() says which"
+        )
 
-    queries = np.zeros((batch, kv_heads, blocks * rows, head_dim), np.float32)
-    by_head = view.reshape(batch, seqlen_q, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
-    unit = scale if softcap else scale * cpu_packed.LOG2_E
-    queries[:, :, :query_rows] = by_head.reshape(batch, kv_heads, query_rows, head_dim)
-    queries *= np.float32(unit)
-    coded, bias = _in_key_frame(queries, pages)
-    patterns = [_patterns(x, pairs, blocks, rows) for x in (coded, queries)]
-    patterns[0][:, :, :, :, 1] *= cpu_packed.UPPER_HALF
+    block = hadamard_block(head_dim)
+    rotation = block, np.float32(1 / math.sqrt(block))
+    coded, raw = np.empty((2, pairs, blocks, head_dim // 16, 2, 2, rows, 4), np.float32)
+    bias = np.empty((pairs, blocks, rows), np.float32)
+    queries = np.ascontiguousarray(view, np.float32)
+    mean = np.asarray(pages.k_mean, np.float32).reshape(pairs, head_dim)
+    unit = np.float32(scale if softcap else scale * kernels.LOG2_E)
+    kernels.lay_out_queries(queries, unit, mean, *rotation, coded, raw, bias)
 
     splits = max(1, min(-(-_ITEMS // max(pairs * blocks, 1)), entries // _PAGES_PER_ITEM))
-    out = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
+    parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
     peaks, sums = np.empty((2, pairs, blocks, splits, rows), np.float32)
     kept = np.empty((pairs, entries, keep_scores * group, 64), np.float32)
-    cpu_packed.attend_pages(
-        *patterns, bias.reshape(pairs, blocks, rows), rung, count, index, num_pages, places,
-        pages.layouts[0].itemsize, np.float32(softcap), kept, query_rows - kept.shape[2], get_num_threads(),
-        out, peaks, sums,
+    itemsize, kept_from = pages.layouts[0].itemsize, query_rows - kept.shape[2]
+    kernels.attend_pages(
+        coded, raw, bias, rung, count, index, num_pages, places, itemsize, np.float32(softcap),
+        kept, kept_from, get_num_threads(), parts, peaks, sums,
     )  # fmt: skip
-    merged, lse = _merge(out, peaks, sums)
-    by_row = (batch, kv_heads, blocks * rows)
-    result = merged.reshape(*by_row, head_dim)[:, :, :query_rows]
-    result = result.reshape(batch, kv_heads, seqlen_q, group, head_dim).transpose(0, 2, 1, 3, 4)
-    lse = lse.reshape(by_row)[:, :, :query_rows].reshape(batch, kv_heads, seqlen_q, group).swapaxes(2, 3)
+    out, lse = np.empty(view.shape, np.float32), np.empty((batch, heads, seqlen_q), np.float32)
+    kernels.merge_parts(parts, peaks, sums, *rotation, out, lse)
+    scores = kept.reshape(batch, heads // group, entries, keep_scores * group, 64)
     return PackedAttention(
-        like_first(result.reshape(view.shape).astype(view.dtype), q),
-        like_first(lse.reshape(batch, heads, seqlen_q), q),
-        like_first(kept.reshape(batch, kv_heads, entries, keep_scores * group, 64), q)
-        if keep_scores
-        else None,
+        like_first(out.astype(view.dtype, copy=False), q),
+        like_first(lse, q),
+        like_first(scores, q) if keep_scores else None,
     )
-
-
-def _in_key_frame(queries: Floats, pages: Pages) -> tuple[Floats, Floats]:
-    """Bring queries (batch, KV heads, rows, head_dim) into the frame of coded keys; what scores then lack.
-
-    A coded key is H(k - mean), so <q, k> = <H q, coded key> + <q, mean>.
-    """
-    mean = np.asarray(pages.k_mean, np.float32)
-    return _rotate(queries), np.einsum("bhrd,bhd->bhr", queries, mean)
-
-
-def _rotate(x: Floats) -> Floats:
-    from kvlab.numba_kernels.cpu_codec import hadamard_rows
-
-    block = hadamard_block(x.shape[-1])
-    rows = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
-    out = np.empty_like(rows)
-    hadamard_rows(rows, block, np.float32(1 / math.sqrt(block)), out)
-    return out.reshape(x.shape)
-
-
-def _patterns(queries: Floats, pairs: int, blocks: int, rows: int) -> Floats:
-    """Arrange the channels of query rows as the products of pages read them."""
-    tiles = queries.shape[-1] // 16
-    by_lane = queries.reshape(
-        pairs, blocks, rows, tiles, 2, 4, 2
-    )  # ..., tile, column half, lane, half of a word
-    return np.ascontiguousarray(by_lane.transpose(0, 1, 3, 4, 6, 2, 5))
-
-
-@np.errstate(divide="ignore", invalid="ignore")
-def _merge(out: Floats, peaks: Floats, sums: Floats) -> tuple[Floats, Floats]:
-    """Join the parts of each row, in order, and rotate back the sums of coded values: out and natural lse.
-
-    out (2, pairs, blocks, splits, rows, head_dim), where the first half is of coded values; peaks, sums
-    without the first and last axis.
-    """
-    peak = peaks.max(axis=2)
-    weights = np.where(sums == 0, np.float32(0), np.exp2(peaks - peak[:, :, None]))
-    total = (weights * sums).sum(axis=2)
-    coded, raw = np.einsum("xpbsrd,pbsr->xpbrd", out, weights)
-    merged = (_rotate(coded) + raw) / np.where(total == 0, np.float32(1), total)[..., None]
-    return merged, np.where(total == 0, -np.inf, (peak + np.log2(total)) * math.log(2)).astype(np.float32)
 
 
 def _mass_cpu(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
