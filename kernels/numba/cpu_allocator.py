@@ -9,7 +9,6 @@ All loops are serial: at 4,096 pages the greedy ones take a fraction of a millis
 """
 
 import numpy as np
-
 from numba import njit
 
 

@@ -92,7 +92,7 @@ def make_policy(importance: Importance, decay: float) -> Policy:
     ) -> Floats:
         if previous is not None:
             return previous
-        inverse: Floats = np.float32(1) / np.maximum(observed, np.float32(1e-6))
+        inverse: Floats = np.reciprocal(np.maximum(observed, np.float32(1e-6)))
         return inverse
 
     def uniform(
