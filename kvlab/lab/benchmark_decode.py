@@ -1,0 +1,196 @@
+"""The decode share of `kvlab benchmark`: one query token over packed pages, against dense attention of torch.
+
+The model is one layer with 32 query heads and 8 KV heads of 128 channels. The yardstick is torch's
+`scaled_dot_product_attention` over the same keys and values, decoded to float32 or bfloat16, with the query
+heads of a group as rows of one head: 3 to 4 times faster than `enable_gqa=True`. Both run on the same
+threads, in turns.
+
+Two floors stand beside every time: the bytes of the pages at the speed at which torch sums 256 MiB, and the
+multiplications at the speed of its float32 matrix product, which nothing that multiplies in float32 can beat.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import numpy_dtype
+from kvlab.cache.pages import TOKENS_PER_PAGE, LayerPages, PageLayout, read_tokens
+from kvlab.errors import needs_extra
+from kvlab.lab.timing import time_in_turns
+from kvlab.ops.packed import packed_attention
+from kvlab.reference.codec import hadamard
+from kvlab.reference.pages import STEPS
+
+__all__ = ["CONTEXTS", "WIDTHS", "benchmark_decode"]
+
+Row = dict[str, str | int | float]
+
+NUM_HEADS_Q, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
+CONTEXTS = (2_048, 8_192, 32_768)
+WIDTHS: dict[str, tuple[int, ...]] = {
+    "2": (2,),
+    "3": (3,),
+    "4": (4,),
+    "8": (8,),
+    "mixed, average 4": (2, 3, 3, 4, 8),
+}
+"""What pages hold, by name: widths that are taken in turn."""
+
+
+def benchmark_decode(
+    *,
+    contexts: Sequence[int] = CONTEXTS,
+    widths: Sequence[str] = tuple(WIDTHS),
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    repeats: int = 15,
+    threads: int | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """Time one decode step per context length, widths and dtype.
+
+    Parameters
+    ----------
+    contexts : sequence of int
+        Stored tokens, multiples of 64.
+    widths : sequence of str
+        Keys of `WIDTHS`.
+    dtypes : sequence of str
+        Of the query and of what torch attends, ``"float32"`` or ``"bfloat16"``.
+    repeats : int
+        Turns.
+    threads : int, optional
+        For both sides; what Numba uses if not given.
+    seed : int
+        Of queries and pages.
+
+    Returns
+    -------
+    list of dict
+        ``context``, ``widths``, ``dtype``, ``threads``; ``packed_ms``, ``torch_ms``: medians; ``speedup``:
+        median over turns of torch's time over ours; ``bytes_floor_ms``, ``flops_floor_ms``; ``of_floor``:
+        the higher floor over packed_ms, at most about 1.
+
+    Raises
+    ------
+    RuntimeError
+        If both sides do not agree.
+    MissingExtraError
+        If torch is not installed.
+
+    Examples
+    --------
+    >>> (row,) = benchmark_decode(contexts=[128], widths=["4"], dtypes=["float32"], repeats=1)
+    >>> row["context"], row["widths"], row["speedup"] > 0
+    (128, '4', True)
+    """
+    with needs_extra("hf", "kvlab benchmark decode"):
+        import torch
+    import numba
+
+    before = numba.get_num_threads(), torch.get_num_threads()
+    count = threads or before[0]
+    rng = np.random.default_rng(seed)
+    try:
+        numba.set_num_threads(count)
+        torch.set_num_threads(count)
+        rows = []
+        for context, name, dtype in itertools.product(contexts, widths, dtypes):
+            row: Row = {"context": context, "widths": name, "dtype": dtype, "threads": count}
+            rows.append(row | _time(make_pages(rng, WIDTHS[name], context), dtype, rng, repeats))
+        return rows
+    finally:
+        numba.set_num_threads(before[0])
+        torch.set_num_threads(before[1])
+
+
+def make_pages(rng: np.random.Generator, widths: Sequence[int], tokens: int) -> LayerPages:
+    """Return full pages of random codes for one row, their widths taken in turn, scattered over the pools."""
+    if tokens <= 0 or tokens % TOKENS_PER_PAGE:
+        raise ValueError(f"contexts must be multiples of {TOKENS_PER_PAGE} tokens, got {tokens}")
+    ladder = sorted(set(widths))
+    rung = np.resize([ladder.index(width) for width in widths], (1, NUM_HEADS_KV, tokens // TOKENS_PER_PAGE))
+    index = np.zeros(rung.shape, np.uint32)
+    layouts = [PageLayout(HEAD_DIM, width, width, 4) for width in ladder]
+    pools = []
+    for r, layout in enumerate(layouts):
+        mine = rung == r
+        index[mine] = rng.permutation(mine.sum())
+        memory = rng.integers(0, 256, mine.sum() * layout.nbytes + 64, np.uint8)
+        pool = memory[-memory.ctypes.data % 64 :][: mine.sum() * layout.nbytes].reshape(-1, layout.nbytes)
+        # Uniform codes with this step lie within 2, so values have about the variance 4 / 3.
+        step = int(np.abs(STEPS[:0xF8] - np.float32(2.0 ** (1 - ladder[r]))).argmin())
+        pool[:, layout.k_steps : layout.positions] = step
+        pools.append(pool)
+    return LayerPages(
+        layouts=tuple(layouts),
+        pools=tuple(pools),
+        rung=rung.astype(np.uint8),
+        count=np.full(rung.shape, TOKENS_PER_PAGE, np.uint8),
+        index=index,
+        base=np.zeros(rung.shape, np.uint16),
+        num_pages=np.full(rung.shape[:2], rung.shape[2], np.int32),
+        k_mean=np.zeros((1, NUM_HEADS_KV, HEAD_DIM), np.float16),
+        dtype="float32",
+    )
+
+
+def decode(pages: LayerPages) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return keys and values (1, KV heads, tokens, head_dim), page by page."""
+    shape = (*pages.rung.shape, TOKENS_PER_PAGE, pages.head_dim)
+    keys, values = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    for r, (pool, layout) in enumerate(zip(pages.pools, pages.layouts, strict=True)):
+        mine = pages.rung == r
+        page = np.repeat(pages.index[mine].astype(np.int64), TOKENS_PER_PAGE)
+        slot = np.tile(np.arange(TOKENS_PER_PAGE), mine.sum())
+        k, v = read_tokens(pool, layout, pages.dtype, page, slot)
+        keys[mine], values[mine] = (hadamard(x).reshape(-1, *shape[-2:]) for x in (k, v))
+    joined = (*pages.num_pages.shape, -1, pages.head_dim)
+    return keys.reshape(joined), values.reshape(joined)
+
+
+def _time(pages: LayerPages, dtype: str, rng: np.random.Generator, repeats: int) -> Row:
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    kind = getattr(torch, dtype)
+    group = NUM_HEADS_Q // NUM_HEADS_KV
+    q = rng.standard_normal((1, 1, NUM_HEADS_Q, HEAD_DIM), np.float32).astype(numpy_dtype(dtype))
+    grouped = torch.from_numpy(q.astype(np.float32)).to(kind).reshape(1, NUM_HEADS_KV, group, HEAD_DIM)
+    k, v = (torch.from_numpy(x).to(kind) for x in decode(pages))
+    expected = scaled_dot_product_attention(grouped.float(), k.float(), v.float()).reshape(q.shape).numpy()
+    error = np.abs(packed_attention(q, pages).out.astype(np.float32) - expected).max()
+    allowed = 2e-5 if dtype == "float32" else 2e-2
+    if not error <= allowed * np.abs(expected).max():
+        raise RuntimeError(
+            f"packed attention is off by {error} where torch gives up to {np.abs(expected).max()}"
+        )
+
+    sample, square = torch.ones(2**26), torch.ones(1024, 1024)
+    timings = time_in_turns(
+        {
+            "packed": lambda: packed_attention(q, pages),
+            "torch": lambda: scaled_dot_product_attention(grouped, k, v),
+            "sum": lambda: sample.sum(),
+            "product": lambda: square @ square,
+        },
+        repeats=repeats,
+    )
+    read = sum(
+        pool.shape[0] * layout.positions for pool, layout in zip(pages.pools, pages.layouts, strict=True)
+    )
+    multiplications = 2 * k.shape[2] * NUM_HEADS_Q * HEAD_DIM
+    bytes_floor = timings["sum"].median * read / sample.nbytes
+    flops_floor = timings["product"].median * multiplications / len(square) ** 3
+    packed = timings["packed"]
+    return {
+        "packed_ms": 1e3 * packed.median,
+        "torch_ms": 1e3 * timings["torch"].median,
+        "speedup": packed.ratio_to(timings["torch"]),
+        "bytes_floor_ms": 1e3 * bytes_floor,
+        "flops_floor_ms": 1e3 * flops_floor,
+        "of_floor": max(bytes_floor, flops_floor) / packed.median,
+    }
