@@ -40,10 +40,12 @@ Floats = NDArray[np.float32]
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16)}
+_CUDA_FACTS: dict[str, Any] = {"dtype": ("float16", "bfloat16"), "head_dim": (64, 80, 96, 128, 256)}
 
 register(
     Row("packed_attention", "cpu", "kvlab.ops.packed:_attend_cpu", _FACTS),
     Row("packed_attention", "reference", "kvlab.ops.packed:_attend_reference", _FACTS),
+    Row("packed_attention", "cuda", "kvlab.ops.packed_cuda:launch", _CUDA_FACTS),
     Row("mass_from_scores", "cpu", "kvlab.ops.packed:_mass_cpu", {}),
     Row("mass_from_scores", "reference", "kvlab.ops.packed:_mass_reference", {}),
 )

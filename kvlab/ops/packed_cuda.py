@@ -1,9 +1,9 @@
 """Packed attention on a GPU: choose the specialisation of ``packed_attention.cu`` and launch it.
 
-One kernel does the whole call, whatever mixture of widths the pages have. What it is specialised for is what a cache
-never changes: head dimension, dtype and the widths that its ladder has. Lengths and page tables are read on the device,
-so a captured CUDA graph follows them. A call allocates its results and a workspace in the caller's framework; callers
-who capture graphs or count microseconds make both once (`Workspace`, `attend`).
+One kernel does the whole call, whatever mixture of widths the pages have. What it is specialised for is what
+a cache never changes: head dimension, dtype and the widths that its ladder has. Lengths and page tables are
+read on the device, so a captured CUDA graph follows them. A call allocates its results and a workspace in the
+caller's framework; callers who capture graphs or count microseconds make both once (`Workspace`, `attend`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Plan:
 
 
 def item_bytes(layout: Layout) -> int:
-    """Return the largest part of a page that the kernel copies at once: all of it, K or V, or a half of either."""
+    """Return the most bytes of a page that the kernel copies at once: all, K or V, or half of K or V."""
     sides = [8 * layout.head_dim * bits + 64 * (bits < 16) for bits in (layout.bits_k, layout.bits_v)]
     if layout.bits_k + layout.bits_v <= 8:
         return sum(sides)
@@ -108,17 +108,26 @@ def _plan(
     head_dim = layouts[0].head_dim
     widths = [sum({_FLAG[getattr(layout, side)] for layout in layouts}) for side in ("bits_k", "bits_v")]
     slot = -(-max(map(item_bytes, layouts)) // 128) * 128
-    warps = warps or (12 if head_dim <= 128 else 8)
-    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
-              "WARPS": warps, "SOFTCAP": int(softcap), "KEEP_SCORES": int(kept)}  # fmt: skip
-    kernel = load(build("packed_attention", macros, arch_of(*compute_capability(device))), device=device)
+    capability = compute_capability(device)
+    if capability < (9, 0):
+        raise NotImplementedError(
+            f"packed_attention copies pages in bulk, which takes compute capability 9.0; device {device} has "
+            f"{capability[0]}.{capability[1]}: keep the cache on the CPU"
+        )
+    # 12 warps leave 168 registers a thread, which are too few for larger heads, and for all widths on sm_100.
+    warps = warps or (12 if head_dim <= 128 and capability[0] != 10 else 8)
+    macros = {
+        "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
+        "WARPS": warps, "SOFTCAP": int(softcap), "KEEP_SCORES": int(kept),
+    }  # fmt: skip
+    kernel = load(build("packed_attention", macros, arch_of(*capability)), device=device)
     merge = 4 * warps * min(rows, _MERGE_ROWS) * (head_dim + 2)
     free = _shared_bytes(device) - kernel.resources.shared_bytes - merge
     stages = min(_MAX_STAGES, free // (warps * slot))
     if stages < 1:
         raise NotImplementedError(
-            f"packed_attention needs {merge + warps * slot} bytes of shared memory a block for head_dim {head_dim} and "
-            f"these widths; device {device} has {free + merge}. Use narrower pages, or a CPU copy of the cache"
+            f"packed_attention needs {merge + warps * slot} bytes of shared memory a block for head_dim "
+            f"{head_dim} and these widths; device {device} has {free + merge}. Use narrower pages"
         )
     ring = warps * stages * slot
     return _Plan(kernel, _multiprocessors(device), warps, slot, stages, ring + merge)
@@ -173,6 +182,11 @@ def attend(
     kv_heads, entries = pages.rung.shape[1:]
     group = heads // kv_heads
     view = cuda_view(q, "q")
+    if batch * kv_heads * -(-seqlen_q * group // _ROWS) * entries * _multiprocessors(view.device) >= 1 << 32:
+        raise NotImplementedError(
+            f"the page table has room for {batch * kv_heads * entries} pages, too many for one call: attend "
+            "fewer rows of the batch at a time"
+        )
     if view.strides[3] != 1 or any(step % 2 for step in view.strides[:3]):
         raise ValueError(
             f"q must be contiguous in its last axis and even in the others, got strides {view.strides}"
@@ -240,7 +254,7 @@ def launch(
     batch, seqlen_q, heads, head_dim = q.shape  # type: ignore[attr-defined]
     if dtype_name(q, "q") != pages.dtype:
         raise NotImplementedError(
-            f"q is {dtype_name(q)} and the pages are of a {pages.dtype} cache; on a GPU they must agree: cast q"
+            f"q is {dtype_name(q)} and the pages are of a {pages.dtype} cache; on a GPU both must be the same"
         )
     if len(pages.layouts) > _MAX_RUNGS:
         raise NotImplementedError(

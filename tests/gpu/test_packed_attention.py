@@ -1,7 +1,7 @@
 """Packed attention of backend "cuda" against float64 over the same pages, and what a launch must leave alone.
 
-Pages are drawn as bytes: any codes are valid codes. Unused slots hold NaN, unused table entries name pages that do not
-exist, and memory around the results holds a canary.
+Pages are drawn as bytes: any codes are valid codes. Unused slots hold NaN, unused table entries name pages
+that do not exist, and memory around the results holds a canary.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def check(q: np.ndarray, pages: LayerPages, **options: Any) -> np.ndarray:
         kept = to_numpy(actual.scores)
         assert np.array_equal(np.isneginf(kept[used]), np.isneginf(scores[used]))
         finite = np.isfinite(scores) & used[..., None, None]
-        assert np.abs(kept - scores)[finite].max() <= 2 * np.abs(low_lse - lse)[np.isfinite(lse)].max() + 0.05
+        assert np.abs(kept[finite] - scores[finite]).max() < 0.05
     return got
 
 
@@ -248,7 +248,7 @@ def test_nan_of_a_live_token_shows() -> None:
 def test_comparison_refuses_wrong_answers() -> None:
     pages = draw_pages(4, "bfloat16", 128, MIXED, np.array([[12, 9]]))
     q = draw_queries(4, "bfloat16", 1, 1, 8, 128)
-    out, lse, _ = reference.packed_attention(q, pages)
+    out = reference.packed_attention(q, pages)[0]
     low_out, _ = low_precision(q, pages)
     shifted = LayerPages(**(vars(pages) | {"k_mean": np.zeros_like(pages.k_mean)}))
     fewer = LayerPages(**(vars(pages) | {"num_pages": pages.num_pages - 1}))
@@ -295,5 +295,6 @@ def test_strided_queries_and_canaries_around_the_results() -> None:
     lse = torch.empty((2, 4, 2), device="cuda")
     workspace = packed_cuda.make_workspace(out, 4, 4, 64)
     packed_cuda.attend(hostile[..., 2:66].transpose(1, 2), on_device(pages), out, lse, workspace, scale=0.125)
-    assert torch.equal(around[:64], around[-64:]) and bool((around[:64] == 7).all())
+    assert bool((around[:64] == 7).all())
+    assert bool((around[-64:] == 7).all())
     assert_accurate(to_numpy(out), reference.packed_attention(q, pages)[0], low_precision(q, pages)[0])

@@ -85,7 +85,7 @@ struct Fields {
     static constexpr int TILES = BITS == 2 ? 2 : BITS == 3 ? 4 : 1;  // that share words
     static constexpr int WORDS = BITS == 2 ? 1 : BITS * TILES / 4;   // of a lane for these tiles
     // Bits at which the two registers of a pair of rows stand when expanded without an addition.
-    static constexpr int LOW = 1, HIGH = BITS == 2 ? 3 : BITS == 3 ? 4 : 1;
+    static constexpr int LOW = BITS == 3, HIGH = BITS == 2 ? 2 : BITS == 3 ? 4 : 0;
 };
 
 // The fields at bit OFFSET of both halves under the exponent whose last mantissa bit is 1: MAGIC + 2^OFFSET
@@ -116,9 +116,8 @@ __device__ __forceinline__ void expand(const u32* w, u32 (&a)[Fields<BITS>::TILE
     if constexpr (BITS == 2 && RAISED) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u32 x = i == 0 ? w[0] << 1 : w[0] >> (4 * i - 1);
-            a[i / 2][2 * (i % 2)] = raised<2, L>(x);
-            a[i / 2][2 * (i % 2) + 1] = raised<2, H>(x);
+            a[i / 2][2 * (i % 2)] = raised<2, L>(w[0] >> (4 * i));
+            a[i / 2][2 * (i % 2) + 1] = raised<2, H>(w[0] >> (4 * i));
         }
     } else if constexpr (BITS == 2) {
         const u32 x = w[0] << 1, y = w[0] >> 5, z = w[0] >> 11;
@@ -145,10 +144,9 @@ __device__ __forceinline__ void expand(const u32* w, u32 (&a)[Fields<BITS>::TILE
         a[3][3] = RAISED ? raised<3, H>(last) : centred<3, 1>(last);
     } else if constexpr (BITS == 4) {
 #pragma unroll
-        for (int p = 0; p < 4; ++p) {
-            const u32 x = p == 0 ? w[0] << 1 : w[0] >> (4 * p - 1);
-            a[0][p] = RAISED ? raised<4, 1>(x) : centred<4, 1>(x);
-        }
+        for (int p = 0; p < 4; ++p)
+            a[0][p] = RAISED ? raised<4, L>(w[0] >> (4 * p))
+                             : centred<4, 1>(p == 0 ? w[0] << 1 : w[0] >> (4 * p - 1));
     } else if constexpr (BITS == 8) {
 #pragma unroll
         for (int p = 0; p < 4; ++p) {
@@ -189,8 +187,9 @@ __device__ __forceinline__ void for_each_tile(const u8* codes, int lane, Order o
 __device__ __forceinline__ void load_steps(const u8* steps, int g, float (&step)[8]) {
     const uint2 x = ((const uint2*)steps)[g];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const u32 w = i < 4 ? x.x : x.y;
-        step[i] = half_bits_to_float((i % 4 ? w >> (8 * (i % 4) - 7) : w << 7) & 0x7f80u);
+    for (int i = 0; i < 2; ++i) {
+        const u32 w = i ? x.y : x.x, even = (w & 0x00ff00ffu) << 7, odd = (w >> 1) & 0x7f807f80u;
+        step[4 * i] = half_bits_to_float(even & 0xffffu), step[4 * i + 2] = half_bits_to_float(even >> 16);
+        step[4 * i + 1] = half_bits_to_float(odd & 0xffffu), step[4 * i + 3] = half_bits_to_float(odd >> 16);
     }
 }

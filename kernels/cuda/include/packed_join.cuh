@@ -61,6 +61,7 @@ __device__ __forceinline__ void change_frame(State& state, int lane) {
 __device__ __forceinline__ void hadamard_row(float* x, int lane) {
 #pragma unroll 1
     for (int h = 1; h < HADAMARD_BLOCK; h *= 2) {
+#pragma unroll
         for (int i = lane; i < HEAD_DIM / 2; i += 32) {
             const int at = 2 * i - (i & (h - 1));
             const float a = x[at], b = x[at + h];
@@ -109,40 +110,40 @@ __device__ __forceinline__ void join_warps(const State& state, int row_count, fl
     }
 }
 
-// The parts that thread blocks left in `partial`, [parts][8][ROW_FLOATS], become `rows`; all threads.
-__device__ __forceinline__ void join_parts(const float* partial, int parts, int row_count, float* weights,
-                                           float* rows) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int row = warp; row < row_count; row += WARPS) {
-        const float* from = partial + row * ROW_FLOATS + HEAD_DIM;
+// The parts that thread blocks left in `partial`, [parts][8][ROW_FLOATS], become `rows`; a thread two
+// channels. All loads of AT_ONCE parts are on their way together, for their latency is what this costs.
+__device__ __forceinline__ void join_parts(const float* partial, int parts, int row_count, float* rows) {
+    constexpr int PART = 8 * ROW_FLOATS / 2, ROW_PAIRS = HEAD_DIM / 2, AT_ONCE = 16;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < row_count * ROW_PAIRS; i += WARPS * 32) {
+        const int row = i / ROW_PAIRS, c = i % ROW_PAIRS;
+        const float2 *from = (const float2*)(partial + row * ROW_FLOATS) + c, *ends = from - c + ROW_PAIRS;
+        float2 value = {0.f, 0.f};
         float top = LOWEST, sum = 0.f;
 #pragma unroll 1
-        for (int i = lane; i < parts; i += 32) top = fmaxf(top, __ldcg(from + (u64)i * 8 * ROW_FLOATS));
-#pragma unroll 1
-        for (int bit = 1; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, bit));
-#pragma unroll 1
-        for (int i = lane; i < parts; i += 32) {
-            const float2 x = __ldcg((const float2*)(from + (u64)i * 8 * ROW_FLOATS));
-            const float weight = power_of_2(x.x - top);
-            weights[row * parts + i] = weight;
-            sum += x.y * weight;
+        for (int first = 0; first < parts; first += AT_ONCE) {
+            float2 x[AT_ONCE], end[AT_ONCE];  // of a part: two channels; maximum and sum
+            const float before = top;
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) {
+                const bool there = first + k < parts;
+                end[k] = there ? __ldcg(ends + (first + k) * PART) : float2{LOWEST, 0.f};
+                x[k] = there ? __ldcg(from + (first + k) * PART) : float2{0.f, 0.f};
+            }
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) top = fmaxf(top, end[k].x);
+            const float factor = power_of_2(before - top);
+            value.x *= factor, value.y *= factor, sum *= factor;
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) {
+                const float weight = power_of_2(end[k].x - top);
+                value.x += x[k].x * weight;
+                value.y += x[k].y * weight;
+                sum += end[k].y * weight;
+            }
         }
-#pragma unroll 1
-        for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, bit);
-        if (lane == 0) {
-            rows[row * ROW_FLOATS + HEAD_DIM] = top;
-            rows[row * ROW_FLOATS + HEAD_DIM + 1] = sum;
-        }
-    }
-    __syncthreads();  // the weights of all parts are known
-#pragma unroll 1
-    for (int i = threadIdx.x; i < row_count * HEAD_DIM; i += WARPS * 32) {
-        const int row = i / HEAD_DIM, c = i % HEAD_DIM;
-        float value = 0.f;
-#pragma unroll 8
-        for (int k = 0; k < parts; ++k)
-            value += __ldcg(partial + ((u64)k * 8 + row) * ROW_FLOATS + c) * weights[row * parts + k];
-        rows[row * ROW_FLOATS + c] = value;
+        ((float2*)(rows + row * ROW_FLOATS))[c] = value;
+        if (c == 0) ((float2*)(rows + row * ROW_FLOATS))[ROW_PAIRS] = {top, sum};
     }
     __syncthreads();  // `rows` is whole
 }

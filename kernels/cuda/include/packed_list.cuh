@@ -1,0 +1,142 @@
+// What a call of packed attention gets, its sequences, and how the list of all their pages is divided among
+// CTAs.
+#pragma once
+
+constexpr int MAX_RUNGS = 16;
+
+struct Rung {
+    const u8* pool;
+    u32 record;
+    u16 bits_k, bits_v;
+};
+
+struct Call {
+    Rung rungs[MAX_RUNGS];
+    const u8* rung;        // [pairs, entries]
+    const u8* count;       // [pairs, entries]
+    const u32* index;      // [pairs, entries]
+    const int* num_pages;  // [pairs]
+    const __half* k_mean;  // [pairs, HEAD_DIM]
+    const u16* q;          // [batch, seqlen_q, heads_q, HEAD_DIM] by strides
+    u16* out;              // [batch, seqlen_q, heads_q, HEAD_DIM]
+    float* lse;            // [batch, heads_q, seqlen_q]
+    float* partial;        // [grid + sequences, 8, ROW_FLOATS]: sum of p v, maximum, sum of p
+    u32* arrivals;         // [sequences], zero between calls
+    float* scores;         // [pairs, entries, kept, 64]
+    long long q_batch, q_position, q_head;    // strides of q in elements
+    int pairs, heads_kv, entries, num_rungs;  // pair = (batch row, KV head)
+    int rows, group, kept;  // rows = seqlen_q * group; the last `kept` of them have their scores kept
+    int slot_bytes, stages;
+    float scale, softcap;
+};
+
+struct Sequence {
+    int number, pair, first_row, rows;  // of all sequences; its (row, KV head); its query rows
+};
+
+__device__ __forceinline__ Sequence sequence_at(const Call& call, u32 number) {
+    const u32 blocks = (call.rows + 7u) / 8u, pair = blocks == 1 ? number : number / blocks;
+    const int first = 8 * (number - pair * blocks);
+    return {(int)number, (int)pair, first, min(8, call.rows - first)};
+}
+
+// Where a query row of a sequence is, in elements: of `q` by strides, else of contiguous arrays.
+struct Place {
+    u32 batch, position, head;
+};
+
+__device__ __forceinline__ Place place_of(const Call& call, const Sequence& s, u32 row) {
+    const u32 r = s.first_row + row, position = r / (u32)call.group, batch = s.pair / (u32)call.heads_kv;
+    return {batch, position, (s.pair - batch * call.heads_kv) * call.group + r - position * call.group};
+}
+
+__device__ __forceinline__ const u16* q_row(const Call& call, const Sequence& s, int row) {
+    const Place p = place_of(call, s, row);
+    return call.q + p.batch * call.q_batch + p.position * call.q_position + p.head * call.q_head;
+}
+
+// The part of the list that a CTA takes.
+struct Share {
+    int begin, end;     // positions
+    int number, start;  // the sequence of `begin` and the position of its first page
+    int first, parts;   // the CTAs that share it, if they share no other sequence; else 0, 0
+};
+
+// Which page of a sequence is the p-th of its list: down the columns of a matrix with `columns` columns.
+__device__ __forceinline__ u32 page_at(u32 p, u32 pages, u32 columns) {
+    const u32 height = pages / columns, taller = pages - height * columns, upper = taller * (height + 1);
+    const bool tall = p < upper;
+    const u32 from = tall ? p : p - upper, high = tall ? height + 1 : height, column = from / high;
+    return (from - column * high) * columns + column + (tall ? 0 : taller);
+}
+
+// Divides the list; one warp. If it costs little balance, every CTA gets pages of one sequence only: the
+// sequence whose pages begin at position c of T gets the CTAs from round(c ctas / T) on. Else CTA b gets T b
+// / ctas and the following.
+__device__ __forceinline__ Share divide(const Call& call, int blocks, int lane, int& total, int& ctas) {
+    total = 0;
+#pragma unroll 4
+    for (int i = lane; i < call.pairs; i += 32) total += call.num_pages[i];
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) total += __shfl_xor_sync(ALL_LANES, total, bit);
+    total *= blocks;
+    ctas = min((int)gridDim.x, total);
+    const int b = blockIdx.x;
+    if (b >= ctas) return {0, 0, 0, 0, 0, 0};
+    Share whole = {0, 0, 0, 0, 0, 0}, part = whole;
+    whole.begin = (u32)total * b / ctas;
+    whole.end = (u32)total * (b + 1) / ctas;
+    const float per_page = (float)ctas / (float)total;
+    bool balanced = blocks == 1;
+    int before = 0;
+#pragma unroll 1
+    for (int base = 0; base < call.pairs; base += 32) {
+        const int own = base + lane < call.pairs ? call.num_pages[base + lane] : 0;
+        int sum = own * blocks;
+#pragma unroll
+        for (int bit = 1; bit < 32; bit *= 2) {
+            const int lower = __shfl_up_sync(ALL_LANES, sum, bit);
+            sum += lane >= bit ? lower : 0;
+        }
+        sum += before;
+        const int start = sum - own * blocks;
+        const int first = __float2int_rn(start * per_page), beyond = __float2int_rn(sum * per_page);
+        balanced = balanced && __all_sync(ALL_LANES, own * per_page <= 1.07f * (beyond - first));
+        const u32 holds = __ballot_sync(ALL_LANES, start <= whole.begin && whole.begin < sum);
+        if (holds) {
+            const int from = __ffs(holds) - 1, pages = __shfl_sync(ALL_LANES, own, from);
+            whole.start = __shfl_sync(ALL_LANES, start, from);
+            const int block = (u32)(whole.begin - whole.start) / (u32)pages;
+            whole.number = (base + from) * blocks + block;
+            whole.start += block * pages;
+        }
+        const u32 mine = __ballot_sync(ALL_LANES, first <= b && b < beyond);
+        if (mine) {
+            const int from = __ffs(mine) - 1, pages = __shfl_sync(ALL_LANES, own, from);
+            part.first = __shfl_sync(ALL_LANES, first, from);
+            part.parts = __shfl_sync(ALL_LANES, beyond, from) - part.first;
+            part.number = base + from;
+            part.start = __shfl_sync(ALL_LANES, start, from);
+            part.begin = part.start + (u32)pages * (b - part.first) / part.parts;
+            part.end = part.start + (u32)pages * (b - part.first + 1) / part.parts;
+        }
+        before = __shfl_sync(ALL_LANES, sum, 31);
+    }
+    return balanced ? part : whole;
+}
+
+// The table entry of a position at or after the cursor: its index in the pool, rung | count << 8, its place
+// in the table of its pair. Each lane its own; once in 32 pages, and not worth its instructions elsewhere.
+__device__ __noinline__ uint4 read_entry(const Call& call, int position, int each, int number, int start) {
+    u32 pair = sequence_at(call, number).pair;
+    int pages = call.num_pages[pair];
+    while (position >= start + pages) {
+        start += pages;
+        pair = sequence_at(call, ++number).pair;
+        pages = call.num_pages[pair];
+    }
+    u32 entry = position - start;
+    if (call.num_rungs > 1) entry = page_at(entry, pages, min(pages, max(4, 2 * pages / each)));
+    const u64 at = (u64)pair * call.entries + entry;
+    return {call.index[at], call.rung[at] | (u32)call.count[at] << 8, entry, 0};
+}
