@@ -1,0 +1,47 @@
+"""`kvlab benchmark`: speed of one part of the library, next to a yardstick."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlab.cli.options import Json, size
+
+
+def command(
+    case: Annotated[str, typer.Argument(help="What to measure: packing or codec.")],
+    device: Annotated[str, typer.Option(help="Where: cpu.")] = "cpu",
+    array_size: Annotated[
+        int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes of an array.")
+    ] = 256 * 2**20,
+    threads: Annotated[int, typer.Option(help="Threads on the CPU.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Times a call is timed; the median counts.")] = 15,
+    as_json: Json = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write the result to this .json or .csv file.")
+    ] = None,
+) -> None:
+    """Measure one part of the library and print a table.
+
+    Results are checked before they are timed. `of copy` is the speed relative to a copy of the bytes that the
+    call must read and write, by as many threads; `times numpy` relative to the same in NumPy.
+
+    Example: kvlab benchmark packing --size 256MiB --threads 2 --output packing.json
+    """
+    from kvlab.lab.benchmark import Options, run
+    from kvlab.lab.results import print_table, write
+
+    if device != "cpu":
+        raise NotImplementedError(f"--device {device}: these cases run on the cpu")
+    result = run(case, Options(array_size, threads, repeats))
+    if output is not None:
+        write(result, output)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        hidden = ("p5_ms", "p95_ms", "copy_gb_per_s")
+        print_table(result["rows"], f"{case}, {threads} threads", hidden)
+        typer.echo(result["note"])

@@ -1,0 +1,153 @@
+"""`kvlab benchmark`: the cases, and what is common to them.
+
+A case checks every result before it times it, and states its figures next to a yardstick that ran at the
+same moment. Cases on the CPU that memory limits use `against_copy`: a call must touch some bytes, so it is
+compared with copying as many bytes by as many threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvlab.lab.results import Row, provenance
+from kvlab.lab.timing import time_in_turns
+
+__all__ = ["CASES", "Options", "against_copy", "check", "run"]
+
+_TINY_SIZE = 2**20
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is told: bytes of the arrays, threads, repeats of a timed call."""
+
+    size: int = 256 * 2**20
+    threads: int = 2
+    repeats: int = 15
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a case gives: rows, and a note to print below their table."""
+
+    rows: list[Row]
+    note: str = ""
+
+
+def _packing(options: Options) -> Measured:
+    from kvlab.lab import benchmark_packing as module
+
+    return Measured(module.benchmark_packing(options), module.NOTE)
+
+
+def _codec(options: Options) -> Measured:
+    from kvlab.lab import benchmark_codec as module
+
+    return Measured(module.benchmark_codec(options), module.NOTE)
+
+
+CASES: dict[str, Callable[[Options], Measured]] = {"packing": _packing, "codec": _codec}
+"""Each case and the function that measures it."""
+
+
+def run(case: str, options: Options) -> dict[str, Any]:
+    """Measure one case.
+
+    ``KVLAB_TINY=1`` shrinks arrays to 1 MiB and repeats to 1: for tests, not for figures.
+
+    Parameters
+    ----------
+    case : str
+        A name in `CASES`.
+    options : Options
+
+    Returns
+    -------
+    dict
+        ``case``, ``provenance``, ``rows`` and ``note``.
+
+    Raises
+    ------
+    ValueError
+        If the case is unknown, or size, threads or repeats are not positive.
+    RuntimeError
+        If a result is wrong.
+    """
+    if case not in CASES:
+        raise ValueError(f"case={case!r} is unknown; known are {', '.join(CASES)}")
+    for name, value in vars(options).items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if os.environ.get("KVLAB_TINY") == "1":
+        options = replace(options, size=min(options.size, _TINY_SIZE), repeats=1)
+    measured = CASES[case](options)
+    return {
+        "case": case,
+        "provenance": provenance(**vars(options)),
+        "rows": measured.rows,
+        "note": measured.note,
+    }
+
+
+def against_copy(
+    call: Callable[[], object],
+    nbytes: int,
+    options: Options,
+    numpy_call: Callable[[], object] | None = None,
+    numpy_part: float = 1.0,
+) -> Row:
+    """Time a call that touches `nbytes` (read and written) beside a copy of as many bytes.
+
+    Parameters
+    ----------
+    call : callable
+    nbytes : int
+        Bytes that must be read plus bytes that must be written.
+    options : Options
+    numpy_call : callable, optional
+        The same as a NumPy expression, on `numpy_part` of the data.
+
+    Returns
+    -------
+    dict
+        ``ms``, ``p5_ms``, ``p95_ms``: of the call; ``gb_per_s``; ``copy_gb_per_s``: of the copy; ``of_copy``:
+        speed relative to the copy; ``times_numpy``: relative to NumPy, None without an expression.
+    """
+    import numba
+
+    from kvlab.numba_kernels.cpu_copy import copy_words
+
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(options.threads, os.cpu_count() or 1))
+    try:
+        source, target = np.ones((2, nbytes // 16), np.uint64)
+        timings = time_in_turns(
+            {"call": call, "copy": lambda: copy_words(source, target)}, repeats=options.repeats
+        )
+        numpy_seconds = None
+        if numpy_call is not None:
+            repeats = min(options.repeats, 3)
+            numpy_seconds = time_in_turns({"numpy": numpy_call}, repeats=repeats, warm_up=1)["numpy"].median
+    finally:
+        numba.set_num_threads(before)
+    taken = timings["call"]
+    return {
+        "ms": 1e3 * taken.median,
+        "p5_ms": 1e3 * taken.percentile(5),
+        "p95_ms": 1e3 * taken.percentile(95),
+        "gb_per_s": nbytes / taken.median / 1e9,
+        "copy_gb_per_s": nbytes / timings["copy"].median / 1e9,
+        "of_copy": taken.ratio_to(timings["copy"]),
+        "times_numpy": None if numpy_seconds is None else numpy_seconds / numpy_part / taken.median,
+    }
+
+
+def check(right: bool, what: str) -> None:
+    """Refuse to time a wrong answer."""
+    if not right:
+        raise RuntimeError(f"{what} is wrong, so it was not timed")

@@ -1,0 +1,117 @@
+"""Results as files: rows of plain values, and beside them where they come from.
+
+A result is a dict of ``provenance`` and ``rows``; a row is a flat dict, with the same keys in every row of a
+result. So JSON holds all of it, CSV and a table in the terminal the rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvlab import environment
+
+__all__ = ["Row", "print_table", "provenance", "write"]
+
+Row = dict[str, str | int | float | None]
+
+_PACKAGES = ("numpy", "scipy", "numba", "ml_dtypes", "torch", "transformers")
+
+
+def provenance(**settings: str | int | float | None) -> dict[str, Any]:
+    """Return where a result comes from: command, time, versions, machine, state of the source, settings.
+
+    Parameters
+    ----------
+    **settings
+        What the run was told, for example ``threads=2``.
+
+    Examples
+    --------
+    >>> sorted(provenance(threads=2))
+    ['command', 'cpu', 'git', 'kvlab', 'memory', 'packages', 'platform', 'python', 'settings', 'time']
+    """
+    report = environment.report()
+    return {
+        "command": shlex.join(["kvlab", *sys.argv[1:]]),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git": _git_state(),
+        "settings": settings,
+        "packages": {name: report["packages"][name] for name in _PACKAGES},
+        **{name: report[name] for name in ("kvlab", "python", "platform", "cpu", "memory")},
+    }
+
+
+def _git_state() -> dict[str, str | bool] | None:
+    """Return commit and whether the work tree differs from it; None where the source is not under git."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit, status = (
+            subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
+            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"commit": commit.strip(), "modified": bool(status.strip())}
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Write a result to ``.json``, or its rows to ``.csv``; the file is whole or not there.
+
+    Raises
+    ------
+    ValueError
+        If the name of the file ends in neither.
+    """
+    if path.suffix not in (".json", ".csv"):
+        raise ValueError(f"output={str(path)!r} must end in .json or .csv")
+    if path.suffix == ".json":
+        text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
+    else:
+        lines = io.StringIO(newline="")
+        writer = csv.DictWriter(lines, list(result["rows"][0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(result["rows"])
+        text = lines.getvalue()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def print_table(rows: Sequence[Row], title: str, hidden: Sequence[str] = ()) -> None:
+    """Print rows as a table, numbers to three digits, without the columns in `hidden`."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    shown = [name for name in rows[0] if name not in hidden]
+    for name in shown:
+        is_text = isinstance(rows[0][name], str)
+        table.add_column(name.replace("_", " "), justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in shown))
+    Console().print(table)
+
+
+def _cell(value: str | int | float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

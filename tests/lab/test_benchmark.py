@@ -1,0 +1,118 @@
+"""Benchmarks in small form: what rows hold, that wrong answers are not timed, what becomes of results."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvlab
+from kvlab.lab import benchmark, results
+from kvlab.lab.benchmark import Options
+from kvlab.lab.timing import Timing, time_in_turns
+
+SMALL = Options(size=2**16, threads=1, repeats=1)
+FIGURES = {"ms", "p5_ms", "p95_ms", "gb_per_s", "copy_gb_per_s", "of_copy", "times_numpy"}
+
+
+def test_packing_rows_state_the_ratios_to_int8() -> None:
+    rows = benchmark.run("packing", SMALL)["rows"]
+    ratios = {row["bits"]: row["times_smaller"] for row in rows}
+    expected = {1: 8, 2: 4, 3: 8 / 3, 4: 2, 5: 1.6, 6: 4 / 3, 8: 1, 1.6: 5}
+    assert ratios == pytest.approx(expected)
+    assert [row["operation"] for row in rows] == ["pack", "unpack"] * 8
+    for row in rows:
+        assert set(row) >= FIGURES
+        assert row["p5_ms"] <= row["ms"] <= row["p95_ms"]
+        assert min(row[name] for name in FIGURES) > 0
+
+
+def test_codec_rows() -> None:
+    rows = benchmark.run("codec", SMALL)["rows"]
+    assert len({tuple(row) for row in rows}) == 1
+    kinds = {(row["codec"], row["bits"], row["groups"], row["dtype"]) for row in rows}
+    assert ("affine", 4, "per channel", "float16") in kinds
+    assert ("hadamard", 3, "per token", "float32") in kinds
+    for row in rows:
+        assert row["bits_per_element"] > row["bits"] - 0.01
+        assert (row["times_numpy"] is None) == (row["codec"] != "affine" or row["groups"] == "per channel")
+
+
+@pytest.mark.parametrize(
+    ("case", "function"), [("packing", "pack"), ("packing", "unpack"), ("codec", "dequantize")]
+)
+def test_wrong_answers_are_not_timed(case: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(kvlab, function)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return np.roll(right(*args, **kwargs), 1)
+
+    monkeypatch.setattr(kvlab, function, wrong)
+    with pytest.raises(RuntimeError, match="is wrong, so it was not timed"):
+        benchmark.run(case, SMALL)
+
+
+def test_a_result_says_where_it_comes_from() -> None:
+    result = benchmark.run("packing", SMALL)
+    source = result["provenance"]
+    assert source["settings"] == {"size": 2**16, "threads": 1, "repeats": 1}
+    assert source["packages"]["numba"]
+    assert source["cpu"]["threads"] >= 1
+    assert source["git"] is None or len(source["git"]["commit"]) == 40
+
+
+def test_files(tmp_path: Path) -> None:
+    result = {"rows": [{"a": 1, "b": "x"}, {"a": 2.5, "b": None}]}
+    results.write(result, tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text()) == result
+    results.write(result, tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == [["a", "b"], ["1", "x"], ["2.5", ""]]
+    with pytest.raises(ValueError, match=r"must end in \.json or \.csv"):
+        results.write(result, tmp_path / "out.txt")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(OSError, match=r"folder\.json"):
+        results.write(result, tmp_path / "folder.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.json", "out.csv", "out.json"]
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="case='speed' is unknown; known are packing, codec"):
+        benchmark.run("speed", SMALL)
+    with pytest.raises(ValueError, match="threads=0 must be at least 1"):
+        benchmark.run("packing", Options(threads=0))
+    with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
+        time_in_turns({}, repeats=0)
+
+
+def test_calls_take_turns() -> None:
+    order: list[str] = []
+    timings = time_in_turns(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=2, warm_up=1
+    )
+    assert order == ["a", "b"] * 3
+    assert len(timings["a"].seconds) == 2
+
+
+def test_figures_of_a_timing() -> None:
+    timing = Timing((3.0, 1.0, 2.0, 4.0, 5.0))
+    assert (timing.median, timing.percentile(0), timing.percentile(100)) == (3, 1, 5)
+    assert timing.ratio_to(Timing((3.0, 3.0, 4.0, 8.0, 50.0))) == 2
+    with pytest.raises(ValueError, match="cannot be compared"):
+        timing.ratio_to(Timing((1.0,)))
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvlab.cli.benchmark import command
+
+    command("packing", array_size=2**16, threads=1, repeats=1, output=tmp_path / "out.json")
+    assert "times numpy" in capsys.readouterr().out.replace("\n", " ")
+    assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 16
+    command("packing", array_size=2**16, threads=1, repeats=1, as_json=True)
+    assert json.loads(capsys.readouterr().out)["case"] == "packing"
+    with pytest.raises(NotImplementedError, match="run on the cpu"):
+        command("packing", device="cuda")
