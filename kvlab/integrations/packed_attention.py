@@ -131,6 +131,7 @@ def packed_attention_forward(
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
     _refuse("position_bias", kwargs.get("position_bias") is not None)
     _refuse("is_causal=False", attention_mask is None and query.shape[2] > 1 and is_causal is False)
+    _refuse("output_attentions=True", bool(kwargs.get("output_attentions")))
     _refuse(f"dropout={dropout}", dropout > 0, "call model.eval()")
     if key.pending is None or not isinstance(value, Placeholder) or value.pending is None:
         raise NotImplementedError(

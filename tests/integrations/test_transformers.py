@@ -206,6 +206,11 @@ def test_training_is_refused(llama: Any) -> None:
         dropped(tokens(1, 9), past_key_values=KVLabCache(llama.config))
 
 
+def test_attention_weights_are_refused(llama: Any) -> None:
+    with pytest.raises(NotImplementedError, match="output_attentions=True: use a transformers"):
+        llama(tokens(1, 9), past_key_values=KVLabCache(llama.config), output_attentions=True)
+
+
 def causal(new: int, total: int) -> torch.Tensor:
     return torch.ones(2, 1, new, total, dtype=torch.bool).tril(total - new)
 
@@ -266,6 +271,7 @@ def test_masks_that_do_not_fit_are_refused(mask: torch.Tensor | None, error: typ
         ("llama", {"budget": "much"}, ValueError, "budget"),
         ("llama", {"dtype": "int8"}, ValueError, "dtype"),
         ("llama", {"pages": 3}, TypeError, "pages"),
+        ("llama", {"batch": 2}, TypeError, "batch"),
         (tiny("llama"), {}, TypeError, r"model\.config"),
         (BartConfig(), {}, NotImplementedError, "encoder-decoder"),
     ],
