@@ -29,6 +29,8 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .cpu_simd import float32x8
+
 LANES = 8
 VECTOR_BYTES, PATTERN_BYTES = 4 * LANES, 16
 _I16, _I32, _I64, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
@@ -238,6 +240,23 @@ def _value_product(typing_context, words, patterns, out, tiles, kind, rows):
         return context.get_dummy_value()
 
     return types.void(words, patterns, out, tiles, kind, rows), generate
+
+
+@intrinsic
+def add_lanes(typing_context, totals, start, stride):
+    """Eight channels (a row half of a channel tile) from the 4 lane vectors at totals[start + i * stride]."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        quads = []
+        for i in range(4):
+            place = builder.add(arguments[1], builder.mul(arguments[2], _I64(i)))
+            pointer = builder.gep(data, [place])
+            quads.append(_load(builder, builder.ptrtoint(pointer, _I64), _F32X8))
+        total = _add_quads(builder, quads)
+        return builder.shuffle_vector(total, total, ir.Constant(_I32X8, [0, 4, 1, 5, 2, 6, 3, 7]))
+
+    return float32x8(totals, types.intp, types.intp), generate
 
 
 _PRODUCT = types.void(types.int64, types.int64, types.int64, types.int64)

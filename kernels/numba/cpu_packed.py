@@ -26,7 +26,7 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .cpu_fragments import call_product, multiply_add
+from .cpu_fragments import add_lanes, call_product, multiply_add
 from .cpu_groups import hadamard_run
 from .cpu_simd import float32x8, helper, highest, kernel, load, maximum, splat, store, total
 
@@ -344,11 +344,9 @@ def _add_lanes(totals, out):
     """out (rows, head_dim) = the sums of the four lanes of totals that belong together."""
     rows, head_dim = out.shape
     for row in range(rows):
-        for channel in range(head_dim):
-            g = channel % 8
-            vector = (channel // 16 * 4 + g // 2) * 2 + channel % 16 // 8
-            lane = (vector * rows + row) * 8 + g % 2 * 4
-            out[row, channel] = (totals[lane] + totals[lane + 1]) + (totals[lane + 2] + totals[lane + 3])
+        for eight in range(head_dim // 8):
+            start = ((eight // 2 * 4 * 2 + eight % 2) * rows + row) * 8
+            store(out[row], 8 * eight, add_lanes(totals, start, 2 * rows * 8))
 
 
 @helper
