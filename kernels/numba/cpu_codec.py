@@ -14,13 +14,8 @@ from numba import prange
 from .cpu_bits import pack_run, pack_ternary_run, unpack_run, unpack_ternary_run
 from .cpu_elements import load_values, store_values
 from .cpu_groups import (
-    AFFINE,
-    HADAMARD,
-    NAN_WORD,
-    TERNARY,
-    WIDE,
+    GRID,
     count_thresholds,
-    find_scales,
     hadamard_run,
     measure_magnitude,
     measure_range,
@@ -29,9 +24,9 @@ from .cpu_groups import (
     rotate,
     round_to_codes,
     round_to_ternary,
-    word_value,
 )
 from .cpu_simd import LANES, helper, kernel, load_codes, splat, store
+from .cpu_words import AFFINE, HADAMARD, NAN_WORD, TERNARY, WIDE, find_scales, word_value
 
 _HALF = np.float32(0.5)
 _TERNARY_LEVEL = np.float32(1.2240064)
@@ -71,12 +66,24 @@ def _unpack_rows(codec, packed, first, row_bytes, bits, codes, rows, n):
     return wrong
 
 
+def table_of_guesses(thresholds):
+    """Return for every m how many thresholds lie below m / GRID for certain, as `count_thresholds` wants it.
+
+    "For certain" leaves room for rounding in float32. Thresholds are more than 1 / GRID apart.
+    """
+    grid = np.arange(int(GRID * thresholds[-1]) + 2) / GRID * (1 - 2.0**-18)
+    return np.searchsorted(thresholds.astype(np.float64), grid).astype(np.uint8)
+
+
 @kernel
-def quantize_rows(x16, x32, dtype, n, codec, bits, group, thresholds, half_levels, packed, scale, offset):
+def quantize_rows(
+    x16, x32, dtype, n, codec, bits, group, thresholds, guesses, half_levels, packed, scale, offset
+):
     """Quantise rows of n elements in groups along the row; return how many groups cannot be represented.
 
     x16 : uint16 (rows * n), the bits of float16 or bfloat16, or empty; x32 : float32 (rows * n), or empty
-    thresholds : float32, of the codebook (HADAMARD); half_levels : float32 (SYMMETRIC)
+    thresholds : float32, of the codebook, and guesses : uint8, of `table_of_guesses` or empty (HADAMARD)
+    half_levels : float32 (SYMMETRIC)
     packed : uint8 (rows * row bytes); scale, offset : uint16 (rows * groups), offset empty if not AFFINE
     """
     groups = (n + group - 1) // group
@@ -90,7 +97,8 @@ def quantize_rows(x16, x32, dtype, n, codec, bits, group, thresholds, half_level
     for task in prange((rows + _BLOCKS * block - 1) // (_BLOCKS * block)):
         values = np.empty(block * groups * stride, np.float32)
         squares = np.empty(stride, np.float32)
-        scaled = np.empty(thresholds.size, np.float32)
+        scaled = np.empty(thresholds.size + 1, np.float32)
+        indices = np.empty(stride, np.uint16)
         codes = np.empty(block * n + LANES, np.uint8)
         facts = np.zeros((4, found), np.float32)
         words = np.empty((2, found), np.uint16)
@@ -117,7 +125,8 @@ def quantize_rows(x16, x32, dtype, n, codec, bits, group, thresholds, half_level
                 count = min(group, n - first)
                 at = k // groups * n + first
                 if codec == HADAMARD:
-                    count_thresholds(values, k * stride, count, facts[2, k], thresholds, scaled, codes, at)
+                    where = k * stride, count, facts[2, k]
+                    count_thresholds(values, *where, thresholds, guesses, scaled, indices, codes, at)
                 elif codec == TERNARY:
                     round_to_ternary(values, k * stride, count, facts[2, k], codes, at)
                 else:

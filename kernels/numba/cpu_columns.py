@@ -10,8 +10,9 @@ from numba import prange
 
 from .cpu_bits import pack_run, unpack_run
 from .cpu_elements import load_values, store_values
-from .cpu_groups import AFFINE, NAN_WORD, SYMMETRIC, WIDE, find_scales, pad, word_value
+from .cpu_groups import pad
 from .cpu_simd import LANES, helper, kernel, load, load_codes, maximum, minimum, splat, store, store_codes
+from .cpu_words import AFFINE, NAN_WORD, SYMMETRIC, WIDE, find_scales, word_value
 
 _BLOCK = 4096
 """Codes that are made before they are packed: a load soon after narrower stores has to wait for them."""

@@ -1,27 +1,20 @@
-"""One group of a codec on the CPU: from values to scale and offset, and from those to codes.
+"""One group of a codec on the CPU: what its values say about its scale, and from values to codes.
 
 A group is the elements that share a scale, in a float32 buffer padded to whole vectors. Its work has two
 phases, so that the kernels of `cpu_codec` can run the first over many groups before the second: what waits
-for the end of a reduction in one group is then hidden behind the next group. Between them, eight groups at a
-time, stands `find_scales`, the rule by which a scale and an offset become 16-bit words.
+for the end of a reduction in one group is then hidden behind the next group. Between them `find_scales` of
+`cpu_words` turns ranges and magnitudes into scales.
 """
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from .cpu_simd import (
-    F16X8,
-    F32X8,
-    I16X8,
-    I32X8,
     LANES,
     bits_of,
     butterflies,
-    float32x8,
+    count_greater,
     float_of_bits,
-    float_of_half,
+    float_of_count,
     helper,
     highest,
     load,
@@ -29,159 +22,25 @@ from .cpu_simd import (
     magnitude,
     maximum,
     minimum,
-    narrow_bfloat,
-    pointer_to,
     splat,
-    splat_i32,
     store,
     store_codes,
-    store_unaligned,
+    store_indices,
     total,
-    where,
 )
 
-AFFINE, SYMMETRIC, HADAMARD, TERNARY = range(4)
-
-WIDE = np.uint16(0x8000)
-"""Mark in the word of a scale: it and the offset are bfloat16."""
-
-NAN_WORD = np.uint16(0x7E00)
-"""Scale of a group that cannot be represented: it holds a NaN, an infinity or a magnitude above 2**126."""
+GRID = 64
+"""Entries of the table of guesses for each unit of magnitude."""
 
 _ZERO, _ONE, _TWO, _HALF = np.float32(0), np.float32(1), np.float32(2), np.float32(0.5)
-_MINUS_ONE = np.float32(-1)
-_NARROW_FROM, _NARROW_TO = np.float32(2.0**-14), np.float32(32752)
-_TOO_LARGE = np.nextafter(np.float32(2.0**126), np.float32(np.inf))
-_NAN = np.float32(np.nan)
-_TERNARY_LEVEL = np.float32(1.2240064)
+_INFINITY = np.float32(np.inf)
+_SMALLEST_TO_DIVIDE_BY = np.float32(2.0**-100)
 
 
 @helper
 def pad(count):
     """Return the number of elements in whole vectors."""
     return (count + LANES - 1) // LANES * LANES
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Words: scale and offset in 16 bits
-# ---------------------------------------------------------------------------------------------------------
-
-
-def _make_rounding(emit):
-    @intrinsic
-    def rounding(typing_context, value):
-        def generate(context, builder, signature, arguments):
-            return emit(builder, arguments[0])
-
-        return float32x8(float32x8), generate
-
-    return rounding
-
-
-def _emit_bfloat_nearest(builder, value):
-    words = builder.zext(narrow_bfloat(builder, value), I32X8)
-    return builder.bitcast(builder.shl(words, splat_i32(16)), F32X8)
-
-
-def _emit_bfloat_up(builder, value):
-    """Cut the low bits, and add one in the last place if that lowered the value."""
-    bits = builder.bitcast(value, I32X8)
-    lost = builder.icmp_unsigned("!=", builder.and_(bits, splat_i32(0xFFFF)), splat_i32(0))
-    lowered = builder.and_(lost, builder.fcmp_ordered(">", value, ir.Constant(F32X8, [0.0] * LANES)))
-    cut = builder.and_(bits, splat_i32(0xFFFF0000))
-    return builder.bitcast(builder.select(lowered, builder.add(cut, splat_i32(0x10000)), cut), F32X8)
-
-
-def _emit_half_nearest(builder, value):
-    return builder.fpext(builder.fptrunc(value, F16X8), F32X8)
-
-
-def _emit_half_up(builder, value):
-    """Take the nearest, or its upper neighbour (whose bits are one more above 0, one less below)."""
-    half = builder.fptrunc(value, F16X8)
-    bits = builder.bitcast(half, I16X8)
-    negative = builder.icmp_signed("<", bits, ir.Constant(I16X8, [0] * LANES))
-    one, minus_one = ir.Constant(I16X8, [1] * LANES), ir.Constant(I16X8, [-1] * LANES)
-    above = builder.add(bits, builder.select(negative, minus_one, one))
-    lowered = builder.fcmp_ordered("<", builder.fpext(half, F32X8), value)
-    return builder.fpext(builder.bitcast(builder.select(lowered, above, bits), F16X8), F32X8)
-
-
-_bfloat_nearest, _bfloat_up, _half_nearest, _half_up = map(
-    _make_rounding, (_emit_bfloat_nearest, _emit_bfloat_up, _emit_half_nearest, _emit_half_up)
-)
-
-
-@helper
-def _round_to_nearest(value, wide):
-    return where(wide, _bfloat_nearest(value), _half_nearest(value))
-
-
-@helper
-def _round_up(value, wide):
-    return where(wide, _bfloat_up(value), _half_up(value))
-
-
-@intrinsic
-def store_words(typing_context, row, index, value, wide):
-    """Write eight bfloat16 (where wide is not 0) or float16 words; any NaN is written as 0x7E00."""
-
-    def generate(context, builder, signature, arguments):
-        array, first, value, wide = arguments
-        is_wide = builder.fcmp_unordered("!=", wide, ir.Constant(F32X8, [0.0] * LANES))
-        half = builder.bitcast(builder.fptrunc(value, F16X8), I16X8)
-        words = builder.select(is_wide, narrow_bfloat(builder, value), half)
-        is_nan = builder.fcmp_unordered("uno", value, value)
-        words = builder.select(is_nan, ir.Constant(I16X8, [0x7E00] * LANES), words)
-        pointer = pointer_to(context, builder, signature.args[0], array, first, I16X8)
-        store_unaligned(builder, words, pointer)
-        return context.get_dummy_value()
-
-    return types.void(row, types.intp, float32x8, float32x8), generate
-
-
-@helper
-def find_scales(codec, top, half_levels, facts, count, words):
-    """Turn what the first phase found in `count` groups into words, and into the numbers these stand for.
-
-    facts : float32 (4, pad(count)). In: rows 0 and 1 are lowest and highest value (AFFINE), unused and
-        largest magnitude (SYMMETRIC), step and largest magnitude (HADAMARD, TERNARY).
-        Out: rows 2 and 3 are scale and offset.
-    words : uint16 (2, pad(count)): scale and, for AFFINE, offset
-    """
-    zero, one, two, minus = splat(_ZERO), splat(_ONE), splat(_TWO), splat(_MINUS_ONE)
-    for k in range(0, count, LANES):
-        a, b = load(facts[0], k), load(facts[1], k)
-        if codec == AFFINE:
-            largest = maximum(a * minus, b)
-            size = largest
-        else:
-            largest = b
-            size = b / splat(half_levels) if codec == SYMMETRIC else a
-        known = splat(_TOO_LARGE) > largest
-        wide = (size > splat(_NARROW_TO)) + (splat(_NARROW_FROM) > size) * (size > zero)
-        step, offset, reach, reachable = size, zero, zero, zero
-        if codec == AFFINE:
-            offset = where(known, _round_up(a * minus, wide) * minus, splat(_NAN))
-            store_words(words[1], k, offset, wide)
-            reach, reachable = b - offset, splat(top + _HALF)
-            step = reach / splat(top)
-        elif codec == SYMMETRIC:
-            reach, reachable = largest, splat((top + _ONE) * _HALF)
-        nearest = _round_to_nearest(step, wide)
-        scale = where(reach > reachable * nearest, _round_up(step, wide), nearest)
-        scale = where(known, scale, splat(_NAN))
-        store_words(words[0], k, scale * (one - two * wide), wide)
-        store(facts[2], k, scale)
-        store(facts[3], k, scale * splat(top * -_HALF) if codec == SYMMETRIC else offset)
-
-
-@helper
-def word_value(word, wide):
-    """Return the number that 16 bits stand for: a bfloat16 if wide, else a float16."""
-    if wide:
-        return float_of_bits(np.uint32(word) << np.uint32(16))
-    return float_of_half(word)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -295,17 +154,40 @@ def round_to_codes(values, start, count, scale, offset, top, codes, first):
 
 
 @helper
-def count_thresholds(values, start, count, scale, thresholds, scaled, codes, first):
-    """HADAMARD: the number of thresholds below the magnitude, up or down from the middle by the sign."""
+def count_thresholds(values, start, count, scale, thresholds, guesses, scaled, indices, codes, first):
+    """HADAMARD: the number of thresholds below the magnitude, up or down from the middle by the sign.
+
+    With many thresholds a table says how many there are at least: guesses[m] for a magnitude of m / GRID
+    scales or more, at most one too few. Scratch: scaled, float32 (thresholds + 1); indices, uint16 (padded
+    group).
+    """
     for k in range(thresholds.size):
         scaled[k] = thresholds[k] * scale
-    zero, one, two, middle = splat(_ZERO), splat(_ONE), splat(_TWO), splat(np.float32(thresholds.size + 1))
+    if guesses.size == 0 or not scale > _SMALLEST_TO_DIVIDE_BY:
+        zero, one, two, middle = (
+            splat(_ZERO),
+            splat(_ONE),
+            splat(_TWO),
+            splat(np.float32(thresholds.size + 1)),
+        )
+        for i in range(0, count, LANES):
+            y = load(values, start + i)
+            size, counted = magnitude(y), zero
+            for k in range(thresholds.size):
+                counted = count_greater(counted, size, splat(scaled[k]))
+            above = float_of_count(counted)
+            store_codes(codes, first + i, middle + above - (zero > y) * (two * above + one))
+        return
+    scaled[thresholds.size] = _INFINITY
+    inverse, last = splat(np.float32(GRID) / scale), splat(np.float32(guesses.size - 1))
     for i in range(0, count, LANES):
-        y = load(values, start + i)
-        size, above = magnitude(y), zero
-        for k in range(thresholds.size):
-            above = above + (size > splat(scaled[k]))
-        store_codes(codes, first + i, middle + above - (zero > y) * (two * above + one))
+        store_indices(indices, i, minimum(magnitude(load(values, start + i)) * inverse, last))
+    y, out = values[start : start + count], codes[first : first + count]
+    levels = thresholds.size + 1  # of each sign
+    for i in range(count):
+        guess = guesses[indices[i]]
+        code = levels + guess + (abs(y[i]) > scaled[guess])
+        out[i] = np.uint8(2 * levels - 1 - code if y[i] < 0 else code)
 
 
 @helper

@@ -137,6 +137,7 @@ store = _make_store(F32X8, lambda builder, value: value)
 store_half = _make_store(F16X8, lambda builder, value: builder.fptrunc(value, F16X8))
 store_bfloat = _make_store(I16X8, narrow_bfloat)
 store_codes = _make_store(_I8X8, _narrow_code)
+store_indices = _make_store(I16X8, lambda builder, value: builder.fptoui(value, I16X8))
 
 
 def _make_binary(emit):
@@ -234,6 +235,28 @@ def _make_reduction(emit):
         return types.float32(float32x8), generate
 
     return reduction
+
+
+@intrinsic
+def count_greater(typing_context, count, a, b):
+    """Return count, one higher where a > b; a count is an integer in the bits of a lane (`float_of_count`)."""
+
+    def generate(context, builder, signature, arguments):
+        count, a, b = arguments
+        minus_one = builder.sext(builder.fcmp_ordered(">", a, b), I32X8)
+        return builder.bitcast(builder.sub(builder.bitcast(count, I32X8), minus_one), F32X8)
+
+    return float32x8(float32x8, float32x8, float32x8), generate
+
+
+@intrinsic
+def float_of_count(typing_context, count):
+    """Return counts of `count_greater`, which start at the bits of 0.0, as numbers."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.sitofp(builder.bitcast(arguments[0], I32X8), F32X8)
+
+    return float32x8(float32x8), generate
 
 
 @intrinsic

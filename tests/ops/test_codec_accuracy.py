@@ -150,3 +150,25 @@ def test_codebooks_meet_the_conditions_of_lloyd_and_max(bits: int) -> None:
     assert np.allclose(positive, (upper[1:] + upper[:-1]) / 2, rtol=0, atol=2.0**-22)
     means = -np.diff(norm.pdf(borders)) / -np.diff(norm.sf(borders))
     assert np.allclose(upper, means, rtol=1e-6)
+
+
+@given(st.sampled_from((5, 6, 8)), st.floats(2.0**-99, 2.0**100, width=32))
+def test_table_of_guesses_at_every_threshold(bits: int, scale: float) -> None:
+    """Numbers just below, at and above a threshold get the code that counting gives, from the table too."""
+    from kvlab.numba_kernels.cpu_codec import table_of_guesses
+    from kvlab.numba_kernels.cpu_groups import count_thresholds
+
+    thresholds = codebooks.thresholds(bits)
+    borders = thresholds * np.float32(scale)
+    near = [np.nextafter(borders, np.float32(end)) for end in (0, np.inf)]
+    y = np.concatenate([borders, *near, np.array([0, scale / 100, 7 * scale], np.float32)])
+    y = np.concatenate([y, -y])
+    expected = np.searchsorted(borders, np.abs(y))  # borders below the magnitude
+    middle = 2 ** (bits - 1)
+    expected = np.where(y < 0, middle - 1 - expected, middle + expected)
+    for guesses in (table_of_guesses(thresholds), np.empty(0, np.uint8)):
+        codes = np.empty(len(y) + 8, np.uint8)
+        values = np.concatenate([y, np.zeros(8, np.float32)])
+        scratch = np.empty(len(thresholds) + 1, np.float32), np.empty(len(y) + 8, np.uint16)
+        count_thresholds(values, 0, len(y), np.float32(scale), thresholds, guesses, *scratch, codes, 0)
+        assert np.array_equal(codes[: len(y)], expected)
