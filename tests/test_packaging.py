@@ -16,6 +16,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvlab.environment import PACKAGES
 
@@ -153,8 +155,21 @@ def test_makefile_and_readme_name_the_same_targets(target: str) -> None:
     assert f"`make {target}`" in (ROOT / "README.md").read_text()
 
 
-def test_code_in_the_readme_runs() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def save_tiny_model(folder: Path) -> None:
+    """Save a model of two layers and a tokenizer that takes bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={sign: code for code, sign in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    config = LlamaConfig(vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def test_code_in_the_readme_runs(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    text = (ROOT / "README.md").read_text().replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path))
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert blocks
     for block in blocks:
         result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, check=False)
