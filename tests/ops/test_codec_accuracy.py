@@ -54,7 +54,8 @@ def test_error_of_rotated_groups(case: CodecCase) -> None:
     count = over_groups(lambda group, **_: group.shape[-1], x, quantized)
     length = np.sqrt(over_groups(np.sum, x**2, quantized))
     relative = np.sqrt(widest**2 + np.maximum(0, 1 - levels[-1] / np.sqrt(count)) ** 2)
-    assert (error <= 1.01 * relative * length).all()
+    # No scale is finer than the smallest bfloat16, 2^-133: a shorter vector reads as zeros.
+    assert (error <= 1.01 * relative * length + 2.0**-133).all()
 
 
 @given(codec_cases(codecs=("affine", "symmetric"), contents=FINITE_CONTENTS))
