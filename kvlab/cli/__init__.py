@@ -20,7 +20,7 @@ from kvlab.errors import MissingExtraError, OutOfMemory
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = ("env",)
+COMMANDS = ("benchmark", "demo", "env")
 
 _MENDABLE = (ValueError, NotImplementedError, OSError, MissingExtraError, OutOfMemory)
 

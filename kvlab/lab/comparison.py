@@ -1,0 +1,109 @@
+"""A comparison of caches as one object and as files: JSON with everything, CSV, Markdown, figure.
+
+The JSON holds the means of every chunk of every window with command, hardware and versions, so that a later
+run can show its rows beside its own, on the windows both have read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvlab.errors import FormatError
+from kvlab.lab.quality import FULL_PRECISION, Score
+from kvlab.lab.report import Row, common_windows, draw, save_figure, summarise, to_csv, to_markdown
+
+__all__ = ["Comparison", "write_files"]
+
+SCHEMA = "kvlab comparison 1"
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What a run found.
+
+    Attributes
+    ----------
+    command, model, text, cache_dtype : str
+    protocol : dict
+        Fields of `Protocol`.
+    environment : dict
+        As `kvlab.environment.report` gives it.
+    seconds : float
+        Of the evaluation.
+    scores : list of Score
+        Full precision first.
+    prompt : str
+        End of the prompt of the continuations.
+    continuations : dict
+        Text by name of the cache.
+    """
+
+    command: str
+    model: str
+    text: str
+    cache_dtype: str
+    protocol: dict[str, int]
+    environment: dict[str, Any]
+    seconds: float
+    scores: list[Score]
+    prompt: str = ""
+    continuations: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """All fields."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, ensure_ascii=False)
+
+    @staticmethod
+    def read(path: Path) -> Comparison:
+        """Read what `to_json` made.
+
+        Raises
+        ------
+        FormatError
+            If the file holds something else.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found.pop("schema") != SCHEMA:
+                raise ValueError("another schema")
+            found["scores"] = [Score(**score) for score in found["scores"]]
+            return Comparison(**found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FormatError(f"{path} does not hold results of `kvlab demo` ({SCHEMA}): {error}") from None
+
+    def rows(self, recorded: Comparison | None = None) -> list[Row]:
+        """Rows of the table; caches of transformers come from an earlier run if this one has none."""
+        rows = summarise(self.scores)
+        if recorded is not None and not any(row.kind == "transformers" for row in rows):
+            kinds = (FULL_PRECISION, "transformers")
+            theirs = [score for score in recorded.scores if score.kind in kinds]
+            theirs = common_windows(theirs, self.scores[0].starts)
+            rows += [row for row in summarise(theirs, recorded=True) if row.kind == "transformers"]
+        return rows
+
+
+def write_files(comparison: Comparison, rows: list[Row], folder: Path) -> list[Path]:
+    """Write results.json, table.csv, table.md, quality.png and quality.svg into a folder.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    scored = sum(len(score.kl) for score in comparison.scores[:1]) * comparison.protocol["scored"]
+    figure = draw(
+        rows, f"{comparison.model} reads the {comparison.text} from its cache, {scored:,} tokens scored"
+    )
+    contents = {
+        "results.json": comparison.to_json() + "\n",
+        "table.csv": to_csv(rows),
+        "table.md": to_markdown(rows),
+    }
+    paths = []
+    for name, text in contents.items():
+        paths.append(folder / name)
+        paths[-1].write_text(text, encoding="utf-8")
+    return paths + save_figure(figure, folder / "quality")

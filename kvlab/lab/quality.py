@@ -1,0 +1,316 @@
+"""What a compressed cache costs in quality: a model reads real text through it, prediction by prediction.
+
+Protocol: windows of 2,048 tokens are fed in chunks of 64 with the cache kept, so that every token is read
+from the cache as in a real decoder and only the running chunk is exact. Predictions at positions from 1,024
+on are scored against those of the same model with a dense float32 cache: Kullback-Leibler divergence
+KL(full precision || cache) of the next-token distributions, perplexity, and how often the most probable
+token is the same. Changes of perplexity below half a percent are noise on a few thousand tokens; the
+divergence is what ranks caches.
+
+All caches of a comparison advance together, chunk by chunk, so the full-precision predictions are made once
+and never stored. Tokens of one chunk are not independent, so a standard error comes from the means of
+chunks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.errors import needs_extra
+from kvlab.lab.text import Windows
+
+with needs_extra("hf", "kvlab.lab.quality"):
+    import torch
+    from transformers import Cache, DynamicCache, PreTrainedModel
+
+    from kvlab.integrations.transformers import KVLabCache
+
+__all__ = ["FULL_PRECISION", "Case", "Protocol", "Score", "evaluate", "held_bytes", "mean_and_error", "steps"]
+
+FULL_PRECISION = "full precision"
+Blocks = list[list[float]]
+"""Means over scored chunks: one list for each window, one number for each chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How windows are read: length, first scored position, tokens of a chunk, windows read at once."""
+
+    length: int = 2048
+    scored_from: int = 1024
+    chunk: int = 64
+    rows: int = 4
+
+    def __post_init__(self) -> None:
+        if min(self.chunk, self.rows) < 1 or not 0 <= self.scored_from < self.length:
+            raise ValueError(f"{self} must have chunk, rows >= 1 and 0 <= scored_from < length")
+        if self.length % self.chunk or self.scored_from % self.chunk:
+            raise ValueError(f"length and scored_from of {self} must be multiples of chunk")
+
+    @property
+    def scored(self) -> int:
+        """Scored tokens of a window."""
+        return self.length - self.scored_from
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A cache to evaluate.
+
+    Attributes
+    ----------
+    name : str
+        Unlike that of any other case of the run.
+    kind : str
+        What it is compared as, for example "uniform" or "mixed".
+    make : callable
+        Returns a new, empty `transformers.Cache`.
+    budget : float, optional
+        Fraction of the float16 bytes that it may take.
+    """
+
+    name: str
+    kind: str
+    make: Callable[[], Cache]
+    budget: float | None = None
+
+
+@dataclass(slots=True)
+class Score:
+    """What one cache cost and kept.
+
+    Attributes
+    ----------
+    name, kind, budget
+        Of the `Case`.
+    starts : list of int
+        The windows, as in `Windows.starts`.
+    nbytes : int
+        Bytes that the cache of one window held at its end, mean over windows; everything is counted.
+    bits_per_element : float
+        The same, per element of K and V.
+    tokens_per_second : float
+        Of the whole model while it read the scored chunks.
+    widths : dict
+        Share of the pages at each width; empty for caches of transformers.
+    kl, nll, agreement : list of list of float
+        Means of chunks: divergence from full precision, negative log-likelihood of the text, and how often
+        the most probable token is that of full precision.
+    """
+
+    name: str
+    kind: str
+    budget: float | None
+    starts: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    bits_per_element: float = 0.0
+    tokens_per_second: float = 0.0
+    widths: dict[str, float] = field(default_factory=dict)
+    kl: Blocks = field(default_factory=list)
+    nll: Blocks = field(default_factory=list)
+    agreement: Blocks = field(default_factory=list)
+
+
+def mean_and_error(blocks: Blocks) -> tuple[float, float]:
+    """Mean over all chunks and its standard error; the error of a single chunk is nan.
+
+    Examples
+    --------
+    >>> mean_and_error([[1.0, 3.0], [1.0, 3.0]])
+    (2.0, 0.577...)
+    """
+    means = np.asarray(blocks, np.float64).ravel()
+    error = means.std(ddof=1) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+    return float(means.mean()), float(error)
+
+
+def evaluate(
+    model: PreTrainedModel,
+    windows: Windows,
+    cases: Sequence[Case],
+    protocol: Protocol,
+    *,
+    progress: Callable[[str], None] = lambda name: None,
+) -> list[Score]:
+    """Read windows through every cache and through a dense one; score all against the dense one.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        On the CPU, with an attention function that reads the caches of all cases ("kvlab_packed").
+    windows : Windows
+        Of `protocol.length + 1` tokens: the last one is only predicted.
+    cases : sequence of Case
+    protocol : Protocol
+    progress : callable
+        Called with the name of the case after each of its chunks, `steps(...)` times in all.
+
+    Returns
+    -------
+    list of Score
+        Full precision first, then the cases in their order.
+
+    Raises
+    ------
+    ValueError
+        If two cases have one name or the windows have another length.
+    RuntimeError
+        If a cache took more bytes than its budget.
+    """
+    everything = [Case(FULL_PRECISION, FULL_PRECISION, lambda: DynamicCache(config=model.config)), *cases]
+    if len({case.name for case in everything}) < len(everything):
+        raise ValueError(f"cases must have different names, not {[case.name for case in everything]}")
+    if windows.tokens.shape[1] != protocol.length + 1:
+        raise ValueError(
+            f"windows have {windows.tokens.shape[1]} tokens; the protocol needs {protocol.length + 1}"
+        )
+    runs = [_Run(case) for case in everything]
+    with torch.inference_mode():
+        for first in range(0, len(windows.tokens), protocol.rows):
+            _read_batch(model, windows.tokens[first : first + protocol.rows], runs, protocol, progress)
+    return [run.score(list(windows.starts)) for run in runs]
+
+
+def steps(windows: int, cases: int, protocol: Protocol) -> int:
+    """How often `evaluate` calls `progress`."""
+    return -(-windows // protocol.rows) * (protocol.length // protocol.chunk) * (cases + 1)
+
+
+def _read_batch(
+    model: PreTrainedModel,
+    windows: NDArray[np.int64],
+    runs: list[_Run],
+    protocol: Protocol,
+    progress: Callable[[str], None],
+) -> None:
+    tokens = torch.from_numpy(windows)
+    for run in runs:
+        run.begin()
+    for begin in range(0, protocol.length, protocol.chunk):
+        end = begin + protocol.chunk
+        scored = begin >= protocol.scored_from
+        truth = None
+        for run in runs:
+            start = time.perf_counter()
+            # Without scores the logits are not needed; transformers makes those of one token at least.
+            logits = model(
+                tokens[:, begin:end], past_key_values=run.cache, logits_to_keep=0 if scored else 1
+            ).logits
+            seconds = time.perf_counter() - start
+            run.check_budget()
+            if scored:
+                predicted = logits.float().log_softmax(-1)
+                truth = truth or _Truth(predicted, tokens[:, begin + 1 : end + 1])
+                run.add(truth, predicted, seconds)
+            progress(run.case.name)
+    dense = runs[0].cache
+    elements = sum(tensor.numel() for layer in dense.layers for tensor in _tensors(vars(layer)))
+    for run in runs:
+        run.end(len(windows), elements)
+
+
+class _Truth:
+    """What full precision says of a chunk, and the tokens that follow in the text."""
+
+    def __init__(self, log_p: torch.Tensor, targets: torch.Tensor) -> None:
+        self.log_p, self.p, self.targets = log_p, log_p.exp(), targets[..., None]
+        self.best = log_p.argmax(-1)
+
+
+class _Run:
+    """One case on its way through all windows."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.cache = case.make()
+        self.nbytes, self.elements, self.rows, self.scored, self.seconds = 0, 0, 0, 0, 0.0
+        self.pages: dict[str, int] = {}
+        self.kl: Blocks = []
+        self.nll: Blocks = []
+        self.agreement: Blocks = []
+
+    def begin(self) -> None:
+        self.cache = self.case.make()
+        self.chunks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def check_budget(self) -> None:
+        packed = self.cache.packed if isinstance(self.cache, KVLabCache) else None
+        if packed is not None and packed.budget_nbytes is not None and packed.nbytes > packed.budget_nbytes:
+            raise RuntimeError(
+                f"{self.case.name!r} takes {packed.nbytes} bytes; its budget is {packed.budget_nbytes}"
+            )
+
+    def add(self, truth: _Truth, log_q: torch.Tensor, seconds: float) -> None:
+        kl = (truth.p * (truth.log_p - log_q)).sum(-1)
+        nll = -log_q.gather(-1, truth.targets)[..., 0]
+        same = (log_q.argmax(-1) == truth.best).float()
+        self.chunks.append((kl.mean(1), nll.mean(1), same.mean(1)))
+        self.scored += kl.numel()
+        self.seconds += seconds
+
+    def end(self, rows: int, elements: int) -> None:
+        self.nbytes += held_bytes(self.cache)
+        self.elements += elements
+        self.rows += rows
+        for blocks, means in zip(
+            (self.kl, self.nll, self.agreement), zip(*self.chunks, strict=True), strict=True
+        ):
+            blocks += [[float(f"{x:.6g}") for x in row] for row in torch.stack(means, 1).tolist()]
+        if isinstance(self.cache, KVLabCache) and self.cache.packed is not None:
+            for width, counts in self.cache.packed.allocation().items():
+                self.pages[width] = self.pages.get(width, 0) + int(counts.sum())
+
+    def score(self, starts: list[int]) -> Score:
+        total = sum(self.pages.values())
+        return Score(
+            name=self.case.name,
+            kind=self.case.kind,
+            budget=self.case.budget,
+            starts=starts,
+            nbytes=round(self.nbytes / self.rows),
+            bits_per_element=8 * self.nbytes / self.elements,
+            tokens_per_second=self.scored / self.seconds,
+            widths={width: count / total for width, count in self.pages.items() if count},
+            kl=self.kl,
+            nll=self.nll,
+            agreement=self.agreement,
+        )
+
+
+def held_bytes(cache: Cache) -> int:
+    """Bytes of all tensors that a cache holds: codes, scales, tables, exact tokens.
+
+    Examples
+    --------
+    >>> cache = DynamicCache()
+    >>> k, v = cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    >>> held_bytes(cache)
+    192
+    """
+    packed = cache.packed.nbytes if isinstance(cache, KVLabCache) and cache.packed is not None else 0
+    found = {id(tensor): tensor for layer in cache.layers for tensor in _tensors(vars(layer))}
+    return packed + sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Plain tensors inside attributes, containers and the tensor subclasses of quantisation libraries."""
+    if isinstance(value, torch.Tensor):
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            yield value
+        else:
+            for name in flatten()[0]:
+                yield from _tensors(getattr(value, name))
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

