@@ -239,7 +239,7 @@ def _make_reduction(emit):
 
 @intrinsic
 def count_greater(typing_context, count, a, b):
-    """Return count, one higher where a > b; a count is an integer in the bits of a lane (`float_of_count`)."""
+    """Return count, one higher where a > b; counts are integers in the bits of lanes (`float_of_count`)."""
 
     def generate(context, builder, signature, arguments):
         count, a, b = arguments
