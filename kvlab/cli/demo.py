@@ -56,6 +56,7 @@ def command(
     """
     # NumPy multiplies only small matrices here; threads of its own would hinder those of torch and Numba.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
     fractions = _fractions(budgets)
     from rich.console import Console
 
@@ -95,8 +96,8 @@ def _prepare(progress: Console, tiny: bool) -> tuple[Subject, Protocol]:
 
     if tiny:
         return tiny_llama(), Protocol(length=256, scored_from=128, rows=2)
-    progress.print("Loading SmolLM2-135M-Instruct from its package (20 s)")
-    return load_smollm2(), Protocol()
+    with progress.status("Loading SmolLM2-135M-Instruct from its package"):
+        return load_smollm2(), Protocol()
 
 
 def _cases(subject: Subject, protocol: Protocol, budgets: list[float], full: bool, tiny: bool) -> list[Case]:

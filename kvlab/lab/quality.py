@@ -206,9 +206,8 @@ def _read_batch(
             seconds = time.perf_counter() - start
             run.check_budget()
             if scored:
-                predicted = logits.float().log_softmax(-1)
-                truth = truth or _Truth(predicted, tokens[:, begin + 1 : end + 1])
-                run.add(truth, predicted, seconds)
+                truth = truth or _Truth(logits, tokens[:, begin + 1 : end + 1])
+                run.add(truth, logits, seconds)
             progress(run.case.name)
     dense = runs[0].cache
     elements = sum(tensor.numel() for layer in dense.layers for tensor in _tensors(vars(layer)))
@@ -219,9 +218,9 @@ def _read_batch(
 class _Truth:
     """What full precision says of a chunk, and the tokens that follow in the text."""
 
-    def __init__(self, log_p: torch.Tensor, targets: torch.Tensor) -> None:
-        self.log_p, self.p, self.targets = log_p, log_p.exp(), targets[..., None]
-        self.best = log_p.argmax(-1)
+    def __init__(self, logits: torch.Tensor, targets: torch.Tensor) -> None:
+        self.log_p = logits.float().log_softmax(-1)
+        self.p, self.best, self.targets = self.log_p.exp(), self.log_p.argmax(-1), targets[..., None]
 
 
 class _Run:
@@ -238,7 +237,7 @@ class _Run:
 
     def begin(self) -> None:
         self.cache = self.case.make()
-        self.chunks: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.chunks: list[torch.Tensor] = []  # (rows, 3) each
 
     def check_budget(self) -> None:
         packed = self.cache.packed if isinstance(self.cache, KVLabCache) else None
@@ -247,22 +246,25 @@ class _Run:
                 f"{self.case.name!r} takes {packed.nbytes} bytes; its budget is {packed.budget_nbytes}"
             )
 
-    def add(self, truth: _Truth, log_q: torch.Tensor, seconds: float) -> None:
-        kl = (truth.p * (truth.log_p - log_q)).sum(-1)
-        nll = -log_q.gather(-1, truth.targets)[..., 0]
-        same = (log_q.argmax(-1) == truth.best).float()
-        self.chunks.append((kl.mean(1), nll.mean(1), same.mean(1)))
-        self.scored += kl.numel()
+    def add(self, truth: _Truth, logits: torch.Tensor, seconds: float) -> None:
+        means = []
+        for row, row_logits in enumerate(logits):  # row by row, so that what is between stays in the caches
+            log_q = row_logits.float().log_softmax(-1)
+            nll = -log_q.gather(-1, truth.targets[row])
+            same = (log_q.argmax(-1) == truth.best[row]).float()
+            kl = log_q.neg_().add_(truth.log_p[row]).mul_(truth.p[row]).sum(-1)
+            means.append(torch.stack([kl.mean(), nll.mean(), same.mean()]))
+        self.chunks.append(torch.stack(means))
+        self.scored += logits.shape[0] * logits.shape[1]
         self.seconds += seconds
 
     def end(self, rows: int, elements: int) -> None:
         self.nbytes += held_bytes(self.cache)
         self.elements += elements
         self.rows += rows
-        for blocks, means in zip(
-            (self.kl, self.nll, self.agreement), zip(*self.chunks, strict=True), strict=True
-        ):
-            blocks += [[float(f"{x:.6g}") for x in row] for row in torch.stack(means, 1).tolist()]
+        means = torch.stack(self.chunks, 2)
+        for number, blocks in enumerate((self.kl, self.nll, self.agreement)):
+            blocks += [[float(f"{x:.6g}") for x in row] for row in means[:, number].tolist()]
         if isinstance(self.cache, KVLabCache) and self.cache.packed is not None:
             for width, counts in self.cache.packed.allocation().items():
                 self.pages[width] = self.pages.get(width, 0) + int(counts.sum())
