@@ -6,9 +6,12 @@ drops the unused bytes between lanes. Unpacking is the same backwards. What is l
 codes, is done one code at a time. Element i of a row is bits [i * b, (i + 1) * b) of its bytes.
 """
 
+from functools import reduce
+
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .cpu_simd import helper, kernel, load_unaligned, pointer_to, store_unaligned
@@ -38,106 +41,82 @@ def _shuffle_bytes(builder, source, order):
     return builder.shuffle_vector(source, ir.Constant(source.type, [0] * length), positions)
 
 
-def _make_pack_step(bits):
-    """Return an intrinsic: pack codes[first:first + 32] to packed[target:]; not 0 if a code is too big."""
+def _emit_pack_step(builder, bits, source, target):
+    """Pack 32 codes; return a vector that is not 0 if a code is too big."""
+    words = load_unaligned(builder, builder.bitcast(source, _WORD_VECTOR.as_pointer()))
+    too_big = builder.and_(words, _every_word(_low_bits(8, 8) & ~_low_bits(bits, 8)))
+    for lane in (8, 16, 32):
+        lower = _every_word(_low_bits(lane, 2 * lane))
+        low = builder.and_(words, lower)
+        high = builder.and_(builder.lshr(words, _every_word(lane)), lower)
+        words = builder.or_(low, builder.shl(high, _every_word(bits * lane // 8)))
+    order = [8 * word + byte for word in range(_WORDS) for byte in range(bits)]
+    stream = _shuffle_bytes(builder, builder.bitcast(words, _BYTE_VECTOR), order)
+    store_unaligned(builder, stream, builder.bitcast(target, stream.type.as_pointer()))
+    return too_big
+
+
+def _emit_unpack_step(builder, bits, source, target):
+    """Unpack 32 codes."""
+    stream_type = ir.VectorType(_I8, bits * _WORDS)
+    stream = load_unaligned(builder, builder.bitcast(source, stream_type.as_pointer()))
+    order = [bits * word + byte if byte < bits else -1 for word in range(_WORDS) for byte in range(8)]
+    words = builder.bitcast(_shuffle_bytes(builder, stream, order), _WORD_VECTOR)
+    for lane in (32, 16, 8):
+        width = bits * lane // 8
+        mask = _every_word(_low_bits(width, 2 * lane))
+        high = builder.and_(builder.lshr(words, _every_word(width)), mask)
+        words = builder.or_(builder.and_(words, mask), builder.shl(high, _every_word(lane)))
+    store_unaligned(builder, words, builder.bitcast(target, _WORD_VECTOR.as_pointer()))
+    return _every_word(0)
+
+
+def _make_steps(emit_step, *step_bytes):
+    """Return an intrinsic (source, first, target, start, bits, steps): one loop of steps for each width.
+
+    step_bytes: bytes that a step reads, and writes, by width. The width is a case of a switch around the
+    loops, so that a kernel is compiled once for all of them.
+    """
 
     @intrinsic
-    def pack_step(typing_context, codes, first, packed, target):
+    def take_steps(typing_context, source, first, target, start, bits, steps):
         def generate(context, builder, signature, arguments):
-            source = pointer_to(context, builder, signature.args[0], *arguments[:2], _WORD_VECTOR)
-            words = load_unaligned(builder, source)
-            too_big = builder.and_(words, _every_word(_low_bits(8, 8) & ~_low_bits(bits, 8)))
-            for lane in (8, 16, 32):
-                lower = _every_word(_low_bits(lane, 2 * lane))
-                low = builder.and_(words, lower)
-                high = builder.and_(builder.lshr(words, _every_word(lane)), lower)
-                words = builder.or_(low, builder.shl(high, _every_word(bits * lane // 8)))
-            order = [8 * word + byte for word in range(_WORDS) for byte in range(bits)]
-            stream = _shuffle_bytes(builder, builder.bitcast(words, _BYTE_VECTOR), order)
-            destination = pointer_to(context, builder, signature.args[2], *arguments[2:], stream.type)
-            store_unaligned(builder, stream, destination)
-            found = builder.extract_element(too_big, _I32(0))
-            for word in range(1, _WORDS):
-                found = builder.or_(found, builder.extract_element(too_big, _I32(word)))
-            return found
+            _, _, _, _, bits, steps = arguments
+            source = pointer_to(context, builder, signature.args[0], *arguments[:2], _I8)
+            target = pointer_to(context, builder, signature.args[2], *arguments[2:4], _I8)
+            found = cgutils.alloca_once_value(builder, _every_word(0))
+            after = builder.append_basic_block("after")
+            choice = builder.switch(bits, after)
+            for width in _WIDTHS:
+                block = builder.append_basic_block(f"bits_{width}")
+                choice.add_case(bits.type(width), block)
+                builder.position_at_end(block)
+                with cgutils.for_range(builder, steps) as loop:
+                    read, written = (builder.mul(loop.index, _I64(size(width))) for size in step_bytes)
+                    here, there = builder.gep(source, [read]), builder.gep(target, [written])
+                    seen = emit_step(builder, width, here, there)
+                    builder.store(builder.or_(builder.load(found), seen), found)
+                builder.branch(after)
+            builder.position_at_end(after)
+            words = [builder.extract_element(builder.load(found), _I32(word)) for word in range(_WORDS)]
+            return reduce(builder.or_, words)
 
-        return types.uint64(codes, types.intp, packed, types.intp), generate
+        integers = (types.intp,) * 2
+        return types.uint64(source, types.intp, target, types.intp, *integers), generate
 
-    return pack_step
-
-
-def _make_unpack_step(bits):
-    """Return an intrinsic that unpacks the 32 codes at packed[first:] to codes[target:target + 32]."""
-
-    @intrinsic
-    def unpack_step(typing_context, packed, first, codes, target):
-        def generate(context, builder, signature, arguments):
-            stream_type = ir.VectorType(_I8, bits * _WORDS)
-            source = pointer_to(context, builder, signature.args[0], *arguments[:2], stream_type)
-            order = [bits * word + byte if byte < bits else -1 for word in range(_WORDS) for byte in range(8)]
-            spread = _shuffle_bytes(builder, load_unaligned(builder, source), order)
-            words = builder.bitcast(spread, _WORD_VECTOR)
-            for lane in (32, 16, 8):
-                width = bits * lane // 8
-                mask = _every_word(_low_bits(width, 2 * lane))
-                high = builder.and_(builder.lshr(words, _every_word(width)), mask)
-                words = builder.or_(builder.and_(words, mask), builder.shl(high, _every_word(lane)))
-            destination = pointer_to(context, builder, signature.args[2], *arguments[2:], _WORD_VECTOR)
-            store_unaligned(builder, words, destination)
-            return context.get_dummy_value()
-
-        return types.void(packed, types.intp, codes, types.intp), generate
-
-    return unpack_step
-
-
-def _make_pack_whole(bits):
-    step = _make_pack_step(bits)
-
-    @helper
-    def pack_whole_steps(codes, start, count, packed, target):
-        too_big = np.uint64(0)
-        for done in range(0, count, STEP):
-            too_big |= step(codes, start + done, packed, target + done // 8 * bits)
-        return too_big
-
-    return pack_whole_steps
-
-
-def _make_unpack_whole(bits):
-    step = _make_unpack_step(bits)
-
-    @helper
-    def unpack_whole_steps(packed, start, codes, target, count):
-        for done in range(0, count, STEP):
-            step(packed, start + done // 8 * bits, codes, target + done)
-
-    return unpack_whole_steps
+    return take_steps
 
 
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8)
-_pack_1, _pack_2, _pack_3, _pack_4, _pack_5, _pack_6, _pack_8 = map(_make_pack_whole, _WIDTHS)
-_unpack_1, _unpack_2, _unpack_3, _unpack_4, _unpack_5, _unpack_6, _unpack_8 = map(_make_unpack_whole, _WIDTHS)
+_pack_steps = _make_steps(_emit_pack_step, lambda bits: STEP, lambda bits: _WORDS * bits)
+_unpack_steps = _make_steps(_emit_unpack_step, lambda bits: _WORDS * bits, lambda bits: STEP)
 
 
 @helper
 def pack_run(codes, start, count, bits, packed, target):
     """Pack codes[start:start + count] to packed[target:], both flat uint8; not 0 if a code is too big."""
     whole = count // STEP * STEP
-    if bits == 1:
-        too_big = _pack_1(codes, start, whole, packed, target)
-    elif bits == 2:
-        too_big = _pack_2(codes, start, whole, packed, target)
-    elif bits == 3:
-        too_big = _pack_3(codes, start, whole, packed, target)
-    elif bits == 4:
-        too_big = _pack_4(codes, start, whole, packed, target)
-    elif bits == 5:
-        too_big = _pack_5(codes, start, whole, packed, target)
-    elif bits == 6:
-        too_big = _pack_6(codes, start, whole, packed, target)
-    else:
-        too_big = _pack_8(codes, start, whole, packed, target)
+    too_big = _pack_steps(codes, start, packed, target, bits, count // STEP)
     if whole < count:
         too_big |= _pack_tail(codes, start + whole, count - whole, bits, packed, target + whole // 8 * bits)
     return too_big
@@ -166,20 +145,7 @@ def _pack_tail(codes, start, count, bits, packed, target):
 def unpack_run(packed, start, bits, codes, target, count):
     """Unpack packed[start:] to codes[target:target + count], both flat uint8."""
     whole = count // STEP * STEP
-    if bits == 1:
-        _unpack_1(packed, start, codes, target, whole)
-    elif bits == 2:
-        _unpack_2(packed, start, codes, target, whole)
-    elif bits == 3:
-        _unpack_3(packed, start, codes, target, whole)
-    elif bits == 4:
-        _unpack_4(packed, start, codes, target, whole)
-    elif bits == 5:
-        _unpack_5(packed, start, codes, target, whole)
-    elif bits == 6:
-        _unpack_6(packed, start, codes, target, whole)
-    else:
-        _unpack_8(packed, start, codes, target, whole)
+    _unpack_steps(packed, start, codes, target, bits, count // STEP)
     if whole < count:
         _unpack_tail(packed, start + whole // 8 * bits, bits, codes, target + whole, count - whole)
 

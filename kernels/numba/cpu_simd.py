@@ -13,7 +13,9 @@ import operator
 
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic, models, overload, register_model
+from numba.core import typing
+from numba.core.typing.templates import ConcreteTemplate, infer_global
+from numba.extending import intrinsic, lower_builtin, models, register_model
 
 helper = njit(error_model="numpy")
 """Decorator of functions that only kernels call; a division by zero gives infinity or NaN, as in NumPy."""
@@ -164,27 +166,31 @@ def _count_where_greater(builder, a, b):
     return builder.uitofp(builder.fcmp_ordered(">", a, b), F32X8)
 
 
-_arithmetic = {
-    operator.add: _make_binary(lambda builder, a, b: builder.fadd(a, b)),
-    operator.sub: _make_binary(lambda builder, a, b: builder.fsub(a, b)),
-    operator.mul: _make_binary(lambda builder, a, b: builder.fmul(a, b)),
-    operator.truediv: _make_binary(lambda builder, a, b: builder.fdiv(a, b)),
-    operator.gt: _make_binary(_count_where_greater),  # 1.0 where a > b, else 0.0
+_OPERATORS = {
+    operator.add: lambda builder, a, b: builder.fadd(a, b),
+    operator.sub: lambda builder, a, b: builder.fsub(a, b),
+    operator.mul: lambda builder, a, b: builder.fmul(a, b),
+    operator.truediv: lambda builder, a, b: builder.fdiv(a, b),
+    operator.gt: _count_where_greater,  # 1.0 where a > b, else 0.0
 }
 minimum = _make_binary(_select("<"))
 maximum = _make_binary(_select(">"))
 
 
-def _overload_operator(symbol, implementation):
-    @overload(symbol)
-    def operate(a, b):
-        if isinstance(a, Float32x8) and isinstance(b, Float32x8):
-            return lambda a, b: implementation(a, b)
-        return None
+def _define_operator(symbol, emit):
+    """Give an operator a meaning for two vectors; not by `overload`, which would compile a function each."""
+
+    @infer_global(symbol)
+    class _OfVectors(ConcreteTemplate):
+        cases = (typing.signature(float32x8, float32x8, float32x8),)
+
+    @lower_builtin(symbol, float32x8, float32x8)
+    def lower(context, builder, signature, arguments):
+        return emit(builder, *arguments)
 
 
-for _symbol, _implementation in _arithmetic.items():
-    _overload_operator(_symbol, _implementation)
+for _symbol, _emit in _OPERATORS.items():
+    _define_operator(_symbol, _emit)
 
 
 @intrinsic
