@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = (
     {"errors", "sizes", "filecache"},
-    {"arrays", "device", "environment"},
+    {"arrays", "device", "environment", "threads"},
     {"build", "cubin", "nvrtc", "compile_gate", "registry"},
     {"ops"},
     {"cache"},

@@ -22,13 +22,13 @@ import math
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .cpu_fragments import add_lanes, call_product, multiply_add
 from .cpu_groups import hadamard_run
-from .cpu_simd import float32x8, helper, highest, kernel, load, maximum, splat, store, total
+from .cpu_simd import float32x8, helper, highest, load, maximum, splat, store, total
 
 PAGE = 64
 PLACE_FIELDS = 8
@@ -46,8 +46,8 @@ that has been added up costs more than a few larger weights."""
 
 _MINUS_INFINITY = np.float32(-np.inf)
 
-serial = njit(error_model="numpy", cache=True)
-"""Decorator of what is too short to share between threads."""
+serial = njit(error_model="numpy", nogil=True, cache=True)
+"""Decorator of what Python calls: one thread's work."""
 
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _I8X8, _I32X8, _F32X8 = ir.VectorType(_I8, 8), ir.VectorType(_I32, 8), ir.VectorType(_F32, 8)
@@ -407,9 +407,16 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
     _add_lanes(raw, out_raw)
 
 
-@helper
-def _attend_items(counter, queries, table, places, itemsize, softcap, kept, kept_from, result):
-    """What one thread does: items, until none is left."""
+@serial
+def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_from, result):
+    """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
+
+    queries: coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4), patterns of `cpu_fragments` for coded
+    and for raw keys; bias (pairs, blocks, rows), added to the scores of coded keys. table: rung, count,
+    index (pairs, pages); num_pages (pairs,). kept (pairs, pages, kept rows, 64) receives the scores,
+    natural, of query rows from kept_from on. result: out (2, pairs, blocks, splits, rows, head_dim), what
+    coded and raw values add up to, in units of 2^peaks; peaks, sums (pairs, blocks, splits, rows).
+    """
     coded, raw, bias = queries
     rung, count, index, num_pages = table
     out, peaks, sums = result
@@ -446,39 +453,6 @@ def _attend_items(counter, queries, table, places, itemsize, softcap, kept, kept
             ),
         )
         item = _take_number(counter)
-
-
-@kernel
-def attend_pages(
-    coded,
-    raw,
-    bias,
-    rung,
-    count,
-    index,
-    num_pages,
-    places,
-    itemsize,
-    softcap,
-    kept,
-    kept_from,
-    threads,
-    out,
-    peaks,
-    sums,
-):
-    """Attend all pages, in parts.
-
-    coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4): query patterns of `cpu_fragments` for coded
-    and for raw keys; bias (pairs, blocks, rows) is added to the scores of coded keys. rung, count, index
-    (pairs, pages); num_pages (pairs,). kept (pairs, pages, kept rows, 64) receives the scores, natural, of
-    query rows from kept_from on. out (2, pairs, blocks, splits, rows, head_dim): what coded and raw values
-    add up to, in units of 2^peaks; peaks, sums (pairs, blocks, splits, rows).
-    """
-    queries, table, result = (coded, raw, bias), (rung, count, index, num_pages), (out, peaks, sums)
-    counter = np.zeros(1, np.int64)
-    for _ in prange(threads):
-        _attend_items(counter, queries, table, places, itemsize, softcap, kept, kept_from, result)
 
 
 @serial
@@ -522,20 +496,22 @@ def merge_parts(parts, peaks, sums, block, factor, out, lse):
             lse[pair // kv_heads, head, i // group] = log
 
 
-@kernel
-def sum_mass(scores, lse, count, num_pages, group, mass):
+@serial
+def sum_mass(counter, scores, lse, count, num_pages, group, mass):
     """mass[pair, page, slot] = mean over the kept rows of exp(score - lse); 0 in unused slots.
 
-    scores (pairs, pages, rows * group, 64); lse (batch, heads, rows); mass (pairs, pages, 64).
+    What one thread does: pages, by the counter. scores (pairs, pages, rows * group, 64); lse (batch, heads,
+    rows); mass (pairs, pages, 64).
     """
     pairs, pages = count.shape
     kv_heads = lse.shape[1] // group
-    for unit in prange(pairs * pages):
-        pair, page = unit // pages, unit % pages
+    item = _take_number(counter)
+    while item < pairs * pages:
+        pair, page = item // pages, item % pages
         used = np.int64(count[pair, page]) if page < num_pages[pair] else 0
-        _sum_page(
-            scores[pair, page], lse[pair // kv_heads], pair % kv_heads * group, group, used, mass[pair, page]
-        )
+        head = pair % kv_heads * group
+        _sum_page(scores[pair, page], lse[pair // kv_heads], head, group, used, mass[pair, page])
+        item = _take_number(counter)
 
 
 @helper

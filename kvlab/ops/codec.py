@@ -189,8 +189,9 @@ def quantize(
 
     A constant group comes back exactly from the affine codec if float16 (or, out of its range, bfloat16)
     represents the constant. Quantising what `dequantize` gave leads to the same codes with the symmetric
-    codec where the scale is at least one ulp of the output, and with the affine one where it is a normal
-    number and, of float32 inputs, at least two ulp of the stored offset besides.
+    codec where the scale is at least one ulp of the output, and with the affine one where it is also a normal
+    number and the lowest code of the group is 0. That is so wherever the offset is exact: for float16 and
+    bfloat16 inputs unless the words are bfloat16.
 
     References
     ----------

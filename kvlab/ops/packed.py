@@ -33,6 +33,7 @@ from kvlab.arrays import (
 from kvlab.reference import packed as reference
 from kvlab.reference.codec import hadamard_block
 from kvlab.registry import Row, choose, register
+from kvlab.threads import share
 
 __all__ = ["Layout", "PackedAttention", "Pages", "mass_from_scores", "packed_attention"]
 
@@ -55,6 +56,7 @@ ROWS_AT_ONCE = 4
 
 _ITEMS = 64
 _PAGES_PER_ITEM = 4
+_WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
 
 
 class Layout(Protocol):
@@ -306,20 +308,18 @@ def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.in
 def _attend_cpu(
     q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
 ) -> PackedAttention[ArrayT]:
-    from numba import get_num_threads
-
     from kvlab.numba_kernels import cpu_packed as kernels
 
     view = to_numpy_view(q, "q")
     batch, seqlen_q, heads, head_dim = view.shape
     pairs, entries, query_rows = batch * (heads // group), pages.rung.shape[2], seqlen_q * group
     blocks = -(-query_rows // ROWS_AT_ONCE)
-    rows = -(-query_rows // max(blocks, 1))
+    rows = -(-query_rows // blocks) if 0 < blocks < 3 else ROWS_AT_ONCE
     rung, count, index = (
         np.ascontiguousarray(x).reshape(pairs, entries) for x in (pages.rung, pages.count, pages.index)
     )
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
-    places = _places(tuple(pages.layouts), pages.dtype, max(rows, 1)).copy()
+    places = _places(tuple(pages.layouts), pages.dtype, rows).copy()
     places[:, kernels.POOL] = [pool.ctypes.data for pool in pages.pools]
     capacity = np.array([len(pool) for pool in pages.pools], np.int64)
     if not kernels.check_table(rung, count, index, num_pages, capacity):
@@ -341,9 +341,11 @@ def _attend_cpu(
     peaks, sums = np.empty((2, pairs, blocks, splits, rows), np.float32)
     kept = np.empty((pairs, entries, keep_scores * group, 64), np.float32)
     itemsize, kept_from = pages.layouts[0].itemsize, query_rows - kept.shape[2]
-    kernels.attend_pages(
-        coded, raw, bias, rung, count, index, num_pages, places, itemsize, np.float32(softcap),
-        kept, kept_from, get_num_threads(), parts, peaks, sums,
+    multiplications = 2 * 64 * int(num_pages.sum()) * query_rows * head_dim
+    share(
+        kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias), (rung, count, index, num_pages),
+        places, itemsize, np.float32(softcap), kept, kept_from, (parts, peaks, sums),
+        alone=multiplications < _WORTH_SHARING,
     )  # fmt: skip
     out, lse = np.empty(view.shape, np.float32), np.empty((batch, heads, seqlen_q), np.float32)
     kernels.merge_parts(parts, peaks, sums, *rotation, out, lse)
@@ -366,5 +368,6 @@ def _mass_cpu(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     count = np.ascontiguousarray(pages.count).reshape(pairs, entries)
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
     flat = np.ascontiguousarray(kept).reshape(pairs, entries, rows, 64)
-    cpu_packed.sum_mass(flat, last, count, num_pages, group, mass)
+    alone = flat.size < _WORTH_SHARING // 16
+    share(cpu_packed.sum_mass, np.zeros(1, np.int64), flat, last, count, num_pages, group, mass, alone=alone)
     return like_first(mass.reshape(batch, kv_heads, entries, 64), scores)

@@ -1,0 +1,60 @@
+"""Sharing a short piece of work between threads without ever waiting for one that has not begun.
+
+A parallel loop of Numba (OpenMP) ends when all its threads have passed its end, those included that found
+nothing left to do. On a machine with other work, or beside the spinning threads of another library, one of
+them may have to wait for a processor for tens of milliseconds: longer than the whole call. So work of a
+millisecond goes this way instead. It is cut into items that are taken from a counter; the caller takes
+items like everyone else and is done when none is left, and helpers that have not started by then are called
+off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+__all__ = ["share"]
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kvlab")
+
+
+def share(work: Callable[..., object], *args: Any, alone: bool = False) -> None:
+    """Run ``work(*args)`` here, and at the same time on helpers; return when all that began have ended.
+
+    Parameters
+    ----------
+    work : callable
+        Takes items from a counter among its arguments until none is left, so it may run once or many times.
+        It should release the GIL, as functions compiled with ``nogil=True`` do.
+    *args
+        For every run.
+    alone : bool
+        Use this thread only: for work too short to share. Otherwise as many threads as
+        `numba.get_num_threads` says.
+
+    Examples
+    --------
+    >>> items = list(range(100))
+    >>> done = []
+    >>> def work(items, done):
+    ...     while items:
+    ...         done.append(items.pop())
+    >>> share(work, items, done)
+    >>> sorted(done) == list(range(100))
+    True
+    """
+    from numba import get_num_threads
+
+    helpers = [] if alone else [_pool().submit(work, *args) for _ in range(get_num_threads() - 1)]
+    try:
+        work(*args)
+    finally:
+        begun = [helper for helper in helpers if not helper.cancel()]
+    for helper in begun:
+        helper.result()
