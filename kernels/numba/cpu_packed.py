@@ -191,7 +191,7 @@ def _prefetch(typing_context, address):
 
 
 @intrinsic
-def _take_number(typing_context, counter):
+def take_number(typing_context, counter):
     """Return counter[0] and add one to it, in one step for all threads."""
 
     def generate(context, builder, signature, arguments):
@@ -430,7 +430,7 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
         np.empty(PAGE * head_dim * itemsize // 4, np.uint32),
         np.empty(rows, np.float32),
     )
-    item = _take_number(counter)
+    item = take_number(counter)
     while item < pairs * blocks * splits:
         pair, block, part = item // (blocks * splits), item // splits % blocks, item % splits
         live = np.int64(num_pages[pair])
@@ -452,7 +452,7 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
                 sums[pair, block, part],
             ),
         )
-        item = _take_number(counter)
+        item = take_number(counter)
 
 
 @serial
@@ -505,13 +505,13 @@ def sum_mass(counter, scores, lse, count, num_pages, group, mass):
     """
     pairs, pages = count.shape
     kv_heads = lse.shape[1] // group
-    item = _take_number(counter)
+    item = take_number(counter)
     while item < pairs * pages:
         pair, page = item // pages, item % pages
         used = np.int64(count[pair, page]) if page < num_pages[pair] else 0
         head = pair % kv_heads * group
         _sum_page(scores[pair, page], lse[pair // kv_heads], head, group, used, mass[pair, page])
-        item = _take_number(counter)
+        item = take_number(counter)
 
 
 @helper
