@@ -38,6 +38,8 @@ __all__ = [
     "like_first",
     "match_shapes",
     "numpy_dtype",
+    "to_device",
+    "to_host",
     "to_numpy_view",
 ]
 
@@ -399,6 +401,36 @@ def empty(shape: Sequence[int], dtype: str, like: ArrayT) -> ArrayT:
     cupy = _loaded_cupy(like, "like")
     with cupy.cuda.Device(device.index):
         return cast("ArrayT", cupy.empty(tuple(shape), target))
+
+
+def to_device(host: NDArray[Any], like: ArrayT) -> ArrayT:
+    """Copy a NumPy array to the device of `like`, as an array of its kind, on its current stream.
+
+    Parameters
+    ----------
+    host : numpy.ndarray
+    like : array
+        CuPy or torch on CUDA.
+
+    Returns
+    -------
+    array
+        Of the shape and dtype of `host`.
+    """
+    torch = _torch_of(like)
+    if torch is not None:
+        copied = torch.from_numpy(np.ascontiguousarray(host)).to(cast("Any", like).device, copy=True)
+        return cast("ArrayT", copied)
+    cupy = _loaded_cupy(like, "like")
+    with cupy.cuda.Device(device_of(like).index):
+        return cast("ArrayT", cupy.asarray(host))
+
+
+def to_host(x: Any) -> NDArray[Any]:
+    """Copy an array on a GPU to a NumPy array; waits until what its stream does before is done."""
+    if _torch_of(x) is not None:
+        return cast("NDArray[Any]", x.cpu().numpy())
+    return cast("NDArray[Any]", _loaded_cupy(x, "x").asnumpy(x))
 
 
 def like_first(result: NDArray[Any], first: ArrayT) -> ArrayT:

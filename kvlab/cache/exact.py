@@ -85,7 +85,7 @@ def attend_exact(
         total = weights.sum(-1)
         with np.errstate(divide="ignore"):
             lse[:, :, :, first:last] = base + np.log(total)
-        flat = weights.reshape(batch, heads, -1, seen)
+        flat = weights.reshape(batch, heads, group * (last - first), seen)
         # An invisible token may hold anything; 0 * NaN must not reach the sum.
         clean = np.where(visible[:, None, :seen, None], v_block, np.float32(0))
         result = (flat @ clean).reshape(batch, heads, group, last - first, dim)

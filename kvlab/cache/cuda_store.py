@@ -1,0 +1,226 @@
+"""The memory of a cache on a GPU: arenas, page tables and their layout, as the kernels of `cache_*.cu` see it.
+
+All pages of a layer lie in one arena, cut into slabs that belong to one rung at a time, so the mixture of
+rungs may change without any of them running out. Tables stand in one array a kind for all layers; the host
+never reads them but where a docstring says so. What a kernel gets is an array of `LayerState` structs
+(kernels/cuda/include/cache_state.cuh), made here.
+
+Memory comes from the framework of the first array that the cache sees (torch or CuPy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import cuda_view, empty, to_device, to_host
+from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, PageLayout
+from kvlab.cache.store import LayerStore
+
+__all__ = ["OPEN_PAGES", "STATE", "UNIT", "DevicePages", "DeviceStore", "slab_nbytes"]
+
+UNIT = 64
+"""Bytes that the `index` of the page table counts."""
+OPEN_PAGES = 2
+_RUNGS = 16
+_WASTE = 0.03
+
+_RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
+_POINTERS = (
+    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "open", "seqlen", "used", "slab_count",
+    "slabs", "free_slabs", "num_free", "owner", "place", "budget", "status",
+)  # fmt: skip
+_NUMBERS = ("batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts")
+STATE = np.dtype(
+    [("rungs", _RUNG, _RUNGS), *((name, "u8") for name in _POINTERS), *((name, "i4") for name in _NUMBERS)],
+    align=True,
+)
+"""`LayerState` of cache_state.cuh."""
+
+
+@dataclass(frozen=True)
+class DevicePages:
+    """What packed attention reads of one layer; see `kvlab.ops.packed.Pages`."""
+
+    layouts: tuple[PageLayout, ...]
+    pools: tuple[Any, ...]
+    rung: Any
+    count: Any
+    index: Any
+    num_pages: Any
+    k_mean: Any
+    dtype: str
+    unit: int = UNIT
+
+
+def slab_nbytes(records: Sequence[int], pages: int) -> int:
+    """Return the bytes of a slab: the least that waste little at every rung.
+
+    Parameters
+    ----------
+    records : sequence of int
+        Bytes of a page of each rung, multiples of 64.
+    pages : int
+        Number of pages of the widest rung that the arena is for; a slab holds a 256th of them or more.
+
+    Examples
+    --------
+    >>> slab_nbytes([2368, 4416, 8512], 512)
+    68160
+    """
+    widest = max(records)
+    for size in range(widest * max(1, pages // 256), 65 * widest * max(1, pages // 256), UNIT):
+        if all(size % record <= _WASTE * size for record in records):
+            return size
+    return widest * max(1, pages // 256)
+
+
+class DeviceStore:
+    """Arenas and tables of all layers.
+
+    Parameters
+    ----------
+    stores : sequence of LayerStore
+        One a layer, on the CPU and empty: ladders, layouts and sizes.
+    like : array
+        On the device; memory comes from its framework.
+    capacity : int
+        Tokens of a row that the tables have room for.
+    share : int or None
+        Bytes that a row of a layer may take; None: as many as the highest rung needs.
+    spare : int
+        Bytes of an arena beyond what rows may take.
+
+    Attributes
+    ----------
+    tables : dict of str to array
+        (layers, ...) arrays by the names of `LayerState`.
+    """
+
+    def __init__(
+        self, stores: Sequence[LayerStore], like: Any, capacity: int, share: int | None, spare: int
+    ) -> None:
+        first = stores[0]
+        self.stores, self.capacity = stores, capacity
+        self.batch, self.heads, self.head_dim = first.batch, first.num_heads_kv, first.head_dim
+        self.pairs, self.num_rungs = self.batch * self.heads, max(len(store.ladder) for store in stores)
+        segments = -(-capacity // (1 << 16))
+        pages = -(-capacity // TOKENS_PER_PAGE) + self.num_rungs * segments + OPEN_PAGES + 2
+        self.entries = -(-pages // 4) * 4
+        self.slab, self.num_slabs = [], []
+        for store in stores:
+            records = [layout.nbytes for layout in store.layouts]
+            most = self.pairs * self.entries * max(records)
+            held = most if share is None else min(self.batch * share, most)
+            slab = slab_nbytes(records, held // max(records))
+            self.slab.append(slab)
+            # Every rung may leave one slab in part empty, and a slab wastes a little.
+            self.num_slabs.append(int(-(-(held + spare) * (1 + 2 * _WASTE) // slab)) + len(records) + 1)
+        self.max_slabs = max(self.num_slabs)
+        self.max_pages = max(
+            slab // min(layout.nbytes for layout in store.layouts) * self.max_slabs
+            for slab, store in zip(self.slab, stores, strict=True)
+        )
+        self.arenas = [empty((slab * n,), "uint8", like) for slab, n in zip(self.slab, self.num_slabs, strict=True)]
+        self.tables = {
+            name: empty((len(stores), *shape), dtype, like) for name, (shape, dtype) in self._shapes().items()
+        }
+        self.like = like
+        self.clear()
+        self.host_states = np.array([self._state(layer) for layer in range(len(stores))], STATE)
+        self.states = to_device(self.host_states.view(np.uint8), like)
+
+    def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        table = (self.batch, self.heads, self.entries)
+        pairs, slabs = table[:2], (self.max_slabs,)
+        return {
+            "rung": (table, "uint8"),
+            "count": (table, "uint8"),
+            "index": (table, "int32"),
+            "base": (table, "int16"),
+            "num_pages": (pairs, "int32"),
+            "k_mean": ((*pairs, self.head_dim), "float16"),
+            "open": ((*pairs, OPEN_PAGES), "int32"),
+            "seqlen": (pairs, "int32"),
+            "used": ((_RUNGS,), "int32"),
+            "slab_count": ((_RUNGS,), "int32"),
+            "slabs": ((_RUNGS, *slabs), "int32"),
+            "free_slabs": (slabs, "int32"),
+            "num_free": ((1,), "int32"),
+            "owner": ((_RUNGS, self.max_pages), "int32"),
+            "place": (slabs, "int32"),
+            "budget": ((self.batch,), "int64"),
+            "status": ((1,), "int32"),
+        }
+
+    def clear(self) -> None:
+        """Drop all tokens."""
+        for arena in self.arenas:
+            arena[...] = 0
+        for table in self.tables.values():
+            table[...] = 0
+        self.tables["open"][...] = -1
+        free = np.arange(self.max_slabs, dtype=np.int32)
+        host = np.zeros((len(self.stores), self.max_slabs), np.int32)
+        for row, n in zip(host, self.num_slabs, strict=True):
+            row[:n] = free[:n][::-1]
+        self.tables["free_slabs"][...] = to_device(host, self.like)
+        self.tables["num_free"][...] = to_device(np.array(self.num_slabs, np.int32)[:, None], self.like)
+
+    def _state(self, layer: int) -> Any:
+        store = self.stores[layer]
+        state = np.zeros((), STATE)
+        for place, layout in zip(state["rungs"], store.layouts, strict=False):
+            place["record"], place["per_slab"] = layout.nbytes // UNIT, self.slab[layer] // layout.nbytes
+            place["bits_k"], place["bits_v"], place["tail"] = layout.bits_k, layout.bits_v, layout.positions
+        state["arena"] = cuda_view(self.arenas[layer], "arena").pointer
+        for name, table in self.tables.items():
+            state[name] = cuda_view(table[layer], name).pointer
+        numbers = (
+            self.batch, self.heads, self.entries, len(store.ladder), self.max_slabs, self.max_pages,
+            self.slab[layer] // UNIT, int(store.evicts),
+        )  # fmt: skip
+        for name, number in zip(_NUMBERS, numbers, strict=True):
+            state[name] = number
+        return state
+
+    @property
+    def states_pointer(self) -> int:
+        """Address of the array of `LayerState` on the device."""
+        return cuda_view(self.states, "states").pointer
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes of arenas, tables and states."""
+        return sum(int(x.nbytes) for x in (*self.arenas, *self.tables.values(), self.states))
+
+    def pages(self, layer: int) -> DevicePages:
+        """What packed attention reads of a layer."""
+        store, tables = self.stores[layer], self.tables
+        return DevicePages(
+            layouts=store.layouts,
+            pools=(self.arenas[layer],) * len(store.layouts),
+            rung=tables["rung"][layer],
+            count=tables["count"][layer],
+            index=tables["index"][layer],
+            num_pages=tables["num_pages"][layer],
+            k_mean=tables["k_mean"][layer],
+            dtype=store.dtype,
+        )
+
+    def nbytes(self, layer: int, used: NDArray[np.int32]) -> int:
+        """Bytes of the live pages and tables of a layer, given how many pages each rung has."""
+        store = self.stores[layer]
+        pages = sum(
+            int(n) * (layout.nbytes + PAGE_TABLE_BYTES)
+            for n, layout in zip(used, store.layouts, strict=False)
+        )
+        return pages + self.batch * store.fixed_nbytes
+
+    def read(self, *names: str) -> list[NDArray[Any]]:
+        """Copies of tables on the host; waits for the device."""
+        return [to_host(self.tables[name]) for name in names]
