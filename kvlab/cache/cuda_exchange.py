@@ -73,8 +73,8 @@ def from_layers(device: DeviceStore, layers: Sequence[Layer]) -> None:
     for number, layer in enumerate(layers):
         if any(len(window) for window in layer.windows):
             raise NotImplementedError(
-                "this cache holds exact tokens (a residual window, or fewer tokens than a mean of keys takes); "
-                "a cache on a GPU keeps all tokens in pages: use device='cpu'"
+                "this cache holds exact tokens (a residual window, or too few tokens for a mean of keys); a "
+                "cache on a GPU keeps all tokens in pages: use device='cpu'"
             )
         arena = np.zeros((len(device.arenas[number]) // UNIT, UNIT), np.uint8)
         _place(device, number, layer.store, {name: table[number] for name, table in host.items()}, arena)
@@ -86,7 +86,11 @@ def from_layers(device: DeviceStore, layers: Sequence[Layer]) -> None:
 
 
 def _place(
-    device: DeviceStore, number: int, store: LayerStore, host: dict[str, NDArray[Any]], arena: NDArray[np.uint8]
+    device: DeviceStore,
+    number: int,
+    store: LayerStore,
+    host: dict[str, NDArray[Any]],
+    arena: NDArray[np.uint8],
 ) -> None:
     """Lay the pages of a layer into slabs and write its tables."""
     live, entries = store.live(), device.entries
@@ -117,7 +121,10 @@ def _place(
         host["owner"][r, :count] = owners[mine[live]]
     host["free_slabs"][: len(free)] = free
     host["num_free"][0] = len(free)
-    host["rung"][:, :, :width], host["count"][:, :, :width] = store.rung[:, :, :width], store.count[:, :, :width]
+    host["rung"][:, :, :width], host["count"][:, :, :width] = (
+        store.rung[:, :, :width],
+        store.count[:, :, :width],
+    )
     host["index"][:, :, :width] = index.view(np.int32)
     host["base"][:, :, :width] = store.base[:, :, :width].view(np.int16)
     host["num_pages"][...] = store.num_pages

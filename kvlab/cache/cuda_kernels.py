@@ -17,7 +17,16 @@ from kvlab.cache.cuda_store import STATE
 from kvlab.cache.ladder import Rung
 from kvlab.device import compute_capability
 
-__all__ = ["MAX_GROUP", "MAX_STEPS", "NEW_TOKENS", "OBSERVED", "AppendCall", "copy_pages", "mean_of_keys", "write_tokens"]
+__all__ = [
+    "MAX_GROUP",
+    "MAX_STEPS",
+    "NEW_TOKENS",
+    "OBSERVED",
+    "AppendCall",
+    "copy_pages",
+    "mean_of_keys",
+    "write_tokens",
+]
 
 MAX_STEPS, MAX_GROUP = 16, 16
 """Tokens of a row, and query heads of a KV head, that one append can take."""
@@ -101,7 +110,15 @@ class AppendCall:
         self._words, self._arguments = call.view(np.int64), (call[0],)
 
     def __call__(
-        self, q: CudaView | None, k: CudaView, v: CudaView, valid: int, out: int, lse: int, stored: bool, stream: int
+        self,
+        q: CudaView | None,
+        k: CudaView,
+        v: CudaView,
+        valid: int,
+        out: int,
+        lse: int,
+        stored: bool,
+        stream: int,
     ) -> None:
         """Launch; without queries `q` is None and `out`, `lse` are not read. `valid` is an address or 0."""
         words = self._words
@@ -113,8 +130,8 @@ class AppendCall:
 
 
 def write_tokens(
-    head_dim: int, dtype: str, device: int, page_nbytes: int, states: int, lists: int, layers: int, groups: int,
-    fresh: Any, stream: int,
+    head_dim: int, dtype: str, device: int, page_nbytes: int, states: int, lists: int, layers: int,
+    groups: int, fresh: Any, stream: int,
 ) -> None:  # fmt: skip
     """Carry out the moves of `layers` lists of at most `groups` destination pages each."""
     kernel = _write_kernel(head_dim, dtype, "write_tokens", device)

@@ -1,4 +1,4 @@
-"""The memory of a cache on a GPU: arenas, page tables and their layout, as the kernels of `cache_*.cu` see it.
+"""The memory of a cache on a GPU: arenas, page tables and their layout, as `cache_*.cu` see it.
 
 All pages of a layer lie in one arena, cut into slabs that belong to one rung at a time, so the mixture of
 rungs may change without any of them running out. Tables stand in one array a kind for all layers; the host
@@ -125,7 +125,9 @@ class DeviceStore:
             slab // min(layout.nbytes for layout in store.layouts) * self.max_slabs
             for slab, store in zip(self.slab, stores, strict=True)
         )
-        self.arenas = [empty((slab * n,), "uint8", like) for slab, n in zip(self.slab, self.num_slabs, strict=True)]
+        self.arenas = [
+            empty((slab * n,), "uint8", like) for slab, n in zip(self.slab, self.num_slabs, strict=True)
+        ]
         self.tables = {
             name: empty((len(stores), *shape), dtype, like) for name, (shape, dtype) in self._shapes().items()
         }

@@ -8,21 +8,20 @@ caller's framework; callers who capture graphs or count microseconds make both o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, cuda_view, current_stream, dtype_name, empty
+from kvlab.arrays import ArrayT, CudaView, cuda_view, current_stream, dtype_name, empty
 from kvlab.build import Kernel, arch_of, build, load
 from kvlab.device import compute_capability
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, PackedAttention, Pages
 
-__all__ = ["Workspace", "attend", "make_workspace"]
+__all__ = ["AttendCall", "Workspace", "attend", "make_workspace"]
 
 _ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
 _MERGE_ROWS, _MAX_STAGES, _MAX_RUNGS = 4, 8, 16
@@ -53,6 +52,8 @@ _CALL = np.dtype(
     ],
     align=True,
 )
+
+_Q, _STRIDES = (_CALL.fields[name][1] // 8 for name in ("q", "q_batch"))  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -178,71 +179,73 @@ def attend(
     warps : int
         Warps of a thread block; 0 chooses.
     """
-    batch, seqlen_q, heads, _ = q.shape
-    kv_heads, entries = pages.rung.shape[1:]
-    group = heads // kv_heads
-    view = cuda_view(q, "q")
-    if batch * kv_heads * -(-seqlen_q * group // _ROWS) * entries * _multiprocessors(view.device) >= 1 << 32:
-        raise NotImplementedError(
-            f"the page table has room for {batch * kv_heads * entries} pages, too many for one call: attend "
-            "fewer rows of the batch at a time"
-        )
-    if view.strides[3] != 1 or any(step % 2 for step in view.strides[:3]):
-        raise ValueError(
-            f"q must be contiguous in its last axis and even in the others, got strides {view.strides}"
-        )
-    kept = 0 if scores is None else scores.shape[3]
-    plan = _plan(
-        tuple(pages.layouts),
-        dtype_name(q),
-        min(seqlen_q * group, _ROWS),
-        softcap > 0,
-        kept > 0,
-        view.device,
-        warps,
-    )
-    call = np.zeros((), _CALL)
-    for place, layout, pool in zip(call["rungs"], pages.layouts, pages.pools, strict=False):
-        place["pool"], place["record"] = cuda_view(pool, "pages.pools").pointer, layout.nbytes
-        place["bits_k"], place["bits_v"] = layout.bits_k, layout.bits_v
-    arrays = (
-        pages.rung,
-        pages.count,
-        pages.index,
-        pages.num_pages,
-        pages.k_mean,
-        q,
-        out,
-        lse,
-        *_parts(workspace),
-        scores,
-    )
-    for name, array in zip(_POINTERS, arrays, strict=True):
-        call[name] = 0 if array is None else cuda_view(array, name).pointer
-    call["q_batch"], call["q_position"], call["q_head"] = view.strides[:3]
-    for name, value in zip(
-        _INTEGERS,
-        (
-            batch * kv_heads,
-            kv_heads,
-            entries,
-            len(pages.layouts),
-            seqlen_q * group,
-            group,
-            kept,
-            plan.slot_bytes,
-            plan.stages,
-        ),
-        strict=True,
-    ):
-        call[name] = value
-    call["scale"], call["softcap"] = scale, softcap
-    argument = np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0]
-    plan.kernel((plan.grid,), (32 * plan.warps,), (argument,), plan.shared_bytes, current_stream(q))
+    call = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores, warps=warps)
+    call(cuda_view(q, "q"), cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer, current_stream(q))
 
 
-def _parts(workspace: Workspace) -> Sequence[Any]:
-    return workspace.partial, workspace.arrivals
+class AttendCall:
+    """`attend` with all arguments but queries and results laid down, for those who call it again and again.
+
+    Parameters
+    ----------
+    q : array
+        As the queries of the calls will be: shape, dtype and device.
+    pages, workspace, scale, softcap, scores, warps
+        As for `attend`.
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        pages: Pages,
+        workspace: Workspace,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        scores: Any = None,
+        warps: int = 0,
+    ) -> None:
+        batch, seqlen_q, heads, _ = q.shape
+        kv_heads, entries = pages.rung.shape[1:]
+        group, device = heads // kv_heads, cuda_view(q, "q").device
+        if batch * kv_heads * -(-seqlen_q * group // _ROWS) * entries * _multiprocessors(device) >= 1 << 32:
+            raise NotImplementedError(
+                f"the page table has room for {batch * kv_heads * entries} pages, too many for one call: "
+                "attend fewer rows of the batch at a time"
+            )
+        kept, rows = 0 if scores is None else scores.shape[3], seqlen_q * group
+        layouts = tuple(pages.layouts)
+        plan = _plan(layouts, dtype_name(q), min(rows, _ROWS), softcap > 0, kept > 0, device, warps)
+        self._plan = plan
+        call = np.zeros(1, _CALL)
+        unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
+        for place, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
+            place["pool"], place["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes
+            place["bits_k"], place["bits_v"] = layout.bits_k, layout.bits_v
+        arrays = {
+            **{name: getattr(pages, name) for name in ("rung", "count", "index", "num_pages", "k_mean")},
+            "partial": workspace.partial,
+            "arrivals": workspace.arrivals,
+        } | ({} if scores is None else {"scores": scores})
+        for name, array in arrays.items():
+            call[name] = cuda_view(array, name).pointer
+        tables = (batch * kv_heads, kv_heads, entries, len(layouts))
+        numbers = (*tables, rows, group, kept, plan.slot_bytes, plan.stages)
+        for name, value in zip(_INTEGERS, numbers, strict=True):
+            call[name] = value
+        call["scale"], call["softcap"] = scale, softcap
+        self._words, self._arguments = call.view(np.int64), (call[0],)
+
+    def __call__(self, q: CudaView, out: int, lse: int, stream: int) -> None:
+        """Launch; `out` and `lse` are the addresses of contiguous arrays."""
+        if q.strides[3] != 1 or any(step % 2 for step in q.strides[:3]):
+            raise ValueError(
+                f"q must be contiguous in its last axis and even in the others, got strides {q.strides}"
+            )
+        self._words[_Q : _Q + 3] = (q.pointer, out, lse)
+        self._words[_STRIDES : _STRIDES + 3] = q.strides[:3]
+        plan = self._plan
+        plan.kernel((plan.grid,), (32 * plan.warps,), self._arguments, plan.shared_bytes, stream)
 
 
 def launch(
