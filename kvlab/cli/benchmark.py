@@ -12,10 +12,10 @@ from kvlab.cli.options import Json, size
 
 
 def command(
-    case: Annotated[str, typer.Argument(help="What to measure: packing or codec.")],
+    case: Annotated[str, typer.Argument(help="What to measure: packing, codec, allocator or decode.")],
     device: Annotated[str, typer.Option(help="Where: cpu.")] = "cpu",
     array_size: Annotated[
-        int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes of an array.")
+        int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes of an array (packing, codec).")
     ] = 256 * 2**20,
     threads: Annotated[int, typer.Option(help="Threads on the CPU.")] = 2,
     repeats: Annotated[int, typer.Option(help="Times a call is timed; the median counts.")] = 15,
@@ -27,7 +27,8 @@ def command(
     """Measure one part of the library and print a table.
 
     Results are checked before they are timed. `of copy` is the speed relative to a copy of the bytes that the
-    call must read and write, by as many threads; `times numpy` relative to the same in NumPy.
+    call must read and write, by as many threads; `times numpy` relative to the same in NumPy; `speedup` that of
+    a decode step over packed pages relative to torch.
 
     Example: kvlab benchmark packing --size 256MiB --threads 2 --output packing.json
     """

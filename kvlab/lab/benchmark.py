@@ -19,12 +19,12 @@ from kvlab.lab.timing import time_in_turns
 
 __all__ = ["CASES", "Options", "against_copy", "check", "run"]
 
-_TINY_SIZE = 2**20
+_TINY_SIZE, _TINY_CONTEXT, _TINY_PAGES = 2**20, 128, 64
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is told: bytes of the arrays, threads, repeats of a timed call."""
+    """What a run is told: bytes of the arrays (packing, codec), threads, repeats of a timed call."""
 
     size: int = 256 * 2**20
     threads: int = 2
@@ -51,14 +51,39 @@ def _codec(options: Options) -> Measured:
     return Measured(module.benchmark_codec(options), module.NOTE)
 
 
-CASES: dict[str, Callable[[Options], Measured]] = {"packing": _packing, "codec": _codec}
+def _allocator(options: Options) -> Measured:
+    from kvlab.lab import benchmark_allocator as module
+
+    pages = _TINY_PAGES if _tiny() else module.PAGES
+    return Measured(module.benchmark_allocator(pages=pages, repeats=options.repeats), module.NOTE)
+
+
+def _decode(options: Options) -> Measured:
+    from kvlab.lab import benchmark_decode as module
+
+    contexts = (_TINY_CONTEXT,) if _tiny() else module.CONTEXTS
+    rows = module.benchmark_decode(contexts=contexts, repeats=options.repeats, threads=options.threads)
+    return Measured(rows, module.NOTE)
+
+
+def _tiny() -> bool:
+    return os.environ.get("KVLAB_TINY") == "1"
+
+
+CASES: dict[str, Callable[[Options], Measured]] = {
+    "packing": _packing,
+    "codec": _codec,
+    "allocator": _allocator,
+    "decode": _decode,
+}
 """Each case and the function that measures it."""
 
 
 def run(case: str, options: Options) -> dict[str, Any]:
     """Measure one case.
 
-    ``KVLAB_TINY=1`` shrinks arrays to 1 MiB and repeats to 1: for tests, not for figures.
+    ``KVLAB_TINY=1`` shrinks arrays to 1 MiB, contexts to 128 tokens, instances to 64 pages and repeats to 1:
+    for tests, not for figures.
 
     Parameters
     ----------
@@ -83,7 +108,7 @@ def run(case: str, options: Options) -> dict[str, Any]:
     for name, value in vars(options).items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    if os.environ.get("KVLAB_TINY") == "1":
+    if _tiny():
         options = replace(options, size=min(options.size, _TINY_SIZE), repeats=1)
     measured = CASES[case](options)
     return {

@@ -15,9 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.allocator import METHODS, Method, allocate
+from kvlab.lab.results import Row
 
-Row = dict[str, str | int | float]
+__all__ = ["NOTE", "PAGES", "benchmark_allocator"]
 
+NOTE = "ms: median of a call at the slowest budget; greedy over dp: loss against loss, at the worst budget"
+PAGES = 4096
 PAGE_TOKENS = 64
 ERROR_OF_WIDTH = {0: 1.0, 2: 0.117, 3: 0.0345, 4: 0.0095, 8: 3.5e-5, 16: 0.0}
 """Mean squared error of a standard normal variable at each width, by the best quantiser of that width."""
@@ -27,7 +30,7 @@ BUDGETS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.5, 0.7)
 """Fractions of the bytes of the same tokens in fp16."""
 
 
-def benchmark_allocator(*, pages: int = 4096, repeats: int = 15, seed: int = 0) -> list[Row]:
+def benchmark_allocator(*, pages: int = PAGES, repeats: int = 15, seed: int = 0) -> list[Row]:
     """Time all methods on instances with `pages` pages; one row per ladder, head dimension and importance.
 
     Parameters

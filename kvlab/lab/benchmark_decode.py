@@ -3,7 +3,8 @@
 The model is one layer with 32 query heads and 8 KV heads of 128 channels. The yardstick is torch's
 `scaled_dot_product_attention` over the same keys and values, decoded to float32 or bfloat16, with the query
 heads of a group as rows of one head: 3 to 4 times faster than `enable_gqa=True`. Both run on the same
-threads, in turns.
+threads, in turns. Threads of OpenMP, which torch uses, wait asleep (``OMP_WAIT_POLICY=PASSIVE``, unless that is
+set): by default they spin for milliseconds after a call, on processors that the next call in turn should have.
 
 Two floors stand beside every time: the bytes of the pages at the speed at which torch sums 256 MiB, and the
 multiplications at the speed of its float32 matrix product, which nothing that multiplies in float32 can beat.
@@ -12,6 +13,8 @@ multiplications at the speed of its float32 matrix product, which nothing that m
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,14 +23,15 @@ from numpy.typing import NDArray
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.pages import TOKENS_PER_PAGE, LayerPages, PageLayout, read_tokens
 from kvlab.errors import needs_extra
+from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
 from kvlab.ops.packed import packed_attention
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import STEPS
 
-__all__ = ["CONTEXTS", "WIDTHS", "benchmark_decode"]
+__all__ = ["CONTEXTS", "NOTE", "WIDTHS", "benchmark_decode"]
 
-Row = dict[str, str | int | float]
+NOTE = "speedup: median over turns of torch's time, scaled_dot_product_attention with grouped heads, over ours"
 
 NUM_HEADS_Q, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
 CONTEXTS = (2_048, 8_192, 32_768)
@@ -87,6 +91,8 @@ def benchmark_decode(
     >>> row["context"], row["widths"], row["speedup"] > 0
     (128, '4', True)
     """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with needs_extra("hf", "kvlab benchmark decode"):
         import torch
     import numba
@@ -169,22 +175,21 @@ def _time(pages: LayerPages, dtype: str, rng: np.random.Generator, repeats: int)
             f"packed attention is off by {error} where torch gives up to {np.abs(expected).max()}"
         )
 
-    sample, square = torch.ones(2**26), torch.ones(1024, 1024)
     timings = time_in_turns(
         {
             "packed": lambda: packed_attention(q, pages),
             "torch": lambda: scaled_dot_product_attention(grouped, k, v),
-            "sum": lambda: sample.sum(),
-            "product": lambda: square @ square,
         },
         repeats=repeats,
     )
+    sample, square = torch.ones(2**26), torch.ones(1024, 1024)
+    floors = time_in_turns({"sum": lambda: sample.sum(), "product": lambda: square @ square}, repeats=repeats)
     read = sum(
         pool.shape[0] * layout.positions for pool, layout in zip(pages.pools, pages.layouts, strict=True)
     )
     multiplications = 2 * k.shape[2] * NUM_HEADS_Q * HEAD_DIM
-    bytes_floor = timings["sum"].median * read / sample.nbytes
-    flops_floor = timings["product"].median * multiplications / len(square) ** 3
+    bytes_floor = floors["sum"].median * read / sample.nbytes
+    flops_floor = floors["product"].median * multiplications / len(square) ** 3
     packed = timings["packed"]
     return {
         "packed_ms": 1e3 * packed.median,

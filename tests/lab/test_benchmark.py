@@ -81,7 +81,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_bad_options() -> None:
-    with pytest.raises(ValueError, match="case='speed' is unknown; known are packing, codec"):
+    with pytest.raises(ValueError, match="case='speed' is unknown; known are packing, codec, allocator, decode"):
         benchmark.run("speed", SMALL)
     with pytest.raises(ValueError, match="threads=0 must be at least 1"):
         benchmark.run("packing", Options(threads=0))
