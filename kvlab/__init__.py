@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvlab.errors import FormatError as FormatError
     from kvlab.errors import OutOfMemory as OutOfMemory
     from kvlab.integrations.quantized import quantized as quantized
+    from kvlab.ops.attention import attention as attention
+    from kvlab.ops.attention import attention_varlen as attention_varlen
     from kvlab.ops.attention import merge_attention as merge_attention
     from kvlab.ops.bits import pack as pack
     from kvlab.ops.bits import pack_ternary as pack_ternary
@@ -32,6 +34,8 @@ _HOME = {
     "MixedPrecisionCache": "kvlab.cache.cache",
     "OutOfMemory": "kvlab.errors",
     "Quantized": "kvlab.ops.codec",
+    "attention": "kvlab.ops.attention",
+    "attention_varlen": "kvlab.ops.attention",
     "dequantize": "kvlab.ops.codec",
     "last_backend": "kvlab.registry",
     "merge_attention": "kvlab.ops.attention",

@@ -1,25 +1,26 @@
-"""Attention over parts of the keys, put together again.
+"""Attention, over sequences of one length or of several, and of parts of the keys put together again.
 
 Softmax over all keys is a weighted mean of softmaxes over disjoint parts, with weights known from the parts'
-log-sum-exps. So attention may be computed part by part (pages of different widths, splits of a long context,
-the shards of a ring of devices) and merged with no error but rounding.
+log-sum-exps. So a kernel may go through the keys tile by tile and keep no score, and attention may be
+computed part by part (pages of different widths, splits of a long context, the shards of a ring of devices)
+and merged with no error but rounding.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from kvlab.arrays import Array, ArrayT, common_device, dtype_name, match_shapes
+from kvlab.registry import AtLeast, Row, choose, register
 
-from kvlab.arrays import Array, ArrayT, common_device, dtype_name, like_first, match_shapes, to_numpy_view
-from kvlab.reference import attention as reference
-from kvlab.registry import Row, choose, register
-
-__all__ = ["merge_attention"]
+__all__ = ["attention", "attention_varlen", "merge_attention"]
 
 _FLOATS = ("float16", "bfloat16", "float32")
+_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
+_CUDA_FACTS: dict[str, Any] = {"dtype": ("float16", "bfloat16"), "head_dim": range(1, 257)}
 
 # Pattern of an out and of its lse, by the number of dimensions of the out.
 _LAYOUTS = {
@@ -28,9 +29,249 @@ _LAYOUTS = {
 }
 
 register(
-    Row("merge_attention", "cpu", "kvlab.ops.attention:_merge_cpu", {"dtype": _FLOATS}),
-    Row("merge_attention", "reference", "kvlab.ops.attention:_merge_reference", {"dtype": _FLOATS}),
+    Row("attention", "cpu", "kvlab.ops.attention_cpu:attend", _FACTS),
+    Row("attention", "reference", "kvlab.ops.attention_cpu:attend_reference", _FACTS),
+    Row("attention", "cuda", "kvlab.ops.attention_cuda:attend", _CUDA_FACTS),
+    Row("merge_attention", "cpu", "kvlab.ops.attention_cpu:merge", {"dtype": _FLOATS}),
+    Row("merge_attention", "reference", "kvlab.ops.attention_cpu:merge_reference", {"dtype": _FLOATS}),
 )
+
+
+class Sequences(NamedTuple):
+    """Where the sequences of a variable-length call lie; `max_q` and `max_k` are at least the longest."""
+
+    cu_q: Array
+    cu_k: Array
+    max_q: int
+    max_k: int
+
+
+class Scores(NamedTuple):
+    """Which keys a row sees and how it scores them, defaults resolved.
+
+    A row at position p sees the keys from p - left to p + right; -1 means no limit.
+    """
+
+    left: int
+    right: int
+    scale: float
+    softcap: float
+
+
+def attention(
+    q: ArrayT,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> ArrayT | tuple[ArrayT, ArrayT]:
+    """Scaled dot-product attention over sequences of one length.
+
+    out = softmax(scale * q k^T) v for every head [1]_; query head h reads KV head
+    h // (num_heads_q // num_heads_kv) [2]_. Keys are read tile by tile and no score is kept [3]_, so memory
+    beyond the result does not grow with the lengths. The mask is aligned to the end: the last query row
+    stands at the last key.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, num_heads_q, head_dim)
+        float16, bfloat16 or float32; any strides.
+    k, v : array, (batch, seqlen_k, num_heads_kv, head_dim)
+        Dtype and device of q. On a GPU the last axis must be contiguous.
+    causal : bool
+        Hide the keys after a row's own position.
+    scale : float, optional
+        Factor on the scores; 1 / sqrt(head_dim) if not given.
+    window : (int, int)
+        How many keys before and after its own position a row sees; -1 means no limit.
+    softcap : float
+        If positive, scores are softcap * tanh(score / softcap).
+    return_lse : bool
+        Also return the log-sum-exp of the scores.
+    backend : str, optional
+        ``"cpu"`` and ``"cuda"`` compute in float32 from the inputs as they are, ``"cuda"`` with
+        probabilities in the dtype of q; ``"reference"`` in float64. By default the fastest on the device.
+
+    Returns
+    -------
+    out : array, (batch, seqlen_q, num_heads_q, head_dim)
+        Kind, dtype and device of q; 0 for rows that see no key.
+    lse : float32 array, (batch, num_heads_q, seqlen_q), only if return_lse
+        Natural logarithm; -inf for rows that see no key. `merge_attention` joins parts with it.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit, num_heads_q is no multiple of num_heads_kv, window or softcap is out of range,
+        or arrays are on different devices.
+    TypeError
+        If an argument is no array, or q, k and v are not of one dtype.
+    NotImplementedError
+        If no backend on the device supports the call; the message says what would.
+
+    References
+    ----------
+    .. [1] Vaswani et al., "Attention is all you need", 2017, equation 1.
+    .. [2] Ainslie et al., "GQA", arXiv:2305.13245, 2023.
+    .. [3] Dao, "FlashAttention-2", arXiv:2307.08691, 2023, algorithm 1.
+
+    Examples
+    --------
+    Two query rows, one key: the causal mask leaves the first row without a key.
+
+    >>> import kvlab
+    >>> import numpy as np
+    >>> q, k, v = (np.full((1, rows, 1, 4), x, np.float32) for rows, x in ((2, 1), (1, 1), (1, 7)))
+    >>> out, lse = kvlab.attention(q, k, v, causal=True, return_lse=True)
+    >>> out[0, :, 0, 0], lse[0, 0]
+    (array([0., 7.], dtype=float32), array([-inf,   2.], dtype=float32))
+    """
+    shapes = {
+        "q": (_shape(q, "q"), ("B", "Sq", "Hq", "D")),
+        "k": (_shape(k, "k"), ("B", "Sk", "Hk", "D")),
+        "v": (_shape(v, "v"), ("B", "Sk", "Hk", "D")),
+    }
+    sizes = match_shapes(shapes)
+    scores = _scores(sizes["D"], causal, scale, window, softcap)
+    out, lse = _attend(q, k, v, None, scores, sizes, backend)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: ArrayT,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> ArrayT | tuple[ArrayT, ArrayT]:
+    """Scaled dot-product attention over sequences of different lengths, laid end to end.
+
+    Sequence b has the query rows from cu_seqlens_q[b] up to cu_seqlens_q[b + 1] and the keys from
+    cu_seqlens_k[b] up to cu_seqlens_k[b + 1]; either may be empty. The mask is aligned within each sequence.
+
+    Parameters
+    ----------
+    q : array, (total_q, num_heads_q, head_dim)
+    k, v : array, (total_k, num_heads_kv, head_dim)
+    cu_seqlens_q, cu_seqlens_k : int32 array, (batch + 1,)
+        Prefix sums of the lengths: 0, ..., total; on the device of q. A GPU does not check their values.
+    max_seqlen_q, max_seqlen_k : int
+        At least the longest length.
+    causal, scale, window, softcap, return_lse, backend
+        As in `attention`, as are dtypes.
+
+    Returns
+    -------
+    out : array, (total_q, num_heads_q, head_dim)
+    lse : float32 array, (num_heads_q, total_q), only if return_lse
+
+    Raises
+    ------
+    ValueError
+        As `attention`; on the CPU also if cu_seqlens do not rise from 0 to the total, or hold a sequence that
+        is longer than max_seqlen.
+    TypeError, NotImplementedError
+        As `attention`.
+
+    Examples
+    --------
+    Three sequences with 1, 0 and 1 query rows and 2, 1 and 0 keys.
+
+    >>> import kvlab
+    >>> import numpy as np
+    >>> q, k = np.ones((2, 1, 4), np.float32), np.zeros((3, 1, 4), np.float32)
+    >>> v = np.arange(12, dtype=np.float32).reshape(3, 1, 4)
+    >>> bounds = np.array([[0, 1, 1, 2], [0, 2, 3, 3]], np.int32)
+    >>> kvlab.attention_varlen(q, k, v, *bounds, 1, 2)[:, 0]
+    array([[2., 3., 4., 5.],
+           [0., 0., 0., 0.]], dtype=float32)
+    """
+    bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    sizes = match_shapes(
+        {
+            "q": (_shape(q, "q"), ("total_q", "Hq", "D")),
+            "k": (_shape(k, "k"), ("total_k", "Hk", "D")),
+            "v": (_shape(v, "v"), ("total_k", "Hk", "D")),
+        }
+        | {name: (_shape(array, name), ("batch + 1",)) for name, array in bounds.items()}
+    )
+    if sizes["batch + 1"] == 0:
+        raise ValueError("cu_seqlens_q is empty: it must have batch + 1 elements, [0] for no sequence")
+    for name, array in bounds.items():
+        if dtype_name(array, name) != "int32":
+            raise TypeError(f"{name} has dtype {dtype_name(array)}; it must be int32")
+    longest = [_length(max_seqlen_q, "max_seqlen_q"), _length(max_seqlen_k, "max_seqlen_k")]
+    scores = _scores(sizes["D"], causal, scale, window, softcap)
+    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, *longest)
+    out, lse = _attend(q, k, v, sequences, scores, sizes, backend)
+    return (out, lse) if return_lse else out
+
+
+def _shape(x: Any, name: str) -> Sequence[int]:
+    dtype_name(x, name)  # refuses what is no array
+    shape: Sequence[int] = x.shape
+    return shape
+
+
+def _length(value: int, name: str) -> int:
+    length = operator.index(value)
+    if length < 0:
+        raise ValueError(f"{name} is {length}: it must be at least the longest length, and not negative")
+    return length
+
+
+def _scores(
+    head_dim: int, causal: bool, scale: float | None, window: tuple[int, int], softcap: float
+) -> Scores:
+    left, right = window
+    if left < -1 or right < -1:
+        raise ValueError(f"window is {(left, right)}: each side must be -1 (no limit) or a number of keys")
+    if not softcap >= 0:
+        raise ValueError(f"softcap is {softcap}: it must be 0 (none) or positive")
+    if head_dim == 0:
+        raise ValueError("q has D = 0: head_dim must be at least 1")
+    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    return Scores(left, 0 if causal else right, scale, float(softcap))
+
+
+def _attend(
+    q: ArrayT,
+    k: Array,
+    v: Array,
+    sequences: Sequences | None,
+    scores: Scores,
+    sizes: dict[str, int],
+    backend: str | None,
+) -> tuple[ArrayT, ArrayT]:
+    if sizes["Hq"] % max(sizes["Hk"], 1) or (sizes["Hk"] == 0) != (sizes["Hq"] == 0):
+        raise ValueError(
+            f"q has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and v"
+        )
+    kind = dtype_name(q)
+    for name, array in (("k", k), ("v", v)):
+        if dtype_name(array) != kind:
+            raise TypeError(f"{name} has dtype {dtype_name(array)}, q has {kind}: they must be the same")
+    arrays = {"q": q, "k": k, "v": v}
+    if sequences is not None:
+        arrays |= {"cu_seqlens_q": sequences.cu_q, "cu_seqlens_k": sequences.cu_k}
+    device = common_device(arrays)
+    row = choose("attention", device.kind, backend, dtype=kind, head_dim=sizes["D"])
+    result: tuple[ArrayT, ArrayT] = row.launch(q, k, v, sequences, scores)
+    return result
 
 
 def merge_attention(
@@ -71,14 +312,17 @@ def merge_attention(
     NotImplementedError
         If no backend on the arrays' device supports the call.
 
-    References ---------- .. [1] Milakov and Gimelshein, "Online normalizer calculation for softmax",
-    arXiv:1805.02867, 2018, section 3.1.
+    References
+    ----------
+    .. [1] Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867, 2018,
+       section 3.1.
 
     Examples
     --------
     A part of one key and a part of three, all scores zero: the weights are 1/4 and 3/4.
 
     >>> import kvlab
+    >>> import numpy as np
     >>> outs = [np.full((1, 1, 1), value, np.float16) for value in (4, 8)]
     >>> lses = [np.log(np.full((1, 1), keys, np.float32)) for keys in (1, 3)]
     >>> out, lse = kvlab.merge_attention(outs, lses)
@@ -115,29 +359,3 @@ def _check_parts(outs: Sequence[Array], lses: Sequence[Array]) -> None:
         {name: (out.shape, out_pattern) for name, out in named_outs.items()}
         | {name: (lse.shape, lse_pattern) for name, lse in named_lses.items()}
     )
-
-
-def _views(name: str, arrays: Sequence[Array]) -> list[NDArray[Any]]:
-    return [to_numpy_view(array, name) for name, array in _named(name, arrays).items()]
-
-
-def _merge_reference(outs: Sequence[ArrayT], lses: Sequence[Array]) -> tuple[ArrayT, ArrayT]:
-    out_views = _views("outs", outs)
-    out, lse = reference.merge_attention(out_views, _views("lses", lses))
-    return like_first(out.astype(out_views[0].dtype), outs[0]), like_first(lse.astype(np.float32), outs[0])
-
-
-@np.errstate(divide="ignore", invalid="ignore")
-def _merge_cpu(outs: Sequence[ArrayT], lses: Sequence[Array]) -> tuple[ArrayT, ArrayT]:
-    """Merge in float32, part by part, so that no more than two widened parts exist at once."""
-    out_views, lse_views = _views("outs", outs), np.stack(_views("lses", lses))
-    largest = lse_views.max(axis=0)
-    largest = np.where(largest == -np.inf, np.float32(0), largest)  # rows without keys: exp(-inf - 0) is 0
-    weights = np.exp(lse_views - largest)
-    total = weights.sum(axis=0)
-    weights /= np.where(total == 0, np.float32(1), total)
-    merged = np.zeros(out_views[0].shape, dtype=np.float32)
-    for weight, out in zip(np.swapaxes(weights, -1, -2)[..., None], out_views, strict=True):
-        merged += np.where(weight == 0, np.float32(0), weight * out.astype(np.float32))
-    lse = largest + np.log(total)
-    return like_first(merged.astype(out_views[0].dtype), outs[0]), like_first(lse, outs[0])

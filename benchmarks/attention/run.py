@@ -1,0 +1,151 @@
+"""Forward attention on a GPU: time and TFLOPS beside torch's FlashAttention and cuDNN backends.
+
+    python benchmarks/attention/run.py OUT.json [--variants]
+
+Contestants take turns within one loop, since a GPU at its power limit clocks down as it warms up. Every case
+is checked against float64 on a few heads before it is timed. TFLOPS count 4 * batch * heads * rows * keys *
+head_dim operations, half of them under a causal mask. `--variants` times other tilings of the kernel too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import kvlab
+from kvlab.ops import attention_cuda
+
+# batch, tokens, query heads, KV heads, head_dim, causal
+CASES = {
+    "d128 causal 16K mha16": (1, 16384, 16, 16, 128, True),
+    "d128 full 16K mha16": (1, 16384, 16, 16, 128, False),
+    "d128 causal 16K gqa64/8": (1, 16384, 64, 8, 128, True),
+    "d128 causal 2K gqa32/8 b4": (4, 2048, 32, 8, 128, True),
+    "d64 causal 16K mha32": (1, 16384, 32, 32, 64, True),
+    "d64 full 16K mha32": (1, 16384, 32, 32, 64, False),
+    "d256 causal 16K mha8": (1, 16384, 8, 8, 256, True),
+    "d96 causal 8K mha16": (1, 8192, 16, 16, 96, True),
+}
+VARIANTS = {  # tiles of 16 rows a warp, warps, keys of a tile, blocks on a multiprocessor
+    128: [(2, 4, 32, 2), (2, 8, 64, 1), (1, 8, 64, 2), (1, 4, 64, 3)],
+    64: [(2, 4, 128, 2), (2, 4, 32, 3), (2, 4, 64, 3), (2, 8, 64, 1), (1, 4, 64, 4)],
+    256: [(1, 8, 64, 1), (1, 4, 32, 2), (1, 8, 32, 1)],
+    96: [(2, 4, 32, 2)],
+}
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def contestants(case: tuple[int, int, int, int, int, bool], variants: bool) -> dict[str, Any]:
+    batch, tokens, heads, kv_heads, d, causal = case
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(batch, tokens, h, d, device="cuda", dtype=torch.bfloat16)
+        for h in (heads, kv_heads, kv_heads)
+    )
+
+    def ours(shape: tuple[int, int, int, int]) -> torch.Tensor:
+        if attention_cuda.SHAPES[d] != shape:
+            attention_cuda.SHAPES[d] = shape
+            attention_cuda._kernel.cache_clear()
+        return kvlab.attention(q, k, v, causal=causal)
+
+    def sdpa(backend: SDPBackend) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                is_causal=causal,
+                enable_gqa=heads != kv_heads,
+            )
+        return out.transpose(1, 2)
+
+    calls = {"kvlab": lambda: ours(DEFAULT[d])}
+    calls |= {name: lambda b=backend: sdpa(b) for name, backend in BACKENDS.items()}
+    if variants:
+        calls |= {f"kvlab {shape}": lambda s=shape: ours(s) for shape in VARIANTS.get(d, [])}
+    want = exact(q, k, v, causal)
+    for name in list(calls):
+        try:
+            got = calls[name]()
+        except RuntimeError as error:
+            print(f"{name}: {str(error)[:90]}", flush=True)
+            del calls[name]
+            continue
+        error = float((got[:1, :, :1].double() - want).norm() / want.norm())
+        if not error < 6e-3:
+            raise AssertionError(f"{name}: relative error {error:.2e}")
+    return calls
+
+
+DEFAULT = dict(attention_cuda.SHAPES)
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """The first head of the first row in float64, by blocks of rows."""
+    a, b, c = (x[0, :, 0].double() for x in (q, k, v))
+    parts = []
+    for start in range(0, len(a), 2048):
+        scores = a[start : start + 2048] @ b.T / a.shape[1] ** 0.5
+        if causal:
+            rows = torch.arange(start, start + len(scores), device="cuda")
+            scores.masked_fill_(torch.arange(len(b), device="cuda") > rows[:, None], -torch.inf)
+        parts.append(scores.softmax(-1) @ c)
+    return torch.cat(parts)[None, :, None]
+
+
+def times_ms(calls: dict[str, Any], rounds: int = 12) -> dict[str, float]:
+    """Median time of each call, two calls at a time, contestants in turn."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 2):
+        for name, call in calls.items():
+            call()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            call()
+            end.record()
+            end.synchronize()
+            if turn >= 2:
+                found[name].append(begin.elapsed_time(end) / 2)
+    return {name: float(np.median(times)) for name, times in found.items()}
+
+
+def smi(query: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--variants", action="store_true")
+    options = parser.parse_args()
+    results = []
+    for name, case in CASES.items():
+        batch, tokens, heads, _, d, causal = case
+        operations = 4 * batch * heads * tokens * tokens * d / (2 if causal else 1)
+        calls = contestants(case, options.variants)
+        for contestant, ms in times_ms(calls).items():
+            row = {"case": name, "contestant": contestant, "ms": ms, "tflops": operations / ms / 1e9}
+            results.append(row | {"clocks": smi("clocks.sm,power.draw")})
+            print(f"{name:28s} {contestant:24s} {ms:8.3f} ms {row['tflops']:7.1f} TFLOPS", flush=True)
+    about = {
+        "date": datetime.date.today().isoformat(), "command": " ".join(["python", *sys.argv]),
+        "gpu": smi("name,driver_version,clocks.max.sm"), "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+    }  # fmt: skip
+    options.output.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Attention of backend "cuda" against float64, over drawn shapes of every kind.
+
+Inputs lie in memory full of NaN, results are allocated where NaN was, and every case of a grid has its own
+lengths, heads, head dimension, strides and options.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import kvlab
+from kvlab.reference import attention as reference
+from tests.compare import assert_accurate, each_sequence, low_precision_attention, wrong_attention
+
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+HEAD_DIMS = (8, 20, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256)
+HEADS = ((1, 1), (4, 4), (8, 2), (6, 1), (9, 3), (7, 7))
+LENGTHS = (0, 1, 2, 17, 63, 64, 65, 100, 128, 129, 200, 300)
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    if x.dtype == torch.bfloat16:
+        return x.cpu().contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.cpu().numpy()
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, size: float = 1.0) -> torch.Tensor:
+    """Normal numbers as a view into NaN: axes in one of two orders, rows on 16 bytes or off them."""
+    *outer, dim = shape
+    axes = list(range(len(outer)))
+    if rng.integers(2):
+        axes[-2:] = axes[:-3:-1]
+    gap = int(rng.choice([0, 8, 3]))
+    stored = torch.full((*(outer[a] for a in axes), dim + gap), float("nan"), device="cuda")
+    stored = stored.to(getattr(torch, dtype)).permute(*np.argsort(axes).tolist(), len(axes))
+    start = int(rng.integers(gap + 1)) if gap == 3 else 0
+    view = stored[..., start : start + dim]
+    view.copy_(torch.from_numpy(size * rng.standard_normal(shape)))
+    return view
+
+
+def draw_options(rng: np.random.Generator) -> dict[str, Any]:
+    return {
+        "causal": bool(rng.integers(2)),
+        "window": (-1, -1) if rng.random() < 0.6 else tuple(map(int, rng.integers(-1, 90, 2))),
+        "softcap": float(rng.choice([0.0, 0.0, 0.0, 2.0, 30.0])),
+        "scale": [None, None, 0.3, 1.0, -0.2, 0.0][rng.integers(6)],
+    }
+
+
+def poison(like: torch.Tensor) -> None:
+    """Leave NaN where the next arrays of this size will be allocated."""
+    torch.full_like(like, float("nan"), memory_format=torch.contiguous_format)
+    torch.full((like.numel() // max(like.shape[-1], 1),), float("nan"), device="cuda")
+
+
+def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    poison(q)
+    out, lse = kvlab.attention(q, k, v, return_lse=True, **options)
+    assert kvlab.last_backend() == "cuda"
+    arrays = [to_numpy(x) for x in (q, k, v)]
+    expected, expected_lse = reference.attention(*arrays, return_lse=True, **options)
+    low, low_lse = low_precision_attention(*arrays, **options)
+    assert_accurate(to_numpy(out), expected, low)
+    assert_accurate(to_numpy(lse), expected_lse, low_lse, "lse")
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(10))
+def test_fixed_length_grid(dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(24):
+        heads, kv_heads = HEADS[rng.integers(len(HEADS))]
+        dim, seqlen_q, seqlen_k = rng.choice(HEAD_DIMS), *rng.choice(LENGTHS, 2)
+        batch = int(rng.integers(0, 4)) if rng.random() < 0.3 else 1
+        q = draw(rng, (batch, seqlen_q, heads, dim), dtype)
+        k, v = (draw(rng, (batch, seqlen_k, kv_heads, dim), dtype) for _ in range(2))
+        check(q, k, v, **draw_options(rng))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(5))
+def test_variable_length_grid(dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(100 + seed)
+    for _ in range(14):
+        heads, kv_heads = HEADS[rng.integers(len(HEADS))]
+        dim, batch = rng.choice(HEAD_DIMS), int(rng.integers(0, 6))
+        bounds = [np.cumsum([0, *rng.choice(LENGTHS, batch)]).astype(np.int32) for _ in range(2)]
+        q = draw(rng, (bounds[0][-1], heads, dim), dtype)
+        k, v = (draw(rng, (bounds[1][-1], kv_heads, dim), dtype) for _ in range(2))
+        options, longest = draw_options(rng), [int(np.diff(x).max(initial=0)) for x in bounds]
+        poison(q)
+        device_bounds = [torch.from_numpy(x).cuda() for x in bounds]
+        out, lse = kvlab.attention_varlen(q, k, v, *device_bounds, *longest, return_lse=True, **options)
+        arrays = [to_numpy(x) for x in (q, k, v)]
+        expected, expected_lse = reference.attention_varlen(
+            *arrays, *bounds, *longest, return_lse=True, **options
+        )
+        low, low_lse = each_sequence(low_precision_attention, *arrays, *bounds, **options)
+        assert_accurate(to_numpy(out), expected, low)
+        assert_accurate(to_numpy(lse), expected_lse, low_lse, "lse")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_comparison_refuses_wrong_answers(dtype: str) -> None:
+    rng = np.random.default_rng(7)
+    q, k, v = (
+        to_numpy(draw(rng, (1, rows, heads, 64), dtype, 2.0)) for rows, heads in ((40, 6), (70, 2), (70, 2))
+    )
+    options = {"causal": True, "window": (30, -1), "softcap": 4.0}
+    expected, low = reference.attention(q, k, v, **options), low_precision_attention(q, k, v, **options)[0]
+    for answer in wrong_attention(q, k, v, **options).values():
+        with pytest.raises(AssertionError):
+            assert_accurate(answer, expected, low)
+
+
+def test_long_sequences_of_grouped_heads_against_float64_on_the_device() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3000, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+    out = kvlab.attention(q, k, v, causal=True)
+    wide = [x.double().transpose(1, 2) for x in (q, k, v)]
+    scores = wide[0] @ wide[1].repeat_interleave(4, 1).transpose(2, 3) / 128**0.5
+    scores.masked_fill_(torch.ones(3000, 3000, device="cuda", dtype=torch.bool).triu(1), -torch.inf)
+    expected = (scores.softmax(-1) @ wide[2].repeat_interleave(4, 1)).transpose(1, 2)
+    assert float((out.double() - expected).norm() / expected.norm()) < 4e-3
+
+
+def test_same_bits_again_and_in_a_graph() -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 515, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+    first = kvlab.attention(q, k, v, causal=True)
+    for _ in range(200):
+        assert torch.equal(kvlab.attention(q, k, v, causal=True), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kvlab.attention(q, k, v, causal=True)
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    assert torch.equal(out, kvlab.attention(q, k, v, causal=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_inputs(dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    shapes = (1, 70, 2, 64), (1, 150, 2, 64), (1, 150, 2, 64)
+    q, k, v = (draw(rng, shape, dtype, 10.0) for shape in shapes)
+    check(q, k, v, causal=True)
+    k[:, 77] *= 4  # one dominant key
+    check(q, k, v)
+    k[:] = k[:, :1].clone()  # equal keys
+    check(q, k, v, window=(20, 20))
+    k[:, 120:] = torch.inf  # hidden from the rows that are compared
+    out = kvlab.attention(q, k, v, causal=True)
+    assert bool(torch.isfinite(out[:, :40]).all())
+    assert bool(torch.isnan(out[:, 41:]).any())
+
+
+def test_strides_beyond_32_bits() -> None:
+    memory = torch.empty(2**31 + 2**16, device="cuda", dtype=torch.bfloat16)
+    views = [memory[start : start + 2**31 + 2**14] for start in (0, 2**14, 2**15)]
+    q, k, v = (torch.as_strided(x, (2, 64, 2, 64), (2**31, 128, 64, 1)) for x in views)
+    rng = np.random.default_rng(5)
+    for x in (q, k, v):
+        x.copy_(torch.from_numpy(rng.standard_normal((2, 64, 2, 64))))
+    check(q, k, v, causal=True)
+
+
+def test_cupy_arrays_on_a_stream_of_their_own() -> None:
+    cupy = pytest.importorskip("cupy")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        q, k, v = (cupy.random.standard_normal((1, 50, 2, 64)).astype("float16") for _ in range(3))
+        out = kvlab.attention(q, k, v)
+    stream.synchronize()
+    assert isinstance(out, cupy.ndarray)
+    arrays = [x.get() for x in (q, k, v)]
+    assert_accurate(out.get(), reference.attention(*arrays), low_precision_attention(*arrays)[0])
+
+
+def test_what_a_gpu_does_not_do_is_refused() -> None:
+    x = torch.randn(1, 8, 2, 64, device="cuda")
+    with pytest.raises(NotImplementedError, match="dtype=float32"):
+        kvlab.attention(x, x, x)
+    h = x.half().transpose(1, 3)
+    with pytest.raises(NotImplementedError, match="last axis must be contiguous"):
+        kvlab.attention(h, h, h)
+    wide = torch.randn(1, 8, 2, 264, device="cuda", dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="head_dim=264"):
+        kvlab.attention(wide, wide, wide)
