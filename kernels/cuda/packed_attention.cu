@@ -33,19 +33,20 @@
 // gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 KEEP_SCORES=0 registers<=255 arch=sm_90a
 // clang-format on
 #include <cuda_fp16.h>
+
+constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
+
 #include "packed_codes.cuh"
 #include "packed_join.cuh"
 #include "packed_list.cuh"
 #include "packed_page.cuh"
 
 constexpr int MAX_STAGES = 8;
-constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
 constexpr bool MAY_BE_ONE = (WIDTHS_K & 7) && (WIDTHS_V & 7), ALL_ARE_ONE = (WIDTHS_K | WIDTHS_V) <= 7;
 constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
 
 // ---- Queries
 
-constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 static_assert(WARPS >= 8, "a warp for each query row");
 
 // A query row of a sequence and the mean of its keys, as they are in memory: pairs lane, lane + 32, ... of
@@ -68,36 +69,33 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
     }
 }
 
-// Brings the query rows into the frame of coded keys, scaled: `rows` [8][ROW_FLOATS] of q, and behind each
-// the sum of its elements in 16 bits and what the mean of the keys adds to its scores.
+// Brings a query row into the frame of coded keys, scaled: `x` [ROW_FLOATS], behind the row its largest
+// finite magnitude and what the mean of the keys adds to its scores.
 __device__ __forceinline__ void rotate_query(const RawQuery& raw, float unit, float* x, int lane) {
-    float bias = 0.f, sum = 0.f;
+    float bias = 0.f, peak = 0.f;
+    float2 pairs[PAIRS_OF_LANE];
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
-        const int at = lane + 32 * i;
-        if (HEAD_DIM % 64 && at >= HEAD_DIM / 2) break;
+        pairs[i] = {0.f, 0.f};
+        if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         const float2 pair = unpack_pair(raw.q[i]), m = __half22float2(raw.mean[i]);
-        *(float2*)(x + 2 * at) = pair;
+        pairs[i] = {pair.x * (NORM * unit), pair.y * (NORM * unit)};
         bias += pair.x * m.x + pair.y * m.y;
     }
-    __syncwarp();  // the row is in shared memory
-    hadamard_row(x, lane);
+    hadamard_row(pairs, lane);
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
-        const int at = lane + 32 * i;
-        if (HEAD_DIM % 64 && at >= HEAD_DIM / 2) break;
-        const float2 pair = *(const float2*)(x + 2 * at);
-        const float2 rounded = unpack_pair(pack_pair(pair.x * (NORM * unit), pair.y * (NORM * unit)));
-        *(float2*)(x + 2 * at) = rounded;
-        sum += rounded.x + rounded.y;
+        if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
+        ((float2*)x)[lane + 32 * i] = pairs[i];
+        peak = fmaxf(peak, fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
     }
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) {
         bias += __shfl_xor_sync(ALL_LANES, bias, bit);
-        sum += __shfl_xor_sync(ALL_LANES, sum, bit);
+        peak = fmaxf(peak, __shfl_xor_sync(ALL_LANES, peak, bit));
     }
     if (lane == 0) {
-        x[HEAD_DIM] = sum;
+        x[HEAD_DIM] = peak < INFINITE ? peak : 0.f;
         x[HEAD_DIM + 1] = bias * unit;
     }
 }
@@ -181,18 +179,26 @@ __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
 
 // One row of a sequence in shared memory, summed over all its pages: rotated back, normalised, written; one
 // warp.
-__device__ __forceinline__ void write_row(const Call& call, const Sequence& s, int row, float* x, int lane) {
-    const float top = x[HEAD_DIM], sum = x[HEAD_DIM + 1];
-    if (WIDTHS_V & CODED) hadamard_row(x, lane);
+__device__ __forceinline__ void write_row(const Call& call, const Sequence& s, int row, const float* x,
+                                          int lane) {
+    const float reference = x[HEAD_DIM], sum = x[HEAD_DIM + 1];
+    float2 pairs[PAIRS_OF_LANE];
+#pragma unroll
+    for (int i = 0; i < PAIRS_OF_LANE; ++i)
+        pairs[i] = lane + 32 * i < HEAD_DIM / 2 ? ((const float2*)x)[lane + 32 * i] : float2{0.f, 0.f};
+    if (WIDTHS_V & CODED) hadamard_row(pairs, lane);
     const Place p = place_of(call, s, row);
     const u64 heads = call.heads_kv * call.group, seqlen_q = (u32)call.rows / (u32)call.group;
     const float factor = sum == 0.f ? 0.f : (WIDTHS_V & CODED ? NORM : 1.f) / sum;
     u32* out = (u32*)(call.out + ((p.batch * seqlen_q + p.position) * heads + p.head) * HEAD_DIM);
-    for (int i = lane; i < HEAD_DIM / 2; i += 32)
-        out[i] = pack_pair(x[2 * i] * factor, x[2 * i + 1] * factor);
+#pragma unroll
+    for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        if (lane + 32 * i < HEAD_DIM / 2)
+            out[lane + 32 * i] = pack_pair(pairs[i].x * factor, pairs[i].y * factor);
+    }
     if (lane == 0)
         call.lse[(p.batch * heads + p.head) * seqlen_q + p.position] =
-            sum == 0.f ? -INFINITE : (top + log2f(sum)) * LN2;
+            sum == 0.f ? -INFINITE : (reference + log2f(sum)) * LN2;
 }
 
 // The CTA that has a position of an undivided list.
@@ -227,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     if ((WIDTHS_K & CODED) && begin < end) read_query(call, sequence_at(call, number), warp, lane, raw);
 
     // Producing: the warp's pages 32 at a time, one a lane; page n is at position begin + warp + n * WARPS.
-    const int each = ctas ? (total + ctas - 1) / ctas : 1;
+    const int each = call.num_rungs > 1 && ctas ? (total + ctas - 1) / ctas : 0;
     const int page_count = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0;
     int next_page = 0, next_part = 0;
     uint4 own = {0, 0, 0, 0};
@@ -235,7 +241,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         if (next_page == page_count) return;
         if (next_page % 32 == 0 && next_part == 0) {
             const int position = begin + warp + (next_page + lane) * WARPS;
-            if (position < end) own = read_entry(call, position, each, share.number, share.start);
+            if (position < end)
+                own = read_entry(call.index, call.rung, call.count, call.num_pages, call.entries, blocks,
+                                 each, position, share.number, share.start, share.pages);
         }
         const u32 index = __shfl_sync(ALL_LANES, own.x, next_page % 32);
         const u32 note = __shfl_sync(ALL_LANES, own.y, next_page % 32);
@@ -264,7 +272,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 #pragma unroll 1
     for (int position = begin; position < end; ++number) {
         const Sequence sequence = sequence_at(call, number);
-        const int pages = call.num_pages[sequence.pair], stop = min(start + pages, end);
+        const int pages = number == share.number ? share.pages : call.num_pages[sequence.pair];
+        const int stop = min(start + pages, end);
         if (pages == 0) continue;
         Query query;
         if (WIDTHS_K & CODED) {
@@ -275,12 +284,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         }
         const u16* row = WIDTHS_K & RAW ? q_row(call, sequence, min(lane / 4, sequence.rows - 1)) : nullptr;
         State state;
-        state.max0 = state.max1 = LOWEST;
-        state.sum0 = state.sum1 = 0.f;
-        state.raw = !(WIDTHS_V & CODED);
-#pragma unroll
-        for (int i = 0; i < TILES_D; ++i)
-            state.out[i][0] = state.out[i][1] = state.out[i][2] = state.out[i][3] = 0.f;
+        clear(state, WIDTHS_V & (WIDTHS_V - 1) ? 0 : only_width(WIDTHS_V));
 
 #pragma unroll 1
         for (; begin + warp + n * WARPS < stop; ++n) {
@@ -313,17 +317,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             if (SOFTCAP) cap_scores(call.softcap * LOG2E, s);
             if (count < 64) clear_unused(count, s, lane);
             if (KEEP_SCORES) keep_scores(call, sequence, note.x, s, lane);
-            probabilities(s, state);
             u32 p[4][2];
-            if ((WIDTHS_V & RAW) && (WIDTHS_V & CODED) && (bits_v == 16) != state.raw)
-                change_frame(state, lane);
+            if (state.bits != bits_v) change_frame(state, bits_v, lane);
             if ((WIDTHS_V & RAW) && bits_v == 16) {
-                fragments_of<false>(s, nullptr, count, p, lane);
+                probabilities<false>(s, {}, state);
+                fragments_of<false>(s, {}, p);
                 add_raw_values<0>(values, p, count, state, lane);
                 release();
                 add_raw_values<1>(wait(), p, count, state, lane);
             } else {
-                fragments_of<true>(s, v_steps, count, p, lane);
+                const Steps steps =
+                    load_steps(v_steps, lane / 4, count);  // that of an unused slot may be NaN
+                probabilities<true>(s, steps, state);
+                fragments_of<true>(s, steps, p);
                 if ((WIDTHS_V & 1) && bits_v == 2) add_coded_values<2>(values, p, state, lane);
                 if ((WIDTHS_V & 2) && bits_v == 3) add_coded_values<3>(values, p, state, lane);
                 if ((WIDTHS_V & 4) && bits_v == 4) add_coded_values<4>(values, p, state, lane);
@@ -331,11 +337,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             }
             release();
         }
-        if ((WIDTHS_V & RAW) && (WIDTHS_V & CODED) && state.raw) change_frame(state, lane);
+        if (WIDTHS_V & CODED) change_frame(state, 0, lane);
 #pragma unroll
-        for (int bit = 4; bit < 32; bit *= 2) {
-            state.sum0 += __shfl_xor_sync(ALL_LANES, state.sum0, bit);
-            state.sum1 += __shfl_xor_sync(ALL_LANES, state.sum1, bit);
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+            for (int bit = 4; bit < 32; bit *= 2)
+                state.sum[j] += __shfl_xor_sync(ALL_LANES, state.sum[j], bit);
         }
         join_warps(state, sequence.rows, merge, rows);
         bool last = true;

@@ -2,8 +2,10 @@
 //
 // A code region is a sequence of 16 x 16 tiles in the order of A fragments. Fields<BITS>::TILES tiles share
 // Fields<BITS>::WORDS 32-bit words a lane, word after word, 32 lanes each; every word holds fields of both
-// halves of its pairs, so one logical operation with a magic exponent makes a pair of 16-bit numbers of them.
-// Needs the macro BF16: whether the 16-bit type is bfloat16 or float16.
+// halves of its pairs. Coded tiles are multiplied in float16 in every cache, because a code that is masked
+// out of its word already is one: a subnormal number, which tensor cores take at full speed. What is left to
+// do, the power of 2 and the constant between a code and its value, is the same for a row of tiles and is
+// done once there. Needs the macro BF16: whether the 16-bit type of the cache is bfloat16 or float16.
 #pragma once
 
 using u8 = unsigned char;
@@ -23,11 +25,19 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);
 }
 
+#define KVLAB_MMA(TYPE, c, a, b0, b1)                             \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE    \
+        ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])          \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// c += a b for operands of the 16-bit type, and for float16 whatever that type is.
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." KVLAB_PAIR "." KVLAB_PAIR
-        ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    KVLAB_MMA(KVLAB_PAIR, c, a, b0, b1);
+}
+
+__device__ __forceinline__ void mma_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    KVLAB_MMA("f16", c, a, b0, b1);
 }
 
 __device__ __forceinline__ u32 transposed(u32 x) {
@@ -42,15 +52,15 @@ __device__ __forceinline__ float power_of_2(float x) {
     return r;
 }
 
-__device__ __forceinline__ u32 fma_pair(u32 x, u32 factor, u32 addend) {
-    u32 r;
-    asm("fma.rn." KVLAB_PAIR "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(factor), "r"(addend));
-    return r;
-}
-
 __device__ __forceinline__ u32 pack_pair(float low, float high) {
     u32 r;
     asm("cvt.rn." KVLAB_PAIR "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+__device__ __forceinline__ u32 pack_halves(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
 
@@ -68,97 +78,69 @@ __device__ __forceinline__ float2 unpack_pair(u32 x) {
 #endif
 }
 
-// Both halves hold x, which must be representable in the 16-bit type and not 0.
-__host__ __device__ constexpr u32 both(float x) {
-    const u32 sign = x < 0.f ? 0x8000u : 0u;
-    float rest = x < 0.f ? -x : x;
-    int exponent = 0;
-    for (; rest >= 2.f; ++exponent) rest *= .5f;
-    for (; rest < 1.f; --exponent) rest *= 2.f;
-    return (sign | (BF16 ? ((u32)(exponent + 127) << 7) + (u32)((rest - 1.f) * 128.f)
-                         : ((u32)(exponent + 15) << 10) + (u32)((rest - 1.f) * 1024.f))) *
-           0x00010001u;
+// -(2^BITS - 1) as float16 in both halves: what has to be added to 2 code to make it the value of a code.
+template <int BITS>
+__host__ __device__ constexpr u32 centre_pair() {
+    constexpr u32 exponent = BITS - 1, mantissa = (((1u << BITS) - 1u) << (11 - BITS)) & 0x3ffu;
+    return (0x8000u | (exponent + 15u) << 10 | mantissa) * 0x00010001u;
 }
 
+// Two numbers of float16 divided by 2^BY.
+template <int BY>
+__device__ __forceinline__ u32 lowered(u32 x) {
+    constexpr u32 factor = (15u - BY) << 10;
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(factor * 0x00010001u));
+    return BY ? r : x;
+}
+
+// A code at bit b of 16 is read as the subnormal float16 code * 2^(b - 24): one logical operation a pair.
 template <int BITS>
 struct Fields {
     static constexpr int TILES = BITS == 2 ? 2 : BITS == 3 ? 4 : 1;  // that share words
     static constexpr int WORDS = BITS == 2 ? 1 : BITS * TILES / 4;   // of a lane for these tiles
-    // Bits at which the two registers of a pair of rows stand when expanded without an addition.
-    static constexpr int LOW = BITS == 3, HIGH = BITS == 2 ? 2 : BITS == 3 ? 4 : 0;
+    // Bit of a code in the registers of rows g (even) and rows g + 8 (odd) of a tile, and how much higher it
+    // stands in those of columns 8 to 15, whose factors have to be smaller by as much.
+    static constexpr int EVEN = BITS == 3, ODD = BITS == 2 ? 2 : BITS == 3 || BITS == 4 ? 4 : 0;
+    static constexpr int RIGHT = BITS == 2 ? 4 : 0;
 };
 
-// The fields at bit OFFSET of both halves under the exponent whose last mantissa bit is 1: MAGIC + 2^OFFSET
-// code.
-constexpr float MAGIC = BF16 ? 128.f : 1024.f;
-template <int BITS, int OFFSET>
-__device__ __forceinline__ u32 raised(u32 x) {
-    u32 r;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;"  // (x & mask) | magic
-        : "=r"(r)
-        : "r"(x), "n"((((1u << BITS) - 1u) << OFFSET) * 0x00010001u), "n"(BF16 ? 0x43004300u : 0x64006400u));
-    return r;
+template <int BITS, int BIT>
+__device__ __forceinline__ u32 field(u32 x) {
+    return x & (((1u << BITS) - 1u) << BIT) * 0x00010001u;
 }
 
-// The same fields as the odd integers 2 code + 1 - 2^BITS, exact.
-template <int BITS, int OFFSET>
-__device__ __forceinline__ u32 centred(u32 x) {
-    constexpr float FACTOR = 2.f / (1 << OFFSET);
-    constexpr u32 factor = both(FACTOR), addend = both(-MAGIC * FACTOR - (float)((1 << BITS) - 1));
-    return fma_pair(raised<BITS, OFFSET>(x), factor, addend);
-}
-
-// A fragments of the tiles that share `w`. RAISED: MAGIC + 2^LOW code in even and MAGIC + 2^HIGH code in odd
-// registers; else centred. Pair p = 4 tile + register.
-template <int BITS, bool RAISED>
+// A fragments of the tiles that share `w`. Pair p = 4 tile + register.
+template <int BITS>
 __device__ __forceinline__ void expand(const u32* w, u32 (&a)[Fields<BITS>::TILES][4]) {
-    constexpr int L = Fields<BITS>::LOW, H = Fields<BITS>::HIGH;
-    if constexpr (BITS == 2 && RAISED) {
+    constexpr int EVEN = Fields<BITS>::EVEN, ODD = Fields<BITS>::ODD, RIGHT = Fields<BITS>::RIGHT;
+    if constexpr (BITS == 2) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            a[i / 2][2 * (i % 2)] = raised<2, L>(w[0] >> (4 * i));
-            a[i / 2][2 * (i % 2) + 1] = raised<2, H>(w[0] >> (4 * i));
+        for (int i = 0; i < 2; ++i) {
+            const u32 x = w[0] >> (8 * i);
+            a[i][0] = field<2, EVEN>(x), a[i][1] = field<2, ODD>(x);
+            a[i][2] = field<2, EVEN + RIGHT>(x), a[i][3] = field<2, ODD + RIGHT>(x);
         }
-    } else if constexpr (BITS == 2) {
-        const u32 x = w[0] << 1, y = w[0] >> 5, z = w[0] >> 11;
-        a[0][0] = centred<2, 1>(x), a[0][1] = centred<2, 3>(x), a[0][2] = centred<2, 5>(x);
-        a[0][3] = centred<2, 1>(y), a[1][0] = centred<2, 3>(y), a[1][1] = centred<2, 5>(y);
-        a[1][2] = centred<2, 1>(z), a[1][3] = centred<2, 3>(z);
     } else if constexpr (BITS == 3) {
-        constexpr u32 ONE = 0x00010001u;
-        const u32 last = RAISED ? (w[0] & ONE) << 4 | (w[1] & ONE) << 5 | (w[2] & ONE) << 6
-                                : (w[0] & ONE) << 1 | (w[1] & ONE) << 2 | (w[2] & ONE) << 3;
 #pragma unroll
         for (int p = 0; p < 15; ++p) {
-            const int from = 1 + 3 * (p % 5);  // the bit where the field stands
-            u32& to = a[p / 4][p % 4];
-            if constexpr (RAISED) {
-                const int at = p % 2 ? H : L;
-                const u32 x = from < at ? w[p / 5] << (at - from) : w[p / 5] >> (from - at);
-                to = p % 2 ? raised<3, H>(x) : raised<3, L>(x);
-            } else {
-                const u32 x = w[p / 5] >> (p % 5 / 2 * 6);
-                to = p % 5 % 2 ? centred<3, 4>(x) : centred<3, 1>(x);
-            }
+            const int from = 1 + 3 * (p % 5), to = p % 2 ? ODD : EVEN;  // bits of the field
+            const u32 x = from < to ? w[p / 5] << (to - from) : w[p / 5] >> (from - to);
+            a[p / 4][p % 4] = p % 2 ? field<3, ODD>(x) : field<3, EVEN>(x);
         }
-        a[3][3] = RAISED ? raised<3, H>(last) : centred<3, 1>(last);
+        a[3][3] = field<1, ODD>(w[0] << ODD) | field<1, ODD + 1>(w[1] << (ODD + 1)) |
+                  field<1, ODD + 2>(w[2] << (ODD + 2));
     } else if constexpr (BITS == 4) {
 #pragma unroll
-        for (int p = 0; p < 4; ++p)
-            a[0][p] = RAISED ? raised<4, L>(w[0] >> (4 * p))
-                             : centred<4, 1>(p == 0 ? w[0] << 1 : w[0] >> (4 * p - 1));
+        for (int i = 0; i < 2; ++i) {
+            a[0][2 * i] = field<4, EVEN>(w[0] >> (8 * i));
+            a[0][2 * i + 1] = field<4, ODD>(w[0] >> (8 * i));
+        }
     } else if constexpr (BITS == 8) {
 #pragma unroll
-        for (int p = 0; p < 4; ++p) {
-            const u32 x = w[p / 2];
-            if constexpr (BF16) {  // 2 c - 255 = 16 (2 high - 15) + (2 low - 15), every step exact
-                const u32 low = raised<4, 1>(p % 2 ? x >> 7 : x << 1),
-                          high = raised<4, 1>(p % 2 ? x >> 11 : x >> 3);
-                constexpr u32 one = both(1.f), sixteen = both(16.f), minus = both(-143.f);
-                a[0][p] = fma_pair(fma_pair(high, one, minus), sixteen, fma_pair(low, one, minus));
-            } else {
-                a[0][p] = centred<8, 1>(p % 2 ? x >> 7 : x << 1);
-            }
+        for (int i = 0; i < 2; ++i) {
+            a[0][2 * i] = field<8, EVEN>(w[i]);
+            a[0][2 * i + 1] = __byte_perm(w[i], 0, 0x4341);  // the upper bytes of both halves
         }
     } else {
 #pragma unroll
@@ -168,7 +150,7 @@ __device__ __forceinline__ void expand(const u32* w, u32 (&a)[Fields<BITS>::TILE
 
 // Tiles FIRST to FIRST + COUNT - 1 of a region, of which `codes` is the part from tile FIRST on: f(tile,
 // fragment), the groups of tiles that share words in the order order(0), order(1), ...
-template <int BITS, bool RAISED, int FIRST, int COUNT, class Order, class F>
+template <int BITS, int FIRST, int COUNT, class Order, class F>
 __device__ __forceinline__ void for_each_tile(const u8* codes, int lane, Order order, F f) {
     constexpr int TILES = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS;
 #pragma unroll
@@ -177,19 +159,36 @@ __device__ __forceinline__ void for_each_tile(const u8* codes, int lane, Order o
         u32 w[WORDS], a[TILES][4];
 #pragma unroll
         for (int v = 0; v < WORDS; ++v) w[v] = ((const u32*)codes)[(group * WORDS + v) * 32 + lane];
-        expand<BITS, RAISED>(w, a);
+        expand<BITS>(w, a);
 #pragma unroll
         for (int j = 0; j < TILES; ++j) f(FIRST + group * TILES + j, a[j]);
     }
 }
 
-// Steps of slots 8 g to 8 g + 7: one byte each, a float16 without sign and without its lower 7 mantissa bits.
-__device__ __forceinline__ void load_steps(const u8* steps, int g, float (&step)[8]) {
-    const uint2 x = ((const uint2*)steps)[g];
+// Steps of slots 8 g to 8 g + 7 as float16, of which a byte is the bits without sign and without the lower 7
+// of the mantissa: two at a time, slots (0, 2), (1, 3), (4, 6), (5, 7). Those of slots from `count` on are 0.
+struct Steps {
+    u32 pairs[4];
+
+    __device__ __forceinline__ float at(int i) const {
+        const u32 pair = pairs[i / 4 * 2 + i % 2];
+        return half_bits_to_float(i / 2 % 2 ? pair >> 16 : pair & 0xffffu);
+    }
+};
+
+__device__ __forceinline__ Steps load_steps(const u8* steps, int g, int count = 64) {
+    uint2 x = ((const uint2*)steps)[g];
+    if (count < 64) {
+        const int live = min(max(count - 8 * g, 0), 8);
+        x.x &= live >= 4 ? ~0u : (1u << (8 * live)) - 1u;
+        x.y &= live == 8 ? ~0u : live <= 4 ? 0u : (1u << (8 * live - 32)) - 1u;
+    }
+    Steps r;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const u32 w = i ? x.y : x.x, even = (w & 0x00ff00ffu) << 7, odd = (w >> 1) & 0x7f807f80u;
-        step[4 * i] = half_bits_to_float(even & 0xffffu), step[4 * i + 2] = half_bits_to_float(even >> 16);
-        step[4 * i + 1] = half_bits_to_float(odd & 0xffffu), step[4 * i + 3] = half_bits_to_float(odd >> 16);
+        const u32 w = i ? x.y : x.x;
+        r.pairs[2 * i] = (w & 0x00ff00ffu) << 7;
+        r.pairs[2 * i + 1] = (w >> 1) & 0x7f807f80u;
     }
+    return r;
 }

@@ -1,6 +1,6 @@
 // One warp's softmax over some tokens, and how such partial results meet: warps in shared memory, thread
-// blocks through global memory. A row of a result is ROW_FLOATS floats: the sum of p v, the maximum, the sum
-// of p. Needs HEAD_DIM, WARPS and packed_codes.cuh.
+// blocks through global memory. A row of a result is ROW_FLOATS floats: the sum of p v, the reference of p,
+// the sum of p. Needs HEAD_DIM, WARPS, WIDTHS_V, CODED, RAW and packed_codes.cuh.
 #pragma once
 
 constexpr int TILES_D = HEAD_DIM / 16, ROW_FLOATS = HEAD_DIM + 2, MERGE_ROWS = 4;
@@ -14,61 +14,125 @@ __host__ __device__ constexpr float inverse_root(int power_of_4_or_half) {
 }
 constexpr float NORM = inverse_root(HADAMARD_BLOCK);
 
+// Sums over tokens of p v, in the unit and frame of the page that came last: of codes of `bits`, which lack
+// `centre`; of raw values at 16; of rotated values at 0. p = 2^(score - reference), where the reference is
+// the running maximum less the lift: a power of 2 that brings p times the largest step near the top of
+// float16.
 struct State {
-    float out[TILES_D][4];  // sum of p v: channels g, g + 8 of a tile x rows 2u, 2u + 1
-    float max0, max1, sum0, sum1;
-    bool raw;  // whether `out` is of raw values and not of rotated ones
+    float out[TILES_D][4];  // channels g, g + 8 of a tile x rows 2u, 2u + 1
+    float centre[4];        // rows 2u, 2u + 1 at 0, 1, again at 2, 3
+    float reference[2], sum[2];
+    float reach;  // by how much scores may exceed the reference: the lift + SLACK
+    u32 limit;    // the largest step for which the lift is right, as a pair of float16
+    int bits;
 };
 
-// Brings `out` into the other frame: the orthonormal block Hadamard transform of channels 16 i + 8 (r / 2) +
-// g.
-__device__ __forceinline__ void change_frame(State& state, int lane) {
+constexpr float SLACK = 8.f;           // by how much scores may exceed the running maximum
+constexpr u32 NO_LIMIT = 0xbc00bc00u;  // below every step, so the next coded page sets a lift
+
+__device__ __forceinline__ void clear(State& state, int bits) {
 #pragma unroll
-    for (int i = 0; i < TILES_D; ++i) {
-        float (&x)[4] = state.out[i];
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-#pragma unroll
-            for (int bit = 4; bit < 32; bit *= 2) {
-                const float other = __shfl_xor_sync(ALL_LANES, x[r], bit);
-                x[r] = lane & bit ? other - x[r] : x[r] + other;
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float a = x[r], b = x[r + 2];
-            x[r] = (a + b) * NORM;
-            x[r + 2] = (a - b) * NORM;
-        }
-    }
-#pragma unroll
-    for (int h = 1; h < HADAMARD_BLOCK / 16; h *= 2) {
-#pragma unroll
-        for (int i = 0; i < TILES_D; ++i) {
-            if (i & h) continue;
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const float a = state.out[i][r], b = state.out[i + h][r];
-                state.out[i][r] = a + b;
-                state.out[i + h][r] = a - b;
-            }
-        }
-    }
-    state.raw = !state.raw;
+    for (int i = 0; i < TILES_D; ++i)
+        state.out[i][0] = state.out[i][1] = state.out[i][2] = state.out[i][3] = 0.f;
+    state.centre[0] = state.centre[1] = state.centre[2] = state.centre[3] = 0.f;
+    state.reference[0] = state.reference[1] = LOWEST;
+    state.sum[0] = state.sum[1] = 0.f;
+    state.reach = SLACK;
+    state.limit = NO_LIMIT;
+    state.bits = bits;
 }
 
-// The block Hadamard transform of a row in shared memory, without its factor NORM; one warp.
-__device__ __forceinline__ void hadamard_row(float* x, int lane) {
-#pragma unroll 1
-    for (int h = 1; h < HADAMARD_BLOCK; h *= 2) {
+// What codes of `bits` are multiplied by in `out`, as a power of 2: rows g (even) and g + 8 (odd) of a tile.
+__device__ __forceinline__ int unit_of(int bits, int odd) {
+    if (bits == 0 || bits == 16) return 0;
+    const int bit = odd ? (bits == 2 ? 2 : bits == 8 ? 0 : 4) : bits == 3;
+    return bit - 25;
+}
+
+__device__ __forceinline__ float power_of_2_exactly(int x) {
+    return __int_as_float((127 + x) << 23);
+}
+
+// Brings `out` into the unit and frame of `bits`. The frames are each other's block Hadamard transform, of
+// channels 16 i + 8 (r / 2) + g.
+__device__ __forceinline__ void change_frame(State& state, int bits, int lane) {
+    const float even = power_of_2_exactly(-unit_of(state.bits, 0)),
+                odd = power_of_2_exactly(-unit_of(state.bits, 1));
 #pragma unroll
-        for (int i = lane; i < HEAD_DIM / 2; i += 32) {
-            const int at = 2 * i - (i & (h - 1));
-            const float a = x[at], b = x[at + h];
-            x[at] = a + b;
-            x[at + h] = a - b;
+    for (int i = 0; i < TILES_D; ++i) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+            state.out[i][r] = fmaf(state.out[i][r], r < 2 ? even : odd, state.centre[r]);
+    }
+    state.centre[0] = state.centre[1] = state.centre[2] = state.centre[3] = 0.f;
+    if ((WIDTHS_V & RAW) && (WIDTHS_V & CODED) && (state.bits == 16) != (bits == 16)) {
+#pragma unroll
+        for (int i = 0; i < TILES_D; ++i) {
+            float (&x)[4] = state.out[i];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+#pragma unroll
+                for (int bit = 4; bit < 32; bit *= 2) {
+                    const float other = __shfl_xor_sync(ALL_LANES, x[r], bit);
+                    x[r] = lane & bit ? other - x[r] : x[r] + other;
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float a = x[r], b = x[r + 2];
+                x[r] = (a + b) * NORM;
+                x[r + 2] = (a - b) * NORM;
+            }
         }
-        __syncwarp();  // the next stage pairs elements that other lanes wrote
+#pragma unroll
+        for (int h = 1; h < HADAMARD_BLOCK / 16; h *= 2) {
+#pragma unroll
+            for (int i = 0; i < TILES_D; ++i) {
+                if (i & h) continue;
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const float a = state.out[i][r], b = state.out[i + h][r];
+                    state.out[i][r] = a + b;
+                    state.out[i + h][r] = a - b;
+                }
+            }
+        }
+    }
+    const float even_unit = power_of_2_exactly(unit_of(bits, 0)),
+                odd_unit = power_of_2_exactly(unit_of(bits, 1));
+#pragma unroll
+    for (int i = 0; i < TILES_D; ++i) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) state.out[i][r] *= r < 2 ? even_unit : odd_unit;
+    }
+    state.bits = bits;
+}
+
+// A row spread over a warp: pairs lane, lane + 32, ...
+constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
+
+// The block Hadamard transform of a row, without its factor NORM.
+__device__ __forceinline__ void hadamard_row(float2 (&x)[PAIRS_OF_LANE], int lane) {
+#pragma unroll
+    for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        x[i] = {x[i].x + x[i].y, x[i].x - x[i].y};
+#pragma unroll
+        for (int bit = 1; bit < min(32, HADAMARD_BLOCK / 2); bit *= 2) {
+            const float2 other = {__shfl_xor_sync(ALL_LANES, x[i].x, bit),
+                                  __shfl_xor_sync(ALL_LANES, x[i].y, bit)};
+            const float sign = lane & bit ? -1.f : 1.f;
+            x[i] = {fmaf(sign, x[i].x, other.x), fmaf(sign, x[i].y, other.y)};
+        }
+    }
+#pragma unroll
+    for (int h = 1; h < HADAMARD_BLOCK / 64; h *= 2) {
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+            if (i & h) continue;
+            const float2 a = x[i], b = x[i + h];
+            x[i] = {a.x + b.x, a.y + b.y};
+            x[i + h] = {a.x - b.x, a.y - b.y};
+        }
     }
 }
 
@@ -89,8 +153,8 @@ __device__ __forceinline__ void join_warps(const State& state, int row_count, fl
                 to[16 * i + 8 + g] = state.out[i][2 + j];
             }
             if (g == 0) {
-                to[HEAD_DIM] = j ? state.max1 : state.max0;
-                to[HEAD_DIM + 1] = j ? state.sum1 : state.sum0;
+                to[HEAD_DIM] = state.reference[j];
+                to[HEAD_DIM + 1] = state.sum[j];
             }
         }
         __syncthreads();  // the merge area holds the rows of all warps
@@ -113,7 +177,7 @@ __device__ __forceinline__ void join_warps(const State& state, int row_count, fl
 // The parts that thread blocks left in `partial`, [parts][8][ROW_FLOATS], become `rows`; a thread two
 // channels. All loads of AT_ONCE parts are on their way together, for their latency is what this costs.
 __device__ __forceinline__ void join_parts(const float* partial, int parts, int row_count, float* rows) {
-    constexpr int PART = 8 * ROW_FLOATS / 2, ROW_PAIRS = HEAD_DIM / 2, AT_ONCE = 16;
+    constexpr int PART = 8 * ROW_FLOATS / 2, ROW_PAIRS = HEAD_DIM / 2, AT_ONCE = 18;
 #pragma unroll 1
     for (int i = threadIdx.x; i < row_count * ROW_PAIRS; i += WARPS * 32) {
         const int row = i / ROW_PAIRS, c = i % ROW_PAIRS;

@@ -59,6 +59,7 @@ __device__ __forceinline__ const u16* q_row(const Call& call, const Sequence& s,
 struct Share {
     int begin, end;     // positions
     int number, start;  // the sequence of `begin` and the position of its first page
+    int pages;          // of that sequence
     int first, parts;   // the CTAs that share it, if they share no other sequence; else 0, 0
 };
 
@@ -82,8 +83,8 @@ __device__ __forceinline__ Share divide(const Call& call, int blocks, int lane, 
     total *= blocks;
     ctas = min((int)gridDim.x, total);
     const int b = blockIdx.x;
-    if (b >= ctas) return {0, 0, 0, 0, 0, 0};
-    Share whole = {0, 0, 0, 0, 0, 0}, part = whole;
+    if (b >= ctas) return {};
+    Share whole = {}, part = {};
     whole.begin = (u32)total * b / ctas;
     whole.end = (u32)total * (b + 1) / ctas;
     const float per_page = (float)ctas / (float)total;
@@ -109,6 +110,7 @@ __device__ __forceinline__ Share divide(const Call& call, int blocks, int lane, 
             const int block = (u32)(whole.begin - whole.start) / (u32)pages;
             whole.number = (base + from) * blocks + block;
             whole.start += block * pages;
+            whole.pages = pages;
         }
         const u32 mine = __ballot_sync(ALL_LANES, first <= b && b < beyond);
         if (mine) {
@@ -117,6 +119,7 @@ __device__ __forceinline__ Share divide(const Call& call, int blocks, int lane, 
             part.parts = __shfl_sync(ALL_LANES, beyond, from) - part.first;
             part.number = base + from;
             part.start = __shfl_sync(ALL_LANES, start, from);
+            part.pages = pages;
             part.begin = part.start + (u32)pages * (b - part.first) / part.parts;
             part.end = part.start + (u32)pages * (b - part.first + 1) / part.parts;
         }
@@ -125,18 +128,19 @@ __device__ __forceinline__ Share divide(const Call& call, int blocks, int lane, 
     return balanced ? part : whole;
 }
 
-// The table entry of a position at or after the cursor: its index in the pool, rung | count << 8, its place
-// in the table of its pair. Each lane its own; once in 32 pages, and not worth its instructions elsewhere.
-__device__ __noinline__ uint4 read_entry(const Call& call, int position, int each, int number, int start) {
-    u32 pair = sequence_at(call, number).pair;
-    int pages = call.num_pages[pair];
+// The table entry of a position at or after the cursor (number, start, pages), which moves there: its index
+// in the pool, rung | count << 8, its place in the table of its pair. Each lane its own; once in 32 pages,
+// and not worth its instructions elsewhere. All it needs of the call comes in registers: read through a
+// reference, the parameters would come from memory.
+__device__ __noinline__ uint4 read_entry(const u32* index, const u8* rung, const u8* count,
+                                         const int* num_pages, int entries, int blocks, int each,
+                                         int position, int number, int start, int pages) {
     while (position >= start + pages) {
         start += pages;
-        pair = sequence_at(call, ++number).pair;
-        pages = call.num_pages[pair];
+        pages = num_pages[(u32)++number / (u32)blocks];
     }
     u32 entry = position - start;
-    if (call.num_rungs > 1) entry = page_at(entry, pages, min(pages, max(4, 2 * pages / each)));
-    const u64 at = (u64)pair * call.entries + entry;
-    return {call.index[at], call.rung[at] | (u32)call.count[at] << 8, entry, 0};
+    if (each) entry = page_at(entry, pages, min(pages, max(4, 2 * pages / each)));
+    const u64 at = (u64)((u32)number / (u32)blocks) * entries + entry;
+    return {index[at], rung[at] | (u32)count[at] << 8, entry, 0};
 }

@@ -5,55 +5,72 @@
 // packed_join.cuh.
 #pragma once
 
-constexpr float SLACK = BF16 ? 8.f : 0.f;  // how far the running maximum may lag; float16 has no room for it
 #define INFINITE __int_as_float(0x7f800000)
 
 struct Query {
-    u32 rotated[TILES_D][2];         // B fragments
-    float sum0, sum1, bias0, bias1;  // of rows 2u, 2u + 1
+    u32 rotated[TILES_D][2];  // B fragments of float16: the rows times 2^e
+    float sum[2], bias[2];    // of rows 2u, 2u + 1: the sum of the above, the part of the mean key in a score
+    float unit;               // 2^(25 - e)
 };
 
-// Rows beyond the last repeat it; their results go nowhere.
+// Takes the rows, each with its largest magnitude and its bias behind it. All are scaled by one power of 2,
+// which brings the largest near the top of float16. Rows beyond the last repeat it; their results go nowhere.
 __device__ __forceinline__ void load_query(const float* rows, int row_count, int lane, Query& query) {
     const int u = lane % 4;
+    const float peak = rows[min(lane / 4, row_count - 1) * ROW_FLOATS + HEAD_DIM];
+    const int exponent =
+        __reduce_max_sync(ALL_LANES, __float_as_uint(peak)) >> 23;  // peak < 2^(exponent - 126)
+    const int e = max(min(141 - exponent, 100), -100);
+    const float factor = power_of_2_exactly(e);
     const float2* x = (const float2*)(rows + min(lane / 4, row_count - 1) * ROW_FLOATS) + u;
+    float sums[4] = {0.f, 0.f, 0.f, 0.f};
+    const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
 #pragma unroll
-    for (int i = 0; i < 2 * TILES_D; ++i) query.rotated[i / 2][i % 2] = pack_pair(x[4 * i].x, x[4 * i].y);
-    const float* row0 = rows + min(2 * u, row_count - 1) * ROW_FLOATS + HEAD_DIM;
-    const float* row1 = rows + min(2 * u + 1, row_count - 1) * ROW_FLOATS + HEAD_DIM;
-    query.sum0 = row0[0], query.sum1 = row1[0];
-    query.bias0 = row0[1], query.bias1 = row1[1];
+    for (int i = 0; i < TILES_D; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float2 pair = x[8 * i + 4 * j];
+            query.rotated[i][j] = pack_halves(pair.x * factor, pair.y * factor);
+        }
+        mma_half(sums, ones, query.rotated[i][0], query.rotated[i][1]);
+    }
+    query.unit = power_of_2_exactly(25 - e);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        query.sum[j] = sums[j];
+        query.bias[j] = rows[min(2 * u + j, row_count - 1) * ROW_FLOATS + HEAD_DIM + 1];
+    }
 }
 
 // Scores of coded keys: slot 8 g + i of rows 2u, 2u + 1 at s[i / 2][2 (i % 2)] and the one after it.
 template <int BITS>
 __device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, const Query& query,
                                              float (&s)[4][4], int lane) {
-    constexpr bool FOLD = BF16 && BITS < 8;  // the magic number of unshifted codes is taken out of the sum
-    constexpr float LOW = FOLD ? 128.f + (1 << Fields<BITS>::LOW) * ((1 << BITS) - 1) * .5f : 0.f;
-    constexpr float HIGH = FOLD ? 128.f + (1 << Fields<BITS>::HIGH) * ((1 << BITS) - 1) * .5f : 0.f;
+    constexpr float MIDDLE = -((1 << BITS) - 1) * .5f / (1 << 24);
+    constexpr float EVEN = 1 << Fields<BITS>::EVEN, ODD = 1 << Fields<BITS>::ODD;
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
-        s[b][0] = -LOW * query.sum0;
-        s[b][1] = -LOW * query.sum1;
-        s[b][2] = -HIGH * query.sum0;
-        s[b][3] = -HIGH * query.sum1;
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[b][r] = query.sum[r % 2] * (MIDDLE * (r < 2 ? EVEN : ODD));
     }
+    u32 right[TILES_D];
+#pragma unroll
+    for (int i = 0; i < TILES_D; ++i) right[i] = lowered<Fields<BITS>::RIGHT>(query.rotated[i][1]);
     constexpr int PER_BLOCK = TILES_D % Fields<BITS>::TILES ? 0 : TILES_D / Fields<BITS>::TILES;
-    for_each_tile<BITS, FOLD, 0, 4 * TILES_D>(
+    for_each_tile<BITS, 0, 4 * TILES_D>(
         codes, lane, [](int i) { return PER_BLOCK ? i % 4 * PER_BLOCK + i / 4 : i; },
         [&](int tile, const u32(&a)[4]) {
-            mma(s[tile / TILES_D], a, query.rotated[tile % TILES_D][0], query.rotated[tile % TILES_D][1]);
+            mma_half(s[tile / TILES_D], a, query.rotated[tile % TILES_D][0], right[tile % TILES_D]);
         });
-    float step[8];
-    load_steps(steps, lane / 4, step);
+    const Steps step = load_steps(steps, lane / 4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        constexpr float EVEN = FOLD ? 2.f / (1 << Fields<BITS>::LOW) : 1.f,
-                        ODD = FOLD ? 2.f / (1 << Fields<BITS>::HIGH) : 1.f;
-        const float factor = step[i] * (i % 2 ? ODD : EVEN);
-        s[i / 2][2 * (i % 2)] = fmaf(s[i / 2][2 * (i % 2)], factor, query.bias0);
-        s[i / 2][2 * (i % 2) + 1] = fmaf(s[i / 2][2 * (i % 2) + 1], factor, query.bias1);
+        const float factor = step.at(i) * (query.unit * (1.f / (i % 2 ? ODD : EVEN)));
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float& score = s[i / 2][2 * (i % 2) + j];
+            score = fmaf(score, factor, query.bias[j]);
+        }
     }
 }
 
@@ -63,7 +80,7 @@ __device__ __forceinline__ void raw_scores(const u8* keys, const u16* row, float
                                            int lane) {
 #pragma unroll
     for (int b = 2 * HALF; b < 2 * HALF + 2; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
-    for_each_tile<16, false, 2 * HALF * TILES_D, 2 * TILES_D>(
+    for_each_tile<16, 2 * HALF * TILES_D, 2 * TILES_D>(
         keys, lane, [](int i) { return i % 2 * TILES_D + i / 2; },
         [&](int tile, const u32(&a)[4]) {
             const int at = 8 * (tile % TILES_D) + lane % 4;
@@ -76,78 +93,100 @@ __device__ __forceinline__ void raw_scores(const u8* keys, const u16* row, float
     }
 }
 
-// Softmax: scores become probabilities relative to the running maximum, and the state's sums follow.
-__device__ __forceinline__ void probabilities(float (&s)[4][4], State& state) {
-    float max0 = s[0][0], max1 = s[0][1];
+// Softmax: scores become probabilities relative to the state's reference, and the state's sums follow.
+// `steps` of the values, if they are coded. What raw values of float16 are multiplied by must have no lift.
+template <bool STEPS>
+__device__ __forceinline__ void probabilities(float (&s)[4][4], const Steps& steps, State& state) {
+    float top[2] = {s[0][0], s[0][1]};
 #pragma unroll
     for (int i = 1; i < 8; ++i) {
-        max0 = fmaxf(max0, s[i / 2][2 * (i % 2)]);
-        max1 = fmaxf(max1, s[i / 2][2 * (i % 2) + 1]);
-    }
-    if (__any_sync(ALL_LANES, max0 > state.max0 + SLACK || max1 > state.max1 + SLACK)) {
 #pragma unroll
-        for (int bit = 4; bit < 32; bit *= 2) {
-            max0 = fmaxf(max0, __shfl_xor_sync(ALL_LANES, max0, bit));
-            max1 = fmaxf(max1, __shfl_xor_sync(ALL_LANES, max1, bit));
-        }
-        max0 = fmaxf(max0, state.max0);
-        max1 = fmaxf(max1, state.max1);
-        const float f0 = power_of_2(state.max0 - max0), f1 = power_of_2(state.max1 - max1);
-        state.max0 = max0;
-        state.max1 = max1;
-        state.sum0 *= f0;
-        state.sum1 *= f1;
-#pragma unroll
-        for (int i = 0; i < TILES_D; ++i) {
-            state.out[i][0] *= f0;
-            state.out[i][1] *= f1;
-            state.out[i][2] *= f0;
-            state.out[i][3] *= f1;
-        }
+        for (int j = 0; j < 2; ++j) top[j] = fmaxf(top[j], s[i / 2][2 * (i % 2) + j]);
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        float &p0 = s[i / 2][2 * (i % 2)], &p1 = s[i / 2][2 * (i % 2) + 1];
-        p0 = power_of_2(p0 - state.max0);
-        p1 = power_of_2(p1 - state.max1);
-        state.sum0 += p0;
-        state.sum1 += p1;
-    }
-}
-
-// Probabilities, times the steps of V if there are any, as B fragments.
-template <bool STEPS>
-__device__ __forceinline__ void fragments_of(const float (&s)[4][4], const u8* steps, int count,
-                                             u32 (&p)[4][2], int lane) {
-    float step[8];
+    u32 largest = 0;
+    bool lift_changes = !STEPS && !BF16 && (WIDTHS_V & CODED) && state.limit != NO_LIMIT;
     if (STEPS) {
-        load_steps(steps, lane / 4, step);
-        if (count < 64) {  // a step of an unused slot may be NaN
+        const __half2* pairs = (const __half2*)steps.pairs;
+        const __half2 pair = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+        largest = *(const u32*)&pair;
+        lift_changes = !__hble2(pair, *(const __half2*)&state.limit);
+    }
+    if (__any_sync(ALL_LANES, top[0] > state.reference[0] + state.reach ||
+                                  top[1] > state.reference[1] + state.reach || lift_changes)) {
+        const float lift_before = state.reach - SLACK;
+        if (__any_sync(ALL_LANES, lift_changes)) {
+            state.reach = SLACK;
+            state.limit = NO_LIMIT;
+            if (STEPS) {  // steps below 2^(exponent - 13) times p up to 2^(lift + 8) stay below 2^15
+                const u32 exponent =
+                    __reduce_max_sync(ALL_LANES, max(largest & 0xffffu, largest >> 16)) >> 10;
+                state.reach += 20.f - exponent;
+                state.limit = min(exponent * 0x400u + 0x7ffu, 0x7c00u) * 0x00010001u;
+            }
+        }
+        float factor[2];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) step[i] = 8 * (lane / 4) + i < count ? step[i] : 0.f;
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+            for (int bit = 4; bit < 32; bit *= 2)
+                top[j] = fmaxf(top[j], __shfl_xor_sync(ALL_LANES, top[j], bit));
+            const float before = state.reference[j];
+            state.reference[j] = fmaxf(top[j], before + lift_before) - (state.reach - SLACK);
+            factor[j] = power_of_2(before - state.reference[j]);
+            state.sum[j] *= factor[j];
+        }
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            state.centre[r] *= factor[r % 2];
+#pragma unroll
+            for (int i = 0; i < TILES_D; ++i) state.out[i][r] *= factor[r % 2];
         }
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const float f = STEPS ? step[i] : 1.f;
-        p[i / 2][i % 2] = transposed(pack_pair(s[i / 2][2 * (i % 2)] * f, s[i / 2][2 * (i % 2) + 1] * f));
+    for (int i = 0; i < 16; ++i) {
+        float& p = s[i / 4][i % 4];
+        p = power_of_2(p - state.reference[i % 2]);
+        state.sum[i % 2] += p;
     }
 }
 
+// Probabilities, times the steps of coded values, as B fragments: of float16 for those, else of the cache's
+// type.
+template <bool STEPS>
+__device__ __forceinline__ void fragments_of(const float (&s)[4][4], const Steps& steps, u32 (&p)[4][2]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float p0 = s[i / 2][2 * (i % 2)], p1 = s[i / 2][2 * (i % 2) + 1];
+        p[i / 2][i % 2] =
+            transposed(STEPS ? pack_halves(p0 * steps.at(i), p1 * steps.at(i)) : pack_pair(p0, p1));
+    }
+}
+
+// Values of codes, but for the unit of `state.out`.
 template <int BITS>
 __device__ __forceinline__ void add_coded_values(const u8* codes, const u32 (&p)[4][2], State& state,
                                                  int lane) {
     constexpr int PER_BLOCK = 4 / Fields<BITS>::TILES;  // groups of tiles in a block of channels
-    for_each_tile<BITS, false, 0, 4 * TILES_D>(
+    constexpr u32 LEFT = centre_pair<BITS>(), RIGHT = LEFT + Fields<BITS>::RIGHT * 0x04000400u;
+    const u32 centre[4] = {LEFT, LEFT, RIGHT, RIGHT};
+    u32 right[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        right[b] = lowered<Fields<BITS>::RIGHT>(p[b][1]);
+        mma_half(state.centre, centre, p[b][0], right[b]);
+    }
+    for_each_tile<BITS, 0, 4 * TILES_D>(
         codes, lane, [](int i) { return i % TILES_D * PER_BLOCK + i / TILES_D; },
-        [&](int tile, const u32(&a)[4]) { mma(state.out[tile / 4], a, p[tile % 4][0], p[tile % 4][1]); });
+        [&](int tile, const u32(&a)[4]) {
+            mma_half(state.out[tile / 4], a, p[tile % 4][0], right[tile % 4]);
+        });
 }
 
 // Half of the channels of raw values. Elements of unused slots may be NaN and are cleared.
 template <int HALF>
 __device__ __forceinline__ void add_raw_values(const u8* values, const u32 (&p)[4][2], int count,
                                                State& state, int lane) {
-    for_each_tile<16, false, 2 * HALF * TILES_D, 2 * TILES_D>(
+    for_each_tile<16, 2 * HALF * TILES_D, 2 * TILES_D>(
         values, lane, [](int i) { return i; },
         [&](int tile, const u32(&a)[4]) {
             u32 live[4];
