@@ -1,148 +1,188 @@
-"""merge_attention on every backend: exact up to rounding, whatever the parts; and what it refuses."""
+"""attention and attention_varlen on every backend of the CPU: promise 2, any shape, and what they refuse."""
 
-import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.arrays import numpy_dtype
-from kvlab.ops.attention import merge_attention
+from kvlab.ops.attention import attention, attention_varlen, merge_attention
 from kvlab.reference import attention as reference
 from kvlab.registry import last_backend, rows
-from tests.compare import assert_accurate, low_precision_merge
-from tests.strategies import FLOATS, HEAD_PAIRS, SEEDS, hostile_view, random_floats
+from tests.compare import assert_accurate, each_sequence, low_precision_attention, wrong_attention
+from tests.strategies import (
+    FLOATS,
+    AttentionCase,
+    VarlenAttentionCase,
+    attention_cases,
+    random_floats,
+    varlen_attention_cases,
+)
 
 Array = NDArray[Any]
 
-BACKENDS = [row.backend for row in rows("merge_attention") if row.device_kind == "cpu"]
-
-
-@st.composite
-def merge_cases(draw: st.DrawFn) -> tuple[list[Array], list[Array]]:
-    """Draw partial results of either layout; where lse is -inf out holds NaN: nothing may read it."""
-    rng, dtype = np.random.default_rng(draw(SEEDS)), draw(st.sampled_from(FLOATS))
-    rows_shape = draw(st.lists(st.integers(0, 9), min_size=1, max_size=2))
-    heads = draw(st.sampled_from([num_heads_q for num_heads_q, _ in HEAD_PAIRS]))
-    spread, center, empty = draw(
-        st.tuples(*map(st.sampled_from, ((0.0, 2.0, 60.0), (0.0, 900.0), (0.0, 0.3, 1.0))))
-    )
-    outs, lses = [], []
-    for _ in range(draw(st.integers(1, 5))):
-        lse = rng.normal(center, spread, (*rows_shape[:-1], heads, rows_shape[-1])).astype(np.float32)
-        lse[rng.random(lse.shape) < empty] = -np.inf
-        out = random_floats(rng, (*rows_shape, heads, 24), dtype)
-        out[np.swapaxes(lse, -1, -2) == -np.inf] = np.nan
-        outs.append(hostile_view(rng, out) if draw(st.booleans()) else out)
-        lses.append(hostile_view(rng, lse) if draw(st.booleans()) else lse)
-    return outs, lses
+BACKENDS = [row.backend for row in rows("attention") if row.device_kind == "cpu"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@given(case=merge_cases())
-def test_agrees_with_the_reference(backend: str, case: tuple[list[Array], list[Array]]) -> None:
-    outs, lses = case
-    before = [x.tobytes() for x in (*outs, *lses)]
-    out, lse = merge_attention(outs, lses, backend=backend)
+@given(case=attention_cases(max_seqlen=80))
+def test_fixed_length_agrees_with_the_reference(backend: str, case: AttentionCase) -> None:
+    before = [x.tobytes() for x in (case.q, case.k, case.v)]
+    out, lse = attention(case.q, case.k, case.v, return_lse=True, backend=backend, **case.options)
     assert last_backend() == backend
-    assert out.dtype == outs[0].dtype
-    assert lse.dtype == np.float32
-    expected_out, expected_lse = reference.merge_attention(outs, lses)
-    known = [np.where(np.isnan(x.astype(np.float32)), 0, x).astype(x.dtype) for x in outs]
-    low_precision_out, low_precision_lse = low_precision_merge(known, lses)
-    assert_accurate(out, expected_out, low_precision_out)
-    assert_accurate(lse, expected_lse, low_precision_lse, "lse")
-    assert [x.tobytes() for x in (*outs, *lses)] == before
+    assert (out.dtype, lse.dtype) == (case.q.dtype, np.float32)
+    expected, expected_lse = reference.attention(case.q, case.k, case.v, return_lse=True, **case.options)
+    low, low_lse = low_precision_attention(case.q, case.k, case.v, **case.options)
+    assert_accurate(out, expected, low)
+    assert_accurate(lse, expected_lse, low_lse, "lse")
+    assert [x.tobytes() for x in (case.q, case.k, case.v)] == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=varlen_attention_cases(max_seqlen=70))
+def test_variable_length_agrees_with_the_reference(backend: str, case: VarlenAttentionCase) -> None:
+    out, lse = attention_varlen(*case.args, return_lse=True, backend=backend, **case.options)
+    expected, expected_lse = reference.attention_varlen(*case.args, return_lse=True, **case.options)
+    arrays = case.args[:5]
+    low, low_lse = each_sequence(low_precision_attention, *arrays, **case.options)
+    assert_accurate(out, expected, low)
+    assert_accurate(lse, expected_lse, low_lse, "lse")
+
+
+def _draw(seed: int, dtype: np.dtype[Any], *shapes: tuple[int, ...]) -> list[Array]:
+    rng = np.random.default_rng(seed)
+    return [random_floats(rng, shape, dtype, (-3, 1)) for shape in shapes]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_wrong_merges_would_be_noticed(dtype: np.dtype[Any]) -> None:
-    rng = np.random.default_rng(0)
-    outs = [random_floats(rng, (2, 5, 4, 64), dtype) for _ in range(3)]
-    lses = [rng.normal(0, 2, (2, 4, 5)).astype(np.float32) for _ in range(3)]
-    expected, expected_lse = reference.merge_attention(outs, lses)
-    low_precision, low_precision_lse = low_precision_merge(outs, lses)
-    assert_accurate(merge_attention(outs, lses)[0], expected, low_precision)
-    wrong = {
-        "zeros": np.zeros_like(expected),
-        "plain mean": np.mean([x.astype(np.float64) for x in outs], axis=0),
-        "a part missing": reference.merge_attention(outs[:2], lses[:2])[0],
-        "parts exchanged": reference.merge_attention(outs, lses[::-1])[0],
-        "heads permuted": np.roll(expected, 1, axis=2),
-        "base-2 weights": reference.merge_attention(outs, [x * math.log(2) for x in lses])[0],
-    }
-    for answer in wrong.values():
-        with pytest.raises(AssertionError, match="out: error"):
-            assert_accurate(answer.astype(dtype), expected, low_precision)
-    with pytest.raises(AssertionError, match="lse: error"):
-        assert_accurate(np.max(lses, axis=0), expected_lse, low_precision_lse, "lse")
+@pytest.mark.parametrize("head_dim", [48, 128, 200, 256])
+def test_many_tiles_and_panels(dtype: np.dtype[Any], head_dim: int) -> None:
+    """Several tiles of keys and blocks of rows; the window leaves tiles out on both sides."""
+    shapes = (1, 150, 4, head_dim), (1, 500, 2, head_dim), (1, 500, 2, head_dim)
+    q, k, v = _draw(1, dtype, *shapes)
+    for window in ((-1, -1), (130, 40)):
+        out, lse = attention(q, k, v, causal=window[0] < 0, window=window, return_lse=True)
+        options: dict[str, Any] = {"causal": window[0] < 0, "window": window}
+        expected, expected_lse = reference.attention(q, k, v, return_lse=True, **options)
+        low, low_lse = low_precision_attention(q, k, v, **options)
+        assert_accurate(out, expected, low)
+        assert_accurate(lse, expected_lse, low_lse, "lse")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_part_sees_a_key(backend: str) -> None:
-    outs, lses = [np.full((2, 3, 8), np.nan, np.float16)] * 2, [np.full((3, 2), -np.inf, np.float32)] * 2
-    out, lse = merge_attention(outs, lses, backend=backend)
-    np.testing.assert_array_equal(out, np.zeros((2, 3, 8)))
-    np.testing.assert_array_equal(lse, np.full((3, 2), -np.inf))
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_wrong_answers_would_be_noticed(backend: str, dtype: np.dtype[Any]) -> None:
+    q, k, v = _draw(2, dtype, (1, 40, 6, 64), (1, 70, 2, 64), (1, 70, 2, 64))
+    options: dict[str, Any] = {"causal": True, "window": (30, -1), "softcap": 4.0}
+    expected, low = reference.attention(q, k, v, **options), low_precision_attention(q, k, v, **options)[0]
+    assert_accurate(attention(q, k, v, backend=backend, **options), expected, low)
+    for answer in wrong_attention(q, k, v, **options).values():
+        with pytest.raises(AssertionError, match="out: error"):
+            assert_accurate(answer, expected, low)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_the_keys_merge_to_the_whole(backend: str) -> None:
+    q, k, v = _draw(3, FLOATS[2], (2, 9, 4, 32), (2, 100, 2, 32), (2, 100, 2, 32))
+    parts = [
+        attention(q, k[:, i : i + 30], v[:, i : i + 30], return_lse=True, backend=backend)
+        for i in range(0, 100, 30)
+    ]
+    merged, lse = merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+    whole, whole_lse = attention(q, k, v, return_lse=True, backend=backend)
+    np.testing.assert_allclose(merged, whole, atol=2e-6)
+    np.testing.assert_allclose(lse, whole_lse, atol=2e-6)
+
+
+def test_same_bits_for_any_number_of_threads_and_batch_mates() -> None:
+    from numba import get_num_threads, set_num_threads
+
+    q, k, v = _draw(4, FLOATS[0], (3, 200, 4, 64), (3, 300, 2, 64), (3, 300, 2, 64))
+    out, threads = attention(q, k, v, causal=True), get_num_threads()
+    set_num_threads(1)
+    try:
+        alone = attention(q[1:2], k[1:2], v[1:2], causal=True)
+    finally:
+        set_num_threads(threads)
+    np.testing.assert_array_equal(alone[0], out[1])
+
+
+def test_extreme_inputs() -> None:
+    q, k, v = _draw(5, FLOATS[2], (1, 30, 2, 64), (1, 150, 2, 64), (1, 150, 2, 64))
+    k[:, 77] *= 40  # one dominant key
+    for causal in (False, True):
+        expected = reference.attention(10 * q, 10 * k, v, causal=causal)
+        low = low_precision_attention(10 * q, 10 * k, v, causal=causal)[0]
+        assert_accurate(attention(10 * q, 10 * k, v, causal=causal), expected, low)
+    k[:, 130:] = np.inf
+    out = attention(q, k, v, causal=True)
+    assert np.isfinite(out[:, :10]).all()
+    assert np.isnan(out[:, 10:]).any(axis=-1).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])
 def test_torch_in_torch_out(backend: str, kind: str) -> None:
     torch = pytest.importorskip("torch")
-    outs = [torch.randn(2, 5, 3, 16).to(getattr(torch, kind)) for _ in range(2)]
-    lses = [torch.randn(2, 3, 5) for _ in range(2)]
-    out, lse = merge_attention(outs, lses, backend=backend)
-    assert (out.dtype, lse.dtype) == (getattr(torch, kind), torch.float32)
-    as_numpy = [
-        [np.asarray(x.float()).astype(numpy_dtype(kind)) for x in outs],
-        [np.asarray(x) for x in lses],
-    ]
-    for actual, expected in zip((out, lse), merge_attention(*as_numpy, backend=backend), strict=True):
-        np.testing.assert_array_equal(np.asarray(actual.float()), expected.astype(np.float32))
+    q, k, v = (torch.randn(2, 5, h, 16).to(getattr(torch, kind)) for h in (4, 2, 2))
+    out, lse = attention(q, k, v, return_lse=True, backend=backend)
+    assert (out.dtype, lse.dtype) == (q.dtype, torch.float32)
+    wide = [x.double().transpose(1, 2) for x in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*wide, enable_gqa=True).transpose(1, 2)
+    assert (out.double() - exact).abs().max() < 0.02
 
 
-def _parts(count: int = 2) -> tuple[list[Array], list[Array]]:
-    return [np.ones((2, 5, 3, 8), np.float16)] * count, [np.zeros((2, 3, 5), np.float32)] * count
+X = np.ones((2, 5, 4, 8), np.float16)
+Y = np.ones((10, 4, 8), np.float16)
+CU = np.array([0, 4, 10], np.int32)
 
 
 @pytest.mark.parametrize(
-    ("outs", "lses", "error", "message"),
+    ("arguments", "options", "error", "message"),
     [
-        ([], [], ValueError, "outs has 0 parts, lses 0: pass equally many, at least one"),
-        (_parts(2)[0], _parts(1)[1], ValueError, "outs has 2 parts, lses 1"),
-        ([np.ones((3, 8), np.float16)], _parts(1)[1], ValueError, r"outs\[0\] has shape \(3, 8\)"),
-        (
-            _parts(1)[0],
-            [np.zeros((2, 5, 3), np.float32)],
-            ValueError,
-            r"lses\[0\] has Hq = 5 .*outs\[0\] has Hq = 3",
-        ),
-        (
-            [_parts()[0][0], np.ones((2, 4, 3, 8), np.float16)],
-            _parts()[1],
-            ValueError,
-            r"outs\[1\] has Sq = 4 .*outs\[0\] has Sq = 5",
-        ),
-        (_parts(1)[0], [np.zeros((2, 3, 5))], TypeError, r"lses\[0\] has dtype float64; it must be float32"),
-        (
-            [_parts()[0][0], np.ones((2, 5, 3, 8), np.float32)],
-            _parts()[1],
-            TypeError,
-            r"outs\[1\] has dtype float32; it must be float16",
-        ),
-        ([np.ones((2, 5, 3, 8))], _parts(1)[1], NotImplementedError, "dtype=float64"),
-        ([[1.0]], _parts(1)[1], TypeError, r"outs\[0\]"),
+        ((X, X[:, :, :3], X[:, :, :3]), {}, ValueError, "q has 4 heads: .* multiple of the 3 heads"),
+        ((X, X[:, :, :0], X[:, :, :0]), {}, ValueError, "q has 4 heads"),
+        ((X, X, X[:, :4]), {}, ValueError, r"v has Sk = 4 .*k has Sk = 5"),
+        ((X, X[..., :6], X), {}, ValueError, r"k has D = 6 .*q has D = 8"),
+        ((X[0], X, X), {}, ValueError, "q must have 4 dimensions"),
+        ((X[..., :0],) * 3, {}, ValueError, "head_dim must be at least 1"),
+        ((X, X, X), {"window": (-2, 0)}, ValueError, r"window is \(-2, 0\)"),
+        ((X, X, X), {"softcap": -1.0}, ValueError, "softcap is -1.0"),
+        ((X, X.astype(np.float32), X), {}, TypeError, "k has dtype float32, q has float16"),
+        ((X.astype(float),) * 3, {}, NotImplementedError, "dtype=float64"),
+        (([1.0], X, X), {}, TypeError, "q must be an array"),
+        ((X, X, X), {"backend": "cuda"}, NotImplementedError, "works on cuda arrays"),
     ],
 )
-def test_what_does_not_fit_is_refused(outs: Any, lses: Any, error: type[Exception], message: str) -> None:
+def test_what_does_not_fit_is_refused(arguments: Any, options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
-        merge_attention(outs, lses)
+        attention(*arguments, **options)
 
 
-def test_backends_elsewhere_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="works on cuda arrays"):
-        merge_attention(*_parts(), backend="cuda")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({3: CU[:2]}, ValueError, "batch . 1"),
+        ({3: CU[:0], 4: CU[:0]}, ValueError, "must have batch . 1 elements"),
+        ({3: CU.astype(np.int64)}, TypeError, "cu_seqlens_q has dtype int64; it must be int32"),
+        ({4: CU + 1}, ValueError, r"cu_seqlens_k is \[1, 5, 11\]: it must rise from 0 to 10"),
+        ({4: np.array([0, 11, 10], np.int32)}, ValueError, "must rise from 0 to 10"),
+        ({5: 5}, ValueError, "max_seqlen_q is 5, but one sequence has 6 rows"),
+        ({6: -1}, ValueError, "max_seqlen_k is -1"),
+        ({6: 6.0}, TypeError, "float"),
+    ],
+)
+def test_variable_lengths_that_do_not_fit_are_refused(
+    backend: str, changed: Any, error: Any, message: str
+) -> None:
+    arguments = dict(enumerate((Y, Y, Y, CU, CU, 6, 6))) | changed
+    with pytest.raises(error, match=message):
+        attention_varlen(*arguments.values(), backend=backend)
+
+
+def test_bfloat16_is_the_type_of_ml_dtypes() -> None:
+    q, k, v = _draw(6, FLOATS[1], (1, 3, 1, 8), (1, 4, 1, 8), (1, 4, 1, 8))
+    assert attention(q, k, v).dtype == ml_dtypes.bfloat16
