@@ -8,6 +8,7 @@
 //                 holds elements lane + 32 j.
 //   copy_pages    grid (any, layers): a CTA takes copies blockIdx.x, + gridDim.x, ..., 16 bytes a thread.
 //   mean_of_keys  a CTA one (row, KV head), a thread one channel.
+//   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
 // Memory: shared one page of the widest rung, dynamic (16.9 KB at 8 bits and head_dim 128).
 //
 // Macros: HEAD_DIM; BF16.
@@ -56,8 +57,7 @@ __device__ __forceinline__ void read_mean(const LayerState& s, u32 pair, float (
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const bool there = HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM;
-        mean[j] =
-            SIDE == KEYS && there ? __half2float(s.k_mean[(u64)pair * HEAD_DIM + lane + 32 * j]) : 0.f;
+        mean[j] = SIDE == KEYS && there ? __half2float(s.k_mean[(u64)pair * HEAD_DIM + lane + 32 * j]) : 0.f;
     }
 }
 
@@ -195,4 +195,27 @@ extern "C" __global__ void mean_of_keys(const __grid_constant__ NewTokens fresh,
     }
     const double mean = seen - FIRST >= FEWEST ? sum / (seen - FIRST) : 0.;
     k_mean[(u64)pair * HEAD_DIM + channel] = __double2half(fabs(mean) <= 65504. ? mean : 0.);
+}
+
+// Attention over two disjoint sets of keys, merged into the first: a warp one row of [rows][HEAD_DIM], whose
+// lse lies at [row / (steps heads)][head][step]. A row that sees nothing has lse -inf and out 0.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    merge_rows(u16* out, float* lse, const u16* other, const float* other_lse, int rows, int steps,
+               int heads) {
+    const int row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    const int head = row % heads, step = row / heads % steps, batch = row / heads / steps;
+    const u64 at = ((u64)batch * heads + head) * steps + step;
+    const float a = lse[at], b = other_lse[at], top = fmaxf(a, b);
+    __syncwarp();  // all lanes have read the lse before lane 0 writes it
+    const bool none = top == -__int_as_float(0x7f800000);
+    const float from = none ? 0.f : expf(a - top), to = none ? 0.f : expf(b - top), sum = from + to;
+    const float keep = none ? 0.f : from / sum, take = none ? 0.f : to / sum;
+    u32* x = (u32*)(out + (u64)row * HEAD_DIM);
+    const u32* y = (const u32*)(other + (u64)row * HEAD_DIM);
+    for (int i = lane; i < HEAD_DIM / 2; i += 32) {
+        const float2 p = unpack_pair(x[i]), q = unpack_pair(y[i]);
+        x[i] = pack_pair(p.x * keep + q.x * take, p.y * keep + q.y * take);
+    }
+    if (lane == 0) lse[at] = none ? top : top + logf(sum);
 }

@@ -25,6 +25,8 @@ __all__ = [
     "AppendCall",
     "copy_pages",
     "mean_of_keys",
+    "merge_rows",
+    "new_tokens",
     "write_tokens",
 ]
 
@@ -153,6 +155,17 @@ def mean_of_keys(
     """Write the mean of the first keys of each (row, KV head)."""
     kernel = _write_kernel(head_dim, dtype, "mean_of_keys", device)
     kernel((pairs,), (head_dim,), (fresh, np.int32(heads), k_mean), 0, stream)
+
+
+def merge_rows(
+    head_dim: int, dtype: str, device: int, out: int, lse: int, other: int, other_lse: int,
+    shape: tuple[int, int, int], stream: int,
+) -> None:  # fmt: skip
+    """Merge attention over other keys into `out` and `lse`; shape is (batch, steps, heads), all contiguous."""
+    batch, steps, heads = shape
+    kernel, rows = _write_kernel(head_dim, dtype, "merge_rows", device), batch * steps * heads
+    numbers = (np.int32(rows), np.int32(steps), np.int32(heads))
+    kernel((-(-rows // 8),), (_THREADS,), (out, lse, other, other_lse, *numbers), 0, stream)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,378 @@
+"""Kernels that store tokens, byte for byte against the page format in NumPy.
+
+An arena of random bytes is compared whole after each launch, so what a kernel must not touch is a canary, and
+unused slots hold codes and steps of any kind, NaN among them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvlab.arrays import cuda_view, to_device
+from kvlab.cache import cuda_kernels as kernels
+from kvlab.cache.cuda_store import UNIT, DeviceStore
+from kvlab.cache.ladder import parse_bits
+from kvlab.cache.pages import PageLayout, encode_importance
+from kvlab.cache.store import LayerStore
+from kvlab.reference.codec import hadamard
+from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narrow, widen
+from tests.gpu.test_packed_attention import DTYPES, to_numpy, to_torch
+
+BATCH, HEADS, GROUP = 2, 2, 4
+MIXED = ("2,3,4,8,16", "k4v2,k2v8,k16v3", "8", "k3v16,16")
+MOVE = np.dtype(
+    [("from", "u4"), ("to", "u4"), *((name, "u1") for name in ("from_slot", "to_slot", "from_rung", "to_rung")),
+     ("token", "u4")]
+)  # fmt: skip
+LIST = np.dtype([(name, "u8") for name in ("moves", "begins", "num_groups", "copies", "num_copies")])
+NEW = 255
+
+
+def device_store(bits: str, head_dim: int, dtype: str, capacity: int = 512) -> DeviceStore:
+    """One layer whose arena holds random bytes and finite steps."""
+    store = LayerStore(parse_bits(bits, 1)[0], BATCH, HEADS, head_dim, dtype)
+    like = torch.empty(1, device="cuda")
+    device = DeviceStore([store], like, capacity, None, 0)
+    rng = np.random.default_rng(head_dim)
+    arena = rng.integers(0, 256, device.arenas[0].shape, np.uint8)
+    device.arenas[0][...] = to_device(arena, like)
+    mean = rng.standard_normal((1, BATCH, HEADS, head_dim)).astype(np.float16)
+    device.tables["k_mean"][...] = to_device(mean, like)
+    return device
+
+
+class Record:
+    """A page in a host copy of an arena, slot by slot."""
+
+    def __init__(self, arena: np.ndarray, address: int, layout: PageLayout) -> None:
+        self.bytes = arena[address * UNIT : address * UNIT + layout.nbytes]
+        self.layout = layout
+
+    def _side(self, side: str) -> tuple[int, slice, int]:
+        layout = self.layout
+        if side == "k":
+            return layout.bits_k, slice(layout.k_codes, layout.v_codes), layout.k_steps
+        return layout.bits_v, slice(layout.v_codes, layout.k_steps), layout.v_steps
+
+    def get(self, side: str, slot: int) -> tuple[np.ndarray, int]:
+        bits, codes, steps = self._side(side)
+        stream = np.unpackbits(self.bytes[codes], bitorder="little").astype(np.int64)
+        address = bit_address(bits, self.layout.head_dim, side)[slot]
+        step = int(self.bytes[steps + slot]) if bits < 16 else 0
+        return (stream[address] << np.arange(bits)).sum(-1), step
+
+    def put(self, side: str, slot: int, code: np.ndarray, step: int) -> None:
+        bits, codes, steps = self._side(side)
+        stream = np.unpackbits(self.bytes[codes], bitorder="little")
+        address = bit_address(bits, self.layout.head_dim, side)[slot]
+        stream[address] = code[:, None].astype(np.int64) >> np.arange(bits) & 1
+        self.bytes[codes] = np.packbits(stream, bitorder="little")
+        if bits < 16:
+            self.bytes[steps + slot] = step
+
+    def tail(self, slot: int) -> tuple[slice, int]:
+        at = self.layout.positions + 2 * slot
+        return slice(at, at + 2), self.layout.importance + slot
+
+    def write(self, slot: int, sides: dict[str, np.ndarray], mean: np.ndarray, dtype: str) -> None:
+        """Store raw vectors, float32."""
+        for side, x in sides.items():
+            bits = self._side(side)[0]
+            if bits == 16:
+                self.put(side, slot, narrow(x, dtype), 0)
+            else:
+                rotated = hadamard(x - (mean if side == "k" else np.float32(0)))
+                code, step = encode(rotated[None], bits)
+                self.put(side, slot, code[0], int(step[0]))
+
+
+def draw_vectors(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Vectors of many kinds: usual, tiny, huge, zero, of one element, not finite."""
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-20, 12, shape[:-1]))[..., None]
+    kind = rng.integers(0, 12, shape[:-1])
+    x[kind == 0] = 0
+    x[kind == 1, 1:] = 0
+    x[kind == 2, 3] = np.inf
+    x[kind == 3, 5] = np.nan
+    return x.astype(DTYPES[dtype])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("bits", MIXED)
+def test_moves(bits: str, head_dim: int, dtype: str) -> None:
+    """New tokens, demotions and moves within a rung give the bytes that NumPy gives."""
+    device = device_store(bits, head_dim, dtype)
+    store, rng = device.stores[0], np.random.default_rng(1)
+    steps, layouts, top = 7, store.layouts, len(store.layouts) - 1
+    k, v = (draw_vectors(rng, (BATCH, steps, HEADS, head_dim), dtype) for _ in range(2))
+    importance = rng.integers(0, 256, (BATCH * HEADS, steps), np.uint8)
+    before = to_numpy(device.arenas[0])
+    slab = device.slab[0] // UNIT
+    places = [(s, r, s * slab + p * layout.nbytes // UNIT) for s in range(12)
+              for r, layout in ((s % (top + 1), layouts[s % (top + 1)]),) for p in range(min(3, device.slab[0] // layout.nbytes))]  # fmt: skip
+    for _, r, address in places:  # steps of stored tokens are finite
+        record = before[address * UNIT :]
+        for at in (layouts[r].k_steps, layouts[r].v_steps):
+            record[at : at + 64] = rng.integers(0x50, 0xA0, 64)
+    device.arenas[0][...] = to_device(before, device.like)
+    mean = to_numpy(device.tables["k_mean"])[0].astype(np.float32).reshape(-1, head_dim)
+    rows, after = [], before.copy()
+    sources, targets = places[: len(places) // 2], places[len(places) // 2 :]
+    for _, r, to in targets:
+        taken = rng.choice(64, rng.integers(1, 40), replace=False)
+        for slot in map(int, taken):
+            record = Record(after, to, layouts[r])
+            if rng.random() < 0.4:
+                pair, step = rng.integers(BATCH * HEADS), rng.integers(steps)
+                row, head = divmod(int(pair), HEADS)
+                rows.append((pair, to, 0, slot, NEW, r, row * steps + step))
+                raw = {"k": k[row, step, head].astype(np.float32), "v": v[row, step, head].astype(np.float32)}
+                record.write(slot, raw, mean[pair], dtype)
+                position, code = record.tail(slot)
+                record.bytes[position] = np.array([(1 << 16) - 3 + step], np.uint32).view(np.uint8)[:2]
+                record.bytes[code] = importance[pair, step]
+            else:
+                fits = [place for place in sources if place[1] >= r]
+                if not fits:
+                    continue
+                _, source, address = fits[rng.integers(len(fits))]
+                old, at, pair = (
+                    Record(before, address, layouts[source]),
+                    rng.integers(64),
+                    rng.integers(BATCH * HEADS),
+                )
+                rows.append((address, to, at, slot, source, r, pair))
+                move_reference(old, at, record, slot, mean[pair], dtype)
+                for part_old, part_new in zip(old.tail(at), record.tail(slot), strict=True):
+                    record.bytes[part_new] = old.bytes[part_old]
+    run_moves(device, rows, k, v, importance, steps, (1 << 16) - 3)
+    got = to_numpy(device.arenas[0])
+    wrong = np.flatnonzero(got != after)
+    assert len(wrong) == 0, f"{len(wrong)} bytes differ, the first at {wrong[:5]}"
+    assert (got != before).any()
+    assert (to_numpy(device.tables["seqlen"]) == (1 << 16) - 3 + steps).all()
+
+
+def move_reference(old: Record, at: int, new: Record, slot: int, mean: np.ndarray, dtype: str) -> None:
+    for side in "kv":
+        code, step = old.get(side, at)
+        bits_old, bits_new = (record._side(side)[0] for record in (old, new))
+        if bits_old == bits_new:
+            new.put(side, slot, code, step)
+            continue
+        offset = mean if side == "k" else np.float32(0)
+        if bits_old == 16:
+            x = hadamard(widen(code, dtype) - offset)
+        else:
+            x = grid_values(code, STEPS[step], bits_old)
+        if bits_new == 16:
+            new.put(side, slot, narrow(hadamard(x) + offset, dtype), 0)
+            continue
+        codes, steps = encode(x[None], bits_new)
+        new.put(side, slot, codes[0], int(steps[0]))
+
+
+def run_moves(
+    device: DeviceStore,
+    rows: list[Any],
+    k: np.ndarray,
+    v: np.ndarray,
+    importance: np.ndarray,
+    steps: int,
+    first: int,
+) -> None:
+    moves = np.array(rows, MOVE)
+    to = moves["to"]
+    begins = np.r_[np.flatnonzero(np.r_[True, to[1:] != to[:-1]]), len(to)].astype(np.uint32)
+    on = lambda x: to_device(np.ascontiguousarray(x).view(np.uint8), device.like)  # noqa: E731
+    parts = [on(moves), on(begins), on(np.array([len(begins) - 1], np.int32)), on(np.zeros(4, np.uint32))]
+    parts.append(on(np.zeros(1, np.int32)))
+    lists = on(np.array([tuple(part.data_ptr() for part in parts)], LIST))
+    keys, values, codes = to_torch(k), to_torch(v), to_torch(importance)
+    fresh = kernels.new_tokens(
+        cuda_view(keys, "k"), cuda_view(values, "v"), 0, codes.data_ptr(), steps, first
+    )
+    widest = max(layout.nbytes for layout in device.stores[0].layouts)
+    store = device.stores[0]
+    kernels.write_tokens(
+        store.head_dim,
+        store.dtype,
+        0,
+        widest,
+        device.states_pointer,
+        lists.data_ptr(),
+        1,
+        len(begins) - 1,
+        fresh,
+        0,
+    )
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("top", ["2", "3", "4", "8", "16", "k4v2", "k16v3"])
+@pytest.mark.parametrize("steps", [1, 5, 16])
+def test_append(top: str, head_dim: int, dtype: str, steps: int) -> None:
+    """Codes bit for bit, the finished attention against float64, nothing else touched."""
+    device = device_store(top, head_dim, dtype)
+    store, rng = device.stores[0], np.random.default_rng(steps)
+    layout, pairs = store.layouts[0], BATCH * HEADS
+    start = (1 << 16) - 2 if steps == 5 else 900
+    slab = device.slab[0] // UNIT
+    # Entry 3 has room for 2 tokens of the first segment; entry 1 takes the rest.
+    tables = {name: to_numpy(table)[0].reshape(pairs, -1) for name, table in device.tables.items()
+              if name in ("rung", "count", "index", "base", "open", "seqlen")}  # fmt: skip
+    for pair in range(pairs):
+        for i, (entry, count, base) in enumerate([(3, 62, 0), (1, 5, (start + 4) >> 16)]):
+            tables["count"][pair, entry], tables["base"][pair, entry] = count, base
+            tables["index"][pair, entry] = (2 * pair + i) * slab
+            tables["open"][pair, i] = entry
+    tables["seqlen"][...] = start
+    for name, table in tables.items():
+        device.tables[name][...] = to_device(table.reshape(device.tables[name].shape), device.like)
+    k, v = (draw_vectors(rng, (BATCH, steps, HEADS, head_dim), dtype) for _ in range(2))
+    k, v = (
+        np.where(np.isfinite(x.astype(np.float32)) & (abs(x.astype(np.float32)) < 30), x, 1).astype(x.dtype)
+        for x in (k, v)
+    )
+    q = rng.standard_normal((BATCH, steps, HEADS * GROUP, head_dim)).astype(DTYPES[dtype])
+    valid = rng.random((BATCH, steps)) < 0.7
+    valid[0] = True
+    out0 = rng.standard_normal(q.shape).astype(q.dtype)
+    lse0 = rng.standard_normal((BATCH, HEADS * GROUP, steps)).astype(np.float32) + 1
+    before = to_numpy(device.arenas[0])
+    after, counts = before.copy(), tables["count"].copy()
+    out, lse, mass = exact(q, k, v, valid, out0, lse0)
+    mean = to_numpy(device.tables["k_mean"])[0].astype(np.float32).reshape(-1, head_dim)
+    close = []
+    for pair in range(pairs):
+        row, head = divmod(pair, HEADS)
+        room, place = 2, 0
+        for step in np.flatnonzero(valid[row]):
+            if place == 0 and (room == 0 or (start + step) >> 16 != 0):
+                place = 1
+            entry = (3, 1)[place]
+            record = Record(after, int(tables["index"][pair, entry]), layout)
+            slot = int(counts[pair, entry])
+            raw = {"k": k[row, step, head].astype(np.float32), "v": v[row, step, head].astype(np.float32)}
+            record.write(slot, raw, mean[pair], dtype)
+            position, code = record.tail(slot)
+            record.bytes[position] = np.array([start + step], np.uint32).view(np.uint8)[:2]
+            record.bytes[code] = encode_importance(mass[row, head, step])
+            close.append(int(tables["index"][pair, entry]) * UNIT + code)
+            counts[pair, entry] += 1
+            room -= place == 0
+    got_out, got_lse = run_append(device, q, k, v, valid, out0, lse0)
+    got = to_numpy(device.arenas[0])
+    # The mass is a sum of rounded probabilities: its byte may be the neighbouring one.
+    assert (abs(got[close].astype(int) - after[close]) <= 1).all()
+    got[close] = after[close]
+    wrong = np.flatnonzero(got != after)
+    assert len(wrong) == 0, f"{len(wrong)} bytes differ, the first at {wrong[:5]}"
+    assert np.array_equal(to_numpy(device.tables["count"])[0].reshape(pairs, -1), counts)
+    assert (to_numpy(device.tables["seqlen"]) == start + steps).all()
+    assert to_numpy(device.tables["status"]).max() == 0
+    unit = np.float64(2.0 ** (-8 if dtype == "bfloat16" else -11)) * abs(out).max()
+    assert abs(got_out.astype(np.float64) - out).max() < 2 * unit
+    assert abs(got_lse - lse).max() < 1e-4 * abs(lse).max()
+
+
+def exact(
+    q: Any, k: Any, v: Any, valid: Any, out0: Any, lse0: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Merge attention over stored tokens with the new ones, in float64; and the mass of these."""
+    steps, group = q.shape[1], q.shape[2] // k.shape[2]
+    wide = lambda x: x.astype(np.float64)  # noqa: E731
+    keys, values = (np.repeat(wide(x), group, axis=2) for x in (k, v))
+    score = np.einsum("bshd,bthd->bhst", wide(q), keys) * q.shape[3] ** -0.5
+    seen = np.tri(steps, dtype=bool) & valid[:, None, None, :]
+    score = np.where(seen, score, -np.inf)
+    lse = np.logaddexp(np.logaddexp.reduce(score, axis=-1), wide(lse0))
+    p = np.exp(score - lse[..., None])
+    old = np.exp(lse0 - lse).transpose(0, 2, 1)[..., None]
+    out = np.einsum("bhst,bthd->bshd", p, values) + old * wide(out0)
+    batch, heads = p.shape[:2]
+    return out, lse, p.reshape(batch, heads // group, group, steps, steps).mean((2, 3)).astype(np.float32)
+
+
+def run_append(
+    device: DeviceStore, q: Any, k: Any, v: Any, valid: Any, out0: Any, lse0: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    store = device.stores[0]
+    call = kernels.AppendCall(
+        device.host_states[0],
+        store.ladder[-1],
+        store.head_dim,
+        store.dtype,
+        0,
+        steps=q.shape[1],
+        group=GROUP,
+        scale=store.head_dim**-0.5,
+        softcap=0.0,
+        observed=kernels.OBSERVED["mass"],
+    )
+    queries, keys, values, out, lse = map(to_torch, (q, k, v, out0.copy(), lse0.copy()))
+    mask = to_torch(valid.view(np.uint8))
+    views = [cuda_view(x, "x") for x in (queries, keys, values)]
+    call(*views, mask.data_ptr(), out.data_ptr(), lse.data_ptr(), True, 0)
+    torch.cuda.synchronize()
+    return to_numpy(out), to_numpy(lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("steps", [3, 17, 20, 67, 68, 300])
+def test_mean_of_keys(dtype: str, steps: int) -> None:
+    from kvlab.cache.frame import key_mean
+
+    rng = np.random.default_rng(steps)
+    k = rng.standard_normal((BATCH, steps, HEADS, 64)).astype(DTYPES[dtype])
+    k[:, :, 0, 7] = 60000
+    valid = rng.random((BATCH, steps)) < 0.8
+    keys, mask = to_torch(k), to_torch(valid.view(np.uint8))
+    view = cuda_view(keys, "k")
+    fresh = kernels.new_tokens(view, view, mask.data_ptr(), 0, steps, 0)
+    got = torch.empty(BATCH, HEADS, 64, dtype=torch.float16, device="cuda")
+    kernels.mean_of_keys(64, dtype, 0, fresh, BATCH * HEADS, HEADS, got.data_ptr(), 0)
+    want = np.stack([key_mean(k[row][valid[row]].astype(np.float32)[:68]) for row in range(BATCH)])
+    assert np.array_equal(to_numpy(got), want)
+
+
+def test_importance_bytes() -> None:
+    """The device's bytes are those of `encode_importance` at all ends of its cells, and decode alike."""
+    from kvlab.cache.pages import decode_importance
+
+    edges = np.float32(2.0) ** np.float32((np.arange(-300, 200) + 0.5) / 8)
+    x = np.concatenate([np.nextafter(edges, np.float32(0)), edges, np.nextafter(edges, np.float32(9e9))])
+    x = np.concatenate([x, np.float32([0, 1e-40, 1e30, np.inf, 1, 0.5])]).astype(np.float32)
+    codes, values = importance_on_device(x)
+    assert np.array_equal(codes, encode_importance(np.minimum(x, np.float32(1e30))))
+    assert np.array_equal(values, decode_importance(np.arange(256, dtype=np.uint8)))
+
+
+def importance_on_device(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    import tempfile
+    from pathlib import Path
+
+    from kvlab.build import arch_of, build, kernel_root, load
+    from kvlab.device import compute_capability
+
+    root = Path(tempfile.mkdtemp())
+    (root / "include").symlink_to(kernel_root() / "include")
+    (root / "probe.cu").write_text(
+        '#include "packed_codes.cuh"\n#include "cache_state.cuh"\n'
+        'extern "C" __global__ void probe(const float* x, u8* codes, float* values, int n) {\n'
+        "    for (int i = threadIdx.x; i < n; i += blockDim.x) codes[i] = encode_importance(x[i]);\n"
+        "    if (threadIdx.x < 256) values[threadIdx.x] = decode_importance((u8)threadIdx.x);\n}\n"
+    )
+    kernel = load(build("probe", {"HEAD_DIM": 64, "BF16": 1}, arch_of(*compute_capability(0)), root=root))
+    given, values = to_torch(x), torch.empty(256, device="cuda")
+    codes = torch.empty(len(x), dtype=torch.uint8, device="cuda")
+    kernel((1,), (256,), (given.data_ptr(), codes.data_ptr(), values.data_ptr(), np.int32(len(x))))
+    return to_numpy(codes), to_numpy(values)
