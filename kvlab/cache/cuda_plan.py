@@ -1,0 +1,306 @@
+"""The planner of caches on a GPU: five launches decide what becomes of the pages of any number of layers.
+
+``kvlab.reference.cache_plan`` says what is decided, ``kernels/cuda/cache_plan.cu``, ``cache_moves.cu`` and
+``cache_tables.cu`` do it on `LayerState` structs in device memory. A call waits for nothing and allocates
+nothing: what happened is in the tables, in the lists of moves (`Workspace.move_lists`), which whoever called
+has carried out before anything else reads the pages, and in each layer's status.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvlab.arrays import cuda_view, empty, to_device
+from kvlab.build import Kernel, arch_of, build, load
+from kvlab.device import compute_capability
+from kvlab.reference.cache_plan import Ladder
+
+__all__ = [
+    "NO_ENTRY",
+    "NO_ROOM",
+    "UNFINISHED",
+    "Ladder",
+    "PlanShape",
+    "Workspace",
+    "decode_bounds",
+    "launch_plan",
+    "make_workspace",
+    "smallest_nbytes",
+    "spare_nbytes",
+]
+
+NO_ROOM, NO_ENTRY, UNFINISHED = 1, 4, 8
+"""Bits of a layer's status: budget too small, table or workspace too small, call to be repeated."""
+
+_PAGE, _KEYS, _RUNGS = 64, 256, 16
+_HULL = np.dtype([("rate", "f4", _RUNGS), ("level", "i4", _RUNGS), ("steps", "i4")])
+_FIELDS = (
+    "starts", "tokens", "kinds", "weight", "row_weight", "row_tag", "chosen", "extra", "births", "first",
+    "list", "sequence", "stay", "after", "role", "places", "dead_first", "dead", "gaps", "above", "head",
+    "moves0", "moves1", "begins0", "begins1", "copies",
+)  # fmt: skip
+_NUMBERS = (
+    "segments", "chunks", "row_chunks", "most_births", "most_dropped",
+    "steps", "first_position", "sink", "recent", "room", "by_position",
+)  # fmt: skip
+_CALL = np.dtype(
+    [
+        ("hulls", _HULL, _RUNGS + 1),
+        ("cost", "i4", _RUNGS + 1),
+        *((name, "u8") for name in ("layers", "codes", "valid", *_FIELDS)),
+        ("fixed_bytes", "i8"),
+        *((name, "i4") for name in _NUMBERS),
+    ],
+    align=True,
+)
+_LIST = np.dtype([(name, "u8") for name in ("moves", "begins", "num_groups", "copies", "num_copies")])
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """Sizes of the layers that a workspace serves.
+
+    Attributes
+    ----------
+    batch, heads, entries : int
+        Of the page tables.
+    num_rungs : int
+        Rungs that hold pages; `evicts`: whether tokens may be dropped besides.
+    segments : int
+        Runs of 65,536 positions, counted to the last position that an open page is made for.
+    new_tokens : int
+        Most new tokens of a call.
+    """
+
+    batch: int
+    heads: int
+    entries: int
+    num_rungs: int
+    evicts: bool
+    segments: int
+    new_tokens: int
+
+    @property
+    def chunks(self) -> int:
+        """Most chunks of 64 tokens of a (row, head, segment)."""
+        return min(1024, self.entries + self.new_tokens // _PAGE)
+
+    @property
+    def row_chunks(self) -> int:
+        """Most chunks of a row."""
+        return self.heads * (self.entries + self.new_tokens // _PAGE)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Device memory that plans work in, and the moves that the last one has decided; from `make_workspace`.
+
+    Attributes
+    ----------
+    shape : PlanShape
+    layers : int
+        Most layers of a call.
+    most_births, most_dropped : int
+        Most pages of a layer that a call may add and drop.
+    memory, lists : uint8 arrays
+        The memory, and the MoveList structs of both phases.
+    """
+
+    shape: PlanShape
+    layers: int
+    most_births: int
+    most_dropped: int
+    memory: Any
+    lists: Any
+    call: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return int(self.memory.shape[0] + self.lists.shape[0])
+
+    def move_lists(self, phase: int) -> int:
+        """Return the address of MoveList[layers] of a phase; entry i is of the last call's i-th layer."""
+        return cuda_view(self.lists, "lists").pointer + phase * self.layers * _LIST.itemsize
+
+    def max_groups(self, phase: int) -> int:
+        """Most destination pages of a layer in a phase."""
+        return self.most_dropped * _PAGE if phase else self.most_births
+
+
+def make_workspace(
+    like: Any, shape: PlanShape, layers: int, most_births: int, most_dropped: int
+) -> Workspace:
+    """Allocate what calls for `layers` layers need, in the framework and on the device of `like`.
+
+    Pages that may be born or dropped in a call and layer are bounded by `most_births` and `most_dropped`; see
+    `decode_bounds`. A prefill of n tokens bears at most ``batch * heads * (n // 64 + 1 + segments)`` pages
+    besides the stored ones it demotes.
+    """
+    sizes = _sizes(shape, most_births, most_dropped)
+    offsets, total = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = total
+        total += -(-layers * size // 256) * 256
+    memory = empty((total,), "uint8", like)
+    start = cuda_view(memory, "memory").pointer
+    call = np.zeros((), _CALL)
+    for name in _FIELDS:
+        call[name] = start + offsets[name]
+    call["segments"], call["chunks"], call["row_chunks"] = shape.segments, shape.chunks, shape.row_chunks
+    call["most_births"], call["most_dropped"] = most_births, most_dropped
+    lists = np.zeros((2, layers), _LIST)
+    for phase in range(2):
+        for layer in range(layers):
+            at = {name: start + offsets[name] + layer * sizes[name] for name in _FIELDS}
+            lists[phase, layer] = (
+                at[f"moves{phase}"],
+                at[f"begins{phase}"],
+                at["head"] + 4 * phase,
+                at["copies"],
+                at["head"] + 8,
+            )
+    on_device = to_device(lists.reshape(-1).view(np.uint8), like)
+    return Workspace(shape, layers, most_births, most_dropped, memory, on_device, call)
+
+
+def _sizes(shape: PlanShape, most_births: int, most_dropped: int) -> dict[str, int]:
+    """Bytes of every array of the workspace for one layer."""
+    pairs = shape.batch * shape.heads
+    groups, rungs, classes = pairs * shape.segments, shape.num_rungs, shape.num_rungs + 1
+    levels, entries = rungs + shape.evicts, pairs * shape.entries
+    return {
+        "starts": 4 * groups * classes * _KEYS, "tokens": 4 * groups * classes, "kinds": 12 * groups * rungs,
+        "weight": 4 * groups * shape.chunks, "row_weight": 4 * shape.batch * shape.row_chunks,
+        "row_tag": 4 * shape.batch * shape.row_chunks, "chosen": 4 * groups * classes * levels,
+        "extra": 4 * groups, "births": 4 * groups * rungs, "first": 4 * groups * rungs,
+        "list": 4 * groups * rungs, "sequence": 4 * groups * rungs, "stay": 8 * entries, "after": entries,
+        "role": 8 * groups, "places": 4 * entries, "dead_first": 4 * pairs * rungs, "dead": 4 * most_dropped,
+        "gaps": 4 * most_dropped, "above": most_dropped, "head": 24,
+        "moves0": 16 * most_births * _PAGE, "moves1": 16 * most_dropped * _PAGE,
+        "begins0": 4 * (most_births + 1), "begins1": 4 * (most_dropped * _PAGE + 1),
+        "copies": 16 * most_dropped,
+    }  # fmt: skip
+
+
+def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
+    """Return (most_births, most_dropped) of a layer for calls without new tokens, every 64 tokens or sooner.
+
+    Each head may need one more page of the top rung; what it costs is saved by demotions, the smallest of
+    which saves the least difference of two costs, and the last of which may save too much.
+    """
+    smallest = min(np.diff(ladder.cost))
+    demoted = -(-(shape.heads + 1) * ladder.cost[-1] // int(smallest))
+    return shape.batch * (demoted + 2 * shape.heads), shape.batch * (demoted + 4 * shape.heads)
+
+
+def spare_nbytes(batch: int, heads: int, ladder: Ladder, slab_nbytes: int) -> int:
+    """Return what an arena needs beyond its rows' budgets: pages are born before others are dropped."""
+    cost = [c for c in ladder.cost if c]
+    per_byte = max((low / (high - low) for low, high in pairwise(cost)), default=0.0)
+    top = (heads + 1) * cost[-1]
+    return int(batch * top * (1 + per_byte)) + 2 * len(cost) * slab_nbytes
+
+
+def smallest_nbytes(tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int) -> int:
+    """Return the bytes of a row of `tokens` tokens that always suffice: full pages at the lowest level.
+
+    Three pages of the top rung for each head hold what is left over and take the tokens to come.
+    """
+    return heads * (tokens // _PAGE * ladder.cost[0] + 3 * ladder.cost[-1]) + fixed_nbytes
+
+
+@lru_cache(maxsize=64)
+def _hulls(ladder: Ladder) -> Any:
+    hulls = np.zeros(_RUNGS + 1, _HULL)
+    for top in range(len(ladder.cost)):
+        steps = ladder.steps(top)
+        hulls[top]["steps"] = len(steps)
+        for i, (level, rate) in enumerate(steps):
+            hulls[top]["level"][i], hulls[top]["rate"][i] = level, rate
+    return hulls
+
+
+@lru_cache(maxsize=16)
+def _kernels(device: int) -> dict[str, Kernel]:
+    arch = arch_of(*compute_capability(device))
+    sources = {
+        "cache_plan": ("count_keys", "choose_rungs", "bear_pages"),
+        "cache_moves": ("plan_moves",),
+        "cache_tables": ("make_tables",),
+    }
+    return {
+        entry: load(build(name, {"BF16": 0}, arch), entry, device=device)
+        for name, entries in sources.items()
+        for entry in entries
+    }
+
+
+def launch_plan(
+    states: int,
+    first: int,
+    layers: int,
+    workspace: Workspace,
+    ladder: Ladder,
+    state_nbytes: int,
+    stream: int,
+    *,
+    sink: int,
+    recent: int,
+    room: int,
+    fixed_nbytes: int,
+    by_position: bool = False,
+    codes: int = 0,
+    valid: int = 0,
+    steps: int = 0,
+    first_position: int = 0,
+) -> None:
+    """Plan layers `first` to `first + layers - 1`: five launches on a stream of the workspace's device.
+
+    Parameters
+    ----------
+    states : int
+        Address of the layers' LayerState structs, `state_nbytes` each; they share `ladder` and the shape.
+    workspace : Workspace
+        For at least so many layers. Its move lists are valid until its next call.
+    ladder : Ladder
+    sink, recent, room : int
+        As in `kvlab.reference.cache_plan.plan`; room at most 64.
+    fixed_nbytes : int
+        Bytes of a row beside pages and their table entries.
+    by_position : bool
+        Importance follows from the position alone.
+    codes, valid, steps, first_position : int
+        New tokens: addresses of their importance (pairs, steps) uint8 and of what is no padding
+        (batch, steps) uint8 or 0, their number and first position.
+
+    Raises
+    ------
+    ValueError
+        If the workspace is too small for the call.
+    """
+    shape = workspace.shape
+    if layers > workspace.layers or steps > shape.new_tokens:
+        raise ValueError(
+            f"the workspace serves {workspace.layers} layers and {shape.new_tokens} new tokens; "
+            f"{layers} and {steps} were asked for: make a larger one"
+        )
+    call = workspace.call.copy()
+    call["hulls"], call["cost"][: len(ladder.cost)] = _hulls(ladder), ladder.cost
+    call["layers"], call["codes"], call["valid"] = states + first * state_nbytes, codes, valid
+    call["fixed_bytes"], call["steps"], call["first_position"] = fixed_nbytes, steps, first_position
+    call["sink"], call["recent"], call["room"], call["by_position"] = sink, recent, room, by_position
+    argument = (np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0],)
+    kernels = _kernels(cuda_view(workspace.memory, "memory").device)
+    groups = shape.batch * shape.heads * shape.segments
+    counters = 4 * (shape.num_rungs + 1) * _KEYS
+    kernels["count_keys"]((groups, layers), (256,), argument, counters, stream)
+    kernels["choose_rungs"]((shape.batch, layers), (1024,), argument, 0, stream)
+    kernels["bear_pages"]((1, layers), (1024,), argument, 0, stream)
+    kernels["plan_moves"]((groups, layers), (256,), argument, 0, stream)
+    kernels["make_tables"]((1, layers), (1024,), argument, 0, stream)

@@ -1,0 +1,223 @@
+"""The planner on the GPU against its oracle: equal tables and equal moves, over whole stories of a cache."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvlab.cache import cuda_plan
+from kvlab.cache.cuda_store import STATE
+from kvlab.reference.cache_plan import Change, Layer, Tokens
+from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, smallest
+
+TABLES = (
+    "arena", "rung", "count", "index", "base", "num_pages", "open", "used", "slab_count", "slabs",
+    "free_slabs", "num_free", "owner", "place", "seqlen", "budget", "status",
+)  # fmt: skip
+MOVE = np.dtype([("from", "u4"), ("to", "u4"), *((f"f{i}", "u1") for i in range(4)), ("token", "u4")])
+
+
+class Device:
+    """Copies of layers on the GPU, and plans for all of them in one call."""
+
+    def __init__(self, layers: list[Layer], statuses: int = 0) -> None:
+        self.layers, self.memory = layers, []
+        states = np.zeros(len(layers), STATE)
+        for layer, state in zip(layers, states, strict=True):
+            arrays = {name: np.atleast_1d(np.asarray(getattr(layer, name, 0))) for name in TABLES}
+            arrays["seqlen"] = np.full(len(layer.num_pages), layer.seqlen)
+            for name in ("num_free", "status", "seqlen"):
+                arrays[name] = arrays[name].astype(np.int32)
+            memory = {name: torch.from_numpy(x.copy().view(np.uint8)).cuda() for name, x in arrays.items()}
+            self.memory.append((memory, {name: (x.dtype, x.shape) for name, x in arrays.items()}))
+            for name, tensor in memory.items():
+                state[name] = tensor.data_ptr()
+            for place, rung in zip(state["rungs"], layer.rungs, strict=False):
+                place["record"], place["per_slab"], place["tail"] = rung.record, rung.per_slab, rung.tail
+            state["batch"], state["heads"], state["entries"] = layer.batch, layer.heads, layer.rung.shape[1]
+            state["num_rungs"], state["evicts"] = len(layer.rungs), layer.evicts
+            state["max_slabs"], state["max_pages"] = len(layer.place), layer.owner.shape[1]
+            state["slab_units"] = layer.slab_units
+        self.states = torch.from_numpy(states.view(np.uint8)).cuda()
+
+    def table(self, number: int, name: str) -> np.ndarray:
+        memory, kinds = self.memory[number]
+        dtype, shape = kinds[name]
+        return memory[name].cpu().numpy().view(dtype).reshape(shape)
+
+    def plan(
+        self,
+        name: str,
+        new: list[Tokens] | None,
+        simulation: Simulation,
+        bounds: tuple[int, int],
+        **options: Any,
+    ) -> list[Change]:
+        layer, ladder = self.layers[0], LADDERS[name][0]
+        steps = new[0].code.shape[1] if new else 0
+        segments = ((layer.seqlen + steps + simulation.room) >> 16) + 1
+        shape = cuda_plan.PlanShape(
+            layer.batch, layer.heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, segments, steps
+        )
+        workspace = cuda_plan.make_workspace(self.states, shape, len(self.layers), *bounds)
+        workspace.memory.fill_(0xA5)
+        results = []
+        fresh = [(torch.from_numpy(t.code).cuda(), torch.from_numpy(t.valid).cuda()) for t in new or []]
+        for number in range(len(self.layers)) if new else [0]:
+            arguments = {}
+            if new:
+                code, valid = fresh[number]
+                arguments = {"codes": code.data_ptr(), "valid": valid.data_ptr(), "steps": steps}
+                arguments["first_position"] = new[number].first
+            count = 1 if new else len(self.layers)
+            cuda_plan.launch_plan(
+                self.states.data_ptr(), number, count, workspace, ladder, STATE.itemsize,
+                torch.cuda.current_stream().cuda_stream, sink=simulation.sink, recent=simulation.recent,
+                room=simulation.room, fixed_nbytes=simulation.fixed, **options, **arguments,
+            )  # fmt: skip
+            torch.cuda.synchronize()
+            results += [self.result(workspace, i) for i in range(count)]
+        return results
+
+    def result(self, workspace: cuda_plan.Workspace, number: int) -> Change:
+        """The lists of moves and copies, read through the MoveList structs."""
+        memory, base = workspace.memory.cpu().numpy(), workspace.memory.data_ptr()
+        lists = workspace.lists.cpu().numpy().view("<u8").reshape(2, workspace.layers, 5)
+
+        def read(address: int, dtype: Any, n: int) -> np.ndarray:
+            at = int(address) - base
+            return memory[at : at + n * np.dtype(dtype).itemsize].view(dtype)
+
+        change = Change()
+        for phase in range(2):
+            moves, begins, num_groups, copies, num_copies = lists[phase, number]
+            groups = int(read(num_groups, "<i4", 1)[0])
+            assert groups <= workspace.max_groups(phase)
+            starts = read(begins, "<u4", groups + 1).astype(np.int64)
+            assert starts[0] == 0
+            assert (np.diff(starts) > 0).all()
+            listed = [tuple(int(x) for x in move) for move in read(moves, MOVE, int(starts[-1]))]
+            destinations = [{m[1] for m in listed[a:b]} for a, b in pairwise(starts)]
+            assert all(len(pages) == 1 for pages in destinations)
+            assert len(set().union(*destinations)) == groups
+            change.phases[phase].extend(listed)
+            n = int(read(num_copies, "<i4", 1)[0])
+        found = read(copies, "<u4", 4 * n).reshape(n, 4)
+        change.copies.extend((int(a), int(b), int(units)) for a, b, units, _ in found)
+        return change
+
+
+def compare(device: Device, number: int, change: Change, expected: Change, layer: Layer) -> None:
+    status = int(device.table(number, "status")[0])
+    assert status == expected.status
+    for name in ("used", "slab_count", "num_pages", "open", "num_free", "place"):
+        assert np.array_equal(device.table(number, name).ravel(), np.ravel(getattr(layer, name))), name
+    live = np.arange(layer.rung.shape[1]) < layer.num_pages[:, None]
+    for name in ("rung", "count", "index", "base"):
+        assert np.array_equal(device.table(number, name)[live], getattr(layer, name)[live]), name
+    for r in range(len(layer.rungs)):
+        for name, n in (("owner", layer.used[r]), ("slabs", layer.slab_count[r])):
+            assert np.array_equal(device.table(number, name)[r, :n], getattr(layer, name)[r, :n]), name
+    free = device.table(number, "free_slabs")[: layer.num_free]
+    assert np.array_equal(free, layer.free_slabs[: layer.num_free])
+    assert change.phases[0] == expected.phases[0]
+    assert sorted(change.phases[1]) == sorted(expected.phases[1])
+    copies = [(a, b, layer.rungs[r].record) for a, b, r in expected.copies]
+    assert change.copies == copies
+
+
+def run_story(story: dict[str, Any]) -> int:
+    """Play a story on the oracle and every change of it on the GPU; the number of changes."""
+    name, batch, heads = story["name"], story["batch"], story["heads"]
+    rng = np.random.default_rng(story["seed"])
+    total = sum(story["lengths"]) + 16 * story["steps"]
+    low = smallest(name, heads, total)
+    budget = int(low + story["share"] * (2 * heads * total * LADDERS[name][0].cost[-1] / 64))
+    slabs = 40 + batch * heads * (3 * total // 64 + 10) * (1 if story["tight"] else 4) // 2
+    entries = 3 * total // 64 + 40
+    simulations = []
+    for _ in range(story["layers"]):
+        layer = empty_layer(name, batch, heads, entries, budget, slabs)
+        layer.seqlen = story["first"]
+        simulations.append(Simulation(layer, name))
+    most = (batch * heads * entries if not story["tight"] else batch * heads * 24, batch * heads * entries)
+    changes = 0
+
+    def change(new: list[Tokens] | None, bounds: tuple[int, int]) -> int:
+        nonlocal changes
+        device = Device([s.layer for s in simulations])
+        by_position = story["by_position"]
+        found = device.plan(name, new, simulations[0], bounds, by_position=by_position)
+        status = 0
+        for number, simulation in enumerate(simulations):
+            fresh = new[number] if new else None
+            expected = simulation.change(fresh, by_position, most_births=bounds[0])
+            compare(device, number, found[number], expected, simulation.layer)
+            status |= expected.status
+            changes += 1
+        return status
+
+    for n in story["lengths"]:
+        kind = story["kind"]
+        new = [draw_tokens(rng, batch, heads, n, s.layer.seqlen, kind) for s in simulations]
+        for _ in range(60):
+            if not change(new, most):
+                break
+        else:
+            raise AssertionError("no end")
+    shape = cuda_plan.PlanShape(batch, heads, entries, 1, False, 2, 0)
+    bounds = cuda_plan.decode_bounds(shape, LADDERS[name][0])
+    for step in range(story["steps"]):
+        for simulation in simulations:
+            simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))
+            simulation.observe(rng)
+        assert change(None, bounds if step else most) == 0
+    return changes
+
+
+def draw_story(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    lengths = [int(n) for n in rng.integers(0, 900, rng.integers(1, 4))]
+    return {
+        "name": sorted(LADDERS)[seed % len(LADDERS)], "batch": int(rng.integers(1, 3)),
+        "heads": int(rng.integers(1, 4)), "lengths": lengths, "share": float(rng.random()),
+        "steps": int(rng.integers(0, 6)), "kind": ["normal", "equal", "padded"][seed // 5 % 3],
+        "first": [0, 65536 - 70][seed // 15 % 2], "tight": bool(rng.integers(2)),
+        "by_position": bool(rng.integers(2)), "seed": seed, "layers": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_stories(seed: int) -> None:
+    assert run_story(draw_story(seed)) > 0
+
+
+def test_all_layers_in_one_launch() -> None:
+    story = draw_story(3) | {"layers": 3, "name": "2348", "steps": 6, "kind": "normal", "tight": False}
+    story |= {"lengths": [700], "share": 0.2, "batch": 2, "heads": 3}
+    assert run_story(story) == 21
+
+
+def test_long_sequences_with_many_warps_a_class() -> None:
+    story = draw_story(0) | {"name": "2348", "heads": 1, "batch": 1, "lengths": [70_000, 3000], "steps": 2}
+    run_story(story | {"share": 0.1, "tight": False, "first": 0, "kind": "normal"})
+
+
+def test_comparison_refuses_wrong_tables() -> None:
+    rng = np.random.default_rng(0)
+    simulation = Simulation(empty_layer("248", 1, 2, 60, 90_000, 200), "248")
+    new = draw_tokens(rng, 1, 2, 700, 0, "normal")
+    device = Device([simulation.layer])
+    found = device.plan("248", [new], simulation, (200, 200))[0]
+    expected = simulation.change(new)
+    compare(device, 0, found, expected, simulation.layer)
+    for name in ("index", "count", "used", "owner", "open"):
+        wrong = Layer(**{**vars(simulation.layer), name: getattr(simulation.layer, name) + 1})
+        with pytest.raises(AssertionError):
+            compare(device, 0, found, expected, wrong)
+    with pytest.raises(AssertionError):
+        compare(device, 0, Change((found.phases[0][1:], found.phases[1])), expected, simulation.layer)

@@ -1,0 +1,246 @@
+"""Layers for tests of the GPU's planner: built by plans, filled by appends, checked after every change.
+
+A page of these layers holds, for each slot, an identity (what token it is) where a real page has codes, then
+positions and importance as a real page has them. So carrying out a plan is a matter of NumPy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvlab.reference.cache_plan import (
+    PAGE,
+    SEGMENT,
+    UNFINISHED,
+    UNIT,
+    Change,
+    Ladder,
+    Layer,
+    Rung,
+    Tokens,
+    plan,
+)
+
+LADDERS = {
+    "2348": (Ladder((4424, 6472, 8520, 16712), (0.223, 0.0654, 0.018, 1e-4)), False),
+    "248": (Ladder((2312, 4360, 8456), (0.223, 0.018, 1e-4)), False),
+    "04": (Ladder((0, 8520), (2.0, 0.018)), True),
+    "16": (Ladder((32968,), (0.0,)), False),
+    "0 2 16": (Ladder((0, 4424, 32968), (2.0, 0.223, 0.0)), True),
+}
+
+
+def empty_layer(name: str, batch: int, heads: int, entries: int, budget: int, slabs: int) -> Layer:
+    """An empty layer; slabs hold 3 pages of the lowest rung, 2 of the next and so on, at least 1."""
+    ladder, evicts = LADDERS[name]
+    levels = len(ladder.cost) - evicts
+    rungs = tuple(Rung(7 + r, max(3 - r, 1), UNIT * (4 + r)) for r in range(levels))
+    slab_units = max(rung.record * rung.per_slab for rung in rungs)
+    pairs, shape = batch * heads, (batch * heads, entries)
+    return Layer(
+        batch, heads, rungs, evicts, slab_units,
+        np.full(slabs * slab_units * UNIT, 0xEE, np.uint8),
+        *(np.full(shape, 200, kind) for kind in (np.uint8, np.uint8, np.uint32, np.uint16)),
+        np.zeros(pairs, np.int32), np.full((pairs, 2), -1, np.int32),
+        np.zeros(levels, np.int32), np.zeros(levels, np.int32),
+        np.zeros((levels, slabs), np.int32), np.arange(slabs, dtype=np.int32)[::-1].copy(), slabs,
+        np.zeros((levels, 3 * slabs), np.uint32), np.zeros(slabs, np.int32),
+        0, np.full(batch, budget, np.int64),
+    )  # fmt: skip
+
+
+def draw_tokens(rng: np.random.Generator, batch: int, heads: int, n: int, first: int, kind: str) -> Tokens:
+    """New tokens with importance of all sizes, all equal, or with padding in front."""
+    valid = np.ones((batch, n), bool)
+    if kind == "padded":
+        valid = np.arange(n) >= rng.integers(0, n + 1, (batch, 1))
+    if kind == "equal":
+        return Tokens(np.full((batch * heads, n), 192, np.uint8), valid, first)
+    codes = np.clip(rng.normal(90, 40, (batch * heads, n)), 0, 255).astype(np.uint8)
+    return Tokens(codes, valid, first)
+
+
+def smallest(name: str, heads: int, tokens: int) -> int:
+    """A budget that suffices for a row."""
+    cost = LADDERS[name][0].cost
+    return heads * (-(-tokens // PAGE) * cost[0] + 4 * cost[-1]) + 100
+
+
+def identities(layer: Layer, address: int) -> np.ndarray:
+    start = address * UNIT
+    return layer.arena[start : start + 4 * PAGE].view("<u4")
+
+
+@dataclass
+class Simulation:
+    """A layer and the tokens that should be in it: (pair, position) -> how often.
+
+    The identity of a token is position + (pair << 20).
+    """
+
+    layer: Layer
+    name: str
+    sink: int = 4
+    recent: int = 8
+    room: int = 16
+    fixed: int = 100
+    held: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def change(
+        self, new: Tokens | None = None, by_position: bool = False, most_births: int = 1 << 30
+    ) -> Change:
+        """Plan, carry out, and check what must hold after any change."""
+        ladder, _ = LADDERS[self.name]
+        before = self.levels()
+        change = plan(
+            self.layer, ladder, new, sink=self.sink, recent=self.recent, room=self.room,
+            fixed_nbytes=self.fixed, by_position=by_position, most_births=most_births,
+        )  # fmt: skip
+        self.carry_out(change, new)
+        if new is not None and not change.status & UNFINISHED:
+            self.layer.seqlen = new.first + new.code.shape[1]
+            for pair in range(len(new.code)):
+                for s in np.flatnonzero(new.valid[pair // self.layer.heads]):
+                    self.held[pair, new.first + int(s)] += 1
+        self.check(before, change)
+        return change
+
+    def carry_out(self, change: Change, new: Tokens | None) -> None:
+        layer = self.layer
+        for phase in change.phases:
+            seen, old = set(), layer.arena.copy()
+            reader = Layer(**{**vars(layer), "arena": old})
+            for origin, to, from_slot, to_slot, from_rung, to_rung, token in phase:
+                assert (to, to_slot) not in seen
+                seen.add((to, to_slot))
+                if from_rung == 255:
+                    assert new is not None
+                    row, s = divmod(token, new.code.shape[1])
+                    assert row == origin // layer.heads
+                    assert new.valid[row, s]
+                    position, code = new.first + s, int(new.code[origin, s])
+                    identity = position + (origin << 20)
+                else:
+                    assert (origin, from_slot) not in seen
+                    position = int(reader.positions(from_rung, origin)[from_slot])
+                    code = int(reader.codes(from_rung, origin)[from_slot])
+                    identity = int(identities(reader, origin)[from_slot])
+                    assert identity >> 20 == token
+                identities(layer, to)[to_slot] = identity
+                layer.positions(to_rung, to)[to_slot] = position & 0xFFFF
+                layer.codes(to_rung, to)[to_slot] = code
+        sources = {origin for origin, _, _ in change.copies}
+        for origin, to, r in change.copies:
+            assert to not in sources
+            size = layer.rungs[r].record * UNIT
+            layer.arena[to * UNIT : to * UNIT + size] = layer.arena[origin * UNIT : origin * UNIT + size]
+
+    def levels(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Rung and code of every stored token by (pair, position)."""
+        layer, found = self.layer, {}
+        for pair in range(len(layer.num_pages)):
+            for e in range(int(layer.num_pages[pair])):
+                r, address, n = int(layer.rung[pair, e]), int(layer.index[pair, e]), int(layer.count[pair, e])
+                at = (int(layer.base[pair, e]) << SEGMENT) + layer.positions(r, address)[:n].astype(np.int64)
+                assert np.array_equal(identities(layer, address)[:n], at + (pair << 20))
+                for position, code in zip(at.tolist(), layer.codes(r, address)[:n].tolist(), strict=True):
+                    assert (pair, position) not in found
+                    found[pair, position] = r, code
+        return found
+
+    def row_nbytes(self) -> np.ndarray:
+        layer, (ladder, evicts) = self.layer, LADDERS[self.name]
+        live = np.arange(layer.rung.shape[1]) < layer.num_pages[:, None]
+        cost = np.array(ladder.cost)[np.where(live, layer.rung, 0).astype(int) + evicts]
+        return np.where(live, cost, 0).sum(1).reshape(layer.batch, layer.heads).sum(1) + self.fixed
+
+    def check(self, before: dict[tuple[int, int], tuple[int, int]], change: Change) -> None:
+        layer, evicts = self.layer, LADDERS[self.name][1]
+        after = self.levels()
+        missing = set(self.held) - set(after)
+        assert set(after) <= set(self.held)
+        assert evicts or not missing
+        for at in missing:
+            del self.held[at]
+        for at, (r, code) in after.items():
+            if at in before:
+                assert r <= before[at][0]
+                assert code == before[at][1]
+        if not change.status:
+            assert (self.row_nbytes() <= layer.budget).all()
+            self.check_open_pages()
+        self.check_pools()
+        self.check_full_pages()
+
+    def check_open_pages(self) -> None:
+        """The open pages take `room` tokens, in order, each in its segment."""
+        layer = self.layer
+        for pair, pages in enumerate(layer.open):
+            opened = [(int(layer.base[pair, e]), int(layer.count[pair, e]), e) for e in pages if e >= 0]
+            for _, _, e in opened:
+                assert e < layer.num_pages[pair]
+                assert layer.rung[pair, e] == len(layer.rungs) - 1
+            free = [[base, PAGE - n] for base, n, _ in opened]
+            for position in range(layer.seqlen, layer.seqlen + self.room):
+                while free and (free[0][1] == 0 or free[0][0] != position >> SEGMENT):
+                    free.pop(0)
+                assert free, (pair, position)
+                free[0][1] -= 1
+
+    def check_pools(self) -> None:
+        """Numbers without gaps, owners and tables of one mind, slabs either used or free."""
+        layer = self.layer
+        for r in range(len(layer.rungs)):
+            found = {}
+            for pair in range(len(layer.num_pages)):
+                for e in range(int(layer.num_pages[pair])):
+                    if layer.rung[pair, e] == r:
+                        number = layer.number(r, int(layer.index[pair, e]))
+                        assert number not in found
+                        found[number] = pair * layer.rung.shape[1] + e
+            assert sorted(found) == list(range(layer.used[r]))
+            assert [found[i] for i in range(layer.used[r])] == layer.owner[r, : layer.used[r]].tolist()
+            assert layer.slab_count[r] == -(-int(layer.used[r]) // layer.rungs[r].per_slab)
+        used = [s for r in range(len(layer.rungs)) for s in layer.slabs[r, : layer.slab_count[r]].tolist()]
+        assert sorted(used + layer.free_slabs[: layer.num_free].tolist()) == list(range(len(layer.place)))
+
+    def check_full_pages(self) -> None:
+        """No (pair, segment, rung) has more than one page that is neither full nor empty, two at the top."""
+        layer = self.layer
+        partial: Counter[tuple[int, int, int]] = Counter()
+        for pair in range(len(layer.num_pages)):
+            for e in range(int(layer.num_pages[pair])):
+                if 0 < layer.count[pair, e] < PAGE:
+                    partial[pair, int(layer.base[pair, e]), int(layer.rung[pair, e])] += 1
+        for (_, _, r), n in partial.items():
+            assert n <= 1 + (r == len(layer.rungs) - 1)
+
+    def append(self, codes: np.ndarray) -> None:
+        """What the append kernel does with `codes` (pairs, steps) of new tokens."""
+        layer, top = self.layer, len(self.layer.rungs) - 1
+        for s in range(codes.shape[1]):
+            position = layer.seqlen
+            for pair in range(len(codes)):
+                for e in layer.open[pair]:
+                    if e >= 0 and layer.base[pair, e] == position >> SEGMENT and layer.count[pair, e] < PAGE:
+                        break
+                else:
+                    raise AssertionError("no open page")
+                address, slot = int(layer.index[pair, e]), int(layer.count[pair, e])
+                identities(layer, address)[slot] = position + (pair << 20)
+                layer.positions(top, address)[slot] = position & 0xFFFF
+                layer.codes(top, address)[slot] = codes[pair, s]
+                layer.count[pair, e] += 1
+                self.held[pair, position] += 1
+            layer.seqlen += 1
+
+    def observe(self, rng: np.random.Generator) -> None:
+        """New importance for all stored tokens."""
+        layer = self.layer
+        for pair in range(len(layer.num_pages)):
+            for e in range(int(layer.num_pages[pair])):
+                codes = layer.codes(int(layer.rung[pair, e]), int(layer.index[pair, e]))
+                codes[:] = np.clip(codes + rng.integers(-9, 10, PAGE), 0, 255)
