@@ -194,8 +194,8 @@ def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
     Each head may need one more page of the top rung; what it costs is saved by demotions, the smallest of
     which saves the least difference of two costs, and the last of which may save too much.
     """
-    smallest = min(np.diff(ladder.cost))
-    demoted = -(-(shape.heads + 1) * ladder.cost[-1] // int(smallest))
+    smallest = min((high - low for low, high in pairwise(ladder.cost)), default=ladder.cost[-1])
+    demoted = -(-(shape.heads + 1) * ladder.cost[-1] // smallest)
     return shape.batch * (demoted + 2 * shape.heads), shape.batch * (demoted + 4 * shape.heads)
 
 
