@@ -39,11 +39,11 @@ enum Observed { MASS, INVERSE_NORM, ONE };  // what the importance of a new toke
 struct Append {
     LayerState layer;
     NewTokens fresh;
-    const u16* q;                      // [batch, steps, heads * group, HEAD_DIM] by strides, or null: no queries
-    u16* out;                          // [batch, steps, heads * group, HEAD_DIM]: attention over stored tokens
-    float* lse;                        // [batch, heads * group, steps], of `out`; both are finished in place
+    const u16* q;  // [batch, steps, heads * group, HEAD_DIM] by strides, or null: no queries
+    u16* out;      // [batch, steps, heads * group, HEAD_DIM]: attention over stored tokens
+    float* lse;    // [batch, heads * group, steps], of `out`; both are finished in place
     long long q_batch, q_step, q_head;
-    int group, has_stored, observed;   // has_stored 0: out and lse hold nothing yet
+    int group, has_stored, observed;  // has_stored 0: out and lse hold nothing yet
     float scale, softcap;
 };
 
@@ -102,7 +102,8 @@ __device__ __forceinline__ void store_token(const Append& call, int pair, int ro
         const bool there = HEAD_DIM % 32 == 0 || channel < HEAD_DIM;
         raw[j] = there ? from[channel] : 0;
         x[j] = raw_value(raw[j]);
-        mean[j] = SIDE == KEYS && there ? __half2float(call.layer.k_mean[(u64)pair * HEAD_DIM + channel]) : 0.f;
+        mean[j] =
+            SIDE == KEYS && there ? __half2float(call.layer.k_mean[(u64)pair * HEAD_DIM + channel]) : 0.f;
     }
     const Slot slot = slot_of(call, pair, row, step);
     if (lane == 0) taken = slot;

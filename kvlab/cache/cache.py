@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvlab.arrays import Array, ArrayT, dtype_name, like_first, match_shapes, to
 from kvlab.cache import persistence
 from kvlab.cache.allocator import METHODS, Method
 from kvlab.cache.budget import parse_budget
+from kvlab.cache.cuda_road import GpuRoad, check_gpu
 from kvlab.cache.exact import attend_exact
 from kvlab.cache.importance import Importance, make_policy
 from kvlab.cache.ladder import Bits, parse_bits
@@ -72,14 +74,18 @@ class MixedPrecisionCache:
     ema_decay : float
         Weight of the old importance at each collection.
     device : str, optional
-        "cpu", the default.
+        "cpu", the default, or "cuda": arrays are on the GPU then (torch, CuPy), and so is the memory, which
+        is taken at the first call from their framework.
     dtype : {"float16", "bfloat16", "float32"}
-        Type of width 16 and of the residual window.
+        Type of width 16 and of the residual window. On a GPU queries, keys and values have it, too.
 
     Raises
     ------
     BudgetError
         If `max_seqlen` tokens cannot fit the budget even at the lowest rung.
+    NotImplementedError
+        On a GPU: for a residual window, dtype "float32", an allocator other than "greedy", an importance that
+        is a function, or a head dimension for which there is no kernel.
 
     Examples
     --------
@@ -136,15 +142,19 @@ class MixedPrecisionCache:
             raise ValueError(f"allocator={allocator!r} is not known; choose one of {METHODS}")
         if dtype not in ("float16", "bfloat16", "float32"):
             raise ValueError(f"dtype={dtype!r} is not supported; float16, bfloat16 and float32 are")
-        if device not in (None, "cpu"):
-            raise NotImplementedError(
-                f"device={device!r}: pages live on the CPU; pass device='cpu' and CPU arrays"
-            )
+        on_gpu = device is not None and device.split(":")[0] == "cuda"
+        if device not in (None, "cpu") and not on_gpu:
+            raise ValueError(f"device={device!r} is not supported; 'cpu' and 'cuda' are")
+        if on_gpu:
+            check_gpu(residual, dtype, allocator, importance, head_dim)
+        self.device = device or "cpu"
+        self._gpu: GpuRoad | None = None
         self.num_layers, self.batch = num_layers, batch
         self.num_heads_q, self.num_heads_kv, self.head_dim = num_heads_q, num_heads_kv, head_dim
         self.residual, self.sink, self.recent, self.dtype = residual, sink, recent, dtype
         self.plan_length, self.max_seqlen, self.realloc_every = plan_length, max_seqlen, realloc_every
         self.allocator, self.bits, self.importance = allocator, bits, importance
+        self.ema_decay = ema_decay
         self._budget = parse_budget(budget)
         self._policy = make_policy(importance, ema_decay)
         self._arguments = {
@@ -181,6 +191,8 @@ class MixedPrecisionCache:
             )
             for ladder in parse_bits(bits, num_layers)
         ]
+        if on_gpu:
+            self._gpu = GpuRoad(self)
         if max_seqlen is not None and not self._fits(max_seqlen, batch):
             raise self._refusal(max_seqlen, batch)
 
@@ -189,16 +201,20 @@ class MixedPrecisionCache:
     @property
     def seqlen(self) -> int:
         """Number of time steps seen, padding included."""
-        return self.layers[0].seqlen
+        return self.layers[0].seqlen if self._gpu is None else self._gpu.seqlen(0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in live buffers: pages, page table, key frames, exact tokens."""
+        """Bytes in live buffers: pages, page table, key frames, exact tokens. On a GPU, waits for it."""
+        if self._gpu is not None:
+            return self._gpu.nbytes()
         return sum(layer.nbytes() for layer in self.layers)
 
     @property
     def reserved_nbytes(self) -> int:
-        """Bytes of the pools and tables that hold them."""
+        """Bytes of the pools and tables that hold them; on a GPU all device memory of the cache."""
+        if self._gpu is not None:
+            return self._gpu.reserved_nbytes()
         return sum(layer.reserved_nbytes() for layer in self.layers)
 
     @property
@@ -210,7 +226,7 @@ class MixedPrecisionCache:
     @property
     def bits_per_element(self) -> float:
         """Bits in live buffers per stored K and V element; 0 for an empty cache."""
-        tokens = sum(layer.tokens() for layer in self.layers)
+        tokens = sum(layer.tokens() for layer in self.layers) if self._gpu is None else self._gpu.tokens()
         return 8 * self.nbytes / (2 * self.head_dim * tokens) if tokens else 0.0
 
     def allocation(self) -> dict[str, NDArray[np.int64]]:
@@ -220,7 +236,7 @@ class MixedPrecisionCache:
         shape = (self.num_layers, self.batch, self.num_heads_kv)
         found = {str(rung): np.zeros(shape, np.int64) for rung in names}
         for number, store in enumerate(stores):
-            counts = store.page_counts()
+            counts = store.page_counts() if self._gpu is None else self._gpu.page_counts(number)
             for r, rung in enumerate(store.ladder):
                 found[str(rung)][number] = counts[..., r]
         return found
@@ -232,6 +248,8 @@ class MixedPrecisionCache:
 
     def _need(self, seqlen: int) -> int:
         """Bytes that one row of the neediest layer takes at least."""
+        if self._gpu is not None:
+            return self._gpu.smallest_nbytes(seqlen)
         return max(layer.smallest_nbytes(seqlen) for layer in self.layers)
 
     def _fits(self, seqlen: int, batch: int) -> bool:
@@ -293,12 +311,15 @@ class MixedPrecisionCache:
         BudgetError
             If the tokens do not fit; the cache is as it was.
         """
+        if self._gpu is not None:
+            self._check_layer(layer)
+            return self._gpu.step(layer, q, k, v, scale, softcap, valid)  # type: ignore[no-any-return]
         queries = _float32(q, "q")
         shape = ("B", "S", self.num_heads_q, "D")
         keys, values, mask = self._checked(layer, k, v, valid, {"q": (queries.shape, shape)})
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
         state, rows = self.layers[layer], queries.shape[1]
-        kept = min(rows, MASS_ROWS) if self._policy.observes == "mass" else 0
+        kept = min(rows, MASS_ROWS) if state.observes == "mass" else 0
         collect = kept > 0 and state.since_collection + rows >= self.realloc_every
         view = state.store.view()
         stored = packed_attention(
@@ -324,6 +345,10 @@ class MixedPrecisionCache:
 
         Parameters and errors as in `step`.
         """
+        if self._gpu is not None:
+            self._check_layer(layer)
+            self._gpu.append(layer, k, v, valid)
+            return
         keys, values, mask = self._checked(layer, k, v, valid, {})
         self._commit(layer, Arrival(keys, values, mask))
 
@@ -332,8 +357,10 @@ class MixedPrecisionCache:
 
         Parameters and result as in `step`.
         """
-        queries = _float32(q, "q")
         self._check_layer(layer)
+        if self._gpu is not None:
+            return self._gpu.attend(layer, q, scale, softcap)  # type: ignore[no-any-return]
+        queries = _float32(q, "q")
         match_shapes({"q": (queries.shape, (self.batch, "S", self.num_heads_q, self.head_dim))})
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
         state, rows = self.layers[layer], queries.shape[1]
@@ -385,13 +412,16 @@ class MixedPrecisionCache:
         if not 0 <= n <= self.seqlen:
             raise ValueError(f"n={n} must lie between 0 and the {self.seqlen} time steps seen")
         end = self.seqlen - n
-        for layer in self.layers:
-            layer.crop(end)
+        with self._on_host():
+            for layer in self.layers:
+                layer.crop(end)
 
     def reset(self) -> None:
         """Forget everything."""
         for layer in self.layers:
             layer.clear()
+        if self._gpu is not None:
+            self._gpu.clear()
 
     def reorder(self, rows: Array) -> None:
         """Make row i a copy of the present row `rows[i]`, as beam search does; the batch keeps its size."""
@@ -421,14 +451,21 @@ class MixedPrecisionCache:
             raise NotImplementedError(
                 "a cache whose importance is a function cannot be saved; choose a policy by name"
             )
-        states, arrays = persistence.arrays_of(self)
+        with self._on_host(changes=False):
+            states, arrays = persistence.arrays_of(self)
         arguments = {**self._arguments, "batch": self.batch}
         description = {"version": persistence.FORMAT_VERSION, "arguments": arguments, "layers": states}
         persistence.write(path, description, arrays)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> MixedPrecisionCache:
+    def load(cls, path: str | os.PathLike[str], *, device: str | None = None) -> MixedPrecisionCache:
         """Read a cache from a file.
+
+        Parameters
+        ----------
+        path : path
+        device : str, optional
+            As for a new cache; files are the same for all devices.
 
         Raises
         ------
@@ -437,7 +474,7 @@ class MixedPrecisionCache:
         """
         description, arrays = persistence.read(path)
         try:
-            cache = cls(**description["arguments"])
+            cache = cls(**description["arguments"], device=device)
             persistence.load_into(cache, description["layers"], arrays)
         except FormatError:
             raise
@@ -445,7 +482,14 @@ class MixedPrecisionCache:
             raise FormatError(f"{os.fspath(path)}: what it describes is no cache ({error})") from None
         return cache
 
+    def _on_host(self, changes: bool = True) -> AbstractContextManager[None]:
+        return nullcontext() if self._gpu is None else self._gpu.on_host(changes)
+
     def _take_rows(self, rows: NDArray[np.int64]) -> None:
+        with self._on_host():
+            self._take_rows_on_host(rows)
+
+    def _take_rows_on_host(self, rows: NDArray[np.int64]) -> None:
         if len(rows) > self.batch and self._budget.nbytes is not None:
             share = self._share(self.seqlen, len(rows))
             try:

@@ -6,6 +6,7 @@ struct, in which a call changes no more than the addresses of what is new.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -158,14 +159,16 @@ def mean_of_keys(
 
 
 def merge_rows(
-    head_dim: int, dtype: str, device: int, out: int, lse: int, other: int, other_lse: int,
-    shape: tuple[int, int, int], stream: int,
+    head_dim: int, dtype: str, device: int, addresses: Sequence[int], shape: tuple[int, int, int], stream: int
 ) -> None:  # fmt: skip
-    """Merge attention over other keys into `out` and `lse`; shape is (batch, steps, heads), all contiguous."""
+    """Merge attention over other keys into the first.
+
+    Addresses are of out, lse, the other out and its lse, contiguous; shape is (batch, steps, heads).
+    """
     batch, steps, heads = shape
     kernel, rows = _write_kernel(head_dim, dtype, "merge_rows", device), batch * steps * heads
     numbers = (np.int32(rows), np.int32(steps), np.int32(heads))
-    kernel((-(-rows // 8),), (_THREADS,), (out, lse, other, other_lse, *numbers), 0, stream)
+    kernel((-(-rows // 8),), (_THREADS,), (*addresses, *numbers), 0, stream)
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ Memory comes from the framework of the first array that the cache sees (torch or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,8 @@ class DeviceStore:
         Tokens of a row that the tables have room for.
     share : int or None
         Bytes that a row of a layer may take; None: as many as the highest rung needs.
-    spare : int
-        Bytes of an arena beyond what rows may take.
+    spare : callable
+        `spare(layer, slab_nbytes)`: bytes of an arena beyond what rows may take.
 
     Attributes
     ----------
@@ -102,7 +102,12 @@ class DeviceStore:
     """
 
     def __init__(
-        self, stores: Sequence[LayerStore], like: Any, capacity: int, share: int | None, spare: int
+        self,
+        stores: Sequence[LayerStore],
+        like: Any,
+        capacity: int,
+        share: int | None,
+        spare: Callable[[int, int], int] = lambda layer, slab: 0,
     ) -> None:
         first = stores[0]
         self.stores, self.capacity = stores, capacity
@@ -112,14 +117,16 @@ class DeviceStore:
         pages = -(-capacity // TOKENS_PER_PAGE) + self.num_rungs * segments + OPEN_PAGES + 2
         self.entries = -(-pages // 4) * 4
         self.slab, self.num_slabs = [], []
-        for store in stores:
+        for number, store in enumerate(stores):
             records = [layout.nbytes for layout in store.layouts]
             most = self.pairs * self.entries * max(records)
             held = most if share is None else min(self.batch * share, most)
             slab = slab_nbytes(records, held // max(records))
             self.slab.append(slab)
             # Every rung may leave one slab in part empty, and a slab wastes a little.
-            self.num_slabs.append(int(-(-(held + spare) * (1 + 2 * _WASTE) // slab)) + len(records) + 1)
+            self.num_slabs.append(
+                int(-(-(held + spare(number, slab)) * (1 + 2 * _WASTE) // slab)) + len(records) + 1
+            )
         self.max_slabs = max(self.num_slabs)
         self.max_pages = max(
             slab // min(layout.nbytes for layout in store.layouts) * self.max_slabs

@@ -358,7 +358,9 @@ def test_repeat_under_an_absolute_budget_demotes():
         ({"allocator": "random"}, ValueError, "allocator='random'"),
         ({"importance": "vibes"}, ValueError, "importance='vibes'"),
         ({"dtype": "int8"}, ValueError, "dtype='int8'"),
-        ({"device": "cuda"}, NotImplementedError, "device='cuda'"),
+        ({"device": "tpu"}, ValueError, "device='tpu'"),
+        ({"device": "cuda"}, NotImplementedError, "head_dim=32"),
+        ({"device": "cuda", "residual": 4}, NotImplementedError, "residual=4"),
         ({"residual": -1}, ValueError, "residual=-1"),
     ],
 )

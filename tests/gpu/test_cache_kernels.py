@@ -25,9 +25,12 @@ from tests.gpu.test_packed_attention import DTYPES, to_numpy, to_torch
 BATCH, HEADS, GROUP = 2, 2, 4
 MIXED = ("2,3,4,8,16", "k4v2,k2v8,k16v3", "8", "k3v16,16")
 MOVE = np.dtype(
-    [("from", "u4"), ("to", "u4"), *((name, "u1") for name in ("from_slot", "to_slot", "from_rung", "to_rung")),
-     ("token", "u4")]
-)  # fmt: skip
+    [
+        *((name, "u4") for name in ("from", "to")),
+        *((name, "u1") for name in ("from_slot", "to_slot", "from_rung", "to_rung")),
+        ("token", "u4"),
+    ]
+)
 LIST = np.dtype([(name, "u8") for name in ("moves", "begins", "num_groups", "copies", "num_copies")])
 NEW = 255
 
@@ -36,7 +39,7 @@ def device_store(bits: str, head_dim: int, dtype: str, capacity: int = 512) -> D
     """One layer whose arena holds random bytes and finite steps."""
     store = LayerStore(parse_bits(bits, 1)[0], BATCH, HEADS, head_dim, dtype)
     like = torch.empty(1, device="cuda")
-    device = DeviceStore([store], like, capacity, None, 0)
+    device = DeviceStore([store], like, capacity, None)
     rng = np.random.default_rng(head_dim)
     arena = rng.integers(0, 256, device.arenas[0].shape, np.uint8)
     device.arenas[0][...] = to_device(arena, like)
@@ -114,8 +117,10 @@ def test_moves(bits: str, head_dim: int, dtype: str) -> None:
     importance = rng.integers(0, 256, (BATCH * HEADS, steps), np.uint8)
     before = to_numpy(device.arenas[0])
     slab = device.slab[0] // UNIT
-    places = [(s, r, s * slab + p * layout.nbytes // UNIT) for s in range(12)
-              for r, layout in ((s % (top + 1), layouts[s % (top + 1)]),) for p in range(min(3, device.slab[0] // layout.nbytes))]  # fmt: skip
+    places = []  # (slab, rung, address)
+    for s in range(12):
+        r, record = s % (top + 1), layouts[s % (top + 1)].nbytes
+        places += [(s, r, s * slab + p * record // UNIT) for p in range(min(3, device.slab[0] // record))]
     for _, r, address in places:  # steps of stored tokens are finite
         record = before[address * UNIT :]
         for at in (layouts[r].k_steps, layouts[r].v_steps):

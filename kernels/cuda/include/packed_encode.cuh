@@ -102,8 +102,7 @@ __device__ __forceinline__ u32 choose_step(const float (&x)[PER_LANE], int lane)
         float error[PER_LANE];
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
-            const float d =
-                __fsub_rn(x[j], grid_value<BITS>(grid_code<BITS>(x[j], cell, reciprocal), step));
+            const float d = __fsub_rn(x[j], grid_value<BITS>(grid_code<BITS>(x[j], cell, reciprocal), step));
             const bool there = HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM;
             error[j] = there ? __fmul_rn(d, d) : 0.f;
         }
@@ -230,10 +229,14 @@ template <Side SIDE>
 __device__ __forceinline__ void encode_vector(int bits, const float (&x)[PER_LANE], u8* codes, u8* steps,
                                               int slot, int lane) {
     switch (bits) {
-        case 2: return encode_vector<SIDE, 2>(x, codes, steps, slot, lane);
-        case 3: return encode_vector<SIDE, 3>(x, codes, steps, slot, lane);
-        case 4: return encode_vector<SIDE, 4>(x, codes, steps, slot, lane);
-        case 8: return encode_vector<SIDE, 8>(x, codes, steps, slot, lane);
+        case 2:
+            return encode_vector<SIDE, 2>(x, codes, steps, slot, lane);
+        case 3:
+            return encode_vector<SIDE, 3>(x, codes, steps, slot, lane);
+        case 4:
+            return encode_vector<SIDE, 4>(x, codes, steps, slot, lane);
+        case 8:
+            return encode_vector<SIDE, 8>(x, codes, steps, slot, lane);
     }
 }
 
@@ -241,11 +244,16 @@ template <Side SIDE>
 __device__ __forceinline__ void read_codes(int bits, const u8* codes, int slot, int lane,
                                            u32 (&code)[PER_LANE]) {
     switch (bits) {
-        case 2: return read_codes<SIDE, 2>(codes, slot, lane, code);
-        case 3: return read_codes<SIDE, 3>(codes, slot, lane, code);
-        case 4: return read_codes<SIDE, 4>(codes, slot, lane, code);
-        case 8: return read_codes<SIDE, 8>(codes, slot, lane, code);
-        case 16: return read_codes<SIDE, 16>(codes, slot, lane, code);
+        case 2:
+            return read_codes<SIDE, 2>(codes, slot, lane, code);
+        case 3:
+            return read_codes<SIDE, 3>(codes, slot, lane, code);
+        case 4:
+            return read_codes<SIDE, 4>(codes, slot, lane, code);
+        case 8:
+            return read_codes<SIDE, 8>(codes, slot, lane, code);
+        case 16:
+            return read_codes<SIDE, 16>(codes, slot, lane, code);
     }
 }
 
@@ -253,11 +261,16 @@ template <Side SIDE>
 __device__ __forceinline__ void write_codes(int bits, u8* codes, int slot, int lane,
                                             const u32 (&code)[PER_LANE]) {
     switch (bits) {
-        case 2: return write_codes<SIDE, 2>(codes, slot, lane, code);
-        case 3: return write_codes<SIDE, 3>(codes, slot, lane, code);
-        case 4: return write_codes<SIDE, 4>(codes, slot, lane, code);
-        case 8: return write_codes<SIDE, 8>(codes, slot, lane, code);
-        case 16: return write_codes<SIDE, 16>(codes, slot, lane, code);
+        case 2:
+            return write_codes<SIDE, 2>(codes, slot, lane, code);
+        case 3:
+            return write_codes<SIDE, 3>(codes, slot, lane, code);
+        case 4:
+            return write_codes<SIDE, 4>(codes, slot, lane, code);
+        case 8:
+            return write_codes<SIDE, 8>(codes, slot, lane, code);
+        case 16:
+            return write_codes<SIDE, 16>(codes, slot, lane, code);
     }
 }
 

@@ -1,0 +1,472 @@
+"""The layers of a `MixedPrecisionCache` on a GPU: what a step launches, and when room is made.
+
+A decode step of a layer is two launches: packed attention over the stored tokens, and the append, which adds
+the new ones to its result and stores them in open pages. Open pages count as live as soon as a plan has made
+them, so no decode step changes a byte of the budget. When the open pages of a layer are full, a plan for all
+layers at once chooses widths anew and opens others; the device does all of it and the host waits for nothing.
+Long steps (prefill) attend their own tokens by `kvlab.attention` and are planned and written at once.
+
+The host knows lengths and how much room it has made, nothing else of what lies in pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from kvlab.arrays import cuda_view, current_stream, dtype_name, empty, to_device, to_host
+from kvlab.cache import cuda_kernels as kernels
+from kvlab.cache import cuda_score
+from kvlab.cache.cuda_exchange import from_layers, to_layers
+from kvlab.cache.cuda_plan import (
+    UNFINISHED,
+    Ladder,
+    PlanShape,
+    decode_bounds,
+    launch_plan,
+    make_workspace,
+    spare_nbytes,
+)
+from kvlab.cache.cuda_plan import Workspace as Plan
+from kvlab.cache.cuda_store import STATE, DeviceStore
+from kvlab.cache.importance import Policy
+from kvlab.cache.layer import Layer
+from kvlab.cache.pages import TOKENS_PER_PAGE
+from kvlab.cache.store import ERRORS, LayerStore
+from kvlab.ops.attention import attention, attention_varlen
+from kvlab.ops.packed_cuda import AttendCall, Workspace
+from kvlab.ops.packed_cuda import make_workspace as attention_workspace
+
+__all__ = ["DeviceCache", "Settings"]
+
+MASS_ROWS = 16
+"""Query rows, the last of a step, whose attention to stored tokens is collected."""
+MOST_ROOM = 48
+"""Tokens that a plan makes room for at most: with the 63 that a page may hold, they fit two pages."""
+NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a cache is told once; names as for `MixedPrecisionCache`."""
+
+    num_heads_q: int
+    policy: Policy
+    sink: int
+    recent: int
+    realloc_every: int
+    ema_decay: float
+    importance: str
+    takes_mean: tuple[bool, ...]
+
+
+class DeviceCache:
+    """Arenas, tables and workspaces of all layers on one GPU.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+        On the CPU; what they hold is taken over, and they are empty from then on.
+    settings : Settings
+    like : array
+        On the GPU; memory comes from its framework.
+    capacity : int
+        Tokens of a row that there is room for.
+    share : int or None
+        Bytes that a row of a layer may take at that length; None: no limit.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], settings: Settings, like: Any, capacity: int, share: int | None
+    ) -> None:
+        store = layers[0].store
+        self.layers, self.settings, self.like = layers, settings, like
+        self.device = cuda_view(like, "q").device
+        self.pairs, self.group = store.batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
+        self.room_asked = min(settings.realloc_every, MOST_ROOM)
+        self.lengths = [layer.seqlen for layer in layers]
+        self.since = [layer.since_collection for layer in layers]
+        self.room = [0] * len(layers)
+        self._share: int | None = -1
+        self._make(capacity, share)
+        if any(self.lengths):
+            self._take_from_host()
+
+    def _make(self, capacity: int, share: int | None) -> None:
+        stores = [layer.store for layer in self.layers]
+        self.capacity = capacity
+        self.ladders = [ladder_of(store) for store in stores]
+        self.store = DeviceStore(
+            stores, self.like, capacity, share, lambda n, slab: spare_of(stores[n], self.ladders[n], slab)
+        )
+        births, dropped = map(
+            max, zip(*(decode_bounds(self._shape(0), x) for x in self.ladders), strict=True)
+        )
+        self._decode_plan = make_workspace(self.like, self._shape(0), len(stores), births, dropped)
+        self._tidy = True
+        self._calls: dict[Any, Any] = {}
+        self._lse: dict[int, Any] = {}
+        self._workspaces: dict[int, Workspace] = {}
+        self._scores: dict[int, Any] = {}
+
+    # ---- sizes ---------------------------------------------------------------------------------------------
+
+    def used(self) -> Any:
+        """Number of live pages, (layers, rungs); waits for the device."""
+        return self.store.read("used")[0]
+
+    def trouble(self, layer: int) -> int:
+        """Bits of `Trouble` that a layer has met; waits for the device."""
+        return int(to_host(self.store.tables["status"][layer])[0])
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes of device memory held: arenas, tables and workspaces."""
+        workspaces = [x for w in self._workspaces.values() for x in (w.partial, w.arrivals)]
+        others = sum(int(x.nbytes) for x in (*self._lse.values(), *self._scores.values(), *workspaces))
+        return self.store.reserved_nbytes + self._decode_plan.nbytes + others
+
+    # ---- what a step does ----------------------------------------------------------------------------------
+
+    def step(
+        self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any, share: int | None
+    ) -> Any:
+        """See `MixedPrecisionCache.step`; shapes are checked, and the tokens fit."""
+        steps = q.shape[1]
+        if steps > kernels.MAX_STEPS or self.group > kernels.MAX_GROUP:
+            return self._long_step(layer, q, k, v, scale, softcap, valid, share)
+        if self.room[layer] < steps:
+            self._make_room(layer, steps, share)
+        collects = self._collects(layer, steps)
+        attend, append, scores = self._decode_calls(layer, q, steps, scale, softcap, collects)
+        out, lse = empty(q.shape, self.layers[layer].store.dtype, q), self._lse_of(steps)
+        stream, view = current_stream(q), cuda_view(q, "q")
+        addresses = cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer
+        stored = self.lengths[layer] > 0
+        if stored:
+            attend(view, *addresses, stream)
+        mask = 0 if valid is None else cuda_view(valid, "valid").pointer
+        append(view, cuda_view(k, "k"), cuda_view(v, "v"), mask, *addresses, stored, stream)
+        if collects:
+            self._score_stored(layer, scores, lse, stream)
+        self._count(layer, steps, collects)
+        return out
+
+    def append(self, layer: int, k: Any, v: Any, valid: Any, share: int | None) -> None:
+        """See `MixedPrecisionCache.append`."""
+        steps = k.shape[1]
+        if steps > kernels.MAX_STEPS:
+            codes = empty((self.pairs, steps), "uint8", k)
+            fresh = self._fresh(k, v, valid, codes, layer)
+            cuda_score.score_norms(fresh, codes, self.settings.importance, current_stream(k))
+            self._admit(layer, k, fresh, share)
+        else:
+            if self.room[layer] < steps:
+                self._make_room(layer, steps, share)
+            observed = "one" if self.settings.policy.observes == "nothing" else "norm"
+            call = self._append_call(layer, steps, 1.0, 0.0, observed)
+            mask = 0 if valid is None else cuda_view(valid, "valid").pointer
+            call(None, cuda_view(k, "k"), cuda_view(v, "v"), mask, 0, 0, False, current_stream(k))
+        self._count(layer, steps, False)
+
+    def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
+        """See `MixedPrecisionCache.attend`."""
+        return self._attend_stored(layer, q, scale, softcap, 0)[0]
+
+    def _count(self, layer: int, steps: int, collected: bool) -> None:
+        self.lengths[layer] += steps
+        self.since[layer] = 0 if collected else self.since[layer] + steps
+        self.room[layer] -= steps
+
+    def _collects(self, layer: int, steps: int) -> bool:
+        """Whether a step collects the attention mass of stored tokens."""
+        due = self.since[layer] + steps >= self.settings.realloc_every
+        return due and self.lengths[layer] > 0 and self.settings.policy.observes == "mass"
+
+    # ---- decode steps --------------------------------------------------------------------------------------
+
+    def _decode_calls(
+        self, layer: int, q: Any, steps: int, scale: float, softcap: float, collects: bool
+    ) -> tuple[Any, Any, Any]:
+        key = (layer, steps, scale, softcap, collects)
+        found = self._calls.get(key)
+        if found is None:
+            scores = self._scores_of(steps) if collects else None
+            workspace = self._workspace_of(steps * self.group)
+            attend = AttendCall(
+                q, self.store.pages(layer), workspace, scale=scale, softcap=softcap, scores=scores
+            )
+            observed = "mass" if self.settings.policy.observes == "mass" else "norm"
+            observed = "one" if self.settings.policy.observes == "nothing" else observed
+            append = self._append_call(layer, steps, scale, softcap, observed)
+            found = self._calls[key] = attend, append, scores
+        return found
+
+    def _append_call(self, layer: int, steps: int, scale: float, softcap: float, observed: str) -> Any:
+        key = ("append", layer, steps, scale, softcap, observed)
+        if key not in self._calls:
+            store = self.layers[layer].store
+            self._calls[key] = kernels.AppendCall(
+                self.store.host_states[layer],
+                store.ladder[-1],
+                store.head_dim,
+                store.dtype,
+                self.device,
+                steps=steps,
+                group=self.group,
+                scale=scale,
+                softcap=softcap,
+                observed=kernels.OBSERVED[observed],
+            )
+        return self._calls[key]
+
+    def _lse_of(self, steps: int) -> Any:
+        if steps not in self._lse:
+            shape = (self.store.batch, self.settings.num_heads_q, steps)
+            self._lse[steps] = empty(shape, "float32", self.like)
+        return self._lse[steps]
+
+    def _scores_of(self, kept: int) -> Any:
+        if kept not in self._scores:
+            shape = (self.store.batch, self.store.heads, self.store.entries, kept * self.group, 64)
+            self._scores[kept] = empty(shape, "float32", self.like)
+        return self._scores[kept]
+
+    def _workspace_of(self, rows: int) -> Workspace:
+        if rows not in self._workspaces:
+            self._workspaces[rows] = attention_workspace(self.like, self.pairs, rows, self.store.head_dim)
+        return self._workspaces[rows]
+
+    # ---- long steps ----------------------------------------------------------------------------------------
+
+    def _long_step(
+        self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any, share: int | None
+    ) -> Any:
+        steps, dtype, dim = q.shape[1], self.layers[layer].store.dtype, self.store.head_dim
+        stream, observes = current_stream(q), self.settings.policy.observes
+        out, lse = attend_new(q, k, v, valid, scale, softcap)
+        collects = self._collects(layer, steps)
+        if self.lengths[layer]:
+            kept = min(steps, MASS_ROWS) if collects else 0
+            stored, stored_lse, scores = self._attend_stored(layer, q, scale, softcap, kept)
+            addresses = [cuda_view(x, "x").pointer for x in (out, lse, stored, stored_lse)]
+            kernels.merge_rows(dim, dtype, self.device, addresses, tuple(q.shape[:3]), stream)
+            if collects:
+                self._score_stored(layer, scores, lse, stream)
+        codes = empty((self.pairs, steps), "uint8", k)
+        fresh = self._fresh(k, v, valid, codes, layer)
+        if observes == "mass":
+            cuda_score.score_new(q, k, lse, codes, valid, scale, softcap, stream)
+        else:
+            cuda_score.score_norms(fresh, codes, self.settings.importance, stream)
+        self._admit(layer, k, fresh, share)
+        self._count(layer, steps, collects)
+        return out
+
+    def _attend_stored(
+        self, layer: int, q: Any, scale: float, softcap: float, kept: int
+    ) -> tuple[Any, Any, Any]:
+        steps, dtype = q.shape[1], self.layers[layer].store.dtype
+        out = empty(q.shape, dtype, q)
+        lse = empty((q.shape[0], q.shape[2], steps), "float32", q)
+        scores = self._scores_of(kept) if kept else None
+        workspace = self._workspace_of(steps * self.group)
+        pages = self.store.pages(layer)
+        call = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
+        addresses = cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer
+        call(cuda_view(q, "q"), *addresses, current_stream(q))
+        return out, lse, scores
+
+    def _fresh(self, k: Any, v: Any, valid: Any, codes: Any, layer: int) -> Any:
+        mask = 0 if valid is None else cuda_view(valid, "valid").pointer
+        address = cuda_view(codes, "importance").pointer
+        views = cuda_view(k, "k"), cuda_view(v, "v")
+        return kernels.new_tokens(*views, mask, address, k.shape[1], self.lengths[layer])
+
+    def _score_stored(self, layer: int, scores: Any, lse: Any, stream: int) -> None:
+        cuda_score.score_stored(
+            self.store, layer, scores, lse, self.settings.importance, self.settings.ema_decay, stream
+        )
+
+    def _admit(self, layer: int, k: Any, fresh: Any, share: int | None) -> None:
+        """Plan and write new tokens of one layer; waits for the device."""
+        store, stream, steps = self.layers[layer].store, current_stream(k), int(fresh["steps"])
+        if self.lengths[layer] == 0 and self.settings.takes_mean[layer]:
+            mean = cuda_view(self.store.tables["k_mean"][layer], "k_mean").pointer
+            kernels.mean_of_keys(
+                store.head_dim, store.dtype, self.device, fresh, self.pairs, self.store.heads, mean, stream
+            )
+        self._set_share(share)
+        pages = self.pairs * self.store.entries if self.lengths[layer] else 0
+        shape = self._shape(steps)
+        births = self.pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
+        workspace = make_workspace(self.like, shape, 1, births, max(pages, 1))
+        while True:
+            self._plan(layer, 1, workspace, stream, fresh)
+            trouble = self.trouble(layer)
+            if trouble != UNFINISHED:
+                break
+            self.store.tables["status"][layer] = 0
+        if trouble:
+            raise RuntimeError(
+                f"layer {layer} is in trouble {trouble}: its tables or its arena are too small"
+            )
+        self.room[layer] = self.room_asked + steps  # less these steps, which are counted next
+
+    # ---- plans ---------------------------------------------------------------------------------------------
+
+    def _make_room(self, layer: int, steps: int, share: int | None) -> None:
+        """Plan all layers that stand where this one does, so that each has room for the next tokens."""
+        state = self.lengths[layer], self.room[layer]
+        if all((self.lengths[i], self.room[i]) == state for i in range(len(self.layers))):
+            first, n = 0, len(self.layers)
+        else:
+            first, n = layer, 1
+        self._set_share(share)
+        self._plan_stored(first, n)
+
+    def _set_share(self, share: int | None) -> None:
+        if share != self._share:
+            self.store.tables["budget"][...] = NO_LIMIT if share is None else share
+            self._share = share
+
+    def reallocate(self, share: int | None) -> None:
+        """Choose widths anew for all layers and make room for the next tokens."""
+        self._set_share(share)
+        self._plan_stored(0, len(self.layers))
+
+    def _plan_stored(self, first: int, n: int) -> None:
+        stream = current_stream(self.like)
+        if self._tidy:
+            self._plan(first, n, self._decode_plan, stream)
+        else:  # any page may have holes
+            pages = self.pairs * self.store.entries
+            workspace = make_workspace(self.like, self._shape(0), 1, pages, pages)
+            for layer in range(len(self.layers)):
+                self._plan(layer, 1, workspace, stream)
+            self._tidy = True
+        for i in range(first, first + n):
+            self.room[i] = self.room_asked
+
+    def _plan(self, first: int, n: int, workspace: Plan, stream: int, fresh: Any = None) -> None:
+        """Plan layers and carry it out."""
+        start = first
+        for ladder, run in groupby(self.ladders[first : first + n]):
+            count = len(list(run))
+            self._plan_run(start, count, ladder, workspace, stream, fresh)
+            start += count
+
+    def _plan_run(self, first: int, n: int, ladder: Ladder, workspace: Plan, stream: int, fresh: Any) -> None:
+        store, new = self.layers[first].store, {}
+        if fresh is not None:
+            new = {"codes": int(fresh["importance"]), "valid": int(fresh["valid"])}
+            new |= {"steps": int(fresh["steps"]), "first_position": int(fresh["first"])}
+        launch_plan(
+            self.store.states_pointer, first, n, workspace, ladder, STATE.itemsize, stream,
+            sink=self.settings.sink, recent=self.settings.recent, room=self.room_asked,
+            fixed_nbytes=store.fixed_nbytes, by_position=self.settings.policy.by_position, **new,
+        )  # fmt: skip
+        widest = max(layout.nbytes for layout in store.layouts)
+        states = self.store.states_pointer + first * STATE.itemsize
+        nothing = np.zeros(1, kernels.NEW_TOKENS)[0]
+        for phase in range(2):
+            moved = fresh if phase == 0 and fresh is not None else nothing
+            lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
+            kernels.write_tokens(
+                store.head_dim, store.dtype, self.device, widest, states, lists, n, groups, moved, stream
+            )
+        copies = workspace.most_dropped
+        kernels.copy_pages(store.head_dim, store.dtype, self.device, states, lists, n, copies, stream)
+
+    def _shape(self, new_tokens: int) -> PlanShape:
+        store, last = self.store, self.capacity + self.room_asked
+        evicts = any(layer.store.evicts for layer in self.layers)
+        segments = ((last - 1) >> 16) + 1
+        return PlanShape(
+            store.batch, store.heads, store.entries, store.num_rungs, evicts, segments, new_tokens
+        )
+
+    # ---- rare operations -----------------------------------------------------------------------------------
+
+    def grow(self, capacity: int, share: int | None) -> None:
+        """Make room for longer sequences, by way of the host."""
+        to_layers(self.store, self.layers, self.lengths)
+        self._make(capacity, share)
+        self._take_from_host()
+
+    @contextmanager
+    def on_host(self, memory: Callable[[], tuple[int, int | None]], changes: bool) -> Iterator[None]:
+        """Let the layers of the CPU hold everything for a while, and take it back if it `changes`.
+
+        `memory()` gives capacity and share if the batch is another one afterwards.
+        """
+        to_layers(self.store, self.layers, self.lengths)
+        for layer, since in zip(self.layers, self.since, strict=True):
+            layer.since_collection = since
+        try:
+            yield
+        finally:
+            if changes:
+                self.lengths = [layer.seqlen for layer in self.layers]
+                self.since = [layer.since_collection for layer in self.layers]
+                batch = self.layers[0].store.batch
+                if batch != self.store.batch:
+                    self.pairs = batch * self.store.heads
+                    self._make(*memory())
+                else:
+                    self.store.clear()
+                self._take_from_host()
+            else:
+                for layer in self.layers:
+                    layer.clear()
+
+    def _take_from_host(self) -> None:
+        """Move what the layers of the CPU hold to the empty device."""
+        from_layers(self.store, self.layers)
+        for layer in self.layers:
+            layer.clear()
+        self.room, self._share, self._tidy = [0] * len(self.layers), -1, False
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.store.clear()
+        self.lengths, self.since, self.room = ([0] * len(self.layers) for _ in range(3))
+        self._share = -1
+
+
+def ladder_of(store: LayerStore) -> Ladder:
+    """The levels of a layer as plans want them."""
+    rungs = ((0, 0), *store.ladder) if store.evicts else store.ladder
+    pages = tuple(store.page_bytes(r) for r in range(len(store.ladder)))
+    return Ladder((0, *pages) if store.evicts else pages, tuple(ERRORS[k] + ERRORS[v] for k, v in rungs))
+
+
+def spare_of(store: LayerStore, ladder: Ladder, slab: int) -> int:
+    """Bytes that an arena needs beyond its rows' budgets."""
+    return spare_nbytes(store.batch, store.num_heads_kv, ladder, slab)
+
+
+def attend_new(q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float) -> tuple[Any, Any]:
+    """Attend new tokens causally among themselves: out (B, S, Hq, D) and lse (B, Hq, S).
+
+    With padding this waits for the device: rows of unequal length are packed one behind the other.
+    """
+    if valid is None:
+        return attention(q, k, v, causal=True, scale=scale, softcap=softcap, return_lse=True)
+    counts = to_host(valid).sum(1)
+    ends = to_device(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), q)
+    longest = int(counts.max(initial=0))
+    packed_out, packed_lse = attention_varlen(
+        q[valid], k[valid], v[valid], ends, ends, longest, longest,
+        causal=True, scale=scale, softcap=softcap, return_lse=True,
+    )  # fmt: skip
+    out, lse = empty(q.shape, dtype_name(q), q), empty((q.shape[0], q.shape[2], q.shape[1]), "float32", q)
+    out[...], lse[...] = 0, float("-inf")
+    out[valid] = packed_out
+    lse.swapaxes(1, 2)[valid] = packed_lse.T
+    return out, lse

@@ -1,0 +1,222 @@
+"""What `MixedPrecisionCache` calls when its arrays are on a GPU: checks, sizes, and when memory is taken.
+
+Device memory is taken at the first call, when the framework of the caller is known; until then, and while a
+rare operation runs, the layers on the CPU hold what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import cuda_view, device_of, dtype_name, match_shapes
+from kvlab.cache.allocator import Method
+from kvlab.cache.importance import Importance
+
+if TYPE_CHECKING:
+    from kvlab.cache.cache import MixedPrecisionCache
+    from kvlab.cache.cuda_cache import DeviceCache
+
+__all__ = ["HEAD_DIMS", "GpuRoad", "check_gpu"]
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+def check_gpu(residual: int, dtype: str, allocator: Method, importance: Importance, head_dim: int) -> None:
+    """Refuse what a cache on a GPU does not do."""
+    for name, value, supported in (
+        ("residual", residual, (0,)),
+        ("dtype", dtype, ("float16", "bfloat16")),
+        ("allocator", allocator, ("greedy",)),
+        ("head_dim", head_dim, HEAD_DIMS),
+    ):
+        if value not in supported:
+            listed = ", ".join(map(repr, supported))
+            raise NotImplementedError(
+                f"{name}={value!r} is not supported on a GPU, {listed} is; use that or device='cpu'"
+            )
+    if callable(importance):
+        raise NotImplementedError(
+            "importance as a function is not supported on a GPU: name a policy, or use device='cpu'"
+        )
+
+
+class GpuRoad:
+    """The GPU side of one cache.
+
+    Parameters
+    ----------
+    cache : MixedPrecisionCache
+    """
+
+    def __init__(self, cache: MixedPrecisionCache) -> None:
+        self._cache = cache
+        self._device: DeviceCache | None = None
+
+    # ---- sizes ---------------------------------------------------------------------------------------------
+
+    def seqlen(self, layer: int) -> int:
+        """Time steps that a layer has seen."""
+        return self._cache.layers[layer].seqlen if self._device is None else self._device.lengths[layer]
+
+    def nbytes(self) -> int:
+        """Bytes in live pages and tables; waits for the device."""
+        if self._device is None:
+            return sum(layer.nbytes() for layer in self._cache.layers)
+        used = self._device.used()
+        return sum(self._device.store.nbytes(layer, used[layer]) for layer in range(len(used)))
+
+    def reserved_nbytes(self) -> int:
+        """Bytes of device memory."""
+        return 0 if self._device is None else self._device.reserved_nbytes
+
+    def tokens(self) -> int:
+        """Tokens held, over layers, rows and heads; waits for the device."""
+        if self._device is None:
+            return sum(layer.tokens() for layer in self._cache.layers)
+        count, num_pages = self._device.store.read("count", "num_pages")
+        live = np.arange(count.shape[-1]) < num_pages[..., None]
+        return int(count[live].sum(dtype=np.int64))
+
+    def page_counts(self, layer: int) -> NDArray[np.int64]:
+        """Pages of each rung, (batch, heads, rungs); waits for the device."""
+        store = self._cache.layers[layer].store
+        if self._device is None:
+            return store.page_counts()
+        rung, num_pages = (table[layer] for table in self._device.store.read("rung", "num_pages"))
+        live = np.arange(rung.shape[-1]) < num_pages[..., None]
+        rungs = np.arange(len(store.ladder))
+        counts: NDArray[np.int64] = ((rung[..., None] == rungs) & live[..., None]).sum(2)
+        return counts
+
+    def smallest_nbytes(self, tokens: int) -> int:
+        """Bytes with which a row of any layer does for certain."""
+        from kvlab.cache.cuda_cache import ladder_of
+        from kvlab.cache.cuda_plan import smallest_nbytes
+
+        stores = [layer.store for layer in self._cache.layers]
+        return max(
+            smallest_nbytes(tokens, store.num_heads_kv, ladder_of(store), store.fixed_nbytes)
+            for store in stores
+        )
+
+    # ---- what a model calls --------------------------------------------------------------------------------
+
+    def step(
+        self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
+    ) -> Any:
+        """`MixedPrecisionCache.step` on a GPU."""
+        device = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
+        scale = self._cache.head_dim**-0.5 if scale is None else scale
+        return device.step(layer, q, k, v, scale, softcap, valid, self._share(layer, k.shape[1]))
+
+    def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
+        """`MixedPrecisionCache.append` on a GPU."""
+        device = self._ready(layer, {"k": k, "v": v}, valid)
+        device.append(layer, k, v, valid, self._share(layer, k.shape[1]))
+
+    def attend(self, layer: int, q: Any, scale: float | None, softcap: float) -> Any:
+        """`MixedPrecisionCache.attend` on a GPU."""
+        device = self._ready(layer, {"q": q}, None)
+        scale = self._cache.head_dim**-0.5 if scale is None else scale
+        return device.attend(layer, q, scale, softcap)
+
+    def _share(self, layer: int, steps: int) -> int | None:
+        return self._cache._share(self.seqlen(layer) + steps, self._cache.batch)
+
+    def _ready(self, layer: int, arrays: dict[str, Any], valid: Any) -> DeviceCache:
+        """Check the arguments of a call and make room for it, or raise before anything changes."""
+        cache, device = self._cache, self._device
+        first = next(iter(arrays.values()))
+        steps = first.shape[1] if first.ndim == 4 else 0
+        kv = (cache.batch, steps, cache.num_heads_kv, cache.head_dim)
+        wanted = {"q": (cache.batch, steps, cache.num_heads_q, cache.head_dim), "k": kv, "v": kv}
+        for name, x in arrays.items():
+            if tuple(x.shape) != wanted[name]:
+                heads = cache.num_heads_q if name == "q" else cache.num_heads_kv
+                match_shapes({name: (x.shape, (cache.batch, "S", heads, cache.head_dim))})
+                raise ValueError(f"{name} has {x.shape[1]} steps, but {next(iter(arrays))} has {steps}")
+            if dtype_name(x, name) != cache.dtype:
+                raise TypeError(
+                    f"{name} has dtype {dtype_name(x, name)}; on a GPU it must be that of the cache, "
+                    f"{cache.dtype}"
+                )
+        if device is None:
+            device = self._begin(arrays, steps)
+        for name, x in arrays.items():
+            view = cuda_view(x, name)
+            if view.device != device.device:
+                raise ValueError(f"{name} is on cuda:{view.device}, the cache is on cuda:{device.device}")
+            if view.strides[3] != 1 or any(step % 2 for step in view.strides[:3]) or view.pointer % 4:
+                raise ValueError(
+                    f"{name} must be contiguous in its last axis and even in the others, got strides "
+                    f"{view.strides}; pass {name}.contiguous()"
+                )
+        if valid is not None:
+            match_shapes({"valid": (valid.shape, (cache.batch, steps))})
+            view = cuda_view(valid, "valid")
+            if view.dtype != "bool" or view.strides != (steps, 1):
+                raise TypeError(f"valid must be a contiguous array of bool, got {view.dtype} {view.strides}")
+        if "k" in arrays and device.room[layer] < steps:
+            length = device.lengths[layer] + steps
+            if not cache._fits(length, cache.batch):
+                raise cache._refusal(length, cache.batch)
+            if length > device.capacity:
+                capacity = self._capacity(length)
+                device.grow(capacity, cache._share(capacity, cache.batch))
+        return device
+
+    def _begin(self, arrays: dict[str, Any], steps: int) -> DeviceCache:
+        from kvlab.cache.cuda_cache import DeviceCache, Settings
+
+        cache = self._cache
+        for name, x in arrays.items():
+            where = device_of(x, name)
+            if where.kind != "cuda" or cache.device not in ("cuda", str(where)):
+                raise TypeError(f"{name} is on {where}, but this cache has device={cache.device!r}")
+        settings = Settings(
+            num_heads_q=cache.num_heads_q,
+            policy=cache._policy,
+            sink=cache.sink,
+            recent=cache.recent,
+            realloc_every=cache.realloc_every,
+            ema_decay=cache.ema_decay,
+            importance=str(cache.importance),
+            takes_mean=tuple(layer._takes_mean for layer in cache.layers),
+        )
+        capacity = self._capacity(self.seqlen(0) + steps)
+        like = next(iter(arrays.values()))
+        share = cache._share(capacity, cache.batch)
+        self._device = DeviceCache(cache.layers, settings, like, capacity, share)
+        return self._device
+
+    def _capacity(self, length: int) -> int:
+        """Tokens of a row to have room for: a quarter more than asked, unless the longest is known."""
+        longest = self._cache.max_seqlen
+        if longest is not None and length <= longest:
+            return longest
+        return max(self._cache.plan_length, length + length // 4)
+
+    # ---- rare operations -----------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget everything."""
+        if self._device is not None:
+            self._device.clear()
+
+    @contextmanager
+    def on_host(self, changes: bool = True) -> Iterator[None]:
+        """Let the layers of the CPU hold everything for a while; waits for the device."""
+        if self._device is None:
+            yield
+            return
+        with self._device.on_host(lambda: self._memory(), changes):
+            yield
+
+    def _memory(self) -> tuple[int, int | None]:
+        capacity = self._capacity(self._cache.layers[0].seqlen)
+        return capacity, self._cache._share(capacity, len(self._cache.layers[0].windows))

@@ -1,0 +1,235 @@
+"""`MixedPrecisionCache` on a GPU: every step against float64 over what the pages hold, the budget, and state.
+
+The pages are read back through the layers of the CPU, whose decoding has tests of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvlab
+from kvlab.cache.pages import LayerPages
+from kvlab.errors import BudgetError
+from kvlab.reference import packed as reference
+from tests.compare import assert_accurate
+from tests.gpu.test_cache_kernels import exact
+from tests.gpu.test_packed_attention import DTYPES, low_precision, to_numpy, to_torch
+
+LAYERS, HEADS, GROUP = 2, 2, 4
+
+
+def make(head_dim: int = 64, dtype: str = "bfloat16", **options: Any) -> kvlab.MixedPrecisionCache:
+    options = {"batch": 2, "plan_length": 512, "bits": (2, 4, 8), "budget": 0.5, "device": "cuda", **options}
+    return kvlab.MixedPrecisionCache(LAYERS, HEADS * GROUP, HEADS, head_dim, dtype=dtype, **options)
+
+
+def draw(rng: np.random.Generator, cache: Any, steps: int) -> tuple[np.ndarray, ...]:
+    shape = (cache.batch, steps, HEADS, cache.head_dim)
+    kind = DTYPES[cache.dtype]
+    q = rng.standard_normal((cache.batch, steps, HEADS * GROUP, cache.head_dim)).astype(kind)
+    k, v = ((rng.standard_normal(shape) + 0.5).astype(kind) for _ in range(2))
+    return q, k, v
+
+
+def pages_of(cache: Any) -> list[LayerPages]:
+    with cache._on_host(changes=False):
+        return [layer.store.view() for layer in cache.layers]
+
+
+def positions(pages: LayerPages, row: int, head: int) -> list[int]:
+    found = []
+    for entry in range(int(pages.num_pages[row, head])):
+        at = (row, head, entry)
+        layout, count = pages.layouts[pages.rung[at]], int(pages.count[at])
+        held = layout.positions_in(pages.pools[pages.rung[at]])[pages.index[at], :count]
+        found += [(int(pages.base[at]) << 16) + int(offset) for offset in held]
+    return sorted(found)
+
+
+def check_state(cache: Any, held: list[list[int]]) -> None:
+    """The budget holds, and every row of every head holds its tokens, each once."""
+    assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
+    assert cache.nbytes <= cache.reserved_nbytes
+    assert not any(cache._gpu._device.trouble(layer) for layer in range(LAYERS))
+    for pages in pages_of(cache):
+        pages.check_entries()
+        for row in range(cache.batch):
+            for head in range(HEADS):
+                assert positions(pages, row, head) == held[row]
+
+
+def step(
+    cache: Any, rng: np.random.Generator, steps: int, valid: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """One step of all layers, each compared with float64."""
+    results = []
+    before = pages_of(cache) if cache._gpu._device is not None else None
+    for layer in range(LAYERS):
+        q, k, v = draw(rng, cache, steps)
+        mask = None if valid is None else to_torch(valid)
+        out = to_numpy(cache.step(layer, *map(to_torch, (q, k, v)), valid=mask))
+        seen = np.ones(q.shape[:2], bool) if valid is None else valid
+        if before is None:
+            stored = low = (np.zeros(q.shape), np.full((q.shape[0], q.shape[2], steps), -np.inf))
+        else:
+            stored, low = reference.packed_attention(q, before[layer]), low_precision(q, before[layer])
+        want = exact(q, k, v, seen, stored[0], stored[1])[0]
+        rounded = exact(q, k, v, seen, low[0], low[1])[0].astype(q.dtype)
+        # What a padding row gives is nobody's business.
+        assert_accurate(out[seen], want[seen], rounded[seen])
+        results.append(out)
+    return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("bits", "budget"), [((2, 4, 8), 0.3), ((2, 3, 4, 8), 0.45), ((0, 4), 0.2), ((4, 16), 0.6), ((8,), None)]
+)
+def test_steps(bits: Any, budget: Any, head_dim: int, dtype: str) -> None:
+    """A prefill, decode steps over several plans, a chunk, a long chunk over stored tokens."""
+    cache = make(head_dim, dtype, bits=bits, budget=budget)
+    rng = np.random.default_rng(0)
+    length = 0
+    for steps in [300, *[1] * 20, 5, *[1] * 15, 16, 130, *[1] * 3]:
+        step(cache, rng, steps)
+        length += steps
+        assert cache.seqlen == length
+        if 0 not in bits and steps > 1:
+            check_state(cache, [list(range(length))] * cache.batch)
+    assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
+
+
+@pytest.mark.parametrize("importance", ["attention", "forecast", "recency", "key_norm", "uniform"])
+def test_policies_and_an_empty_cache(importance: str) -> None:
+    """Decoding may begin with nothing stored."""
+    cache = make(importance=importance)
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        step(cache, rng, 1)
+    for _ in range(40):
+        step(cache, rng, 4)
+    check_state(cache, [list(range(163))] * 2)
+
+
+def test_padding() -> None:
+    cache = make(bits=(2, 4, 8))
+    rng = np.random.default_rng(2)
+    valid = np.ones((2, 100), bool)
+    valid[0, :37] = False
+    step(cache, rng, 100, valid)
+    step(cache, rng, 1)
+    two = np.array([[True, False], [True, True]])
+    step(cache, rng, 2, two)
+    held = [[*range(37, 102)], [*range(103)]]
+    held[0] = [*range(37, 100), 100, 101]
+    check_state(cache, held)
+
+
+def test_demotion_under_an_absolute_budget() -> None:
+    """A full cache takes a long prompt in pieces: stored tokens go down until all fits."""
+    share = 2 * 2 * LAYERS * HEADS * 64 * 1200
+    cache = make(budget=int(0.3 * share) * 2, bits=(2, 4, 8))
+    rng = np.random.default_rng(3)
+    for _ in range(4):
+        step(cache, rng, 300)
+    check_state(cache, [list(range(1200))] * 2)
+    counts = cache.allocation()
+    assert counts["2"].sum() > 0 < counts["8"].sum()
+
+
+def test_refusal_changes_nothing() -> None:
+    cache = make(budget=150_000, bits=(4, 8))
+    rng = np.random.default_rng(4)
+    step(cache, rng, 200)
+    before = pages_of(cache)
+    q, k, v = map(to_torch, draw(rng, cache, 4000))
+    with pytest.raises(BudgetError, match="longest length"):
+        cache.step(0, q, k, v)
+    after = pages_of(cache)
+    assert cache.seqlen == 200
+    for old, new in zip(before, after, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
+    step(cache, rng, 1)
+
+
+def test_same_bits_again() -> None:
+    def run() -> list[np.ndarray]:
+        cache, rng = make(), np.random.default_rng(5)
+        return [out for steps in [200, *[1] * 40] for out in step(cache, rng, steps)]
+
+    assert all(np.array_equal(a.view(np.int16), b.view(np.int16)) for a, b in zip(run(), run(), strict=True))
+
+
+def test_append_and_attend() -> None:
+    cache = make(bits=(4, 8))
+    rng = np.random.default_rng(6)
+    for steps in (150, 3, 1):
+        _, k, v = draw(rng, cache, steps)
+        for layer in range(LAYERS):
+            cache.append(layer, to_torch(k), to_torch(v))
+    check_state(cache, [list(range(154))] * 2)
+    q = draw(rng, cache, 2)[0]
+    for layer, pages in enumerate(pages_of(cache)):
+        out = to_numpy(cache.attend(layer, to_torch(q)))
+        assert_accurate(out, reference.packed_attention(q, pages)[0], low_precision(q, pages)[0])
+
+
+def test_rows_and_lengths(tmp_path: Any) -> None:
+    """crop, reorder, select, repeat, save and load, each followed by steps."""
+    cache = make()
+    rng = np.random.default_rng(7)
+    step(cache, rng, 200)
+    for _ in range(5):
+        step(cache, rng, 1)
+    cache.crop(12)
+    step(cache, rng, 1)
+    check_state(cache, [list(range(194))] * 2)
+    cache.reorder(np.array([1, 1]))
+    step(cache, rng, 3)
+    pages = pages_of(cache)[0]
+    assert positions(pages, 0, 0) == list(range(197))
+    cache.repeat(2)
+    assert cache.batch == 4
+    step(cache, rng, 2)
+    cache.select(np.array([0, 3, 1]))
+    step(cache, rng, 1)
+    check_state(cache, [list(range(200))] * 3)
+    cache.save(tmp_path / "cache")
+    again = kvlab.MixedPrecisionCache.load(tmp_path / "cache", device="cuda")
+    q = draw(rng, cache, 1)[0]
+    for layer in range(LAYERS):
+        one, two = (to_numpy(x.attend(layer, to_torch(q))).astype(np.float32) for x in (cache, again))
+        assert abs(one - two).max() < 0.02 * abs(one).max()
+    on_cpu = kvlab.MixedPrecisionCache.load(tmp_path / "cache")
+    assert on_cpu.seqlen == 200
+    cache.reset()
+    assert cache.seqlen == 0
+    step(cache, rng, 100)
+    check_state(cache, [list(range(100))] * 3)
+
+
+def test_growth_beyond_the_plan_length() -> None:
+    cache = make(plan_length=64, budget=0.4, bits=(2, 4, 8))
+    rng = np.random.default_rng(8)
+    for steps in (100, 200, *[1] * 20, 400):
+        step(cache, rng, steps)
+    check_state(cache, [list(range(720))] * 2)
+
+
+def test_bad_arguments() -> None:
+    cache = make()
+    q, k, v = map(to_torch, draw(np.random.default_rng(9), cache, 2))
+    with pytest.raises(TypeError, match=r"cpu.*device='cuda'"):
+        cache.step(0, q.cpu(), k.cpu(), v.cpu())
+    cache.step(0, q, k, v)
+    with pytest.raises(TypeError, match="float16"):
+        cache.step(0, q.half(), k.half(), v.half())
+    with pytest.raises(ValueError, match="k "):
+        cache.step(0, q, k[:, :, :1], v)
+    with pytest.raises(ValueError, match="contiguous"):
+        cache.step(0, q, k.transpose(2, 3).contiguous().transpose(2, 3), v)
