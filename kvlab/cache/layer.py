@@ -93,6 +93,8 @@ class Layer:
         self.store = LayerStore(ladder, batch, num_heads_kv, head_dim, dtype)
         self.residual, self.sink, self.recent = residual, sink, recent
         self.policy, self.allocator = policy, allocator
+        # Where there is only one rung no score decides anything, and none is collected.
+        self.observes = policy.observes if len(ladder) > 1 else "nothing"
         # The first tokens lie far from the mean; where they cannot stay at a high width it does harm.
         widths = [rung.bits_k for rung in self.store.ladder]
         self._takes_mean = min(widths) < 16 and max(widths) >= 8
@@ -181,7 +183,7 @@ class Layer:
     def _observe(self, row: int, arrival: Arrival, use: Ints) -> Floats:
         """What the policy sees of a row's exact tokens, (Hkv, window + new)."""
         before = self.windows[row]
-        if self.policy.observes == "nothing":
+        if self.observes == "nothing":
             return np.ones((self.store.num_heads_kv, len(before) + len(use)), np.float32)
         if arrival.mass is not None:
             first_new = arrival.mass.shape[2] - arrival.k.shape[1]

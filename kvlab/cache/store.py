@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.allocator import Method, allocate
-from kvlab.cache.ladder import Ladder, Rung
+from kvlab.cache.ladder import Ladder
 from kvlab.cache.pages import (
     PAGE_TABLE_BYTES,
     TOKENS_PER_PAGE,
@@ -43,7 +43,6 @@ Weigh = Callable[[NDArray[np.uint8], Ints], NDArray[np.float64]]
 
 ERRORS = {16: 0.0, 8: 5.0e-5, 4: 0.0090, 3: 0.0327, 2: 0.1115, 0: 1.0}
 """Relative mean squared error of a K or V vector at each width, as measured on SmolLM2-135M."""
-EXACT = Rung(16, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +313,10 @@ class LayerStore:
         slot = (self.count[row, heads, page].astype(np.int64)[:, None] + np.arange(n)).ravel()
         index = np.repeat(self.index[row, heads, page].astype(np.int64), n)
         k, v = (x.swapaxes(0, 1).reshape(-1, self.head_dim) for x in (new.k, new.v))
-        k, v = self._encoded(row, np.repeat(heads, n), k, v, self.ladder[top], EXACT)
+        if self.ladder[top].bits_k < 16:
+            k = _rotate(k - self.k_mean[row, np.repeat(heads, n)])
+        if self.ladder[top].bits_v < 16:
+            v = _rotate(v)
         write_tokens(self.pools[top], self.layouts[top], self.dtype, index, slot, k, v)
         self._positions(top)[index, slot] = np.tile(new.position & 0xFFFF, self.num_heads_kv)
         self._importance(top)[index, slot] = new.code.ravel()
@@ -322,155 +324,116 @@ class LayerStore:
 
     def apply(self, row: int, plan: Plan, new: NewTokens) -> None:
         """Carry out a plan: demote, evict, add, and close the holes."""
-        arriving = self._arriving(row, plan, new)
-        copies: list[list[Ints]] = [[] for _ in self.ladder]
-        writes: list[list[Ints]] = [[] for _ in self.ladder]
-        for head in range(self.num_heads_kv):
-            self._place_head(row, head, plan, arriving, copies, writes)
+        arriving = self._arriving(row, plan, new)  # read before anything moves
+        moves, (index, slot) = self._place(row, plan, arriving)
+        order = np.lexsort((slot, index, arriving.rung))
         for r in range(len(self.ladder)):
-            if copies[r]:
-                moves = np.concatenate(copies[r], 1)
-                copy_tokens(self.pools[r], self.layouts[r], self.dtype, *moves)
-            if writes[r]:
-                which, index, slot = np.concatenate(writes[r], 1)
-                order = np.lexsort((slot, index))
-                which, index, slot = which[order], index[order], slot[order]
-                group = arriving[r]
-                k, v = group.k[which], group.v[which]
-                write_tokens(self.pools[r], self.layouts[r], self.dtype, index, slot, k, v)
-                self._positions(r)[index, slot] = group.position[which] & 0xFFFF
-                self._importance(r)[index, slot] = group.code[which]
+            mine = moves[1:, moves[0] == r]
+            if mine.size:
+                copy_tokens(self.pools[r], self.layouts[r], self.dtype, *mine)
+            which = order[arriving.rung[order] == r]
+            if which.size:
+                page, at = index[which], slot[which]
+                k, v = arriving.k[which], arriving.v[which]
+                write_tokens(self.pools[r], self.layouts[r], self.dtype, page, at, k, v)
+                self._positions(r)[page, at] = arriving.position[which] & 0xFFFF
+                self._importance(r)[page, at] = arriving.code[which]
 
-    def _encoded(
-        self, row: int, head: Ints, k: Floats, v: Floats, rung: Rung, present: Rung
-    ) -> tuple[Floats, Floats]:
-        """K and V (n, head_dim) on their way from widths `present` to `rung`: rotated if now packed."""
-        if rung.bits_k < 16 <= present.bits_k:
-            k = _rotate(k - self.k_mean[row, head])
-        if rung.bits_v < 16 <= present.bits_v:
-            v = _rotate(v)
-        return k, v
-
-    def _arriving(self, row: int, plan: Plan, new: NewTokens) -> list[_Group]:
-        """Tokens that each rung receives, in the domain of that rung; decoded before anything moves."""
-        parts: list[list[_Group]] = [[] for _ in self.ladder]
+    def _arriving(self, row: int, plan: Plan, new: NewTokens) -> _Arriving:
+        """Tokens that change their rung, and new ones, in the domain of the rung they go to."""
         tokens = plan.tokens
-        for source in range(len(self.ladder)):
-            leaving = np.flatnonzero((tokens.rung == source) & (plan.stored >= 0) & (plan.stored != source))
-            if len(leaving) == 0:
-                continue
-            index = self.index[row, tokens.head[leaving], tokens.page[leaving]].astype(np.int64)
-            k, v = read_tokens(
-                self.pools[source], self.layouts[source], self.dtype, index, tokens.slot[leaving]
-            )
-            for r in np.unique(plan.stored[leaving]):
-                mine = plan.stored[leaving] == r
-                which = leaving[mine]
-                moved = self._encoded(
-                    row, tokens.head[which], k[mine], v[mine], self.ladder[r], self.ladder[source]
+        leaving = np.flatnonzero((plan.stored >= 0) & (plan.stored != tokens.rung))
+        leaving = leaving[np.argsort(tokens.rung[leaving], kind="stable")]
+        head, token = np.nonzero(plan.new >= 0)
+        n = len(leaving)
+        k, v = (np.empty((n + len(head), self.head_dim), np.float32) for _ in "kv")
+        source = tokens.rung[leaving]
+        index = self.index[row, tokens.head[leaving], tokens.page[leaving]].astype(np.int64)
+        slot = tokens.slot[leaving]
+        for r in range(len(self.ladder)):
+            first, last = np.searchsorted(source, [r, r + 1])
+            if first < last:
+                part = slice(first, last)
+                k[part], v[part] = read_tokens(
+                    self.pools[r], self.layouts[r], self.dtype, index[part], slot[part]
                 )
-                parts[r].append(
-                    _Group(tokens.head[which], *moved, tokens.position[which], tokens.code[which])
-                )
-        for r in np.unique(plan.new[plan.new >= 0]):
-            head, token = np.nonzero(plan.new == r)
-            values = self._encoded(row, head, new.k[token, head], new.v[token, head], self.ladder[r], EXACT)
-            parts[r].append(_Group(head, *values, new.position[token], new.code[head, token]))
-        return [_Group.join(part, self.head_dim) for part in parts]
+        k[n:], v[n:] = new.k[token, head], new.v[token, head]
+        found = _Arriving(
+            head=np.concatenate([tokens.head[leaving], head]),
+            rung=np.concatenate([plan.stored[leaving], plan.new[head, token]]),
+            k=k,
+            v=v,
+            position=np.concatenate([tokens.position[leaving], new.position[token]]),
+            code=np.concatenate([tokens.code[leaving], new.code[head, token]]),
+        )
+        self._rotate_arriving(row, found, source)
+        return found
 
-    def _place_head(
-        self,
-        row: int,
-        head: int,
-        plan: Plan,
-        arriving: list[_Group],
-        copies: list[list[Ints]],
-        writes: list[list[Ints]],
-    ) -> None:
-        """Decide where the tokens of one head lie after the change, and rewrite its page table."""
-        first, last = np.searchsorted(plan.tokens.head, [head, head + 1])
-        token_rung, token_page = plan.tokens.rung[first:last], plan.tokens.page[first:last]
-        token_slot, token_segment = plan.tokens.slot[first:last], plan.tokens.position[first:last] >> 16
-        stays = token_rung == plan.stored[first:last]
-        n = int(self.num_pages[row, head])
-        rung, base = self.rung[row, head, :n].copy(), self.base[row, head, :n].copy()
-        index, count = self.index[row, head, :n].astype(np.int64), self.count[row, head, :n].copy()
-        dropped = np.zeros(n, bool)
-        added: list[tuple[int, int, int, int]] = []
-        for r, group in enumerate(arriving):
-            incoming = np.flatnonzero(group.head == head)
-            comer_segment = group.position[incoming] >> 16
-            for segment in np.union1d(base[rung == r].astype(np.int64), comer_segment):
-                pages = np.flatnonzero((rung == r) & (base == segment))
-                comers = incoming[comer_segment == segment]
-                staying = np.flatnonzero(stays & (token_rung == r) & (token_segment == segment))
-                if len(comers) == 0 and len(staying) == int(count[pages].sum()):
-                    continue
-                held = np.bincount(token_page[staying], minlength=n)[pages]
-                pages = pages[np.argsort(-held, kind="stable")]
-                total = len(staying) + len(comers)
-                needed = -(-total // TOKENS_PER_PAGE)
-                last_count = total - TOKENS_PER_PAGE * (needed - 1)
-                dropped[pages[needed:]] = True
-                self._free[r].extend(int(i) for i in index[pages[needed:]])
-                kept = index[pages[:needed]]
-                count[pages[:needed]] = TOKENS_PER_PAGE
-                if needed > len(pages):
-                    taken = self._take(r, needed - len(pages))
-                    added += [(r, TOKENS_PER_PAGE, int(i), int(segment)) for i in taken]
-                    added[-1] = (r, last_count, int(taken[-1]), int(segment))
-                    kept = np.concatenate([kept, taken])
-                elif needed:
-                    count[pages[needed - 1]] = last_count
-                place = np.full(n, -1)
-                place[pages[:needed]] = np.arange(min(needed, len(pages)))
-                at, slot = place[token_page[staying]], token_slot[staying]
-                settled = (at >= 0) & ((at < needed - 1) | (slot < last_count))
-                vacant = np.ones(needed * TOKENS_PER_PAGE, bool)
-                vacant[total:] = False
-                vacant[at[settled] * TOKENS_PER_PAGE + slot[settled]] = False
-                to_page, to_slot = np.divmod(np.flatnonzero(vacant), TOKENS_PER_PAGE)
-                moved = staying[~settled]
-                m = len(moved)
-                if m:
-                    origin = index[token_page[moved]]
-                    copies[r].append(np.stack([origin, token_slot[moved], kept[to_page[:m]], to_slot[:m]]))
-                if len(comers):
-                    writes[r].append(np.stack([comers, kept[to_page[m:]], to_slot[m:]]))
-        self._set_table(row, head, rung[~dropped], count[~dropped], index[~dropped], base[~dropped], added)
+    def _rotate_arriving(self, row: int, arriving: _Arriving, source: Ints) -> None:
+        """Take the mean off and rotate what was at width 16, or is new, and will be packed."""
+        for x, mean, widths in (
+            (arriving.k, self.k_mean[row], [rung.bits_k for rung in self.ladder]),
+            (arriving.v, None, [rung.bits_v for rung in self.ladder]),
+        ):
+            packed = np.array(widths) < 16
+            turns = packed[arriving.rung]
+            turns[: len(source)] &= ~packed[source]
+            if turns.any():
+                part = x[turns]
+                x[turns] = _rotate(part if mean is None else part - mean[arriving.head[turns]])
 
-    def _set_table(
-        self,
-        row: int,
-        head: int,
-        rung: NDArray[np.uint8],
-        count: NDArray[np.uint8],
-        index: Ints,
-        base: NDArray[np.uint16],
-        added: list[tuple[int, int, int, int]],
-    ) -> None:
-        n = len(rung) + len(added)
-        if n > self.rung.shape[2]:
-            more = ((0, 0), (0, 0), (0, n + n // 4 + 1 - self.rung.shape[2]))
-            self.rung, self.count = np.pad(self.rung, more), np.pad(self.count, more)
-            self.index, self.base = np.pad(self.index, more), np.pad(self.base, more)
-        new = np.array(added, np.int64).reshape(-1, 4)
-        tables: tuple[NDArray[Any], ...] = (self.rung, self.count, self.index, self.base)
-        for table, old, column in zip(tables, (rung, count, index, base), new.T, strict=True):
-            table[row, head, :n] = np.concatenate([old, column])
-        self.num_pages[row, head] = n
+    def _place(self, row: int, plan: Plan, arriving: _Arriving) -> tuple[Ints, Ints]:
+        """Rewrite the page table of a row; return the moves and the places of arriving tokens.
 
-    def _take(self, rung: int, n: int) -> Ints:
-        """Indices of `n` free pages of a pool, which grows if it must."""
-        free = self._free[rung]
-        taken = [free.pop() for _ in range(min(n, len(free)))]
-        fresh = range(self._used[rung], self._used[rung] + n - len(taken))
-        self._used[rung] = fresh.stop
-        if fresh.stop > len(self.pools[rung]):
-            grown = _pool(fresh.stop + fresh.stop // 4, self.layouts[rung])
+        Returns
+        -------
+        moves : (5, number of moves)
+            Rung, page and slot from, page and slot to.
+        places : (2, number of arriving tokens)
+            Page and slot.
+        """
+        from kvlab.numba_kernels.cpu_store import place_row
+
+        tokens, heads, old = plan.tokens, self.num_heads_kv, self.rung.shape[2]
+        segment = arriving.position >> 16
+        groups = len(self.ladder) * (int(segment.max(initial=0)) + 1)
+        room = old + len(segment) // TOKENS_PER_PAGE + groups
+        table = np.zeros((4, heads, room), np.int64)
+        tables = (self.rung, self.count, self.index, self.base)
+        for wide, narrow in zip(table, tables, strict=True):
+            wide[:, :old] = narrow[row]
+        num_pages = self.num_pages[row].astype(np.int64)
+        free = np.zeros((len(self.ladder), max(map(len, self._free)) + int(num_pages.sum())), np.int64)
+        for stack, pages in zip(free, self._free, strict=True):
+            stack[: len(pages)] = pages
+        num_free, used = np.array([len(pages) for pages in self._free]), np.array(self._used)
+        moves = np.empty((5, len(tokens)), np.int64)
+        places = np.empty((2, len(segment)), np.int64)
+        moved = place_row(
+            np.stack([tokens.head, tokens.page, tokens.slot, tokens.rung]),
+            tokens.rung == plan.stored,
+            np.stack([arriving.head, arriving.rung, segment]),
+            table, num_pages, free, num_free, used, moves, places,
+        )  # fmt: skip
+        self._free = [stack[:n].tolist() for stack, n in zip(free, num_free, strict=True)]
+        self._used = used.tolist()
+        for r, pages in enumerate(self._used):
+            self._grow(r, pages)
+        entries = int(num_pages.max())
+        if entries > old:
+            more = ((0, 0), (0, 0), (0, entries + entries // 4 + 1 - old))
+            self.rung, self.count, self.index, self.base = (np.pad(x, more) for x in tables)
+        for wide, narrow in zip(table, (self.rung, self.count, self.index, self.base), strict=True):
+            narrow[row, :, :entries] = wide[:, :entries]
+        self.num_pages[row] = num_pages
+        return moves[:, :moved], places
+
+    def _grow(self, rung: int, pages: int) -> None:
+        """Make room for `pages` pages in a pool."""
+        if pages > len(self.pools[rung]):
+            grown = _pool(pages + pages // 4, self.layouts[rung])
             grown[: len(self.pools[rung])] = self.pools[rung]
             self.pools[rung] = grown
-        return np.array([*taken, *fresh], np.int64)
 
     def restore(
         self,
@@ -524,24 +487,12 @@ def _rotate(x: Floats) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Tokens on their way to one rung, one entry each."""
+class _Arriving:
+    """Tokens on their way to a rung, one entry each: those that change it, by the old one, then new ones."""
 
     head: Ints
+    rung: Ints
     k: Floats
     v: Floats
     position: Ints
     code: NDArray[np.uint8]
-
-    @staticmethod
-    def join(parts: list[_Group], head_dim: int) -> _Group:
-        empty = np.empty((0, head_dim), np.float32)
-        nothing = np.empty(0, np.int64)
-        parts = [_Group(nothing, empty, empty, nothing, np.empty(0, np.uint8)), *parts]
-        return _Group(
-            np.concatenate([part.head for part in parts]),
-            np.concatenate([part.k for part in parts]),
-            np.concatenate([part.v for part in parts]),
-            np.concatenate([part.position for part in parts]),
-            np.concatenate([part.code for part in parts]),
-        )
