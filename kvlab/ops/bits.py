@@ -27,7 +27,16 @@ _RUN = 8000  # codes of one parallel task; a multiple of 8 and of 5
 _BLOCK_BYTES = 8 * 2**20
 _LAST_TERNARY_BYTE = 3**5 - 1
 
+_GPU = "kvlab.ops.bits_cuda"
 register(
+    Row("pack", "cuda", f"{_GPU}:pack", {"bits": WIDTHS}),
+    Row("pack", "numba", f"{_GPU}:pack_numba", {"bits": WIDTHS}),
+    Row("unpack", "cuda", f"{_GPU}:unpack", {"bits": WIDTHS}),
+    Row("unpack", "numba", f"{_GPU}:unpack_numba", {"bits": WIDTHS}),
+    Row("pack_ternary", "cuda", f"{_GPU}:pack_ternary", {}),
+    Row("pack_ternary", "numba", f"{_GPU}:pack_ternary_numba", {}),
+    Row("unpack_ternary", "cuda", f"{_GPU}:unpack_ternary", {}),
+    Row("unpack_ternary", "numba", f"{_GPU}:unpack_ternary_numba", {}),
     Row("pack", "cpu", "kvlab.ops.bits:_pack_cpu", {"bits": WIDTHS}),
     Row("pack", "reference", "kvlab.ops.bits:_pack_reference", {"bits": WIDTHS}),
     Row("unpack", "cpu", "kvlab.ops.bits:_unpack_cpu", {"bits": WIDTHS}),
@@ -39,7 +48,7 @@ register(
 )
 
 
-def pack(codes: ArrayT, bits: int, *, backend: str | None = None) -> ArrayT:
+def pack(codes: ArrayT, bits: int, *, check: bool = True, backend: str | None = None) -> ArrayT:
     """Pack codes of a few bits to bytes, along the last axis.
 
     Parameters
@@ -48,6 +57,9 @@ def pack(codes: ArrayT, bits: int, *, backend: str | None = None) -> ArrayT:
         Every code is below 2**bits. Any number of axes from one, any length, any strides.
     bits : int
         1, 2, 3, 4, 5, 6 or 8.
+    check : bool
+        On a GPU, finding a code that is too large means waiting for the result. False: do not wait; such a
+        code then spoils codes beside it. The CPU always looks.
     backend : str, optional
         By default the best on the device of `codes`.
 
@@ -71,7 +83,7 @@ def pack(codes: ArrayT, bits: int, *, backend: str | None = None) -> ArrayT:
     """
     _check_bits(bits)
     _check_array(codes, "codes", "uint8")
-    packed: ArrayT = choose("pack", device_of(codes).kind, backend, bits=bits).launch(codes, bits)
+    packed: ArrayT = choose("pack", device_of(codes).kind, backend, bits=bits).launch(codes, bits, check)
     return packed
 
 
@@ -114,7 +126,7 @@ def unpack(packed: ArrayT, bits: int, count: int, *, backend: str | None = None)
     return codes
 
 
-def pack_ternary(values: ArrayT, *, backend: str | None = None) -> ArrayT:
+def pack_ternary(values: ArrayT, *, check: bool = True, backend: str | None = None) -> ArrayT:
     """Pack values -1, 0, 1, five to a byte, along the last axis: 1.6 bits each.
 
     A byte is the number d0 + 3 d1 + 9 d2 + 27 d3 + 81 d4 with digits d = value + 1, d0 the first value.
@@ -123,6 +135,9 @@ def pack_ternary(values: ArrayT, *, backend: str | None = None) -> ArrayT:
     ----------
     values : array, int8, shape (..., n)
         Any number of axes from one, any length, any strides.
+    check : bool
+        On a GPU, finding a wrong value means waiting for the result. False: do not wait; such a value then
+        spoils the values beside it. The CPU always looks.
     backend : str, optional
         By default the best on the device of `values`.
 
@@ -145,11 +160,11 @@ def pack_ternary(values: ArrayT, *, backend: str | None = None) -> ArrayT:
     array([5, 2], dtype=uint8)
     """
     _check_array(values, "values", "int8")
-    packed: ArrayT = choose("pack_ternary", device_of(values).kind, backend).launch(values)
+    packed: ArrayT = choose("pack_ternary", device_of(values).kind, backend).launch(values, check)
     return packed
 
 
-def unpack_ternary(packed: ArrayT, count: int, *, backend: str | None = None) -> ArrayT:
+def unpack_ternary(packed: ArrayT, count: int, *, check: bool = True, backend: str | None = None) -> ArrayT:
     """Unpack what `pack_ternary` made: `count` values a row.
 
     Parameters
@@ -157,6 +172,9 @@ def unpack_ternary(packed: ArrayT, count: int, *, backend: str | None = None) ->
     packed : array, uint8, shape (..., ceil(count / 5))
     count : int
         Values of a row.
+    check : bool
+        On a GPU, finding a byte above 242 means waiting for the result. False: do not wait; such a byte
+        then gives any values. The CPU always looks.
     backend : str, optional
         By default the best on the device of `packed`.
 
@@ -180,7 +198,7 @@ def unpack_ternary(packed: ArrayT, count: int, *, backend: str | None = None) ->
     """
     _check_packed(packed, -(-_checked_count(count) // 5), f"{count} ternary values")
     row = choose("unpack_ternary", device_of(packed).kind, backend)
-    values: ArrayT = row.launch(packed, operator.index(count))
+    values: ArrayT = row.launch(packed, operator.index(count), check)
     return values
 
 
@@ -259,16 +277,19 @@ def _refuse(codes: NDArray[Any], wrong: NDArray[np.bool_], name: str, why: str) 
         raise ValueError(f"{name}{list(index)} is {codes[index]}: {why}")
 
 
-def _refuse_large(codes: NDArray[np.uint8], bits: int) -> None:
+def refuse_large(codes: NDArray[np.uint8], bits: int) -> None:
+    """Raise for the first code of 2**bits or more, if there is one."""
     if bits < 8:
         _refuse(codes, codes >= 2**bits, "codes", f"a code of {bits} bits is below {2**bits}")
 
 
-def _refuse_other_than_ternary(values: NDArray[np.int8]) -> None:
+def refuse_other_than_ternary(values: NDArray[np.int8]) -> None:
+    """Raise for the first value other than -1, 0, 1, if there is one."""
     _refuse(values, (values < -1) | (values > 1), "values", "ternary values are -1, 0 and 1")
 
 
-def _refuse_no_ternary_byte(packed: NDArray[np.uint8]) -> None:
+def refuse_no_ternary_byte(packed: NDArray[np.uint8]) -> None:
+    """Raise for the first byte that stands for no ternary values, if there is one."""
     _refuse(packed, packed > _LAST_TERNARY_BYTE, "packed", "a byte of five ternary values is at most 242")
 
 
@@ -281,7 +302,7 @@ def _ternary_runs(count: int) -> tuple[int, int]:
     return (_RUN, _RUN // 5) if count % 5 == 0 else (count, -(-count // 5))
 
 
-def _pack_cpu(codes: ArrayT, bits: int) -> ArrayT:
+def _pack_cpu(codes: ArrayT, bits: int, check: bool) -> ArrayT:
     from kvlab.numba_kernels.cpu_bits import pack_runs
 
     view = to_numpy_view(codes, "codes")
@@ -291,13 +312,13 @@ def _pack_cpu(codes: ArrayT, bits: int) -> ArrayT:
     if view.size:
         for index, block in contiguous_blocks(view):
             if pack_runs(block.reshape(-1), run, bits, out[index].reshape(-1), run_bytes):
-                _refuse_large(view, bits)
+                refuse_large(view, bits)
     return like_first(out, codes)
 
 
-def _pack_reference(codes: ArrayT, bits: int) -> ArrayT:
+def _pack_reference(codes: ArrayT, bits: int, check: bool) -> ArrayT:
     view = to_numpy_view(codes, "codes")
-    _refuse_large(view, bits)
+    refuse_large(view, bits)
     return like_first(reference.pack(view, bits), codes)
 
 
@@ -317,7 +338,7 @@ def _unpack_reference(packed: ArrayT, bits: int, count: int) -> ArrayT:
     return like_first(reference.unpack(to_numpy_view(packed, "packed"), bits, count), packed)
 
 
-def _pack_ternary_cpu(values: ArrayT) -> ArrayT:
+def _pack_ternary_cpu(values: ArrayT, check: bool) -> ArrayT:
     from kvlab.numba_kernels.cpu_bits import pack_ternary_runs
 
     view = to_numpy_view(values, "values")
@@ -327,17 +348,17 @@ def _pack_ternary_cpu(values: ArrayT) -> ArrayT:
     if view.size:
         for index, block in contiguous_blocks(view):
             if pack_ternary_runs(block.reshape(-1), run, out[index].reshape(-1), run_bytes):
-                _refuse_other_than_ternary(view)
+                refuse_other_than_ternary(view)
     return like_first(out, values)
 
 
-def _pack_ternary_reference(values: ArrayT) -> ArrayT:
+def _pack_ternary_reference(values: ArrayT, check: bool) -> ArrayT:
     view = to_numpy_view(values, "values")
-    _refuse_other_than_ternary(view)
+    refuse_other_than_ternary(view)
     return like_first(reference.pack_ternary(view), values)
 
 
-def _unpack_ternary_cpu(packed: ArrayT, count: int) -> ArrayT:
+def _unpack_ternary_cpu(packed: ArrayT, count: int, check: bool) -> ArrayT:
     from kvlab.numba_kernels.cpu_bits import unpack_ternary_runs
 
     view = to_numpy_view(packed, "packed")
@@ -346,11 +367,11 @@ def _unpack_ternary_cpu(packed: ArrayT, count: int) -> ArrayT:
     if out.size:
         for index, block in contiguous_blocks(view):
             if unpack_ternary_runs(block.reshape(-1), run_bytes, out[index].reshape(-1), run):
-                _refuse_no_ternary_byte(view)
+                refuse_no_ternary_byte(view)
     return like_first(out, packed)
 
 
-def _unpack_ternary_reference(packed: ArrayT, count: int) -> ArrayT:
+def _unpack_ternary_reference(packed: ArrayT, count: int, check: bool) -> ArrayT:
     view = to_numpy_view(packed, "packed")
-    _refuse_no_ternary_byte(view)
+    refuse_no_ternary_byte(view)
     return like_first(reference.unpack_ternary(view, count), packed)

@@ -29,6 +29,10 @@ FLOATS = ("float16", "bfloat16", "float32")
 _FACTS = {"codec": reference.CODECS, "bits": (TERNARY_BITS, *WIDTHS), "dtype": FLOATS}
 
 register(
+    Row("quantize", "cuda", "kvlab.ops.codec_cuda:quantize", _FACTS),
+    Row("quantize", "numba", "kvlab.ops.codec_cuda:quantize_numba", _FACTS),
+    Row("dequantize", "cuda", "kvlab.ops.codec_cuda:dequantize", _FACTS),
+    Row("dequantize", "numba", "kvlab.ops.codec_cuda:dequantize_numba", _FACTS),
     Row("quantize", "cpu", "kvlab.ops.codec_cpu:quantize", _FACTS),
     Row("quantize", "reference", "kvlab.ops.codec:_quantize_reference", _FACTS),
     Row("dequantize", "cpu", "kvlab.ops.codec_cpu:dequantize", _FACTS),
@@ -157,7 +161,8 @@ def quantize(
         ``"affine"``, ``"symmetric"``, ``"hadamard"`` or ``"ternary"``.
     nan : str
         What a NaN, an infinity or a magnitude above 2**126 does: ``"raise"``, or ``"propagate"``: all
-        elements of its group come back as NaN.
+        elements of its group come back as NaN. On a GPU, ``"raise"`` waits for the result, ``"propagate"``
+        does not.
     backend : str, optional
         By default the best on the device of `x`. All backends give the same bits.
 
@@ -219,7 +224,9 @@ def quantize(
     )
 
 
-def dequantize(quantized: Quantized[ArrayT], dtype: Any = None, *, backend: str | None = None) -> ArrayT:
+def dequantize(
+    quantized: Quantized[ArrayT], dtype: Any = None, *, check: bool = True, backend: str | None = None
+) -> ArrayT:
     """Return what the codes of `quantize` stand for.
 
     Parameters
@@ -228,6 +235,9 @@ def dequantize(quantized: Quantized[ArrayT], dtype: Any = None, *, backend: str 
     dtype : optional
         float16, bfloat16 or float32, as a name or a dtype of any library; by default what was quantised.
         Results beyond the range of float16 become its largest number.
+    check : bool
+        On a GPU, finding a byte of ternary codes above 242 means waiting for the result. False: do not wait;
+        such a byte then gives any values. The CPU always looks; other codecs have nothing to find.
     backend : str, optional
         By default the best on the device of the codes. All backends give the same bits.
 
@@ -259,7 +269,7 @@ def dequantize(quantized: Quantized[ArrayT], dtype: Any = None, *, backend: str 
     _check_arrays(quantized, layout)
     device = device_of(quantized.packed)
     row = choose("dequantize", device.kind, backend, codec=layout.codec, bits=layout.bits, dtype=target)
-    result: ArrayT = row.launch(quantized, layout, target)
+    result: ArrayT = row.launch(quantized, layout, target, check)
     return result
 
 
@@ -326,7 +336,7 @@ def _quantize_reference(x: ArrayT, layout: Layout, nan: str) -> tuple[ArrayT, Ar
     return like_first(packed, x), like_first(scale, x), None if offset is None else like_first(offset, x)
 
 
-def _dequantize_reference(quantized: Quantized[ArrayT], layout: Layout, dtype: str) -> ArrayT:
+def _dequantize_reference(quantized: Quantized[ArrayT], layout: Layout, dtype: str, check: bool) -> ArrayT:
     packed, scale, offset = views(quantized)
     codes = unpack_codes(packed, layout, "reference")
     values = reference.dequantize(codes, scale, offset, int(layout.bits), **layout.reference_options)

@@ -66,7 +66,7 @@ def _quantize_in_place(x: NDArray[Any], layout: Layout) -> tuple[NDArray[np.uint
     return packed, words, bad
 
 
-def dequantize(quantized: Quantized[ArrayT], layout: Layout, dtype: str) -> ArrayT:
+def dequantize(quantized: Quantized[ArrayT], layout: Layout, dtype: str, check: bool) -> ArrayT:
     packed, scale, offset = views(quantized)
     if layout.along_rows or layout.codec in ("affine", "symmetric"):
         out = _dequantize_in_place(packed, scale, offset, layout, numpy_dtype(dtype))

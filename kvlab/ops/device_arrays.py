@@ -1,0 +1,121 @@
+"""What launchers of GPU kernels need: contiguous arrays, kernels by name, a flag that kernels raise.
+
+An array stays in the library it came from: memory is allocated and copied by torch for torch tensors, by CuPy
+for all others, on the stream that is current there, on which the kernels run too. Nothing here waits for the
+GPU but `Flag.is_raised` and `to_host`, which say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from numpy.typing import NDArray
+
+from kvlab.arrays import cuda_view, current_stream, empty, to_numpy_view
+from kvlab.build import Kernel, arch_of, build, load
+from kvlab.device import compute_capability
+from kvlab.numba_cuda import build_numba
+
+__all__ = ["Flag", "contiguous", "cuda_kernel", "launch", "numba_kernel", "permuted", "pointer", "to_host"]
+
+_ALIGNMENT = 16  # bytes that a thread reads at once
+_OLDEST = (8, 0)
+
+
+def contiguous(x: Any, name: str) -> Any:
+    """Return `x` as a torch tensor or CuPy array in contiguous, aligned memory: itself, or a copy."""
+    view = cuda_view(x, name)
+    if not hasattr(x, "contiguous") and not hasattr(x, "get"):  # neither torch nor CuPy
+        import cupy
+
+        x = cupy.from_dlpack(x)
+    expected = 1
+    for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
+        if size != 1 and stride != expected:
+            return x.contiguous() if hasattr(x, "contiguous") else x.copy(order="C")
+        expected *= size
+    if view.pointer % _ALIGNMENT:
+        return x.clone() if hasattr(x, "clone") else x.copy()
+    return x
+
+
+def permuted(x: Any, order: Sequence[int]) -> Any:
+    """Return `x` with its axes in another order: axis i of the result is axis order[i]; a view."""
+    return x.permute(*order) if hasattr(x, "permute") else x.transpose(*order)
+
+
+def pointer(x: Any) -> int:
+    """Return the address of an array on a GPU; 0 for None."""
+    return 0 if x is None else cuda_view(x, "x").pointer
+
+
+def to_host(x: Any, name: str) -> NDArray[Any]:
+    """Return a copy in CPU memory, of which errors name elements; waits for the GPU."""
+    return to_numpy_view(x.cpu() if hasattr(x, "cpu") else contiguous(x, name).get(), name)
+
+
+class Flag:
+    """A word on the GPU that kernels set where something is wrong.
+
+    Parameters
+    ----------
+    like : array
+        On whose device and stream.
+    wanted : bool
+        Whether anyone wants to know. If not, CUDA C++ kernels get a null pointer and set nothing.
+    backend : str
+        Kernels of "numba" set a word in any case.
+    """
+
+    def __init__(self, like: Any, wanted: bool, backend: str) -> None:
+        self._wanted = wanted
+        self._word: Any = None
+        if wanted or backend == "numba":
+            self._word = empty((1,), "int32", like)
+            self._word[...] = 0
+
+    @property
+    def pointer(self) -> int:
+        """Address for kernels."""
+        return pointer(self._word)
+
+    def is_raised(self) -> bool:
+        """Return whether a kernel has set it; waits for the GPU, if anyone wants to know."""
+        return self._wanted and bool(self._word.item())
+
+
+@lru_cache(maxsize=1024)
+def cuda_kernel(name: str, entry: str, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
+    """Return kernel `entry` of ``<name>.cu`` for a device.
+
+    Raises
+    ------
+    NotImplementedError
+        If the device is older than the CUDA C++ kernels support.
+    """
+    capability = compute_capability(device)
+    if capability < _OLDEST:
+        raise NotImplementedError(
+            f"backend 'cuda' takes compute capability 8.0 or later; device {device} has "
+            f"{capability[0]}.{capability[1]}: pass backend='numba'"
+        )
+    return load(build(name, dict(macros), arch_of(*capability)), entry, device=device)
+
+
+@lru_cache(maxsize=1024)
+def numba_kernel(module: str, entry: str, options: tuple[tuple[str, Any], ...], device: int) -> Kernel:
+    """Return the kernel that `entry` of ``kernels/numba/<module>.py`` makes, for a device."""
+    arch = arch_of(*compute_capability(device))
+    return load(build_numba(module, entry, dict(options), arch, contract=False), entry, device=device)
+
+
+def launch(
+    kernel: Any, grid: int, block: tuple[int, ...], args: Sequence[Any], like: Any, shared_bytes: int = 0
+) -> None:
+    """Launch on the device and the current stream of `like`; returns without waiting."""
+    import cupy
+
+    with cupy.cuda.Device(kernel.device):
+        kernel((grid,), block, args, shared_bytes, current_stream(like))
