@@ -28,6 +28,18 @@ settings.register_profile("ci", max_examples=50, derandomize=True, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
 
 
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """The real model, its tokenizer and a book; skips where their packages are not installed."""
+    from kvlab.errors import MissingExtraError
+    from kvlab.lab.model import load_smollm2
+
+    try:
+        return load_smollm2()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse connections to other machines: nothing is downloaded unless the user asked for it."""

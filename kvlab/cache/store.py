@@ -399,8 +399,7 @@ class LayerStore:
         groups = len(self.ladder) * (int(segment.max(initial=0)) + 1)
         room = old + len(segment) // TOKENS_PER_PAGE + groups
         table = np.zeros((4, heads, room), np.int64)
-        tables = (self.rung, self.count, self.index, self.base)
-        for wide, narrow in zip(table, tables, strict=True):
+        for wide, narrow in zip(table, self._tables(), strict=True):
             wide[:, :old] = narrow[row]
         num_pages = self.num_pages[row].astype(np.int64)
         free = np.zeros((len(self.ladder), max(map(len, self._free)) + int(num_pages.sum())), np.int64)
@@ -416,17 +415,21 @@ class LayerStore:
             table, num_pages, free, num_free, used, moves, places,
         )  # fmt: skip
         self._free = [stack[:n].tolist() for stack, n in zip(free, num_free, strict=True)]
-        self._used = used.tolist()
+        self._used = [int(pages) for pages in used]
         for r, pages in enumerate(self._used):
             self._grow(r, pages)
         entries = int(num_pages.max())
         if entries > old:
             more = ((0, 0), (0, 0), (0, entries + entries // 4 + 1 - old))
-            self.rung, self.count, self.index, self.base = (np.pad(x, more) for x in tables)
-        for wide, narrow in zip(table, (self.rung, self.count, self.index, self.base), strict=True):
+            self.rung, self.count = np.pad(self.rung, more), np.pad(self.count, more)
+            self.index, self.base = np.pad(self.index, more), np.pad(self.base, more)
+        for wide, narrow in zip(table, self._tables(), strict=True):
             narrow[row, :, :entries] = wide[:, :entries]
         self.num_pages[row] = num_pages
         return moves[:, :moved], places
+
+    def _tables(self) -> tuple[NDArray[Any], ...]:
+        return self.rung, self.count, self.index, self.base
 
     def _grow(self, rung: int, pages: int) -> None:
         """Make room for `pages` pages in a pool."""

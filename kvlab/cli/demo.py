@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,17 +13,14 @@ from kvlab.cli.options import Json, size
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
     from kvlab.lab.comparison import Comparison
-    from kvlab.lab.model import Subject
-    from kvlab.lab.quality import Case, Protocol
     from kvlab.lab.report import Row
+    from kvlab.lab.workers import Outcome, Plan
 
-RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "demo_full.json"
-"""A run with --full; its rows of transformers' caches stand, marked, in the table of a run without."""
-BESIDE = 0.25
-"""Budget of the continuation beside the one of full precision."""
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+"""Here the latest *-demo-full.json, a run with --full, has the rows of transformers' caches that stand,
+marked, in the table of a run without."""
 
 
 def command(
@@ -50,7 +45,8 @@ def command(
 
     SmolLM2-135M predicts every next token in windows of the King James Bible, with a full-precision cache
     and with each packed one. The table shows what a cache takes and how far its predictions are from full
-    precision. Runs on the CPU and downloads nothing.
+    precision. Runs on the CPU and downloads nothing. A run that was interrupted goes on where it stopped
+    when the same command is given again.
 
     Example: kvlab demo --tokens 8K --budgets 0.2,0.4 --output results
     """
@@ -61,15 +57,27 @@ def command(
     from rich.console import Console
 
     tiny = os.environ.get("KVLAB_TINY") == "1"
-    progress = Console(stderr=True)
-    subject, protocol = _prepare(progress, tiny)
-    from kvlab.lab.comparison import Comparison, write_files
-
     wanted = tokens or ((400 if tiny else 40_000) if full else (200 if tiny else 4_000))
-    cases = _cases(subject, protocol, fractions, full, tiny)
-    result = _compare(progress, subject, protocol, cases, wanted)
-    rows = result.rows(Comparison.read(RECORDED) if RECORDED.exists() and not tiny else None)
-    output.mkdir(parents=True, exist_ok=True)
+    plan = _plan(fractions, full, tiny, wanted)
+    outcome = _compare(Console(stderr=True), plan, output, tiny)
+
+    from kvlab.lab.cases import CACHE_DTYPE
+    from kvlab.lab.comparison import Comparison, write_files
+    from kvlab.lab.results import provenance
+
+    result = Comparison(
+        provenance=provenance(tokens=wanted, budgets=budgets, full=full, resumed_windows=outcome.resumed),
+        model=outcome.model,
+        text=outcome.text,
+        cache_dtype=CACHE_DTYPE,
+        protocol=asdict(plan.protocol),
+        seconds=outcome.seconds,
+        scores=outcome.scores,
+        prompt=outcome.prompt,
+        continuations=outcome.continuations,
+    )
+    recorded = None if tiny else _recorded()
+    rows = result.rows(Comparison.read(recorded) if recorded else None)
     paths = write_files(result, rows, output)
     if as_json:
         typer.echo(result.to_json())
@@ -77,12 +85,14 @@ def command(
         from kvlab.lab.report import WIDE
 
         # Pipes and logs are as wide as the table.
-        _show(Console() if Console().is_terminal else Console(width=WIDE), result, rows, paths)
+        console = Console() if Console().is_terminal else Console(width=WIDE)
+        _show(console, result, rows, recorded)
+        console.print("Written: " + ", ".join(map(str, paths)), highlight=False)
 
 
-def _fractions(text: str) -> list[float]:
+def _fractions(text: str) -> tuple[float, ...]:
     try:
-        found = [float(word) for word in text.split(",")]
+        found = tuple(float(word) for word in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"--budgets {text!r}: write fractions, for example 0.2,0.35") from None
     if not all(0 < fraction <= 1 for fraction in found) or len(set(found)) < len(found):
@@ -90,86 +100,60 @@ def _fractions(text: str) -> list[float]:
     return found
 
 
-def _prepare(progress: Console, tiny: bool) -> tuple[Subject, Protocol]:
-    from kvlab.lab.model import load_smollm2, tiny_llama
+def _plan(budgets: tuple[float, ...], full: bool, tiny: bool, tokens: int) -> Plan:
+    """What to compare, once it is sure that everything it needs is installed."""
+    from kvlab.lab.cases import require_peers
+    from kvlab.lab.model import require_smollm2
     from kvlab.lab.quality import Protocol
+    from kvlab.lab.workers import Plan
 
-    if tiny:
-        return tiny_llama(), Protocol(length=256, scored_from=128, rows=2)
-    with progress.status("Loading SmolLM2-135M-Instruct from its package"):
-        return load_smollm2(), Protocol()
-
-
-def _cases(subject: Subject, protocol: Protocol, budgets: list[float], full: bool, tiny: bool) -> list[Case]:
-    from kvlab.lab import cases
-
-    config, length = subject.model.config, protocol.length
-    found = [*cases.uniform(config), *cases.mixed(config, length, budgets)]
-    if full:
-        found += cases.controls(config, length, min(budgets, key=lambda budget: abs(budget - 0.2)))
-    return found + (cases.of_transformers(config) if full and not tiny else [])
+    if not tiny:
+        require_smollm2()
+        if full:
+            require_peers()
+    # In a long run every window is saved as soon as it is read.
+    protocol = Protocol(length=256, scored_from=128, rows=2) if tiny else Protocol(rows=1 if full else 4)
+    windows = -(-tokens // protocol.scored)
+    return Plan("tiny" if tiny else "smollm2", protocol, windows, budgets, full)
 
 
-def _compare(
-    progress: Console, subject: Subject, protocol: Protocol, cases: list[Case], tokens: int
-) -> Comparison:
-    """Evaluate the cases, then continue a text, with a bar and the time left."""
-    from kvlab import environment
-    from kvlab.lab.cases import CACHE_DTYPE
-    from kvlab.lab.comparison import Comparison
-    from kvlab.lab.quality import evaluate, steps
-    from kvlab.lab.text import cut_windows
-
-    count = -(-tokens // protocol.scored)
-    windows = cut_windows(subject.text, subject.encode, count, protocol.length + 1)
-    start = time.perf_counter()
-    with _bar(progress) as bar:
-        task = bar.add_task("", total=steps(count, len(cases), protocol))
-        scores = evaluate(
-            subject.model,
-            windows,
-            cases,
-            protocol,
-            progress=lambda name: bar.update(
-                task, advance=1, description=f"{count} windows, {len(cases)} caches"
-            ),
-        )
-    result = Comparison(
-        command=" ".join(["kvlab", *sys.argv[1:]]),
-        model=subject.name,
-        text=subject.text_name,
-        cache_dtype=CACHE_DTYPE,
-        protocol={**asdict(protocol), "scored": protocol.scored},
-        environment=environment.report(),
-        seconds=time.perf_counter() - start,
-        scores=scores,
-    )
-    with progress.status("Continuing a text with full precision and with a packed cache"):
-        _continue(result, subject, windows.tokens[-1][: 3 * protocol.length // 4].tolist(), protocol.length)
-    return result
-
-
-def _bar(console: Console) -> Progress:
+def _compare(console: Console, plan: Plan, folder: Path, tiny: bool) -> Outcome:
+    """Carry a plan out with a bar and the time left; the journal lies in the folder until all is done."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
 
+    from kvlab.lab.journal import Journal
+    from kvlab.lab.workers import compare, processes_for
+
+    folder.mkdir(parents=True, exist_ok=True)
+    journal, processes = Journal(folder, plan.settings), 1 if tiny else processes_for(plan)
     text = TextColumn("{task.description}")
-    return Progress(text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeLeft(), console=console)
+    columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeLeft())
+    try:
+        with Progress(*columns, console=console) as bar:
+            shared = f" in {processes} processes" if processes > 1 else ""
+            task = bar.add_task(f"{plan.windows} windows{shared}", total=None)
+            outcome = compare(
+                plan, journal, processes, lambda done, total: bar.update(task, completed=done, total=total)
+            )
+    except KeyboardInterrupt:
+        saved = sum(len(part[0].starts) for part in journal.read())
+        console.print(
+            f"Interrupted. {saved} of {plan.windows} windows are saved in {journal.path}: the same command "
+            f"goes on from there",
+            highlight=False,
+        )
+        raise typer.Exit(130) from None
+    journal.remove()
+    return outcome
 
 
-def _continue(result: Comparison, subject: Subject, prompt: list[int], length: int) -> None:
-    """Add continuations of one prompt to a result."""
-    from kvlab.integrations.transformers import KVLabCache
-    from kvlab.lab.cases import CACHE_DTYPE
-    from kvlab.lab.continuation import continue_text
-
-    packed = KVLabCache(subject.model.config, dtype=CACHE_DTYPE, budget=BESIDE, plan_length=length)
-    result.prompt = subject.decode(prompt[-64:])
-    for name, cache in (("full precision", None), (f"mixed {BESIDE:g}", packed)):
-        result.continuations[name] = continue_text(subject, prompt, cache, length // 32).text
+def _recorded() -> Path | None:
+    """The latest run with --full that was kept."""
+    return max(RESULTS.glob("*-demo-full.json"), default=None)
 
 
-def _show(console: Console, result: Comparison, rows: list[Row], paths: list[Path]) -> None:
+def _show(console: Console, result: Comparison, rows: list[Row], recorded: Path | None) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -178,25 +162,35 @@ def _show(console: Console, result: Comparison, rows: list[Row], paths: list[Pat
     protocol, windows = result.protocol, len(result.scores[0].starts)
     title = (
         f"{result.model} reads the {result.text}: {windows} windows of {protocol['length']} tokens, "
-        f"{windows * protocol['scored']} scored"
+        f"{result.scored:,} scored"
     )
     console.print(to_table(rows, title, console.width), highlight=False)
-    console.print(
-        "MiB and bpe (bits per element of K and V): at the end of a window, everything counted. Budgets are "
-        f"fractions of float16. Exact tokens of packed caches are {result.cache_dtype}; the model and its "
-        "full-precision cache are float32. KL: mean divergence of the next-token distributions from those "
-        "of full precision, ± its standard error. tok/s: the whole model, reading chunks of "
-        f"{protocol['chunk']} tokens in {protocol['rows']} windows at once.",
-        style="dim",
-        highlight=False,
+    explained = {
+        "MiB, bits": "what the cache of one window takes at its end, and that for each element of K and V: "
+        "codes, steps, positions, importance, tables and exact tokens are counted",
+        "budget": f"share of the float16 bytes; exact tokens of packed caches are {result.cache_dtype}, the "
+        "full-precision cache is float32 as the model",
+        "change": "of the perplexity; below 0.5 % it is noise",
+        "KL": "mean divergence of the predictions from those of full precision, ± standard error",
+        "top-1": "how often the most probable token is the same",
+        "tok/s": f"the whole model, {protocol['chunk']} tokens of a window at once, beside other processes",
+    }
+    if any(row.recorded for row in rows) and recorded is not None:
+        explained["*"] = (
+            f"transformers' QuantizedCache, measured earlier on the same windows: {recorded.name}"
+        )
+    for word, meaning in explained.items():
+        console.print(f"[bold]{word}[/bold]: {meaning}", highlight=False)
+    console.print("\n[bold]Against the best that fits into the same bytes[/bold]")
+    for line in verdicts(rows):
+        console.print(line, highlight=False)
+    side_by_side = Table(
+        title=f"\nThe same prompt continued. It ends: ...{escape(result.prompt)}",
+        title_justify="left",
+        show_lines=True,
     )
-    if any(row.recorded for row in rows):
-        console.print(f"* recorded by `kvlab demo --full`, {RECORDED.name}", style="dim", highlight=False)
-    for sentence in verdicts(rows):
-        console.print(sentence, highlight=False)
-    side_by_side = Table(title=f"Prompt ends: ...{result.prompt}", title_justify="left", show_lines=True)
-    for name in result.continuations:
-        side_by_side.add_column(name, ratio=1)
-    side_by_side.add_row(*map(escape, result.continuations.values()))
+    for name, written in result.continuations.items():
+        speed = f"{written.nbytes / 2**20:.1f} MiB at the end, {written.seconds:.0f} s"
+        side_by_side.add_column(f"{name} ({speed})", ratio=1)
+    side_by_side.add_row(*(escape(written.text) for written in result.continuations.values()))
     console.print(side_by_side, highlight=False)
-    console.print("Written: " + ", ".join(map(str, paths)), highlight=False)

@@ -22,7 +22,7 @@ with needs_extra("hf", "kvlab.lab.cases"):
 
     from kvlab.integrations.transformers import KVLabCache
 
-__all__ = ["BUDGETS", "CACHE_DTYPE", "controls", "mixed", "of_transformers", "uniform"]
+__all__ = ["BUDGETS", "CACHE_DTYPE", "controls", "mixed", "of_transformers", "require_peers", "uniform"]
 
 BUDGETS = (0.17, 0.2, 0.3, 0.5)
 """Budgets of the mixed caches, as fractions of the float16 bytes."""
@@ -66,19 +66,7 @@ def controls(config: PreTrainedConfig, length: int, budget: float) -> list[Case]
 
 
 def of_transformers(config: PreTrainedConfig) -> list[Case]:
-    """The quantised caches of transformers, hqq and quanto.
-
-    Raises
-    ------
-    MissingExtraError
-        If hqq or optimum-quanto is not installed.
-    """
-    for found, name, requirement in (
-        (is_hqq_available(), "hqq", "hqq==0.2.8.post1"),
-        (is_optimum_quanto_available(), "optimum-quanto", "optimum-quanto==0.2.7 ninja"),
-    ):
-        if not found:
-            raise MissingExtraError(f"{name} is not installed: pip install {requirement}", name=name)
+    """The quantised caches of transformers, hqq and quanto."""
     options: dict[str, dict[str, Any]] = {
         f"hqq {bits}": {"backend": "hqq", "nbits": bits, "axis_key": 1, "axis_value": 1} for bits in (8, 4, 2)
     }
@@ -90,6 +78,22 @@ def of_transformers(config: PreTrainedConfig) -> list[Case]:
         return lambda: QuantizedCache(config=config, **chosen)
 
     return [Case(name, "transformers", maker(chosen)) for name, chosen in options.items()]
+
+
+def require_peers() -> None:
+    """Check that what `of_transformers` needs is there.
+
+    Raises
+    ------
+    MissingExtraError
+        If hqq or optimum-quanto is not installed; the message says what to install.
+    """
+    for found, name, requirement in (
+        (is_hqq_available(), "hqq", "hqq==0.2.8.post1"),
+        (is_optimum_quanto_available(), "optimum-quanto", "optimum-quanto==0.2.7 ninja"),
+    ):
+        if not found:
+            raise MissingExtraError(f"{name} is not installed: pip install {requirement}", name=name)
 
 
 def _packed(config: PreTrainedConfig, **options: Any) -> Callable[[], KVLabCache]:

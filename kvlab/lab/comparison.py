@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import FormatError
-from kvlab.lab.quality import FULL_PRECISION, Score
-from kvlab.lab.report import Row, common_windows, draw, save_figure, summarise, to_csv, to_markdown
+from kvlab.lab.report import Row, draw, save_figure, summarise, to_csv, to_markdown
+from kvlab.lab.scores import FULL_PRECISION, Continuation, Score, common_windows
 
 __all__ = ["Comparison", "write_files"]
 
@@ -26,31 +26,35 @@ class Comparison:
 
     Attributes
     ----------
-    command, model, text, cache_dtype : str
+    provenance : dict
+        As `kvlab.lab.results.provenance` gives it: command, time, versions, machine.
+    model, text, cache_dtype : str
     protocol : dict
         Fields of `Protocol`.
-    environment : dict
-        As `kvlab.environment.report` gives it.
     seconds : float
-        Of the evaluation.
+        From the start to the last result.
     scores : list of Score
         Full precision first.
     prompt : str
         End of the prompt of the continuations.
-    continuations : dict
-        Text by name of the cache.
+    continuations : dict of str to Continuation
+        By name of the cache.
     """
 
-    command: str
+    provenance: dict[str, Any]
     model: str
     text: str
     cache_dtype: str
     protocol: dict[str, int]
-    environment: dict[str, Any]
     seconds: float
     scores: list[Score]
     prompt: str = ""
-    continuations: dict[str, str] = field(default_factory=dict)
+    continuations: dict[str, Continuation] = field(default_factory=dict)
+
+    @property
+    def scored(self) -> int:
+        """Number of scored tokens."""
+        return len(self.scores[0].starts) * (self.protocol["length"] - self.protocol["scored_from"])
 
     def to_json(self) -> str:
         """All fields."""
@@ -70,6 +74,8 @@ class Comparison:
             if found.pop("schema") != SCHEMA:
                 raise ValueError("another schema")
             found["scores"] = [Score(**score) for score in found["scores"]]
+            written = found["continuations"]
+            found["continuations"] = {name: Continuation(**text) for name, text in written.items()}
             return Comparison(**found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{path} does not hold results of `kvlab demo` ({SCHEMA}): {error}") from None
@@ -93,10 +99,8 @@ def write_files(comparison: Comparison, rows: list[Row], folder: Path) -> list[P
     MissingExtraError
         If matplotlib is not installed.
     """
-    scored = sum(len(score.kl) for score in comparison.scores[:1]) * comparison.protocol["scored"]
-    figure = draw(
-        rows, f"{comparison.model} reads the {comparison.text} from its cache, {scored:,} tokens scored"
-    )
+    source = f"{comparison.model} reads the {comparison.text} from its cache"
+    figure = draw(rows, f"{source}, {comparison.scored:,} tokens scored")
     contents = {
         "results.json": comparison.to_json() + "\n",
         "table.csv": to_csv(rows),

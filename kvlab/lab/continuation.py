@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvlab.errors import needs_extra
 from kvlab.lab.model import Subject
+from kvlab.lab.quality import held_bytes
+from kvlab.lab.scores import Continuation
 
 with needs_extra("hf", "kvlab.lab.continuation"):
     import torch
-    from transformers import Cache, DynamicCache
+    from transformers import Cache
 
-__all__ = ["Continuation", "continue_text"]
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """New text after a prompt, and how fast it came (prompt included in `seconds`)."""
-
-    text: str
-    tokens: list[int]
-    seconds: float
+__all__ = ["continue_text"]
 
 
-def continue_text(subject: Subject, prompt: Sequence[int], cache: Cache | None, count: int) -> Continuation:
+def continue_text(subject: Subject, prompt: Sequence[int], cache: Cache, count: int) -> Continuation:
     """Let the model write the `count` most probable tokens, one after another, through a cache.
 
     Parameters
@@ -33,8 +25,8 @@ def continue_text(subject: Subject, prompt: Sequence[int], cache: Cache | None, 
     subject : Subject
     prompt : sequence of int
         Tokens.
-    cache : transformers.Cache, optional
-        New and empty; holds prompt and continuation afterwards. Default: at full precision.
+    cache : transformers.Cache
+        New and empty; holds prompt and continuation afterwards.
     count : int
 
     Examples
@@ -43,19 +35,21 @@ def continue_text(subject: Subject, prompt: Sequence[int], cache: Cache | None, 
     >>> from kvlab.lab.model import tiny_llama
     >>> subject = tiny_llama()
     >>> cache = KVLabCache(subject.model.config, budget=0.5)
-    >>> len(continue_text(subject, [104, 105], cache, 3).tokens)
-    3
+    >>> written = continue_text(subject, [104, 105], cache, 3)
+    >>> len(written.tokens), written.nbytes == cache.packed.nbytes
+    (3, True)
     """
     ids = torch.tensor([list(prompt)])
     start = time.perf_counter()
     written = subject.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=DynamicCache(config=subject.model.config) if cache is None else cache,
+        past_key_values=cache,
         max_new_tokens=count,
         min_new_tokens=count,
         do_sample=False,
         pad_token_id=0,
     )
+    seconds = time.perf_counter() - start
     tokens = written[0, len(prompt) :].tolist()
-    return Continuation(subject.decode(tokens), tokens, time.perf_counter() - start)
+    return Continuation(subject.decode(tokens), tokens, seconds, held_bytes(cache))

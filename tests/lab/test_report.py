@@ -10,11 +10,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from kvlab.errors import FormatError
 from kvlab.lab.comparison import Comparison, write_files
-from kvlab.lab.quality import FULL_PRECISION, Score
-from kvlab.lab.report import Row, common_windows, summarise, to_csv, to_markdown, to_table, verdicts
+from kvlab.lab.report import Row, summarise, to_csv, to_markdown, to_table, verdicts
+from kvlab.lab.scores import FULL_PRECISION, Continuation, Score, common_windows
 
 
 def score(name: str, kind: str, nbytes: int, kl: float, *, starts: tuple[int, ...] = (0, 50)) -> Score:
@@ -43,16 +44,15 @@ SCORES = [
 
 def comparison(scores: list[Score]) -> Comparison:
     return Comparison(
-        command="kvlab demo",
+        provenance={"command": "kvlab demo"},
         model="A model",
         text="book",
         cache_dtype="float16",
-        protocol={"length": 8, "scored_from": 4, "chunk": 2, "rows": 2, "scored": 4},
-        environment={"python": "3"},
+        protocol={"length": 8, "scored_from": 4, "chunk": 2, "rows": 2},
         seconds=1.5,
         scores=scores,
         prompt="Once",
-        continuations={"full precision": "upon a time"},
+        continuations={"full precision": Continuation("upon a time", [7, 8], 0.5, 3200)},
     )
 
 
@@ -69,12 +69,20 @@ def test_rows_follow_from_the_scores() -> None:
 
 
 def test_verdicts_compare_with_the_best_that_fits() -> None:
-    (sentence,) = verdicts(summarise(SCORES))
-    assert sentence == (
-        "mixed 0.25 (4.00 bits) has KL 0.015; the best uniform width that fits, uniform 2 (2.30 bits), "
-        "has 0.30: 20.0 times as much"
-    )
-    assert "uniform 4" in verdicts(summarise([*SCORES[:3], score("mixed 0.25", "mixed", 430, 0.01)]))[0]
+    (line,) = verdicts(summarise(SCORES))
+    assert line == "mixed 0.25: KL 0.015, 20 times less than uniform 2"
+    (line,) = verdicts(summarise([*SCORES[:3], score("mixed 0.25", "mixed", 430, 0.04)]))
+    assert line == "mixed 0.25: KL 0.060, 2.0 times MORE than uniform 4"
+
+
+def test_controls_are_compared_at_their_budget() -> None:
+    control = score("random 0.25", "mixed", 400, 0.05)
+    control.kind = "control"
+    other = score("mixed 0.5", "mixed", 800, 0.001)
+    other.budget = 0.5
+    at_budget, above = verdicts(summarise([*SCORES, other, control]))[:2]
+    assert "5.0 times less than random 0.25" in at_budget
+    assert "random" not in above
 
 
 def test_recorded_rows_join_on_the_windows_both_have() -> None:
@@ -103,10 +111,17 @@ def test_tables_hold_every_row() -> None:
     lines = to_markdown(rows).splitlines()
     assert len(lines) == 2 + len(rows)
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[-1].startswith(
-        "| mixed 0.25 | 0.25 | 0.00 | 4.00 | 7.46 | +1.01% | 0.015 | 0.0029 | 75.0% |"
-    )
-    assert len(to_table(rows, "", 200).columns) == len(to_table(rows, "", 80).columns) + 1
+    assert lines[-1].startswith("| mixed 0.25 | 0.25 | 0.00 | 4.00 | 7.46 | +1.01% | 0.015 ± 0.003 | 75.0% |")
+
+
+@pytest.mark.parametrize("width", [72, 80, 110])
+def test_a_table_fits_its_terminal(width: int) -> None:
+    console = Console(width=width, file=io.StringIO())
+    console.print(to_table(summarise(SCORES), "", width))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "0.015 ± 0.003" in text
+    assert "…" not in text
+    assert ("2:75% 8:25%" in text) == (width == 110)
 
 
 def test_files_can_be_read_back(tmp_path: Path) -> None:

@@ -32,8 +32,16 @@ def test_windows_begin_lines_and_hold_the_text_that_follows(text: str, count: in
 @given(text=LINES, count=st.integers(2, 4), length=st.integers(1, 6))
 def test_windows_do_not_overlap_and_stand_in_longer_runs_too(text: str, count: int, length: int) -> None:
     starts = cut_windows(text, as_bytes, count, length).starts
-    assert np.diff(starts).min() >= length
-    assert set(starts) <= set(cut_windows(text, as_bytes, 2 * count, 1).starts)
+    assert np.diff(sorted(starts)).min() >= length
+    assert starts == cut_windows(text, as_bytes, count + 3, 1).starts[:count]
+
+
+def test_windows_are_spread_evenly() -> None:
+    text = "\n".join("abcdefg" for _ in range(1_000))
+    for count in (4, 5, 8, 40):
+        starts = sorted(cut_windows(text, as_bytes, count, 1).starts)
+        gaps = np.diff([*starts, len(text)])
+        assert gaps.max() < 2.2 * gaps.min()
 
 
 def test_text_too_short_for_the_windows_is_refused() -> None:

@@ -1,0 +1,97 @@
+"""Comparisons on several processes, and what an interrupted one leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from kvlab.lab import workers
+from kvlab.lab.journal import Journal
+from kvlab.lab.quality import Protocol
+from kvlab.lab.scores import Score
+from kvlab.lab.workers import Plan, compare, processes_for
+
+PROTOCOL = Protocol(length=128, scored_from=64, chunk=32, rows=1)
+PLAN = Plan("tiny", PROTOCOL, windows=3, budgets=(0.3,), full=False)
+
+
+def without_speed(scores: list[Score]) -> list[dict[str, object]]:
+    return [{**asdict(score), "tokens_per_second": None} for score in scores]
+
+
+def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    alone = compare(PLAN, Journal(tmp_path / "a", PLAN.settings), 1)
+    shared = compare(
+        PLAN, Journal(tmp_path / "b", PLAN.settings), 2, lambda done, total: steps.append((done, total))
+    )
+    assert without_speed(shared.scores) == without_speed(alone.scores)
+    assert {name: text.text for name, text in shared.continuations.items()} == {
+        name: text.text for name, text in alone.continuations.items()
+    }
+    assert steps[-1][0] == steps[-1][1]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = compare(PLAN, Journal(tmp_path / "whole", PLAN.settings), 1)
+    read: list[int] = []
+    evaluate = workers.evaluate
+
+    def interrupted(model: object, windows: object, *args: object, **kwargs: object) -> list[Score]:
+        if len(read) == 2:
+            raise KeyboardInterrupt
+        read.extend(windows.starts)  # type: ignore[attr-defined]
+        return evaluate(model, windows, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(workers, "evaluate", interrupted)
+    journal = Journal(tmp_path, PLAN.settings)
+    with pytest.raises(KeyboardInterrupt):
+        compare(PLAN, journal, 1)
+    with journal.path.open("a") as file:  # the process was killed while it wrote
+        file.write('\n[{"name": "full prec')
+    monkeypatch.setattr(workers, "evaluate", evaluate)
+    outcome = compare(PLAN, journal, 1)
+    assert outcome.resumed == 2
+    assert without_speed(outcome.scores) == without_speed(whole.scores)
+    assert [len(part[0].starts) for part in journal.read()] == [1, 1, 1]
+    journal.remove()
+    assert journal.read() == []
+
+
+def test_a_shorter_run_takes_its_windows_from_the_journal_of_a_longer_one(tmp_path: Path) -> None:
+    compare(PLAN, Journal(tmp_path, PLAN.settings), 1)
+    shorter = replace(PLAN, windows=2)
+    outcome = compare(shorter, Journal(tmp_path, shorter.settings), 1)
+    assert outcome.resumed == len(outcome.scores[0].starts) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PLAN, budgets=(0.4,)),
+        replace(PLAN, full=True),
+        replace(PLAN, protocol=replace(PROTOCOL, chunk=64)),
+    ],
+)
+def test_other_settings_have_another_journal(other: Plan, tmp_path: Path) -> None:
+    assert Journal(tmp_path, other.settings).path != Journal(tmp_path, PLAN.settings).path
+
+
+def test_other_source_has_another_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Journal(tmp_path, PLAN.settings).path
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "store.py"))
+    assert Journal(tmp_path, PLAN.settings).path != before
+
+
+def test_no_more_processes_than_windows_processors_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr(workers, "memory_available", lambda: 64 << 30)
+    assert processes_for(replace(PLAN, windows=40)) == 4
+    assert processes_for(PLAN) == 3
+    monkeypatch.setattr(workers, "memory_available", lambda: 6 << 30)
+    assert processes_for(PLAN) == 2
+    monkeypatch.setattr(workers, "memory_available", lambda: 0)
+    assert processes_for(PLAN) == 1
