@@ -415,9 +415,9 @@ class LayerStore:
             table, num_pages, free, num_free, used, moves, places,
         )  # fmt: skip
         self._free = [stack[:n].tolist() for stack, n in zip(free, num_free, strict=True)]
-        self._used = [int(pages) for pages in used]
-        for r, pages in enumerate(self._used):
-            self._grow(r, pages)
+        self._used = used.tolist()
+        for r in range(len(self.ladder)):
+            self._grow(r, self._used[r])
         entries = int(num_pages.max())
         if entries > old:
             more = ((0, 0), (0, 0), (0, entries + entries // 4 + 1 - old))
