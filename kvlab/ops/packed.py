@@ -49,6 +49,7 @@ register(
     Row("packed_attention", "cuda", "kvlab.ops.packed_cuda:launch", _CUDA_FACTS),
     Row("mass_from_scores", "cpu", "kvlab.ops.packed:_mass_cpu", {}),
     Row("mass_from_scores", "reference", "kvlab.ops.packed:_mass_reference", {}),
+    Row("mass_from_scores", "cuda", "kvlab.ops.packed_mass_cuda:launch", {}),
 )
 
 ROWS_AT_ONCE = 4

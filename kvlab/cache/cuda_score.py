@@ -1,0 +1,134 @@
+"""Importance of tokens on a GPU: three launchers for ``kernels/cuda/cache_score.cu``; none waits.
+
+The policies are those of `kvlab.cache.importance` by name; a user's function would need the host at every
+collection, so caches on a GPU refuse it (`check_policy`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvlab.arrays import CudaView, cuda_view, dtype_name
+from kvlab.cache.importance import POLICIES, Importance
+from kvlab.ops.packed_mass_cuda import kept_scores, score_kernel
+
+__all__ = ["MASS_ROWS", "check_policy", "score_new", "score_norms", "score_stored"]
+
+MASS_ROWS = 64
+"""Last query rows of a long step whose attention makes the importance of its tokens."""
+
+_SIGHT = np.dtype(
+    [
+        *((name, "u8") for name in ("q", "k", "lse", "codes")),
+        *((name, "i8") for name in ("q_batch", "q_step", "q_head", "k_batch", "k_step", "k_head")),
+        *((name, "i4") for name in ("heads", "group", "seqlen", "window")),
+        ("scale", "f4"),
+        ("softcap", "f4"),
+    ],
+    align=True,
+)
+_THREADS, _WARPS = 256, 8
+_KINDS = {"attention": 0, "forecast": 0, "key_norm": 0, "recency": 1, "uniform": 2}
+
+
+def check_policy(importance: Importance) -> None:
+    """Raise NotImplementedError unless a cache on a GPU can follow this policy."""
+    if callable(importance):
+        raise NotImplementedError(
+            f"importance={importance!r} is a function, which would run on the host at every collection; on a "
+            f"GPU choose one of {', '.join(POLICIES)}, or keep the cache on the CPU"
+        )
+
+
+def score_stored(
+    state: int,
+    scores: Any,
+    lse: Any,
+    *,
+    num_heads_kv: int,
+    importance: str,
+    decay: float,
+    stream: int,
+) -> None:
+    """Bring the importance of all tokens in pages of a layer up to date with the attention they received.
+
+    Parameters
+    ----------
+    state : int
+        Address of the layer's LayerState.
+    scores : float32 array, (batch, num_heads_kv, entries, rows, 64)
+        What packed attention kept of the last query rows; rows counts positions times heads of a group.
+    lse : float32 array, (batch, num_heads_q, seqlen)
+        Of every query row over all its keys, stored or not.
+    importance : {"attention", "forecast"}
+        Other policies do not observe attention: they need no call.
+    decay : float
+        Weight of the old score.
+    """
+    group = lse.shape[1] // num_heads_kv
+    kept, grid = kept_scores(scores, lse, group)
+    kernel = score_kernel("score_stored", cuda_view(scores, "scores").device)
+    keep, take = np.float32(decay), np.float32(1 - decay)
+    arguments = (state, kept, keep, take, np.int32(importance == "forecast"))
+    kernel(grid, (_THREADS,), arguments, 0, stream)
+
+
+def score_new(
+    q: Any, k: Any, lse: Any, codes: Any, *, scale: float, softcap: float = 0.0, stream: int
+) -> None:
+    """Importance of the tokens of a long step: the attention they get from its last rows.
+
+    Parameters
+    ----------
+    q, k : arrays, (batch, seqlen, num_heads_q or num_heads_kv, head_dim)
+        float16 or bfloat16; by strides, the last axis contiguous and all vectors at multiples of 16 bytes.
+        Row i sees keys 0 to i.
+    lse : float32 array, (batch, num_heads_q, seqlen)
+        Over all keys of each row, stored ones included. A row with an infinite one counts as if it gave no
+        key any attention: padding, for example.
+    codes : uint8 array, (batch * num_heads_kv, seqlen)
+        Receives the importance codes.
+    scale, softcap : float
+        Of the attention.
+
+    Raises
+    ------
+    ValueError
+        If q or k does not lie at multiples of 16 bytes.
+    """
+    views = {"q": cuda_view(q, "q"), "k": cuda_view(k, "k")}
+    for name, view in views.items():
+        if view.strides[3] != 1 or view.pointer % 16 or any(step % 8 for step in view.strides[:3]):
+            raise ValueError(
+                f"{name} must have a contiguous last axis and vectors at multiples of 16 bytes, got strides "
+                f"{view.strides} at address {view.pointer}: pass a contiguous copy"
+            )
+    batch, seqlen, heads_q, head_dim = q.shape
+    heads = k.shape[2]
+    sight = np.zeros((), _SIGHT)
+    sight["q"], sight["k"] = views["q"].pointer, views["k"].pointer
+    sight["lse"], sight["codes"] = cuda_view(lse, "lse").pointer, cuda_view(codes, "codes").pointer
+    for name, view in views.items():
+        sight[f"{name}_batch"], sight[f"{name}_step"], sight[f"{name}_head"] = view.strides[:3]
+    sight["heads"], sight["group"], sight["seqlen"] = heads, heads_q // heads, seqlen
+    sight["window"], sight["scale"], sight["softcap"] = min(seqlen, MASS_ROWS), scale, softcap
+    kernel = score_kernel("score_new", views["q"].device, head_dim, dtype_name(q, "q"))
+    keys_per_block = _WARPS * (32 if head_dim <= 128 else 16)
+    argument = np.frombuffer(sight.tobytes(), f"V{_SIGHT.itemsize}")[0]
+    kernel((-(-seqlen // keys_per_block), batch * heads), (_THREADS,), (argument,), 0, stream)
+
+
+def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
+    """Importance of new tokens without queries: 1 / norm of the key, or what their policy says of any token.
+
+    k (batch, seqlen, num_heads_kv, head_dim) by strides, codes (batch * num_heads_kv, seqlen) uint8.
+    """
+    view: CudaView = cuda_view(k, "k")
+    batch, seqlen, heads, head_dim = k.shape
+    kernel = score_kernel("score_norms", view.device, head_dim, dtype_name(k, "k"))
+    numbers = np.int32(heads), np.int32(seqlen), np.int32(_KINDS[importance])
+    strides = [np.int64(step) for step in view.strides[:3]]
+    arguments = (view.pointer, cuda_view(codes, "codes").pointer, *strides, *numbers)
+    kernel((-(-seqlen // _WARPS), batch * heads), (_THREADS,), arguments, 0, stream)

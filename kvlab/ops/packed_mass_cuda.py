@@ -1,0 +1,54 @@
+"""Attention mass on a GPU: kept scores become probabilities, one launch (``kernels/cuda/cache_score.cu``)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvlab.arrays import Array, ArrayT, cuda_view, current_stream, empty
+from kvlab.build import Kernel, arch_of, build, load
+from kvlab.device import compute_capability
+
+if TYPE_CHECKING:
+    from kvlab.ops.packed import Pages
+
+__all__ = ["kept_scores", "launch", "score_kernel"]
+
+_KEPT = np.dtype(
+    [("scores", "u8"), ("lse", "u8"), ("heads", "i4"), ("group", "i4"), ("rows", "i4"), ("seqlen", "i4")]
+)
+_WARPS = 8
+
+
+@lru_cache(maxsize=64)
+def score_kernel(entry: str, device: int, head_dim: int = 128, dtype: str = "bfloat16") -> Kernel:
+    """Return a kernel of ``cache_score.cu``; those that read no keys are the same for any head_dim."""
+    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
+    return load(build("cache_score", macros, arch_of(*compute_capability(device))), entry, device=device)
+
+
+def kept_scores(scores: Any, lse: Any, group: int) -> tuple[Any, tuple[int, int]]:
+    """Return the struct `Kept` of the kernels, and the grid in which each page has a warp.
+
+    scores (batch, num_heads_kv, entries, rows, 64) and lse (batch, num_heads_q, seqlen) float32, contiguous.
+    """
+    batch, heads, entries, rows, _ = scores.shape
+    kept = np.zeros((), _KEPT)
+    kept["scores"], kept["lse"] = cuda_view(scores, "scores").pointer, cuda_view(lse, "lse").pointer
+    kept["heads"], kept["group"], kept["rows"], kept["seqlen"] = heads, group, rows, lse.shape[2]
+    return np.frombuffer(kept.tobytes(), f"V{_KEPT.itemsize}")[0], (-(-entries // _WARPS), batch * heads)
+
+
+def launch(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
+    """Launcher of backend "cuda" for `kvlab.ops.packed.mass_from_scores`."""
+    batch, heads, entries, _, slots = scores.shape  # type: ignore[attr-defined]
+    mass = empty((batch, heads, entries, slots), "float32", scores)
+    kept, grid = kept_scores(scores, lse, group)
+    names = {"pages.count": pages.count, "pages.num_pages": pages.num_pages, "mass": mass}
+    pointers = [cuda_view(x, name).pointer for name, x in names.items()]
+    kernel = score_kernel("mass_of_scores", cuda_view(mass, "mass").device)
+    arguments = (*pointers, kept, np.int32(entries))
+    kernel(grid, (32 * _WARPS,), arguments, 0, current_stream(scores))
+    return mass

@@ -1,0 +1,199 @@
+"""Importance on the GPU against float64: from queries and keys, from kept scores, from norms.
+
+Codes are eighths of a binary order apart, so one step of difference is what rounding may cost; the share of
+codes that differ at all is bounded too.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from kvlab import last_backend
+from kvlab.cache import cuda_score
+from kvlab.cache.importance import make_policy
+from kvlab.cache.pages import decode_importance, encode_importance
+from kvlab.ops.packed import mass_from_scores
+from kvlab.reference import packed as reference
+from tests.gpu.test_cache_plan import Device
+from tests.plans import Simulation, draw_tokens, empty_layer
+
+DTYPES = {torch.float16: np.dtype(np.float16), torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def assert_close(codes: np.ndarray, expected: np.ndarray) -> None:
+    """Codes equal what they should be, but for a step where a value lies at an edge."""
+    difference = np.abs(codes.astype(int) - expected.astype(int))
+    assert difference.max(initial=0) <= 1
+    assert (difference > 0).mean() < 0.1
+
+
+def column_mass(
+    q: np.ndarray, k: np.ndarray, window: int, scale: float, softcap: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean attention of the last rows (batch, heads_kv, keys) in float64, and lse (batch, heads_q, rows)."""
+    batch, n, heads_q, _ = q.shape
+    heads = k.shape[2]
+    keys = np.repeat(k.astype(np.float64), heads_q // heads, 2)
+    scores = np.einsum("bqhd,bkhd->bhqk", q.astype(np.float64), keys) * scale
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    scores = np.where(np.tril(np.ones((n, n), bool)), scores, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    mass = np.exp(scores - lse[..., None])[:, :, n - window :].mean(2)
+    return mass.reshape(batch, heads, heads_q // heads, n).mean(2), lse
+
+
+def draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
+    x = torch.from_numpy(np.random.default_rng(seed).standard_normal(shape)).to(dtype)
+    return x.cuda(), x.double().numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("n", "group", "softcap"), [(300, 4, 0.0), (17, 1, 0.0), (65, 7, 5.0), (1, 2, 0.0)])
+def test_attention_of_the_last_rows(
+    dtype: torch.dtype, head_dim: int, n: int, group: int, softcap: float
+) -> None:
+    q, exact_q = draw(n, (2, n, 3 * group, head_dim), dtype)
+    k, exact_k = draw(n + 1, (2, n, 3, head_dim), dtype)
+    scale = head_dim**-0.5
+    mass, lse = column_mass(exact_q, exact_k, min(n, 64), scale, softcap)
+    codes = torch.zeros((6, n), dtype=torch.uint8, device="cuda")
+    whole = torch.from_numpy(lse.astype(np.float32)).cuda()
+    cuda_score.score_new(q, k, whole, codes, scale=scale, softcap=softcap, stream=stream())
+    found = codes.cpu().numpy()
+    expected = encode_importance(mass.reshape(6, n))
+    assert_close(found, expected)
+    if n < 60:
+        return
+    for wrong in (np.zeros_like(expected), expected[::-1], np.roll(expected, 1, 1)):
+        with pytest.raises(AssertionError):
+            assert_close(found, wrong)
+
+
+def test_strided_rows_without_keys_and_keys_that_are_padding() -> None:
+    """Views of a fused projection; rows of padding have lse -inf; a key of NaN spoils itself alone."""
+    n, head_dim = 130, 128
+    fused, exact = draw(0, (2, n, 6 + 2 + 2, head_dim), torch.bfloat16)
+    mass, lse = column_mass(exact[:, :, :6], exact[:, :, 6:8], 64, 0.1, 0.0)
+    q, k = fused[:, :, :6], fused[:, :, 6:8]
+    codes = torch.zeros((4, n), dtype=torch.uint8, device="cuda")
+    whole = torch.from_numpy(lse.astype(np.float32)).cuda()
+    cuda_score.score_new(q, k, whole, codes, scale=0.1, stream=stream())
+    assert_close(codes.cpu().numpy(), encode_importance(mass.reshape(4, n)))
+    k[:, 3] = float("nan")
+    again = torch.zeros_like(codes)
+    cuda_score.score_new(q, k, whole, again, scale=0.1, stream=stream())
+    assert bool((again[:, 3] == 0).all())
+    again[:, 3] = codes[:, 3]
+    assert torch.equal(again, codes)
+    whole[1] = float("-inf")
+    cuda_score.score_new(q, k, whole, again, scale=0.1, stream=stream())
+    assert not bool(again[2:].any())
+    assert bool(again[:2].any())
+
+
+def test_vectors_between_16_bytes_are_refused() -> None:
+    q = torch.zeros((1, 4, 2, 132), dtype=torch.float16, device="cuda")[..., 4:]
+    lse, codes = torch.zeros((1, 2, 4), device="cuda"), torch.zeros((2, 4), dtype=torch.uint8, device="cuda")
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        cuda_score.score_new(q, q, lse, codes, scale=1.0, stream=stream())
+
+
+def stored_layer() -> tuple[Simulation, Device, torch.Tensor, np.ndarray, torch.Tensor, np.ndarray]:
+    rng = np.random.default_rng(5)
+    layer = empty_layer("2348", 2, 2, 30, 400_000, 200)
+    simulation = Simulation(layer, "2348")
+    simulation.change(draw_tokens(rng, 2, 2, 900, 0, "padded"))
+    scores = rng.normal(-9, 3, (2, 2, 30, 6, 64)).astype(np.float32)
+    lse = rng.normal(-3, 1, (2, 6, 5)).astype(np.float32)
+    lse[0, 3, 4], lse[1, 0, 3] = np.inf, -np.inf
+    unused = (
+        np.arange(64)
+        >= np.where(np.arange(30) < layer.num_pages.reshape(2, 2, 1), layer.count.reshape(2, 2, 30), 0)[
+            ..., None
+        ]
+    )
+    hostile = np.where(unused[:, :, :, None], np.nan, scores).astype(np.float32)
+    return (
+        simulation, Device([layer]), torch.from_numpy(hostile).cuda(), np.where(unused[:, :, :, None], -np.inf, scores),
+        torch.from_numpy(lse).cuda(), lse,
+    )  # fmt: skip
+
+
+def test_mass_of_kept_scores() -> None:
+    simulation, _, scores, exact, lse, exact_lse = stored_layer()
+    layer = simulation.layer
+    shape = (2, 2, 30)
+    count = np.where(np.arange(30) < layer.num_pages.reshape(2, 2, 1), layer.count.reshape(shape), 77)
+    pages = SimpleNamespace(
+        rung=torch.from_numpy(layer.rung.reshape(shape)).cuda(),
+        count=torch.from_numpy(count.astype(np.uint8)).cuda(),
+        num_pages=torch.from_numpy(layer.num_pages.reshape(2, 2)).cuda(),
+    )
+    found = mass_from_scores(scores, lse, pages).cpu().numpy()
+    assert last_backend() == "cuda"
+    expected = reference.mass_from_scores(exact, exact_lse)
+    assert np.abs(found - expected).max() <= 2e-6 * expected.max()
+    assert np.array_equal(found == 0, expected == 0)
+    assert np.abs(found - np.roll(expected, 1, 3)).max() > 1e-3 * expected.max()
+
+
+@pytest.mark.parametrize("importance", ["attention", "forecast"])
+def test_stored_tokens_follow_what_they_receive(importance: str) -> None:
+    simulation, device, scores, exact, lse, exact_lse = stored_layer()
+    layer = simulation.layer
+    before = device.table(0, "arena").copy()
+    cuda_score.score_stored(
+        device.states.data_ptr(),
+        scores,
+        lse,
+        num_heads_kv=2,
+        importance=importance,
+        decay=0.75,
+        stream=stream(),
+    )
+    after = device.table(0, "arena")
+    mass = reference.mass_from_scores(exact, exact_lse).reshape(4, 30, 64).astype(np.float32)
+    update = make_policy(importance, 0.75).update
+    seen = np.zeros(len(before), bool)
+    for pair in range(4):
+        for e in range(layer.num_pages[pair]):
+            r, n = int(layer.rung[pair, e]), int(layer.count[pair, e])
+            at = int(layer.index[pair, e]) * 64 + layer.rungs[r].tail + 128
+            old = decode_importance(before[at : at + n])
+            new = update(old, mass[pair, e, :n], np.zeros(n, np.int64), 900)
+            assert_close(after[at : at + n], encode_importance(new))
+            seen[at : at + n] = True
+    assert np.array_equal(before[~seen], after[~seen])
+    assert (before[seen] != after[seen]).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_ages_and_ones(dtype: torch.dtype) -> None:
+    k, exact = draw(2, (2, 70, 3, 96), dtype)
+    k, exact = k.clone(), exact.copy()
+    k[0, 0], exact[0, 0] = 0, 0
+    codes = torch.zeros((6, 70), dtype=torch.uint8, device="cuda")
+    cuda_score.score_norms(k, codes, "key_norm", stream())
+    norm = np.sqrt((exact**2).sum(-1)).swapaxes(1, 2).reshape(6, 70)
+    assert_close(codes.cpu().numpy(), encode_importance(1 / np.maximum(norm, 1e-6)))
+    cuda_score.score_norms(k, codes, "recency", stream())
+    assert np.array_equal(codes.cpu().numpy()[3], encode_importance(1 / np.arange(70, 0, -1)))
+    cuda_score.score_norms(k, codes, "uniform", stream())
+    assert bool((codes == 192).all())
+
+
+def test_functions_of_users_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="keep the cache on the CPU"):
+        cuda_score.check_policy(lambda previous, observed, positions, seqlen: observed)
+    cuda_score.check_policy("attention")
