@@ -35,11 +35,8 @@ CASES = {
     "d256 causal 16K mha8": (1, 16384, 8, 8, 256, True),
     "d96 causal 8K mha16": (1, 8192, 16, 16, 96, True),
 }
-VARIANTS = {  # tiles of 16 rows a warp, warps, keys of a tile, blocks on a multiprocessor
-    128: [(2, 4, 32, 2), (2, 8, 64, 1), (1, 8, 64, 2), (1, 4, 64, 3)],
-    64: [(2, 4, 128, 2), (2, 4, 32, 3), (2, 4, 64, 3), (2, 8, 64, 1), (1, 4, 64, 4)],
-    256: [(1, 8, 64, 1), (1, 4, 32, 2), (1, 8, 32, 1)],
-    96: [(2, 4, 32, 2)],
+VARIANTS: dict[int, list[dict[str, Any]]] = {  # what a variant has another value for in attention_cuda
+    d: [{"HOPPER": False}] for d in (64, 96, 128, 256)
 }
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -52,10 +49,18 @@ def contestants(case: tuple[int, int, int, int, int, bool], variants: bool) -> d
         for h in (heads, kv_heads, kv_heads)
     )
 
-    def ours(shape: tuple[int, int, int, int]) -> torch.Tensor:
-        if attention_cuda.SHAPES[d] != shape:
-            attention_cuda.SHAPES[d] = shape
-            attention_cuda._kernel.cache_clear()
+    def ours(changes: dict[str, Any]) -> torch.Tensor:
+        if changes != current:
+            current.clear()
+            current.update(changes)
+            for table, default in DEFAULT.items():
+                value = changes.get(table, default)
+                setattr(
+                    attention_cuda,
+                    table,
+                    default | {d: value} if isinstance(default, dict) and table in changes else value,
+                )
+            attention_cuda._plan.cache_clear()
         return kvlab.attention(q, k, v, causal=causal)
 
     def sdpa(backend: SDPBackend) -> torch.Tensor:
@@ -69,10 +74,11 @@ def contestants(case: tuple[int, int, int, int, int, bool], variants: bool) -> d
             )
         return out.transpose(1, 2)
 
-    calls = {"kvlab": lambda: ours(DEFAULT[d])}
+    current: dict[str, Any] = {}
+    calls = {"kvlab": lambda: ours({})}
     calls |= {name: lambda b=backend: sdpa(b) for name, backend in BACKENDS.items()}
     if variants:
-        calls |= {f"kvlab {shape}": lambda s=shape: ours(s) for shape in VARIANTS.get(d, [])}
+        calls |= {f"kvlab {changes}": lambda c=changes: ours(c) for changes in VARIANTS.get(d, [])}
     want = exact(q, k, v, causal)
     for name in list(calls):
         try:
@@ -87,7 +93,7 @@ def contestants(case: tuple[int, int, int, int, int, bool], variants: bool) -> d
     return calls
 
 
-DEFAULT = dict(attention_cuda.SHAPES)
+DEFAULT = {name: getattr(attention_cuda, name) for name in ("SHAPES", "HOPPER_SHAPES", "HOPPER")}
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

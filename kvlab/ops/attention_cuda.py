@@ -8,6 +8,7 @@ at a time, and whether scores are capped.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,8 @@ _FAR = 1 << 30  # a side of the window without limit; and what no length may exc
 # By head dimension: tiles of 16 rows a warp has, warps, keys of a tile, blocks on a multiprocessor. 32 rows a
 # warp halve what it reads of K and V in shared memory, as long as their output fits into registers.
 SHAPES = {
-    32: (2, 4, 64, 2),
-    64: (2, 4, 64, 2),
+    32: (2, 4, 32, 3),
+    64: (2, 4, 32, 3),
     80: (2, 4, 64, 2),
     96: (2, 4, 64, 2),
     128: (2, 4, 64, 2),
@@ -47,13 +48,28 @@ SHAPES = {
     256: (1, 4, 64, 2),
 }
 
+# The kernel for Hopper: by head dimension, keys of a tile.
+HOPPER_SHAPES = {64: 128, 128: 128, 256: 64}
+_HOPPER_ROWS, _HOPPER_THREADS = 128, 384
+HOPPER = True
+
+
+@dataclass(frozen=True)
+class _Plan:
+    kernel: Kernel
+    rows: int  # query rows of a block
+    threads: int
+    shared_bytes: int
+    box: int  # keys that a tensor copy brings; 0 if the kernel does not use them
+
 
 def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Scores) -> tuple[ArrayT, ArrayT]:
     """Launcher of backend "cuda"; arguments and results as `kvlab.ops.attention_cpu.attend`."""
     views = {name: cuda_view(x, name) for name, x in (("q", q), ("k", k), ("v", v))}
     *rows, heads, dim = views["q"].shape
     kv_heads = views["k"].shape[-2]
-    out = empty(views["q"].shape, dtype_name(q), q)
+    kind = dtype_name(q)
+    out = empty(views["q"].shape, kind, q)
     lse = empty((*rows[:-1], heads, rows[-1]), "float32", q)
     call = np.zeros((), _CALL)
     for name, view in views.items():
@@ -66,22 +82,31 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     else:
         number, longest = _set_sequences(call, sequences)
     group = heads // max(kv_heads, 1)
+    _check_limits(number, longest, kv_heads, group)
+    call["seqlen_q"], call["seqlen_k"], call["group"], call["dim"] = *longest, group, dim
+    call["left"], call["right"] = (_FAR if side < 0 else min(side, _FAR) for side in scores[:2])
+    call["scale"], call["softcap"] = scores.scale, scores.softcap
+    capped = scores.softcap > 0 or not scores.scale > 0
+    aligned = dim % 8 == 0 and all(map(_is_aligned, views.values()))
+    tensor_copies = (
+        sequences is None and aligned and _can_be_mapped(views["k"]) and _can_be_mapped(views["v"])
+    )
+    plan = _plan(dim, kind, capped, aligned, tensor_copies, views["q"].device)
+    arguments = [np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0]]
+    if plan.box:
+        arguments = [_tensor_map(kind, *views[name][:3], plan.box) for name in ("k", "v")] + arguments
+    grid = (-(-longest[0] * group // plan.rows), kv_heads, number)
+    plan.kernel(grid, (plan.threads,), arguments, plan.shared_bytes, current_stream(q))
+    return out, lse
+
+
+def _check_limits(number: int, longest: tuple[int, int], kv_heads: int, group: int) -> None:
     if max(longest) * max(group, 1) >= _FAR or number > 65535 or kv_heads > 65535:
         raise NotImplementedError(
             f"attention of {number} sequences of up to {max(longest)} tokens, {kv_heads} KV heads, {group} "
             "query heads to each: a launch takes at most 65535 sequences and KV heads, and fewer than "
             f"{_FAR} tokens times query heads a sequence; call it for a part of them at a time"
         )
-    call["seqlen_q"], call["seqlen_k"], call["group"], call["dim"] = *longest, group, dim
-    call["left"], call["right"] = (_FAR if side < 0 else min(side, _FAR) for side in scores[:2])
-    call["scale"], call["softcap"] = scores.scale, scores.softcap
-    capped = scores.softcap > 0 or not scores.scale > 0
-    aligned = dim % 8 == 0 and all(map(_is_aligned, views.values()))
-    kernel, block, threads, shared_bytes = _kernel(dim, dtype_name(q), capped, aligned, views["q"].device)
-    grid = (-(-longest[0] * group // block), kv_heads, number)
-    argument = np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0]
-    kernel(grid, (threads,), (argument,), shared_bytes, current_stream(q))
-    return out, lse
 
 
 def _set_tensor(call: Any, name: str, view: CudaView) -> None:
@@ -109,21 +134,60 @@ def _is_aligned(view: CudaView) -> bool:
     return view.pointer % 16 == 0 and all(step % 8 == 0 for step in steps)
 
 
+def _can_be_mapped(view: CudaView) -> bool:
+    """Whether tensor copies can read an array, ([batch,] seqlen, heads, head_dim), whose rows are aligned."""
+    return 0 not in view.shape and all(
+        0 < 2 * step < 1 << 40 for step, size in zip(view.strides, view.shape, strict=True) if size > 1
+    )
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(dtype: str, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> Any:
+    """Describe ([batch,] seqlen, heads, head_dim) to tensor copies of `rows` positions and 64 channels."""
+    from cuda.bindings import driver
+
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (0, *strides)
+    batch, seqlen, heads, dim = shape
+    steps = [2 * step if size > 1 else 16 for step, size in zip(strides, shape, strict=True)]
+    element = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}")
+    error, tensor_map = driver.cuTensorMapEncodeTiled(
+        element, 4, pointer,
+        [driver.cuuint64_t(size) for size in (dim, seqlen, heads, batch)],
+        [driver.cuuint64_t(steps[axis]) for axis in (1, 2, 0)],
+        [driver.cuuint32_t(size) for size in (64, rows, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    if int(error) != 0:
+        raise RuntimeError(f"cuTensorMapEncodeTiled of {dtype} {shape} with strides {strides}: {error.name}")
+    words = np.array([int(word) for word in tensor_map.opaque], np.uint64)
+    return np.frombuffer(words.tobytes(), "V128")[0]
+
+
 @lru_cache(maxsize=256)
-def _kernel(dim: int, dtype: str, capped: bool, aligned: bool, device: int) -> tuple[Kernel, int, int, int]:
-    """Return a kernel, the query rows of a block, its threads and its bytes of shared memory."""
+def _plan(dim: int, dtype: str, capped: bool, aligned: bool, tensor_copies: bool, device: int) -> _Plan:
+    """Choose the kernel; `tensor_copies`: whether they could bring K and V."""
     capability = compute_capability(device)
     if capability < (8, 0):
         raise NotImplementedError(
             f"attention on a GPU takes compute capability 8.0 or later; device {device} has "
             f"{capability[0]}.{capability[1]}: move the arrays to the CPU"
         )
+    macros = {"BF16": int(dtype == "bfloat16"), "CAPPED": int(capped)}
+    if HOPPER and capability == (9, 0) and tensor_copies:
+        head_dim = min(size for size in HOPPER_SHAPES if size >= dim)
+        keys = HOPPER_SHAPES[head_dim]
+        macros |= {"HEAD_DIM": head_dim, "BLOCK_N": keys}
+        kernel = load(build("attention_sm90", macros, "sm_90a"), device=device)
+        shared_bytes = 1024 + 2 * (_HOPPER_ROWS * (head_dim + 8) + 4 * keys * head_dim)
+        return _Plan(kernel, _HOPPER_ROWS, _HOPPER_THREADS, shared_bytes, keys)
     head_dim = min(size for size in SHAPES if size >= dim)
-    tiles, warps, block_n, blocks = SHAPES[head_dim]
-    macros = {
-        "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "M_TILES": tiles, "WARPS": warps,
-        "BLOCK_N": block_n, "BLOCKS": blocks, "CAPPED": int(capped), "ALIGNED": int(aligned),
-    }  # fmt: skip
-    kernel = load(build("attention", macros, arch_of(*capability)), device=device)
+    tiles, warps, keys, blocks = SHAPES[head_dim]
+    macros |= {"HEAD_DIM": head_dim, "M_TILES": tiles, "WARPS": warps, "BLOCK_N": keys, "BLOCKS": blocks}
+    kernel = load(build("attention", macros | {"ALIGNED": int(aligned)}, arch_of(*capability)), device=device)
     rows = 16 * tiles * warps
-    return kernel, rows, 32 * warps, 2 * (rows + 2 * block_n) * (head_dim + 8)
+    return _Plan(kernel, rows, 32 * warps, 2 * (rows + 2 * keys) * (head_dim + 8), 0)

@@ -1,0 +1,107 @@
+// Hopper's asynchronous units: mbarriers, tensor copies (TMA), matrix products of a warpgroup (wgmma).
+//
+// A matrix in shared memory is in blocks of 64 columns: rows of 128 bytes, 16-byte pieces swizzled by the row
+// modulo 8, as a tensor copy with 128-byte swizzle leaves them; blocks begin at multiples of 1024 bytes. Sums
+// of a warpgroup's product, 64 x N, lie as in attention_rows.cuh, 16 rows a warp. Needs packed_codes.cuh.
+#pragma once
+
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+__device__ __forceinline__ void init_barrier(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+}
+// Waits until the phase of this parity is complete.
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+    asm volatile(
+        "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again;}" ::"r"(
+            barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// Copies a box of a [batch, head, position, channel] tensor; coordinates are of its first element.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 barrier, int channel, int position,
+                                         int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6}], "
+        "[%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(channel), "r"(position), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Orders this thread's ordinary accesses to shared memory before those of the asynchronous units.
+__device__ __forceinline__ void fence_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_threads(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void begin_products() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// What x needs is computed before, what uses x after.
+template <int COUNT>
+__device__ __forceinline__ void pin(float (&x)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+// Waits until at most PENDING groups of products run; x are sums that are complete then.
+template <int PENDING, int COUNT>
+__device__ __forceinline__ void wait_products(float (&x)[COUNT]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+    pin(x);
+}
+
+// An operand whose columns are contracted (Q, K): 8 rows are 1024 bytes; 16 columns further is 32 bytes.
+__device__ __forceinline__ u64 rows_operand(u32 address) {
+    return (u64)((address & 0x3ffffu) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+// An operand whose rows are contracted (V): 64 columns further is `block` bytes, 16 rows further 2048 bytes.
+__device__ __forceinline__ u64 columns_operand(u32 address, u32 block) {
+    return (u64)((address & 0x3ffffu) >> 4) | (u64)(block >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// c[64 x N] += a[64 x 16] b[16 x N]: a and b in shared memory (without add: =), or a in registers and b an
+// operand of columns. A thread has N / 2 sums.
+// clang-format off
+#define KVLAB_SUMS8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
+#define KVLAB_SUMS32(c, i) KVLAB_SUMS8(c, i), KVLAB_SUMS8(c, i + 8), KVLAB_SUMS8(c, i + 16), KVLAB_SUMS8(c, i + 24)
+#define KVLAB_NUMBERS0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define KVLAB_NUMBERS1 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define KVLAB_NUMBERS2 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define KVLAB_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." KVLAB_PAIR "." KVLAB_PAIR
+#define KVLAB_SHARED(n, count, numbers, a, b, add, ...)                                                      \
+    __device__ __forceinline__ void multiply_async(float (&c)[count], u64 x, u64 y, bool keep) {             \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %" #add ", 0; " KVLAB_WGMMA(n) " {" numbers "}, %" #a ", %" #b \
+                     ", p, 1, 1, 0, 0;}" : __VA_ARGS__ : "l"(x), "l"(y), "r"((int)keep));                    \
+    }
+#define KVLAB_REGISTERS(n, count, numbers, a0, a1, a2, a3, b, ...)                                           \
+    __device__ __forceinline__ void multiply_async(float (&c)[count], const u32* a, u64 y) {                 \
+        asm volatile("{.reg .pred p; setp.eq.b32 p, 0, 0; " KVLAB_WGMMA(n) " {" numbers "}, {%" #a0 ", %" #a1 ", %" #a2 \
+                     ", %" #a3 "}, %" #b ", p, 1, 1, 1;}" : __VA_ARGS__                                      \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(y));                                  \
+    }
+KVLAB_SHARED(64, 32, KVLAB_NUMBERS0, 32, 33, 34, KVLAB_SUMS32(c, 0))
+KVLAB_SHARED(128, 64, KVLAB_NUMBERS0 KVLAB_NUMBERS1, 64, 65, 66, KVLAB_SUMS32(c, 0), KVLAB_SUMS32(c, 32))
+KVLAB_REGISTERS(64, 32, KVLAB_NUMBERS0, 32, 33, 34, 35, 36, KVLAB_SUMS32(c, 0))
+KVLAB_REGISTERS(128, 64, KVLAB_NUMBERS0 KVLAB_NUMBERS1, 64, 65, 66, 67, 68, KVLAB_SUMS32(c, 0), KVLAB_SUMS32(c, 32))
+KVLAB_REGISTERS(256, 128, KVLAB_NUMBERS0 KVLAB_NUMBERS1 KVLAB_NUMBERS2, 128, 129, 130, 131, 132,
+                KVLAB_SUMS32(c, 0), KVLAB_SUMS32(c, 32), KVLAB_SUMS32(c, 64), KVLAB_SUMS32(c, 96))
+// clang-format on
