@@ -106,17 +106,20 @@ __host__ __device__ constexpr int only_width(int flag) {
 
 // ---- The ring
 
-// Natural scores of the last rows of the queries.
+// Natural scores of the last rows of the queries, of scores less `reference`.
 __device__ __forceinline__ void keep_scores(const Call& call, const Sequence& sequence, u32 entry,
-                                            const float (&s)[4][4], int lane) {
+                                            const float (&reference)[2], const float (&s)[4][4], int lane) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         const int row = 2 * (lane % 4) + j, kept = sequence.first_row + row - (call.rows - call.kept);
         if (row >= sequence.rows || kept < 0) continue;
+        float x[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) x[i] = (s[i / 2][2 * (i % 2) + j] + reference[j]) * LN2;
         float4* to =
             (float4*)(call.scores + (((u64)sequence.pair * call.entries + entry) * call.kept + kept) * 64);
-        to[lane / 4 * 2] = {s[0][j] * LN2, s[0][2 + j] * LN2, s[1][j] * LN2, s[1][2 + j] * LN2};
-        to[lane / 4 * 2 + 1] = {s[2][j] * LN2, s[2][2 + j] * LN2, s[3][j] * LN2, s[3][2 + j] * LN2};
+        to[lane / 4 * 2] = {x[0], x[1], x[2], x[3]};
+        to[lane / 4 * 2 + 1] = {x[4], x[5], x[6], x[7]};
     }
 }
 
@@ -126,10 +129,13 @@ __device__ __forceinline__ bool is_one_item(const Rung& rung) {
     return ALL_ARE_ONE || (MAY_BE_ONE && rung.bits_k + rung.bits_v <= 8);
 }
 
+// Pages are read once, so they leave the second-level cache first, and tables and weights stay.
 __device__ __forceinline__ void copy_bulk(u8* to, const u8* from, u32 bytes, u32 barrier) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            shared_address(to)),
+        "{.reg .b64 first;\ncreatepolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+        "[%3], "
+        "first;}" ::"r"(shared_address(to)),
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
@@ -224,9 +230,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     }
     __syncwarp();  // the barriers of this warp are ready
 
+    // The lane's entry among the first 32 pages of the warp, read together with the lengths.
     const int blocks = (call.rows + 7) / 8, b = blockIdx.x;
+    const Share guessed = guess(call, blocks);
+    Entry own = {};
+    if (guessed.parts) {
+        const u32 place = b - guessed.first + guessed.parts * (warp + lane * WARPS);
+        if (place < call.entries)
+            own = entry_at(call.index, call.rung, call.count, (u64)guessed.number * call.entries, place);
+    }
     int total, ctas;
-    const Share share = divide(call, blocks, lane, total, ctas);
+    const Share share = divide(call, guessed, blocks, lane, total, ctas);
+    const bool known = share.parts && share.number == guessed.number && share.first == guessed.first &&
+                       share.parts == guessed.parts;
     const int begin = share.begin, end = share.end;
     int number = share.number, start = share.start;
     RawQuery raw;
@@ -236,26 +252,42 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     const int each = call.num_rungs > 1 && ctas ? (total + ctas - 1) / ctas : 0;
     const int page_count = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0;
     int next_page = 0, next_part = 0;
-    uint4 own = {0, 0, 0, 0};
     auto produce = [&](int slot) {
         if (next_page == page_count) return;
-        if (next_page % 32 == 0 && next_part == 0) {
+        if (next_page % 32 == 0 && next_part == 0 && (next_page || !known)) {
             const int position = begin + warp + (next_page + lane) * WARPS;
             if (position < end)
-                own = read_entry(call.index, call.rung, call.count, call.num_pages, call.entries, blocks,
-                                 each, position, share.number, share.start, share.pages);
+                own = share.parts
+                          ? entry_at(call.index, call.rung, call.count, (u64)share.number * call.entries,
+                                     b - share.first + share.parts * position)
+                          : find_entry(call.index, call.rung, call.count, call.num_pages, call.entries,
+                                       blocks, each, position, share.number, share.start, share.pages);
         }
-        const u32 index = __shfl_sync(ALL_LANES, own.x, next_page % 32);
-        const u32 note = __shfl_sync(ALL_LANES, own.y, next_page % 32);
-        const u32 entry = KEEP_SCORES ? __shfl_sync(ALL_LANES, own.z, next_page % 32) : 0;
+        const u32 index = __shfl_sync(ALL_LANES, own.index, next_page % 32);
+        const u32 note = __shfl_sync(ALL_LANES, own.note, next_page % 32);
+        const u32 entry = KEEP_SCORES ? __shfl_sync(ALL_LANES, own.place, next_page % 32) : 0;
         if (lane == 0) notes[warp * MAX_STAGES + slot] = {entry, note};
         ++next_part;
         if (copy_part(call.rungs[note & 255], index, next_part - 1, ring + slot * call.slot_bytes,
                       barrier + 8 * slot, lane))
             next_part = 0, ++next_page;
     };
+    int filled = 0;  // slots: the first page of all warps goes before their second
+    do {
+        produce(filled);
+    } while (++filled < call.stages && next_part);
+
+    // Sequences without pages
 #pragma unroll 1
-    for (int i = 0; i < call.stages; ++i) produce(i);
+    for (int i = b; i < call.pairs * blocks; i += gridDim.x) {
+        const Sequence sequence = sequence_at(call, i);
+        if (call.num_pages[sequence.pair]) continue;
+        for (int c = threadIdx.x; c < 8 * ROW_FLOATS; c += WARPS * 32) rows[c] = 0.f;
+        __syncthreads();  // `rows` is zero
+        for (int r = warp; r < sequence.rows; r += WARPS)
+            write_row(call, sequence, r, rows + r * ROW_FLOATS, lane);
+        __syncthreads();  // `rows` may be written again
+    }
 
     // Consuming
     int slot = 0, n = 0;
@@ -282,6 +314,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             __syncthreads();  // all query rows are rotated
             load_query(rows, sequence.rows, lane, query);
         }
+#pragma unroll 1
+        for (; filled < call.stages; ++filled) produce(filled);
         const u16* row = WIDTHS_K & RAW ? q_row(call, sequence, min(lane / 4, sequence.rows - 1)) : nullptr;
         State state;
         clear(state, WIDTHS_V & (WIDTHS_V - 1) ? 0 : only_width(WIDTHS_V));
@@ -297,16 +331,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             const bool one = is_one_item(rung);
             const int k_bytes = 8 * HEAD_DIM * bits_k, v_bytes = 8 * HEAD_DIM * bits_v;
             const u8* k_steps = item + k_bytes + (one ? v_bytes : 0);
+            const float base[2] = {SOFTCAP ? 0.f : state.reference[0], SOFTCAP ? 0.f : state.reference[1]};
             float s[4][4];
-            if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, k_steps, query, s, lane);
-            if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, k_steps, query, s, lane);
-            if ((WIDTHS_K & 4) && bits_k == 4) coded_scores<4>(item, k_steps, query, s, lane);
-            if ((WIDTHS_K & 8) && bits_k == 8) coded_scores<8>(item, k_steps, query, s, lane);
+            if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, k_steps, query, base, s, lane);
+            if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, k_steps, query, base, s, lane);
+            if ((WIDTHS_K & 4) && bits_k == 4) coded_scores<4>(item, k_steps, query, base, s, lane);
+            if ((WIDTHS_K & 8) && bits_k == 8) coded_scores<8>(item, k_steps, query, base, s, lane);
             if ((WIDTHS_K & RAW) && bits_k == 16) {
                 const float unit = call.scale * LOG2E;
-                raw_scores<0>(item, row, unit, s, lane);
+                raw_scores<0>(item, row, unit, base, s, lane);
                 release();
-                raw_scores<1>(wait(), row, unit, s, lane);
+                raw_scores<1>(wait(), row, unit, base, s, lane);
             }
             const u8 *values = item + k_bytes, *v_steps = k_steps + 64;
             if (!one) {
@@ -314,9 +349,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
                 values = wait();
                 v_steps = values + v_bytes;
             }
-            if (SOFTCAP) cap_scores(call.softcap * LOG2E, s);
+            if (SOFTCAP) cap_scores(call.softcap * LOG2E, state.reference, s);
             if (count < 64) clear_unused(count, s, lane);
-            if (KEEP_SCORES) keep_scores(call, sequence, note.x, s, lane);
+            if (KEEP_SCORES) keep_scores(call, sequence, note.x, state.reference, s, lane);
             u32 p[4][2];
             if (state.bits != bits_v) change_frame(state, bits_v, lane);
             if ((WIDTHS_V & RAW) && bits_v == 16) {
@@ -344,6 +379,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             for (int bit = 4; bit < 32; bit *= 2)
                 state.sum[j] += __shfl_xor_sync(ALL_LANES, state.sum[j], bit);
         }
+        if (state.reach == -INFINITE) state.reference[0] = state.reference[1] = LOWEST;
         join_warps(state, sequence.rows, merge, rows);
         bool last = true;
         const int first = share.parts ? share.first : owner(start, total, ctas);
@@ -352,13 +388,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             float* to = call.partial + (u64)(b + number) * 8 * ROW_FLOATS;
             for (int i = threadIdx.x; i < sequence.rows * ROW_FLOATS; i += WARPS * 32)
                 __stcg(to + i, rows[i]);
-            __threadfence();  // this CTA's part is seen before its arrival is
-            __syncthreads();  // by all threads
-            if (threadIdx.x == 0) arrived = atomicAdd(call.arrivals + number, 1u);
+            __syncthreads();  // the part is written
+            if (threadIdx.x == 0) {
+                // This CTA's part is seen before its arrival is, the others' parts are read after theirs.
+                u32 before;
+                asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                             : "=r"(before)
+                             : "l"(call.arrivals + number)
+                             : "memory");
+                arrived = before;
+            }
             __syncthreads();  // the count is known
             last = arrived == parts - 1;
             if (last) {
-                __threadfence();  // the others' parts are read after their arrivals
                 if (threadIdx.x == 0) call.arrivals[number] = 0;
                 join_parts(call.partial + (u64)(first + number) * 8 * ROW_FLOATS, parts, sequence.rows, rows);
             }
@@ -369,16 +411,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         __syncthreads();  // `rows` may be written again
         position = stop;
         start += pages;
-    }
-    // Sequences without pages
-#pragma unroll 1
-    for (int i = b; i < call.pairs * blocks; i += gridDim.x) {
-        const Sequence sequence = sequence_at(call, i);
-        if (call.num_pages[sequence.pair]) continue;
-        for (int c = threadIdx.x; c < 8 * ROW_FLOATS; c += WARPS * 32) rows[c] = 0.f;
-        __syncthreads();  // `rows` is zero
-        for (int r = warp; r < sequence.rows; r += WARPS)
-            write_row(call, sequence, r, rows + r * ROW_FLOATS, lane);
-        __syncthreads();  // `rows` may be written again
     }
 }

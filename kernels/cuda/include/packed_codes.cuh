@@ -8,6 +8,8 @@
 // done once there. Needs the macro BF16: whether the 16-bit type of the cache is bfloat16 or float16.
 #pragma once
 
+#include <cuda_fp16.h>
+
 using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
@@ -168,11 +170,11 @@ __device__ __forceinline__ void for_each_tile(const u8* codes, int lane, Order o
 // Steps of slots 8 g to 8 g + 7 as float16, of which a byte is the bits without sign and without the lower 7
 // of the mantissa: two at a time, slots (0, 2), (1, 3), (4, 6), (5, 7). Those of slots from `count` on are 0.
 struct Steps {
-    u32 pairs[4];
+    __half2 pairs[4];
 
     __device__ __forceinline__ float at(int i) const {
-        const u32 pair = pairs[i / 4 * 2 + i % 2];
-        return half_bits_to_float(i / 2 % 2 ? pair >> 16 : pair & 0xffffu);
+        const __half2 pair = pairs[i / 4 * 2 + i % 2];
+        return i / 2 % 2 ? __high2float(pair) : __low2float(pair);
     }
 };
 
@@ -186,9 +188,9 @@ __device__ __forceinline__ Steps load_steps(const u8* steps, int g, int count = 
     Steps r;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const u32 w = i ? x.y : x.x;
-        r.pairs[2 * i] = (w & 0x00ff00ffu) << 7;
-        r.pairs[2 * i + 1] = (w >> 1) & 0x7f807f80u;
+        const u32 w = i ? x.y : x.x, even = (w & 0x00ff00ffu) << 7, odd = (w >> 1) & 0x7f807f80u;
+        r.pairs[2 * i] = *(const __half2*)&even;
+        r.pairs[2 * i + 1] = *(const __half2*)&odd;
     }
     return r;
 }

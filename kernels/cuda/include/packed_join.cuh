@@ -6,6 +6,7 @@
 constexpr int TILES_D = HEAD_DIM / 16, ROW_FLOATS = HEAD_DIM + 2, MERGE_ROWS = 4;
 constexpr int HADAMARD_BLOCK = HEAD_DIM & -HEAD_DIM;
 constexpr float LOWEST = -1e30f;
+#define INFINITE __int_as_float(0x7f800000)
 
 __host__ __device__ constexpr float inverse_root(int power_of_4_or_half) {
     float r = 1.f;
@@ -22,7 +23,7 @@ struct State {
     float out[TILES_D][4];  // channels g, g + 8 of a tile x rows 2u, 2u + 1
     float centre[4];        // rows 2u, 2u + 1 at 0, 1, again at 2, 3
     float reference[2], sum[2];
-    float reach;  // by how much scores may exceed the reference: the lift + SLACK
+    float reach;  // by how much scores may exceed the reference: the lift + SLACK; -infinite before the first
     u32 limit;    // the largest step for which the lift is right, as a pair of float16
     int bits;
 };
@@ -35,9 +36,9 @@ __device__ __forceinline__ void clear(State& state, int bits) {
     for (int i = 0; i < TILES_D; ++i)
         state.out[i][0] = state.out[i][1] = state.out[i][2] = state.out[i][3] = 0.f;
     state.centre[0] = state.centre[1] = state.centre[2] = state.centre[3] = 0.f;
-    state.reference[0] = state.reference[1] = LOWEST;
+    state.reference[0] = state.reference[1] = 0.f;
     state.sum[0] = state.sum[1] = 0.f;
-    state.reach = SLACK;
+    state.reach = -INFINITE;
     state.limit = NO_LIMIT;
     state.bits = bits;
 }
@@ -159,16 +160,22 @@ __device__ __forceinline__ void join_warps(const State& state, int row_count, fl
         }
         __syncthreads();  // the merge area holds the rows of all warps
 #pragma unroll 1
-        for (int i = threadIdx.x; i < held * ROW_FLOATS; i += WARPS * 32) {
-            const int row = i / ROW_FLOATS, c = i - row * ROW_FLOATS, stride = held * ROW_FLOATS;
-            const float* from = merge + row * ROW_FLOATS;
-            float top = LOWEST, value = 0.f;
+        for (int i = threadIdx.x; i < held * (ROW_FLOATS / 2); i += WARPS * 32) {
+            const int row = i / (ROW_FLOATS / 2), c = i - row * (ROW_FLOATS / 2), stride = held * ROW_FLOATS;
+            const float *ends = merge + row * ROW_FLOATS + HEAD_DIM, *from = ends - HEAD_DIM + 2 * c;
+            float top = LOWEST;
+            float2 value = {0.f, 0.f};
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) top = fmaxf(top, from[w * stride + HEAD_DIM]);
+            for (int w = 0; w < WARPS; ++w) top = fmaxf(top, ends[w * stride]);
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w)
-                value += from[w * stride + c] * power_of_2(from[w * stride + HEAD_DIM] - top);
-            rows[(first + row) * ROW_FLOATS + c] = c == HEAD_DIM ? top : value;
+            for (int w = 0; w < WARPS; ++w) {
+                const float2 x = *(const float2*)(from + w * stride);
+                const float weight = power_of_2(ends[w * stride] - top);
+                value.x += x.x * weight;
+                value.y += x.y * weight;
+            }
+            if (2 * c == HEAD_DIM) value.x = top;
+            ((float2*)(rows + (first + row) * ROW_FLOATS))[c] = value;
         }
         __syncthreads();  // `rows` is whole, the merge area may be written again
     }

@@ -55,12 +55,13 @@ __device__ __forceinline__ const u16* q_row(const Call& call, const Sequence& s,
     return call.q + p.batch * call.q_batch + p.position * call.q_position + p.head * call.q_head;
 }
 
-// The part of the list that a CTA takes.
+// The part of the list that a CTA takes. If it has pages of one sequence only, `parts` CTAs from `first` on
+// share that sequence, and the positions are its own: position p is entry b - first + p parts of the table.
 struct Share {
     int begin, end;     // positions
     int number, start;  // the sequence of `begin` and the position of its first page
     int pages;          // of that sequence
-    int first, parts;   // the CTAs that share it, if they share no other sequence; else 0, 0
+    int first, parts;   // 0, 0 if positions are those of the whole list
 };
 
 // Which page of a sequence is the p-th of its list: down the columns of a matrix with `columns` columns.
@@ -71,16 +72,39 @@ __device__ __forceinline__ u32 page_at(u32 p, u32 pages, u32 columns) {
     return (from - column * high) * columns + column + (tall ? 0 : taller);
 }
 
+// The CTAs of one sequence if all are equally long: what `divide` finds then, but without reading a length.
+__device__ __forceinline__ Share guess(const Call& call, int blocks) {
+    const int b = blockIdx.x;
+    if (blocks > 1 || call.pairs > gridDim.x) return {};
+    const float per_pair = (float)gridDim.x / (float)call.pairs;
+    Share r = {};
+    r.number = min((int)(((float)b + .5f) / per_pair), call.pairs - 1);
+    r.first = __float2int_rn(r.number * per_pair);
+    r.parts = __float2int_rn((r.number + 1) * per_pair) - r.first;
+    return r;
+}
+
 // Divides the list; one warp. If it costs little balance, every CTA gets pages of one sequence only: the
 // sequence whose pages begin at position c of T gets the CTAs from round(c ctas / T) on. Else CTA b gets T b
 // / ctas and the following.
-__device__ __forceinline__ Share divide(const Call& call, int blocks, int lane, int& total, int& ctas) {
+__device__ __forceinline__ Share divide(const Call& call, const Share& guessed, int blocks, int lane,
+                                        int& total, int& ctas) {
     total = 0;
 #pragma unroll 4
     for (int i = lane; i < call.pairs; i += 32) total += call.num_pages[i];
-#pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) total += __shfl_xor_sync(ALL_LANES, total, bit);
-    total *= blocks;
+    const int longest = __reduce_max_sync(ALL_LANES, total), grid = gridDim.x;
+    const bool equal = __all_sync(ALL_LANES, total == longest || lane >= call.pairs);
+    if (guessed.parts && call.pairs <= 32 && equal && longest * call.pairs >= grid &&
+        (float)grid <= 1.07f * (grid / call.pairs * call.pairs)) {  // the usual case: one row of a batch
+        total = longest * call.pairs;
+        ctas = grid;
+        Share share = guessed;
+        share.pages = longest;
+        share.parts = min(share.parts, longest);
+        share.end = (longest - (blockIdx.x - share.first) + share.parts - 1) / share.parts;
+        return share;
+    }
+    total = __reduce_add_sync(ALL_LANES, total) * blocks;
     ctas = min((int)gridDim.x, total);
     const int b = blockIdx.x;
     if (b >= ctas) return {};
@@ -116,31 +140,37 @@ __device__ __forceinline__ Share divide(const Call& call, int blocks, int lane, 
         if (mine) {
             const int from = __ffs(mine) - 1, pages = __shfl_sync(ALL_LANES, own, from);
             part.first = __shfl_sync(ALL_LANES, first, from);
-            part.parts = __shfl_sync(ALL_LANES, beyond, from) - part.first;
+            part.parts = min(__shfl_sync(ALL_LANES, beyond, from) - part.first, pages);
             part.number = base + from;
-            part.start = __shfl_sync(ALL_LANES, start, from);
             part.pages = pages;
-            part.begin = part.start + (u32)pages * (b - part.first) / part.parts;
-            part.end = part.start + (u32)pages * (b - part.first + 1) / part.parts;
+            part.end = (pages - (b - part.first) + part.parts - 1) / part.parts;
         }
         before = __shfl_sync(ALL_LANES, sum, 31);
     }
     return balanced ? part : whole;
 }
 
-// The table entry of a position at or after the cursor (number, start, pages), which moves there: its index
-// in the pool, rung | count << 8, its place in the table of its pair. Each lane its own; once in 32 pages,
-// and not worth its instructions elsewhere. All it needs of the call comes in registers: read through a
-// reference, the parameters would come from memory.
-__device__ __noinline__ uint4 read_entry(const u32* index, const u8* rung, const u8* count,
+// A page of the list: its index in the pool, rung | count << 8, its place in the table of its pair.
+struct Entry {
+    u32 index, note, place;
+};
+
+__device__ __forceinline__ Entry entry_at(const u32* index, const u8* rung, const u8* count, u64 row,
+                                          u32 place) {
+    return {index[row + place], rung[row + place] | (u32)count[row + place] << 8, place};
+}
+
+// The entry of a position of the whole list, at or after the cursor (number, start, pages). Each lane its
+// own; once in 32 pages, and not worth its instructions elsewhere. What it needs of the call comes in
+// registers: through a reference it would come from memory.
+__device__ __noinline__ Entry find_entry(const u32* index, const u8* rung, const u8* count,
                                          const int* num_pages, int entries, int blocks, int each,
                                          int position, int number, int start, int pages) {
     while (position >= start + pages) {
         start += pages;
         pages = num_pages[(u32)++number / (u32)blocks];
     }
-    u32 entry = position - start;
-    if (each) entry = page_at(entry, pages, min(pages, max(4, 2 * pages / each)));
-    const u64 at = (u64)((u32)number / (u32)blocks) * entries + entry;
-    return {index[at], rung[at] | (u32)count[at] << 8, entry, 0};
+    const u64 row = (u64)((u32)number / (u32)blocks) * entries;
+    const u32 columns = each ? min(pages, max(4, 2 * pages / each)) : 1;
+    return entry_at(index, rung, count, row, page_at(position - start, pages, columns));
 }

@@ -5,7 +5,10 @@
 // packed_join.cuh.
 #pragma once
 
-#define INFINITE __int_as_float(0x7f800000)
+// With one width of coded keys the factor of columns 8 to 15 is in the query, else it is put there for each
+// page.
+constexpr bool ONE_KEY_WIDTH = ((WIDTHS_K & CODED) & ((WIDTHS_K & CODED) - 1)) == 0;
+constexpr int RIGHT_OF_KEYS = (WIDTHS_K & CODED) == 1 ? Fields<2>::RIGHT : 0;
 
 struct Query {
     u32 rotated[TILES_D][2];  // B fragments of float16: the rows times 2^e
@@ -33,6 +36,7 @@ __device__ __forceinline__ void load_query(const float* rows, int row_count, int
             query.rotated[i][j] = pack_halves(pair.x * factor, pair.y * factor);
         }
         mma_half(sums, ones, query.rotated[i][0], query.rotated[i][1]);
+        if (ONE_KEY_WIDTH) query.rotated[i][1] = lowered<RIGHT_OF_KEYS>(query.rotated[i][1]);
     }
     query.unit = power_of_2_exactly(25 - e);
 #pragma unroll
@@ -42,10 +46,11 @@ __device__ __forceinline__ void load_query(const float* rows, int row_count, int
     }
 }
 
-// Scores of coded keys: slot 8 g + i of rows 2u, 2u + 1 at s[i / 2][2 (i % 2)] and the one after it.
+// Scores of coded keys, less `base`: slot 8 g + i of rows 2u, 2u + 1 at s[i / 2][2 (i % 2)] and the one after
+// it.
 template <int BITS>
 __device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, const Query& query,
-                                             float (&s)[4][4], int lane) {
+                                             const float (&base)[2], float (&s)[4][4], int lane) {
     constexpr float MIDDLE = -((1 << BITS) - 1) * .5f / (1 << 24);
     constexpr float EVEN = 1 << Fields<BITS>::EVEN, ODD = 1 << Fields<BITS>::ODD;
 #pragma unroll
@@ -55,7 +60,8 @@ __device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, c
     }
     u32 right[TILES_D];
 #pragma unroll
-    for (int i = 0; i < TILES_D; ++i) right[i] = lowered<Fields<BITS>::RIGHT>(query.rotated[i][1]);
+    for (int i = 0; i < TILES_D; ++i)
+        right[i] = ONE_KEY_WIDTH ? query.rotated[i][1] : lowered<Fields<BITS>::RIGHT>(query.rotated[i][1]);
     constexpr int PER_BLOCK = TILES_D % Fields<BITS>::TILES ? 0 : TILES_D / Fields<BITS>::TILES;
     for_each_tile<BITS, 0, 4 * TILES_D>(
         codes, lane, [](int i) { return PER_BLOCK ? i % 4 * PER_BLOCK + i / 4 : i; },
@@ -69,15 +75,15 @@ __device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, c
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             float& score = s[i / 2][2 * (i % 2) + j];
-            score = fmaf(score, factor, query.bias[j]);
+            score = fmaf(score, factor, query.bias[j] - base[j]);
         }
     }
 }
 
-// Scores of token blocks 2 HALF and 2 HALF + 1 of raw keys; q comes from the first-level cache.
+// Scores of token blocks 2 HALF and 2 HALF + 1 of raw keys, less `base`; q comes from the first-level cache.
 template <int HALF>
-__device__ __forceinline__ void raw_scores(const u8* keys, const u16* row, float unit, float (&s)[4][4],
-                                           int lane) {
+__device__ __forceinline__ void raw_scores(const u8* keys, const u16* row, float unit, const float (&base)[2],
+                                           float (&s)[4][4], int lane) {
 #pragma unroll
     for (int b = 2 * HALF; b < 2 * HALF + 2; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
     for_each_tile<16, 2 * HALF * TILES_D, 2 * TILES_D>(
@@ -89,11 +95,11 @@ __device__ __forceinline__ void raw_scores(const u8* keys, const u16* row, float
 #pragma unroll
     for (int b = 2 * HALF; b < 2 * HALF + 2; ++b) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) s[b][r] *= unit;
+        for (int r = 0; r < 4; ++r) s[b][r] = fmaf(s[b][r], unit, -base[r % 2]);
     }
 }
 
-// Softmax: scores become probabilities relative to the state's reference, and the state's sums follow.
+// Softmax: scores less the state's reference become probabilities, and the state's sums follow.
 // `steps` of the values, if they are coded. What raw values of float16 are multiplied by must have no lift.
 template <bool STEPS>
 __device__ __forceinline__ void probabilities(float (&s)[4][4], const Steps& steps, State& state) {
@@ -111,9 +117,11 @@ __device__ __forceinline__ void probabilities(float (&s)[4][4], const Steps& ste
         largest = *(const u32*)&pair;
         lift_changes = !__hble2(pair, *(const __half2*)&state.limit);
     }
-    if (__any_sync(ALL_LANES, top[0] > state.reference[0] + state.reach ||
-                                  top[1] > state.reference[1] + state.reach || lift_changes)) {
-        const float lift_before = state.reach - SLACK;
+    const bool live = top[0] > -INFINITE || top[1] > -INFINITE;
+    if (__any_sync(ALL_LANES, top[0] > state.reach || top[1] > state.reach || (live && lift_changes))) {
+        const bool empty = state.reach == -INFINITE;
+        const float lift_before = empty ? 0.f : state.reach - SLACK;
+        if (empty) state.reach = SLACK;
         if (__any_sync(ALL_LANES, lift_changes)) {
             state.reach = SLACK;
             state.limit = NO_LIMIT;
@@ -130,10 +138,13 @@ __device__ __forceinline__ void probabilities(float (&s)[4][4], const Steps& ste
 #pragma unroll
             for (int bit = 4; bit < 32; bit *= 2)
                 top[j] = fmaxf(top[j], __shfl_xor_sync(ALL_LANES, top[j], bit));
-            const float before = state.reference[j];
-            state.reference[j] = fmaxf(top[j], before + lift_before) - (state.reach - SLACK);
-            factor[j] = power_of_2(before - state.reference[j]);
+            if (!empty) top[j] = fmaxf(top[j], lift_before);
+            const float rise = top[j] - (state.reach - SLACK);
+            state.reference[j] += rise;
+            factor[j] = empty ? 0.f : power_of_2(-rise);
             state.sum[j] *= factor[j];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[i / 2][2 * (i % 2) + j] -= rise;
         }
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
@@ -145,7 +156,7 @@ __device__ __forceinline__ void probabilities(float (&s)[4][4], const Steps& ste
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         float& p = s[i / 4][i % 4];
-        p = power_of_2(p - state.reference[i % 2]);
+        p = power_of_2(p);
         state.sum[i % 2] += p;
     }
 }
@@ -200,9 +211,10 @@ __device__ __forceinline__ void add_raw_values(const u8* values, const u32 (&p)[
         });
 }
 
-__device__ __forceinline__ void cap_scores(float cap, float (&s)[4][4]) {
+// Caps scores and takes `base` off them.
+__device__ __forceinline__ void cap_scores(float cap, const float (&base)[2], float (&s)[4][4]) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) s[i / 4][i % 4] = cap * tanhf(s[i / 4][i % 4] / cap);
+    for (int i = 0; i < 16; ++i) s[i / 4][i % 4] = cap * tanhf(s[i / 4][i % 4] / cap) - base[i % 2];
 }
 
 __device__ __forceinline__ void clear_unused(int count, float (&s)[4][4], int lane) {
