@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "sizes", "filecache"},
     {"arrays", "device", "environment", "threads"},
-    {"build", "cubin", "nvrtc", "compile_gate", "registry"},
+    {"build", "cubin", "nvrtc", "numba_cuda", "compile_gate", "registry"},
     {"ops"},
     {"cache"},
     {"engine", "parallel"},

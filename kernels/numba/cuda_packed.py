@@ -1,0 +1,445 @@
+"""Decode attention over packed pages, for reading: one warp takes one page at a time, in float32.
+
+A *sequence* is what shares a list of pages: one (batch row, KV head) and up to 4 query rows (position, head
+of the group). The warps of all its blocks are its *parts*: part i of n takes the pages i, i + n, ... of the
+list, so that every part sees the same mixture of widths, however the table is sorted.
+
+    grid (row blocks * shares of a sequence, KV heads, batch), block 2 warps. A page takes these steps:
+      scores    K q. Lane 4 g + u adds up its 4 columns of every block of channels for its tokens, slots
+                8 g to 8 g + 7, in two halves: sums[4 tokens][rows] in registers
+      softmax   through shared memory, lane 4 g + u gets the whole scores of slots 8 g + 2 u and the next,
+                multiplies them by the steps of K, and takes the softmax against the running maximum
+      values    V^T p. Lane 4 g + u adds up its 16 tokens for channels g and g + 8 of every block of
+                channels, page after page: out[head_dim / 8][rows] in registers
+    `cuda_packed_merge.py` then merges the parts.
+
+Coded keys and values are rotated, so q is rotated, once a block, and later the sum of coded values, once a
+row. Raw values are not: a part attends its pages in two rounds, those of coded values first, and writes a
+result for each. Lanes exchange within their warp only, so pages need no barrier of the block.
+
+Shared memory of a block: q, twice (rotated and raw), 8 rows head_dim bytes; of a warp: 32 (head_dim / 8 + 1)
+rows floats for exchange, 64 rows for probabilities. Registers at head_dim 128 and 4 rows: 64 out, 16 sums,
+16 of q or p, 16 words being expanded.
+"""
+
+import math
+
+import numpy as np
+from numba import cuda, types
+
+from .cuda_page import ALIGNED, TILES_THAT_SHARE, UNIT, device, element_of, from_float16, step_of, widened
+
+uint8, uint32, float32, int64 = np.uint8, np.uint32, np.float32, np.int64
+
+WARPS = 2
+MERGE_THREADS = 128
+MAX_RUNGS = 16
+LOWEST = float32(-1e30)
+HEADROOM = float32(6)
+"""How far a score may exceed the running maximum of its row before the maximum follows: what is added up then
+has to shrink, which costs more than a few larger weights."""
+
+QUERY_FACTOR, WEIGHT_FACTOR = 2.0**48, 2.0**100
+"""Coded elements come in units of 2**-149, so q and p are multiplied by powers of two that keep the products
+with them within the range of float32, for any step and any q below 2**79."""
+
+SCORE_UNIT = float32(1 / (UNIT * QUERY_FACTOR))
+VALUE_UNIT = float32(1 / (UNIT * WEIGHT_FACTOR))
+
+
+def rounds_of(widths_v):
+    """Return which kinds of values occur: rotated (False), raw (True)."""
+    return [raw for raw in (False, True) if widths_v & (16 if raw else 15)]
+
+
+# ---- Parts of the kernel, made for one specialisation
+
+
+def _nothing(*_):
+    """Stand for a width that does not occur."""
+
+
+def make_scores(bits, dtype, head_dim, rows):
+    """Make the device function that writes K q, over a lane's columns, of its 8 tokens to [8 tokens][rows].
+
+    Tokens go in two halves, which leaves more registers for what is being loaded.
+    """
+    element = element_of(bits, dtype)
+    blocks, per_q, half_sums = head_dim // 16, 4 * rows, 4 * rows
+    together = TILES_THAT_SHARE.get(bits, 1)
+    if blocks % together:
+        together = 1
+    groups = blocks // together
+
+    @device
+    def write_scores(memory, at, lane, queries, queries_at, exchange, exchange_at):
+        q = cuda.local.array(per_q, float32)
+        sums = cuda.local.array(half_sums, float32)
+        for first_b in range(0, 4, 2):
+            for i in range(half_sums):
+                sums[i] = float32(0)
+            for group in range(groups):
+                for j in range(together):
+                    c = group * together + j
+                    for i in range(per_q):
+                        q[i] = queries[queries_at + (4 * c + (lane & 3)) * per_q + i]
+                    for b in range(2):
+                        for register in range(4):
+                            for half in range(2):
+                                k = element(memory, at, (first_b + b) * blocks + c, register, half)
+                                for row in range(rows):
+                                    token = 2 * b + (register & 1)
+                                    sums[token * rows + row] += k * q[4 * row + 2 * (register >> 1) + half]
+            for i in range(half_sums):
+                exchange[exchange_at + 2 * first_b * rows + i] = sums[i]
+
+    return write_scores
+
+
+def make_values(bits, dtype, head_dim, rows):
+    """Make the device function that adds V^T p of a lane's elements to out[head_dim / 8][rows]."""
+    alike = 3 if bits == 3 else 4  # blocks of tokens; at 3 bits the last has a pair that is spread over words
+    add_block = make_block_of_values(element_of(bits, dtype, spread=False), bits == 16, head_dim, rows)
+    add_last = make_block_of_values(element_of(bits, dtype), bits == 16, head_dim, rows)
+
+    @device
+    def add_values(memory, at, lane, weights, weights_at, count, out):
+        for b in range(alike):
+            add_block(memory, at, lane, weights, weights_at, count, out, b)
+        if alike == 3:
+            add_last(memory, at, lane, weights, weights_at, count, out, 3)
+
+    return add_values
+
+
+def make_block_of_values(element, raw, head_dim, rows):
+    """Make the part of `make_values` that takes the 16 tokens of block b."""
+    blocks, per_p = head_dim // 16, 4 * rows
+
+    @device
+    def add_tiles(memory, at, p, slot, count, out, b, first):
+        """Add four blocks of channels: as many as are sure to be unrolled."""
+        for c in range(first, min(first + 4, blocks)):
+            for register in range(4):
+                for half in range(2):
+                    v = element(memory, at, 4 * c + b, register, half)
+                    if raw and slot + 8 * half + (register >> 1) >= count:
+                        v = float32(0)  # an unused slot may hold NaN
+                    for row in range(rows):
+                        channel = 2 * c + (register & 1)
+                        out[channel * rows + row] += v * p[4 * row + 2 * (register >> 1) + half]
+
+    @device
+    def add_block(memory, at, lane, weights, weights_at, count, out, b):
+        p = cuda.local.array(per_p, float32)
+        for i in range(per_p):
+            p[i] = weights[weights_at + (4 * b + (lane & 3)) * per_p + i]
+        slot = (
+            16 * (lane & 3) + 2 * b
+        )  # of half 0, registers 0 and 1; half 1 is 8 later, registers 2 and 3 one
+        add_tiles(memory, at, p, slot, count, out, b, 0)
+        add_tiles(memory, at, p, slot, count, out, b, 4)
+        add_tiles(memory, at, p, slot, count, out, b, 8)
+        add_tiles(memory, at, p, slot, count, out, b, 12)
+
+    return add_block
+
+
+def make_hadamard(head_dim, threads):
+    """Make the device function that rotates a vector in shared memory, not normalised.
+
+    `threads` share the butterflies: those of a warp (32) or of a block.
+    """
+    block, each = head_dim & -head_dim, -(-head_dim // (2 * threads))
+    whole_block = threads > 32
+
+    @device
+    def hadamard(x, at, thread):
+        h = 1
+        while h < block:
+            for j in range(each):
+                i = thread + j * threads
+                if i < head_dim // 2:
+                    low = at + 2 * i - (i & (h - 1))
+                    a, b = x[low], x[low + h]
+                    x[low], x[low + h] = a + b, a - b
+            if whole_block:
+                cuda.syncthreads()  # this stage is in shared memory
+            else:
+                cuda.syncwarp()
+            h *= 2
+
+    return hadamard
+
+
+# ---- Attention of the parts
+
+
+def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept):
+    """Make the kernel that attends the pages of each part; `kvlab.numba_cuda.build_numba` compiles it.
+
+    Parameters
+    ----------
+    head_dim : int
+    dtype : str
+        Of q and of the cache.
+    widths_k, widths_v : int
+        Which widths occur: a sum of 1 (2 bits), 2 (3 bits), 4, 8 and 16.
+    rows : int
+        Query rows that one expansion of a page serves: 1, 2 or 4.
+    softcap, kept : int
+        1 if scores are capped, or some of them kept; else 0.
+    """
+    flags = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
+    common = (dtype, head_dim, rows)
+    skip = device(_nothing)
+    scores_2, scores_3, scores_4, scores_8, scores_16 = (
+        make_scores(bits, *common) if widths_k & flag else skip for bits, flag in flags.items()
+    )
+    values_2, values_3, values_4, values_8, values_16 = (
+        make_values(bits, *common) if widths_v & flag else skip for bits, flag in flags.items()
+    )
+    widen, hadamard = widened(dtype), make_hadamard(head_dim, 32)
+    coded_k, both_rounds = widths_k & 15 != 0, len(rounds_of(widths_v)) == 2
+    first_round, end_round = (int(raw) for raw in (rounds_of(widths_v)[0], rounds_of(widths_v)[-1]))
+    end_round += 1
+    rounds = end_round - first_round
+
+    each = -(-head_dim // 32)  # elements of a vector that a lane has
+    channels, tokens = head_dim // 8, 8  # that a lane adds up
+    raw_words = head_dim * 64 // (1 if dtype == "float32" else 2)
+    score_stride, out_stride = tokens * rows + 4, channels * rows + rows + 1
+    exchange_floats = 32 * max(score_stride, out_stride)
+    queries_floats, weights_floats = 2 * rows * head_dim, 64 * rows
+    all_exchange, all_weights = WARPS * exchange_floats, WARPS * weights_floats
+    sums_floats, out_floats, part_floats = 2 * rows, channels * rows, head_dim + 2
+    norm = float32(1 / math.sqrt(head_dim & -head_dim))
+    query_factor, weight_factor = float32(QUERY_FACTOR), float32(WEIGHT_FACTOR)
+
+    def kernel(
+        memory, pools, unit, bits_k, bits_v, rung, count, index, num_pages, k_mean, q, q_batch, q_position,
+        q_head, partial, scores, shares, entries, query_rows, group, keep, scale, cap,
+    ):  # fmt: skip
+        queries = cuda.shared.array(queries_floats, float32, alignment=ALIGNED)  # [2][c][u][rows][4 columns]
+        exchange = cuda.shared.array(all_exchange, float32, alignment=ALIGNED)
+        weights = cuda.shared.array(all_weights, float32, alignment=ALIGNED)  # [warp][b][u][rows][4 tokens]
+        bias = cuda.shared.array(4, float32)
+        pool_at = cuda.shared.array(MAX_RUNGS, int64)
+        raised = cuda.shared.array(WARPS, uint32)
+        thread = cuda.threadIdx.x
+        warp, lane, warps = thread >> 5, thread & 31, cuda.blockDim.x >> 5
+        g, u = lane >> 2, lane & 3
+        own, own_weights = warp * exchange_floats, warp * weights_floats
+        row_block = int64(uint32(cuda.blockIdx.x) // uint32(shares))
+        share = cuda.blockIdx.x - row_block * shares
+        head_kv, batch = cuda.blockIdx.y, cuda.blockIdx.z
+        pair = batch * cuda.gridDim.y + head_kv
+        first_row = row_block * rows
+
+        # The query rows, a warp each: rotated and raw, scaled, in the order in which lanes want them.
+        row = warp
+        while row < rows:
+            at = uint32(min(first_row + row, query_rows - 1))  # one too many repeats the last row
+            position = at // uint32(group)
+            head = head_kv * group + int64(at) - position * group
+            source = batch * q_batch + position * q_position + head * q_head
+            mean_sum = float32(0)
+            for i in range(each):
+                channel = lane + 32 * i
+                if channel < head_dim:
+                    x = widen(q[source + channel])
+                    exchange[own + channel] = x
+                    mean_sum += x * from_float16(k_mean[int64(pair) * head_dim + channel])
+                    queries[query_place(channel, row, rows) + rows * head_dim] = x * scale
+            cuda.syncwarp()  # the row is in shared memory
+            hadamard(exchange, own, lane)
+            for i in range(each):
+                channel = lane + 32 * i
+                if channel < head_dim:
+                    rotated = exchange[own + channel] * norm
+                    queries[query_place(channel, row, rows)] = rotated * (scale * query_factor)
+            cuda.syncwarp()  # the rotated row is read
+            exchange[own + lane] = mean_sum
+            cuda.syncwarp()  # its 32 parts of the product with the mean are there
+            if lane == 0:
+                total = float32(0)
+                for i in range(32):
+                    total += exchange[own + i]
+                bias[row] = total * scale
+            cuda.syncwarp()  # the parts are read before the next row comes
+            row += warps
+        if thread < MAX_RUNGS:
+            pool_at[thread] = pools[thread]
+        if lane == 0:
+            raised[warp] = uint32(0)
+        cuda.syncthreads()  # all query rows, biases and addresses are there
+
+        part, parts = share * warps + warp, shares * warps
+        pages = num_pages[pair]
+        sequence = int64(pair) * ((query_rows + rows - 1) // rows) + row_block
+        sums = cuda.local.array(sums_floats, float32)  # whole scores of two tokens
+        out = cuda.local.array(out_floats, float32)
+        peak = cuda.local.array(rows, float32)
+        total_weight = cuda.local.array(rows, float32)
+        before = cuda.local.array(rows, float32)
+        shrink = cuda.local.array(rows, float32)
+        turn = uint32(0)
+        for values_are_raw in range(first_round, end_round):
+            for i in range(out_floats):
+                out[i] = float32(0)
+            for row in range(rows):
+                peak[row] = LOWEST
+                total_weight[row] = float32(0)
+            page = part - parts
+            while page + parts < pages:
+                page += parts
+                entry = int64(pair) * entries + page
+                place = int64(rung[entry])
+                width_k, width_v = (bits_k >> (4 * place)) & 15, (bits_v >> (4 * place)) & 15  # 0 is 16
+                if both_rounds and (width_v == 0) != (values_are_raw == 1):
+                    continue
+                tokens_here = int64(count[entry])
+                k_words = raw_words if width_k == 0 else 2 * head_dim * width_k
+                v_words = raw_words if width_v == 0 else 2 * head_dim * width_v
+                k_steps = 16 if width_k else 0
+                v_steps = 16 if width_v else 0
+                record = k_words + v_words + k_steps + v_steps + 48
+                k_at = pool_at[place] + int64(index[entry]) * (unit if unit else record)
+                v_at = k_at + k_words
+                steps_at = v_at + v_words
+
+                # Scores: every lane its columns of its 8 tokens.
+                mine = own + lane * score_stride
+                if width_k == 2:
+                    scores_2(memory, k_at + lane, lane, queries, 0, exchange, mine)
+                elif width_k == 3:
+                    scores_3(memory, k_at + lane, lane, queries, 0, exchange, mine)
+                elif width_k == 4:
+                    scores_4(memory, k_at + lane, lane, queries, 0, exchange, mine)
+                elif width_k == 8:
+                    scores_8(memory, k_at + lane, lane, queries, 0, exchange, mine)
+                else:
+                    scores_16(memory, k_at + lane, lane, queries, rows * head_dim, exchange, mine)
+                cuda.syncwarp()  # all columns of all tokens are in shared memory
+
+                # Lane 4 g + u takes tokens 2 u and 2 u + 1 of its group: slots 8 g + 2 u and the next.
+                turn += uint32(1)
+                for t in range(2):
+                    slot = 8 * g + 2 * u + t
+                    factor = float32(1)
+                    if coded_k and width_k:
+                        factor = step_of(memory, steps_at, slot) * SCORE_UNIT
+                    for row in range(rows):
+                        s = float32(0)
+                        for i in range(4):
+                            s += exchange[own + (4 * g + i) * score_stride + (2 * u + t) * rows + row]
+                        s *= factor
+                        if coded_k and width_k:
+                            s += bias[row]
+                        if softcap:
+                            s = cap * float32(math.tanh(s / cap))
+                        if slot >= tokens_here:
+                            s = float32(-math.inf)
+                        if kept:
+                            kept_row = first_row + row - (query_rows - keep)
+                            if kept_row >= 0 and first_row + row < query_rows:
+                                scores[(entry * keep + kept_row) * 64 + slot] = s
+                        if s > peak[row] + HEADROOM:
+                            raised[warp] = turn
+                        sums[t * rows + row] = s
+                cuda.syncwarp()  # whether a maximum rises is known, and the columns are read
+
+                if raised[warp] == turn:
+                    for row in range(rows):
+                        largest = peak[row]
+                        for t in range(2):
+                            largest = max_number(largest, sums[t * rows + row])
+                        exchange[own + lane * score_stride + row] = largest
+                    cuda.syncwarp()  # the largest scores of all lanes are in shared memory
+                    for row in range(rows):
+                        before[row] = peak[row]
+                    for i in range(32):
+                        for row in range(rows):
+                            peak[row] = max_number(peak[row], exchange[own + i * score_stride + row])
+                    for row in range(rows):
+                        shrink[row] = math.exp(before[row] - peak[row])
+                        total_weight[row] *= shrink[row]
+                    for i in range(out_floats):
+                        out[i] *= shrink[i % rows]
+
+                # Probabilities relative to the running maximum, times the steps of V.
+                for t in range(2):
+                    slot = 8 * g + 2 * u + t
+                    factor = float32(1)
+                    if width_v:
+                        factor = step_of(memory, steps_at + k_steps, slot) * weight_factor
+                    for row in range(rows):
+                        p = float32(math.exp(sums[t * rows + row] - peak[row]))
+                        total_weight[row] += p
+                        p *= factor
+                        if slot >= tokens_here:
+                            p = float32(0)  # the step of an unused slot may be NaN
+                        # In V's tile of block u this token is column g, in registers 2 and 3 if t is 1.
+                        to = ((4 * u + g // 2) * rows + row) * 4 + 2 * t + g % 2
+                        weights[own_weights + to] = p
+                cuda.syncwarp()  # all probabilities are there, and the largest scores are read
+
+                if width_v == 2:
+                    values_2(memory, v_at + lane, lane, weights, own_weights, tokens_here, out)
+                elif width_v == 3:
+                    values_3(memory, v_at + lane, lane, weights, own_weights, tokens_here, out)
+                elif width_v == 4:
+                    values_4(memory, v_at + lane, lane, weights, own_weights, tokens_here, out)
+                elif width_v == 8:
+                    values_8(memory, v_at + lane, lane, weights, own_weights, tokens_here, out)
+                else:
+                    values_16(memory, v_at + lane, lane, weights, own_weights, tokens_here, out)
+
+            # The result of the part: the sums over lanes, through shared memory.
+            for i in range(out_floats):
+                exchange[own + lane * out_stride + i] = out[i]
+            for row in range(rows):
+                exchange[own + lane * out_stride + out_floats + row] = total_weight[row]
+            cuda.syncwarp()  # the sums of all lanes are in shared memory
+            result = ((sequence * parts + part) * rounds + values_are_raw - first_round) * rows
+            for row in range(rows):
+                to = (result + row) * part_floats
+                for channel in range(lane, head_dim, 32):
+                    x = float32(0)
+                    for i in range(4):
+                        at = own + (4 * (channel % 8) + i) * out_stride
+                        x += exchange[at + (channel // 16 * 2 + channel % 16 // 8) * rows + row]
+                    partial[to + channel] = x if values_are_raw else x * VALUE_UNIT
+            if lane < rows:
+                total = float32(0)
+                for i in range(32):
+                    total += exchange[own + i * out_stride + out_floats + lane]
+                partial[(result + lane) * part_floats + head_dim + 1] = total
+            for row in range(rows):
+                partial[(result + row) * part_floats + head_dim] = peak[row]
+            cuda.syncwarp()  # the sums are read before the next round exchanges anything
+
+    pointer, whole = types.CPointer, types.int32
+    element = pointer(types.uint32 if dtype == "float32" else types.uint16)
+    arguments = (
+        pointer(types.uint32), types.UniTuple(types.int64, MAX_RUNGS), whole, types.int64, types.int64,
+        pointer(types.uint8), pointer(types.uint8), pointer(types.uint32), pointer(types.int32),
+        pointer(types.uint16), element, types.int64, types.int64, types.int64,
+        pointer(types.float32), pointer(types.float32), whole, whole, whole, whole, whole,
+        types.float32, types.float32,
+    )  # fmt: skip
+    return kernel, arguments, (32 * WARPS, 5)
+
+
+@device
+def query_place(channel, row, rows):
+    """Return where an element of q is: [block of channels][u][rows][columns 2 u, 2 u + 1, and 8 later]."""
+    column = channel % 16
+    u, i = column % 8 // 2, column // 8 * 2 + column % 2
+    return ((channel // 16 * 4 + u) * rows + row) * 4 + i
+
+
+@device
+def max_number(a, b):
+    """Return the larger one; b is passed over if it is NaN."""
+    return b if b > a else a

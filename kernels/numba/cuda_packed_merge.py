@@ -1,0 +1,111 @@
+"""The second kernel of packed attention: adds up the parts of each query row and writes it.
+
+    grid (query rows, KV heads, batch), block 128 threads: thread t has the channels t and t + 128
+        largest maximum   of all parts: each thread looks through every 128th, then by halves in shared memory
+        weights           exp(maximum of the part - largest), 128 parts at a time, one a thread
+        channels          sums over the parts in their order, those of rotated and of raw values apart
+        rotation          of the first sum: the butterflies of `make_hadamard` in shared memory
+
+The order of all sums is fixed, so equal input gives equal bits.
+"""
+
+import math
+
+import numpy as np
+from numba import cuda, types
+
+from .cuda_packed import LOWEST, MERGE_THREADS, make_hadamard, max_number, rounds_of
+from .cuda_page import narrowed
+
+float32, int64 = np.float32, np.int64
+
+
+def merge_parts(head_dim, dtype, widths_v, rows):
+    """Make the kernel that merges what `attend_pages` of the same options has written."""
+    narrow, hadamard = narrowed(dtype), make_hadamard(head_dim, MERGE_THREADS)
+    kinds = rounds_of(widths_v)
+    rounds, coded, raw = len(kinds), False in kinds, True in kinds
+    part_floats = head_dim + 2
+    threads = MERGE_THREADS
+    each = -(-head_dim // threads)
+    norm = float32(1 / math.sqrt(head_dim & -head_dim))
+
+    def kernel(partial, out, lse, parts, query_rows, group):
+        weight = cuda.shared.array(threads, float32)
+        rotated = cuda.shared.array(head_dim, float32)
+        thread = cuda.threadIdx.x
+        at, head_kv, batch = cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
+        sequence = (int64(batch) * cuda.gridDim.y + head_kv) * ((query_rows + rows - 1) // rows) + at // rows
+        row = at % rows
+        results = parts * rounds  # of this row, `rows` rows apart
+        first = (sequence * results * rows + row) * part_floats
+        stride = int64(rows) * part_floats
+
+        peak = LOWEST
+        i = thread
+        while i < results:
+            peak = max_number(peak, partial[first + i * stride + head_dim])
+            i += threads
+        weight[thread] = peak
+        cuda.syncthreads()  # the maxima of all threads are in shared memory
+        half = threads // 2
+        while half > 0:
+            if thread < half:
+                weight[thread] = max_number(weight[thread], weight[thread + half])
+            cuda.syncthreads()  # this stage is done
+            half //= 2
+        peak = weight[0]
+
+        total = float32(0)
+        coded_sum = cuda.local.array(each, float32)
+        raw_sum = cuda.local.array(each, float32)
+        for c in range(each):
+            coded_sum[c] = float32(0)
+            raw_sum[c] = float32(0)
+        base = 0
+        while base < results:
+            cuda.syncthreads()  # the weights before are used
+            if base + thread < results:
+                weight[thread] = math.exp(partial[first + (base + thread) * stride + head_dim] - peak)
+            cuda.syncthreads()  # the next weights are there
+            for i in range(min(threads, results - base)):
+                result = first + (base + i) * stride
+                total += weight[i] * partial[result + head_dim + 1]
+                for c in range(each):
+                    channel = thread + c * threads
+                    if channel < head_dim:
+                        x = weight[i] * partial[result + channel]
+                        if coded and (not raw or (base + i) % 2 == 0):
+                            coded_sum[c] += x
+                        else:
+                            raw_sum[c] += x
+            base += threads
+
+        if coded:
+            for c in range(each):
+                channel = thread + c * threads
+                if channel < head_dim:
+                    rotated[channel] = coded_sum[c]
+            cuda.syncthreads()  # the sum of rotated values is in shared memory
+            hadamard(rotated, 0, thread)
+        heads, seqlen_q = cuda.gridDim.y * group, query_rows // group
+        position = at // group
+        head = head_kv * group + at - position * group
+        for c in range(each):
+            channel = thread + c * threads
+            if channel < head_dim:
+                x = raw_sum[c]
+                if coded:
+                    x += rotated[channel] * norm
+                if total != 0:
+                    x /= total
+                to = ((int64(batch) * seqlen_q + position) * heads + head) * head_dim + channel
+                out[to] = narrow(float32(x))
+        if thread == 0:
+            to = (int64(batch) * heads + head) * seqlen_q + position
+            lse[to] = float32(-math.inf) if total == 0 else peak + float32(math.log(total))
+
+    pointer, whole = types.CPointer, types.int32
+    element = pointer(types.uint32 if dtype == "float32" else types.uint16)
+    arguments = (pointer(types.float32), element, pointer(types.float32), whole, whole, whole)
+    return kernel, arguments, (MERGE_THREADS, 1)
