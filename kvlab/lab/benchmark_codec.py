@@ -17,10 +17,10 @@ from kvlab.lab.benchmark import Options, against_copy, check
 from kvlab.lab.benchmark_packing import numpy_pack, numpy_unpack
 from kvlab.lab.results import Row
 
-__all__ = ["NOTE", "benchmark_codec"]
+__all__ = ["CODECS", "HEAD_DIM", "NOTE", "TOKENS_OF_GROUP", "benchmark_codec"]
 
-_HEAD_DIM = 128
-_TOKENS_OF_GROUP = 64
+HEAD_DIM = 128
+TOKENS_OF_GROUP = 64
 _NUMPY_PART = 16
 
 NOTE = """NumPy, affine per token: o = x.min(-1), s = (x.max(-1) - o) / (2**bits - 1), rint((x - o) / s) in
@@ -28,7 +28,7 @@ float32, packed by shifts as in the packing case;  codes * s + o, unpacked likew
 """The expressions NumPy is timed with."""
 
 # codec, bits, mean squared error of normal numbers that must not be exceeded (groups of 64 or 128)
-_CODECS = (
+CODECS = (
     ("affine", 2, 0.26),
     ("affine", 3, 0.048),
     ("affine", 4, 0.0105),
@@ -53,11 +53,11 @@ def benchmark_codec(options: Options) -> list[Row]:
     """
     rows: list[Row] = []
     for dtype in ("float16", "float32"):
-        tokens = options.size // (_HEAD_DIM * np.dtype(dtype).itemsize)
-        tokens = max(tokens // (_NUMPY_PART * _TOKENS_OF_GROUP), 1) * _NUMPY_PART * _TOKENS_OF_GROUP
+        tokens = options.size // (HEAD_DIM * np.dtype(dtype).itemsize)
+        tokens = max(tokens // (_NUMPY_PART * TOKENS_OF_GROUP), 1) * _NUMPY_PART * TOKENS_OF_GROUP
         rng = np.random.default_rng(0)
-        x = rng.standard_normal((tokens, _HEAD_DIM), np.float32).astype(dtype)
-        for codec, bits, most in _CODECS:
+        x = rng.standard_normal((tokens, HEAD_DIM), np.float32).astype(dtype)
+        for codec, bits, most in CODECS:
             for axis in (-1, 0) if codec == "affine" else (-1,):
                 rows += _measure(x, codec, bits, axis, most, options)
     return rows
@@ -66,10 +66,10 @@ def benchmark_codec(options: Options) -> list[Row]:
 def _measure(x: NDArray[Any], codec: str, bits: float, axis: int, most: float, options: Options) -> list[Row]:
     settings: dict[str, Any] = {"codec": codec, "axis": axis}
     if axis == 0:
-        settings["group_size"] = _TOKENS_OF_GROUP
+        settings["group_size"] = TOKENS_OF_GROUP
     quantized = kvlab.quantize(x, bits, **settings)
     decoded = kvlab.dequantize(quantized)
-    sample = slice(0, 64 * _TOKENS_OF_GROUP)
+    sample = slice(0, 64 * TOKENS_OF_GROUP)
     error = float(np.mean((decoded[sample].astype(np.float64) - x[sample].astype(np.float64)) ** 2))
     check(error <= most, f"{codec}, {bits} bits, {x.dtype}: a mean squared error of {error:.3g}")
     del decoded

@@ -1,0 +1,237 @@
+"""Codecs on a GPU in Numba, bit for bit as kvlab/reference/codec.py, written for reading.
+
+A block takes a group, the elements that share a scale, and after it the one `gridDim` further; thread t takes
+the elements t, t + blockDim, ... of it. The float32 values of the group stand where all threads see them: in
+shared memory or, if the group is large, in a stretch of `pitch` floats of `scratch`. Sums and butterflies run
+in place there, with a barrier of the block after each step. Codes have a byte each; packing is another launch
+(`cuda_bits`).
+
+Options: dtype and codec, by name; bits; levels, the codebook in ascending order; shared.
+"""
+
+import numpy as np
+from numba import cuda, types
+
+from .cuda_bits import BYTES, COUNT, WORD
+from .cuda_words import (
+    ELEMENTS,
+    LARGEST,
+    NAN_WORD,
+    WIDE,
+    bits_of,
+    device,
+    float_of,
+    is_wide,
+    load_element,
+    nearest_word,
+    scale_word,
+    square_root,
+    store_element,
+    word_above,
+    word_value,
+)
+
+uint8, uint16, int8, int32, int64, float32 = np.uint8, np.uint16, np.int8, np.int32, np.int64, np.float32
+
+WORDS, FLOATS = types.CPointer(types.uint16), types.CPointer(types.float32)
+BOUNDS = 256, 2
+CODECS = "affine", "symmetric", "hadamard", "ternary"
+
+_ZERO, _HALF, _INFINITY = float32(0), float32(0.5), float32(np.inf)
+_TERNARY_LEVEL = float32(1.2240064)
+_ROOT_OF_HALF = float32(np.sqrt(0.5))
+_ROUNDER = float32(1.5 * 2**23)  # adding it rounds to an integer, which then is the low byte
+_TABLE = 256
+
+
+@device
+def add_halves(values, base, size):
+    """Sum `size` values, a power of two, by adding the second half to the first; ends at a barrier."""
+    half = size // 2
+    while half:
+        cuda.syncthreads()  # all terms are there
+        for i in range(cuda.threadIdx.x, half, cuda.blockDim.x):
+            values[base + i] = values[base + i] + values[base + half + i]
+        half //= 2
+    cuda.syncthreads()  # the sum is there
+
+
+@device
+def rotate(values, base, count):
+    """Apply the orthonormal block Hadamard transform; ends at a barrier."""
+    block = count & -count
+    h, factor, doublings = int64(1), float32(1), 0
+    while h < block:
+        cuda.syncthreads()  # all values are there
+        for i in range(cuda.threadIdx.x, count // 2, cuda.blockDim.x):
+            at = base + ((i // h) * 2 * h + i % h)
+            a, b = values[at], values[at + h]
+            values[at], values[at + h] = a + b, a - b
+        h *= 2
+        doublings += 1
+        if doublings % 2 == 0:
+            factor = factor * _HALF
+    if doublings % 2:
+        factor = factor * _ROOT_OF_HALF
+    cuda.syncthreads()  # all values are transformed
+    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+        values[base + i] = values[base + i] * factor
+    cuda.syncthreads()  # and scaled
+
+
+def quantize_groups(dtype, codec, bits, levels, shared):
+    """Make the kernel (x, rows, n, group, codes, scale, offset, bad, scratch, pitch)."""
+    load = load_element(dtype)
+    top, half = float32(2**bits - 1), 2 ** (bits - 1)
+    half_levels = float32(half if bits <= 4 else (2**bits - 1) / 2)
+    reachable = float32(top + _HALF if codec == "affine" else (top + float32(1)) * _HALF)
+    positive = np.array(levels[half:], np.float32) if levels else np.zeros(1, np.float32)
+    borders = (positive[:-1] + positive[1:]) / float32(2) if half > 1 and levels else np.zeros(1, np.float32)
+    affine, symmetric, hadamard, ternary = (codec == name for name in CODECS)
+    code_type = int8 if ternary else uint8
+
+    def kernel(x, rows, n, group, codes, scale, offset, bad, scratch, pitch):
+        thresholds = cuda.const.array_like(borders)
+        if shared:
+            values, base = cuda.shared.array(0, types.float32), int64(0)
+        else:
+            values, base = scratch, cuda.blockIdx.x * pitch
+        me, step = cuda.threadIdx.x, cuda.blockDim.x
+        lows = cuda.shared.array(_TABLE, types.float32)
+        highs = cuda.shared.array(_TABLE, types.float32)
+        groups = (n + group - 1) // group
+        for index in range(cuda.blockIdx.x, rows * groups, cuda.gridDim.x):
+            start = index // groups * n + index % groups * group
+            count = min(group, n - index % groups * group)
+
+            # Lowest and highest value of the group; beside AFFINE, the largest magnitude.
+            low, high, known = _INFINITY, -_INFINITY, True
+            cuda.syncthreads()  # the group before is done
+            for i in range(me, count, step):
+                value = load(x, start + i)
+                values[base + i] = value
+                known = known and abs(value) <= LARGEST
+                if not affine:
+                    value = abs(value)
+                if value < low:
+                    low = value
+                if value > high:
+                    high = value
+            lows[me], highs[me] = low, high if known else float32(np.nan)
+            cuda.syncthreads()  # those of all threads are there
+            for i in range(min(step, count)):
+                if lows[i] < low:
+                    low = lows[i]
+                if highs[i] > high:
+                    high = highs[i]
+                known = known and highs[i] == highs[i]
+            low, high = low + _ZERO, high + _ZERO
+
+            # The scale, in one of two types of 16 bits; thread by thread the same.
+            o_word, o = int64(0), _ZERO
+            if affine:
+                wide = is_wide(max(-low, high))
+                o_word = word_above(-low, wide) ^ 0x8000
+                o = word_value(o_word, wide)
+                reach = high - o
+                s_word = scale_word(reach / top, wide, reach, reachable)
+            elif symmetric:
+                width = high / half_levels
+                wide = is_wide(width)
+                s_word = scale_word(width, wide, high, reachable)
+            else:
+                exponent = max(bits_of(high) >> 23, 1)
+                down, up = float_of((254 - exponent) << 23), float_of(exponent << 23)
+                size = int64(1)
+                while size < count:
+                    size *= 2
+                for i in range(me, size, step):
+                    square = _ZERO
+                    if i < count:
+                        square = values[base + i] * down
+                        square = square * square
+                    values[base + i] = square
+                add_halves(values, base, size)
+                width = square_root(values[base] / float32(count)) * up
+                if ternary:
+                    width = width * _TERNARY_LEVEL
+                wide = is_wide(width)
+                s_word = nearest_word(width, wide)
+                cuda.syncthreads()  # all have read the sum
+                for i in range(me, count, step):
+                    values[base + i] = load(x, start + i)
+            s = word_value(s_word, wide)
+            if symmetric:
+                o = -(s * (top * _HALF))
+            if hadamard:
+                rotate(values, base, count)
+
+            # Codes.
+            for i in range(me, count, step):
+                value, code = values[base + i], int64(0)
+                if hadamard:
+                    above = int64(0)
+                    for k in range(half - 1):
+                        if abs(value) > thresholds[k] * s:
+                            above += 1
+                    code = half - 1 - above if value < _ZERO else half + above
+                elif ternary:
+                    border = s * _HALF
+                    code = int64(value > border) - int64(value < -border)
+                elif s > _ZERO:
+                    quotient = (value - o) / s
+                    quotient = min(max(quotient, _ZERO), top)
+                    code = bits_of(quotient + _ROUNDER) & 255
+                codes[start + i] = code_type(code if known else 0)
+            if me == 0:
+                scale[index] = uint16((s_word | (WIDE if wide else 0)) if known else NAN_WORD)
+                if affine:
+                    offset[index] = uint16(o_word if known else NAN_WORD)
+                if not known:
+                    bad[0] = int32(1)
+
+    codes_type = types.CPointer(types.int8) if ternary else BYTES
+    x_type = types.CPointer(ELEMENTS[dtype])
+    arguments = (x_type, COUNT, COUNT, COUNT, codes_type, WORDS, WORDS, WORD, FLOATS, COUNT)
+    return kernel, arguments, BOUNDS
+
+
+def dequantize_groups(dtype, codec, bits, levels, shared):
+    """Make the kernel (codes, rows, n, group, scale, offset, out, scratch, pitch)."""
+    store = store_element(dtype)
+    half_top = float32((2**bits - 1) / 2)
+    table = np.array(levels or (0.0,), np.float32)
+    affine, _, hadamard, ternary = (codec == name for name in CODECS)
+
+    def kernel(codes, rows, n, group, scale, offset, out, scratch, pitch):
+        level = cuda.const.array_like(table)
+        if shared:
+            values, base = cuda.shared.array(0, types.float32), int64(0)
+        else:
+            values, base = scratch, cuda.blockIdx.x * pitch
+        me, step = cuda.threadIdx.x, cuda.blockDim.x
+        groups = (n + group - 1) // group
+        for index in range(cuda.blockIdx.x, rows * groups, cuda.gridDim.x):
+            start = index // groups * n + index % groups * group
+            count = min(group, n - index % groups * group)
+            word = int64(scale[index])
+            wide = word & WIDE != 0
+            s = word_value(word & ~WIDE, wide)
+            o = word_value(int64(offset[index]), wide) if affine else -(s * half_top)
+            if hadamard:
+                cuda.syncthreads()  # the group before is done
+                for i in range(me, count, step):
+                    values[base + i] = level[codes[start + i]] * s
+                rotate(values, base, count)
+            for i in range(me, count, step):
+                if hadamard:
+                    value = values[base + i]
+                elif ternary:
+                    value = float32(codes[start + i]) * s
+                else:
+                    value = float32(codes[start + i]) * s + o
+                store(out, start + i, value)
+
+    codes_type = types.CPointer(types.int8) if ternary else BYTES
+    out_type = types.CPointer(ELEMENTS[dtype])
+    return kernel, (codes_type, COUNT, COUNT, COUNT, WORDS, WORDS, out_type, FLOATS, COUNT), BOUNDS

@@ -1,0 +1,193 @@
+"""`kvlab benchmark packing|codec --device cuda`: against a copy of as many bytes on the same GPU.
+
+A call must read and write some bytes; the yardstick is torch's copy of half as many, which reads and writes
+them. Both are captured in CUDA graphs, several calls each, and replayed in turns, so neither the time of the
+host nor the clock of the moment decides. Arrays exceed the second-level cache. Before it is timed, a result must
+have the bits of the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import kvlab
+from kvlab.errors import needs_extra
+from kvlab.lab.benchmark import Options, check
+from kvlab.lab.benchmark_codec import CODECS, HEAD_DIM, TOKENS_OF_GROUP
+from kvlab.lab.results import Row
+from kvlab.lab.timing import Timing
+from kvlab.ops.bits import WIDTHS
+
+__all__ = ["NOTE", "codec_on_device", "packing_on_device", "time_on_device"]
+
+NOTE = "of copy: speed relative to a copy on the GPU of the bytes that the call must read and write"
+
+_BACKENDS = ("cuda", "numba")
+_CALLS = 4  # of one graph
+_SAMPLE = 64 * TOKENS_OF_GROUP  # rows that are compared with the CPU
+
+
+def time_on_device(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Timing]:
+    """Time calls of torch's current GPU against each other, by graph replays in turns.
+
+    Parameters
+    ----------
+    calls : mapping of name to callable
+        None may wait for the GPU.
+    repeats : int
+
+    Returns
+    -------
+    dict of name to Timing
+        Seconds of one call.
+    """
+    with needs_extra("hf", "kvlab benchmark --device cuda"):
+        import torch
+    graphs = {name: torch.cuda.CUDAGraph() for name in calls}
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(_CALLS):
+                call()
+        graphs[name].replay()
+    marks: dict[str, list[Any]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, graph in graphs.items():
+            pair = [
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            ]
+            pair[0].record()
+            graph.replay()
+            pair[1].record()
+            marks[name].append(pair)
+    torch.cuda.synchronize()
+    return {
+        name: Timing(tuple(1e-3 * first.elapsed_time(last) / _CALLS for first, last in pairs))
+        for name, pairs in marks.items()
+    }
+
+
+def _against_copy(call: Callable[[], object], nbytes: int, options: Options) -> Row:
+    import torch
+
+    source = torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    timings = time_on_device({"call": call, "copy": lambda: target.copy_(source)}, options.repeats)
+    taken, copied = timings["call"], timings["copy"]
+    return {
+        "us": 1e6 * taken.median,
+        "p5_us": 1e6 * taken.percentile(5),
+        "p95_us": 1e6 * taken.percentile(95),
+        "gb_per_s": nbytes / taken.median / 1e9,
+        "copy_gb_per_s": nbytes / copied.median / 1e9,
+        "of_copy": taken.ratio_to(copied),
+    }
+
+
+def packing_on_device(options: Options) -> list[Row]:
+    """Measure pack and unpack at every width and of ternary values, flat and, ternary, in rows of 128.
+
+    Returns
+    -------
+    list of dict
+        ``operation``; ``bits``; ``backend``; figures against the copy.
+    """
+    import torch
+
+    rng, rows = np.random.default_rng(0), []
+    count = max(options.size // 10240, 1) * 10240
+    for bits in (*WIDTHS, 1.6):
+        lowest, end, dtype = (-1, 2, np.int8) if bits == 1.6 else (0, 2 ** int(bits), np.uint8)
+        sample = rng.integers(lowest, end, 10240, dtype=dtype)
+        codes = torch.from_numpy(sample).cuda().repeat(count // 10240)
+        shapes = ((count,), (count // HEAD_DIM, HEAD_DIM)) if bits == 1.6 else ((count,),)
+        for shape in shapes:
+            for backend in _BACKENDS:
+                rows += _pack_and_unpack(codes.reshape(shape), bits, backend, options)
+    return rows
+
+
+def _pack_and_unpack(codes: Any, bits: float, backend: str, options: Options) -> list[Row]:
+    n = codes.shape[-1]
+    common: dict[str, Any] = {"check": False, "backend": backend}
+    if bits == 1.6:
+        pack: Callable[[], Any] = lambda: kvlab.pack_ternary(codes, **common)  # noqa: E731
+        packed = pack()
+        unpack: Callable[[], Any] = lambda: kvlab.unpack_ternary(packed, n, **common)  # noqa: E731
+        expected = kvlab.pack_ternary(codes[:10240].cpu().numpy())
+    else:
+        width = int(bits)
+        pack = lambda: kvlab.pack(codes, width, **common)  # noqa: E731
+        packed = pack()
+        unpack = lambda: kvlab.unpack(packed, width, n, backend=backend)  # noqa: E731
+        expected = kvlab.pack(codes[:10240].cpu().numpy(), width)
+    found = packed[: len(expected)].cpu().numpy()
+    check(np.array_equal(found, expected), f"pack, {bits} bits, {backend}")
+    check(bool((unpack() == codes).all()), f"unpack, {bits} bits, {backend}")
+    nbytes = codes.numel() + packed.numel()
+    return [
+        {"operation": name, "bits": bits, "row": n, "backend": backend} | _against_copy(call, nbytes, options)
+        for name, call in (("pack", pack), ("unpack", unpack))
+    ]
+
+
+def codec_on_device(options: Options) -> list[Row]:
+    """Measure quantize and dequantize of rows of 128 elements; two rows a codec, width, type and backend.
+
+    Returns
+    -------
+    list of dict
+        ``operation``, ``codec``, ``bits``, ``groups``: per token or per channel; ``dtype``; ``backend``;
+        figures against the copy. Backend "numba" only for float16.
+    """
+    import torch
+
+    rows: list[Row] = []
+    for dtype in ("float16", "bfloat16", "float32"):
+        kind = getattr(torch, dtype)
+        tokens = max(options.size // (HEAD_DIM * kind.itemsize * _SAMPLE), 1) * _SAMPLE
+        generator = torch.Generator("cuda").manual_seed(0)
+        x = torch.randn(tokens, HEAD_DIM, generator=generator, device="cuda").to(kind)
+        for codec, bits, _ in CODECS:
+            for axis in (-1, 0) if codec in ("affine", "symmetric") else (-1,):
+                for backend in _BACKENDS if dtype == "float16" else _BACKENDS[:1]:
+                    rows += _quantize_and_back(x, codec, bits, axis, backend, options)
+    return rows
+
+
+def _quantize_and_back(
+    x: Any, codec: str, bits: float, axis: int, backend: str, options: Options
+) -> list[Row]:
+    settings: dict[str, Any] = {"codec": codec, "axis": axis, "nan": "propagate"}
+    if axis == 0:
+        settings["group_size"] = TOKENS_OF_GROUP
+    quantized = kvlab.quantize(x, bits, **settings, backend=backend)
+    expected = kvlab.quantize(x[:_SAMPLE].cpu(), bits, **settings)
+    what = f"{codec}, {bits} bits, {x.dtype}, {backend}"
+    packed, words = expected.packed.numpy(), expected.scale.numpy().view(np.uint16)
+    check(np.array_equal(quantized.packed[:_SAMPLE].cpu().numpy(), packed), f"quantize: {what}")
+    scale = quantized.scale[: len(words)].cpu().numpy().view(np.uint16)
+    check(np.array_equal(scale, words), f"quantize: scales of {what}")
+    decoded = kvlab.dequantize(quantized, check=False, backend=backend)[:_SAMPLE].cpu()
+    check(bool((decoded == kvlab.dequantize(expected)).all()), f"dequantize: {what}")
+    calls: dict[str, Callable[[], object]] = {
+        "quantize": lambda: kvlab.quantize(x, bits, **settings, backend=backend),
+        "dequantize": lambda: kvlab.dequantize(quantized, check=False, backend=backend),
+    }
+    nbytes = math.prod(x.shape) * x.element_size() + quantized.nbytes
+    described: Row = {
+        "codec": codec,
+        "bits": bits,
+        "groups": "per channel" if axis == 0 else "per token",
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "backend": backend,
+    }
+    return [
+        {"operation": name} | described | _against_copy(call, nbytes, options) for name, call in calls.items()
+    ]
