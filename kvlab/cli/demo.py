@@ -40,6 +40,10 @@ def command(
     budgets: Annotated[
         str, typer.Option(help="Budgets of the mixed caches: fractions of float16, divided by commas.")
     ] = "0.17,0.2,0.3,0.5",
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes; default as processors and memory allow, at most 4."),
+    ] = None,
 ) -> None:
     """Read a book with a real model from packed caches: bytes against quality.
 
@@ -59,14 +63,14 @@ def command(
     tiny = os.environ.get("KVLAB_TINY") == "1"
     wanted = tokens or ((400 if tiny else 40_000) if full else (200 if tiny else 4_000))
     plan = _plan(fractions, full, tiny, wanted)
-    outcome = _compare(Console(stderr=True), plan, output, tiny)
+    outcome = _compare(Console(stderr=True), plan, output, processes or (1 if tiny else None))
 
     from kvlab.lab.cases import CACHE_DTYPE
     from kvlab.lab.comparison import Comparison, write_files
     from kvlab.lab.results import provenance
 
     result = Comparison(
-        provenance=provenance(tokens=wanted, budgets=budgets, full=full, resumed_windows=outcome.resumed),
+        provenance=provenance(tokens=wanted, budgets=budgets, full=full, resumed=outcome.resumed),
         model=outcome.model,
         text=outcome.text,
         cache_dtype=CACHE_DTYPE,
@@ -117,7 +121,7 @@ def _plan(budgets: tuple[float, ...], full: bool, tiny: bool, tokens: int) -> Pl
     return Plan("tiny" if tiny else "smollm2", protocol, windows, budgets, full)
 
 
-def _compare(console: Console, plan: Plan, folder: Path, tiny: bool) -> Outcome:
+def _compare(console: Console, plan: Plan, folder: Path, processes: int | None) -> Outcome:
     """Carry a plan out with a bar and the time left; the journal lies in the folder until all is done."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
@@ -126,7 +130,7 @@ def _compare(console: Console, plan: Plan, folder: Path, tiny: bool) -> Outcome:
     from kvlab.lab.workers import compare, processes_for
 
     folder.mkdir(parents=True, exist_ok=True)
-    journal, processes = Journal(folder, plan.settings), 1 if tiny else processes_for(plan)
+    journal, processes = Journal(folder, plan.settings), processes or processes_for(plan)
     text = TextColumn("{task.description}")
     columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeLeft())
     try:
@@ -137,10 +141,8 @@ def _compare(console: Console, plan: Plan, folder: Path, tiny: bool) -> Outcome:
                 plan, journal, processes, lambda done, total: bar.update(task, completed=done, total=total)
             )
     except KeyboardInterrupt:
-        saved = sum(len(part[0].starts) for part in journal.read())
         console.print(
-            f"Interrupted. {saved} of {plan.windows} windows are saved in {journal.path}: the same command "
-            f"goes on from there",
+            f"Interrupted. What was read is saved in {journal.path}: the same command goes on from there",
             highlight=False,
         )
         raise typer.Exit(130) from None

@@ -65,13 +65,15 @@ class Plan:
         """All of it but the number of windows: runs of different lengths share a journal."""
         return repr(replace(self, windows=0))
 
-    def cases(self, config: Any) -> list[Case]:
-        """The caches, for a model of a configuration."""
+    def groups(self, config: Any) -> list[list[Case]]:
+        """The caches, for a model of a configuration; those of a group are read and saved together."""
         length = self.protocol.length
-        found = [*uniform(config), *mixed(config, length, self.budgets)]
+        found = [[*uniform(config), *mixed(config, length, self.budgets)]]
         if self.full:
-            found += controls(config, length, min(self.budgets, key=lambda budget: abs(budget - 0.2)))
-        return found + (of_transformers(config) if self.full and self.subject != "tiny" else [])
+            found.append(controls(config, length, min(self.budgets, key=lambda budget: abs(budget - 0.2))))
+        if self.full and self.subject != "tiny":
+            found.append(of_transformers(config))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Outcome:
     seconds : float
         From the start of the processes to the last result.
     resumed : int
-        Windows whose scores came from the journal of an interrupted run.
+        Parts (windows read through a group of caches) that came from the journal of an interrupted run.
     """
 
     model: str
@@ -162,15 +164,14 @@ def compare(
         progress(min(done, total), total)
 
     with _team(plan, processes, count) as run:
-        ((_, about),) = run([("describe", None)])
+        # One such job for each process, so that all of them load at the same time.
+        (_, about), *_ = run([("describe", None)] * processes)
         parts = [part for part in journal.read() if set(part[0].starts) <= set(about.starts)]
-        read = {window for part in parts for window in part[0].starts}
-        left = [number for number, window in enumerate(about.starts) if window not in read]
-        rows = max(1, min(plan.protocol.rows, -(-len(left) // processes)))
-        batches = [tuple(left[first : first + rows]) for first in range(0, len(left), rows)]
-        jobs: list[_Job] = [("read", batch) for batch in batches]
+        saved = len(parts)
+        readings = _left(plan, about, parts, processes)
+        jobs: list[_Job] = [("read", reading) for reading in readings]
         jobs += [("write", budget) for budget in (None, BESIDE)]
-        total = sum(steps(len(batch), about.cases, plan.protocol) for batch in batches)
+        total = sum(steps(len(windows), about.sizes[group], plan.protocol) for windows, group in readings)
         total += 2 * _writing_steps(plan.protocol)
         prompt, continuations = "", dict[str, Continuation]()
         for method, result in run(jobs):
@@ -179,16 +180,40 @@ def compare(
                 parts.append(result)
             else:
                 name, prompt, continuations[name] = result
-    parts.sort(key=lambda part: about.starts.index(part[0].starts[0]))
     return Outcome(
         model=about.model,
         text=about.text,
-        scores=join(parts),
+        scores=_joined(about, parts),
         prompt=prompt,
         continuations=dict(sorted(continuations.items())),
         seconds=time.perf_counter() - start,
-        resumed=len(read),
+        resumed=saved,
     )
+
+
+_Reading = tuple[tuple[int, ...], int]
+"""Numbers of windows, and the group of caches they are read through."""
+
+
+def _left(plan: Plan, about: _About, parts: list[list[Score]], processes: int) -> list[_Reading]:
+    """What is not read yet, all groups of one window before the next window."""
+    found: list[_Reading] = []
+    for group in range(len(about.groups)):
+        read = {start for part in parts if about.group_of(part) == group for start in part[0].starts}
+        left = [number for number, start in enumerate(about.starts) if start not in read]
+        rows = max(1, min(plan.protocol.rows, -(-len(left) // processes)))
+        found += [(tuple(left[first : first + rows]), group) for first in range(0, len(left), rows)]
+    return sorted(found)
+
+
+def _joined(about: _About, parts: list[list[Score]]) -> list[Score]:
+    """Scores of all windows in their order; full precision, which every group has, stands once."""
+    parts = sorted(parts, key=lambda part: about.starts.index(part[0].starts[0]))
+    scores: list[Score] = []
+    for group in range(len(about.groups)):
+        joined = join([part for part in parts if about.group_of(part) == group])
+        scores += joined[bool(scores) :]
+    return scores
 
 
 # ---- what a process does -----------------------------------------------------------------------------------
@@ -202,7 +227,14 @@ class _About:
     starts: tuple[int, ...]
     model: str
     text: str
-    cases: int
+    groups: tuple[tuple[str, ...], ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(names) for names in self.groups]
+
+    def group_of(self, part: list[Score]) -> int:
+        return self.groups.index(tuple(score.name for score in part[1:]))
 
 
 class _Reader:
@@ -211,18 +243,23 @@ class _Reader:
     def __init__(self, plan: Plan, tick: Callable[[int], None]) -> None:
         self.plan, self.tick = plan, tick
         self.subject = SUBJECTS[plan.subject]()
-        self.cases = plan.cases(self.subject.model.config)
+        self.groups = plan.groups(self.subject.model.config)
         self.windows = cut_windows(
             self.subject.text, self.subject.encode, plan.windows, plan.protocol.length + 1
         )
 
     def describe(self, _: None) -> _About:
-        return _About(self.windows.starts, self.subject.name, self.subject.text_name, len(self.cases))
+        names = tuple(tuple(case.name for case in group) for group in self.groups)
+        return _About(self.windows.starts, self.subject.name, self.subject.text_name, names)
 
-    def read(self, numbers: tuple[int, ...]) -> list[Score]:
-        windows = self.windows.part(numbers)
+    def read(self, reading: _Reading) -> list[Score]:
+        numbers, group = reading
         return evaluate(
-            self.subject.model, windows, self.cases, self.plan.protocol, progress=lambda name: self.tick(1)
+            self.subject.model,
+            self.windows.part(numbers),
+            self.groups[group],
+            self.plan.protocol,
+            progress=lambda name: self.tick(1),
         )
 
     def write(self, budget: float | None) -> tuple[str, str, Continuation]:

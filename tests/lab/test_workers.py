@@ -61,10 +61,28 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
 
 
 def test_a_shorter_run_takes_its_windows_from_the_journal_of_a_longer_one(tmp_path: Path) -> None:
-    compare(PLAN, Journal(tmp_path, PLAN.settings), 1)
-    shorter = replace(PLAN, windows=2)
-    outcome = compare(shorter, Journal(tmp_path, shorter.settings), 1)
+    journal, shorter = Journal(tmp_path, PLAN.settings), replace(PLAN, windows=2)
+    assert shorter.settings == PLAN.settings
+    compare(PLAN, journal, 1)
+    outcome = compare(shorter, journal, 1)
     assert outcome.resumed == len(outcome.scores[0].starts) == 2
+    assert outcome.resumed == len(outcome.scores[-1].starts)
+
+
+def test_groups_of_caches_are_saved_one_by_one(tmp_path: Path) -> None:
+    plan = replace(PLAN, windows=2, full=True)
+    journal = Journal(tmp_path / "a", plan.settings)
+    whole = compare(plan, journal, 1)
+    names = [score.name for score in whole.scores]
+    assert len(names) == len(set(names)) == 1 + 4 + 1 + 4
+    parts = journal.read()
+    assert [len(part) for part in parts] == [6, 5, 6, 5]
+    ragged = Journal(tmp_path / "b", plan.settings)
+    for part in (parts[0], parts[3]):
+        ragged.add(part)
+    outcome = compare(plan, ragged, 1)
+    assert outcome.resumed == 2
+    assert without_speed(outcome.scores) == without_speed(whole.scores)
 
 
 @pytest.mark.parametrize(
