@@ -27,8 +27,8 @@ def command(
     """Measure one part of the library and print a table.
 
     Results are checked before they are timed. `of copy` is the speed relative to a copy of the bytes that the
-    call must read and write, by as many threads or on the same GPU; `times numpy` relative to the same in NumPy;
-    `speedup` that of a decode step over packed pages relative to torch.
+    call must read and write, by as many threads or on the same GPU; `times numpy` relative to the same in
+    NumPy; `speedup` that of a decode step over packed pages relative to torch.
 
     Example: kvlab benchmark packing --size 256MiB --threads 2 --output packing.json
     """

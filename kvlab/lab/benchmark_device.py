@@ -2,8 +2,8 @@
 
 A call must read and write some bytes; the yardstick is torch's copy of half as many, which reads and writes
 them. Both are captured in CUDA graphs, several calls each, and replayed in turns, so neither the time of the
-host nor the clock of the moment decides. Arrays exceed the second-level cache. Before it is timed, a result must
-have the bits of the CPU.
+host nor the clock of the moment decides. Arrays exceed the second-level cache. Before it is timed, a result
+must have the bits of the CPU.
 """
 
 from __future__ import annotations
