@@ -4,9 +4,10 @@
 // to 8 query rows (query position, head of the group). The pages of all sequences form one list.
 //
 // Threads and data
-//   grid   persistent: CTA b takes the pages [T b / grid, T (b + 1) / grid) of the list. With several rungs
-//          a sequence's list runs down the columns of a matrix whose rows are its table, page by page, so
-//          every CTA sees the same mixture, however the table is sorted.
+//   grid   persistent. If it costs little balance, a CTA has pages of one sequence only, every n-th of its
+//          table; else CTA b takes the pages [T b / grid, T (b + 1) / grid) of the list, in which a
+//          sequence's table is read down the columns of a matrix. So with several rungs every CTA sees the
+//          same mixture, however the table is sorted.
 //   warp   pages begin + warp, + WARPS, ... through a ring of slots of its own in shared memory, filled by
 //          bulk copies that lane 0 issues; warps meet only where a sequence begins or ends. A page is one
 //          item of the ring, or, if it is large, K and V are, in two halves each at width 16.
@@ -19,6 +20,10 @@
 // inverse. Partial results meet twice: those of warps in shared memory, those of CTAs in `partial`, where the
 // last one to arrive at a sequence adds all in a fixed order.
 //
+// Coded tiles are float16 whatever the cache is (packed_codes.cuh). Its range is narrow, so q and p times the
+// step of V each come with a power of 2 that brings the largest near the top of it: for q from the rows of a
+// sequence (packed_scores.cuh), for p from the largest step met so far (packed_state.cuh).
+//
 // Memory: shared WARPS * stages * slot_bytes (ring) + WARPS * min(rows, 4) * (HEAD_DIM + 2) * 4 (merge);
 // registers at head_dim 128: 32 out, 16 q, 16 scores, 8 steps, and what is being expanded.
 //
@@ -28,7 +33,10 @@
 // clang-format off
 // gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a,sm_120a
 // gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 KEEP_SCORES=0 registers<=255 arch=sm_100a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1,4 WIDTHS_V=1,4 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=4 WIDTHS_V=4 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 KEEP_SCORES=0 registers<=255 arch=sm_90a,sm_120a
 // gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 KEEP_SCORES=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 KEEP_SCORES=0 registers<=255 arch=sm_90a
 // clang-format on
@@ -37,9 +45,12 @@
 constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
 
 #include "packed_codes.cuh"
-#include "packed_join.cuh"
 #include "packed_list.cuh"
-#include "packed_page.cuh"
+#include "packed_state.cuh"
+// These need what is above.
+#include "packed_join.cuh"
+#include "packed_scores.cuh"
+#include "packed_values.cuh"
 
 constexpr int MAX_STAGES = 8;
 constexpr bool MAY_BE_ONE = (WIDTHS_K & 7) && (WIDTHS_V & 7), ALL_ARE_ONE = (WIDTHS_K | WIDTHS_V) <= 7;

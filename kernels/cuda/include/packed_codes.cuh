@@ -1,84 +1,14 @@
-// Codes of packed pages as operands of mma.m16n8k16: 16-bit pairs, expansion of every width, steps.
+// Codes of packed pages as operands of mma.m16n8k16: expansion of every width, and steps.
 //
 // A code region is a sequence of 16 x 16 tiles in the order of A fragments. Fields<BITS>::TILES tiles share
 // Fields<BITS>::WORDS 32-bit words a lane, word after word, 32 lanes each; every word holds fields of both
 // halves of its pairs. Coded tiles are multiplied in float16 in every cache, because a code that is masked
 // out of its word already is one: a subnormal number, which tensor cores take at full speed. What is left to
 // do, the power of 2 and the constant between a code and its value, is the same for a row of tiles and is
-// done once there. Needs the macro BF16: whether the 16-bit type of the cache is bfloat16 or float16.
+// done once there.
 #pragma once
 
-#include <cuda_fp16.h>
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-#if BF16
-#define KVLAB_PAIR "bf16"
-#else
-#define KVLAB_PAIR "f16"
-#endif
-
-constexpr u32 ALL_LANES = 0xffffffffu;
-
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-
-#define KVLAB_MMA(TYPE, c, a, b0, b1)                             \
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE    \
-        ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])          \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-
-// c += a b for operands of the 16-bit type, and for float16 whatever that type is.
-__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    KVLAB_MMA(KVLAB_PAIR, c, a, b0, b1);
-}
-
-__device__ __forceinline__ void mma_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    KVLAB_MMA("f16", c, a, b0, b1);
-}
-
-__device__ __forceinline__ u32 transposed(u32 x) {
-    u32 r;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
-    return r;
-}
-
-__device__ __forceinline__ float power_of_2(float x) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
-__device__ __forceinline__ u32 pack_pair(float low, float high) {
-    u32 r;
-    asm("cvt.rn." KVLAB_PAIR "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
-__device__ __forceinline__ u32 pack_halves(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
-__device__ __forceinline__ float half_bits_to_float(u32 bits) {
-    float f;
-    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(bits));
-    return f;
-}
-
-__device__ __forceinline__ float2 unpack_pair(u32 x) {
-#if BF16
-    return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
-#else
-    return {half_bits_to_float(x & 0xffffu), half_bits_to_float(x >> 16)};
-#endif
-}
+#include "pairs.cuh"
 
 // -(2^BITS - 1) as float16 in both halves: what has to be added to 2 code to make it the value of a code.
 template <int BITS>

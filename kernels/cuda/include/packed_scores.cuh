@@ -1,0 +1,112 @@
+// Scores of the keys of a page.
+//
+// They lie as in C of mma.m16n8k16: slot 8 g + i, rows 2u and 2u + 1, at s[i / 2][2 (i % 2)] and the element
+// after it. Needs WIDTHS_K, CODED and packed_state.cuh.
+#pragma once
+
+// With one width of coded keys the factor of columns 8 to 15 is in the query, else it is put there for each
+// page.
+constexpr bool ONE_KEY_WIDTH = ((WIDTHS_K & CODED) & ((WIDTHS_K & CODED) - 1)) == 0;
+constexpr int RIGHT_OF_KEYS = (WIDTHS_K & CODED) == 1 ? Fields<2>::RIGHT : 0;
+
+struct Query {
+    u32 rotated[TILES_D][2];  // B fragments of float16: the rows times 2^e
+    float sum[2], bias[2];    // of rows 2u, 2u + 1: the sum of the above, the part of the mean key in a score
+    float unit;               // 2^(25 - e)
+};
+
+// Takes the rows, each with its largest magnitude and its bias behind it. All are scaled by one power of 2,
+// which brings the largest near the top of float16. Rows beyond the last repeat it; their results go nowhere.
+__device__ __forceinline__ void load_query(const float* rows, int row_count, int lane, Query& query) {
+    const int u = lane % 4;
+    const float peak = rows[min(lane / 4, row_count - 1) * ROW_FLOATS + HEAD_DIM];
+    const int exponent =
+        __reduce_max_sync(ALL_LANES, __float_as_uint(peak)) >> 23;  // peak < 2^(exponent - 126)
+    const int e = max(min(141 - exponent, 100), -100);
+    const float factor = power_of_2_exactly(e);
+    const float2* x = (const float2*)(rows + min(lane / 4, row_count - 1) * ROW_FLOATS) + u;
+    float sums[4] = {0.f, 0.f, 0.f, 0.f};
+    const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
+#pragma unroll
+    for (int i = 0; i < TILES_D; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const float2 pair = x[8 * i + 4 * j];
+            query.rotated[i][j] = pack_halves(pair.x * factor, pair.y * factor);
+        }
+        mma_half(sums, ones, query.rotated[i][0], query.rotated[i][1]);
+        if (ONE_KEY_WIDTH) query.rotated[i][1] = lowered<RIGHT_OF_KEYS>(query.rotated[i][1]);
+    }
+    query.unit = power_of_2_exactly(25 - e);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        query.sum[j] = sums[j];
+        query.bias[j] = rows[min(2 * u + j, row_count - 1) * ROW_FLOATS + HEAD_DIM + 1];
+    }
+}
+
+// Scores of coded keys, less `base`: slot 8 g + i of rows 2u, 2u + 1 at s[i / 2][2 (i % 2)] and the one after
+// it.
+template <int BITS>
+__device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, const Query& query,
+                                             const float (&base)[2], float (&s)[4][4], int lane) {
+    constexpr float MIDDLE = -((1 << BITS) - 1) * .5f / (1 << 24);
+    constexpr float EVEN = 1 << Fields<BITS>::EVEN, ODD = 1 << Fields<BITS>::ODD;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[b][r] = query.sum[r % 2] * (MIDDLE * (r < 2 ? EVEN : ODD));
+    }
+    u32 right[TILES_D];
+#pragma unroll
+    for (int i = 0; i < TILES_D; ++i)
+        right[i] = ONE_KEY_WIDTH ? query.rotated[i][1] : lowered<Fields<BITS>::RIGHT>(query.rotated[i][1]);
+    constexpr int PER_BLOCK = TILES_D % Fields<BITS>::TILES ? 0 : TILES_D / Fields<BITS>::TILES;
+    for_each_tile<BITS, 0, 4 * TILES_D>(
+        codes, lane, [](int i) { return PER_BLOCK ? i % 4 * PER_BLOCK + i / 4 : i; },
+        [&](int tile, const u32(&a)[4]) {
+            mma_half(s[tile / TILES_D], a, query.rotated[tile % TILES_D][0], right[tile % TILES_D]);
+        });
+    const Steps step = load_steps(steps, lane / 4);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float factor = step.at(i) * (query.unit * (1.f / (i % 2 ? ODD : EVEN)));
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float& score = s[i / 2][2 * (i % 2) + j];
+            score = fmaf(score, factor, query.bias[j] - base[j]);
+        }
+    }
+}
+
+// Scores of token blocks 2 HALF and 2 HALF + 1 of raw keys, less `base`; q comes from the first-level cache.
+template <int HALF>
+__device__ __forceinline__ void raw_scores(const u8* keys, const u16* row, float unit, const float (&base)[2],
+                                           float (&s)[4][4], int lane) {
+#pragma unroll
+    for (int b = 2 * HALF; b < 2 * HALF + 2; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
+    for_each_tile<16, 2 * HALF * TILES_D, 2 * TILES_D>(
+        keys, lane, [](int i) { return i % 2 * TILES_D + i / 2; },
+        [&](int tile, const u32(&a)[4]) {
+            const int at = 8 * (tile % TILES_D) + lane % 4;
+            mma(s[tile / TILES_D], a, __ldg((const u32*)row + at), __ldg((const u32*)row + at + 4));
+        });
+#pragma unroll
+    for (int b = 2 * HALF; b < 2 * HALF + 2; ++b) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[b][r] = fmaf(s[b][r], unit, -base[r % 2]);
+    }
+}
+
+// Caps scores and takes `base` off them.
+__device__ __forceinline__ void cap_scores(float cap, const float (&base)[2], float (&s)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) s[i / 4][i % 4] = cap * tanhf(s[i / 4][i % 4] / cap) - base[i % 2];
+}
+
+__device__ __forceinline__ void clear_unused(int count, float (&s)[4][4], int lane) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        if (8 * (lane / 4) + i >= count) s[i / 2][2 * (i % 2)] = s[i / 2][2 * (i % 2) + 1] = -INFINITE;
+    }
+}
