@@ -22,10 +22,11 @@ from .cpu_groups import (
     pad,
     root_mean_square,
     rotate,
+    rotation_factor,
     round_to_codes,
     round_to_ternary,
 )
-from .cpu_simd import LANES, helper, kernel, load_codes, splat, store
+from .cpu_simd import LANES, helper, kernel, load_codes, look_up, splat, store
 from .cpu_words import AFFINE, HADAMARD, NAN_WORD, TERNARY, WIDE, find_scales, word_value
 
 _HALF = np.float32(0.5)
@@ -89,7 +90,7 @@ def quantize_rows(
     groups = (n + group - 1) // group
     rows = scale.size // groups
     row_bytes = packed.size // rows
-    top = np.float32(2**bits - 1)
+    top, factor = np.float32(2**bits - 1), rotation_factor(group)
     stride = pad(group)
     block = max(1, _BLOCK // n)
     found = pad(block * groups)
@@ -115,7 +116,7 @@ def quantize_rows(
                     facts[1, k] = measure_magnitude(values, start, count)
                 if codec == HADAMARD:
                     facts[0, k] = root_mean_square(values, start, count, facts[1, k], squares)
-                    rotate(values, start, count)
+                    rotate(values, start, count, rotation_factor(count) if count < group else factor)
                 elif codec == TERNARY:
                     rms = root_mean_square(values, start, count, facts[1, k], squares)
                     facts[0, k] = rms * _TERNARY_LEVEL
@@ -125,8 +126,10 @@ def quantize_rows(
                 count = min(group, n - first)
                 at = k // groups * n + first
                 if codec == HADAMARD:
-                    where = k * stride, count, facts[2, k]
-                    count_thresholds(values, *where, thresholds, guesses, scaled, indices, codes, at)
+                    start, found_scale = k * stride, facts[2, k]
+                    count_thresholds(
+                        values, start, count, found_scale, thresholds, guesses, scaled, indices, codes, at
+                    )
                 elif codec == TERNARY:
                     round_to_ternary(values, k * stride, count, facts[2, k], codes, at)
                 else:
@@ -150,12 +153,12 @@ def dequantize_rows(packed, n, codec, bits, group, levels, scale, offset, dtype,
     groups = (n + group - 1) // group
     rows = scale.size // groups
     row_bytes = packed.size // rows
-    half_top = np.float32(2**bits - 1) * _HALF
+    half_top, factor = np.float32(2**bits - 1) * _HALF, rotation_factor(group)
     block = max(1, _BLOCK // n)
     bad = 0
     for task in prange((rows + _BLOCKS * block - 1) // (_BLOCKS * block)):
         values = np.empty(pad(group), np.float32)
-        codes = np.empty(block * n + LANES, np.uint8)
+        codes = np.zeros(block * n + LANES, np.uint8)
         rest = np.empty(LANES, np.uint16)
         for row0 in range(task * _BLOCKS * block, min(rows, (task + 1) * _BLOCKS * block), block):
             taken = min(block, rows - row0)
@@ -168,9 +171,9 @@ def dequantize_rows(packed, n, codec, bits, group, levels, scale, offset, dtype,
                 wide = (word & WIDE) != 0
                 s = word_value(np.uint16(word & ~WIDE), wide)
                 if codec == HADAMARD:
-                    for i in range(count):
-                        values[i] = levels[codes[at + i]] * s
-                    rotate(values, 0, count)
+                    for i in range(0, count, LANES):
+                        store(values, i, look_up(levels, codes, at + i) * splat(s))
+                    rotate(values, 0, count, rotation_factor(count) if count < group else factor)
                 elif codec == TERNARY:
                     for i in range(count):
                         values[i] = np.float32(np.int8(codes[at + i])) * s

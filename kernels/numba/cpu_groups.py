@@ -14,9 +14,9 @@ from .cpu_simd import (
     butterflies,
     count_greater,
     float_of_bits,
-    float_of_count,
     helper,
     highest,
+    larger_magnitude,
     load,
     lowest,
     magnitude,
@@ -26,13 +26,15 @@ from .cpu_simd import (
     store,
     store_codes,
     store_indices,
+    store_mirrored,
     total,
+    zero_if_finite,
 )
 
 GRID = 64
 """Entries of the table of guesses for each unit of magnitude."""
 
-_ZERO, _ONE, _TWO, _HALF = np.float32(0), np.float32(1), np.float32(2), np.float32(0.5)
+_ZERO, _HALF = np.float32(0), np.float32(0.5)
 _INFINITY = np.float32(np.inf)
 _SMALLEST_TO_DIVIDE_BY = np.float32(2.0**-100)
 
@@ -54,22 +56,21 @@ def measure_range(values, start, count):
     for i in range(start + count, start + pad(count)):
         values[i] = values[start]
     low = high = load(values, start)
-    check = low - low
-    for i in range(start + LANES, start + count, LANES):
+    size = splat(_ZERO)
+    for i in range(start, start + count, LANES):
         x = load(values, i)
-        low, high, check = minimum(x, low), maximum(x, high), check + (x - x)
-    nothing = total(check)
+        low, high, size = minimum(x, low), maximum(x, high), larger_magnitude(size, x)
+    nothing = zero_if_finite(size)
     return lowest(low) + nothing, highest(high) + nothing
 
 
 @helper
 def measure_magnitude(values, start, count):
     """Return the largest magnitude, NaN if an element is not finite."""
-    high = check = splat(_ZERO)
+    size = splat(_ZERO)
     for i in range(start, start + count, LANES):
-        x = load(values, i)
-        high, check = maximum(magnitude(x), high), check + (x - x)
-    return highest(high) + total(check)
+        size = larger_magnitude(size, load(values, i))
+    return highest(size) + zero_if_finite(size)
 
 
 @helper
@@ -77,18 +78,20 @@ def root_mean_square(values, start, count, largest, squares):
     """Return sqrt(mean of squares): summed by halves, after a division by a power of two near `largest`."""
     exponent = max(bits_of(largest) >> np.uint32(23), np.uint32(1))
     down = splat(float_of_bits(np.uint32((np.uint32(254) - exponent) << np.uint32(23))))
-    left = pad(count)
-    for i in range(0, left, LANES):
+    left, h = pad(count), LANES
+    while 2 * h < left:
+        h *= 2
+    folded = max(left - h, 0)
+    for i in range(0, folded, LANES):  # the first halving, on the way
+        y, z = load(values, start + i) * down, load(values, start + h + i) * down
+        store(squares, i, y * y + z * z)
+    for i in range(folded, min(h, left), LANES):
         y = load(values, start + i) * down
         store(squares, i, y * y)
-    h = LANES
-    while h < left:
-        h *= 2
     while h > LANES:
         h //= 2
-        for i in range(0, left - h, LANES):
+        for i in range(0, h, LANES):
             store(squares, i, load(squares, i) + load(squares, i + h))
-        left = min(left, h)
     mean = total(load(squares, 0)) / np.float32(count)
     return np.sqrt(mean) * float_of_bits(np.uint32(exponent << np.uint32(23)))
 
@@ -130,13 +133,17 @@ def hadamard_run(x, first, count, block):
 
 
 @helper
-def rotate(values, start, count):
-    """Apply the orthonormal block Hadamard transform to values[start:start + count]."""
-    block = count & -count
-    hadamard_run(values, start, count, block)
-    factor = splat(np.float32(1 / np.sqrt(np.float64(block))))
+def rotate(values, start, count, factor):
+    """Apply the block Hadamard transform to values[start:start + count]; factor from `rotation_factor`."""
+    hadamard_run(values, start, count, count & -count)
     for i in range(start, start + count, LANES):
-        store(values, i, load(values, i) * factor)
+        store(values, i, load(values, i) * splat(factor))
+
+
+@helper
+def rotation_factor(count):
+    """Return what makes the transform of `count` elements orthonormal, 1 / sqrt(block)."""
+    return np.float32(1 / np.sqrt(np.float64(count & -count)))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -164,26 +171,47 @@ def count_thresholds(values, start, count, scale, thresholds, guesses, scaled, i
     for k in range(thresholds.size):
         scaled[k] = thresholds[k] * scale
     if guesses.size == 0 or not scale > _SMALLEST_TO_DIVIDE_BY:
-        zero, one, two, middle = (
-            splat(_ZERO),
-            splat(_ONE),
-            splat(_TWO),
-            splat(np.float32(thresholds.size + 1)),
-        )
-        for i in range(0, count, LANES):
-            y = load(values, start + i)
-            size, counted = magnitude(y), zero
-            for k in range(thresholds.size):
-                counted = count_greater(counted, size, splat(scaled[k]))
-            above = float_of_count(counted)
-            store_codes(codes, first + i, middle + above - (zero > y) * (two * above + one))
-        return
-    scaled[thresholds.size] = _INFINITY
+        _count_all(values, start, count, scaled, thresholds.size, codes, first)
+    else:
+        _count_from_guess(values, start, count, scale, scaled, guesses, indices, codes, first)
+
+
+@helper
+def _count_all(values, start, count, scaled, thresholds, codes, first):
+    zero, i = splat(_ZERO), 0
+    while i + 4 * LANES <= count:  # four vectors at a time share the loads and the steps of the loop
+        at = start + i
+        a, b = load(values, at), load(values, at + LANES)
+        c, d = load(values, at + 2 * LANES), load(values, at + 3 * LANES)
+        size_a, size_b, size_c, size_d = magnitude(a), magnitude(b), magnitude(c), magnitude(d)
+        of_a, of_b, of_c, of_d = zero, zero, zero, zero
+        for k in range(thresholds):
+            threshold = splat(scaled[k])
+            of_a, of_b = count_greater(of_a, size_a, threshold), count_greater(of_b, size_b, threshold)
+            of_c, of_d = count_greater(of_c, size_c, threshold), count_greater(of_d, size_d, threshold)
+        to = first + i
+        store_mirrored(codes, to, of_a, a, thresholds + 1)
+        store_mirrored(codes, to + LANES, of_b, b, thresholds + 1)
+        store_mirrored(codes, to + 2 * LANES, of_c, c, thresholds + 1)
+        store_mirrored(codes, to + 3 * LANES, of_d, d, thresholds + 1)
+        i += 4 * LANES
+    while i < count:
+        y = load(values, start + i)
+        counted = zero
+        for k in range(thresholds):
+            counted = count_greater(counted, magnitude(y), splat(scaled[k]))
+        store_mirrored(codes, first + i, counted, y, thresholds + 1)
+        i += LANES
+
+
+@helper
+def _count_from_guess(values, start, count, scale, scaled, guesses, indices, codes, first):
+    levels = scaled.size  # of each sign: one more than thresholds
+    scaled[levels - 1] = _INFINITY
     inverse, last = splat(np.float32(GRID) / scale), splat(np.float32(guesses.size - 1))
     for i in range(0, count, LANES):
         store_indices(indices, i, minimum(magnitude(load(values, start + i)) * inverse, last))
     y, out = values[start : start + count], codes[first : first + count]
-    levels = thresholds.size + 1  # of each sign
     for i in range(count):
         guess = guesses[indices[i]]
         code = levels + guess + (abs(y[i]) > scaled[guess])

@@ -6,7 +6,6 @@ functions a kernel says what happens to eight elements: ``store(out, i, load(x, 
 plain LLVM vector instructions, which LLVM lowers to what the machine has (AVX2: one register, NEON: two).
 
 Rows are contiguous; nothing checks an index. Half-precision rows are uint16 arrays of their bits.
-A cached kernel does not see an edit of this file: remove ``kernels/numba/__pycache__`` after one.
 """
 
 import operator
@@ -17,8 +16,14 @@ from numba.core import typing
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-helper = njit(error_model="numpy")
-"""Decorator of functions that only kernels call; a division by zero gives infinity or NaN, as in NumPy."""
+from . import cpu_cache  # noqa: F401, decides when a kept kernel is stale
+
+helper = njit(error_model="numpy", _nrt=False)
+"""Decorator of functions that only kernels call; a division by zero gives infinity or NaN, as in NumPy.
+
+They borrow the arrays of their callers and allocate none, so they count no references (`_nrt=False`):
+counting is atomic, and costs more than the work on a group.
+"""
 
 kernel = njit(error_model="numpy", parallel=True, cache=True)
 """Decorator of functions that Python calls."""
@@ -26,7 +31,7 @@ kernel = njit(error_model="numpy", parallel=True, cache=True)
 LANES = 8
 """Elements of one vector; rows in scratch memory are padded to a multiple of it."""
 
-_I32, _F32 = ir.IntType(32), ir.FloatType()
+_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 F32X8 = ir.VectorType(_F32, LANES)
 I32X8 = ir.VectorType(_I32, LANES)
 I16X8 = ir.VectorType(ir.IntType(16), LANES)
@@ -256,13 +261,37 @@ def count_greater(typing_context, count, a, b):
 
 
 @intrinsic
-def float_of_count(typing_context, count):
-    """Return counts of `count_greater`, which start at the bits of 0.0, as numbers."""
+def store_mirrored(typing_context, row, index, count, value, middle):
+    """Write eight codes: middle + count (of `count_greater`), or middle - 1 - count where value < 0."""
 
     def generate(context, builder, signature, arguments):
-        return builder.sitofp(builder.bitcast(arguments[0], I32X8), F32X8)
+        array, first, count, value, middle = arguments
+        below = builder.fcmp_ordered("<", value, ir.Constant(F32X8, [0.0] * LANES))
+        steps = builder.xor(builder.bitcast(count, I32X8), builder.sext(below, I32X8))
+        one = builder.insert_element(ir.Constant(I32X8, ir.Undefined), builder.trunc(middle, _I32), _I32(0))
+        codes = builder.add(builder.shuffle_vector(one, one, splat_i32(0)), steps)
+        pointer = pointer_to(context, builder, signature.args[0], array, first, _I8X8)
+        store_unaligned(builder, builder.trunc(codes, _I8X8), pointer)
+        return context.get_dummy_value()
 
-    return float32x8(float32x8), generate
+    return types.void(row, types.intp, float32x8, float32x8, types.intp), generate
+
+
+@intrinsic
+def look_up(typing_context, table, codes, index):
+    """Return table[code] of the eight codes from codes[index] on; table float32."""
+
+    def generate(context, builder, signature, arguments):
+        table, codes, first = arguments
+        entries = context.make_array(signature.args[0])(context, builder, table).data
+        source = pointer_to(context, builder, signature.args[1], codes, first, ir.IntType(8))
+        result = ir.Constant(F32X8, ir.Undefined)
+        for lane in range(LANES):
+            code = builder.zext(builder.load(builder.gep(source, [_I64(lane)])), _I64)
+            result = builder.insert_element(result, builder.load(builder.gep(entries, [code])), _I32(lane))
+        return result
+
+    return float32x8(table, codes, types.intp), generate
 
 
 @intrinsic
@@ -275,6 +304,31 @@ def where(typing_context, condition, a, b):
         return builder.select(builder.fcmp_unordered("!=", condition, zero), a, b)
 
     return float32x8(float32x8, float32x8, float32x8), generate
+
+
+@intrinsic
+def larger_magnitude(typing_context, bits, value):
+    """Return the larger of bits and |value|, compared as integers: an infinity or a NaN wins for good."""
+
+    def generate(context, builder, signature, arguments):
+        bits, value = (builder.bitcast(x, I32X8) for x in arguments)
+        own = builder.and_(value, splat_i32(0x7FFFFFFF))
+        return builder.bitcast(builder.select(builder.icmp_signed(">", own, bits), own, bits), F32X8)
+
+    return float32x8(float32x8, float32x8), generate
+
+
+@intrinsic
+def zero_if_finite(typing_context, bits):
+    """Return 0 if `larger_magnitude` has met finite numbers only, else NaN."""
+
+    def generate(context, builder, signature, arguments):
+        beyond = builder.icmp_signed(">", builder.bitcast(arguments[0], I32X8), splat_i32(0x7F7FFFFF))
+        mask = builder.bitcast(beyond, ir.IntType(LANES))
+        is_none = builder.icmp_unsigned("==", mask, mask.type(0))
+        return builder.select(is_none, _F32(0.0), _F32(float("nan")))
+
+    return types.float32(float32x8), generate
 
 
 lowest = _make_reduction(_select("<"))
@@ -293,8 +347,9 @@ def butterflies(typing_context, value):
         (x,) = arguments
         for h in (1, 2, 4):
             partner = builder.shuffle_vector(x, x, _lanes([k ^ h for k in range(LANES)]))
-            choice = _lanes([k + LANES if k & h else k for k in range(LANES)])
-            x = builder.shuffle_vector(builder.fadd(x, partner), builder.fsub(partner, x), choice)
+            signs = _lanes([0x80000000 if k & h else 0 for k in range(LANES)])
+            turned = builder.bitcast(builder.xor(builder.bitcast(x, I32X8), signs), F32X8)
+            x = builder.fadd(partner, turned)
         return x
 
     return float32x8(float32x8), generate

@@ -1,0 +1,73 @@
+"""Kernels that Numba keeps from process to process: the same bits as fresh ones, and stale after any edit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvlab.numba_kernels import cpu_cache, cpu_packed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """
+import hashlib, json
+import numpy as np
+from kvlab.lab.benchmark_decode import make_pages
+from kvlab.numba_kernels.cpu_packed import attend_pages
+from kvlab.ops.packed import packed_attention
+
+rng = np.random.default_rng(3)
+pages = make_pages(rng, (2, 3, 4, 8), 512)
+digests = []
+for positions, softcap in ((1, 0.0), (3, 0.0), (2, 30.0)):
+    q = 4 * rng.standard_normal((1, positions, 32, 128), np.float32)
+    result = packed_attention(q, pages, softcap=softcap, keep_scores=1)
+    digests.append([hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest() for x in result])
+hits = sum(attend_pages.stats.cache_hits.values())
+print(json.dumps({"digests": digests, "loaded": hits > 0}))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_loads_kernels_gives_the_bits_of_one_that_compiles(tmp_path: Path) -> None:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    compiled, loaded = (
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", SCRIPT], env=environment, check=True, capture_output=True, text=True
+            ).stdout
+        )
+        for _ in range(2)
+    )
+    assert (compiled["loaded"], loaded["loaded"]) == (False, True)
+    assert compiled["digests"] == loaded["digests"]
+    assert len({digest for call in compiled["digests"] for digest in call}) == 9
+
+
+def test_an_edit_of_any_file_makes_all_kept_kernels_stale(tmp_path: Path) -> None:
+    for path in cpu_cache.FOLDER.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    before = cpu_cache.digest_of_sources(tmp_path)
+    assert before == cpu_cache.digest_of_sources(cpu_cache.FOLDER)
+    for name in ("cpu_simd.py", "cpu_fragments.py"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text + "\n")
+        assert cpu_cache.digest_of_sources(tmp_path) != before
+        (tmp_path / name).write_text(text)
+    (tmp_path / "cuda_bits.py").write_text("")
+    assert cpu_cache.digest_of_sources(tmp_path) == before
+
+
+def test_kernels_are_kept_under_that_stamp() -> None:
+    locator = cpu_packed.attend_pages._cache._impl.locator
+    assert locator.get_source_stamp() == cpu_cache.digest_of_sources(cpu_cache.FOLDER)
+    assert cpu_cache.KernelLocator.from_function(stranger, __file__) is None
+
+
+def stranger() -> None:
+    """A function outside the folder of kernels."""
