@@ -143,8 +143,9 @@ def _capability(arch: str) -> tuple[int, int]:
 
 def _compile(module: str, kernel: str, options: Mapping[str, Any], arch: str, *, contract: bool) -> bytes:
     with needs_extra("cu13", "a Numba CUDA kernel"):
-        import numba.cuda.compiler as numba_compiler
         from cuda.core import Program, ProgramOptions
+
+        numba_compiler: Any = importlib.import_module("numba.cuda.compiler")
     make = getattr(importlib.import_module(f"kvlab.numba_kernels.{module}"), kernel)
     capability = _capability(arch)
     try:
@@ -167,8 +168,7 @@ def _compile(module: str, kernel: str, options: Mapping[str, Any], arch: str, *,
 @contextmanager
 def _for_architecture(capability: tuple[int, int]) -> Iterator[None]:
     """Compile device functions for this architecture: Numba would ask the current device for its own."""
-    from numba.cuda import dispatcher
-
+    dispatcher: Any = importlib.import_module("numba.cuda.dispatcher")
     with _compiling:
         ask = dispatcher.get_current_device
         dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)

@@ -175,7 +175,7 @@ def make_hadamard(head_dim, threads):
 # ---- Attention of the parts
 
 
-def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept):
+def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept, blocks):
     """Make the kernel that attends the pages of each part; `kvlab.numba_cuda.build_numba` compiles it.
 
     Parameters
@@ -189,6 +189,8 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept):
         Query rows that one expansion of a page serves: 1, 2 or 4.
     softcap, kept : int
         1 if scores are capped, or some of them kept; else 0.
+    blocks : int
+        Of a multiprocessor at a time: 6 leave 168 registers a thread, 4 leave 255.
     """
     flags = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
     common = (dtype, head_dim, rows)
@@ -428,7 +430,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept):
         pointer(types.float32), pointer(types.float32), whole, whole, whole, whole, whole,
         types.float32, types.float32,
     )  # fmt: skip
-    return kernel, arguments, (32 * WARPS, 5)
+    return kernel, arguments, (32 * WARPS, blocks)
 
 
 @device

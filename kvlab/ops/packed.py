@@ -30,9 +30,10 @@ from kvlab.arrays import (
     match_shapes,
     to_numpy_view,
 )
+from kvlab.device import compute_capability
 from kvlab.reference import packed as reference
 from kvlab.reference.codec import hadamard_block
-from kvlab.registry import Row, choose, register
+from kvlab.registry import AtLeast, Row, choose, register
 from kvlab.threads import share
 
 __all__ = ["Layout", "PackedAttention", "Pages", "mass_from_scores", "packed_attention"]
@@ -41,12 +42,18 @@ Floats = NDArray[np.float32]
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16)}
-_CUDA_FACTS: dict[str, Any] = {"dtype": ("float16", "bfloat16"), "head_dim": (64, 80, 96, 128, 256)}
+_CUDA_FACTS: dict[str, Any] = {
+    "dtype": ("float16", "bfloat16"),
+    "head_dim": (64, 80, 96, 128, 256),
+    "compute_capability": AtLeast((9, 0)),
+}
+_NUMBA_FACTS = _FACTS | {"compute_capability": AtLeast((7, 5))}
 
 register(
     Row("packed_attention", "cpu", "kvlab.ops.packed:_attend_cpu", _FACTS),
     Row("packed_attention", "reference", "kvlab.ops.packed:_attend_reference", _FACTS),
     Row("packed_attention", "cuda", "kvlab.ops.packed_cuda:launch", _CUDA_FACTS),
+    Row("packed_attention", "numba", "kvlab.ops.packed_numba:launch", _NUMBA_FACTS),
     Row("mass_from_scores", "cpu", "kvlab.ops.packed:_mass_cpu", {}),
     Row("mass_from_scores", "reference", "kvlab.ops.packed:_mass_reference", {}),
     Row("mass_from_scores", "cuda", "kvlab.ops.packed_mass_cuda:launch", {}),
@@ -142,7 +149,8 @@ def packed_attention(
         group bytes for each slot of the page table: 16 bytes a token and KV head for one row and a group of
         4.
     backend : str, optional
-        ``"cpu"`` computes in float32, ``"reference"`` in float64.
+        ``"cpu"`` and ``"numba"`` compute in float32, ``"cuda"`` in the dtype of the cache with float32 sums,
+        ``"reference"`` in float64.
 
     Returns
     -------
@@ -184,6 +192,8 @@ def packed_attention(
     group = _check(q, pages, softcap, keep_scores)
     device = common_device({"q": q, "pages.rung": pages.rung})
     facts = {"dtype": dtype_name(q, "q"), "head_dim": q.shape[3]}  # type: ignore[attr-defined]
+    if device.kind == "cuda":
+        facts["compute_capability"] = compute_capability(device.index)
     row = choose("packed_attention", device.kind, backend, **facts)
     scale = 1 / math.sqrt(facts["head_dim"]) if scale is None else scale
     result: PackedAttention[ArrayT] = row.launch(q, pages, group, scale, softcap, keep_scores)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Workspace", "attend", "launch", "make_workspace", "options_of", "table_arguments"]
 
 _WARPS, _MERGE_THREADS, _MAX_RUNGS = 2, 128, 16
-_BLOCKS = 5  # of a multiprocessor: what `attend_pages` is compiled for
+_MOST_BLOCKS = 6  # of a multiprocessor
 _MOST_ROWS, _MOST_ROUNDS = 4, 2
 
 
@@ -45,7 +45,7 @@ class Workspace:
 def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Workspace:
     """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group)."""
     sequences = pairs * _row_blocks(query_rows, head_dim)
-    blocks = max(sequences, _slots(cuda_view(like, "q").device))
+    blocks = max(sequences, _MOST_BLOCKS * _multiprocessors(cuda_view(like, "q").device))
     shape = (blocks * _WARPS, _MOST_ROUNDS, rows_at_once(query_rows, head_dim), head_dim + 2)
     return Workspace(empty(shape, "float32", like))
 
@@ -71,28 +71,35 @@ def options_of(layouts: tuple[Layout, ...], dtype: str, query_rows: int) -> dict
     return {"head_dim": head_dim, "dtype": dtype, "widths_k": widths_k, "widths_v": widths_v, "rows": rows}
 
 
+def blocks_at_once(options: dict[str, Any]) -> int:
+    """Return how many blocks of `attend_pages` a multiprocessor holds: fewer where registers run short."""
+    few_widths = all(options[side].bit_count() <= 3 for side in ("widths_k", "widths_v"))
+    return _MOST_BLOCKS if few_widths and options["dtype"] != "float32" else 4
+
+
 @lru_cache(maxsize=256)
 def _kernels(
     layouts: tuple[Layout, ...], dtype: str, query_rows: int, softcap: bool, kept: bool, device: int
-) -> tuple[Kernel, Kernel]:
+) -> tuple[Kernel, Kernel, int]:
+    """Return both kernels and how many blocks of the first one the device runs at a time."""
     arch = arch_of(*compute_capability(device))
     options = options_of(layouts, dtype, query_rows)
-    attending = options | {"softcap": int(softcap), "kept": int(kept)}
+    blocks = blocks_at_once(options)
+    attending = options | {"softcap": int(softcap), "kept": int(kept), "blocks": blocks}
     merging = {name: options[name] for name in options if name != "widths_k"}
     built = (
         build_numba("cuda_packed", "attend_pages", attending, arch),
         build_numba("cuda_packed_merge", "merge_parts", merging, arch),
     )
     attend_kernel, merge_kernel = (load(each, device=device) for each in built)
-    return attend_kernel, merge_kernel
+    return attend_kernel, merge_kernel, blocks * _multiprocessors(device)
 
 
 @lru_cache(maxsize=16)
-def _slots(device: int) -> int:
-    """Return how many blocks the device runs at a time."""
+def _multiprocessors(device: int) -> int:
     import cupy
 
-    return _BLOCKS * int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 def shares_of(sequences: int, entries: int, slots: int) -> int:
@@ -164,9 +171,11 @@ def attend(
         )
     kept = 0 if scores is None else scores.shape[3]
     layouts = tuple(pages.layouts)
-    attend_parts, merge_parts = _kernels(layouts, pages.dtype, query_rows, softcap > 0, kept > 0, view.device)
+    attend_parts, merge_parts, slots = _kernels(
+        layouts, pages.dtype, query_rows, softcap > 0, kept > 0, view.device
+    )
     row_blocks = _row_blocks(query_rows, head_dim)
-    shares = shares_of(batch * kv_heads * row_blocks, entries, _slots(view.device))
+    shares = shares_of(batch * kv_heads * row_blocks, entries, slots)
     pools = [cuda_view(pool, "pages.pools").pointer for pool in pages.pools]
     places, bits_k, bits_v = table_arguments(layouts, pools)
     tables = [

@@ -1,4 +1,4 @@
-"""Packed attention of backend "cuda" against float64 over the same pages, and what a launch must leave alone.
+"""Packed attention on a GPU against float64 over the same pages, and what a launch must leave alone.
 
 Pages are drawn as bytes: any codes are valid codes. Unused slots hold NaN, unused table entries name pages
 that do not exist, and memory around the results holds a canary.
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvlab.cache.pages import LayerPages, PageLayout
-from kvlab.ops import packed_cuda
+from kvlab.ops import packed_cuda, packed_numba
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate, low_precision_attention
@@ -23,7 +23,14 @@ from tests.compare import assert_accurate, low_precision_attention
 WIDTHS = (2, 3, 4, 8, 16)
 MIXED = ((2, 2), (3, 3), (4, 4), (8, 8), (16, 16))
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+BACKENDS = {"cuda": packed_cuda, "numba": packed_numba}
 NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Any:
+    """The module that launches a backend."""
+    return BACKENDS[request.param]
 
 
 @dataclass
@@ -161,14 +168,14 @@ def low_precision(q: np.ndarray, pages: LayerPages, **options: Any) -> tuple[np.
     return out, lse
 
 
-def attend(q: np.ndarray, pages: LayerPages, **options: Any) -> Any:
+def attend(backend: Any, q: np.ndarray, pages: LayerPages, **options: Any) -> Any:
     group = q.shape[2] // pages.rung.shape[1]
     arguments = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "keep_scores": 0} | options
-    return packed_cuda.launch(to_torch(q), on_device(pages), group, **arguments)
+    return backend.launch(to_torch(q), on_device(pages), group, **arguments)
 
 
-def check(q: np.ndarray, pages: LayerPages, **options: Any) -> np.ndarray:
-    actual = attend(q, pages, **options)
+def check(backend: Any, q: np.ndarray, pages: LayerPages, **options: Any) -> np.ndarray:
+    actual = attend(backend, q, pages, **options)
     out, lse, scores = reference.packed_attention(q, pages, **options)
     options.pop("keep_scores", None)
     low_out, low_lse = low_precision(q, pages, **options)
@@ -187,60 +194,60 @@ def check(q: np.ndarray, pages: LayerPages, **options: Any) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_one_width(dtype: str, bits: int, head_dim: int) -> None:
+def test_one_width(backend: Any, dtype: str, bits: int, head_dim: int) -> None:
     pages = draw_pages(bits, dtype, head_dim, ((bits, bits),), np.array([[3, 20], [1, 0]]))
-    check(draw_queries(bits, dtype, 2, 1, 8, head_dim), pages)
+    check(backend, draw_queries(bits, dtype, 2, 1, 8, head_dim), pages)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_all_widths_in_one_sequence(dtype: str, head_dim: int) -> None:
+def test_all_widths_in_one_sequence(backend: Any, dtype: str, head_dim: int) -> None:
     pages = draw_pages(head_dim, dtype, head_dim, MIXED, np.array([[40, 7], [0, 200]]))
-    check(draw_queries(7, dtype, 2, 1, 8, head_dim), pages)
+    check(backend, draw_queries(7, dtype, 2, 1, 8, head_dim), pages)
 
 
-def test_unequal_widths_of_keys_and_values() -> None:
+def test_unequal_widths_of_keys_and_values(backend: Any) -> None:
     rungs = ((2, 16), (16, 2), (4, 2), (2, 4), (8, 4), (3, 8), (16, 3), (8, 16))
     pages = draw_pages(5, "bfloat16", 128, rungs, np.array([[60, 30]]))
-    check(draw_queries(5, "bfloat16", 1, 1, 6, 128), pages)
+    check(backend, draw_queries(5, "bfloat16", 1, 1, 6, 128), pages)
 
 
 @pytest.mark.parametrize("group", range(1, 9))
-def test_group_sizes(group: int) -> None:
+def test_group_sizes(backend: Any, group: int) -> None:
     pages = draw_pages(group, "bfloat16", 128, MIXED, np.array([[20, 30]]))
-    check(draw_queries(group, "bfloat16", 1, 1, 2 * group, 128), pages)
+    check(backend, draw_queries(group, "bfloat16", 1, 1, 2 * group, 128), pages)
 
 
 @pytest.mark.parametrize(("seqlen", "group"), [(4, 1), (2, 4), (3, 5), (16, 16)])
-def test_several_query_tokens_see_all_pages(seqlen: int, group: int) -> None:
+def test_several_query_tokens_see_all_pages(backend: Any, seqlen: int, group: int) -> None:
     pages = draw_pages(11, "bfloat16", 128, MIXED, np.array([[20, 9], [0, 33]]))
-    check(draw_queries(11, "bfloat16", 2, seqlen, 2 * group, 128), pages)
+    check(backend, draw_queries(11, "bfloat16", 2, seqlen, 2 * group, 128), pages)
 
 
-def test_softcap_scale_and_kept_scores() -> None:
+def test_softcap_scale_and_kept_scores(backend: Any) -> None:
     pages = draw_pages(3, "bfloat16", 128, MIXED, np.array([[20, 9], [0, 33]]))
-    check(draw_queries(3, "bfloat16", 2, 3, 8, 128), pages, softcap=5.0, scale=0.2, keep_scores=2)
+    check(backend, draw_queries(3, "bfloat16", 2, 3, 8, 128), pages, softcap=5.0, scale=0.2, keep_scores=2)
 
 
-def test_many_sequences_share_blocks() -> None:
+def test_many_sequences_share_blocks(backend: Any) -> None:
     """More sequences than thread blocks, of one to a few pages and some empty."""
     lengths = np.random.default_rng(0).integers(0, 4, (50, 8))
     pages = draw_pages(9, "bfloat16", 64, ((2, 2), (8, 8)), lengths)
-    check(draw_queries(9, "bfloat16", 50, 1, 16, 64), pages)
+    check(backend, draw_queries(9, "bfloat16", 50, 1, 16, 64), pages)
 
 
-def test_only_empty_pages() -> None:
+def test_only_empty_pages(backend: Any) -> None:
     pages = draw_pages(1, "float16", 64, ((2, 2),), np.array([[2, 0]]))
     pages.count[:] = 0
-    actual = attend(draw_queries(1, "float16", 1, 1, 4, 64), pages)
+    actual = attend(backend, draw_queries(1, "float16", 1, 1, 4, 64), pages)
     assert not to_numpy(actual.out).any()
     assert np.isneginf(to_numpy(actual.lse)).all()
 
 
-def test_nan_of_a_live_token_shows() -> None:
+def test_nan_of_a_live_token_shows(backend: Any) -> None:
     pages = draw_pages(2, "bfloat16", 128, ((4, 4),), np.array([[9, 9]]), full=True)
     pages.pools[0][pages.index[0, 1, 4], pages.layouts[0].v_steps + 17] = 0xFF
-    out = to_numpy(attend(draw_queries(2, "bfloat16", 1, 1, 8, 128), pages).out).astype(np.float32)
+    out = to_numpy(attend(backend, draw_queries(2, "bfloat16", 1, 1, 8, 128), pages).out).astype(np.float32)
     assert np.isnan(out[0, 0, 4:]).all()
     assert np.isfinite(out[0, 0, :4]).all()
 
@@ -263,29 +270,30 @@ def test_comparison_refuses_wrong_answers() -> None:
             assert_accurate(wrong.astype(q.dtype), out, low_out)
 
 
-def test_same_bits_again_and_in_a_graph_that_follows_the_lengths() -> None:
+def test_same_bits_again_and_in_a_graph_that_follows_the_lengths(backend: Any) -> None:
     pages = draw_pages(6, "bfloat16", 128, MIXED, np.array([[300, 41]]))
     q = draw_queries(6, "bfloat16", 1, 1, 8, 128)
-    first = to_numpy(attend(q, pages).out)
+    first = to_numpy(attend(backend, q, pages).out)
     device, queries = on_device(pages), to_torch(q)
     out = torch.full_like(queries, float("nan"))
     lse = torch.empty((1, 8, 1), device="cuda")
-    workspace = packed_cuda.make_workspace(queries, 2, 4, 128)
+    workspace = backend.make_workspace(queries, 2, 4, 128)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        packed_cuda.attend(queries, device, out, lse, workspace, scale=128**-0.5)
+        backend.attend(queries, device, out, lse, workspace, scale=128**-0.5)
     for _ in range(3):
         out.fill_(float("nan"))
         graph.replay()
         assert np.array_equal(to_numpy(out).view(np.int16), first.view(np.int16))
-    assert not workspace.arrivals.any()
+    if backend is packed_cuda:
+        assert not workspace.arrivals.any()
     shorter = LayerPages(**(vars(pages) | {"num_pages": np.array([[17, 0]], np.int32)}))
     device.num_pages.copy_(torch.from_numpy(shorter.num_pages))
     graph.replay()
     assert_accurate(to_numpy(out), reference.packed_attention(q, shorter)[0], low_precision(q, shorter)[0])
 
 
-def test_strided_queries_and_canaries_around_the_results() -> None:
+def test_strided_queries_and_canaries_around_the_results(backend: Any) -> None:
     pages = draw_pages(8, "float16", 64, MIXED, np.array([[30, 12], [5, 9]]))
     q = draw_queries(8, "float16", 2, 2, 4, 64)
     hostile = torch.full((2, 4, 2, 70), float("nan"), dtype=torch.float16, device="cuda")
@@ -293,8 +301,25 @@ def test_strided_queries_and_canaries_around_the_results() -> None:
     around = torch.full((q.size + 128,), 7.0, dtype=torch.float16, device="cuda")
     out = around[64:-64].view(q.shape)
     lse = torch.empty((2, 4, 2), device="cuda")
-    workspace = packed_cuda.make_workspace(out, 4, 4, 64)
-    packed_cuda.attend(hostile[..., 2:66].transpose(1, 2), on_device(pages), out, lse, workspace, scale=0.125)
+    workspace = backend.make_workspace(out, 4, 4, 64)
+    backend.attend(hostile[..., 2:66].transpose(1, 2), on_device(pages), out, lse, workspace, scale=0.125)
     assert bool((around[:64] == 7).all())
     assert bool((around[-64:] == 7).all())
     assert_accurate(to_numpy(out), reference.packed_attention(q, pages)[0], low_precision(q, pages)[0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_float32_caches(head_dim: int) -> None:
+    """Backend "numba" alone takes them, and is as exact as float32 arithmetic."""
+    from tests.ops.test_packed import SAME_WIDTHS, PackedCase, make_pages
+    from tests.ops.test_packed import low_precision as low_precision_in_several_bases
+
+    rng = np.random.default_rng(head_dim)
+    pages = make_pages(rng, SAME_WIDTHS, head_dim, "float32", np.array([[30, 0], [5, 21]]))
+    q = rng.standard_normal((2, 1, 4, head_dim)).astype(np.float32)
+    case = PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": 0})
+    actual = attend(packed_numba, q, pages)
+    out, lse, _ = reference.packed_attention(q, pages)
+    low_out, low_lse = low_precision_in_several_bases(case)
+    assert_accurate(to_numpy(actual.out), out, low_out)
+    assert_accurate(to_numpy(actual.lse), lse, low_lse, "lse")

@@ -62,7 +62,9 @@ def simulate(case: PackedCase, shares: int = 1, warps: int = 1) -> tuple[Array, 
     scores = np.full(batch * kv_heads * entries * max(kept, 1) * 64, np.nan, np.float32)
     out, lse = np.full(q.size, 7, bits), np.full(batch * heads * seqlen_q, 7, np.float32)
 
-    attend, _, _ = cuda_packed.attend_pages(**common, softcap=int(options["softcap"] > 0), kept=int(kept > 0))
+    attend, _, _ = cuda_packed.attend_pages(
+        **common, softcap=int(options["softcap"] > 0), kept=int(kept > 0), blocks=6
+    )
     flat = [
         np.ascontiguousarray(x).reshape(-1) for x in (pages.rung, pages.count, pages.index, pages.num_pages)
     ]
