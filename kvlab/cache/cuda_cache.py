@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.arrays import cuda_view, current_stream, dtype_name, empty, to_device, to_host
+from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, to_device, to_host
 from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache import cuda_score
 from kvlab.cache.cuda_exchange import from_layers, to_layers
@@ -92,6 +92,11 @@ class DeviceCache:
         self.lengths = [layer.seqlen for layer in layers]
         self.since = [layer.since_collection for layer in layers]
         self.room = [0] * len(layers)
+        # Where there is only one rung no score decides anything, and none is collected.
+        self.observes = [
+            settings.policy.observes if len(layer.store.ladder) + layer.store.evicts > 1 else "nothing"
+            for layer in layers
+        ]
         self._share: int | None = -1
         self._make(capacity, share)
         if any(self.lengths):
@@ -110,7 +115,7 @@ class DeviceCache:
         self._decode_plan = make_workspace(self.like, self._shape(0), len(stores), births, dropped)
         self._tidy = True
         self._calls: dict[Any, Any] = {}
-        self._lse: dict[int, Any] = {}
+        self._lse: dict[int, tuple[Any, int]] = {}
         self._workspaces: dict[int, Workspace] = {}
         self._scores: dict[int, Any] = {}
 
@@ -128,51 +133,58 @@ class DeviceCache:
     def reserved_nbytes(self) -> int:
         """Bytes of device memory held: arenas, tables and workspaces."""
         workspaces = [x for w in self._workspaces.values() for x in (w.partial, w.arrivals)]
-        others = sum(int(x.nbytes) for x in (*self._lse.values(), *self._scores.values(), *workspaces))
+        others = sum(
+            int(x.nbytes)
+            for x in (*(lse for lse, _ in self._lse.values()), *self._scores.values(), *workspaces)
+        )
         return self.store.reserved_nbytes + self._decode_plan.nbytes + others
 
     # ---- what a step does ----------------------------------------------------------------------------------
 
     def step(
-        self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any, share: int | None
+        self,
+        layer: int,
+        q: Any,
+        views: list[CudaView],
+        valid: int,
+        scale: float,
+        softcap: float,
+        share: int | None,
     ) -> Any:
-        """See `MixedPrecisionCache.step`; shapes are checked, and the tokens fit."""
-        steps = q.shape[1]
-        if steps > kernels.MAX_STEPS or self.group > kernels.MAX_GROUP:
-            return self._long_step(layer, q, k, v, scale, softcap, valid, share)
+        """A step of few tokens: `views` of q, k and v, `valid` an address or 0."""
+        steps, stream = views[0].shape[1], current_stream(q)
         if self.room[layer] < steps:
-            self._make_room(layer, steps, share)
+            self._make_room(layer, share)
         collects = self._collects(layer, steps)
         attend, append, scores = self._decode_calls(layer, q, steps, scale, softcap, collects)
-        out, lse = empty(q.shape, self.layers[layer].store.dtype, q), self._lse_of(steps)
-        stream, view = current_stream(q), cuda_view(q, "q")
-        addresses = cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer
+        out, (lse, lse_address) = empty(views[0].shape, views[0].dtype, q), self._lse_of(steps)
+        addresses = cuda_view(out, "out").pointer, lse_address
         stored = self.lengths[layer] > 0
         if stored:
-            attend(view, *addresses, stream)
-        mask = 0 if valid is None else cuda_view(valid, "valid").pointer
-        append(view, cuda_view(k, "k"), cuda_view(v, "v"), mask, *addresses, stored, stream)
+            attend(views[0], *addresses, stream)
+        append(*views, valid, *addresses, stored, stream)
         if collects:
             self._score_stored(layer, scores, lse, stream)
         self._count(layer, steps, collects)
         return out
 
-    def append(self, layer: int, k: Any, v: Any, valid: Any, share: int | None) -> None:
-        """See `MixedPrecisionCache.append`."""
-        steps = k.shape[1]
-        if steps > kernels.MAX_STEPS:
-            codes = empty((self.pairs, steps), "uint8", k)
-            fresh = self._fresh(k, v, valid, codes, layer)
-            cuda_score.score_norms(fresh, codes, self.settings.importance, current_stream(k))
-            self._admit(layer, k, fresh, share)
-        else:
-            if self.room[layer] < steps:
-                self._make_room(layer, steps, share)
-            observed = "one" if self.settings.policy.observes == "nothing" else "norm"
-            call = self._append_call(layer, steps, 1.0, 0.0, observed)
-            mask = 0 if valid is None else cuda_view(valid, "valid").pointer
-            call(None, cuda_view(k, "k"), cuda_view(v, "v"), mask, 0, 0, False, current_stream(k))
+    def append(self, layer: int, k: Any, views: list[CudaView], valid: int, share: int | None) -> None:
+        """Store few tokens; arguments as in `step`."""
+        steps = views[0].shape[1]
+        if self.room[layer] < steps:
+            self._make_room(layer, share)
+        observed = "one" if self.observes[layer] == "nothing" else "norm"
+        call = self._append_call(layer, steps, 1.0, 0.0, observed)
+        call(None, *views, valid, 0, 0, False, current_stream(k))
         self._count(layer, steps, False)
+
+    def long_append(self, layer: int, k: Any, v: Any, valid: Any, share: int | None) -> None:
+        """Store many tokens."""
+        codes = empty((self.pairs, k.shape[1]), "uint8", k)
+        fresh = self._fresh(k, v, valid, codes, layer)
+        cuda_score.score_norms(k, codes, self.settings.importance, current_stream(k))
+        self._admit(layer, k, fresh, share)
+        self._count(layer, k.shape[1], False)
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """See `MixedPrecisionCache.attend`."""
@@ -186,7 +198,7 @@ class DeviceCache:
     def _collects(self, layer: int, steps: int) -> bool:
         """Whether a step collects the attention mass of stored tokens."""
         due = self.since[layer] + steps >= self.settings.realloc_every
-        return due and self.lengths[layer] > 0 and self.settings.policy.observes == "mass"
+        return due and self.lengths[layer] > 0 and self.observes[layer] == "mass"
 
     # ---- decode steps --------------------------------------------------------------------------------------
 
@@ -201,8 +213,7 @@ class DeviceCache:
             attend = AttendCall(
                 q, self.store.pages(layer), workspace, scale=scale, softcap=softcap, scores=scores
             )
-            observed = "mass" if self.settings.policy.observes == "mass" else "norm"
-            observed = "one" if self.settings.policy.observes == "nothing" else observed
+            observed = {"mass": "mass", "key_norm": "norm", "nothing": "one"}[self.observes[layer]]
             append = self._append_call(layer, steps, scale, softcap, observed)
             found = self._calls[key] = attend, append, scores
         return found
@@ -225,10 +236,10 @@ class DeviceCache:
             )
         return self._calls[key]
 
-    def _lse_of(self, steps: int) -> Any:
+    def _lse_of(self, steps: int) -> tuple[Any, int]:
         if steps not in self._lse:
-            shape = (self.store.batch, self.settings.num_heads_q, steps)
-            self._lse[steps] = empty(shape, "float32", self.like)
+            lse = empty((self.store.batch, self.settings.num_heads_q, steps), "float32", self.like)
+            self._lse[steps] = lse, cuda_view(lse, "lse").pointer
         return self._lse[steps]
 
     def _scores_of(self, kept: int) -> Any:
@@ -244,11 +255,12 @@ class DeviceCache:
 
     # ---- long steps ----------------------------------------------------------------------------------------
 
-    def _long_step(
-        self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any, share: int | None
+    def long_step(
+        self, layer: int, q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float, share: int | None
     ) -> Any:
+        """A step of many tokens; it waits for the device."""
         steps, dtype, dim = q.shape[1], self.layers[layer].store.dtype, self.store.head_dim
-        stream, observes = current_stream(q), self.settings.policy.observes
+        stream = current_stream(q)
         out, lse = attend_new(q, k, v, valid, scale, softcap)
         collects = self._collects(layer, steps)
         if self.lengths[layer]:
@@ -260,10 +272,12 @@ class DeviceCache:
                 self._score_stored(layer, scores, lse, stream)
         codes = empty((self.pairs, steps), "uint8", k)
         fresh = self._fresh(k, v, valid, codes, layer)
-        if observes == "mass":
-            cuda_score.score_new(q, k, lse, codes, valid, scale, softcap, stream)
+        if self.observes[layer] == "mass":
+            if valid is not None:
+                lse.swapaxes(1, 2)[~valid] = float("-inf")
+            cuda_score.score_new(q, k, lse, codes, scale=scale, softcap=softcap, stream=stream)
         else:
-            cuda_score.score_norms(fresh, codes, self.settings.importance, stream)
+            cuda_score.score_norms(k, codes, self.settings.importance, stream)
         self._admit(layer, k, fresh, share)
         self._count(layer, steps, collects)
         return out
@@ -290,7 +304,13 @@ class DeviceCache:
 
     def _score_stored(self, layer: int, scores: Any, lse: Any, stream: int) -> None:
         cuda_score.score_stored(
-            self.store, layer, scores, lse, self.settings.importance, self.settings.ema_decay, stream
+            self.store.states_pointer + layer * STATE.itemsize,
+            scores,
+            lse,
+            num_heads_kv=self.store.heads,
+            importance=self.settings.importance,
+            decay=self.settings.ema_decay,
+            stream=stream,
         )
 
     def _admit(self, layer: int, k: Any, fresh: Any, share: int | None) -> None:
@@ -320,7 +340,7 @@ class DeviceCache:
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
-    def _make_room(self, layer: int, steps: int, share: int | None) -> None:
+    def _make_room(self, layer: int, share: int | None) -> None:
         """Plan all layers that stand where this one does, so that each has room for the next tokens."""
         state = self.lengths[layer], self.room[layer]
         if all((self.lengths[i], self.room[i]) == state for i in range(len(self.layers))):
@@ -347,9 +367,9 @@ class DeviceCache:
         else:  # any page may have holes
             pages = self.pairs * self.store.entries
             workspace = make_workspace(self.like, self._shape(0), 1, pages, pages)
-            for layer in range(len(self.layers)):
+            first, n, self._tidy = 0, len(self.layers), True
+            for layer in range(n):
                 self._plan(layer, 1, workspace, stream)
-            self._tidy = True
         for i in range(first, first + n):
             self.room[i] = self.room_asked
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import cuda_view, device_of, dtype_name, match_shapes
+from kvlab.arrays import CudaView, cuda_view, match_shapes
 from kvlab.cache.allocator import Method
+from kvlab.cache.cuda_kernels import MAX_GROUP, MAX_STEPS
 from kvlab.cache.importance import Importance
 
 if TYPE_CHECKING:
@@ -110,57 +111,70 @@ class GpuRoad:
         self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
     ) -> Any:
         """`MixedPrecisionCache.step` on a GPU."""
-        device = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
+        device, views, mask = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
         scale = self._cache.head_dim**-0.5 if scale is None else scale
-        return device.step(layer, q, k, v, scale, softcap, valid, self._share(layer, k.shape[1]))
+        steps = views[0].shape[1]
+        if steps <= MAX_STEPS and device.group <= MAX_GROUP:
+            return device.step(layer, q, views, mask, scale, softcap, self._share(layer, steps))
+        return device.long_step(layer, q, k, v, valid, scale, softcap, self._share(layer, steps))
 
     def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
         """`MixedPrecisionCache.append` on a GPU."""
-        device = self._ready(layer, {"k": k, "v": v}, valid)
-        device.append(layer, k, v, valid, self._share(layer, k.shape[1]))
+        device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
+        share = self._share(layer, views[0].shape[1])
+        if views[0].shape[1] <= MAX_STEPS:
+            device.append(layer, k, views, mask, share)
+        else:
+            device.long_append(layer, k, v, valid, share)
 
     def attend(self, layer: int, q: Any, scale: float | None, softcap: float) -> Any:
         """`MixedPrecisionCache.attend` on a GPU."""
-        device = self._ready(layer, {"q": q}, None)
+        device, _, _ = self._ready(layer, {"q": q}, None)
         scale = self._cache.head_dim**-0.5 if scale is None else scale
         return device.attend(layer, q, scale, softcap)
 
     def _share(self, layer: int, steps: int) -> int | None:
         return self._cache._share(self.seqlen(layer) + steps, self._cache.batch)
 
-    def _ready(self, layer: int, arrays: dict[str, Any], valid: Any) -> DeviceCache:
-        """Check the arguments of a call and make room for it, or raise before anything changes."""
+    def _ready(
+        self, layer: int, arrays: dict[str, Any], valid: Any
+    ) -> tuple[DeviceCache, list[CudaView], int]:
+        """Check the arguments of a call and make room for it, or raise before anything changes.
+
+        Returns the device's side, views of the arrays and the address of `valid`, or 0.
+        """
         cache, device = self._cache, self._device
-        first = next(iter(arrays.values()))
-        steps = first.shape[1] if first.ndim == 4 else 0
+        views = [cuda_view(x, name) for name, x in arrays.items()]
+        steps = views[0].shape[1] if len(views[0].shape) == 4 else 0
         kv = (cache.batch, steps, cache.num_heads_kv, cache.head_dim)
-        wanted = {"q": (cache.batch, steps, cache.num_heads_q, cache.head_dim), "k": kv, "v": kv}
-        for name, x in arrays.items():
-            if tuple(x.shape) != wanted[name]:
+        queries = (cache.batch, steps, cache.num_heads_q, cache.head_dim)
+        for name, view in zip(arrays, views, strict=True):
+            if view.shape != (queries if name == "q" else kv):
                 heads = cache.num_heads_q if name == "q" else cache.num_heads_kv
-                match_shapes({name: (x.shape, (cache.batch, "S", heads, cache.head_dim))})
-                raise ValueError(f"{name} has {x.shape[1]} steps, but {next(iter(arrays))} has {steps}")
-            if dtype_name(x, name) != cache.dtype:
+                match_shapes({name: (view.shape, (cache.batch, "S", heads, cache.head_dim))})
+                raise ValueError(f"{name} has {view.shape[1]} steps, but {next(iter(arrays))} has {steps}")
+            if view.dtype != cache.dtype:
                 raise TypeError(
-                    f"{name} has dtype {dtype_name(x, name)}; on a GPU it must be that of the cache, "
-                    f"{cache.dtype}"
+                    f"{name} has dtype {view.dtype}; on a GPU it must be that of the cache, {cache.dtype}"
                 )
-        if device is None:
-            device = self._begin(arrays, steps)
-        for name, x in arrays.items():
-            view = cuda_view(x, name)
-            if view.device != device.device:
-                raise ValueError(f"{name} is on cuda:{view.device}, the cache is on cuda:{device.device}")
-            if view.strides[3] != 1 or any(step % 2 for step in view.strides[:3]) or view.pointer % 4:
+            a, b, c, last = view.strides
+            if last != 1 or a & 1 or b & 1 or c & 1 or view.pointer & 3:
                 raise ValueError(
                     f"{name} must be contiguous in its last axis and even in the others, got strides "
                     f"{view.strides}; pass {name}.contiguous()"
                 )
+        if device is None:
+            device = self._begin(views, next(iter(arrays.values())), steps)
+        for name, view in zip(arrays, views, strict=True):
+            if view.device != device.device:
+                raise ValueError(f"{name} is on cuda:{view.device}, the cache is on cuda:{device.device}")
+        mask = 0
         if valid is not None:
             match_shapes({"valid": (valid.shape, (cache.batch, steps))})
             view = cuda_view(valid, "valid")
-            if view.dtype != "bool" or view.strides != (steps, 1):
+            if view.dtype != "bool" or (view.strides != (steps, 1) and steps and cache.batch):
                 raise TypeError(f"valid must be a contiguous array of bool, got {view.dtype} {view.strides}")
+            mask = view.pointer
         if "k" in arrays and device.room[layer] < steps:
             length = device.lengths[layer] + steps
             if not cache._fits(length, cache.batch):
@@ -168,16 +182,14 @@ class GpuRoad:
             if length > device.capacity:
                 capacity = self._capacity(length)
                 device.grow(capacity, cache._share(capacity, cache.batch))
-        return device
+        return device, views, mask
 
-    def _begin(self, arrays: dict[str, Any], steps: int) -> DeviceCache:
+    def _begin(self, views: list[CudaView], like: Any, steps: int) -> DeviceCache:
         from kvlab.cache.cuda_cache import DeviceCache, Settings
 
         cache = self._cache
-        for name, x in arrays.items():
-            where = device_of(x, name)
-            if where.kind != "cuda" or cache.device not in ("cuda", str(where)):
-                raise TypeError(f"{name} is on {where}, but this cache has device={cache.device!r}")
+        if cache.device not in ("cuda", f"cuda:{views[0].device}"):
+            raise ValueError(f"the arrays are on cuda:{views[0].device}, the cache is on {cache.device}")
         settings = Settings(
             num_heads_q=cache.num_heads_q,
             policy=cache._policy,
@@ -189,7 +201,6 @@ class GpuRoad:
             takes_mean=tuple(layer._takes_mean for layer in cache.layers),
         )
         capacity = self._capacity(self.seqlen(0) + steps)
-        like = next(iter(arrays.values()))
         share = cache._share(capacity, cache.batch)
         self._device = DeviceCache(cache.layers, settings, like, capacity, share)
         return self._device

@@ -24,11 +24,13 @@ class Padding:
 
     def __init__(self) -> None:
         self.steps: torch.Tensor | None = None
+        self._last: tuple[torch.Tensor, int, torch.Tensor | None] | None = None
 
     def extend(self, mask: torch.Tensor | None, batch: int, length: int, new: int) -> torch.Tensor | None:
         """Take the mask of a step with `new` tokens behind `length` old ones.
 
-        Every layer of a model calls this with the same arguments; the later calls change nothing.
+        Every layer of a model calls this with the same arguments; the later calls change nothing and, given
+        the very same mask, look at nothing: a look at a mask on a GPU waits for it.
 
         Parameters
         ----------
@@ -47,6 +49,13 @@ class Padding:
         ValueError
             If the padding of old tokens differs from what it was.
         """
+        if mask is not None and self._last is not None and self._last[0] is mask and self._last[1] == length:
+            return self._last[2]
+        valid = self._extend(mask, batch, length, new)
+        self._last = None if mask is None else (mask, length, valid)
+        return valid
+
+    def _extend(self, mask: torch.Tensor | None, batch: int, length: int, new: int) -> torch.Tensor | None:
         old = None if self.steps is None else self.steps[:, :length]
         if mask is None:
             if old is not None and not old.all():
@@ -61,15 +70,17 @@ class Padding:
         if old is None and visible.all():
             return None
         self.steps = visible.clone()
-        return visible[:, length:]
+        return visible[:, length:].contiguous()
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` time steps."""
         self.steps = None if self.steps is None else self.steps[:, :length]
+        self._last = None
 
     def take(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the rows."""
         self.steps = None if self.steps is None else rows(self.steps)
+        self._last = None
 
 
 def _visible(mask: torch.Tensor, batch: int, length: int, new: int) -> torch.Tensor:

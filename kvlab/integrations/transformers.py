@@ -202,7 +202,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     batch_repeat_interleave = batch_select_indices = _of_the_whole_cache
 
     def offload(self) -> None:
-        raise NotImplementedError("a KVLabCache lies in the memory of the CPU and is not offloaded")
+        raise NotImplementedError("a KVLabCache manages its own memory and is not offloaded")
 
     prefetch = offload
 
