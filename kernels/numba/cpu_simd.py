@@ -16,8 +16,6 @@ from numba.core import typing
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from . import cpu_cache  # noqa: F401, decides when a kept kernel is stale
-
 helper = njit(error_model="numpy", _nrt=False)
 """Decorator of functions that only kernels call; a division by zero gives infinity or NaN, as in NumPy.
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvlab.numba_kernels import cpu_cache, cpu_packed
+from kvlab.numba_kernels import cpu_cache, cpu_codec, cpu_packed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,23 +49,27 @@ def test_a_process_that_loads_kernels_gives_the_bits_of_one_that_compiles(tmp_pa
     assert len({digest for call in compiled["digests"] for digest in call}) == 9
 
 
-def test_an_edit_of_any_file_makes_all_kept_kernels_stale(tmp_path: Path) -> None:
-    for path in cpu_cache.FOLDER.glob("*.py"):
+def test_an_edit_of_any_file_that_a_kernel_is_made_of_makes_it_stale(tmp_path: Path) -> None:
+    folder = Path(cpu_cache.__file__).parent
+    for path in folder.glob("*.py"):
         shutil.copy(path, tmp_path)
-    before = cpu_cache.digest_of_sources(tmp_path)
-    assert before == cpu_cache.digest_of_sources(cpu_cache.FOLDER)
-    for name in ("cpu_simd.py", "cpu_fragments.py"):
+    kernel = tmp_path / "cpu_packed.py"
+    before = cpu_cache.stamp_of(kernel)
+    assert before == cpu_cache.stamp_of(folder / "cpu_packed.py")
+    for name in ("cpu_packed.py", "cpu_fragments.py", "cpu_simd.py"):
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text + "\n")
-        assert cpu_cache.digest_of_sources(tmp_path) != before
+        assert cpu_cache.stamp_of(kernel) != before, name
         (tmp_path / name).write_text(text)
-    (tmp_path / "cuda_bits.py").write_text("")
-    assert cpu_cache.digest_of_sources(tmp_path) == before
+    (tmp_path / "cpu_codec.py").write_text("")  # nothing of it is in that kernel
+    assert cpu_cache.stamp_of(kernel) == before
 
 
 def test_kernels_are_kept_under_that_stamp() -> None:
-    locator = cpu_packed.attend_pages._cache._impl.locator
-    assert locator.get_source_stamp() == cpu_cache.digest_of_sources(cpu_cache.FOLDER)
+    for kernel, name in ((cpu_packed.attend_pages, "cpu_packed"), (cpu_codec.quantize_rows, "cpu_codec")):
+        locator = kernel._cache._impl.locator
+        path = Path(cpu_cache.__file__).with_name(f"{name}.py")
+        assert locator.get_source_stamp() == cpu_cache.stamp_of(path)
     assert cpu_cache.KernelLocator.from_function(stranger, __file__) is None
 
 
