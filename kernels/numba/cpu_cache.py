@@ -2,9 +2,9 @@
 
 Numba looks at the file that a kernel stands in, and at no other. Kernels here are made of functions of
 several files, so after an edit of one of those a process that loads kernels and one that compiles them could
-differ in bits. This module, imported before any kernel, makes a kept one stale when its file or any `cpu_*.py`
-that it imports, itself or through another, has changed. Where kernels are kept is Numba's choice, as ever:
-NUMBA_CACHE_DIR, or beside the source, or in the user's cache folder.
+differ in bits. This module, imported before any kernel, makes a kept one stale when its file or any
+`cpu_*.py` that it imports, itself or through another, has changed. Where kernels are kept is Numba's choice,
+as ever: NUMBA_CACHE_DIR, or beside the source, or in the user's cache folder.
 """
 
 import hashlib
