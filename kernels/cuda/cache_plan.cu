@@ -4,12 +4,12 @@
 // layers blockIdx.y = 0, 1, ... All numbers that decide are integers or rounded once, and sums are exact, so
 // neither the order of threads nor the device changes a result.
 //
-// count_keys    grid (groups, layers): a block counts the keys of its (pair, segment), a warp a page at a
-//               time, then gives every chunk of 64 tokens its weight. Shared: classes * 1 KB + 2 KB.
+// count_keys    grid (groups, layers): a block counts the keys of its (pair, segment), a warp two pages at
+//               a time, then gives every chunk of 64 tokens its weight. Shared: classes * 1 KB + 2 KB.
 // choose_rungs  grid (batch, layers): a block searches the price of its row's bytes: 31 halvings over the
 // bits
-//               of a price, then over the number of the first chunk that goes without; each looks at all
-//               chunks of the row, 8 bytes each, from the nearest cache.
+//               of a price, then over the number of the first chunk that goes without. Chunks of a class have
+//               rising weights, so those that take a step are found by halving too: a thread has a step.
 // bear_pages    grid (1, layers): a block numbers the pages that are born and takes slabs for them.
 //
 // gate: BF16=0 registers<=64
@@ -17,7 +17,7 @@
 #include "cache_state.cuh"
 #include "cache_plan.cuh"
 
-constexpr int COUNT_THREADS = 256, ROW_THREADS = 1024;
+constexpr int COUNT_THREADS = 256, ROW_THREADS = 256, BIRTH_THREADS = 1024;
 __constant__ u64 MANTISSA[8] = {4294967296ull, 4683695048ull, 5107605667ull, 5569883475ull,
                                 6074001000ull, 6623745059ull, 7223245206ull, 7877004752ull};
 
@@ -42,6 +42,51 @@ __device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weight
     return weights[low] + (u64)(rank - starts[low]) * token_weight(low);
 }
 
+// Counts the tokens of 32 pages, entry `entry` of lane; half a warp has a page, a lane four slots of it.
+__device__ __forceinline__ void count_pages(const Plan& p, int pair, int segment, int entry, int pages,
+                                            u32* counts, int (*kinds)[3], int lane) {
+    constexpr int AT_ONCE = 4;
+    const u64 at = (u64)pair * p.s.entries + entry;
+    const bool mine = entry < pages && p.s.base[at] == segment;
+    const int r = mine ? p.s.rung[at] : 0, count = mine ? p.s.count[at] : 0, slot = lane % 16 * 4;
+    const u32 address = mine ? p.s.index[at] : 0;
+    if (mine) atomicAdd(&kinds[r][count == PAGE ? 0 : count ? 1 : 2], 1);
+    u32 todo = __ballot_sync(ALL_LANES, mine && count > 0);
+#pragma unroll 1
+    while (todo) {
+        u32 codes[AT_ONCE];
+        uint2 positions[AT_ONCE];  // of two slots each word
+        int held[AT_ONCE];         // tokens among this lane's slots
+        u32* to[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int low = __ffs(todo) - 1;
+            todo &= todo - 1;
+            const int high = __ffs(todo) - 1;
+            todo &= todo - 1;
+            const int from = lane < 16 ? low : high, source = max(from, 0);
+            const int n = __shfl_sync(ALL_LANES, count, source), rung = __shfl_sync(ALL_LANES, r, source);
+            const u8* tail =
+                p.s.arena + (u64)__shfl_sync(ALL_LANES, address, source) * UNIT + p.s.rungs[rung].tail;
+            held[i] = from < 0 ? 0 : n - slot;
+            to[i] = counts + rung * KEYS;
+            codes[i] = 0;
+            positions[i] = {0, 0};
+            if (held[i] <= 0) continue;
+            codes[i] = *(const u32*)(tail + 2 * PAGE + slot);
+            positions[i] = *(const uint2*)(tail + 2 * slot);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const u32 word = j < 2 ? positions[i].x : positions[i].y;
+                const int position = segment << 16 | (word >> 16 * (j % 2) & 0xffff);
+                if (j < held[i]) atomicAdd(to[i] + p.key(codes[i] >> 8 * j & 0xff, position), 1u);
+            }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
     count_keys(const __grid_constant__ PlanCall call) {
     extern __shared__ u32 counts[];  // [classes][KEYS]
@@ -49,20 +94,14 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
     __shared__ int kinds[CACHE_RUNGS][3];
     const Plan p(call, blockIdx.y);
     const int g = blockIdx.x, pair = g / call.segments, segment = g % call.segments;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = COUNT_THREADS / 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < p.classes * KEYS; i += COUNT_THREADS) counts[i] = 0;
     if (threadIdx.x < CACHE_RUNGS * 3) (&kinds[0][0])[threadIdx.x] = 0;
     __syncthreads();  // counters are zero
-    const int pages = p.s.num_pages[pair], each = (pages + 32 * warps - 1) / (32 * warps) * 32;
-    visit_pages(
-        p, pair, segment, -1, min(pages, warp * each), min(pages, (warp + 1) * each), true,
-        [&](int, bool mine, int r, int count) {
-            if (mine) atomicAdd(&kinds[r][count == PAGE ? 0 : count ? 1 : 2], 1);
-        },
-        [&](int, u32, int r, int key0, int key1) {
-            if (key0 >= 0) atomicAdd(counts + r * KEYS + key0, 1u);
-            if (key1 >= 0) atomicAdd(counts + r * KEYS + key1, 1u);
-        });
+    const int pages = p.s.num_pages[pair];
+#pragma unroll 1
+    for (int first = 32 * warp; first < pages; first += COUNT_THREADS)
+        count_pages(p, pair, segment, first + lane, pages, counts, kinds, lane);
 #pragma unroll 4
     for (int step = threadIdx.x; step < call.steps; step += COUNT_THREADS) {
         const int key = new_key(p, pair, segment, step);
@@ -94,16 +133,33 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
 
 // ---- Choosing
 
-// The level that a chunk rises to at a price; at the price itself only where `ties`.
-__device__ __forceinline__ int level_at(const Hull& hull, float weight, float price, bool ties) {
-    int level = 0;
-#pragma unroll 1
-    for (int i = 0; i < hull.steps; ++i) {
-        const float slope = __fmul_rn(weight, hull.rate[i]);
-        if (!(slope > price || (ties && slope == price))) break;
-        level = hull.level[i];
+// The chunks of a class of a group, in the order of their weights.
+struct Run {
+    const float* weights;
+    int chunks, first, ceiling;  // first: number of chunks of the row before these
+};
+
+// The first chunk of a run whose slope exceeds the price, or reaches it; their number if none does.
+__device__ __forceinline__ int first_beyond(const Run& run, float rate, float price, bool reaching) {
+    int low = -1, high = run.chunks;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        const float slope = __fmul_rn(run.weights[middle], rate);
+        if (slope > price || (reaching && slope == price))
+            high = middle;
+        else
+            low = middle;
     }
-    return level;
+    return high;
+}
+
+// How many chunks of a run take a step of their hull: those whose slope exceeds the price, and of those at
+// the price the chunks with numbers below `ties`.
+__device__ __forceinline__ int taking(const Run& run, float rate, float price, int ties) {
+    const int above = first_beyond(run, rate, price, false);
+    if (ties <= run.first) return run.chunks - above;
+    const int equal = first_beyond(run, rate, price, true);
+    return run.chunks - above + min(max(ties - run.first, equal), above) - equal;
 }
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
@@ -112,20 +168,19 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     __shared__ int cost[MAX_LEVELS];
     const Plan p(call, blockIdx.y);
     const int row = blockIdx.x, own = p.s.heads * call.segments, top = p.levels - 1;
-    float* const weights = call.row_weight + ((u64)p.layer * p.s.batch + row) * call.row_chunks;
-    u32* const tags = call.row_tag + ((u64)p.layer * p.s.batch + row) * call.row_chunks;
+    int2* const runs = call.runs + p.group(row * own) * p.classes;  // chunks, number of the first
     for (int i = threadIdx.x; i < MAX_LEVELS * (int)(sizeof(Hull) / 4); i += ROW_THREADS)
         ((u32*)hulls)[i] = ((const u32*)call.hulls)[i];
     if (threadIdx.x < MAX_LEVELS) cost[threadIdx.x] = call.cost[threadIdx.x];
     __syncthreads();  // the tables are in shared memory
 
-    // The row's chunks in one list, and what its other pages take.
+    // The row's runs, and what its other pages take.
     int total = 0;
     long long taken = 0;
     for (int first = 0; first < own; first += ROW_THREADS) {
-        const int g = row * own + first + threadIdx.x;
+        const int i = first + threadIdx.x, g = row * own + i;
         int chunks = 0, all;
-        if (first + (int)threadIdx.x < own) {
+        if (i < own) {
             const int* tokens = p.tokens(g);
             for (int c = 0; c < p.classes; ++c) {
                 chunks += tokens[c] / PAGE;
@@ -135,31 +190,32 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
             call.extra[p.group(g)] = extra;
             if (extra) taken += cost[top];
         }
-        int at = total + block_scan<ROW_THREADS, int>(chunks, all);
-        if (first + (int)threadIdx.x < own)
-            call.places[p.pair(0) * p.s.entries + g] = at;  // free until the tables are made
+        int number = total + block_scan<ROW_THREADS, int>(chunks, all);
+        for (int c = 0; c < p.classes && i < own; ++c) {
+            runs[i * p.classes + c] = {p.tokens(g)[c] / PAGE, number};
+            number += p.tokens(g)[c] / PAGE;
+        }
         total += all;
     }
-    __syncthreads();  // every group's place in the list is there
-    for (int i = threadIdx.x / 32; i < own; i += ROW_THREADS / 32) {
-        const int g = row * own + i, lane = threadIdx.x % 32;
-        int at = call.places[p.pair(0) * p.s.entries + g], before = 0;
-        for (int c = 0; c < p.classes; ++c) {
-            const int chunks = p.tokens(g)[c] / PAGE;
-            for (int j = lane; j < chunks; j += 32) {
-                weights[at + before + j] = call.weight[p.group(g) * call.chunks + before + j];
-                tags[at + before + j] = i * p.classes + c;
-            }
-            before += chunks;
-        }
-    }
-    block_scan<ROW_THREADS, long long>(taken, taken);  // and the list is whole
-    const long long room = p.s.budget[row] - call.fixed_bytes - taken;
+    block_scan<ROW_THREADS, long long>(taken, taken);  // and the runs are there
+    const long long room = p.s.budget[row] - call.fixed_bytes - taken - (long long)total * cost[0];
 
+    auto run_at = [&](int n) {
+        const int i = n / p.classes;
+        const int2 run = runs[n], group = runs[i * p.classes];
+        const float* weights = call.weight + p.group(row * own + i) * call.chunks + (run.y - group.y);
+        return Run{weights, run.x, run.y, p.ceiling(n - i * p.classes)};
+    };
     auto bytes_at = [&](float price, int ties) {
         long long bytes = 0, all;
-        for (int i = threadIdx.x; i < total; i += ROW_THREADS)
-            bytes += cost[level_at(hulls[p.ceiling(tags[i] % p.classes)], weights[i], price, i < ties)];
+        for (int task = threadIdx.x; task < own * p.classes * top; task += ROW_THREADS) {
+            const int n = task / top, i = task - n * top;
+            const Run run = run_at(n);
+            const Hull& hull = hulls[run.ceiling];
+            if (run.chunks == 0 || i >= hull.steps) continue;
+            const int more = cost[hull.level[i]] - cost[i ? hull.level[i - 1] : 0];
+            bytes += (long long)more * taking(run, hull.rate[i], price, ties);
+        }
         block_scan<ROW_THREADS, long long>(bytes, all);
         return all;
     };
@@ -181,10 +237,18 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
             beyond = middle;
     }
     if (bytes_at(price, ties) > room && threadIdx.x == 0) atomicOr(p.s.status, NO_ROOM);
-    for (int i = threadIdx.x; i < total; i += ROW_THREADS) {
-        const int c = tags[i] % p.classes, g = row * own + tags[i] / p.classes;
-        const int level = level_at(hulls[p.ceiling(c)], weights[i], price, i < ties);
-        atomicAdd(p.chosen(g, c) + level, 1);
+    for (int n = threadIdx.x; n < own * p.classes; n += ROW_THREADS) {
+        const Run run = run_at(n);
+        const Hull& hull = hulls[run.ceiling];
+        int* chosen = p.chosen(row * own + n / p.classes, n % p.classes);
+        int rising = run.chunks, level = 0;
+        for (int i = 0; i < hull.steps && run.chunks; ++i) {
+            const int further = taking(run, hull.rate[i], price, ties);
+            chosen[level] = rising - further;
+            rising = further;
+            level = hull.level[i];
+        }
+        chosen[level] = rising;
     }
 }
 
@@ -207,7 +271,7 @@ __device__ __forceinline__ int slabs_for(const Plan& p, int r, int births) {
 // Takes back what does not fit: the new tokens, and demotions beyond `share` slabs a rung; all threads.
 __device__ void cut_down(const Plan& p, int share) {
     const int rungs = p.s.num_rungs;
-    for (int g = threadIdx.x; g < p.groups; g += ROW_THREADS) {
+    for (int g = threadIdx.x; g < p.groups; g += BIRTH_THREADS) {
         p.tokens(g)[rungs] = 0;
         p.call.extra[p.group(g)] = 0;
         for (int level = 0; level < p.levels; ++level) p.chosen(g, rungs)[level] = 0;
@@ -215,11 +279,11 @@ __device__ void cut_down(const Plan& p, int share) {
     for (int r = 0; r < rungs; ++r) {
         const int of_slabs = (p.s.slab_count[r] + share) * (int)p.s.rungs[r].per_slab - p.s.used[r];
         int left = min(of_slabs, p.call.most_births / rungs), all;
-        for (int first = 0; first < p.groups; first += ROW_THREADS) {
+        for (int first = 0; first < p.groups; first += BIRTH_THREADS) {
             const int g = first + threadIdx.x, level = r + p.s.evicts;
             int wanted = 0;
             for (int c = r + 1; c < rungs && g < p.groups; ++c) wanted += p.chosen(g, c)[level];
-            int mine = max(0, left - block_scan<ROW_THREADS, int>(wanted, all));
+            int mine = max(0, left - block_scan<BIRTH_THREADS, int>(wanted, all));
             for (int c = r + 1; c < rungs && g < p.groups; ++c) {
                 const int cut = max(0, p.chosen(g, c)[level] - mine);
                 mine -= p.chosen(g, c)[level] - cut;
@@ -232,14 +296,15 @@ __device__ void cut_down(const Plan& p, int share) {
     __syncthreads();  // the counts of all groups are final
 }
 
-extern "C" __global__ void __launch_bounds__(ROW_THREADS) bear_pages(const __grid_constant__ PlanCall call) {
+extern "C" __global__ void __launch_bounds__(BIRTH_THREADS)
+    bear_pages(const __grid_constant__ PlanCall call) {
     const Plan p(call, blockIdx.y);
     const int rungs = p.s.num_rungs, num_free = p.s.num_free[0];
     int births = 0, slabs = 0;
     for (int r = 0; r < rungs; ++r) {
         int own = 0, all, filled;
-        for (int g = threadIdx.x; g < p.groups; g += ROW_THREADS) own += births_of(p, g, r, filled);
-        block_scan<ROW_THREADS, int>(own, all);
+        for (int g = threadIdx.x; g < p.groups; g += BIRTH_THREADS) own += births_of(p, g, r, filled);
+        block_scan<BIRTH_THREADS, int>(own, all);
         births += all;
         slabs += slabs_for(p, r, all);
     }
@@ -251,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) bear_pages(const __gri
     for (int r = 0; r < rungs; ++r) {
         const int used = p.s.used[r], held = p.s.slab_count[r];
         int born = 0;
-        for (int first = 0; first < p.groups; first += ROW_THREADS) {
+        for (int first = 0; first < p.groups; first += BIRTH_THREADS) {
             const int g = first + threadIdx.x;
             int own = 0, filled = 0, tokens = 0, all_born, all_filled, all_tokens;
             if (g < p.groups) {
@@ -259,9 +324,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) bear_pages(const __gri
                 own = births_of(p, g, r, filled);
                 tokens = filled * PAGE - (left ? PAGE - left : 0);
             }
-            const int before = block_scan<ROW_THREADS, int>(own, all_born);
-            const int place = block_scan<ROW_THREADS, int>(filled, all_filled);
-            const int sequence = block_scan<ROW_THREADS, int>(tokens, all_tokens);
+            const int before = block_scan<BIRTH_THREADS, int>(own, all_born);
+            const int place = block_scan<BIRTH_THREADS, int>(filled, all_filled);
+            const int sequence = block_scan<BIRTH_THREADS, int>(tokens, all_tokens);
             if (g < p.groups) {
                 call.births[p.at_rung(g, r)] = own;
                 call.first[p.at_rung(g, r)] = used + born + before;
@@ -274,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) bear_pages(const __gri
         }
         const int more = slabs_for(p, r, born);
         __syncthreads();  // the rung's old counts have been read
-        for (int i = threadIdx.x; i < more; i += ROW_THREADS) {
+        for (int i = threadIdx.x; i < more; i += BIRTH_THREADS) {
             const int slab = p.s.free_slabs[num_free - 1 - taken - i];
             p.s.slabs[r * p.s.max_slabs + held + i] = slab;
             p.s.place[slab] = held + i;

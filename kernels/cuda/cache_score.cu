@@ -41,17 +41,19 @@ struct Kept {
 // The mean over the kept rows of the probability of slots 2 lane and 2 lane + 1 of a page; one warp.
 __device__ __forceinline__ float2 mass_of_page(const Kept& kept, int pair, u64 page, int lane) {
     const float2* from = (const float2*)(kept.scores + page * kept.rows * PAGE) + lane;
-    const int first = kept.seqlen - kept.rows / kept.group;
-    const float* lse = kept.lse + (u64)pair * kept.group * kept.seqlen + first;
+    const int positions = kept.rows / kept.group;
+    const float* lse = kept.lse + (u64)pair * kept.group * kept.seqlen + kept.seqlen - positions;
     float2 sum = {0.f, 0.f};
+#pragma unroll 1
+    for (int position = 0; position < positions; ++position)
 #pragma unroll 4
-    for (int row = 0; row < kept.rows; ++row) {
-        const float2 s = __ldcs(from + row * (PAGE / 2));
-        const float whole = lse[row % kept.group * kept.seqlen + row / kept.group];
-        const float base = whole == -__int_as_float(0x7f800000) ? 0.f : whole;
-        sum.x += power_of_2((s.x - base) * LOG2E);
-        sum.y += power_of_2((s.y - base) * LOG2E);
-    }
+        for (int head = 0; head < kept.group; ++head) {
+            const float2 s = __ldcs(from + (position * kept.group + head) * (PAGE / 2));
+            const float whole = lse[head * kept.seqlen + position];
+            const float base = whole == -__int_as_float(0x7f800000) ? 0.f : whole;
+            sum.x += power_of_2((s.x - base) * LOG2E);
+            sum.y += power_of_2((s.y - base) * LOG2E);
+        }
     const float rows = (float)kept.rows;
     return {sum.x / rows, sum.y / rows};
 }

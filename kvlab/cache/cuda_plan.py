@@ -40,12 +40,12 @@ NO_ROOM, NO_ENTRY, UNFINISHED = 1, 4, 8
 _PAGE, _KEYS, _RUNGS = 64, 256, 16
 _HULL = np.dtype([("rate", "f4", _RUNGS), ("level", "i4", _RUNGS), ("steps", "i4")])
 _FIELDS = (
-    "starts", "tokens", "kinds", "weight", "row_weight", "row_tag", "chosen", "extra", "births", "first",
+    "starts", "tokens", "kinds", "weight", "runs", "chosen", "extra", "births", "first",
     "list", "sequence", "stay", "after", "role", "places", "dead_first", "dead", "gaps", "above", "head",
     "moves0", "moves1", "begins0", "begins1", "copies",
 )  # fmt: skip
 _NUMBERS = (
-    "segments", "chunks", "row_chunks", "most_births", "most_dropped",
+    "segments", "chunks", "most_births", "most_dropped",
     "steps", "first_position", "sink", "recent", "room", "by_position",
 )  # fmt: skip
 _CALL = np.dtype(
@@ -89,11 +89,6 @@ class PlanShape:
     def chunks(self) -> int:
         """Most chunks of 64 tokens of a (row, head, segment)."""
         return min(1024, self.entries + self.new_tokens // _PAGE)
-
-    @property
-    def row_chunks(self) -> int:
-        """Most chunks of a row."""
-        return self.heads * (self.entries + self.new_tokens // _PAGE)
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,7 @@ def make_workspace(
     call = np.zeros((), _CALL)
     for name in _FIELDS:
         call[name] = start + offsets[name]
-    call["segments"], call["chunks"], call["row_chunks"] = shape.segments, shape.chunks, shape.row_chunks
+    call["segments"], call["chunks"] = shape.segments, shape.chunks
     call["most_births"], call["most_dropped"] = most_births, most_dropped
     lists = np.zeros((2, layers), _LIST)
     for phase in range(2):
@@ -176,8 +171,8 @@ def _sizes(shape: PlanShape, most_births: int, most_dropped: int) -> dict[str, i
     levels, entries = rungs + shape.evicts, pairs * shape.entries
     return {
         "starts": 4 * groups * classes * _KEYS, "tokens": 4 * groups * classes, "kinds": 12 * groups * rungs,
-        "weight": 4 * groups * shape.chunks, "row_weight": 4 * shape.batch * shape.row_chunks,
-        "row_tag": 4 * shape.batch * shape.row_chunks, "chosen": 4 * groups * classes * levels,
+        "weight": 4 * groups * shape.chunks, "runs": 8 * groups * classes,
+        "chosen": 4 * groups * classes * levels,
         "extra": 4 * groups, "births": 4 * groups * rungs, "first": 4 * groups * rungs,
         "list": 4 * groups * rungs, "sequence": 4 * groups * rungs, "stay": 8 * entries, "after": entries,
         "role": 8 * groups, "places": 4 * entries, "dead_first": 4 * pairs * rungs, "dead": 4 * most_dropped,
@@ -300,7 +295,7 @@ def launch_plan(
     groups = shape.batch * shape.heads * shape.segments
     counters = 4 * (shape.num_rungs + 1) * _KEYS
     kernels["count_keys"]((groups, layers), (256,), argument, counters, stream)
-    kernels["choose_rungs"]((shape.batch, layers), (1024,), argument, 0, stream)
+    kernels["choose_rungs"]((shape.batch, layers), (256,), argument, 0, stream)
     kernels["bear_pages"]((1, layers), (1024,), argument, 0, stream)
     kernels["plan_moves"]((groups, layers), (256,), argument, 0, stream)
     kernels["make_tables"]((1, layers), (1024,), argument, 0, stream)

@@ -106,10 +106,13 @@ def score_new(
                 f"{view.strides} at address {view.pointer}: pass a contiguous copy"
             )
     batch, seqlen, heads_q, head_dim = q.shape
-    heads = k.shape[2]
+    heads, whole = k.shape[2], cuda_view(lse, "lse")
+    dense = zip(whole.shape, whole.strides, (heads_q * seqlen, seqlen, 1), strict=True)
+    if any(size > 1 and step != wanted for size, step, wanted in dense):
+        raise ValueError(f"lse must be contiguous, got shape {tuple(lse.shape)}, strides {whole.strides}")
     sight = np.zeros((), _SIGHT)
     sight["q"], sight["k"] = views["q"].pointer, views["k"].pointer
-    sight["lse"], sight["codes"] = cuda_view(lse, "lse").pointer, cuda_view(codes, "codes").pointer
+    sight["lse"], sight["codes"] = whole.pointer, cuda_view(codes, "codes").pointer
     for name, view in views.items():
         sight[f"{name}_batch"], sight[f"{name}_step"], sight[f"{name}_head"] = view.strides[:3]
     sight["heads"], sight["group"], sight["seqlen"] = heads, heads_q // heads, seqlen

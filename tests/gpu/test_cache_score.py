@@ -49,7 +49,7 @@ def column_mass(
     scores = np.where(np.tril(np.ones((n, n), bool)), scores, -np.inf)
     lse = np.log(np.exp(scores).sum(-1))
     mass = np.exp(scores - lse[..., None])[:, :, n - window :].mean(2)
-    return mass.reshape(batch, heads, heads_q // heads, n).mean(2), lse
+    return mass.reshape(batch, heads, heads_q // heads, n).mean(2), np.ascontiguousarray(lse)
 
 
 def draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
@@ -107,6 +107,9 @@ def test_vectors_between_16_bytes_are_refused() -> None:
     lse, codes = torch.zeros((1, 2, 4), device="cuda"), torch.zeros((2, 4), dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         cuda_score.score_new(q, q, lse, codes, scale=1.0, stream=stream())
+    q, lse = q.contiguous(), torch.zeros((1, 2, 8), device="cuda")[..., ::2]
+    with pytest.raises(ValueError, match="lse must be contiguous"):
+        cuda_score.score_new(q, q, lse, codes, scale=1.0, stream=stream())
 
 
 def stored_layer() -> tuple[Simulation, Device, torch.Tensor, np.ndarray, torch.Tensor, np.ndarray]:
@@ -124,10 +127,9 @@ def stored_layer() -> tuple[Simulation, Device, torch.Tensor, np.ndarray, torch.
         ]
     )
     hostile = np.where(unused[:, :, :, None], np.nan, scores).astype(np.float32)
-    return (
-        simulation, Device([layer]), torch.from_numpy(hostile).cuda(), np.where(unused[:, :, :, None], -np.inf, scores),
-        torch.from_numpy(lse).cuda(), lse,
-    )  # fmt: skip
+    exact = np.where(unused[:, :, :, None], -np.inf, scores)
+    kept, whole = torch.from_numpy(hostile).cuda(), torch.from_numpy(lse).cuda()
+    return simulation, Device([layer]), kept, exact, whole, lse
 
 
 def test_mass_of_kept_scores() -> None:

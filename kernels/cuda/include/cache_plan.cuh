@@ -31,8 +31,7 @@ struct PlanCall {
     int* tokens;          // [groups][classes]
     int* kinds;           // [groups][num_rungs][3]: pages that are full, partly filled, empty
     float* weight;        // [groups][chunks]
-    float* row_weight;    // [batch][row_chunks]
-    u32* row_tag;         // [batch][row_chunks]: group of the row * classes + class
+    int2* runs;           // [groups][classes]: chunks; chunks of the row before these
     int* chosen;          // [groups][classes][levels]: chunks
     int* extra;           // [groups]: whether an empty page is to be held ready
     int *births, *first;  // [groups][num_rungs]: pages born, number of the first
@@ -50,7 +49,7 @@ struct PlanCall {
     u32* begins[2];    // [most_births + 1], [most_dropped * PAGE + 1]
     PageCopy* copies;  // [most_dropped]
     long long fixed_bytes;
-    int segments, chunks, row_chunks, most_births, most_dropped;
+    int segments, chunks, most_births, most_dropped;
     int steps, first_position, sink, recent, room, by_position;
 };
 

@@ -1,0 +1,224 @@
+"""Time what a cache on a GPU does every 16 steps: collect importance, choose widths, move tokens.
+
+    python benchmarks/cache_plan/run.py OUT.json [--shapes ...] [--cycles 12]
+
+The layers of a model are filled by one prefill each, at a budget of about 4 bits an element, with ladder
+2, 3, 4, 8. Then every cycle appends 16 tokens a row, collects attention mass that drifts, plans all layers in
+one call and carries the moves out. Heads need a page in every fourth cycle, and only then tokens move; times
+are means over whole periods of four, without the first, by events, for all layers together. A plan that
+leaves the budget or meets trouble is an error. `prefill` is one layer; collecting runs as a graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+from kvlab.arrays import cuda_view
+from kvlab.cache import cuda_kernels as kernels
+from kvlab.cache import cuda_plan, cuda_score
+from kvlab.cache.cuda_store import STATE, DeviceStore
+from kvlab.cache.ladder import parse_bits
+from kvlab.cache.store import ERRORS, LayerStore
+from kvlab.environment import report
+from kvlab.ops.packed_mass_cuda import score_kernel
+
+SHAPES = {  # layers, batch, tokens, KV heads, group
+    "8 x 32K": (32, 8, 32768, 8, 4),
+    "1 x 32K": (32, 1, 32768, 8, 4),
+    "1 x 4K": (32, 1, 4096, 8, 4),
+    "1 x 128K": (32, 1, 131072, 8, 4),
+}
+HEAD_DIM, STEPS, FRACTION = 128, 16, 0.265
+PLAN = ("count_keys", "choose_rungs", "bear_pages", "plan_moves", "make_tables")
+
+
+class Clock:
+    """Events between named parts of the work on one stream."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[str, torch.cuda.Event]] = []
+
+    def mark(self, name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append((name, event))
+
+    def times(self) -> dict[str, float]:
+        """Microseconds before each mark, but for the first."""
+        torch.cuda.synchronize()
+        pairs = itertools.pairwise(self.marks)
+        return {name: before.elapsed_time(after) * 1e3 for (_, before), (name, after) in pairs}
+
+
+class Model:
+    """Layers of one shape and what plans of them need."""
+
+    def __init__(self, layers: int, batch: int, tokens: int, heads: int, group: int) -> None:
+        self.layers, self.batch, self.tokens, self.heads, self.group = layers, batch, tokens, heads, group
+        (ladder,) = set(parse_bits((2, 3, 4, 8), layers))
+        stores = [LayerStore(ladder, batch, heads, HEAD_DIM, "bfloat16") for _ in range(layers)]
+        self.host = stores[0]
+        costs = tuple(self.host.page_bytes(r) for r in range(len(ladder)))
+        self.ladder = cuda_plan.Ladder(costs, tuple(ERRORS[r.bits_k] + ERRORS[r.bits_v] for r in ladder))
+        self.share = int(FRACTION * 4 * heads * HEAD_DIM * tokens)
+        like = torch.empty(1, device="cuda")
+        spare = lambda _, slab: cuda_plan.spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
+        self.store = DeviceStore(stores, like, tokens + 1024, self.share, spare)
+        self.store.tables["budget"].fill_(self.share)
+        self.like, self.stream = like, torch.cuda.current_stream().cuda_stream
+        rng = np.random.default_rng(0)
+        self.mass = torch.from_numpy(rng.lognormal(-np.log(tokens), 1.5, batch * heads * tokens)).cuda()
+        self.options = {"sink": 4, "recent": 8, "room": STEPS, "fixed_nbytes": self.host.fixed_nbytes}
+
+    def shape(self, new_tokens: int) -> cuda_plan.PlanShape:
+        segments = ((self.tokens + 1024 + STEPS) >> 16) + 1
+        rungs = len(self.host.ladder)
+        return cuda_plan.PlanShape(
+            self.batch, self.heads, self.store.entries, rungs, False, segments, new_tokens
+        )
+
+    def plan(self, first: int, n: int, workspace: Any, clock: Clock, fresh: Any = None) -> None:
+        """Plan and carry out, with a mark after every kernel."""
+        new = {}
+        if fresh is not None:
+            new = {"codes": int(fresh["importance"]), "steps": int(fresh["steps"])}
+        real = cuda_plan._kernels(0)
+
+        def timed(name: str) -> Any:
+            def call(*arguments: Any) -> None:
+                real[name](*arguments)
+                clock.mark(name)
+
+            return call
+
+        cuda_plan._kernels, kept = lambda _: {name: timed(name) for name in PLAN}, cuda_plan._kernels
+        states = self.store.states_pointer
+        clock.mark("start")
+        cuda_plan.launch_plan(
+            states, first, n, workspace, self.ladder, STATE.itemsize, self.stream, **self.options, **new
+        )
+        cuda_plan._kernels = kept
+        widest = max(layout.nbytes for layout in self.host.layouts)
+        moved = np.zeros(1, kernels.NEW_TOKENS)[0] if fresh is None else fresh
+        states += first * STATE.itemsize
+        for phase in range(2):
+            lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
+            kernels.write_tokens(
+                HEAD_DIM, "bfloat16", 0, widest, states, lists, n, groups, moved, self.stream
+            )
+            clock.mark(f"write {phase}")
+        kernels.copy_pages(HEAD_DIM, "bfloat16", 0, states, lists, n, workspace.most_dropped, self.stream)
+        clock.mark("copy")
+
+    def prefill(self) -> dict[str, float]:
+        """Fill every layer; times of the last."""
+        n, pairs = self.tokens, self.batch * self.heads
+        births = pairs * (n // 64 + 4)
+        workspace = cuda_plan.make_workspace(self.like, self.shape(n), 1, births, pairs * 8)
+        codes = (8 * torch.log2(self.mass) + 192).round().clamp(1, 255).to(torch.uint8)
+        k = torch.randn(self.batch, n, self.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        view = cuda_view(k, "k")
+        fresh = kernels.new_tokens(view, view, 0, codes.data_ptr(), n, 0)
+        for layer in range(self.layers):
+            clock = Clock()
+            self.plan(layer, 1, workspace, clock, fresh)
+            times = clock.times()
+        self.check()
+        return times
+
+    def check(self) -> None:
+        torch.cuda.synchronize()
+        assert not bool(self.store.tables["status"].any())
+        (used,) = self.store.read("used")
+        for layer in range(self.layers):
+            assert self.store.nbytes(layer, used[layer]) <= self.batch * self.share
+
+    def decode(self, cycles: int) -> dict[str, float]:
+        bounds = cuda_plan.decode_bounds(self.shape(0), self.ladder)
+        workspace = cuda_plan.make_workspace(self.like, self.shape(0), self.layers, *bounds)
+        append = [
+            kernels.AppendCall(
+                self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, steps=STEPS,
+                group=self.group, scale=1.0, softcap=0.0, observed=kernels.OBSERVED["norm"],
+            )
+            for layer in range(self.layers)
+        ]  # fmt: skip
+        k = 500 * torch.randn(self.batch, STEPS, self.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        view = cuda_view(k, "k")
+        shape = (4, self.batch, self.heads, self.store.entries, self.group, 64)
+        scores = torch.randn(shape, device="cuda").mul_(1.5)
+        lse = torch.full((self.batch, self.heads * self.group, 1), float(np.log(self.tokens)), device="cuda")
+        found: list[dict[str, float]] = []
+        moved = []
+        graphs = [self.scoring(scores, lse, turn) for turn in range(4)]
+        for cycle in range(cycles):
+            for layer in range(self.layers):
+                append[layer](None, view, view, 0, 0, 0, False, self.stream)
+            clock = Clock()
+            clock.mark("before")
+            graphs[cycle % 4].replay()
+            clock.mark("score_stored")
+            self.plan(0, self.layers, workspace, clock)
+            found.append(clock.times())
+            self.check()
+            heads = workspace.lists.cpu().numpy().view("<u8").reshape(2, self.layers, 5)
+            at = heads[:, :, 2] - workspace.memory.data_ptr()
+            memory = workspace.memory.cpu().numpy()
+            moved.append([int(memory[i : i + 4].view("<i4")[0]) for i in at.ravel()])
+        self.bytes = workspace.nbytes
+        print("pages written a layer, last cycles:", np.mean(moved[4:], 1).round(1))
+        last = found[len(found) % 4 + 4 :]
+        names = [name for name in last[0] if name != "start"]
+        result = {name: float(np.mean([times[name] for times in last])) for name in names}
+        whole = [sum(times[name] for name in names) for times in last]
+        return result | {"all": float(np.mean(whole)), "slowest": float(max(whole))}
+
+    def scoring(self, scores: torch.Tensor, lse: torch.Tensor, turn: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        score_kernel("score_stored", 0)  # loaded before the capture
+        with torch.cuda.graph(graph):
+            stream = torch.cuda.current_stream().cuda_stream
+            for layer in range(self.layers):
+                cuda_score.score_stored(
+                    self.store.states_pointer + layer * STATE.itemsize, scores[(layer + turn) % 4], lse,
+                    num_heads_kv=self.heads, importance="attention", decay=0.9, stream=stream,
+                )  # fmt: skip
+        return graph
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=pathlib.Path)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--cycles", type=int, default=16)
+    options = parser.parse_args()
+    results = []
+    for name in options.shapes:
+        model = Model(*SHAPES[name])
+        prefill = model.prefill()
+        decode = model.decode(options.cycles)
+        layers = model.layers
+        results.append({"shape": name, "prefill_us": prefill, "decode_us": decode, "layers": layers})
+        results[-1]["workspace_bytes"] = model.bytes
+        print(name, "prefill of a layer, us:", {k: round(v, 1) for k, v in prefill.items()})
+        print(name, f"decode, {layers} layers, us:", {k: round(v, 1) for k, v in decode.items()})
+        print(name, f"a layer: {decode['all'] / layers:.1f} us, workspace {model.bytes / 1e6:.1f} MB")
+        del model
+        torch.cuda.empty_cache()
+    result = {"benchmark": "cache_plan", "command": " ".join(sys.argv), "results": results}
+    result["environment"] = report()
+    options.output.write_text(json.dumps(result, indent=1, default=str), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
