@@ -5,10 +5,15 @@ A CUDA source says in comment lines which specialisations of it exist, beside th
     // gate: HEAD_DIM=64,128 BITS=2,4,8 registers<=128
     // gate: HEAD_DIM=256 BITS=4 registers<=255 arch=sm_90a,sm_100a
 
-A line stands for every combination of its values, for the four gated architectures or those it names. A
-kernel fails if NVRTC refuses it, if it uses local memory (spilled registers, arrays indexed at run time)
-or more registers than its line allows. Registers decide how many blocks fit a multiprocessor, and a spill
-can halve the speed; both change silently with an edit elsewhere or another compiler.
+A line stands for every combination of its values, for the four gated architectures or those it names. In a
+Numba kernel file, ``cuda_*.py``, the lines begin with ``#`` and stand in the function that makes the kernel:
+
+    def attend_pages(head_dim, dtype):
+        # gate: head_dim=64,128 dtype=bfloat16 registers<=168
+
+A kernel fails if the compiler refuses it, if it uses local memory (spilled registers, arrays indexed at run
+time) or more registers than its line allows. Registers decide how many blocks fit a multiprocessor, and a
+spill can halve the speed; both change silently with an edit elsewhere or another compiler.
 
 ``resources.json`` beside the sources holds what the last full run found, one row for each kernel, under
 the content key of its cubin. `fast` builds the first combination of every line and all whose key is not in
@@ -32,26 +37,27 @@ from pathlib import Path
 from kvlab.build import build, content_key, kernel_root
 from kvlab.cubin import read_resources
 from kvlab.errors import BuildError, FormatError
+from kvlab.numba_cuda import build_numba, numba_content_key, numba_kernel_root
 
 __all__ = ["GATED_ARCHS", "Row", "Specialisation", "fast", "full", "specialisations"]
 
 GATED_ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 TABLE = "resources.json"
 _PURPOSE = "Compile every declared CUDA kernel and check registers and spills; write the resource table."
-_LINE = re.compile(r"^[ \t]*//[ \t]*gate[ \t]*:(?P<words>.*)$", re.MULTILINE)
+_LINE = re.compile(r"^[ \t]*(?://|#)[ \t]*gate[ \t]*:(?P<words>.*)$", re.MULTILINE)
 _WORD = re.compile(r"(?P<name>[A-Za-z_]\w+)=(?P<values>[^\s,]+(?:,[^\s,]+)*)|registers<=(?P<limit>\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Specialisation:
-    """One source with one set of macros for one architecture, as a ``// gate:`` line declares it.
+    """One source with one set of macros for one architecture, as a gate line declares it.
 
     Attributes
     ----------
     name : str
-        The source without ``.cu``.
+        The source: ``attention.cu``, or ``cuda_packed.py`` and the kernel after a colon.
     macros : tuple of (str, str)
-        Macros and values, sorted by name.
+        Macros (for Numba: options) and values, sorted by name.
     arch : str
         Architecture.
     max_registers : int
@@ -67,7 +73,7 @@ class Specialisation:
     first: bool
 
     def __str__(self) -> str:
-        return " ".join([f"{self.name}.cu", self.arch, *(f"{name}={value}" for name, value in self.macros)])
+        return " ".join([self.name, self.arch, *(f"{name}={value}" for name, value in self.macros)])
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -91,13 +97,20 @@ def specialisations(root: Path | None = None) -> list[Specialisation]:
         If a source declares nothing, or a line is malformed or repeats a specialisation.
     """
     found = []
-    for path in sorted((kernel_root() if root is None else root).glob("*.cu")):
-        text = path.read_text(encoding="utf-8")
+    folder = kernel_root() if root is None else root
+    for path in sorted([*folder.glob("*.cu"), *folder.glob("cuda_*.py")]):
+        text, is_numba = path.read_text(encoding="utf-8"), path.suffix == ".py"
         declared = []
         for match in _LINE.finditer(text):
             place = f"{path}:{text.count(chr(10), 0, match.start()) + 1}"
-            declared += _expand(path.stem, match["words"].split(), place)
-        if not declared:
+            name = path.name
+            if is_numba:
+                above = re.findall(r"^def (\w+)", text[: match.start()], re.MULTILINE)
+                if not above:
+                    raise ValueError(f"{place}: a gate line stands in the function that makes a kernel")
+                name = f"{path.name}:{above[-1]}"
+            declared += _expand(name, match["words"].split(), place)
+        if not declared and not is_numba:  # Numba files of device functions declare nothing
             raise ValueError(
                 f"{path} declares no specialisation; add a line like // gate: BITS=2,4 registers<=128"
             )
@@ -207,9 +220,19 @@ def _rows_of(items: list[Specialisation], root: Path) -> list[list[Row] | str]:
         return list(pool.map(_build_rows, items, roots))
 
 
+def _numba_kernel(item: Specialisation) -> tuple[str, str, dict[str, int | str], str]:
+    """Return the arguments of `build_numba` for a kernel that Numba compiles."""
+    source, _, kernel = item.name.partition(":")
+    options = {name: int(value) if value.isdigit() else value for name, value in item.macros}
+    return source.removesuffix(".py"), kernel, options, item.arch
+
+
 def _build_rows(item: Specialisation, root: Path) -> list[Row] | str:
     try:
-        built = build(item.name, dict(item.macros), item.arch, root=root)
+        if ":" in item.name:
+            built = build_numba(*_numba_kernel(item))
+        else:
+            built = build(item.name.removesuffix(".cu"), dict(item.macros), item.arch, root=root)
     except BuildError as error:
         return str(error)
     return [
@@ -219,7 +242,9 @@ def _build_rows(item: Specialisation, root: Path) -> list[Row] | str:
 
 
 def _key(item: Specialisation, root: Path) -> str:
-    return content_key(item.name, dict(item.macros), item.arch, root=root)
+    if ":" in item.name:
+        return numba_content_key(*_numba_kernel(item))
+    return content_key(item.name.removesuffix(".cu"), dict(item.macros), item.arch, root=root)
 
 
 def _read_table(path: Path) -> dict[str, list[Row]]:
@@ -240,12 +265,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the gate from a shell; the exit code is 0 if it is passed."""
     parser = argparse.ArgumentParser(prog="python -m kvlab.compile_gate", description=_PURPOSE)
     parser.add_argument("--fast", action="store_true", help="only one of each and what changed; no table")
-    parser.add_argument("--root", type=Path, help="folder of the sources, kvlab's own by default")
+    parser.add_argument("--root", type=Path, help="folder of the sources, kvlab's two by default")
     options = parser.parse_args(arguments)
-    if options.fast:
-        failures = fast(options.root)
-    else:
-        rows, failures = full(options.root)
+    failures = []
+    for root in [options.root] if options.root else [kernel_root(), numba_kernel_root()]:
+        if options.fast:
+            failures += fast(root)
+            continue
+        rows, failed = full(root)
+        failures += failed
         for row in rows:
             print(
                 f"{row.specialisation} {row.kernel}: {row.registers} registers, {row.shared_bytes} B shared"

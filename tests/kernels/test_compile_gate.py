@@ -12,6 +12,7 @@ from kvlab import compile_gate
 from kvlab.build import kernel_root
 from kvlab.compile_gate import GATED_ARCHS, TABLE, Row, fast, full, specialisations
 from kvlab.errors import FormatError
+from kvlab.numba_cuda import numba_kernel_root
 
 GOOD = """// gate: BITS=2,4 registers<=40 arch=sm_80,sm_90a
 extern "C" __global__ void good(float* out) { out[threadIdx.x] = BITS; }
@@ -32,10 +33,16 @@ extern "C" __global__ void __launch_bounds__(1024, 2) spills(float* y, int n) {
 
 
 def test_kvlabs_own_kernels_pass() -> None:
-    assert [path.stem for path in sorted(kernel_root().glob("*.cu"))] == sorted(
+    assert [path.name for path in sorted(kernel_root().glob("*.cu"))] == sorted(
         {item.name for item in specialisations()}
     )
     assert fast() == []
+
+
+def test_kvlabs_own_numba_kernels_pass() -> None:
+    declared = {item.name for item in specialisations(numba_kernel_root())}
+    assert {"cuda_packed.py:attend_pages", "cuda_packed_merge.py:merge_parts"} <= declared
+    assert fast(numba_kernel_root()) == []
 
 
 # ---- what the lines mean
@@ -53,7 +60,7 @@ def test_a_line_stands_for_every_combination(root: Path) -> None:
     (root / "one.cu").write_text("// gate: WIDTH=128,64 BITS=4,2,8 registers<=128\n")
     found = specialisations(root)
     assert {(item.name, item.macros, item.arch) for item in found} == {
-        ("one", (("BITS", bits), ("WIDTH", width)), arch)
+        ("one.cu", (("BITS", bits), ("WIDTH", width)), arch)
         for bits in ("2", "4", "8")
         for width in ("64", "128")
         for arch in GATED_ARCHS
