@@ -22,6 +22,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 """Here the latest *-demo-full.json, a run with --full, has the rows of transformers' caches that stand,
 marked, in the table of a run without."""
 
+LONG = 8_192
+"""Tokens from which on a run is long."""
+
 
 def command(
     full: Annotated[
@@ -40,6 +43,10 @@ def command(
     budgets: Annotated[
         str, typer.Option(help="Budgets of the mixed caches: fractions of float16, divided by commas.")
     ] = "0.17,0.2,0.3,0.5",
+    groups: Annotated[
+        str | None,
+        typer.Option(help="Which caches: kvlab (default), controls, transformers; with --full all three."),
+    ] = None,
     processes: Annotated[
         int | None,
         typer.Option(min=1, help="Processes; default as processors and memory allow, at most 4."),
@@ -62,7 +69,7 @@ def command(
 
     tiny = os.environ.get("KVLAB_TINY") == "1"
     wanted = tokens or ((400 if tiny else 40_000) if full else (200 if tiny else 4_000))
-    plan = _plan(fractions, full, tiny, wanted)
+    plan = _plan(fractions, _groups(groups, full, tiny), tiny, wanted)
     outcome = _compare(Console(stderr=True), plan, output, processes or (1 if tiny else None))
 
     from kvlab.lab.cases import CACHE_DTYPE
@@ -70,7 +77,9 @@ def command(
     from kvlab.lab.results import provenance
 
     result = Comparison(
-        provenance=provenance(tokens=wanted, budgets=budgets, full=full, resumed=outcome.resumed),
+        provenance=provenance(
+            tokens=wanted, budgets=budgets, groups=",".join(plan.groups), resumed=outcome.resumed
+        ),
         model=outcome.model,
         text=outcome.text,
         cache_dtype=CACHE_DTYPE,
@@ -104,7 +113,18 @@ def _fractions(text: str) -> tuple[float, ...]:
     return found
 
 
-def _plan(budgets: tuple[float, ...], full: bool, tiny: bool, tokens: int) -> Plan:
+def _groups(text: str | None, full: bool, tiny: bool) -> tuple[str, ...]:
+    from kvlab.lab.workers import GROUPS
+
+    if text is None:
+        # The quantised caches of transformers are compared on the real model only.
+        return (GROUPS[:2] if tiny else GROUPS) if full else GROUPS[:1]
+    if unknown := set(text.split(",")) - set(GROUPS):
+        raise typer.BadParameter(f"--groups {text!r}: {min(unknown)!r} is none of {', '.join(GROUPS)}")
+    return tuple(group for group in GROUPS if group in text.split(","))
+
+
+def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, tokens: int) -> Plan:
     """What to compare, once it is sure that everything it needs is installed."""
     from kvlab.lab.cases import require_peers
     from kvlab.lab.model import require_smollm2
@@ -113,12 +133,13 @@ def _plan(budgets: tuple[float, ...], full: bool, tiny: bool, tokens: int) -> Pl
 
     if not tiny:
         require_smollm2()
-        if full:
+        if "transformers" in groups:
             require_peers()
     # In a long run every window is saved as soon as it is read.
-    protocol = Protocol(length=256, scored_from=128, rows=2) if tiny else Protocol(rows=1 if full else 4)
+    long = tokens > LONG
+    protocol = Protocol(length=256, scored_from=128, rows=2) if tiny else Protocol(rows=1 if long else 4)
     windows = -(-tokens // protocol.scored)
-    return Plan("tiny" if tiny else "smollm2", protocol, windows, budgets, full)
+    return Plan("tiny" if tiny else "smollm2", protocol, windows, budgets, groups)
 
 
 def _compare(console: Console, plan: Plan, folder: Path, processes: int | None) -> Outcome:

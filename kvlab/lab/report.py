@@ -154,7 +154,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 _LEFT = ("cache", "pages at each width")
 _FIRST_TO_GO = ("pages at each width", "budget", "tok/s", "top-1")
 """Columns that a narrow terminal has no room for."""
-WIDE = 110
+WIDE = 120
 """Columns of a terminal in which the whole table fits."""
 
 
@@ -244,7 +244,7 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
     """
     with needs_extra("lab", "the figure"):
         from matplotlib.figure import Figure
-        from matplotlib.ticker import NullFormatter, ScalarFormatter
+        from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -273,7 +273,6 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
     ticks = [2, 2.5, 3, 4, 5, 6, 8, 10]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(ScalarFormatter())
     fp16 = max(16 * row.mebibytes / row.bits_per_element for row in rows)
     axes.set_xlabel(f"bits per element of K and V, everything counted (float16: 16, {fp16:.1f} MiB a window)")
     axes.set_ylabel(

@@ -29,8 +29,9 @@ from kvlab.lab.quality import Case, Protocol, evaluate, full_precision, steps
 from kvlab.lab.scores import Continuation, Score, join
 from kvlab.lab.text import cut_windows
 
-__all__ = ["Outcome", "Plan", "compare", "processes_for"]
+__all__ = ["GROUPS", "Outcome", "Plan", "compare", "processes_for"]
 
+GROUPS = ("kvlab", "controls", "transformers")
 SUBJECTS: dict[str, Callable[[], Subject]] = {"smollm2": load_smollm2, "tiny": tiny_llama}
 MOST_PROCESSES = 4
 PROCESS_BYTES = 5 << 29
@@ -50,30 +51,30 @@ class Plan:
     windows : int
     budgets : tuple of float
         Of the mixed caches.
-    full : bool
-        Also the controls and, on SmolLM2, the quantised caches of transformers.
+    groups : tuple of str
+        Of `GROUPS`: kvlab's own caches, controls at equal bytes, the quantised caches of transformers.
     """
 
     subject: str
     protocol: Protocol
     windows: int
     budgets: tuple[float, ...]
-    full: bool
+    groups: tuple[str, ...] = GROUPS[:1]
 
     @property
     def settings(self) -> str:
-        """All of it but the number of windows: runs of different lengths share a journal."""
-        return repr(replace(self, windows=0))
+        """What the scores of a window depend on: runs that differ in the rest share a journal."""
+        return repr(replace(self, windows=0, groups=(), protocol=replace(self.protocol, rows=1)))
 
-    def groups(self, config: Any) -> list[list[Case]]:
+    def cases(self, config: Any) -> list[list[Case]]:
         """The caches, for a model of a configuration; those of a group are read and saved together."""
         length = self.protocol.length
-        found = [[*uniform(config), *mixed(config, length, self.budgets)]]
-        if self.full:
-            found.append(controls(config, length, min(self.budgets, key=lambda budget: abs(budget - 0.2))))
-        if self.full and self.subject != "tiny":
-            found.append(of_transformers(config))
-        return found
+        makers = {
+            "kvlab": lambda: [*uniform(config), *mixed(config, length, self.budgets)],
+            "controls": lambda: controls(config, length, min(self.budgets, key=lambda b: abs(b - 0.2))),
+            "transformers": lambda: of_transformers(config),
+        }
+        return [makers[group]() for group in self.groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def processes_for(plan: Plan) -> int:
 
     Examples
     --------
-    >>> processes_for(Plan("smollm2", Protocol(), windows=1, budgets=(0.2,), full=False))
+    >>> processes_for(Plan("smollm2", Protocol(), windows=1, budgets=(0.2,)))
     1
     """
     processors = len(os.sched_getaffinity(0))
@@ -149,7 +150,7 @@ def compare(
     --------
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> plan = Plan("tiny", Protocol(length=128, scored_from=64), windows=1, budgets=(0.5,), full=False)
+    >>> plan = Plan("tiny", Protocol(length=128, scored_from=64), windows=1, budgets=(0.5,))
     >>> with TemporaryDirectory() as folder:
     ...     outcome = compare(plan, Journal(Path(folder), plan.settings), processes=1)
     >>> [score.name for score in outcome.scores][-2:], sorted(outcome.continuations)
@@ -166,7 +167,7 @@ def compare(
     with _team(plan, processes, count) as run:
         # One such job for each process, so that all of them load at the same time.
         (_, about), *_ = run([("describe", None)] * processes)
-        parts = [part for part in journal.read() if set(part[0].starts) <= set(about.starts)]
+        parts = [part for part in journal.read() if about.has(part)]
         saved = len(parts)
         readings = _left(plan, about, parts, processes)
         jobs: list[_Job] = [("read", reading) for reading in readings]
@@ -233,6 +234,10 @@ class _About:
     def sizes(self) -> list[int]:
         return [len(names) for names in self.groups]
 
+    def has(self, part: list[Score]) -> bool:
+        names = tuple(score.name for score in part[1:])
+        return names in self.groups and set(part[0].starts) <= set(self.starts)
+
     def group_of(self, part: list[Score]) -> int:
         return self.groups.index(tuple(score.name for score in part[1:]))
 
@@ -243,7 +248,7 @@ class _Reader:
     def __init__(self, plan: Plan, tick: Callable[[int], None]) -> None:
         self.plan, self.tick = plan, tick
         self.subject = SUBJECTS[plan.subject]()
-        self.groups = plan.groups(self.subject.model.config)
+        self.groups = plan.cases(self.subject.model.config)
         self.windows = cut_windows(
             self.subject.text, self.subject.encode, plan.windows, plan.protocol.length + 1
         )

@@ -51,6 +51,12 @@ def test_budgets_that_make_no_sense_are_refused(budgets: str) -> None:
     assert "--budgets" in result.output
 
 
+def test_unknown_groups_are_refused() -> None:
+    result = run("--groups", "kvlab,mine")
+    assert result.exit_code == 2
+    assert "'mine'" in result.output
+
+
 @pytest.mark.parametrize(
     ("module", "line"),
     [

@@ -14,7 +14,7 @@ from kvlab.lab.scores import Score
 from kvlab.lab.workers import Plan, compare, processes_for
 
 PROTOCOL = Protocol(length=128, scored_from=64, chunk=32, rows=1)
-PLAN = Plan("tiny", PROTOCOL, windows=3, budgets=(0.3,), full=False)
+PLAN = Plan("tiny", PROTOCOL, windows=3, budgets=(0.3,))
 
 
 def without_speed(scores: list[Score]) -> list[dict[str, object]]:
@@ -70,7 +70,7 @@ def test_a_shorter_run_takes_its_windows_from_the_journal_of_a_longer_one(tmp_pa
 
 
 def test_groups_of_caches_are_saved_one_by_one(tmp_path: Path) -> None:
-    plan = replace(PLAN, windows=2, full=True)
+    plan = replace(PLAN, windows=2, groups=("kvlab", "controls"))
     journal = Journal(tmp_path / "a", plan.settings)
     whole = compare(plan, journal, 1)
     names = [score.name for score in whole.scores]
@@ -82,6 +82,11 @@ def test_groups_of_caches_are_saved_one_by_one(tmp_path: Path) -> None:
         ragged.add(part)
     outcome = compare(plan, ragged, 1)
     assert outcome.resumed == 2
+    controls = replace(plan, groups=("controls",))
+    assert controls.settings == plan.settings
+    assert [score.kind for score in compare(controls, ragged, 1).scores] == ["full precision"] + [
+        "control"
+    ] * 4
     assert without_speed(outcome.scores) == without_speed(whole.scores)
 
 
@@ -89,7 +94,6 @@ def test_groups_of_caches_are_saved_one_by_one(tmp_path: Path) -> None:
     "other",
     [
         replace(PLAN, budgets=(0.4,)),
-        replace(PLAN, full=True),
         replace(PLAN, protocol=replace(PROTOCOL, chunk=64)),
     ],
 )
