@@ -23,6 +23,9 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the result to this .json or .csv file.")
     ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Also draw time against context (decode on cuda): .png and .svg.")
+    ] = None,
 ) -> None:
     """Measure one part of the library and print a table.
 
@@ -35,9 +38,16 @@ def command(
     from kvlab.lab.benchmark import Options, run
     from kvlab.lab.results import print_table, write
 
+    if figure is not None and (case, device) != ("decode", "cuda"):
+        raise ValueError(f"figure={figure}: only decode on cuda has one, not {case} on {device}")
     result = run(case, Options(array_size, threads, repeats, device))
     if output is not None:
         write(result, output)
+    if figure is not None:
+        from kvlab.lab.decode_figure import draw
+        from kvlab.lab.report import save_figure
+
+        save_figure(draw(result["rows"]), figure)
     if as_json:
         typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
     else:

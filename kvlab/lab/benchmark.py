@@ -69,6 +69,13 @@ def _allocator(options: Options) -> Measured:
 
 
 def _decode(options: Options) -> Measured:
+    if options.device == "cuda":
+        from kvlab.lab import benchmark_decode_cuda
+
+        rows = benchmark_decode_cuda.benchmark_decode(
+            contexts=(_TINY_CONTEXT,) if _tiny() else benchmark_decode_cuda.CONTEXTS, repeats=options.repeats
+        )
+        return Measured(rows, benchmark_decode_cuda.NOTE)
     from kvlab.lab import benchmark_decode as module
 
     contexts = (_TINY_CONTEXT,) if _tiny() else module.CONTEXTS
@@ -88,7 +95,7 @@ CASES: dict[str, Callable[[Options], Measured]] = {
 }
 """Each case and the function that measures it."""
 
-DEVICES = {"packing": ("cpu", "cuda"), "codec": ("cpu", "cuda"), "allocator": ("cpu",), "decode": ("cpu",)}
+DEVICES = {"allocator": ("cpu",)} | dict.fromkeys(("packing", "codec", "decode"), ("cpu", "cuda"))
 """Where each case runs."""
 
 

@@ -115,10 +115,10 @@ def _plan(
             f"packed_attention copies pages in bulk, which takes compute capability 9.0; device {device} has "
             f"{capability[0]}.{capability[1]}: keep the cache on the CPU"
         )
-    # 12 warps leave 168 registers a thread, which are too few for larger heads, and for all widths on sm_100. Raw
+    # 12 warps leave 168 registers a thread, too few for larger heads, and for all widths beyond sm_90. Raw
     # pages take few instructions, and the ring is deeper with 8.
     raw = all(bits == _FLAG[16] for bits in widths)
-    warps = warps or (12 if head_dim <= 128 and capability[0] != 10 and not raw else 8)
+    warps = warps or (12 if head_dim <= 128 and capability[0] == 9 and not raw else 8)
     macros = {
         "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
         "WARPS": warps, "SOFTCAP": int(softcap), "KEEP_SCORES": int(kept),

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+import kvlab
 from kvlab.cache.pages import LayerPages, PageLayout
 from kvlab.ops import packed_cuda, packed_numba
+from kvlab.ops.packed import packed_attention
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate, low_precision_attention
@@ -234,6 +236,88 @@ def test_many_sequences_share_blocks(backend: Any) -> None:
     lengths = np.random.default_rng(0).integers(0, 4, (50, 8))
     pages = draw_pages(9, "bfloat16", 64, ((2, 2), (8, 8)), lengths)
     check(backend, draw_queries(9, "bfloat16", 50, 1, 16, 64), pages)
+
+
+@pytest.mark.parametrize(("heads", "entries"), [(1, 150), (4, 40), (12, 15), (40, 5)])
+def test_equal_lengths(backend: Any, heads: int, entries: int) -> None:
+    """Few sequences and many, with more and with fewer blocks each than a block has warps."""
+    pages = draw_pages(12, "bfloat16", 64, MIXED, np.full((1, heads), entries))
+    check(backend, draw_queries(12, "bfloat16", 1, 1, 2 * heads, 64), pages)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float16", 1e-3), ("float16", 1e3), ("bfloat16", 1e-12), ("bfloat16", 1e12)]
+)
+def test_queries_of_any_size(backend: Any, dtype: str, size: float) -> None:
+    """Coded keys meet float16 queries: neither their size matters, nor heads of another size in the group."""
+    pages = draw_pages(13, dtype, 128, ((2, 2), (8, 8), (16, 16)), np.array([[20, 30]]), full=True)
+    q = draw_queries(13, dtype, 1, 1, 8, 128).astype(np.float64)
+    q[:, :, 1::2] *= 1e-3
+    check(backend, (q * size).astype(DTYPES[dtype]), pages, scale=0.1 / size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ["rising", "falling", "random", "tiny"])
+def test_values_of_any_size(backend: Any, dtype: str, order: str) -> None:
+    """Steps of V from 0 to 1 or 300 in one sequence, raw values among them; or none above 1e-4."""
+    rungs = ((2, 2), (4, 4), (8, 8)) + ((16, 16),) * (order != "tiny")
+    pages = draw_pages(14, dtype, 64, rungs, np.array([[60, 90]]), full=True)
+    rng = np.random.default_rng(14)
+    for head, n in enumerate(pages.num_pages[0]):
+        rising = np.linspace(0, 180 if dtype == "bfloat16" else 110, n).astype(np.uint8)
+        orders = {"falling": rising[::-1], "random": rng.permutation(rising), "tiny": np.full_like(rising, 8)}
+        steps = orders.get(order, rising)
+        for rung, index, step in zip(pages.rung[0, head], pages.index[0, head], steps, strict=False):
+            layout = pages.layouts[rung]
+            if layout.bits_v < 16:
+                noise = rng.integers(0, 8, 64, np.uint8)
+                pages.pools[rung][index, layout.v_steps : layout.v_steps + 64] = step + noise * (step > 0)
+    check(backend, draw_queries(14, dtype, 1, 1, 4, 64), pages)
+
+
+def test_a_million_tokens(backend: Any) -> None:
+    """64 pages again and again: the same output, and a log-sum-exp larger by the logarithm of the repeats."""
+    repeats = 250
+    pages = draw_pages(15, "bfloat16", 64, ((2, 2), (4, 4)), np.array([[64]]), full=True)
+    q = draw_queries(15, "bfloat16", 1, 1, 4, 64)
+    names = ("rung", "count", "index", "base")
+    tiled = {name: np.tile(getattr(pages, name)[..., :64], repeats) for name in names}
+    million = LayerPages(**(vars(pages) | tiled | {"num_pages": pages.num_pages * repeats}))
+    actual = attend(backend, q, million)
+    out, lse, _ = reference.packed_attention(q, pages)
+    low_out, low_lse = low_precision(q, pages)
+    assert_accurate(to_numpy(actual.out), out, low_out)
+    assert_accurate(to_numpy(actual.lse), lse + np.log(repeats), low_lse + np.log(repeats), "lse")
+
+
+def test_pages_beyond_four_gibibytes(backend: Any) -> None:
+    pages = draw_pages(16, "bfloat16", 128, ((8, 8),), np.array([[30, 20]]))
+    q = draw_queries(16, "bfloat16", 1, 1, 8, 128)
+    device, record = on_device(pages), pages.layouts[0].nbytes
+    first = (5 << 30) // record
+    pool = torch.empty((first + len(pages.pools[0]), record), dtype=torch.uint8, device="cuda")
+    pool[first:] = device.pools[0]
+    device.pools, device.index = (pool,), device.index + first
+    actual = backend.launch(to_torch(q), device, 4, scale=128**-0.5, softcap=0.0, keep_scores=0)
+    assert_accurate(to_numpy(actual.out), reference.packed_attention(q, pages)[0], low_precision(q, pages)[0])
+
+
+def test_the_public_function_takes_torch_and_cupy() -> None:
+    cupy = pytest.importorskip("cupy")
+    pages = draw_pages(17, "float16", 64, MIXED, np.array([[20, 9]]))
+    q = draw_queries(17, "float16", 1, 2, 4, 64)
+    out, _, scores = reference.packed_attention(q, pages, keep_scores=1)
+    device = on_device(pages)
+    actual = packed_attention(to_torch(q), device, keep_scores=1)
+    assert kvlab.last_backend() == "cuda"
+    assert actual.out.is_cuda
+    assert_accurate(to_numpy(actual.out), out, low_precision(q, pages)[0])
+    assert actual.scores is not None
+    assert tuple(actual.scores.shape) == scores.shape
+    again = packed_attention(cupy.asarray(q), device)
+    assert isinstance(again.out, cupy.ndarray)
+    assert np.array_equal(cupy.asnumpy(again.out), to_numpy(actual.out))
+    assert np.array_equal(cupy.asnumpy(again.lse), to_numpy(actual.lse))
 
 
 def test_only_empty_pages(backend: Any) -> None:
