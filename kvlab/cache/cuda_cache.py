@@ -38,6 +38,7 @@ from kvlab.cache.importance import Policy
 from kvlab.cache.layer import Layer
 from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.cache.store import ERRORS, LayerStore
+from kvlab.device import translated_out_of_memory
 from kvlab.ops.attention import attention, attention_varlen
 from kvlab.ops.packed_cuda import AttendCall, Workspace
 from kvlab.ops.packed_cuda import make_workspace as attention_workspace
