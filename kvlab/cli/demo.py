@@ -45,7 +45,7 @@ def command(
     ] = "0.17,0.2,0.3,0.5",
     groups: Annotated[
         str | None,
-        typer.Option(help="Which caches: kvlab (default), controls, transformers; with --full all three."),
+        typer.Option(help="Which caches: kvlab (default), controls, hqq, quanto; with --full all of them."),
     ] = None,
     processes: Annotated[
         int | None,
@@ -126,15 +126,15 @@ def _groups(text: str | None, full: bool, tiny: bool) -> tuple[str, ...]:
 
 def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, tokens: int) -> Plan:
     """What to compare, once it is sure that everything it needs is installed."""
-    from kvlab.lab.cases import require_peers
+    from kvlab.lab.cases import require
     from kvlab.lab.model import require_smollm2
     from kvlab.lab.quality import Protocol
     from kvlab.lab.workers import Plan
 
     if not tiny:
         require_smollm2()
-        if "transformers" in groups:
-            require_peers()
+        for library in {"hqq", "quanto"} & set(groups):
+            require(library)
     # In a long run every window is saved as soon as it is read.
     long = tokens > LONG
     protocol = Protocol(length=256, scored_from=128, rows=2) if tiny else Protocol(rows=1 if long else 4)

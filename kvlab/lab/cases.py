@@ -22,7 +22,7 @@ with needs_extra("hf", "kvlab.lab.cases"):
 
     from kvlab.integrations.transformers import KVLabCache
 
-__all__ = ["BUDGETS", "CACHE_DTYPE", "controls", "mixed", "of_transformers", "require_peers", "uniform"]
+__all__ = ["BUDGETS", "CACHE_DTYPE", "controls", "hqq", "mixed", "quanto", "require", "uniform"]
 
 BUDGETS = (0.17, 0.2, 0.3, 0.5)
 """Budgets of the mixed caches, as fractions of the float16 bytes."""
@@ -65,35 +65,45 @@ def controls(config: PreTrainedConfig, length: int, budget: float) -> list[Case]
     ]
 
 
-def of_transformers(config: PreTrainedConfig) -> list[Case]:
-    """The quantised caches of transformers, hqq and quanto."""
-    options: dict[str, dict[str, Any]] = {
-        f"hqq {bits}": {"backend": "hqq", "nbits": bits, "axis_key": 1, "axis_value": 1} for bits in (8, 4, 2)
-    }
-    for bits in (4, 2):
-        options[f"quanto {bits} channel"] = {"backend": "quanto", "nbits": bits, "axis_key": -1}
-        options[f"quanto {bits}"] = {"backend": "quanto", "nbits": bits}
-
-    def maker(chosen: dict[str, Any]) -> Callable[[], QuantizedCache]:
-        return lambda: QuantizedCache(config=config, **chosen)
-
-    return [Case(name, "transformers", maker(chosen)) for name, chosen in options.items()]
+def hqq(config: PreTrainedConfig) -> list[Case]:
+    """The quantised cache of transformers with hqq; its 3 bits do not run."""
+    return [
+        _quantized(config, f"hqq {bits}", backend="hqq", nbits=bits, axis_key=1, axis_value=1)
+        for bits in (8, 4, 2)
+    ]
 
 
-def require_peers() -> None:
-    """Check that what `of_transformers` needs is there.
+def quanto(config: PreTrainedConfig) -> list[Case]:
+    """The quantised cache of transformers with quanto: keys per channel, which serves it best, and defaults."""
+    return [
+        _quantized(config, f"quanto {bits}{name}", backend="quanto", nbits=bits, **options)
+        for bits in (4, 2)
+        for name, options in ((" channel", {"axis_key": -1}), ("", {}))
+    ]
+
+
+def _quantized(config: PreTrainedConfig, name: str, **options: Any) -> Case:
+    return Case(name, "transformers", lambda: QuantizedCache(config=config, **options))
+
+
+def require(library: str) -> None:
+    """Check that a library of the quantised caches of transformers is there.
+
+    Parameters
+    ----------
+    library : {"hqq", "quanto"}
 
     Raises
     ------
     MissingExtraError
-        If hqq or optimum-quanto is not installed; the message says what to install.
+        If it is not installed; the message says what to install.
     """
-    for found, name, requirement in (
-        (is_hqq_available(), "hqq", "hqq==0.2.8.post1"),
-        (is_optimum_quanto_available(), "optimum-quanto", "optimum-quanto==0.2.7 ninja"),
-    ):
-        if not found:
-            raise MissingExtraError(f"{name} is not installed: pip install {requirement}", name=name)
+    found, name, requirement = {
+        "hqq": (is_hqq_available, "hqq", "hqq==0.2.8.post1"),
+        "quanto": (is_optimum_quanto_available, "optimum-quanto", "optimum-quanto==0.2.7 ninja"),
+    }[library]
+    if not found():
+        raise MissingExtraError(f"{name} is not installed: pip install {requirement}", name=name)
 
 
 def _packed(config: PreTrainedConfig, **options: Any) -> Callable[[], KVLabCache]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvlab.device import memory_available
-from kvlab.lab.cases import controls, mixed, of_transformers, uniform
+from kvlab.lab.cases import controls, hqq, mixed, quanto, uniform
 from kvlab.lab.continuation import continue_text
 from kvlab.lab.journal import Journal
 from kvlab.lab.model import Subject, load_smollm2, tiny_llama
@@ -31,7 +31,7 @@ from kvlab.lab.text import cut_windows
 
 __all__ = ["GROUPS", "Outcome", "Plan", "compare", "processes_for"]
 
-GROUPS = ("kvlab", "controls", "transformers")
+GROUPS = ("kvlab", "controls", "hqq", "quanto")
 SUBJECTS: dict[str, Callable[[], Subject]] = {"smollm2": load_smollm2, "tiny": tiny_llama}
 MOST_PROCESSES = 4
 PROCESS_BYTES = 5 << 29
@@ -52,7 +52,7 @@ class Plan:
     budgets : tuple of float
         Of the mixed caches.
     groups : tuple of str
-        Of `GROUPS`: kvlab's own caches, controls at equal bytes, the quantised caches of transformers.
+        Of `GROUPS`: kvlab's own caches, controls at equal bytes, quantised caches of transformers.
     """
 
     subject: str
@@ -72,7 +72,8 @@ class Plan:
         makers = {
             "kvlab": lambda: [*uniform(config), *mixed(config, length, self.budgets)],
             "controls": lambda: controls(config, length, min(self.budgets, key=lambda b: abs(b - 0.2))),
-            "transformers": lambda: of_transformers(config),
+            "hqq": lambda: hqq(config),
+            "quanto": lambda: quanto(config),
         }
         return [makers[group]() for group in self.groups]
 
