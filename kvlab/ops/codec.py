@@ -214,7 +214,7 @@ def quantize(
     """
     device, dtype = device_of(x, "x"), dtype_name(x, "x")
     _check_float(dtype, "x")
-    layout = _checked_layout(_shape(x), bits, axis, group_size, codec)
+    layout = checked_layout(_shape(x), bits, axis, group_size, codec)
     if nan not in ("raise", "propagate"):
         raise ValueError(f"nan={nan!r} is not supported; supported are 'raise' and 'propagate'")
     row = choose("quantize", device.kind, backend, codec=codec, bits=layout.bits, dtype=dtype)
@@ -263,7 +263,7 @@ def dequantize(
     """
     target = quantized.dtype if dtype is None else dtype_name(dtype, "dtype")
     _check_float(target, "dtype")
-    layout = _checked_layout(
+    layout = checked_layout(
         quantized.shape, quantized.bits, quantized.axis, quantized.group_size, quantized.codec
     )
     _check_arrays(quantized, layout)
@@ -282,7 +282,7 @@ def _check_float(dtype: str, name: str) -> None:
         raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {dtype}")
 
 
-def _checked_layout(
+def checked_layout(
     shape: tuple[int, ...], bits: float, axis: int, group_size: int | None, codec: str
 ) -> Layout:
     if codec not in reference.CODECS:
