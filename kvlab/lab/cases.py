@@ -74,7 +74,7 @@ def hqq(config: PreTrainedConfig) -> list[Case]:
 
 
 def quanto(config: PreTrainedConfig) -> list[Case]:
-    """The quantised cache of transformers with quanto: keys per channel, which serves it best, and defaults."""
+    """The quantised cache of transformers with quanto: keys per channel, which is best, and defaults."""
     return [
         _quantized(config, f"quanto {bits}{name}", backend="quanto", nbits=bits, **options)
         for bits in (4, 2)
