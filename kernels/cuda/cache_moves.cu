@@ -140,7 +140,6 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
     const u32* starts = p.call.starts + (p.group(g) * p.classes + r) * KEYS;
     const u64 row = p.pair(pair) * p.s.entries;
     auto no_page = [](int, u32, int, int, int) {};
-    auto no_batch = [](int, bool, int, int) {};
 
     for (int w = 0; w < MOVE_WARPS; ++w) shared.counters[w][threadIdx.x] = 0;
     if (threadIdx.x < 3 * MOVE_WARPS) (&shared.kinds[0][0])[threadIdx.x] = 0;
@@ -302,6 +301,30 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
     __syncthreads();  // the counters may be used again
 }
 
+// Classes that no token leaves and whose pages are full but for one and an empty one at most: their pages
+// stay as they are, but for the empty one. Returns a bit for each such class.
+__device__ u32 keep_quiet(const Plan& p, int g, int pair, int segment) {
+    const int top = p.s.num_rungs - 1, pages = p.s.num_pages[pair];
+    const u64 row = p.pair(pair) * p.s.entries;
+    const bool extra = p.call.extra[p.group(g)];
+    u32 quiet = 0;
+    for (int r = 0; r < p.s.num_rungs; ++r) {
+        const int* kinds = p.kinds(g, r);
+        if (kinds[1] <= 1 && kinds[2] <= 1 && p.leaving(g, r) == 0) quiet |= 1u << r;
+    }
+    const int warp = threadIdx.x / 32, each = (pages + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
+    visit_pages(
+        p, pair, segment, -1, min(pages, warp * each), min(pages, (warp + 1) * each), false,
+        [&](int entry, bool mine, int r, int count) {
+            if (!mine || !(quiet >> r & 1)) return;
+            const bool drop = count == 0 && !(r == top && extra);
+            p.call.after[row + entry] = drop ? DROPPED : count;
+            if (r == top && count < PAGE && !drop) p.call.role[p.group(g) * 2 + (count == 0)] = entry;
+        },
+        [](int, u32, int, int, int) {});
+    return quiet;
+}
+
 extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
     plan_moves(const __grid_constant__ PlanCall call) {
     __shared__ Scratch shared;
@@ -310,13 +333,15 @@ extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
     Move* const moves = call.moves[0] + (u64)p.layer * call.most_births * PAGE;
     u32* const begins = call.begins[0] + (u64)p.layer * (call.most_births + 1);
     if (threadIdx.x < 2) call.role[p.group(g) * 2 + threadIdx.x] = -1;
+    __syncthreads();  // no role is set before it is cleared
     for (int r = 0; r < p.s.num_rungs; ++r) {
         const int pages = call.births[p.at_rung(g, r)] - (r == p.s.num_rungs - 1 && p.extra_is_born(g));
         const u32 first = call.sequence[p.at_rung(g, r)];
         for (int i = threadIdx.x; i < pages; i += MOVE_THREADS)
             begins[call.list[p.at_rung(g, r)] + i] = first + i * PAGE;
     }
+    const u32 quiet = keep_quiet(p, g, pair, segment);
     for (int r = 0; r < p.s.num_rungs; ++r)
-        if (p.pages(g, r)) move_stored(p, g, pair, segment, r, moves, shared);
+        if (p.pages(g, r) && !(quiet >> r & 1)) move_stored(p, g, pair, segment, r, moves, shared);
     if (p.tokens(g)[p.s.num_rungs]) move_new(p, g, pair, segment, moves, shared);
 }
