@@ -6,7 +6,7 @@ shared memory or, if the group is large, in a stretch of `pitch` floats of `scra
 in place there, with a barrier of the block after each step. Codes have a byte each; packing is another launch
 (`cuda_bits`).
 
-Options: dtype and codec, by name; bits; levels, the codebook in ascending order; shared.
+Options: dtype and codec, by name; bits; shared; levels, the codebook of HADAMARD in ascending order.
 """
 
 import numpy as np
@@ -79,8 +79,12 @@ def rotate(values, base, count):
     cuda.syncthreads()  # and scaled
 
 
-def quantize_groups(dtype, codec, bits, levels, shared):
+def quantize_groups(dtype, codec, bits, shared, levels=()):
     """Make the kernel (x, rows, n, group, codes, scale, offset, bad, scratch, pitch)."""
+    # gate: dtype=float16 codec=affine,symmetric,hadamard bits=4 shared=1 registers<=128
+    # gate: dtype=bfloat16,float32 codec=affine bits=4 shared=0 registers<=128
+    # gate: dtype=float16 codec=ternary bits=2 shared=1 registers<=128
+
     load = load_element(dtype)
     top, half = float32(2**bits - 1), 2 ** (bits - 1)
     half_levels = float32(half if bits <= 4 else (2**bits - 1) / 2)
@@ -196,8 +200,12 @@ def quantize_groups(dtype, codec, bits, levels, shared):
     return kernel, arguments, BOUNDS
 
 
-def dequantize_groups(dtype, codec, bits, levels, shared):
+def dequantize_groups(dtype, codec, bits, shared, levels=()):
     """Make the kernel (codes, rows, n, group, scale, offset, out, scratch, pitch)."""
+    # gate: dtype=float16 codec=affine,symmetric,hadamard bits=4 shared=1 registers<=128
+    # gate: dtype=bfloat16,float32 codec=affine bits=4 shared=0 registers<=128
+    # gate: dtype=float16 codec=ternary bits=2 shared=1 registers<=128
+
     store = store_element(dtype)
     half_top = float32((2**bits - 1) / 2)
     table = np.array(levels or (0.0,), np.float32)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kvlab import environment
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.timing import time_in_turns
 
@@ -134,9 +135,12 @@ def run(case: str, options: Options) -> dict[str, Any]:
     if _tiny():
         options = replace(options, size=min(options.size, _TINY_SIZE), repeats=1)
     measured = CASES[case](options)
+    source = provenance(**vars(options))
+    if options.device == "cuda":
+        source |= {name: environment.report()[name] for name in ("gpus", "cuda")}
     return {
         "case": case,
-        "provenance": provenance(**vars(options)),
+        "provenance": source,
         "rows": measured.rows,
         "note": measured.note,
     }

@@ -256,13 +256,14 @@ def _launch_groups(
     bits, device = _bits(layout), cuda_view(source, "x").device
     threads = min(256, max(32, pitch // 4))
     if backend == "numba":
-        options = {
+        options: dict[str, Any] = {
             "dtype": dtype,
             "codec": layout.codec,
             "bits": bits,
-            "levels": tuple(map(float, codebooks.levels(bits))) if layout.codec == "hadamard" else (),
-            "shared": scratch is None,
+            "shared": int(scratch is None),
         }
+        if layout.codec == "hadamard":
+            options["levels"] = tuple(map(float, codebooks.levels(bits)))
         kernel = numba_kernel("cuda_codec", entry, tuple(options.items()), device)
         shape, book = [np.int64(rows), np.int64(n), np.int64(group)], []
     else:
