@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,34 +21,19 @@ import numpy as np
 from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, to_device, to_host
 from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache import cuda_score
+from kvlab.cache.cuda_changes import MOST_ROOM, Changes
 from kvlab.cache.cuda_exchange import from_layers, to_layers
-from kvlab.cache.cuda_plan import (
-    UNFINISHED,
-    Ladder,
-    PlanShape,
-    decode_bounds,
-    launch_plan,
-    make_workspace,
-    spare_nbytes,
-)
 from kvlab.cache.cuda_plan import Workspace as Plan
-from kvlab.cache.cuda_store import STATE, DeviceStore
+from kvlab.cache.cuda_store import STATE
 from kvlab.cache.importance import Policy
 from kvlab.cache.layer import Layer
-from kvlab.cache.pages import TOKENS_PER_PAGE
-from kvlab.cache.store import ERRORS, LayerStore
-from kvlab.device import translated_out_of_memory
 from kvlab.ops.attention import attention, attention_varlen
-from kvlab.ops.packed_cuda import AttendCall, Workspace
-from kvlab.ops.packed_cuda import make_workspace as attention_workspace
+from kvlab.ops.packed_cuda import AttendCall, Workspace, make_workspace
 
 __all__ = ["DeviceCache", "Settings"]
 
 MASS_ROWS = 16
 """Query rows, the last of a step, whose attention to stored tokens is collected."""
-MOST_ROOM = 48
-"""Tokens that a plan makes room for at most: with the 63 that a page may hold, they fit two pages."""
-NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -89,7 +73,6 @@ class DeviceCache:
         self.layers, self.settings, self.like = layers, settings, like
         self.device = cuda_view(like, "q").device
         self.pairs, self.group = store.batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
-        self.room_asked = min(settings.realloc_every, MOST_ROOM)
         self.lengths = [layer.seqlen for layer in layers]
         self.since = [layer.since_collection for layer in layers]
         self.room = [0] * len(layers)
@@ -98,23 +81,24 @@ class DeviceCache:
             settings.policy.observes if len(layer.store.ladder) + layer.store.evicts > 1 else "nothing"
             for layer in layers
         ]
-        self._share: int | None = -1
         self._make(capacity, share)
         if any(self.lengths):
             self._take_from_host()
 
     def _make(self, capacity: int, share: int | None) -> None:
-        stores = [layer.store for layer in self.layers]
-        self.capacity = capacity
-        self.ladders = [ladder_of(store) for store in stores]
-        self.store = DeviceStore(
-            stores, self.like, capacity, share, lambda n, slab: spare_of(stores[n], self.ladders[n], slab)
+        settings = self.settings
+        self.changes = Changes(
+            [layer.store for layer in self.layers],
+            self.like,
+            self.device,
+            capacity,
+            share,
+            sink=settings.sink,
+            recent=settings.recent,
+            room=min(settings.realloc_every, MOST_ROOM),
+            by_position=settings.importance == "recency",
         )
-        births, dropped = map(
-            max, zip(*(decode_bounds(self._shape(0), x) for x in self.ladders), strict=True)
-        )
-        self._decode_plan = make_workspace(self.like, self._shape(0), len(stores), births, dropped)
-        self._tidy = True
+        self.store, self.capacity = self.changes.store, capacity
         self._calls: dict[Any, Any] = {}
         self._lse: dict[int, tuple[Any, int]] = {}
         self._workspaces: dict[int, Workspace] = {}
@@ -126,10 +110,6 @@ class DeviceCache:
         """Number of live pages, (layers, rungs); waits for the device."""
         return self.store.read("used")[0]
 
-    def trouble(self, layer: int) -> int:
-        """Bits of `Trouble` that a layer has met; waits for the device."""
-        return int(to_host(self.store.tables["status"][layer])[0])
-
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of device memory held: arenas, tables and workspaces."""
@@ -138,7 +118,7 @@ class DeviceCache:
             int(x.nbytes)
             for x in (*(lse for lse, _ in self._lse.values()), *self._scores.values(), *workspaces)
         )
-        return self.store.reserved_nbytes + self._decode_plan.nbytes + others
+        return self.changes.nbytes + others
 
     # ---- what a step does ----------------------------------------------------------------------------------
 
@@ -155,7 +135,7 @@ class DeviceCache:
         """A step of few tokens: `views` of q, k and v, `valid` an address or 0."""
         steps, stream = views[0].shape[1], current_stream(q)
         if self.room[layer] < steps:
-            self._make_room(layer, share)
+            self.make_room(layer, share)
         collects = self._collects(layer, steps)
         attend, append, scores = self._decode_calls(layer, q, steps, scale, softcap, collects)
         out, (lse, lse_address) = empty(views[0].shape, views[0].dtype, q), self._lse_of(steps)
@@ -173,7 +153,7 @@ class DeviceCache:
         """Store few tokens; arguments as in `step`."""
         steps = views[0].shape[1]
         if self.room[layer] < steps:
-            self._make_room(layer, share)
+            self.make_room(layer, share)
         observed = "one" if self.observes[layer] == "nothing" else "norm"
         call = self._append_call(layer, steps, 1.0, 0.0, observed)
         call(None, *views, valid, 0, 0, False, current_stream(k))
@@ -181,10 +161,11 @@ class DeviceCache:
 
     def long_append(self, layer: int, k: Any, v: Any, valid: Any, share: int | None) -> None:
         """Store many tokens."""
+        workspace = self.changes.admission(k.shape[1], self.lengths[layer] > 0)
         codes = empty((self.pairs, k.shape[1]), "uint8", k)
         fresh = self._fresh(k, v, valid, codes, layer)
         cuda_score.score_norms(k, codes, self.settings.importance, current_stream(k))
-        self._admit(layer, k, fresh, share)
+        self._admit(layer, k, fresh, share, workspace)
         self._count(layer, k.shape[1], False)
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
@@ -251,7 +232,7 @@ class DeviceCache:
 
     def _workspace_of(self, rows: int) -> Workspace:
         if rows not in self._workspaces:
-            self._workspaces[rows] = attention_workspace(self.like, self.pairs, rows, self.store.head_dim)
+            self._workspaces[rows] = make_workspace(self.like, self.pairs, rows, self.store.head_dim)
         return self._workspaces[rows]
 
     # ---- long steps ----------------------------------------------------------------------------------------
@@ -261,7 +242,7 @@ class DeviceCache:
     ) -> Any:
         """A step of many tokens; it waits for the device."""
         steps, dtype, dim = q.shape[1], self.layers[layer].store.dtype, self.store.head_dim
-        stream = current_stream(q)
+        stream, workspace = current_stream(q), self.changes.admission(steps, self.lengths[layer] > 0)
         out, lse = attend_new(q, k, v, valid, scale, softcap)
         collects = self._collects(layer, steps)
         if self.lengths[layer]:
@@ -279,7 +260,7 @@ class DeviceCache:
             cuda_score.score_new(q, k, lse, codes, scale=scale, softcap=softcap, stream=stream)
         else:
             cuda_score.score_norms(k, codes, self.settings.importance, stream)
-        self._admit(layer, k, fresh, share)
+        self._admit(layer, k, fresh, share, workspace)
         self._count(layer, steps, collects)
         return out
 
@@ -314,7 +295,7 @@ class DeviceCache:
             stream=stream,
         )
 
-    def _admit(self, layer: int, k: Any, fresh: Any, share: int | None) -> None:
+    def _admit(self, layer: int, k: Any, fresh: Any, share: int | None, workspace: Plan) -> None:
         """Plan and write new tokens of one layer; waits for the device."""
         store, stream, steps = self.layers[layer].store, current_stream(k), int(fresh["steps"])
         if self.lengths[layer] == 0 and self.settings.takes_mean[layer]:
@@ -322,102 +303,39 @@ class DeviceCache:
             kernels.mean_of_keys(
                 store.head_dim, store.dtype, self.device, fresh, self.pairs, self.store.heads, mean, stream
             )
-        self._set_share(share)
-        pages = self.pairs * self.store.entries if self.lengths[layer] else 0
-        shape = self._shape(steps)
-        births = self.pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
-        workspace = make_workspace(self.like, shape, 1, births, max(pages, 1))
-        while True:
-            self._plan(layer, 1, workspace, stream, fresh)
-            trouble = self.trouble(layer)
-            if trouble != UNFINISHED:
-                break
-            self.store.tables["status"][layer] = 0
-        if trouble:
-            raise RuntimeError(
-                f"layer {layer} is in trouble {trouble}: its tables or its arena are too small"
-            )
-        self.room[layer] = self.room_asked + steps  # less these steps, which are counted next
+        self.changes.set_share(share)
+        self.changes.admit(layer, fresh, workspace, stream)
+        self.room[layer] = self.changes.room + steps  # less these steps, which are counted next
 
-    # ---- plans ---------------------------------------------------------------------------------------------
+    # ---- room ----------------------------------------------------------------------------------------------
 
-    def _make_room(self, layer: int, share: int | None) -> None:
+    def make_room(self, layer: int, share: int | None) -> None:
         """Plan all layers that stand where this one does, so that each has room for the next tokens."""
         state = self.lengths[layer], self.room[layer]
-        if all((self.lengths[i], self.room[i]) == state for i in range(len(self.layers))):
-            first, n = 0, len(self.layers)
-        else:
-            first, n = layer, 1
-        self._set_share(share)
-        self._plan_stored(first, n)
-
-    def _set_share(self, share: int | None) -> None:
-        if share != self._share:
-            self.store.tables["budget"][...] = NO_LIMIT if share is None else share
-            self._share = share
+        together = all((self.lengths[i], self.room[i]) == state for i in range(len(self.layers)))
+        first, n = (0, len(self.layers)) if together or not self.changes.tidy else (layer, 1)
+        self.changes.set_share(share)
+        self.changes.make_room(first, n, current_stream(self.like))
+        for i in range(first, first + n):
+            self.room[i] = self.changes.room
 
     def reallocate(self, share: int | None) -> None:
         """Choose widths anew for all layers and make room for the next tokens."""
-        self._set_share(share)
-        self._plan_stored(0, len(self.layers))
-
-    def _plan_stored(self, first: int, n: int) -> None:
-        stream = current_stream(self.like)
-        if self._tidy:
-            self._plan(first, n, self._decode_plan, stream)
-        else:  # any page may have holes
-            pages = self.pairs * self.store.entries
-            workspace = make_workspace(self.like, self._shape(0), 1, pages, pages)
-            first, n, self._tidy = 0, len(self.layers), True
-            for layer in range(n):
-                self._plan(layer, 1, workspace, stream)
-        for i in range(first, first + n):
-            self.room[i] = self.room_asked
-
-    def _plan(self, first: int, n: int, workspace: Plan, stream: int, fresh: Any = None) -> None:
-        """Plan layers and carry it out."""
-        start = first
-        for ladder, run in groupby(self.ladders[first : first + n]):
-            count = len(list(run))
-            self._plan_run(start, count, ladder, workspace, stream, fresh)
-            start += count
-
-    def _plan_run(self, first: int, n: int, ladder: Ladder, workspace: Plan, stream: int, fresh: Any) -> None:
-        store, new = self.layers[first].store, {}
-        if fresh is not None:
-            new = {"codes": int(fresh["importance"]), "valid": int(fresh["valid"])}
-            new |= {"steps": int(fresh["steps"]), "first_position": int(fresh["first"])}
-        launch_plan(
-            self.store.states_pointer, first, n, workspace, ladder, STATE.itemsize, stream,
-            sink=self.settings.sink, recent=self.settings.recent, room=self.room_asked,
-            fixed_nbytes=store.fixed_nbytes, by_position=self.settings.policy.by_position, **new,
-        )  # fmt: skip
-        widest = max(layout.nbytes for layout in store.layouts)
-        states = self.store.states_pointer + first * STATE.itemsize
-        nothing = np.zeros(1, kernels.NEW_TOKENS)[0]
-        for phase in range(2):
-            moved = fresh if phase == 0 and fresh is not None else nothing
-            lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
-            kernels.write_tokens(
-                store.head_dim, store.dtype, self.device, widest, states, lists, n, groups, moved, stream
-            )
-        copies = workspace.most_dropped
-        kernels.copy_pages(store.head_dim, store.dtype, self.device, states, lists, n, copies, stream)
-
-    def _shape(self, new_tokens: int) -> PlanShape:
-        store, last = self.store, self.capacity + self.room_asked
-        evicts = any(layer.store.evicts for layer in self.layers)
-        segments = ((last - 1) >> 16) + 1
-        return PlanShape(
-            store.batch, store.heads, store.entries, store.num_rungs, evicts, segments, new_tokens
-        )
+        self.changes.set_share(share)
+        self.changes.make_room(0, len(self.layers), current_stream(self.like))
+        self.room = [self.changes.room] * len(self.layers)
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
     def grow(self, capacity: int, share: int | None) -> None:
         """Make room for longer sequences, by way of the host."""
         to_layers(self.store, self.layers, self.lengths)
-        self._make(capacity, share)
+        try:
+            self._make(capacity, share)
+        except BaseException:
+            for layer in self.layers:
+                layer.clear()
+            raise
         self._take_from_host()
 
     @contextmanager
@@ -451,25 +369,14 @@ class DeviceCache:
         from_layers(self.store, self.layers)
         for layer in self.layers:
             layer.clear()
-        self.room, self._share, self._tidy = [0] * len(self.layers), -1, False
+        self.room = [0] * len(self.layers)
+        self.changes.restart(tidy=False)
 
     def clear(self) -> None:
         """Forget everything."""
         self.store.clear()
         self.lengths, self.since, self.room = ([0] * len(self.layers) for _ in range(3))
-        self._share = -1
-
-
-def ladder_of(store: LayerStore) -> Ladder:
-    """The levels of a layer as plans want them."""
-    rungs = ((0, 0), *store.ladder) if store.evicts else store.ladder
-    pages = tuple(store.page_bytes(r) for r in range(len(store.ladder)))
-    return Ladder((0, *pages) if store.evicts else pages, tuple(ERRORS[k] + ERRORS[v] for k, v in rungs))
-
-
-def spare_of(store: LayerStore, ladder: Ladder, slab: int) -> int:
-    """Bytes that an arena needs beyond its rows' budgets."""
-    return spare_nbytes(store.batch, store.num_heads_kv, ladder, slab)
+        self.changes.restart(tidy=True)
 
 
 def attend_new(q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float) -> tuple[Any, Any]:

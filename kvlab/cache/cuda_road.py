@@ -96,7 +96,7 @@ class GpuRoad:
 
     def smallest_nbytes(self, tokens: int) -> int:
         """Bytes with which a row of any layer does for certain."""
-        from kvlab.cache.cuda_cache import ladder_of
+        from kvlab.cache.cuda_changes import ladder_of
         from kvlab.cache.cuda_plan import smallest_nbytes
 
         stores = [layer.store for layer in self._cache.layers]

@@ -53,7 +53,7 @@ def check_state(cache: Any, held: list[list[int]]) -> None:
     """The budget holds, and every row of every head holds its tokens, each once."""
     assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
     assert cache.nbytes <= cache.reserved_nbytes
-    assert not any(cache._gpu._device.trouble(layer) for layer in range(LAYERS))
+    assert not any(cache._gpu._device.changes.trouble(layer) for layer in range(LAYERS))
     for pages in pages_of(cache):
         pages.check_entries()
         for row in range(cache.batch):
@@ -75,7 +75,7 @@ def step(
     if device is not None and steps <= 16:  # a step of few tokens that lacks room plans before it attends
         for layer in range(LAYERS):
             if device.room[layer] < steps:
-                device._make_room(layer, cache._share(cache.seqlen + steps, cache.batch))
+                device.make_room(layer, cache._share(cache.seqlen + steps, cache.batch))
     before = pages_of(cache) if device is not None and compared else None
     judged = int(rng.integers(LAYERS)) if compared else -1
     for layer in range(LAYERS):

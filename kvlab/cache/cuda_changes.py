@@ -1,0 +1,202 @@
+"""Changes of pages on a GPU, decided and carried out: a plan (cuda_plan.py), its moves and its page copies.
+
+At decode a plan serves any number of layers at once, and the host waits for nothing. New tokens of long steps
+are admitted layer by layer: where the arena cannot hold old and new pages at the same time, a plan demotes
+what it can and says so, and the next one takes the tokens in; for that word the host waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from kvlab.arrays import to_host
+from kvlab.cache import cuda_kernels as kernels
+from kvlab.cache.cuda_plan import (
+    UNFINISHED,
+    Ladder,
+    PlanShape,
+    Workspace,
+    decode_bounds,
+    launch_plan,
+    make_workspace,
+    spare_nbytes,
+)
+from kvlab.cache.cuda_store import STATE, DeviceStore
+from kvlab.cache.pages import TOKENS_PER_PAGE
+from kvlab.cache.store import ERRORS, LayerStore
+from kvlab.device import translated_out_of_memory
+
+__all__ = ["MOST_ROOM", "Changes", "ladder_of"]
+
+MOST_ROOM = 48
+"""Tokens that a plan makes room for at most: with the 63 that a page may hold, they fit two pages."""
+NO_LIMIT = 1 << 62
+
+
+class Changes:
+    """What changes the pages of a device store.
+
+    Parameters
+    ----------
+    stores : sequence of LayerStore
+        One a layer, on the CPU and empty.
+    like : array
+        On the GPU.
+    device : int
+    capacity : int
+        Tokens of a row that there is room for.
+    share : int or None
+        Bytes that a row of a layer may take at that length.
+    sink, recent, room : int
+        First and newest tokens that stay at the highest rung; tokens that a plan makes room for.
+    by_position : bool
+        Importance is recency.
+
+    Attributes
+    ----------
+    store : DeviceStore
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[LayerStore],
+        like: Any,
+        device: int,
+        capacity: int,
+        share: int | None,
+        *,
+        sink: int,
+        recent: int,
+        room: int,
+        by_position: bool,
+    ) -> None:
+        self._like, self._device, self._longest, self.room = like, device, capacity + room, room
+        self._rules: dict[str, Any] = {
+            "sink": sink,
+            "recent": recent,
+            "room": room,
+            "by_position": by_position,
+        }
+        self._ladders = [ladder_of(store) for store in stores]
+
+        def spare(layer: int, slab: int) -> int:
+            store = stores[layer]
+            return spare_nbytes(store.batch, store.num_heads_kv, self._ladders[layer], slab)
+
+        with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
+            self.store = DeviceStore(stores, like, capacity, share, spare)
+            shape = self._shape(0)
+            bounds = [decode_bounds(shape, ladder) for ladder in self._ladders]
+            births, dropped = (max(found) for found in zip(*bounds, strict=True))
+            self._decode = make_workspace(like, shape, len(stores), births, dropped)
+        self.restart(tidy=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device: the store and what plans work in."""
+        return self.store.reserved_nbytes + self._decode.nbytes
+
+    def _shape(self, new_tokens: int) -> PlanShape:
+        store = self.store
+        evicts = any(layer.evicts for layer in store.stores)
+        segments = ((self._longest - 1) >> 16) + 1
+        return PlanShape(
+            store.batch, store.heads, store.entries, store.num_rungs, evicts, segments, new_tokens
+        )
+
+    def restart(self, *, tidy: bool) -> None:
+        """Say that the store's tables are others: whether the pages in them have no holes."""
+        self._tidy = tidy
+        self._share: int | None = -1
+
+    @property
+    def tidy(self) -> bool:
+        """Whether no page but the last of its kind has holes, as plans leave it."""
+        return self._tidy
+
+    def set_share(self, share: int | None) -> None:
+        """Set the bytes that a row of a layer may take."""
+        if share != self._share:
+            self.store.tables["budget"][...] = NO_LIMIT if share is None else share
+            self._share = share
+
+    def trouble(self, layer: int) -> int:
+        """Bits of `Trouble` that a layer has met; waits for the device."""
+        return int(to_host(self.store.tables["status"][layer])[0])
+
+    def make_room(self, first: int, n: int, stream: int) -> None:
+        """Choose widths anew for n layers, and open pages for the next tokens."""
+        if self.tidy:
+            self._plan(first, n, self._decode, stream, None)
+            return
+        # Any page may have holes, and any tokens may have to move: a workspace for the worst, for one layer.
+        pages = self.store.batch * self.store.heads * self.store.entries
+        with translated_out_of_memory("a plan of all pages"):
+            workspace = make_workspace(self._like, self._shape(0), 1, pages, pages)
+        for layer in range(first, first + n):
+            self._plan(layer, 1, workspace, stream, None)
+        self._tidy = n == len(self._ladders)
+
+    def admission(self, steps: int, holds_tokens: bool) -> Workspace:
+        """Memory for `admit` of so many steps; taken before anything changes."""
+        pairs, shape = self.store.batch * self.store.heads, self._shape(steps)
+        pages = pairs * self.store.entries if holds_tokens else 0
+        births = pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
+        with translated_out_of_memory(f"the plan of {steps} new tokens"):
+            return make_workspace(self._like, shape, 1, births, max(pages, 1))
+
+    def admit(self, layer: int, fresh: Any, workspace: Workspace, stream: int) -> None:
+        """Take in new tokens of a layer, a `NEW_TOKENS` scalar; waits for the device."""
+        while True:
+            self._plan(layer, 1, workspace, stream, fresh)
+            trouble = self.trouble(layer)
+            if trouble != UNFINISHED:
+                break
+            self.store.tables["status"][layer] = 0
+        if trouble:
+            raise RuntimeError(
+                f"layer {layer} is in trouble {trouble}: its tables or its arena are too small"
+            )
+
+    def _plan(self, first: int, n: int, workspace: Workspace, stream: int, fresh: Any) -> None:
+        start = first
+        for ladder, run in groupby(self._ladders[first : first + n]):
+            count = len(list(run))
+            self._plan_run(start, count, ladder, workspace, stream, fresh)
+            start += count
+
+    def _plan_run(
+        self, first: int, n: int, ladder: Ladder, workspace: Workspace, stream: int, fresh: Any
+    ) -> None:
+        """Plan layers of one ladder, and move tokens and pages as the plan says."""
+        store, new = self.store.stores[first], dict[str, Any]()
+        if fresh is not None:
+            new = {"codes": int(fresh["importance"]), "valid": int(fresh["valid"])}
+            new |= {"steps": int(fresh["steps"]), "first_position": int(fresh["first"])}
+        launch_plan(
+            self.store.states_pointer, first, n, workspace, ladder, STATE.itemsize, stream,
+            fixed_nbytes=store.fixed_nbytes, **self._rules, **new,
+        )  # fmt: skip
+        widest = max(layout.nbytes for layout in store.layouts)
+        states = self.store.states_pointer + first * STATE.itemsize
+        nothing = np.zeros(1, kernels.NEW_TOKENS)[0]
+        for phase, tokens in enumerate((nothing if fresh is None else fresh, nothing)):
+            lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
+            kernels.write_tokens(
+                store.head_dim, store.dtype, self._device, widest, states, lists, n, groups, tokens, stream
+            )
+        copies = workspace.most_dropped
+        kernels.copy_pages(
+            store.head_dim, store.dtype, self._device, states, workspace.move_lists(1), n, copies, stream
+        )
+
+
+def ladder_of(store: LayerStore) -> Ladder:
+    """The levels of a layer as plans want them."""
+    rungs = ((0, 0), *store.ladder) if store.evicts else store.ladder
+    pages = tuple(store.page_bytes(r) for r in range(len(store.ladder)))
+    return Ladder((0, *pages) if store.evicts else pages, tuple(ERRORS[k] + ERRORS[v] for k, v in rungs))

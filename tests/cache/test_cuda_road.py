@@ -1,0 +1,222 @@
+"""The host's side of a cache on a GPU, on kernels in NumPy: budgets, tables, lengths, rows, files.
+
+Against the CPU's own cache where both must agree, else against what the pages hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.pages import LayerPages
+from kvlab.errors import BudgetError, OutOfMemory
+from kvlab.ops.attention import merge_attention
+from kvlab.ops.packed import packed_attention
+from tests.cache.numpy_gpu import Kernels, install
+
+LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    return install(monkeypatch)
+
+
+def make(**options: Any) -> MixedPrecisionCache:
+    options = {"batch": 2, "plan_length": 512, "bits": (2, 4, 8), "budget": 0.5, "device": "cuda", **options}
+    return MixedPrecisionCache(LAYERS, HEADS * GROUP, HEADS, DIM, **options)
+
+
+def draw(rng: np.random.Generator, cache: Any, steps: int) -> list[np.ndarray]:
+    shapes = [(cache.batch, steps, heads, DIM) for heads in (HEADS * GROUP, HEADS, HEADS)]
+    return [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+
+
+def pages_of(cache: Any) -> list[LayerPages]:
+    with cache._on_host(changes=False):
+        return [layer.store.view() for layer in cache.layers]
+
+
+def positions(pages: LayerPages, row: int, head: int) -> list[int]:
+    found = []
+    for entry in range(int(pages.num_pages[row, head])):
+        at = (row, head, entry)
+        layout, count = pages.layouts[pages.rung[at]], int(pages.count[at])
+        held = layout.positions_in(pages.pools[pages.rung[at]])[pages.index[at], :count]
+        found += [(int(pages.base[at]) << 16) + int(offset) for offset in held]
+    return sorted(found)
+
+
+def check_state(cache: Any, held: list[Any]) -> None:
+    assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
+    assert cache.nbytes <= cache.reserved_nbytes
+    assert not any(cache._gpu._device.changes.trouble(layer) for layer in range(LAYERS))
+    for pages in pages_of(cache):
+        pages.check_entries()
+        for row, wanted in enumerate(held):
+            assert all(positions(pages, row, head) == list(wanted) for head in range(HEADS))
+
+
+def step(cache: Any, rng: np.random.Generator, steps: int, valid: np.ndarray | None = None) -> None:
+    """Step all layers; the results are those of attention over what the pages hold and the new tokens."""
+    device = cache._gpu._device
+    if device is not None and steps <= 16 and min(device.room) < steps:
+        device.make_room(0, cache._share(cache.seqlen + steps, cache.batch))
+    before = None if device is None else pages_of(cache)
+    for layer in range(LAYERS):
+        q, k, v = draw(rng, cache, steps)
+        out = cache.step(layer, q, k, v, valid=valid)
+        seen = np.ones(q.shape[:2], bool) if valid is None else valid
+        exact = MixedPrecisionCache(1, HEADS * GROUP, HEADS, DIM, batch=cache.batch, budget=None, bits=16)
+        wanted = exact.step(0, q, k, v, valid=seen).astype(np.float32)
+        if before is not None and before[layer].num_pages.any():
+            lse = _lse(q, k, seen)
+            stored = packed_attention(q.astype(np.float32), before[layer])
+            wanted, _ = merge_attention([wanted, stored.out], [lse, stored.lse])
+        assert np.abs(out - wanted)[seen].max() < 4e-3
+
+
+def _lse(q: np.ndarray, k: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    keys = np.repeat(k.astype(np.float32), GROUP, 2)
+    scores = np.einsum("bshd,bthd->bhst", q.astype(np.float32), keys) / np.sqrt(DIM)
+    visible = np.tri(q.shape[1], dtype=bool) & valid[:, None, None, :]
+    return np.logaddexp.reduce(np.where(visible, scores, -np.inf), axis=-1).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("bits", "budget"), [((2, 4, 8), 0.4), ((0, 4), 0.3), ((4, 16), 0.75), ((8,), None), ("0:8,1:2+8", 0.75)]
+)
+def test_growth_of_a_row(kernels: Kernels, bits: Any, budget: Any) -> None:
+    """Prefill, decode steps over several plans, chunks: nothing is lost and the budget holds."""
+    cache, rng, length = make(bits=bits, budget=budget), np.random.default_rng(0), 0
+    for steps in [200, *[1] * 18, 5, 16, 130, *[1] * 3, 250]:
+        step(cache, rng, steps)
+        length += steps
+        assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
+    if bits != (0, 4):
+        check_state(cache, [range(length)] * 2)
+    assert cache.seqlen == length
+    decode = [number for number, steps, _ in kernels.plans if steps == 0]
+    assert decode[:2] == [0, 1]  # one plan served both layers
+
+
+def test_nothing_stored_and_one_layer_ahead(kernels: Kernels) -> None:
+    cache, rng = make(), np.random.default_rng(1)
+    for _ in range(20):
+        q, k, v = draw(rng, cache, 1)
+        cache.step(0, q, k, v)
+    for _ in range(20):
+        q, k, v = draw(rng, cache, 1)
+        cache.step(1, q, k, v)
+    step(cache, rng, 2)
+    check_state(cache, [range(22)] * 2)
+
+
+def test_padding(kernels: Kernels) -> None:
+    cache, rng = make(), np.random.default_rng(2)
+    valid = np.ones((2, 100), bool)
+    valid[0, :37] = False
+    step(cache, rng, 100, valid)
+    step(cache, rng, 2, np.array([[True, False], [True, True]]))
+    step(cache, rng, 1)
+    check_state(cache, [[*range(37, 101), 102], range(103)])
+
+
+def test_a_prompt_that_needs_several_plans(kernels: Kernels) -> None:
+    """Where old and new pages do not fit side by side, plans demote first and admit then."""
+    cache, rng = make(budget=480_000, bits=(2, 8), plan_length=64), np.random.default_rng(3)
+    for _ in range(3):
+        step(cache, rng, 300)
+    check_state(cache, [range(900)] * 2)
+    assert cache.allocation()["2"].sum() > 0
+
+
+def test_refusal_changes_nothing(kernels: Kernels) -> None:
+    cache, rng = make(budget=600_000, bits=(4, 8)), np.random.default_rng(4)
+    step(cache, rng, 200)
+    before = pages_of(cache)
+    with pytest.raises(BudgetError, match=r"longest length that fits is [1-9]"):
+        cache.step(0, *draw(rng, cache, 4000))
+    for old, new in zip(before, pages_of(cache), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
+    assert cache.seqlen == 200
+
+
+def test_lack_of_memory_changes_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvlab.cache import cuda_store
+
+    cache, rng = make(plan_length=256), np.random.default_rng(5)
+    step(cache, rng, 100)
+    before = pages_of(cache)
+
+    def fail(*args: Any) -> Any:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_store, "empty", fail)
+        with pytest.raises(OutOfMemory, match="no memory"):
+            cache.step(0, *draw(rng, cache, 500))
+    assert cache.seqlen == 100
+    for old, new in zip(before, pages_of(cache), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
+    step(cache, rng, 500)
+    check_state(cache, [range(600)] * 2)
+
+
+def test_append_and_attend(kernels: Kernels) -> None:
+    cache, rng = make(), np.random.default_rng(6)
+    for steps in (150, 3, 1):
+        for layer in range(LAYERS):
+            cache.append(layer, *draw(rng, cache, steps)[1:])
+    check_state(cache, [range(154)] * 2)
+    q = draw(rng, cache, 2)[0]
+    for layer, pages in enumerate(pages_of(cache)):
+        wanted = packed_attention(q.astype(np.float32), pages).out
+        assert np.abs(cache.attend(layer, q) - wanted).max() < 2e-3
+
+
+def test_rows_lengths_and_files(kernels: Kernels, tmp_path: Any) -> None:
+    cache, rng = make(), np.random.default_rng(7)
+    step(cache, rng, 150)
+    step(cache, rng, 5)
+    cache.crop(12)
+    step(cache, rng, 1)
+    check_state(cache, [range(144)] * 2)
+    cache.reorder(np.array([1, 1]))
+    pages = pages_of(cache)[0]
+    assert positions(pages, 0, 0) == positions(pages, 1, 0) == list(range(144))
+    cache.repeat(2)
+    step(cache, rng, 2)
+    cache.select(np.array([0, 3, 1]))
+    step(cache, rng, 1)
+    check_state(cache, [range(147)] * 3)
+    cache.save(tmp_path / "cache")
+    q = draw(rng, cache, 1)[0]
+    wanted = cache.attend(1, q)
+    cache.reset()
+    assert cache.seqlen == cache.nbytes - sum(layer.nbytes() for layer in cache.layers) == 0
+    step(cache, rng, 100)
+    check_state(cache, [range(100)] * 3)
+    for device in ("cuda", "cpu"):
+        again = MixedPrecisionCache.load(tmp_path / "cache", device=device)
+        assert again.seqlen == 147
+        assert np.abs(again.attend(1, q) - wanted).max() < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda q, k, v: (q.astype(np.float32), k, v), TypeError, "q has dtype float32"),
+        (lambda q, k, v: (q, k[:, :1], v), ValueError, "k has 1 steps, but q has 2"),
+        (lambda q, k, v: (q, k, v[:, :, :1]), ValueError, "v"),
+        (lambda q, k, v: (q, k, v[..., ::-1]), ValueError, "v must be contiguous"),
+    ],
+)
+def test_bad_arguments(kernels: Kernels, change: Any, error: Any, text: str) -> None:
+    cache = make()
+    with pytest.raises(error, match=text):
+        cache.step(0, *change(*draw(np.random.default_rng(8), cache, 2)))
+    assert cache.seqlen == 0
