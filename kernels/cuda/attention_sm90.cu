@@ -24,8 +24,7 @@
 // gate: HEAD_DIM=128 BF16=1 BLOCK_N=128 CAPPED=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1 BLOCK_N=64 CAPPED=0,1 registers<=168 arch=sm_90a
 // clang-format on
-#include <cuda_fp16.h>
-#include "packed_codes.cuh"
+#include "pairs.cuh"
 
 constexpr int BLOCK_M = 128, THREADS = 384, ALIGNED = 1;
 constexpr int PITCH = HEAD_DIM + 8;  // elements of a row of out in shared memory
@@ -52,14 +51,14 @@ __device__ __forceinline__ void load_tiles(const Memory& m, const TensorMap* k, 
         expect_bytes(m.full_k + 8 * stage, TILE_BYTES);
 #pragma unroll
         for (int block = 0; block < HEAD_DIM / 64; ++block)
-            copy_box(m.k + stage * TILE_BYTES + block * BLOCK_BYTES, k, m.full_k + 8 * stage, 64 * block,
-                     w.k0 + key, blockIdx.y, w.batch);
+            copy_box(m.k + stage * TILE_BYTES + block * BLOCK_BYTES, k, m.full_k + 8 * stage, 64 * block, key,
+                     blockIdx.y, w.batch);
         wait_barrier(m.empty_v + 8 * stage, parity);
         expect_bytes(m.full_v + 8 * stage, TILE_BYTES);
 #pragma unroll
         for (int block = 0; block < HEAD_DIM / 64; ++block)
-            copy_box(m.v + stage * TILE_BYTES + block * BLOCK_BYTES, v, m.full_v + 8 * stage, 64 * block,
-                     w.k0 + key, blockIdx.y, w.batch);
+            copy_box(m.v + stage * TILE_BYTES + block * BLOCK_BYTES, v, m.full_v + 8 * stage, 64 * block, key,
+                     blockIdx.y, w.batch);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 }
@@ -94,18 +93,6 @@ __device__ __forceinline__ void multiply_values(float (&o)[SUMS_O], const u32 (&
     commit_products();
 }
 
-// Clears the rows of a tile from `row` on, with both warpgroups: their weights are 0, but they are those of
-// the next sequence and may be NaN.
-__device__ __forceinline__ void clear_rows(unsigned char* tile, int row) {
-    if (row >= BLOCK_N) return;
-    for (int at = row * 128 + (threadIdx.x - 128) * 16; at < BLOCK_BYTES; at += 256 * 16)
-#pragma unroll
-        for (int block = 0; block < HEAD_DIM / 64; ++block)
-            *(uint4*)(tile + block * BLOCK_BYTES + at) = make_uint4(0, 0, 0, 0);
-    fence_async();
-    sync_threads(3, 256);  // all rows are cleared before a product reads them
-}
-
 // Where a warpgroup is in the stages of K or V.
 struct Turn {
     int stage;
@@ -120,8 +107,8 @@ __device__ __forceinline__ void release(u32 barrier) {
     if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
-__device__ __forceinline__ void compute(const Memory& m, unsigned char* rows, unsigned char* values,
-                                        const Call& call, const Work& w, int group) {
+__device__ __forceinline__ void compute(const Memory& m, unsigned char* rows, const Call& call, const Work& w,
+                                        int group) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int row = w.row0 + 64 * group + 16 * warp, own_row = row + lane / 4;
     const float unit = CAPPED ? LOG2E : call.scale * LOG2E;
@@ -181,7 +168,6 @@ __device__ __forceinline__ void compute(const Memory& m, unsigned char* rows, un
     }
     if (w.first < w.last) {
         wait_barrier(m.full_v + 8 * v.stage, v.parity);
-        if (call.cu_k) clear_rows(values + v.stage * TILE_BYTES, w.keys - (w.last - 1) / BLOCK_N * BLOCK_N);
         begin_products();
         multiply_values(o, p, v_operand + v.stage * TILE_BYTES / 16);
         wait_products<0>(o);
@@ -216,7 +202,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
-        compute(m, aligned + group * GROUP_BYTES, aligned + 2 * GROUP_BYTES + STAGES * TILE_BYTES, call, w,
-                group);
+        compute(m, aligned + group * GROUP_BYTES, call, w, group);
     }
 }

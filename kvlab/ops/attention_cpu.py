@@ -6,6 +6,7 @@ sequence its row of the batch, its first query and key and their numbers. So a k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,13 +108,16 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     lse = np.empty((out.shape[0], out.shape[2], out.shape[1]), np.float32)
     places = views.places
     items = _items(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL)
-    softcap = np.float32(scores.softcap)
-    unit = np.float32(scores.scale / scores.softcap if scores.softcap else scores.scale * kernels.LOG2_E)
+    # A scale of 0 becomes one that no score is seen with, so that hidden keys, at -inf, stay hidden.
+    scale = max(abs(scores.scale), 1e-37)
+    unit = kernels.LOG2_E if scores.softcap else scale * kernels.LOG2_E
+    rate = scale / scores.softcap if scores.softcap else 1.0
+    factors = map(np.float32, (math.copysign(1, scores.scale), unit, rate, scores.softcap))
     dtype = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}[dtype_name(q)]
     left, right = (_FAR if side < 0 else side for side in (scores.left, scores.right))
     share(
         kernels.attend, np.zeros(1, np.int64), items, places, *map(_by_width, views[:3]), dtype, group,
-        left, right, unit, softcap, _by_width(out), lse,
+        left, right, *factors, _by_width(out), lse,
         alone=int((places[:, 2] * places[:, 4]).sum()) * kv_heads * group * head_dim < _WORTH_SHARING,
     )  # fmt: skip
     return _results(q, out, lse, sequences)

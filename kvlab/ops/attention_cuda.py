@@ -135,7 +135,7 @@ def _is_aligned(view: CudaView) -> bool:
 
 
 def _can_be_mapped(view: CudaView) -> bool:
-    """Whether tensor copies can read an array, ([batch,] seqlen, heads, head_dim), whose rows are aligned."""
+    """Whether tensor copies can read a (batch, seqlen, heads, head_dim) array whose rows are aligned."""
     return 0 not in view.shape and all(
         0 < 2 * step < 1 << 40 for step, size in zip(view.strides, view.shape, strict=True) if size > 1
     )
@@ -143,11 +143,9 @@ def _can_be_mapped(view: CudaView) -> bool:
 
 @lru_cache(maxsize=4096)
 def _tensor_map(dtype: str, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> Any:
-    """Describe ([batch,] seqlen, heads, head_dim) to tensor copies of `rows` positions and 64 channels."""
+    """Describe (batch, seqlen, heads, head_dim) to tensor copies of `rows` positions and 64 channels."""
     from cuda.bindings import driver
 
-    if len(shape) == 3:
-        shape, strides = (1, *shape), (0, *strides)
     batch, seqlen, heads, dim = shape
     steps = [2 * step if size > 1 else 16 for step, size in zip(strides, shape, strict=True)]
     element = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}")

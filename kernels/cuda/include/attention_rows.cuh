@@ -2,7 +2,7 @@
 //
 // Sums are laid out as those of mma.m16n8k16: lane g = lane / 4, u = lane % 4 has columns 8 n + 2u + i of row
 // g + 8 half at x[4 n + 2 half + i]. Needs BLOCK_M, BLOCK_N, HEAD_DIM, PITCH, CAPPED, ALIGNED and
-// packed_codes.cuh.
+// pairs.cuh.
 #pragma once
 
 constexpr float SLACK = 8.f;      // base 2; what P may exceed 1 by

@@ -2,7 +2,7 @@
 //
 // A matrix in shared memory is in blocks of 64 columns: rows of 128 bytes, 16-byte pieces swizzled by the row
 // modulo 8, as a tensor copy with 128-byte swizzle leaves them; blocks begin at multiples of 1024 bytes. Sums
-// of a warpgroup's product, 64 x N, lie as in attention_rows.cuh, 16 rows a warp. Needs packed_codes.cuh.
+// of a warpgroup's product, 64 x N, lie as in attention_rows.cuh, 16 rows a warp. Needs pairs.cuh.
 #pragma once
 
 struct alignas(64) TensorMap {
