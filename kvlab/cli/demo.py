@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvlab.lab.comparison import Comparison
+    from kvlab.lab.reader import Plan
     from kvlab.lab.report import Row
-    from kvlab.lab.workers import Outcome, Plan
+    from kvlab.lab.workers import Outcome
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 """Here the latest *-demo-full.json, a run with --full, has the rows of transformers' caches that stand,
@@ -114,7 +115,7 @@ def _fractions(text: str) -> tuple[float, ...]:
 
 
 def _groups(text: str | None, full: bool, tiny: bool) -> tuple[str, ...]:
-    from kvlab.lab.workers import GROUPS
+    from kvlab.lab.reader import GROUPS
 
     if text is None:
         # The quantised caches of transformers are compared on the real model only.
@@ -129,7 +130,7 @@ def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, token
     from kvlab.lab.cases import require
     from kvlab.lab.model import require_smollm2
     from kvlab.lab.quality import Protocol
-    from kvlab.lab.workers import Plan
+    from kvlab.lab.reader import Plan
 
     if not tiny:
         require_smollm2()

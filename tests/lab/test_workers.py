@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.lab import workers
+from kvlab.lab import reader, workers
 from kvlab.lab.journal import Journal
 from kvlab.lab.quality import Protocol
+from kvlab.lab.reader import Plan
 from kvlab.lab.scores import Score
-from kvlab.lab.workers import Plan, compare, processes_for
+from kvlab.lab.workers import compare, processes_for
 
 PROTOCOL = Protocol(length=128, scored_from=64, chunk=32, rows=1)
 PLAN = Plan("tiny", PROTOCOL, windows=3, budgets=(0.3,))
@@ -37,7 +38,7 @@ def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = compare(PLAN, Journal(tmp_path / "whole", PLAN.settings), 1)
     read: list[int] = []
-    evaluate = workers.evaluate
+    evaluate = reader.evaluate
 
     def interrupted(model: object, windows: object, *args: object, **kwargs: object) -> list[Score]:
         if len(read) == 2:
@@ -45,13 +46,13 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
         read.extend(windows.starts)  # type: ignore[attr-defined]
         return evaluate(model, windows, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(workers, "evaluate", interrupted)
+    monkeypatch.setattr(reader, "evaluate", interrupted)
     journal = Journal(tmp_path, PLAN.settings)
     with pytest.raises(KeyboardInterrupt):
         compare(PLAN, journal, 1)
     with journal.path.open("a") as file:  # the process was killed while it wrote
         file.write('\n[{"name": "full prec')
-    monkeypatch.setattr(workers, "evaluate", evaluate)
+    monkeypatch.setattr(reader, "evaluate", evaluate)
     outcome = compare(PLAN, journal, 1)
     assert outcome.resumed == 2
     assert without_speed(outcome.scores) == without_speed(whole.scores)
