@@ -1,0 +1,273 @@
+"""The arithmetic of kernels/cuda/packed_attention.cu in NumPy: float16 codes, powers of 2 for q and p, units.
+
+A model of one warp, statement by statement as packed_codes.cuh, packed_scores.cuh, packed_values.cuh and
+packed_state.cuh have it, so a machine without a GPU can tell whether the scheme itself is right: that masked
+words are the codes, that nothing overflows float16, and that results are as close to float64 as promised.
+What the model cannot tell is whether the kernel does the same: tests/gpu does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvlab.reference.pages import STEPS, bit_address
+
+F32 = np.float32
+Array = NDArray[Any]
+HEAD_DIM, ROWS = 32, 3
+SLACK, EMPTY = F32(8), F32(-np.inf)
+# Where a code stands in the 16 bits of its number: in even and odd rows of a tile, and how much higher in
+# columns 8 to 15 (Fields in packed_codes.cuh).
+EVEN, ODD, RIGHT = {2: 0, 3: 1, 4: 0, 8: 0}, {2: 2, 3: 4, 4: 4, 8: 0}, {2: 4, 3: 0, 4: 0, 8: 0}
+TILES, WORDS = {2: 2, 3: 4, 4: 1, 8: 1}, {2: 1, 3: 3, 4: 1, 8: 2}
+
+SLOT, CHANNEL = np.meshgrid(np.arange(64), np.arange(HEAD_DIM), indexing="ij")
+
+
+def subnormal(codes: Array, bit: Array) -> Array:
+    """Codes at a bit of 16 bits, read as float16."""
+    bits = codes.astype(np.uint16) << bit.astype(np.uint16)
+    assert bits.max(initial=0) < 1 << 10
+    return bits.view(np.float16).astype(np.float64)
+
+
+def expand(bits: int, words: Array) -> list[Array]:
+    """Words (WORDS, lanes) to the registers of the tiles that share them: 4 * TILES arrays (lanes,)."""
+
+    def at(x: Array, bit: int) -> Array:
+        return x & np.uint32((((1 << bits) - 1) << bit) * 0x10001)
+
+    even, odd, right = EVEN[bits], ODD[bits], RIGHT[bits]
+    if bits == 2:
+        parts = [words[0], words[0] >> 8]
+        return [at(x, bit) for x in parts for bit in (even, odd, even + right, odd + right)]
+    if bits == 4:
+        return [at(words[0] >> (8 * i), bit) for i in range(2) for bit in (even, odd)]
+    if bits == 8:
+        return [at(w, 0) if r == 0 else w >> 8 & 0x00FF00FF for w in words for r in range(2)]
+    registers = []
+    for p in range(15):
+        stands, wanted = 1 + 3 * (p % 5), odd if p % 2 else even
+        word = words[p // 5]
+        registers.append(
+            at(word << (wanted - stands) if stands < wanted else word >> (stands - wanted), wanted)
+        )
+    last = sum((words[i] << (odd + i)) & np.uint32(0x10001 << (odd + i)) for i in range(3))
+    return [*registers, np.asarray(last, np.uint32)]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_masked_words_are_the_codes(bits: int, side: str) -> None:
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 1 << bits, (64, HEAD_DIM))
+    stream = np.zeros(64 * HEAD_DIM * bits, np.uint8)
+    stream[bit_address(bits, HEAD_DIM, side)] = codes[..., None] >> np.arange(bits) & 1
+    words = np.packbits(stream, bitorder="little").view("<u4").reshape(-1, WORDS[bits], 32)
+    found = np.zeros((64, HEAD_DIM), np.float64)
+    g, u = np.arange(32) // 4, np.arange(32) % 4
+    for group, own in enumerate(words):
+        for p, register in enumerate(expand(bits, own)):
+            tile, r = group * TILES[bits] + p // 4, p % 4
+            row = g + 8 * (r % 2)
+            for half in range(2):
+                column = 2 * u + half + 8 * (r // 2)
+                value = (register >> (16 * half) & 0xFFFF).astype(np.uint16).view(np.float16)
+                unit = 2.0 ** (24 - (ODD if r % 2 else EVEN)[bits] - RIGHT[bits] * (r // 2))
+                if side == "k":
+                    slot, channel = (
+                        slot_of(row, tile // (HEAD_DIM // 16)),
+                        16 * (tile % (HEAD_DIM // 16)) + column,
+                    )
+                else:
+                    slot, channel = slot_of(column, tile % 4), 16 * (tile // 4) + row
+                found[slot, channel] = value.astype(np.float64) * unit
+    assert np.array_equal(found, codes)
+
+
+def slot_of(row: Array, block: int) -> Array:
+    """The slot that is a row (of K, a column of V) of a token block."""
+    return 8 * (row % 8) + 2 * block + row // 8
+
+
+@dataclass
+class Page:
+    """Codes and step bytes of K and V; `count` slots are in use."""
+
+    bits: int
+    count: int
+    k: Array
+    v: Array
+    k_steps: Array
+    v_steps: Array
+
+
+@dataclass
+class State:
+    """The accumulators of a warp, between pages."""
+
+    bits: int = 0
+    out: Array = field(default_factory=lambda: np.zeros((ROWS, HEAD_DIM), F32))
+    centre: Array = field(default_factory=lambda: np.zeros(ROWS, F32))
+    reference: Array = field(default_factory=lambda: np.zeros(ROWS, F32))
+    sum: Array = field(default_factory=lambda: np.zeros(ROWS, F32))
+    reach: np.float32 = EMPTY
+    limit: float = -1.0
+
+
+def unit_of(bits: int) -> Array:
+    """What codes of `bits` are multiplied by in `out`, for each channel."""
+    if bits == 0:
+        return np.ones(HEAD_DIM, F32)
+    odd = np.arange(HEAD_DIM) % 16 >= 8
+    return np.exp2(np.where(odd, ODD[bits], EVEN[bits]) - 25.0).astype(F32)
+
+
+def change_frame(state: State, bits: int) -> None:
+    state.out = (state.out / unit_of(state.bits) + state.centre[:, None]) * unit_of(bits)
+    state.centre[:] = 0
+    state.bits = bits
+
+
+def attend(state: State, page: Page, q: Array) -> None:
+    """One page against queries (ROWS, HEAD_DIM) that hold the scale and the logarithm to base 2."""
+    bits, slots = page.bits, np.arange(64)
+    used = slots < page.count
+    # Queries of float16 with one power of 2, and scores of raw codes.
+    exponent = int(np.float32(np.abs(q).max()).view(np.uint32)) >> 23
+    e = max(min(141 - exponent, 100), -100)
+    rounded = (q * F32(2.0**e)).astype(np.float16)
+    assert np.isfinite(rounded).all()
+    right = CHANNEL[0] % 16 >= 8
+    factors = np.where(right, rounded * np.float16(2.0 ** -RIGHT[bits]), rounded).astype(np.float64)
+    row_bit = np.where(slots % 2, ODD[bits], EVEN[bits])
+    tile = subnormal(page.k, row_bit[:, None] + RIGHT[bits] * right)
+    middle = -((1 << bits) - 1) * 0.5 / (1 << 24) * 2.0**row_bit
+    raw = (factors @ tile.T + rounded.astype(np.float64).sum(1)[:, None] * middle).astype(F32)
+    factor = STEPS[page.k_steps] * (F32(2.0 ** (25 - e)) / F32(2) ** row_bit.astype(F32))
+    s = raw * factor - state.reference[:, None]
+    s[:, ~used] = -np.inf
+
+    # The reference follows the maximum, the lift the largest step.
+    steps = np.where(used, STEPS[page.v_steps], 0)
+    top = s.max(1)
+    lift_changes = steps.max() > state.limit
+    if (top > state.reach).any() or (lift_changes and np.isfinite(top).any()):
+        empty = np.isneginf(state.reach)
+        lift_before = F32(0) if empty else state.reach - SLACK
+        if empty:
+            state.reach = SLACK
+        if lift_changes:
+            largest = int(np.float16(steps.max()).view(np.uint16)) >> 10
+            state.reach = SLACK + F32(20 - largest)
+            state.limit = float(np.uint16(min(largest * 0x400 + 0x7FF, 0x7C00)).view(np.float16))
+        rise = (top if empty else np.maximum(top, lift_before)) - (state.reach - SLACK)
+        old = np.zeros(ROWS, F32) if empty else np.exp2(-rise)
+        state.reference = state.reference + rise
+        state.sum, state.centre = state.sum * old, state.centre * old
+        state.out = state.out * old[:, None]
+        s = s - rise[:, None]
+    p = np.exp2(s)
+    state.sum = state.sum + p.sum(1)
+
+    # Probabilities times steps in float16, and the sum of raw codes; the constant is a product of its own.
+    weights = (p * steps).astype(np.float16)
+    assert np.isfinite(weights).all(), "p times step overflows"
+    if state.bits != bits:
+        change_frame(state, bits)
+    odd_slot = slots % 2 == 1
+    lowered = np.where(odd_slot, weights * np.float16(2.0 ** -RIGHT[bits]), weights).astype(np.float64)
+    channel_bit = np.where(right, ODD[bits], EVEN[bits])
+    tile = subnormal(page.v, channel_bit + RIGHT[bits] * odd_slot[:, None])
+    constant = -((1 << bits) - 1) * np.where(odd_slot, 2.0 ** RIGHT[bits], 1)
+    state.out = (state.out + lowered @ tile).astype(F32)
+    state.centre = (state.centre + lowered @ constant).astype(F32)
+
+
+def result(state: State) -> tuple[Array, Array]:
+    """Return out (ROWS, HEAD_DIM) and the natural log-sum-exp (ROWS,)."""
+    change_frame(state, 0)
+    return state.out / state.sum[:, None], (state.reference + np.log2(state.sum)) * F32(np.log(2))
+
+
+def values_of(codes: Array, steps: Array, bits: int) -> Array:
+    return (2.0 * codes + 1 - (1 << bits)) * STEPS[steps].astype(np.float64)[:, None]
+
+
+@st.composite
+def page_lists(draw: st.DrawFn) -> tuple[list[Page], Array]:
+    """Up to six pages whose steps of V lie anywhere between 0 and 500, and queries with scores up to 50."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    pages = []
+    for _ in range(draw(st.integers(1, 6))):
+        bits, count = draw(st.sampled_from([2, 3, 4, 8])), draw(st.integers(1, 64))
+        low = draw(st.integers(0, 180))
+        k, v = rng.integers(0, 1 << bits, (2, 64, HEAD_DIM))
+        k_steps = np.abs(STEPS[:0xF8] - F32(1.5 / (1 << bits))).argmin() + rng.integers(-4, 5, 64)
+        v_steps = low + rng.integers(0, draw(st.integers(1, 12)), 64)
+        v_steps[count:] = 0xFF  # NaN, and must not matter
+        pages.append(Page(bits, count, k, v, k_steps.astype(np.uint8), v_steps.astype(np.uint8)))
+    q = (
+        rng.standard_normal((ROWS, HEAD_DIM))
+        * 10.0 ** np.array(draw(st.tuples(*[st.integers(-3, 0)] * ROWS)))[:, None]
+    )
+    return pages, (q * draw(st.sampled_from([0.1, 1.0, 5.0]))).astype(np.float16)
+
+
+def judge(pages: list[Page], q: Array, out: Array, lse: Array) -> float:
+    """Return the error over what rounding q and p to 11 bits can explain."""
+    scale = HEAD_DIM**-0.5
+    k, v = (
+        np.concatenate(
+            [values_of(getattr(p, side), getattr(p, f"{side}_steps"), p.bits)[: p.count] for p in pages]
+        )
+        for side in ("k", "v")
+    )
+    scores = q.astype(np.float64) @ k.T * scale
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    total = weights.sum(1, keepdims=True)
+    of_scores = 2.0**-11 * (np.abs(q.astype(np.float64)) @ np.abs(k).T * scale).max()
+    # The reference lies up to 20 below the maximum, so its sum with a logarithm has an ulp of that size.
+    errors = [np.abs(lse - scores.max(1) - np.log(total[:, 0])) / (of_scores + 4e-6)]
+    allowed = (2 * of_scores + 2.0**-10) * (weights @ np.abs(v) / total).max() + 1e-30
+    errors.append(np.abs(out - weights @ v / total).max(1) / allowed)
+    return float(np.max(errors))
+
+
+def attend_all(pages: list[Page], q: Array) -> tuple[Array, Array]:
+    state = State()
+    for page in pages:
+        attend(state, page, (q.astype(np.float64) * HEAD_DIM**-0.5 / np.log(2)).astype(F32))
+    return result(state)
+
+
+@given(page_lists())
+def test_results_are_as_close_as_promised(case: tuple[list[Page], Array]) -> None:
+    """Whatever the widths, in whatever order, however large steps and queries."""
+    assert judge(*case, *attend_all(*case)) <= 1
+
+
+def test_the_judge_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    pages = []
+    for bits in (2, 3, 4, 8, 2):
+        near = np.abs(STEPS[:0xF8] - F32(1.5 / (1 << bits))).argmin()
+        codes, steps = rng.integers(0, 1 << bits, (2, 64, HEAD_DIM)), near + rng.integers(-4, 5, (2, 64))
+        pages.append(Page(bits, 64, *codes, *steps.astype(np.uint8)))
+    q = rng.standard_normal((ROWS, HEAD_DIM)).astype(np.float16)
+    out, lse = attend_all(pages, q)
+    assert judge(pages, q, out, lse) <= 1
+    for wrong in (np.zeros_like(out), out[:, ::-1], attend_all(pages[1:], q)[0]):
+        assert judge(pages, q, wrong, lse) > 3
+    assert judge(pages, q, out, lse + F32(0.05)) > 3
+    right = unit_of
+    for bits in (2, 3, 4, 8):
+        monkeypatch.setattr(f"{__name__}.unit_of", lambda b, own=bits: right(b) * F32(1 + (b == own)))
+        assert judge(pages, q, *attend_all(pages, q)) > 3
