@@ -1,28 +1,21 @@
 """The pages of one layer: where tokens lie, and how they move from rung to rung.
 
 Tokens of one (row, KV head) lie in pages of 64, every page at one rung; any page takes any token of its rung.
-To keep pages full, a change is planned for all tokens of a row at once and then carried out:
-
-* `plan` sorts the tokens of each (head, position segment) by their present rung and importance and cuts them
-  into chunks of 64; the allocator gives each chunk a rung under the byte budget. So rungs hold whole pages of
-  tokens, but for one partial chunk.
-* `apply` re-encodes tokens whose rung became lower, encodes new tokens straight at their rung, and fills the
-  holes by moving codes of the same rung, bit by bit.
-
-A segment is a run of 65,536 positions: pages keep 16-bit positions, the page table their upper part.
-Nothing here knows of budgets across layers, importance policies or attention: see cache.py.
+To keep pages full, a change is planned for all tokens of a row at once (plan.py) and then carried out:
+`apply` re-encodes tokens whose rung became lower, encodes new tokens straight at their rung, and fills the
+holes by moving codes of the same rung, bit by bit. The memory of pages is in pools.py. Nothing here knows of
+budgets across layers, importance policies or attention: see cache.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.allocator import Method, allocate
+from kvlab.cache.allocator import Method
 from kvlab.cache.ladder import Ladder
 from kvlab.cache.pages import (
     PAGE_TABLE_BYTES,
@@ -33,55 +26,14 @@ from kvlab.cache.pages import (
     read_tokens,
     write_tokens,
 )
+from kvlab.cache.plan import ERRORS, NewTokens, Plan, Rates, Tokens, Weigh, plan_row
+from kvlab.cache.pools import PagePools
 from kvlab.reference.codec import hadamard_block
 
-__all__ = ["LayerStore", "NewTokens", "Plan", "Tokens", "Weigh"]
+__all__ = ["ERRORS", "LayerStore", "NewTokens", "Plan", "Tokens", "Weigh"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
-Weigh = Callable[[NDArray[np.uint8], Ints], NDArray[np.float64]]
-
-ERRORS = {16: 0.0, 8: 5.0e-5, 4: 0.0090, 3: 0.0327, 2: 0.1115, 0: 1.0}
-"""Relative mean squared error of a K or V vector at each width, as measured on SmolLM2-135M."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Stored tokens of one row, one entry each; `page` is the place in the page table of (row, head)."""
-
-    head: Ints
-    page: Ints
-    slot: Ints
-    rung: Ints
-    position: Ints
-    code: NDArray[np.uint8]
-
-    def __len__(self) -> int:
-        return len(self.head)
-
-
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Tokens of one row that are not stored yet: `k`, `v` (n, heads, head_dim) float32, `code` (heads, n)."""
-
-    k: Floats
-    v: Floats
-    position: Ints
-    code: NDArray[np.uint8]
-
-    @staticmethod
-    def none(num_heads_kv: int, head_dim: int) -> NewTokens:
-        values = np.empty((0, num_heads_kv, head_dim), np.float32)
-        return NewTokens(values, values, np.empty(0, np.int64), np.empty((num_heads_kv, 0), np.uint8))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Target rung of every stored token and of every new token (heads, n); -1: evicted."""
-
-    tokens: Tokens
-    stored: Ints
-    new: Ints
 
 
 class LayerStore:
@@ -103,29 +55,31 @@ class LayerStore:
         self.ladder = ladder[1:] if self.evicts else ladder
         self.batch, self.num_heads_kv, self.head_dim, self.dtype = batch, num_heads_kv, head_dim, dtype
         self.layouts = tuple(PageLayout(head_dim, *rung, itemsize) for rung in self.ladder)
-        self._loss = np.array([ERRORS[rung.bits_k] + ERRORS[rung.bits_v] for rung in ladder])
-        self._cost = np.array([0] * self.evicts + [self.page_bytes(r) for r in range(len(self.ladder))])
+        loss = np.array([ERRORS[rung.bits_k] + ERRORS[rung.bits_v] for rung in ladder])
+        cost = np.array([0] * self.evicts + [self.page_bytes(r) for r in range(len(self.ladder))])
+        self._rates = Rates(loss, cost, self.evicts)
         self.clear()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the state of a copy, whose pools `copy.deepcopy` has put at any address."""
         vars(self).update(state)
-        for r, pool in enumerate(self.pools):
-            self.pools[r] = _pool(len(pool), self.layouts[r])
-            self.pools[r][:] = pool
+        self._pools.realign()
 
     def clear(self) -> None:
         """Drop all tokens and pools."""
         shape = (self.batch, self.num_heads_kv, 0)
-        self.pools = [_pool(0, layout) for layout in self.layouts]
-        self._free: list[list[int]] = [[] for _ in self.layouts]
-        self._used = [0] * len(self.layouts)
+        self._pools = PagePools(self.layouts)
         self.rung, self.count = np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)
         self.index, self.base = np.zeros(shape, np.uint32), np.zeros(shape, np.uint16)
         self.num_pages = np.zeros(shape[:2], np.int32)
         self.k_mean = np.zeros((*shape[:2], self.head_dim), np.float16)
 
     # ---- what is there -------------------------------------------------------------------------------------
+
+    @property
+    def pools(self) -> list[NDArray[np.uint8]]:
+        """Pages of each rung, (pages, bytes of a page)."""
+        return self._pools.memory
 
     def page_bytes(self, rung: int) -> int:
         """Bytes that a page of a rung counts: its record and its entry in the page table."""
@@ -171,7 +125,7 @@ class LayerStore:
     def reserved_nbytes(self) -> int:
         """Bytes of the pools and tables, live or not."""
         tables = (self.rung, self.count, self.index, self.base, self.num_pages, self.k_mean)
-        return sum(pool.nbytes for pool in self.pools) + sum(table.nbytes for table in tables)
+        return self._pools.nbytes + sum(table.nbytes for table in tables)
 
     def smallest_nbytes(self, tokens: int) -> int:
         """Bytes of one row that holds `tokens` tokens in each head, all at the lowest rung."""
@@ -212,84 +166,13 @@ class LayerStore:
     # ---- planning ------------------------------------------------------------------------------------------
 
     def plan(self, tokens: Tokens, new: NewTokens, budget: int | None, weigh: Weigh, method: Method) -> Plan:
-        """Choose a rung for every token of a row; changes nothing.
-
-        Parameters
-        ----------
-        tokens : Tokens
-            All stored tokens of the row.
-        new : NewTokens
-            Tokens to add to every head.
-        budget : int or None
-            Bytes that pages and table of this row may take; None: no limit.
-        weigh : callable
-            `weigh(code, position) -> float64`: what an error of these tokens costs; larger is more important.
-        method : {"greedy", "dp", "uniform"}
-
-        Raises
-        ------
-        BudgetError
-            If even the lowest rung does not fit.
-        """
-        heads, n = self.num_heads_kv, len(new.position)
-        head = np.concatenate([tokens.head, np.repeat(np.arange(heads), n)])
-        position = np.concatenate([tokens.position, np.tile(new.position, heads)])
-        ceiling = np.concatenate([tokens.rung, np.full(heads * n, len(self.ladder) - 1)])
-        code = np.concatenate([tokens.code, new.code.ravel()])
-        target = ceiling
-        if budget is not None and len(head):
-            target = self._allocate(head, position, ceiling, weigh(code, position), budget, method)
-        return Plan(tokens, target[: len(tokens)], target[len(tokens) :].reshape(heads, n))
+        """Choose a rung for every token of a row, its pages and table within `budget`; see `plan_row`."""
+        room = None if budget is None else budget - self.fixed_nbytes
+        return plan_row(tokens, new, room, weigh, method, self._rates)
 
     def keep(self, tokens: Tokens, kept: NDArray[np.bool_]) -> Plan:
         """A plan that drops all stored tokens but those of `kept`."""
         return Plan(tokens, np.where(kept, tokens.rung, -1), np.empty((self.num_heads_kv, 0), np.int64))
-
-    def _allocate(
-        self,
-        head: Ints,
-        position: Ints,
-        ceiling: Ints,
-        weight: NDArray[np.float64],
-        budget: int | None,
-        method: Method,
-    ) -> Ints:
-        if budget is None:
-            return ceiling
-        group = head * (1 << 32) + (position >> 16)
-        order = np.lexsort((weight, ceiling, group))
-        group, ceiling, weight = group[order], ceiling[order], weight[order]
-        start = self._chunks(group, ceiling)
-        length = np.diff(start, append=len(group))
-        # A partial chunk is judged as if it were full: the page it opens is for the tokens to come.
-        loss = (np.add.reduceat(weight, start) * (TOKENS_PER_PAGE / length))[:, None] * self._loss
-        limit = ceiling[start] + self.evicts
-        room = budget - self.fixed_nbytes
-        rung = allocate(loss, self._cost, room, ceiling=limit, method=method) - self.evicts
-        target = np.empty_like(ceiling)
-        target[order] = np.repeat(rung, length)
-        return target
-
-    def _chunks(self, group: Ints, ceiling: Ints) -> Ints:
-        """Where chunks of 64 begin, given tokens sorted by group, ceiling and weight.
-
-        Tokens below the top rung are cut from the bottom up, those of the top rung from the top down, so that
-        sinks, last in the order, share one chunk. What is left between them fills one chunk if it can.
-        """
-        first = np.flatnonzero(np.diff(group, prepend=-1))
-        size = np.diff(first, append=len(group))
-        below = np.add.reduceat(ceiling < len(self.ladder) - 1, first, dtype=np.int64)
-        left, over = below % TOKENS_PER_PAGE, (size - below) % TOKENS_PER_PAGE
-        joins = np.where((left > 0) & (size - below >= TOKENS_PER_PAGE), TOKENS_PER_PAGE - left, 0)
-        joins = np.minimum(joins, over)
-        lower, partial = below + joins, over - joins
-        within = np.arange(len(group)) - np.repeat(first, size)
-        above = within - np.repeat(lower, size)
-        rest = above - np.repeat(partial, size)
-        begins = np.where(
-            above < 0, within % TOKENS_PER_PAGE, np.where(rest < 0, above, rest % TOKENS_PER_PAGE)
-        )
-        return np.flatnonzero(begins == 0)
 
     # ---- carrying out --------------------------------------------------------------------------------------
 
@@ -338,6 +221,9 @@ class LayerStore:
                 write_tokens(self.pools[r], self.layouts[r], self.dtype, page, at, k, v)
                 self._positions(r)[page, at] = arriving.position[which] & 0xFFFF
                 self._importance(r)[page, at] = arriving.code[which]
+        for r in range(len(self.ladder)):
+            if self._pools.is_loose(r):
+                self._pack(r)
 
     def _arriving(self, row: int, plan: Plan, new: NewTokens) -> _Arriving:
         """Tokens that change their rung, and new ones, in the domain of the rung they go to."""
@@ -402,10 +288,10 @@ class LayerStore:
         for wide, narrow in zip(table, self._tables(), strict=True):
             wide[:, :old] = narrow[row]
         num_pages = self.num_pages[row].astype(np.int64)
-        free = np.zeros((len(self.ladder), max(map(len, self._free)) + int(num_pages.sum())), np.int64)
-        for stack, pages in zip(free, self._free, strict=True):
+        free = np.zeros((len(self.ladder), max(map(len, self._pools.free)) + int(num_pages.sum())), np.int64)
+        for stack, pages in zip(free, self._pools.free, strict=True):
             stack[: len(pages)] = pages
-        num_free, used = np.array([len(pages) for pages in self._free]), np.array(self._used)
+        num_free, used = np.array([len(pages) for pages in self._pools.free]), np.array(self._pools.used)
         moves = np.empty((5, len(tokens)), np.int64)
         places = np.empty((2, len(segment)), np.int64)
         moved = place_row(
@@ -414,10 +300,9 @@ class LayerStore:
             np.stack([arriving.head, arriving.rung, segment]),
             table, num_pages, free, num_free, used, moves, places,
         )  # fmt: skip
-        self._free = [stack[:n].tolist() for stack, n in zip(free, num_free, strict=True)]
-        self._used = used.tolist()
-        for r in range(len(self.ladder)):
-            self._grow(r, self._used[r])
+        self._pools.set_free(
+            [stack[:n].tolist() for stack, n in zip(free, num_free, strict=True)], used.tolist()
+        )
         entries = int(num_pages.max())
         if entries > old:
             more = ((0, 0), (0, 0), (0, entries + entries // 4 + 1 - old))
@@ -431,12 +316,12 @@ class LayerStore:
     def _tables(self) -> tuple[NDArray[Any], ...]:
         return self.rung, self.count, self.index, self.base
 
-    def _grow(self, rung: int, pages: int) -> None:
-        """Make room for `pages` pages in a pool."""
-        if pages > len(self.pools[rung]):
-            grown = _pool(pages + pages // 4, self.layouts[rung])
-            grown[: len(self.pools[rung])] = self.pools[rung]
-            self.pools[rung] = grown
+    def _pack(self, rung: int) -> None:
+        """Give back the memory of free pages of a rung: the pages in use move together."""
+        mine = self.live() & (self.rung == rung)
+        index = self.index[mine]
+        self._pools.replace(rung, self.pools[rung][index])
+        self.index[mine] = np.arange(len(index), dtype=np.uint32)
 
     def restore(
         self,
@@ -448,9 +333,7 @@ class LayerStore:
         """Take over pages and tables that were saved; their indices run through each pool in order."""
         self.clear()
         for r, pages in enumerate(pools):
-            self.pools[r] = _pool(len(pages), self.layouts[r])
-            self.pools[r][:] = pages
-            self._used[r] = len(pages)
+            self._pools.replace(r, pages)
         self.rung, self.count = tables["rung"], tables["count"]
         self.index, self.base = tables["index"], tables["base"]
         self.num_pages, self.k_mean = num_pages, k_mean
@@ -463,21 +346,8 @@ class LayerStore:
         self.index, self.num_pages = self.index[rows], self.num_pages[rows]
         self.k_mean = self.k_mean[rows]
         self.batch = len(rows)
-        live = self.live()
-        for r, pool in enumerate(self.pools):
-            mine = live & (self.rung == r)
-            index = self.index[mine]
-            self.pools[r] = _pool(len(index), self.layouts[r])
-            self.pools[r][:] = pool[index]
-            self.index[mine] = np.arange(len(index), dtype=np.uint32)
-            self._free[r], self._used[r] = [], len(self.pools[r])
-
-
-def _pool(pages: int, layout: PageLayout) -> NDArray[np.uint8]:
-    """Room for pages, not initialised, that starts at a multiple of 64 bytes."""
-    raw = np.empty(pages * layout.nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + pages * layout.nbytes].reshape(pages, layout.nbytes)
+        for r in range(len(self.ladder)):
+            self._pack(r)
 
 
 def _rotate(x: Floats) -> Floats:

@@ -12,7 +12,8 @@ from kvlab.cache.exact import ROWS_PER_BLOCK, attend_exact
 from kvlab.cache.frame import FEWEST, FIRST, LAST, key_mean
 from kvlab.cache.importance import POLICIES, make_policy
 from kvlab.cache.ladder import parse_bits
-from kvlab.cache.store import LayerStore, NewTokens
+from kvlab.cache.plan import NewTokens, chunks
+from kvlab.cache.store import LayerStore
 from kvlab.cache.window import Window, stack
 from kvlab.reference.attention import attend_rows, softmax_rows
 
@@ -110,12 +111,11 @@ def test_budgets_that_are_none(budget):
 def test_chunks(groups):
     """(tokens at rung 0, at rung 1, at the top) for each group: full chunks, at most two short ones."""
     groups = [sizes for sizes in groups if sum(sizes)]
-    store = LayerStore(parse_bits((2, 4, 8), 1)[0], 1, 3, 16, "float16")
     group = np.repeat(np.arange(len(groups)), [sum(sizes) for sizes in groups])
     ceiling = np.concatenate([np.repeat(np.arange(3), sizes) for sizes in groups] or [np.empty(0, np.int64)])
     if not len(group):
         return
-    start = store._chunks(group, ceiling)
+    start = chunks(group, ceiling, top=2)
     length = np.diff(start, append=len(group))
     assert start[0] == 0
     assert (length > 0).all()
