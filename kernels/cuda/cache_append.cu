@@ -206,7 +206,8 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
     if (lane < MAX_STEPS) probabilities[lane] = weight;
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) append_tokens(const __grid_constant__ Append call) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
+    append_tokens(const __grid_constant__ Append call) {
     __shared__ float probabilities[MAX_STEPS * MAX_GROUP][MAX_STEPS];
     __shared__ Slot slots[MAX_STEPS];
     const LayerState& layer = call.layer;
