@@ -241,6 +241,16 @@ def test_attend_sees_everything_held():
     np.testing.assert_allclose(cache.attend(0, q)[0], want, atol=3e-5)
 
 
+def test_attend_where_no_token_is_exact():
+    cache, rng = make(), np.random.default_rng(3)
+    q, k, v = tokens(rng, 1, 100)
+    cache.step(0, q, k, v)
+    assert not any(len(window) for window in cache.layers[0].windows)
+    nothing = k[0, :0], v[0, :0], np.ones(0, bool)
+    want = attention_over(cache, 0, 0, q[0, :1], *pad(nothing))
+    np.testing.assert_allclose(cache.attend(0, q[:, :1])[0], want, atol=3e-5)
+
+
 def pad(new):
     """One invisible new token, so that a causal row sees only what is held."""
     k, v, _ = new

@@ -1,0 +1,216 @@
+"""Generation with a packed cache against a dense one in transformers, in the geometry of Llama-3.1-8B.
+
+Weights, keys and values are random: what is timed does not depend on them. Caches are filled directly, not by
+a prefill, and then decode steps of the whole model are timed, `DynamicCache` under "sdpa" and `KVLabCache` in
+turns of one process. Besides: the host's time for a layer's cache and attention when nothing waits for the
+GPU, and the GPU's time for attention and append (in a CUDA graph) and for a plan (between events).
+
+    python benchmarks/generation/run.py OUT.json [--layers 32] [--steps 32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import kvlab
+from kvlab.arrays import cuda_view
+from kvlab.environment import report
+from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
+
+BITS, BUDGET, ROOM = (4, 8), 0.3, 128
+HEADS_Q, HEADS, DIM = 32, 8, 128
+
+
+def make_model(layers: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers,
+        num_attention_heads=HEADS_Q, num_key_value_heads=HEADS, max_position_embeddings=1 << 17,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
+def tokens(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = torch.randn(2, batch, n, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+    return k, v
+
+
+def dense_cache(config: LlamaConfig, batch: int, n: int) -> DynamicCache:
+    cache = DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
+        k, v = tokens(batch, n)
+        cache.update(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), layer)
+    return cache
+
+
+def packed_cache(config: LlamaConfig, batch: int, n: int) -> KVLabCache:
+    options: dict[str, Any] = {"budget": BUDGET, "bits": BITS, "max_seqlen": n + ROOM}
+    cache = KVLabCache(config, **options)
+    packed = kvlab.MixedPrecisionCache(
+        config.num_hidden_layers, HEADS_Q, HEADS, DIM, batch=batch, dtype="bfloat16", device="cuda", **options
+    )
+    for layer in range(config.num_hidden_layers):
+        packed.append(layer, *tokens(batch, n))
+    # What KVLabCache does at its first step, which would be a prefill.
+    cache._shared.cache, cache._shared.lengths = packed, [n] * config.num_hidden_layers
+    return cache
+
+
+@torch.no_grad()
+def decode(model: LlamaForCausalLM, cache: Any, batch: int, steps: int) -> dict[str, float]:
+    """Milliseconds a step, the first few left out."""
+    ids = torch.randint(0, 1000, (batch, 1), device="cuda")
+    times = []
+    for _ in range(steps + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        ids = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    mean = statistics.fmean(times[3:])
+    return {"ms_mean": mean, "ms_median": statistics.median(times[3:]), "tokens_per_s": batch * 1e3 / mean}
+
+
+def measure(model: LlamaForCausalLM, name: str, batch: int, n: int, steps: int) -> dict[str, Any]:
+    make = {"dense": dense_cache, "packed": packed_cache}[name]
+    model.set_attn_implementation({"dense": "sdpa", "packed": ATTENTION}[name])
+    before = torch.cuda.memory_allocated()
+    cache = make(model.config, batch, n)
+    torch.cuda.synchronize()
+    found: dict[str, Any] = {"cache": name, "batch": batch, "tokens": n}
+    found["cache_bytes"] = torch.cuda.memory_allocated() - before
+    found |= decode(model, cache, batch, steps)
+    if name == "packed":
+        packed = cache.packed
+        found |= {"nbytes": packed.nbytes, "reserved_nbytes": packed.reserved_nbytes}
+        found["bits_per_element"] = packed.bits_per_element
+        found |= device_times(packed) if batch == 8 else {}
+    del cache
+    torch.cuda.empty_cache()
+    return found
+
+
+def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
+    """Microseconds of device time a layer: attention, append, and a plan of all layers."""
+    device = packed._gpu._device
+    layers = packed.num_layers
+    q = torch.randn(packed.batch, 1, HEADS_Q, DIM, dtype=torch.bfloat16, device="cuda")
+    k, v = tokens(packed.batch, 1)
+    views = [cuda_view(x, "x") for x in (q, k, v)]
+    out, lse = torch.empty_like(q), torch.empty(packed.batch, HEADS_Q, 1, device="cuda")
+    share = packed._share(packed.seqlen, packed.batch)
+    device.reallocate(share)
+    calls = [device._decode_calls(layer, q, 1, DIM**-0.5, 0.0, False) for layer in range(layers)]
+
+    def attend(stream: int) -> None:
+        for attend, _, _ in calls:
+            attend(views[0], out.data_ptr(), lse.data_ptr(), stream)
+
+    def append(stream: int) -> None:
+        for _, append, _ in calls:
+            append(*views, 0, out.data_ptr(), lse.data_ptr(), True, stream)
+
+    found = {}
+    for name, work in (("attend", attend), ("append", append)):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work(torch.cuda.current_stream().cuda_stream)
+        found[f"{name}_us"] = 1e3 * between_events(graph.replay, 8) / layers
+    found["plan_us"] = 1e3 * between_events(lambda: device.reallocate(share), 8) / layers
+    return found
+
+
+def between_events(work: Any, repeats: int) -> float:
+    """Median milliseconds of device time."""
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def host_times(config: LlamaConfig) -> dict[str, float]:
+    """Microseconds of the host for a layer's cache and attention, batch 1, 2,048 tokens, nothing awaited."""
+    import torch.nn.functional as functional
+
+    layers = config.num_hidden_layers
+    q = torch.randn(1, HEADS_Q, 1, DIM, dtype=torch.bfloat16, device="cuda")
+    k, v = torch.randn(2, 1, HEADS, 1, DIM, dtype=torch.bfloat16, device="cuda")
+    dense, packed = dense_cache(config, 1, 2048), packed_cache(config, 1, 2048)
+
+    def dense_step() -> None:
+        for layer in range(layers):
+            keys, values = dense.update(k, v, layer)
+            functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+    def packed_step() -> None:
+        for layer in range(layers):
+            packed.packed.step(layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+    found = {}
+    for name, step in (("dense", dense_step), ("packed", packed_step)):
+        times = []
+        for _ in range(40):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            times.append(1e6 * (time.perf_counter() - start) / layers)
+        found[f"{name}_us_median"] = statistics.median(times)
+        found[f"{name}_us_mean"] = statistics.fmean(times[8:])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--cases", default="1x2048,8x32768,16x32768")
+    options = parser.parse_args()
+    register()
+    results: dict[str, Any] = {"command": " ".join(sys.argv), "environment": report(), "cases": []}
+    results |= {"bits": BITS, "budget": BUDGET, "layers": options.layers}
+    model = make_model(options.layers)
+    failed = 0
+    cases = [tuple(map(int, case.split("x"))) for case in options.cases.split(",")]
+    works: list[Any] = [("host", lambda: host_times(model.config))]
+    works += [
+        (f"{name} {batch} x {n}", lambda a=(name, batch, n): measure(model, *a, options.steps))
+        for batch, n in cases
+        for name in ("dense", "packed")
+    ]
+    for name, work in works:
+        started = time.perf_counter()
+        try:
+            found = work()
+        except (torch.OutOfMemoryError, kvlab.OutOfMemory) as error:
+            found = {"out_of_memory": str(error).split("\n")[0]}
+            torch.cuda.empty_cache()
+        except Exception:
+            traceback.print_exc()
+            found, failed = {"error": traceback.format_exc(limit=3)}, 1
+        results["cases"].append({"name": name, **found})
+        print(name, f"({time.perf_counter() - started:.1f} s)", json.dumps(found), flush=True)
+        options.output.write_text(json.dumps(results, indent=1))
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
