@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvlab.lab.comparison import Comparison
+    from kvlab.lab.journal import Journal
     from kvlab.lab.reader import Plan
     from kvlab.lab.report import Row
     from kvlab.lab.workers import Outcome
@@ -68,10 +69,15 @@ def command(
     fractions = _fractions(budgets)
     from rich.console import Console
 
+    from kvlab.lab.journal import Journal
+    from kvlab.lab.workers import processes_for
+
     tiny = os.environ.get("KVLAB_TINY") == "1"
     wanted = tokens or ((400 if tiny else 40_000) if full else (200 if tiny else 4_000))
     plan = _plan(fractions, _groups(groups, full, tiny), tiny, wanted)
-    outcome = _compare(Console(stderr=True), plan, output, processes or (1 if tiny else None))
+    output.mkdir(parents=True, exist_ok=True)
+    journal = Journal(output, plan.settings)
+    outcome = _compare(Console(stderr=True), plan, journal, processes or (1 if tiny else processes_for(plan)))
 
     from kvlab.lab.cases import CACHE_DTYPE
     from kvlab.lab.comparison import Comparison, write_files
@@ -93,6 +99,7 @@ def command(
     recorded = None if tiny else _recorded()
     rows = result.rows(Comparison.read(recorded) if recorded else None)
     paths = write_files(result, rows, output)
+    journal.remove()
     if as_json:
         typer.echo(result.to_json())
     else:
@@ -143,16 +150,13 @@ def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, token
     return Plan("tiny" if tiny else "smollm2", protocol, windows, budgets, groups)
 
 
-def _compare(console: Console, plan: Plan, folder: Path, processes: int | None) -> Outcome:
-    """Carry a plan out with a bar and the time left; the journal lies in the folder until all is done."""
+def _compare(console: Console, plan: Plan, journal: Journal, processes: int) -> Outcome:
+    """Carry a plan out with a bar and the time left."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
 
-    from kvlab.lab.journal import Journal
-    from kvlab.lab.workers import compare, processes_for
+    from kvlab.lab.workers import compare
 
-    folder.mkdir(parents=True, exist_ok=True)
-    journal, processes = Journal(folder, plan.settings), processes or processes_for(plan)
     text = TextColumn("{task.description}")
     columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeLeft())
     try:
@@ -168,7 +172,6 @@ def _compare(console: Console, plan: Plan, folder: Path, processes: int | None) 
             highlight=False,
         )
         raise typer.Exit(130) from None
-    journal.remove()
     return outcome
 
 

@@ -24,7 +24,7 @@ __all__ = ["Row", "print_table", "provenance", "write"]
 
 Row = dict[str, str | int | float | None]
 
-_PACKAGES = ("numpy", "scipy", "numba", "ml_dtypes", "torch", "transformers")
+_PACKAGES = ("numpy", "scipy", "numba", "ml_dtypes", "torch", "transformers", "hqq", "optimum-quanto")
 
 
 def provenance(**settings: str | int | float | None) -> dict[str, Any]:
