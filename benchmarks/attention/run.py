@@ -136,19 +136,20 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--variants", action="store_true")
     options = parser.parse_args()
-    results = []
+    results, clocks = [], {}
     for name, case in CASES.items():
         batch, tokens, heads, _, d, causal = case
         operations = 4 * batch * heads * tokens * tokens * d / (2 if causal else 1)
         calls = contestants(case, options.variants)
         for contestant, ms in times_ms(calls).items():
             row = {"case": name, "contestant": contestant, "ms": ms, "tflops": operations / ms / 1e9}
-            results.append(row | {"clocks": smi("clocks.sm,power.draw")})
+            results.append(row)
             print(f"{name:28s} {contestant:24s} {ms:8.3f} ms {row['tflops']:7.1f} TFLOPS", flush=True)
+        clocks[name] = smi("clocks.sm,power.draw")
     about = {
         "date": datetime.date.today().isoformat(), "command": " ".join(["python", *sys.argv]),
         "gpu": smi("name,driver_version,clocks.max.sm"), "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(), "clocks and power after each case": clocks,
     }  # fmt: skip
     options.output.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
 
