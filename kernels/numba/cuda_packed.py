@@ -27,9 +27,23 @@ import math
 import numpy as np
 from numba import cuda, types
 
-from .cuda_page import ALIGNED, TILES_THAT_SHARE, UNIT, device, element_of, from_float16, step_of, widened
+from .cuda_page import (
+    ALIGNED,
+    TILES_THAT_SHARE,
+    UNIT,
+    device,
+    element_of,
+    from_float16,
+    step_of,
+    stored_bits,
+    widened,
+    words_of_tiles,
+)
 
 uint8, uint32, float32, int64 = np.uint8, np.uint32, np.float32, np.int64
+
+# Indices of shared arrays are unsigned where it counts: Numba lets negative ones count from the end, which
+# takes instructions and hides that neighbours can be loaded together.
 
 WARPS = 2
 MERGE_THREADS = 128
@@ -62,36 +76,53 @@ def _nothing(*_):
 def make_scores(bits, dtype, head_dim, rows):
     """Make the device function that writes K q, over a lane's columns, of its 8 tokens to [8 tokens][rows].
 
-    Tokens go in two halves, which leaves more registers for what is being loaded.
+    Tokens go in two halves, which leaves more registers for what is being loaded. Tiles that share words are
+    side by side in memory: of the next blocks of channels or, where those do not divide, of the next tokens
+    too, and then where they are is known at run time only.
     """
     element = element_of(bits, dtype)
     blocks, per_q, half_sums = head_dim // 16, 4 * rows, 4 * rows
-    together = TILES_THAT_SHARE.get(bits, 1)
-    if blocks % together:
-        together = 1
-    groups = blocks // together
+    tiles, words = TILES_THAT_SHARE.get(bits, 1), words_of_tiles(stored_bits(bits, dtype))
+    aligned = blocks % tiles == 0
+    together = tiles if aligned else 1
+
+    @device
+    def add_channels(memory, at, lane, queries, queries_at, sums, first_b, group, j):
+        """Add block c = group * together + j of the channels."""
+        q = cuda.local.array(per_q, float32)
+        start = uint32(queries_at + (4 * (group * together + j) + (lane & 3)) * per_q)
+        for i in range(per_q):
+            q[i] = queries[start + uint32(i)]
+        group_at = at + 32 * words * (first_b * blocks // tiles + group)
+        for b in range(2):
+            for register in range(4):
+                for half in range(2):
+                    if aligned:
+                        k = element(memory, group_at, b * blocks, j, register, half)
+                    else:
+                        tile = (first_b + b) * blocks + group
+                        inside = tile & (tiles - 1)
+                        k = element(memory, at, tile - inside, inside, register, half)
+                    for row in range(rows):
+                        token = 2 * b + (register & 1)
+                        sums[token * rows + row] += k * q[4 * row + 2 * (register >> 1) + half]
 
     @device
     def write_scores(memory, at, lane, queries, queries_at, exchange, exchange_at):
-        q = cuda.local.array(per_q, float32)
         sums = cuda.local.array(half_sums, float32)
         for first_b in range(0, 4, 2):
             for i in range(half_sums):
                 sums[i] = float32(0)
-            for group in range(groups):
-                for j in range(together):
-                    c = group * together + j
-                    for i in range(per_q):
-                        q[i] = queries[queries_at + (4 * c + (lane & 3)) * per_q + i]
-                    for b in range(2):
-                        for register in range(4):
-                            for half in range(2):
-                                k = element(memory, at, (first_b + b) * blocks + c, register, half)
-                                for row in range(rows):
-                                    token = 2 * b + (register & 1)
-                                    sums[token * rows + row] += k * q[4 * row + 2 * (register >> 1) + half]
+            for group in range(blocks // together):
+                add_channels(memory, at, lane, queries, queries_at, sums, first_b, group, 0)
+                if together > 1:
+                    add_channels(memory, at, lane, queries, queries_at, sums, first_b, group, 1)
+                if together > 2:
+                    add_channels(memory, at, lane, queries, queries_at, sums, first_b, group, 2)
+                    add_channels(memory, at, lane, queries, queries_at, sums, first_b, group, 3)
+            start = uint32(exchange_at + 2 * first_b * rows)
             for i in range(half_sums):
-                exchange[exchange_at + 2 * first_b * rows + i] = sums[i]
+                exchange[start + uint32(i)] = sums[i]
 
     return write_scores
 
@@ -99,15 +130,18 @@ def make_scores(bits, dtype, head_dim, rows):
 def make_values(bits, dtype, head_dim, rows):
     """Make the device function that adds V^T p of a lane's elements to out[head_dim / 8][rows]."""
     alike = 3 if bits == 3 else 4  # blocks of tokens; at 3 bits the last has a pair that is spread over words
+    tiles, words = TILES_THAT_SHARE.get(bits, 1), words_of_tiles(stored_bits(bits, dtype))
     add_block = make_block_of_values(element_of(bits, dtype, spread=False), bits == 16, head_dim, rows)
     add_last = make_block_of_values(element_of(bits, dtype), bits == 16, head_dim, rows)
 
     @device
     def add_values(memory, at, lane, weights, weights_at, count, out):
         for b in range(alike):
-            add_block(memory, at, lane, weights, weights_at, count, out, b)
+            inside = b & (tiles - 1)
+            block_at = at + 32 * words * ((b - inside) // tiles)
+            add_block(memory, block_at, lane, weights, weights_at, count, out, b, inside)
         if alike == 3:
-            add_last(memory, at, lane, weights, weights_at, count, out, 3)
+            add_last(memory, at, lane, weights, weights_at, count, out, 3, 3)
 
     return add_values
 
@@ -117,12 +151,12 @@ def make_block_of_values(element, raw, head_dim, rows):
     blocks, per_p = head_dim // 16, 4 * rows
 
     @device
-    def add_tiles(memory, at, p, slot, count, out, b, first):
+    def add_tiles(memory, at, p, slot, count, out, inside, first):
         """Add four blocks of channels: as many as are sure to be unrolled."""
         for c in range(first, min(first + 4, blocks)):
             for register in range(4):
                 for half in range(2):
-                    v = element(memory, at, 4 * c + b, register, half)
+                    v = element(memory, at, 4 * c, inside, register, half)
                     if raw and slot + 8 * half + (register >> 1) >= count:
                         v = float32(0)  # an unused slot may hold NaN
                     for row in range(rows):
@@ -130,17 +164,16 @@ def make_block_of_values(element, raw, head_dim, rows):
                         out[channel * rows + row] += v * p[4 * row + 2 * (register >> 1) + half]
 
     @device
-    def add_block(memory, at, lane, weights, weights_at, count, out, b):
+    def add_block(memory, at, lane, weights, weights_at, count, out, b, inside):
         p = cuda.local.array(per_p, float32)
+        start = uint32(weights_at + (4 * b + (lane & 3)) * per_p)
         for i in range(per_p):
-            p[i] = weights[weights_at + (4 * b + (lane & 3)) * per_p + i]
-        slot = (
-            16 * (lane & 3) + 2 * b
-        )  # of half 0, registers 0 and 1; half 1 is 8 later, registers 2 and 3 one
-        add_tiles(memory, at, p, slot, count, out, b, 0)
-        add_tiles(memory, at, p, slot, count, out, b, 4)
-        add_tiles(memory, at, p, slot, count, out, b, 8)
-        add_tiles(memory, at, p, slot, count, out, b, 12)
+            p[i] = weights[start + uint32(i)]
+        slot = 16 * (lane & 3) + 2 * b  # of half 0 and registers 0, 1; half 1 is 8 later, registers 2, 3 one
+        add_tiles(memory, at, p, slot, count, out, inside, 0)
+        add_tiles(memory, at, p, slot, count, out, inside, 4)
+        add_tiles(memory, at, p, slot, count, out, inside, 8)
+        add_tiles(memory, at, p, slot, count, out, inside, 12)
 
     return add_block
 
@@ -175,7 +208,7 @@ def make_hadamard(head_dim, threads):
 # ---- Attention of the parts
 
 
-def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept, blocks):
+def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, blocks=6):
     """Make the kernel that attends the pages of each part; `kvlab.numba_cuda.build_numba` compiles it.
 
     Parameters
@@ -192,6 +225,11 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept, block
     blocks : int
         Of a multiprocessor at a time: 6 leave 168 registers a thread, 4 leave 255.
     """
+    # gate: head_dim=128 dtype=float16 widths_k=4 widths_v=4 rows=4 registers<=168 arch=sm_90a,sm_100a,sm_120a
+    # gate: head_dim=128 dtype=bfloat16 widths_k=13 widths_v=13 rows=4 registers<=168 arch=sm_90a
+    # gate: head_dim=128 dtype=bfloat16 widths_k=1 widths_v=1 rows=4 softcap=1 kept=1 blocks=4 registers<=255
+    # gate: head_dim=256 dtype=float16 widths_k=31 widths_v=31 rows=2 blocks=4 registers<=255 arch=sm_90a
+    # gate: head_dim=80 dtype=float32 widths_k=31 widths_v=31 rows=4 blocks=4 registers<=255 arch=sm_80
     flags = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
     common = (dtype, head_dim, rows)
     skip = device(_nothing)
@@ -326,6 +364,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept, block
 
                 # Lane 4 g + u takes tokens 2 u and 2 u + 1 of its group: slots 8 g + 2 u and the next.
                 turn += uint32(1)
+                start = uint32(own + 4 * g * score_stride + 2 * u * rows)
                 for t in range(2):
                     slot = 8 * g + 2 * u + t
                     factor = float32(1)
@@ -334,7 +373,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept, block
                     for row in range(rows):
                         s = float32(0)
                         for i in range(4):
-                            s += exchange[own + (4 * g + i) * score_stride + (2 * u + t) * rows + row]
+                            s += exchange[start + uint32(i * score_stride + t * rows + row)]
                         s *= factor
                         if coded_k and width_k:
                             s += bias[row]
@@ -356,13 +395,13 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept, block
                         largest = peak[row]
                         for t in range(2):
                             largest = max_number(largest, sums[t * rows + row])
-                        exchange[own + lane * score_stride + row] = largest
+                        exchange[uint32(mine + row)] = largest
                     cuda.syncwarp()  # the largest scores of all lanes are in shared memory
                     for row in range(rows):
                         before[row] = peak[row]
                     for i in range(32):
                         for row in range(rows):
-                            peak[row] = max_number(peak[row], exchange[own + i * score_stride + row])
+                            peak[row] = max_number(peak[row], exchange[uint32(own + i * score_stride + row)])
                     for row in range(rows):
                         shrink[row] = math.exp(before[row] - peak[row])
                         total_weight[row] *= shrink[row]
@@ -383,7 +422,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept, block
                             p = float32(0)  # the step of an unused slot may be NaN
                         # In V's tile of block u this token is column g, in registers 2 and 3 if t is 1.
                         to = ((4 * u + g // 2) * rows + row) * 4 + 2 * t + g % 2
-                        weights[own_weights + to] = p
+                        weights[uint32(own_weights + to)] = p
                 cuda.syncwarp()  # all probabilities are there, and the largest scores are read
 
                 if width_v == 2:
@@ -399,9 +438,9 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept, block
 
             # The result of the part: the sums over lanes, through shared memory.
             for i in range(out_floats):
-                exchange[own + lane * out_stride + i] = out[i]
+                exchange[uint32(own + lane * out_stride + i)] = out[i]
             for row in range(rows):
-                exchange[own + lane * out_stride + out_floats + row] = total_weight[row]
+                exchange[uint32(own + lane * out_stride + out_floats + row)] = total_weight[row]
             cuda.syncwarp()  # the sums of all lanes are in shared memory
             result = ((sequence * parts + part) * rounds + values_are_raw - first_round) * rows
             for row in range(rows):
@@ -410,7 +449,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap, kept, block
                     x = float32(0)
                     for i in range(4):
                         at = own + (4 * (channel % 8) + i) * out_stride
-                        x += exchange[at + (channel // 16 * 2 + channel % 16 // 8) * rows + row]
+                        x += exchange[uint32(at + (channel // 16 * 2 + channel % 16 // 8) * rows + row)]
                     partial[to + channel] = x if values_are_raw else x * VALUE_UNIT
             if lane < rows:
                 total = float32(0)

@@ -22,6 +22,8 @@ float32, int64 = np.float32, np.int64
 
 def merge_parts(head_dim, dtype, widths_v, rows):
     """Make the kernel that merges what `attend_pages` of the same options has written."""
+    # gate: head_dim=128 dtype=bfloat16 widths_v=31 rows=4 registers<=128
+    # gate: head_dim=80,256 dtype=float16,float32 widths_v=31 rows=2 registers<=128 arch=sm_90a
     narrow, hadamard = narrowed(dtype), make_hadamard(head_dim, MERGE_THREADS)
     kinds = rounds_of(widths_v)
     rounds, coded, raw = len(kinds), False in kinds, True in kinds

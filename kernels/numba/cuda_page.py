@@ -22,17 +22,22 @@ denormal number 2 c * 2**-149, with which a GPU computes as fast as with any oth
 the odd integer of the grid, exactly, in units of `UNIT`.
 """
 
+import os
+
 import numpy as np
-from numba import config, cuda
+from numba import cuda
 
 uint16, uint32, float16, float32 = np.uint16, np.uint32, np.float16, np.float32
 
-device = cuda.jit(device=True) if config.ENABLE_CUDASIM else cuda.jit(device=True, forceinline=True)
-"""Decorator of device functions. Once they are inlined, loops of constant length unroll and local arrays with
-constant indices become registers. The simulator does not know the option."""
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") != "0"
+"""Whether this runs in Numba's CUDA simulator, which takes fewer options."""
 
-ALIGNED = None if config.ENABLE_CUDASIM else 16
-"""Alignment of shared arrays that are read 16 bytes at a time; the simulator knows none."""
+device = cuda.jit(device=True) if SIMULATED else cuda.jit(device=True, forceinline=True)
+"""Decorator of device functions. Once they are inlined, loops of constant length unroll and local arrays with
+constant indices become registers."""
+
+ALIGNED = None if SIMULATED else 16
+"""Alignment of shared arrays that are read 16 bytes at a time."""
 
 UNIT = 2.0**-149
 """The smallest float32, and the unit in which `coded_element` gives odd integers."""
@@ -44,8 +49,13 @@ TILES_THAT_SHARE = {2: 2, 3: 4}
 """How many tiles share words, where it is not one."""
 
 
+def stored_bits(bits, dtype):
+    """Return how many bits an element of width `bits` takes: those of the cache's dtype at width 16."""
+    return 32 if bits == 16 and dtype == "float32" else bits
+
+
 def words_of_tiles(bits):
-    """Return how many words a lane has of the tiles that share words; `bits` is 32 for raw float32."""
+    """Return how many words a lane has of the tiles that share words; `bits` are those stored."""
     return TILES_THAT_SHARE.get(bits, 1) * bits // 4
 
 
@@ -55,28 +65,32 @@ def coded_element(bits, spread=True):
     `spread`: whether pair 15 is among those it is asked for.
     """
     tiles, words = TILES_THAT_SHARE.get(bits, 1), words_of_tiles(bits)
-    pairs = 16 // bits  # of a word
-    first = 1 if bits == 3 else 0
     spread = spread and bits == 3
     shared = tiles.bit_length() - 1
     mask = uint32(2 ** (bits + 1) - 2)
     middle = float32((2**bits - 1) * UNIT)
 
     @device
-    def element(memory, at, tile, register, half):
-        """`at`: the lane's first word of the region."""
-        pair = 4 * (tile & (tiles - 1)) + register
-        at += 32 * words * (tile >> shared)
+    def element(memory, at, first, inside, register, half):
+        """Read from tile first + inside; `first` begins shared words. `at`: the lane's first word."""
+        at += 32 * words * (first >> shared)
+        pair = 4 * inside + register
         if spread and pair == 15:
             bit0 = (memory[at] >> uint32(16 * half)) & uint32(1)
             bit1 = (memory[at + 32] >> uint32(16 * half)) & uint32(1)
             bit2 = (memory[at + 64] >> uint32(16 * half)) & uint32(1)
             twice = uint32((bit0 << uint32(1)) | (bit1 << uint32(2)) | (bit2 << uint32(3)))
-        else:
-            number = pair * 13 >> 6 if bits == 3 else pair * bits >> 4  # pair // pairs, cheaper
+        elif bits == 3:
+            number = pair * 13 >> 6  # pair // 5 for pairs up to 15, cheaper
             word = memory[at + 32 * number]
-            bit = first + bits * (pair - pairs * number) + 16 * half
-            twice = uint32(((word >> uint32(bit)) << uint32(1)) & mask)
+            twice = uint32((word >> uint32(3 * (pair - 5 * number) + 16 * half)) & mask)
+        elif bits == 2:
+            word = uint32(memory[at] >> uint32(8 * inside))
+            twice = uint32(((word >> uint32(2 * register + 16 * half)) << uint32(1)) & mask)
+        else:
+            bit = 4 * register if bits == 4 else 8 * (register & 1)
+            word = memory[at + 32 * (register >> 1)] if bits == 8 else memory[at]
+            twice = uint32(((word >> uint32(bit + 16 * half)) << uint32(1)) & mask)
         return twice.view(float32) - middle
 
     return element
@@ -87,16 +101,16 @@ def raw_element(dtype):
     if dtype == "float32":
 
         @device
-        def element(memory, at, tile, register, half):
-            return uint32(memory[at + 32 * (8 * tile + 2 * register + half)]).view(float32)
+        def element(memory, at, first, inside, register, half):
+            return uint32(memory[at + 32 * (8 * first + 2 * register + half)]).view(float32)
 
         return element
 
     widen = widened(dtype)
 
     @device
-    def half_element(memory, at, tile, register, half):
-        return widen(memory[at + 32 * (4 * tile + register)] >> uint32(16 * half))
+    def half_element(memory, at, first, inside, register, half):
+        return widen(memory[at + 32 * (4 * first + register)] >> uint32(16 * half))
 
     return half_element
 

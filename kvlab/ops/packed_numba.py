@@ -71,10 +71,14 @@ def options_of(layouts: tuple[Layout, ...], dtype: str, query_rows: int) -> dict
     return {"head_dim": head_dim, "dtype": dtype, "widths_k": widths_k, "widths_v": widths_v, "rows": rows}
 
 
-def blocks_at_once(options: dict[str, Any]) -> int:
-    """Return how many blocks of `attend_pages` a multiprocessor holds: fewer where registers run short."""
+def blocks_at_once(options: dict[str, Any], capability: tuple[int, int], *, plain: bool) -> int:
+    """Return how many blocks of `attend_pages` a multiprocessor holds: fewer where registers run short.
+
+    `plain`: scores are neither capped nor kept.
+    """
     few_widths = all(options[side].bit_count() <= 3 for side in ("widths_k", "widths_v"))
-    return _MOST_BLOCKS if few_widths and options["dtype"] != "float32" else 4
+    enough = capability >= (9, 0) and plain and few_widths and options["dtype"] != "float32"
+    return _MOST_BLOCKS if enough else 4
 
 
 @lru_cache(maxsize=256)
@@ -82,9 +86,10 @@ def _kernels(
     layouts: tuple[Layout, ...], dtype: str, query_rows: int, softcap: bool, kept: bool, device: int
 ) -> tuple[Kernel, Kernel, int]:
     """Return both kernels and how many blocks of the first one the device runs at a time."""
-    arch = arch_of(*compute_capability(device))
+    capability = compute_capability(device)
+    arch = arch_of(*capability)
     options = options_of(layouts, dtype, query_rows)
-    blocks = blocks_at_once(options)
+    blocks = blocks_at_once(options, capability, plain=not (softcap or kept))
     attending = options | {"softcap": int(softcap), "kept": int(kept), "blocks": blocks}
     merging = {name: options[name] for name in options if name != "widths_k"}
     built = (

@@ -1,7 +1,8 @@
 """Packed attention of backend "numba" in Numba's CUDA simulator against float64, on tiny shapes.
 
 Needs `NUMBA_ENABLE_CUDASIM=1` before Numba is imported, so it runs in a process of its own (`make test`). The
-simulator has no `syncwarp`; here it is a barrier of the 32 threads of a warp.
+launcher is the one that a GPU sees; what is replaced is the edge to the device. The simulator has no
+`syncwarp`; here it is a barrier of the 32 threads of a warp.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 from kvlab.numba_kernels import cuda_packed, cuda_packed_merge
-from numba import cuda
+from numba import cuda, types
 from numba.cuda.simulator.kernelapi import FakeCUDAModule
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvlab.arrays import numpy_dtype
-from kvlab.cache.pages import LayerPages
-from kvlab.numba_cuda import build_numba
+from kvlab.arrays import CudaView, dtype_name, numpy_dtype
 from kvlab.ops import packed_numba
 from kvlab.reference import packed as reference
+from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate
 from tests.ops.test_packed import RUNGS, SAME_WIDTHS, PackedCase, low_precision, make_pages, wrong_pages
 from tests.strategies import random_floats
 
 Array = NDArray[Any]
+
+# What NaN and infinity come to is part of the contract, and `np.errstate` does not reach simulated threads.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -44,45 +48,88 @@ def _warp_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeCUDAModule, "syncwarp", syncwarp, raising=False)
 
 
-def simulate(case: PackedCase, shares: int = 1, warps: int = 1) -> tuple[Array, Array, Array]:
-    """Run both kernels as `packed_numba.attend` launches them, with so many parts a sequence."""
-    q, pages, options = case.q, case.pages, case.options
-    batch, seqlen_q, heads, head_dim = q.shape
-    kv_heads, entries = pages.rung.shape[1:]
-    group = heads // kv_heads
-    query_rows, kept = seqlen_q * group, options["keep_scores"] * group
-    words = np.concatenate([pool.reshape(-1).view(np.uint32) for pool in pages.pools])
-    starts = np.cumsum([0, *(pool.size for pool in pages.pools[:-1])])
-    places, bits_k, bits_v = packed_numba.table_arguments(tuple(pages.layouts), starts.tolist())
-    common = packed_numba.options_of(tuple(pages.layouts), pages.dtype, query_rows)
-    rows = common["rows"]
-    parts, row_blocks = shares * warps, -(-query_rows // rows)
-    bits = np.uint32 if pages.dtype == "float32" else np.uint16
-    partial = np.full(batch * kv_heads * row_blocks * parts * 2 * rows * (head_dim + 2), np.nan, np.float32)
-    scores = np.full(batch * kv_heads * entries * max(kept, 1) * 64, np.nan, np.float32)
-    out, lse = np.full(q.size, 7, bits), np.full(batch * heads * seqlen_q, 7, np.float32)
+class SimulatedKernel:
+    """What `kvlab.build.load` returns, on the simulator: arrays by address, scalars of exactly their type."""
 
-    attend, _, _ = cuda_packed.attend_pages(
-        **common, softcap=int(options["softcap"] > 0), kept=int(kept > 0), blocks=6
-    )
-    flat = [
-        np.ascontiguousarray(x).reshape(-1) for x in (pages.rung, pages.count, pages.index, pages.num_pages)
+    def __init__(self, made: tuple[Any, tuple[Any, ...], tuple[int, int]], at: dict[int, Array]) -> None:
+        self.function, self.types, self.bounds = made
+        self.at = at
+
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int], args: tuple[Any, ...], shared: int, stream: int
+    ) -> None:
+        assert block[0] <= self.bounds[0]
+        rest, taken = iter(args), []
+        for kind in self.types:
+            if isinstance(kind, types.UniTuple):
+                taken.append(tuple(self.checked(next(rest), kind.dtype) for _ in range(kind.count)))
+            elif isinstance(kind, types.CPointer):
+                address, dtype = next(rest), np.dtype(str(kind.dtype))
+                assert type(address) is int
+                taken.append(self.at[address].view(dtype) if address else np.zeros(1, dtype))
+            else:
+                taken.append(self.checked(next(rest), kind))
+        assert next(rest, None) is None
+        cuda.jit(self.function)[grid, block](*taken)
+
+    @staticmethod
+    def checked(value: Any, kind: Any) -> Any:
+        assert type(value) is np.dtype(str(kind)).type, f"{value!r} is no {kind}"
+        return value
+
+
+@dataclasses.dataclass
+class Gpu:
+    """The edge to the device, replaced: views, streams and compiled kernels."""
+
+    multiprocessors: int = 1
+    at: dict[int, Array] = dataclasses.field(default_factory=dict)
+
+    def view(self, x: Any, name: str) -> CudaView:
+        strides = tuple(step // x.itemsize for step in x.strides)
+        if x.ctypes.data not in self.at:
+            extent = (
+                1 + sum((n - 1) * step for n, step in zip(x.shape, strides, strict=True)) if x.size else 0
+            )
+            self.at[x.ctypes.data] = as_strided(x, (extent,), (x.itemsize,)).view(np.uint8)
+        return CudaView(x.ctypes.data, x.shape, strides, dtype_name(x), 0)
+
+    def kernels(
+        self, layouts: Any, dtype: str, query_rows: int, softcap: bool, kept: bool, device: int
+    ) -> tuple[SimulatedKernel, SimulatedKernel, int]:
+        options = packed_numba.options_of(layouts, dtype, query_rows)
+        blocks = packed_numba.blocks_at_once(options, (9, 0), plain=not (softcap or kept))
+        made = cuda_packed.attend_pages(**options, softcap=int(softcap), kept=int(kept), blocks=blocks)
+        del options["widths_k"]
+        merging = cuda_packed_merge.merge_parts(**options)
+        slots = blocks * self.multiprocessors
+        return SimulatedKernel(made, self.at), SimulatedKernel(merging, self.at), slots
+
+
+def simulate(case: PackedCase, multiprocessors: int = 1) -> Any:
+    """Call the launcher of backend "numba" on a GPU of so many multiprocessors."""
+    gpu = Gpu(multiprocessors)
+    group = case.q.shape[2] // case.pages.rung.shape[1]
+    options = dict(case.options)
+    options["scale"] = case.q.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
+    # The kernel finds pools by their distance from the first, so they lie in one piece of memory here.
+    whole = np.concatenate([pool.reshape(-1) for pool in case.pages.pools])
+    memory = np.zeros(whole.size + 64, np.uint8)
+    memory = memory[-memory.ctypes.data % 64 :][: whole.size]
+    memory[:] = whole
+    starts = np.cumsum([0, *(pool.size for pool in case.pages.pools)])
+    pools = [
+        memory[start : start + pool.size].reshape(pool.shape)
+        for start, pool in zip(starts, case.pages.pools, strict=False)
     ]
-    scale = head_dim**-0.5 if options["scale"] is None else options["scale"]
-    with np.errstate(all="ignore"):
-        cuda.jit(attend)[(row_blocks * shares, kv_heads, batch), 32 * warps](
-            words, tuple(places), 0, bits_k, bits_v, *flat, pages.k_mean.reshape(-1).view(np.uint16),
-            q.reshape(-1).view(bits), *(np.int64(step // q.itemsize) for step in q.strides[:3]),
-            partial, scores, shares, entries, query_rows, group, kept, np.float32(scale),
-            np.float32(options["softcap"]),
-        )  # fmt: skip
-        merging = {name: common[name] for name in common if name != "widths_k"}
-        merge, _, _ = cuda_packed_merge.merge_parts(**merging)
-        cuda.jit(merge)[(query_rows, kv_heads, batch), cuda_packed.MERGE_THREADS](
-            partial, out, lse, parts, query_rows, group
-        )
-    kept_scores = scores[: batch * kv_heads * entries * kept * 64].reshape(batch, kv_heads, entries, kept, 64)
-    return out.view(q.dtype).reshape(q.shape), lse.reshape(batch, heads, seqlen_q), kept_scores
+    gpu.at[memory.ctypes.data] = memory
+    pages = dataclasses.replace(case.pages, pools=tuple(pools))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_numba, "cuda_view", gpu.view)
+        patch.setattr(packed_numba, "current_stream", lambda q: 0)
+        patch.setattr(packed_numba, "_kernels", gpu.kernels)
+        patch.setattr(packed_numba, "_multiprocessors", lambda device: multiprocessors)
+        return packed_numba.launch(case.q, pages, group, **options)
 
 
 def case_of(
@@ -102,16 +149,16 @@ def case_of(
     return PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": 0} | options)
 
 
-def assert_right(case: PackedCase, **grid: int) -> None:
-    out, lse, kept = simulate(case, **grid)
+def assert_right(case: PackedCase, multiprocessors: int = 1) -> None:
+    result = simulate(case, multiprocessors)
     expected, expected_lse, scores = reference.packed_attention(case.q, case.pages, **case.options)
     low_out, low_lse = low_precision(case)
-    assert_accurate(out, expected, low_out)
-    assert_accurate(lse, expected_lse, low_lse, "lse")
-    if case.options["keep_scores"]:
+    assert_accurate(result.out, expected, low_out)
+    assert_accurate(result.lse, expected_lse, low_lse, "lse")
+    assert (result.scores is None) == (case.options["keep_scores"] == 0)
+    if result.scores is not None:
         used = (np.arange(scores.shape[2]) < case.pages.num_pages[..., None])[..., None, None]
-        close = np.isclose(kept, scores, rtol=1e-4, atol=1e-4)
-        assert (close | ~used).all()
+        assert (np.isclose(result.scores, scores, rtol=1e-4, atol=1e-4) | ~used).all()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
@@ -123,46 +170,66 @@ def test_one_width(bits: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_all_widths_ragged_rows_and_several_queries(dtype: str) -> None:
-    case = case_of(
-        SAME_WIDTHS, [[4, 0], [2, 1]], dtype=dtype, seqlen_q=2, group=3, keep_scores=1, softcap=2.0
-    )
-    assert_right(case, shares=2)
+    options = {"seqlen_q": 2, "group": 3, "keep_scores": 1, "softcap": 2.0}
+    assert_right(case_of(SAME_WIDTHS, [[4, 0], [2, 1]], dtype=dtype, **options), multiprocessors=2)
 
 
-def test_unequal_widths_and_warps_that_share_a_block() -> None:
+def test_unequal_widths_and_strided_queries() -> None:
     case = case_of(RUNGS[1:24:6], [[7]], group=2)
-    assert_right(case, warps=2, shares=2)
-    once, again = simulate(case, warps=2), simulate(case, shares=2)
-    assert all(np.array_equal(a, b) for a, b in zip(once, again, strict=True)), "parts decide, not blocks"
+    hostile = np.full((1, 2, 1, 20), np.nan, np.float32)
+    hostile[..., 2:18] = case.q.transpose(0, 2, 1, 3)
+    assert_right(dataclasses.replace(case, q=hostile[..., 2:18].transpose(0, 2, 1, 3)))
+
+
+def test_the_number_of_parts_does_not_matter_beyond_rounding() -> None:
+    case = case_of(((4, 2),), [[9]], head_dim=32)
+    few, many = simulate(case), simulate(case, multiprocessors=9)
+    again = simulate(case, multiprocessors=9)
+    assert many.out.tobytes() == again.out.tobytes()
+    assert many.out.tobytes() != few.out.tobytes(), "the sums have another order"
+    np.testing.assert_allclose(many.out, few.out, rtol=2e-5, atol=1e-6)
 
 
 def test_the_comparison_rejects_what_mistakes_would_give() -> None:
     case = case_of(((2, 4), (16, 3)), [[5, 6]], group=2)
     expected, _, _ = reference.packed_attention(case.q, case.pages)
     low, _ = low_precision(case)
-    for name, wrong in wrong_pages(case.pages).items():
-        if name in ("last page missed", "codes of K one lane off", "codes of V one word off"):
-            out, _, _ = simulate(dataclasses.replace(case, pages=wrong))
-            with pytest.raises(AssertionError, match="out: "):
-                assert_accurate(np.nan_to_num(out), expected, low)
+    mistakes = wrong_pages(case.pages)
+    for name in ("last page missed", "codes of K one lane off", "codes of V one word off"):
+        wrong = simulate(dataclasses.replace(case, pages=mistakes[name])).out
+        with pytest.raises(AssertionError, match="out: "):
+            assert_accurate(np.nan_to_num(wrong), expected, low)
 
 
-def test_nan_of_a_live_token_shows_and_infinite_keys_have_their_limits() -> None:
+def test_nan_of_a_live_token_shows_in_its_head_alone() -> None:
     case = case_of(((4, 4),), [[2, 2]])
     layout, pages = case.pages.layouts[0], case.pages
-    live = int(pages.count[0, 1, 0]) - 1
-    pages.pools[0][pages.index[0, 1, 0], layout.v_steps + live] = 0xFF
-    out, lse, _ = simulate(case)
-    assert np.isnan(out[0, 0, 1]).all()
-    assert np.isfinite(out[0, 0, 0]).all()
-    assert np.isfinite(lse).all()
+    live = next(p for p in range(2) if pages.count[0, 1, p])
+    pages.pools[0][pages.index[0, 1, live], layout.v_steps] = 0xFF
+    result = simulate(case)
+    assert np.isnan(result.out[0, 0, 1]).all()
+    assert np.isfinite(result.out[0, 0, 0]).all()
+    assert np.isfinite(result.lse).all()
 
 
-def test_the_kernel_cannot_be_compiled_in_the_simulator() -> None:
-    """Nothing of the launch road may be mistaken for having run here."""
-    with pytest.raises(Exception, match="cuda_packed"):
-        build_numba("cuda_packed", "attend_pages", {"head_dim": 16}, "sm_90a")
+def test_infinite_raw_keys() -> None:
+    """Keys of -inf have no weight, even if there is no other key; one of +inf leaves no number."""
+    pages = make_pages(np.random.default_rng(7), ((16, 16),), 16, "float32", np.full((1, 3), 1), counts=(64,))
+    places = bit_address(32, 16, "k")[:, :, 0] // 32
+    for head, (value, slots) in enumerate([(-np.inf, slice(3)), (-np.inf, slice(None)), (np.inf, slice(1))]):
+        pages.pools[0][pages.index[0, head, 0]][: 64 * 16 * 4].view(np.float32)[places[slots]] = value
+    q = np.ones((1, 1, 3, 16), np.float32)
+    result = simulate(PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": 0}))
+    expected, expected_lse, _ = reference.packed_attention(q, pages)
+    np.testing.assert_allclose(result.out, expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(result.lse, expected_lse, rtol=1e-6)
+    assert not result.out[0, 0, 1].any()
+    assert np.isnan(result.out[0, 0, 2]).all()
 
 
-def test_pages_type_is_the_caches() -> None:
-    assert isinstance(case_of(((2, 2),), [[1]]).pages, LayerPages)
+def test_refuses_what_it_cannot_do() -> None:
+    case = case_of(((2, 2),), [[1]], dtype="float16")
+    with pytest.raises(NotImplementedError, match="q is float32 and the pages are of a float16 cache"):
+        simulate(dataclasses.replace(case, q=case.q.astype(np.float32)))
+    with pytest.raises(ValueError, match="q must be contiguous in its last axis"):
+        simulate(dataclasses.replace(case, q=np.repeat(case.q, 2, axis=3)[..., ::2]))
