@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvlab import environment
+from kvlab.errors import needs_extra
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.timing import time_in_turns
 
@@ -121,8 +122,10 @@ def run(case: str, options: Options) -> dict[str, Any]:
     ------
     ValueError
         If the case is unknown, or size, threads or repeats are not positive.
+    NotImplementedError
+        If the case does not run on that device.
     RuntimeError
-        If a result is wrong.
+        If a result is wrong, or torch sees no GPU.
     """
     if case not in CASES:
         raise ValueError(f"case={case!r} is unknown; known are {', '.join(CASES)}")
@@ -132,6 +135,8 @@ def run(case: str, options: Options) -> dict[str, Any]:
     if options.device not in DEVICES[case]:
         supported = " and ".join(DEVICES[case])
         raise NotImplementedError(f"device={options.device!r}: the case {case} runs on {supported}")
+    if options.device == "cuda":
+        _needs_gpu()
     if _tiny():
         options = replace(options, size=min(options.size, _TINY_SIZE), repeats=1)
     measured = CASES[case](options)
@@ -144,6 +149,13 @@ def run(case: str, options: Options) -> dict[str, Any]:
         "rows": measured.rows,
         "note": measured.note,
     }
+
+
+def _needs_gpu() -> None:
+    with needs_extra("hf", "kvlab benchmark --device cuda"):
+        import torch
+    if not torch.cuda.is_available():
+        raise RuntimeError("device='cuda': torch sees no GPU; kvlab env says what is here. Use --device cpu")
 
 
 def against_copy(

@@ -78,11 +78,13 @@ def test_the_command_draws_decode_on_cuda_only(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ValueError, match="only decode on cuda has one, not decode on cpu"):
         command("decode", figure=tmp_path / "out.png")
     monkeypatch.setitem(benchmark.CASES, "decode", lambda _: benchmark.Measured(rows()))
+    monkeypatch.setattr(benchmark, "_needs_gpu", lambda: None)
     command("decode", device="cuda", figure=tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.png", "out.svg"]
 
 
+@pytest.mark.parametrize("case", ["packing", "codec", "decode"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu() -> None:
+def test_without_a_gpu(case: str) -> None:
     with pytest.raises(RuntimeError, match="torch sees no GPU"):
-        benchmark.run("decode", benchmark.Options(device="cuda"))
+        benchmark.run(case, benchmark.Options(device="cuda"))
