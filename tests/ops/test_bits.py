@@ -106,6 +106,16 @@ def test_other_than_ternary_is_refused(backend: str) -> None:
                 kvlab.unpack_ternary(packed, 10, backend=backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_cpu_always_looks(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"codes\[1\] is 9: "):
+        kvlab.pack(np.array([1, 9], np.uint8), 3, check=False, backend=backend)
+    with pytest.raises(ValueError, match=r"values\[0\] is 3: "):
+        kvlab.pack_ternary(np.array([3], np.int8), check=False, backend=backend)
+    with pytest.raises(ValueError, match=r"packed\[0\] is 250: "):
+        kvlab.unpack_ternary(np.array([250], np.uint8), 5, check=False, backend=backend)
+
+
 def test_arguments_are_checked() -> None:
     codes = np.zeros((2, 4), np.uint8)
     for bits in (0, 7, 9, -1, 2.5):
