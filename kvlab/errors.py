@@ -15,7 +15,16 @@ __all__ = ["BudgetError", "BuildError", "FormatError", "MissingExtraError", "Out
 
 
 class OutOfMemory(MemoryError):
-    """An allocation on the host or a device failed; the object it was for is as it was before the call."""
+    """An allocation on the host or a device failed; the object it was for is as it was before the call.
+
+    Examples
+    --------
+    >>> try:
+    ...     raise OutOfMemory("the cache needs 6 GiB more than the GPU has")
+    ... except MemoryError as error:
+    ...     print(error)
+    the cache needs 6 GiB more than the GPU has
+    """
 
 
 class BudgetError(ValueError):
@@ -48,7 +57,19 @@ class BudgetError(ValueError):
 
 
 class FormatError(ValueError):
-    """A file is damaged, truncated, of an unknown version, or was not written by kvlab."""
+    """A file is damaged, truncated, of an unknown version, or was not written by kvlab.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> from kvlab import MixedPrecisionCache
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "notes.txt")
+    ...     _ = path.write_text("no cache at all")
+    ...     MixedPrecisionCache.load(path)
+    Traceback (most recent call last):
+    kvlab.errors.FormatError: ...
+    """
 
 
 class BuildError(RuntimeError):

@@ -80,3 +80,7 @@ def test_public_names_resolve_and_match_what_type_checkers_see() -> None:
 def test_unknown_public_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'kvlab' has no attribute 'attend_to_this'"):
         _ = kvlab.attend_to_this  # type: ignore[attr-defined]
+
+
+def test_every_public_name_has_an_example() -> None:
+    assert [name for name in kvlab._HOME if ">>> " not in (getattr(kvlab, name).__doc__ or "")] == []

@@ -5,8 +5,9 @@ and the new tokens exactly and causally; then the new tokens are stored. While t
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
 What lies where: ladder.py (widths), budget.py (bytes a row may take), importance.py (scores), frame.py (the
-mean taken off keys), allocator.py (which page gets which rung), store.py (pages of a layer, and moves between
-them), pages.py (a page, byte by byte), window.py and exact.py (exact tokens), layer.py (one layer in all).
+mean taken off keys), allocator.py (which page gets which rung), plan.py (which token), pools.py (memory of
+pages), store.py (the pages of a layer, and moves between them), pages.py (a page, byte by byte), window.py
+and exact.py (exact tokens), layer.py (one layer in all).
 """
 
 from __future__ import annotations

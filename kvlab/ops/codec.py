@@ -62,6 +62,12 @@ class Quantized(Generic[ArrayT]):
         Elements of a group; the last group of an axis may be shorter.
     dtype : str
         Element type of what was quantised.
+
+    Examples
+    --------
+    >>> quantized = quantize(np.linspace(0, 1, 128, dtype=np.float32), 4)
+    >>> quantized.packed.shape, quantized.nbytes, quantized.bits_per_element
+    ((64,), 68, 4.25)
     """
 
     packed: ArrayT
