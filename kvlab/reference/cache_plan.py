@@ -126,12 +126,15 @@ class Change:
     """What `plan` returns: moves (from, to, from_slot, to_slot, from_rung, to_rung, token) of both phases.
 
     from_rung 255: a new token; `from` is its pair, `token` = row * steps + step; else `token` is the pair.
-    `copies` are (from, to, rung) of whole pages. `chunks`: (row, weight, ceiling, level).
+    `copies` are (from, to, rung) of whole pages. `chunks`: (row, weight, ceiling, level). `births` and
+    `dropped` count pages.
     """
 
     phases: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = field(default_factory=lambda: ([], []))
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     chunks: list[tuple[int, float, int, int]] = field(default_factory=list)
+    births: int = 0
+    dropped: int = 0
     status: int = 0
 
 
@@ -229,6 +232,8 @@ def plan(
         for r in range(len(layer.rungs)):
             _close_up(layer, g, r, change, counts, dropped, roles)
     layer.count[:] = counts
+    change.births = sum(sum(g.births) for g in groups)
+    change.dropped = sum(map(len, dropped.values()))
     _tables(layer, groups, dropped, roles, rules, change)
     return change
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.cache.allocator import allocate
+from kvlab.cache.cuda_plan import PlanShape, decode_bounds, smallest_nbytes
 from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
 from kvlab.reference.cache_plan import PAGE, Ladder, Tokens, token_weight
@@ -50,10 +51,16 @@ def test_every_change_keeps_the_promises(story: dict) -> None:
                 break
         else:
             raise AssertionError("no end")
-    for _ in range(story["steps"]):
+    shape = PlanShape(batch, heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, 2, 0)
+    births, dropped = decode_bounds(shape, LADDERS[name][0])
+    for step in range(story["steps"]):
         simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))
         simulation.observe(rng)
-        assert simulation.change(by_position=story["by_position"]).status == 0
+        change = simulation.change(by_position=story["by_position"])
+        assert change.status == 0
+        if step:  # the first one still closes what prefills have left open
+            assert change.births <= births
+            assert change.dropped <= dropped
 
 
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(["2348", "248", "04"]), share=st.floats(0.1, 0.9))
@@ -85,6 +92,15 @@ def test_too_small_a_budget_is_reported() -> None:
     layer = empty_layer("248", 1, 2, 40, 1000, 100)
     new = Tokens(np.zeros((2, 700), np.uint8), np.ones((1, 700), bool), 0)
     assert Simulation(layer, "248").change(new).status == cache_plan.NO_ROOM
+
+
+@given(name=st.sampled_from(sorted(LADDERS)), n=st.integers(0, 600), heads=st.integers(1, 3))
+@settings(deadline=None, max_examples=20)
+def test_the_smallest_budget_suffices(name: str, n: int, heads: int) -> None:
+    budget = smallest_nbytes(n, heads, LADDERS[name][0], 100)
+    layer = empty_layer(name, 1, heads, 60, budget, 200)
+    new = draw_tokens(np.random.default_rng(n), 1, heads, n, 0, "normal")
+    assert Simulation(layer, name).change(new).status == 0
 
 
 def test_sinks_and_recent_tokens_stay_at_the_top() -> None:
