@@ -21,6 +21,7 @@ import numpy as np
 from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, to_device, to_host
 from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache import cuda_score
+from kvlab.cache.cuda_calls import StepCalls
 from kvlab.cache.cuda_changes import MOST_ROOM, Changes
 from kvlab.cache.cuda_exchange import from_layers, to_layers
 from kvlab.cache.cuda_plan import Workspace as Plan
@@ -28,12 +29,13 @@ from kvlab.cache.cuda_store import STATE
 from kvlab.cache.importance import Policy
 from kvlab.cache.layer import Layer
 from kvlab.ops.attention import attention, attention_varlen
-from kvlab.ops.packed_cuda import AttendCall, Workspace, make_workspace
 
 __all__ = ["DeviceCache", "Settings"]
 
 MASS_ROWS = 16
 """Query rows, the last of a step, whose attention to stored tokens is collected."""
+OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
+"""What the importance of a new token of a step is, by what the policy observes."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,7 @@ class DeviceCache:
             by_position=settings.importance == "recency",
         )
         self.store, self.capacity = self.changes.store, capacity
-        self._calls: dict[Any, Any] = {}
-        self._lse: dict[int, tuple[Any, int]] = {}
-        self._workspaces: dict[int, Workspace] = {}
-        self._scores: dict[int, Any] = {}
+        self._calls = StepCalls(self.store, self.device, settings.num_heads_q)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -113,12 +112,7 @@ class DeviceCache:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of device memory held: arenas, tables and workspaces."""
-        workspaces = [x for w in self._workspaces.values() for x in (w.partial, w.arrivals)]
-        others = sum(
-            int(x.nbytes)
-            for x in (*(lse for lse, _ in self._lse.values()), *self._scores.values(), *workspaces)
-        )
-        return self.changes.nbytes + others
+        return self.changes.nbytes + self._calls.nbytes
 
     # ---- what a step does ----------------------------------------------------------------------------------
 
@@ -137,13 +131,14 @@ class DeviceCache:
         if self.room[layer] < steps:
             self.make_room(layer, share)
         collects = self._collects(layer, steps)
-        attend, append, scores = self._decode_calls(layer, q, steps, scale, softcap, collects)
-        out, (lse, lse_address) = empty(views[0].shape, views[0].dtype, q), self._lse_of(steps)
+        observed = OBSERVED_AS[self.observes[layer]]
+        attend, append, scores = self._calls.step(layer, q, steps, scale, softcap, observed, collects)
+        out, (lse, lse_address) = empty(views[0].shape, views[0].dtype, q), self._calls.lse(steps)
         addresses = cuda_view(out, "out").pointer, lse_address
         stored = self.lengths[layer] > 0
         if stored:
             attend(views[0], *addresses, stream)
-        append(*views, valid, *addresses, stored, stream)
+        append(views[0], views[1], views[2], valid, *addresses, stored, stream)
         if collects:
             self._score_stored(layer, scores, lse, stream)
         self._count(layer, steps, collects)
@@ -155,8 +150,8 @@ class DeviceCache:
         if self.room[layer] < steps:
             self.make_room(layer, share)
         observed = "one" if self.observes[layer] == "nothing" else "norm"
-        call = self._append_call(layer, steps, 1.0, 0.0, observed)
-        call(None, *views, valid, 0, 0, False, current_stream(k))
+        call = self._calls.append(layer, steps, 1.0, 0.0, observed)
+        call(None, views[0], views[1], valid, 0, 0, False, current_stream(k))
         self._count(layer, steps, False)
 
     def long_append(self, layer: int, k: Any, v: Any, valid: Any, share: int | None) -> None:
@@ -170,7 +165,7 @@ class DeviceCache:
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """See `MixedPrecisionCache.attend`."""
-        return self._attend_stored(layer, q, scale, softcap, 0)[0]
+        return self._calls.attend(layer, q, scale, softcap, 0)[0]
 
     def _count(self, layer: int, steps: int, collected: bool) -> None:
         self.lengths[layer] += steps
@@ -181,59 +176,6 @@ class DeviceCache:
         """Whether a step collects the attention mass of stored tokens."""
         due = self.since[layer] + steps >= self.settings.realloc_every
         return due and self.lengths[layer] > 0 and self.observes[layer] == "mass"
-
-    # ---- decode steps --------------------------------------------------------------------------------------
-
-    def _decode_calls(
-        self, layer: int, q: Any, steps: int, scale: float, softcap: float, collects: bool
-    ) -> tuple[Any, Any, Any]:
-        key = (layer, steps, scale, softcap, collects)
-        found = self._calls.get(key)
-        if found is None:
-            scores = self._scores_of(steps) if collects else None
-            workspace = self._workspace_of(steps * self.group)
-            attend = AttendCall(
-                q, self.store.pages(layer), workspace, scale=scale, softcap=softcap, scores=scores
-            )
-            observed = {"mass": "mass", "key_norm": "norm", "nothing": "one"}[self.observes[layer]]
-            append = self._append_call(layer, steps, scale, softcap, observed)
-            found = self._calls[key] = attend, append, scores
-        return found
-
-    def _append_call(self, layer: int, steps: int, scale: float, softcap: float, observed: str) -> Any:
-        key = ("append", layer, steps, scale, softcap, observed)
-        if key not in self._calls:
-            store = self.layers[layer].store
-            self._calls[key] = kernels.AppendCall(
-                self.store.host_states[layer],
-                store.ladder[-1],
-                store.head_dim,
-                store.dtype,
-                self.device,
-                steps=steps,
-                group=self.group,
-                scale=scale,
-                softcap=softcap,
-                observed=kernels.OBSERVED[observed],
-            )
-        return self._calls[key]
-
-    def _lse_of(self, steps: int) -> tuple[Any, int]:
-        if steps not in self._lse:
-            lse = empty((self.store.batch, self.settings.num_heads_q, steps), "float32", self.like)
-            self._lse[steps] = lse, cuda_view(lse, "lse").pointer
-        return self._lse[steps]
-
-    def _scores_of(self, kept: int) -> Any:
-        if kept not in self._scores:
-            shape = (self.store.batch, self.store.heads, self.store.entries, kept * self.group, 64)
-            self._scores[kept] = empty(shape, "float32", self.like)
-        return self._scores[kept]
-
-    def _workspace_of(self, rows: int) -> Workspace:
-        if rows not in self._workspaces:
-            self._workspaces[rows] = make_workspace(self.like, self.pairs, rows, self.store.head_dim)
-        return self._workspaces[rows]
 
     # ---- long steps ----------------------------------------------------------------------------------------
 
@@ -247,7 +189,7 @@ class DeviceCache:
         collects = self._collects(layer, steps)
         if self.lengths[layer]:
             kept = min(steps, MASS_ROWS) if collects else 0
-            stored, stored_lse, scores = self._attend_stored(layer, q, scale, softcap, kept)
+            stored, stored_lse, scores = self._calls.attend(layer, q, scale, softcap, kept)
             addresses = [cuda_view(x, "x").pointer for x in (out, lse, stored, stored_lse)]
             kernels.merge_rows(dim, dtype, self.device, addresses, tuple(q.shape[:3]), stream)
             if collects:
@@ -263,20 +205,6 @@ class DeviceCache:
         self._admit(layer, k, fresh, share, workspace)
         self._count(layer, steps, collects)
         return out
-
-    def _attend_stored(
-        self, layer: int, q: Any, scale: float, softcap: float, kept: int
-    ) -> tuple[Any, Any, Any]:
-        steps, dtype = q.shape[1], self.layers[layer].store.dtype
-        out = empty(q.shape, dtype, q)
-        lse = empty((q.shape[0], q.shape[2], steps), "float32", q)
-        scores = self._scores_of(kept) if kept else None
-        workspace = self._workspace_of(steps * self.group)
-        pages = self.store.pages(layer)
-        call = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
-        addresses = cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer
-        call(cuda_view(q, "q"), *addresses, current_stream(q))
-        return out, lse, scores
 
     def _fresh(self, k: Any, v: Any, valid: Any, codes: Any, layer: int) -> Any:
         mask = 0 if valid is None else cuda_view(valid, "valid").pointer

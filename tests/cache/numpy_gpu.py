@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 
 from kvlab.arrays import CudaView, dtype_name
-from kvlab.cache import cuda_cache, cuda_changes, cuda_exchange, cuda_kernels, cuda_road, cuda_store
+from kvlab.cache import (
+    cuda_cache,
+    cuda_calls,
+    cuda_changes,
+    cuda_exchange,
+    cuda_kernels,
+    cuda_road,
+    cuda_store,
+)
 from kvlab.cache.cuda_store import UNIT, DeviceStore
 from kvlab.cache.exact import attend_exact
 from kvlab.cache.frame import key_mean
@@ -260,7 +268,7 @@ def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
 def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Put NumPy in place of the GPU for one test."""
     kernels = Kernels()
-    for module in (cuda_store, cuda_cache, cuda_road):
+    for module in (cuda_store, cuda_cache, cuda_calls, cuda_road):
         monkeypatch.setattr(module, "cuda_view", kernels.view)
     for module in (cuda_store, cuda_exchange, cuda_cache, cuda_changes):
         for name, function in (("to_device", lambda host, like: np.array(host)), ("to_host", np.array)):
@@ -277,7 +285,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     for module, names in (
         (cuda_changes, {"DeviceStore": device_store, "make_workspace": kernels.make_workspace,
                         "launch_plan": kernels.launch_plan}),
-        (cuda_cache, {"current_stream": lambda x: 0, "cuda_score": scores, "AttendCall": kernels.attend_call,
+        (cuda_cache, {"current_stream": lambda x: 0, "cuda_score": scores}),
+        (cuda_calls, {"current_stream": lambda x: 0, "AttendCall": kernels.attend_call,
                       "make_workspace": lambda *args: workspace}),
         (cuda_kernels, {"write_tokens": kernels.write_tokens, "copy_pages": kernels.copy_pages,
                         "mean_of_keys": kernels.mean_of_keys, "merge_rows": kernels.merge_rows,

@@ -1,0 +1,113 @@
+"""Prepared launches of the steps of a cache on a GPU, and the memory that launches share.
+
+A decode step repeats the same two launches a layer, token after token, so their arguments are laid down once
+and kept for as long as the store's memory stays where it is. Memory for the scores of a collecting step and
+for parts of results serves all layers, which run one after the other on one stream. Long steps are rare and
+need more of it, so they take theirs for the call alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlab.arrays import cuda_view, current_stream, empty
+from kvlab.cache import cuda_kernels as kernels
+from kvlab.cache.cuda_store import DeviceStore
+from kvlab.ops.packed_cuda import AttendCall, Workspace, make_workspace
+
+__all__ = ["StepCalls"]
+
+
+class StepCalls:
+    """Launches for one `DeviceStore`.
+
+    Parameters
+    ----------
+    store : DeviceStore
+    device : int
+    num_heads_q : int
+    """
+
+    def __init__(self, store: DeviceStore, device: int, num_heads_q: int) -> None:
+        self._store, self._device, self._num_heads_q = store, device, num_heads_q
+        self._pairs, self._group = store.batch * store.heads, num_heads_q // store.heads
+        self._steps: dict[Any, tuple[AttendCall, kernels.AppendCall, Any]] = {}
+        self._appends: dict[Any, kernels.AppendCall] = {}
+        self._lse: dict[int, tuple[Any, int]] = {}
+        self._workspaces: dict[int, Workspace] = {}
+        self._scores: dict[int, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that is kept."""
+        kept = [lse for lse, _ in self._lse.values()] + list(self._scores.values())
+        kept += [
+            x for workspace in self._workspaces.values() for x in (workspace.partial, workspace.arrivals)
+        ]
+        return sum(int(x.nbytes) for x in kept)
+
+    def step(
+        self, layer: int, q: Any, steps: int, scale: float, softcap: float, observed: str, collects: bool
+    ) -> tuple[AttendCall, kernels.AppendCall, Any]:
+        """Attention over stored tokens, the append, and where scores are kept if the step `collects`."""
+        key = (layer, steps, scale, softcap, collects)
+        found = self._steps.get(key)
+        if found is None:
+            if collects and steps not in self._scores:
+                self._scores[steps] = self._new_scores(steps)
+            if steps not in self._workspaces:
+                self._workspaces[steps] = self._new_workspace(steps)
+            scores = self._scores[steps] if collects else None
+            pages, workspace = self._store.pages(layer), self._workspaces[steps]
+            attend = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
+            append = self.append(layer, steps, scale, softcap, observed)
+            found = self._steps[key] = attend, append, scores
+        return found
+
+    def append(
+        self, layer: int, steps: int, scale: float, softcap: float, observed: str
+    ) -> kernels.AppendCall:
+        """The append of a number of tokens; `observed` is one of `cuda_kernels.OBSERVED`."""
+        key = (layer, steps, scale, softcap, observed)
+        if key not in self._appends:
+            store = self._store.stores[layer]
+            self._appends[key] = kernels.AppendCall(
+                self._store.host_states[layer],
+                store.ladder[-1],
+                store.head_dim,
+                store.dtype,
+                self._device,
+                steps=steps,
+                group=self._group,
+                scale=scale,
+                softcap=softcap,
+                observed=kernels.OBSERVED[observed],
+            )
+        return self._appends[key]
+
+    def lse(self, steps: int) -> tuple[Any, int]:
+        """Log-sum-exp of a step, (batch, num_heads_q, steps), and its address."""
+        if steps not in self._lse:
+            lse = empty((self._store.batch, self._num_heads_q, steps), "float32", self._store.like)
+            self._lse[steps] = lse, cuda_view(lse, "lse").pointer
+        return self._lse[steps]
+
+    def attend(self, layer: int, q: Any, scale: float, softcap: float, kept: int) -> tuple[Any, Any, Any]:
+        """Attend stored tokens with any number of queries: out, lse, scores of the last `kept` rows."""
+        steps = q.shape[1]
+        out = empty(q.shape, self._store.stores[layer].dtype, q)
+        lse = empty((q.shape[0], q.shape[2], steps), "float32", q)
+        scores = self._new_scores(kept) if kept else None
+        pages, workspace = self._store.pages(layer), self._new_workspace(steps)
+        call = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
+        addresses = cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer
+        call(cuda_view(q, "q"), *addresses, current_stream(q))
+        return out, lse, scores
+
+    def _new_scores(self, kept: int) -> Any:
+        store = self._store
+        shape = (store.batch, store.heads, store.entries, kept * self._group, 64)
+        return empty(shape, "float32", store.like)
+
+    def _new_workspace(self, steps: int) -> Workspace:
+        return make_workspace(self._store.like, self._pairs, steps * self._group, self._store.head_dim)
