@@ -51,7 +51,9 @@ SHAPES = {
 # The kernel for Hopper: by head dimension, keys of a tile.
 HOPPER_SHAPES = {64: 128, 128: 128, 256: 64}
 _HOPPER_ROWS, _HOPPER_THREADS = 128, 384
+
 HOPPER = True
+"""Whether to use that kernel; tests and benchmarks of the other one turn it off and clear the plans."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +183,20 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, tensor_copies: bool
         keys = HOPPER_SHAPES[head_dim]
         macros |= {"HEAD_DIM": head_dim, "BLOCK_N": keys}
         kernel = load(build("attention_sm90", macros, "sm_90a"), device=device)
-        shared_bytes = 1024 + 2 * (_HOPPER_ROWS * (head_dim + 8) + 4 * keys * head_dim)
-        return _Plan(kernel, _HOPPER_ROWS, _HOPPER_THREADS, shared_bytes, keys)
+        return _Plan(kernel, _HOPPER_ROWS, _HOPPER_THREADS, hopper_shared_bytes(head_dim), keys)
     head_dim = min(size for size in SHAPES if size >= dim)
     tiles, warps, keys, blocks = SHAPES[head_dim]
     macros |= {"HEAD_DIM": head_dim, "M_TILES": tiles, "WARPS": warps, "BLOCK_N": keys, "BLOCKS": blocks}
     kernel = load(build("attention", macros | {"ALIGNED": int(aligned)}, arch_of(*capability)), device=device)
-    rows = 16 * tiles * warps
-    return _Plan(kernel, rows, 32 * warps, 2 * (rows + 2 * keys) * (head_dim + 8), 0)
+    return _Plan(kernel, 16 * tiles * warps, 32 * warps, portable_shared_bytes(head_dim), 0)
+
+
+def portable_shared_bytes(head_dim: int) -> int:
+    """Q, K and V of a block, rows 8 elements longer than head_dim."""
+    tiles, warps, keys, _ = SHAPES[head_dim]
+    return 2 * (16 * tiles * warps + 2 * keys) * (head_dim + 8)
+
+
+def hopper_shared_bytes(head_dim: int) -> int:
+    """Q, or out, rows 8 elements longer; two stages of K and V; room to begin at a multiple of 1024."""
+    return 1024 + 2 * (_HOPPER_ROWS * (head_dim + 8) + 4 * HOPPER_SHAPES[head_dim] * head_dim)

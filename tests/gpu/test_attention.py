@@ -6,6 +6,7 @@ lengths, heads, head dimension, strides and options.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import kvlab
+from kvlab.ops import attention_cuda
 from kvlab.reference import attention as reference
 from tests.compare import assert_accurate, each_sequence, low_precision_attention, wrong_attention
 
@@ -71,6 +73,16 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> 
     return out
 
 
+@pytest.fixture(params=["hopper", "portable"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both kernels in turn; on other GPUs the portable one twice."""
+    monkeypatch.setattr(attention_cuda, "HOPPER", request.param == "hopper")
+    attention_cuda._plan.cache_clear()
+    yield
+    attention_cuda._plan.cache_clear()
+
+
+@pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(10))
 def test_fixed_length_grid(dtype: str, seed: int) -> None:

@@ -1,0 +1,81 @@
+"""The launcher of backend "cuda" as far as it goes without a GPU: what it passes, and what it may ask for."""
+
+import numpy as np
+import pytest
+
+from kvlab.arrays import CudaView
+from kvlab.build import build
+from kvlab.compile_gate import specialisations
+from kvlab.cubin import read_resources
+from kvlab.ops import attention_cuda
+
+LEAST_SHARED_BYTES = 99 * 1024  # what a block may have on every GPU from sm_80 on (sm_86, sm_89, sm_120)
+HOPPER_SHARED_BYTES = 227 * 1024
+
+
+def declared(source: str) -> list[dict[str, str]]:
+    """Return the macros of every gated specialisation of a source."""
+    return [dict(item.macros) for item in specialisations() if item.name == source]
+
+
+@pytest.mark.parametrize("head_dim", attention_cuda.SHAPES)
+def test_shapes_of_the_portable_kernel_are_gated_and_fit(head_dim: int) -> None:
+    names = ("M_TILES", "WARPS", "BLOCK_N", "BLOCKS")
+    shape = dict(zip(names, map(str, attention_cuda.SHAPES[head_dim]), strict=True))
+    wanted = shape | {"HEAD_DIM": str(head_dim), "CAPPED": "0", "ALIGNED": "1", "BF16": "1"}
+    assert wanted in declared("attention.cu")
+    assert attention_cuda.portable_shared_bytes(head_dim) <= LEAST_SHARED_BYTES
+
+
+@pytest.mark.parametrize("head_dim", attention_cuda.HOPPER_SHAPES)
+def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int) -> None:
+    keys = str(attention_cuda.HOPPER_SHAPES[head_dim])
+    wanted = {"HEAD_DIM": str(head_dim), "BLOCK_N": keys, "CAPPED": "0", "BF16": "1"}
+    assert wanted in declared("attention_sm90.cu")
+    static = 64  # its mbarriers
+    assert attention_cuda.hopper_shared_bytes(head_dim) + static <= HOPPER_SHARED_BYTES
+
+
+def test_the_call_has_the_layout_of_the_kernels() -> None:
+    portable = {"HEAD_DIM": 128, "BF16": 1, "M_TILES": 2, "WARPS": 4, "BLOCK_N": 64, "BLOCKS": 2}
+    hopper = {"HEAD_DIM": 64, "BF16": 1, "BLOCK_N": 128, "CAPPED": 0}
+    for name, macros, maps in (
+        ("attention", portable | {"CAPPED": 0, "ALIGNED": 1}, ()),
+        ("attention_sm90", hopper, (128, 128)),
+    ):
+        resources = read_resources(build(name, macros, "sm_90a").cubin)["attend"]
+        assert resources.parameter_bytes == (*maps, attention_cuda._CALL.itemsize)
+
+
+def view(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int = 256) -> CudaView:
+    return CudaView(pointer, shape, strides, "float16", 0)
+
+
+@pytest.mark.parametrize(
+    ("array", "aligned", "mapped"),
+    [
+        (view((2, 5, 4, 64), (1280, 256, 64, 1)), True, True),
+        (view((2, 5, 4, 64), (1280, 64, 320, 1)), True, True),  # heads before positions
+        (view((2, 5, 4, 64), (1280, 256, 64, 1), pointer=264), False, True),
+        (view((2, 5, 4, 64), (1284, 256, 64, 1)), False, True),
+        (view((1, 5, 4, 64), (1284, 256, 64, 1)), True, True),  # of the stride of one row nothing is read
+        (view((2, 5, 4, 64), (0, 256, 64, 1)), True, False),  # one row expanded to a batch
+        (view((2, 0, 4, 64), (0, 256, 64, 1)), True, False),
+        (view((2, 5, 4, 64), (-1280, 256, 64, 1)), True, False),
+        (view((2, 5, 4, 64), (1 << 39, 256, 64, 1)), True, False),
+        (view((9, 4, 64), (256, 64, 1)), True, True),
+    ],
+)
+def test_which_arrays_are_copied_how(array: CudaView, aligned: bool, mapped: bool) -> None:
+    assert attention_cuda._is_aligned(array) == aligned
+    assert attention_cuda._can_be_mapped(array) == mapped
+
+
+def test_strides_of_the_call() -> None:
+    call = np.zeros((), attention_cuda._CALL)
+    attention_cuda._set_tensor(call, "q", view((2, 5, 4, 64), (1280, 256, 64, 1)))
+    attention_cuda._set_tensor(call, "k", view((9, 4, 64), (300, 64, 1)))
+    assert call["q"].item() == (256, 1280, 256, 64)
+    assert call["k"].item() == (256, 0, 300, 64)
+    with pytest.raises(NotImplementedError, match="the last axis must be contiguous"):
+        attention_cuda._set_tensor(call, "v", view((2, 5, 4, 64), (1280, 256, 1, 4)))
