@@ -1,0 +1,73 @@
+"""`KVLabCache` on a GPU: the logits of a model with it are those with a dense cache, in every kind of step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
+
+CONFIG = LlamaConfig(
+    vocab_size=128, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=128, max_position_embeddings=2048, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    register()
+    torch.manual_seed(0)
+    return LlamaForCausalLM(CONFIG).to("cuda", torch.bfloat16).eval().requires_grad_(False)
+
+
+def ids(*shape: int) -> torch.Tensor:
+    return torch.randint(1, 128, shape, generator=torch.Generator().manual_seed(1)).cuda()
+
+
+def logits(model: Any, cache: Any, tokens: torch.Tensor, splits: list[int], mask: Any = None) -> torch.Tensor:
+    model.set_attn_implementation(ATTENTION if isinstance(cache, KVLabCache) else "sdpa")
+    found, start = [], 0
+    for n in splits:
+        seen = None if mask is None else mask[:, : start + n]
+        part = model(tokens[:, start : start + n], past_key_values=cache, attention_mask=seen, use_cache=True)
+        found.append(part.logits.float())
+        start += n
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_logits(model: Any, padded: bool) -> None:
+    """At 16 bits only roundings differ: a prefill, decode steps over a plan, a chunk."""
+    splits = [100, *[1] * 20, 5, 40]
+    tokens, mask = ids(2, sum(splits)), None
+    if padded:
+        mask = torch.ones_like(tokens)
+        mask[0, :30] = 0
+    packed = KVLabCache(CONFIG, budget=None, bits=16)
+    got = logits(model, packed, tokens, splits, mask)
+    want = logits(model, DynamicCache(config=CONFIG), tokens, splits, mask)
+    seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+    assert (got - want)[seen].abs().max() < 0.03 * want[seen].abs().max()
+    assert packed.get_seq_length() == sum(splits)
+
+
+def test_wrong_tokens_show(model: Any) -> None:
+    """The comparison above tells another past from this one."""
+    splits, tokens = [100, *[1] * 5], ids(2, 105)
+    other = tokens.clone()
+    other[:, 10:60] = other[:, 10:60].flip(1)
+    want, wrong = (logits(model, DynamicCache(config=CONFIG), x, splits) for x in (tokens, other))
+    assert (want - wrong)[:, 100:].abs().max() > 0.03 * want.abs().max()
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True}])
+def test_generate_under_a_budget(model: Any, how: dict[str, Any]) -> None:
+    model.set_attn_implementation(ATTENTION)
+    cache = KVLabCache(CONFIG, budget=0.5, bits=(2, 4, 8), plan_length=512)
+    out = model.generate(ids(2, 200), past_key_values=cache, max_new_tokens=40, **how)
+    assert out.shape == (2, 240)
+    assert cache.packed.nbytes <= cache.packed.budget_nbytes
+    assert cache.packed.seqlen == 239
