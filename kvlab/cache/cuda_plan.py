@@ -188,6 +188,12 @@ def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
 
     Each head may need one more page of the top rung; what it costs is saved by demotions, the smallest of
     which saves the least difference of two costs, and the last of which may save too much.
+
+    Examples
+    --------
+    >>> shape = PlanShape(1, 8, 600, num_rungs=2, evicts=False, segments=1, new_tokens=0)
+    >>> decode_bounds(shape, Ladder((8520, 16712), (0.018, 1e-4)))
+    (35, 51)
     """
     smallest = min((high - low for low, high in pairwise(ladder.cost)), default=ladder.cost[-1])
     demoted = -(-(shape.heads + 1) * ladder.cost[-1] // smallest)
@@ -206,6 +212,11 @@ def smallest_nbytes(tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int) 
     """Return the bytes of a row of `tokens` tokens that always suffice: full pages at the lowest level.
 
     Three pages of the top rung for each head hold what is left over and take the tokens to come.
+
+    Examples
+    --------
+    >>> smallest_nbytes(1000, 2, Ladder((8520, 16712), (0.018, 1e-4)), fixed_nbytes=520)
+    356392
     """
     return heads * (tokens // _PAGE * ladder.cost[0] + 3 * ladder.cost[-1]) + fixed_nbytes
 

@@ -49,6 +49,11 @@ class Ladder:
 
     `steps(top)` are the corners of the lower convex hull of (bytes, loss) up to a level, as (level, loss
     saved per byte) from the lowest corner on.
+
+    Examples
+    --------
+    >>> [level for level, _ in Ladder((10, 20, 30), (8.0, 7.5, 1.0)).steps(2)]
+    [2]
     """
 
     cost: tuple[int, ...]
