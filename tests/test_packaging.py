@@ -29,6 +29,8 @@ CONDA_NAMES = {
     "torch": "pytorch",
     "nvidia-cuda-nvrtc": "cuda-nvrtc",
     "nvidia-cuda-runtime": "cuda-cudart-dev",
+    "nvidia-nvvm": "cuda-nvvm-impl",
+    "nvidia-nvjitlink": "libnvjitlink",
 }
 
 
