@@ -1,4 +1,4 @@
-"""`KVLabCache` on a GPU: the logits of a model with it are those with a dense cache, in every kind of step."""
+"""`KVLabCache` on a GPU: the logits of a model are those with a dense cache, in all kinds of steps."""
 
 from __future__ import annotations
 
