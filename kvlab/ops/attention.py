@@ -237,7 +237,7 @@ def _length(value: int, name: str) -> int:
 def _scores(
     head_dim: int, causal: bool, scale: float | None, window: tuple[int, int], softcap: float
 ) -> Scores:
-    left, right = window
+    left, right = map(operator.index, window)
     if left < -1 or right < -1:
         raise ValueError(f"window is {(left, right)}: each side must be -1 (no limit) or a number of keys")
     if not softcap >= 0:
@@ -257,9 +257,10 @@ def _attend(
     sizes: dict[str, int],
     backend: str | None,
 ) -> tuple[ArrayT, ArrayT]:
-    if sizes["Hq"] % max(sizes["Hk"], 1) or (sizes["Hk"] == 0) != (sizes["Hq"] == 0):
+    if sizes["Hk"] == 0 or sizes["Hq"] % sizes["Hk"]:
         raise ValueError(
-            f"q has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and v"
+            f"q has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and v, "
+            "which must be at least one"
         )
     kind = dtype_name(q)
     for name, array in (("k", k), ("v", v)):

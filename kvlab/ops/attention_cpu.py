@@ -103,7 +103,7 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
 
     views = _views(q, k, v, sequences)
     kv_heads, head_dim = views.k.shape[2:]
-    group = views.q.shape[2] // max(kv_heads, 1)
+    group = views.q.shape[2] // kv_heads
     out = np.empty(views.q.shape, views.q.dtype)
     lse = np.empty((out.shape[0], out.shape[2], out.shape[1]), np.float32)
     places = views.places

@@ -83,7 +83,7 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
         number, longest = rows[0], (rows[1], views["k"].shape[1])
     else:
         number, longest = _set_sequences(call, sequences)
-    group = heads // max(kv_heads, 1)
+    group = heads // kv_heads
     _check_limits(number, longest, kv_heads, group)
     call["seqlen_q"], call["seqlen_k"], call["group"], call["dim"] = *longest, group, dim
     call["left"], call["right"] = (_FAR if side < 0 else min(side, _FAR) for side in scores[:2])
@@ -103,7 +103,7 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
 
 
 def _check_limits(number: int, longest: tuple[int, int], kv_heads: int, group: int) -> None:
-    if max(longest) * max(group, 1) >= _FAR or number > 65535 or kv_heads > 65535:
+    if max(longest) * group >= _FAR or number > 65535 or kv_heads > 65535:
         raise NotImplementedError(
             f"attention of {number} sequences of up to {max(longest)} tokens, {kv_heads} KV heads, {group} "
             "query heads to each: a launch takes at most 65535 sequences and KV heads, and fewer than "

@@ -144,11 +144,13 @@ CU = np.array([0, 4, 10], np.int32)
     [
         ((X, X[:, :, :3], X[:, :, :3]), {}, ValueError, "q has 4 heads: .* multiple of the 3 heads"),
         ((X, X[:, :, :0], X[:, :, :0]), {}, ValueError, "q has 4 heads"),
+        ((X[:, :, :0],) * 3, {}, ValueError, "q has 0 heads: .* the 0 heads of k and v"),
         ((X, X, X[:, :4]), {}, ValueError, r"v has Sk = 4 .*k has Sk = 5"),
         ((X, X[..., :6], X), {}, ValueError, r"k has D = 6 .*q has D = 8"),
         ((X[0], X, X), {}, ValueError, "q must have 4 dimensions"),
         ((X[..., :0],) * 3, {}, ValueError, "head_dim must be at least 1"),
         ((X, X, X), {"window": (-2, 0)}, ValueError, r"window is \(-2, 0\)"),
+        ((X, X, X), {"window": (1.5, 0)}, TypeError, "float"),
         ((X, X, X), {"softcap": -1.0}, ValueError, "softcap is -1.0"),
         ((X, X.astype(np.float32), X), {}, TypeError, "k has dtype float32, q has float16"),
         ((X.astype(float),) * 3, {}, NotImplementedError, "dtype=float64"),
