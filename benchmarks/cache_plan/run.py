@@ -12,9 +12,11 @@ leaves the budget or meets trouble is an error. `prefill` is one layer; collecti
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import pathlib
+import subprocess
 import sys
 from typing import Any
 
@@ -196,6 +198,19 @@ class Model:
         return graph
 
 
+def gpu_state() -> dict[str, str]:
+    """Name, driver and present SM clock of the GPU."""
+    fields = {"name": "name", "driver": "driver_version", "sm_clock_mhz": "clocks.sm"}
+    query = [
+        "nvidia-smi",
+        "--id=0",
+        f"--query-gpu={','.join(fields.values())}",
+        "--format=csv,noheader,nounits",
+    ]
+    found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    return dict(zip(fields, found, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=pathlib.Path)
@@ -215,8 +230,12 @@ def main() -> None:
         print(name, f"a layer: {decode['all'] / layers:.1f} us, workspace {model.bytes / 1e6:.1f} MB")
         del model
         torch.cuda.empty_cache()
-    result = {"benchmark": "cache_plan", "command": " ".join(sys.argv), "results": results}
-    result["environment"] = report()
+    shapes = " ".join(f'"{name}"' for name in options.shapes)
+    command = f"python benchmarks/cache_plan/run.py OUT.json --shapes {shapes} --cycles {options.cycles}"
+    result = {
+        "benchmark": "cache_plan", "command": command, "date": datetime.date.today().isoformat(),
+        "gpu": gpu_state(), "results": results, "environment": report(),
+    }  # fmt: skip
     options.output.write_text(json.dumps(result, indent=1, default=str), encoding="utf-8")
 
 
