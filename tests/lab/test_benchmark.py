@@ -42,6 +42,17 @@ def test_codec_rows() -> None:
         assert (row["times_numpy"] is None) == (row["codec"] != "affine" or row["groups"] == "per channel")
 
 
+def test_allocator_and_decode_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLAB_TINY", "1")
+    rows = benchmark.run("allocator", SMALL)["rows"]
+    assert {row["pages"] for row in rows} == {64}
+    assert all(1 <= row["greedy_over_dp"] < 1.5 and row["greedy_ms"] > 0 for row in rows)
+    rows = benchmark.run("decode", SMALL)["rows"]
+    assert {row["widths"] for row in rows} == {"2", "3", "4", "8", "mixed, average 4"}
+    assert {(row["context"], row["threads"]) for row in rows} == {(128, 1)}
+    assert all(row["speedup"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("case", "function"), [("packing", "pack"), ("packing", "unpack"), ("codec", "dequantize")]
 )
