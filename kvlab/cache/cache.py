@@ -8,8 +8,8 @@ What lies where: ladder.py (widths), budget.py (bytes a row may take), importanc
 mean taken off keys), allocator.py (which page gets which rung), plan.py (which token), pools.py (memory of
 pages), store.py (the pages of a layer, and moves between them), pages.py (a page, byte by byte), window.py
 and exact.py (exact tokens), layer.py (one layer in all). On a GPU the same calls go through cuda_road.py to
-cuda_cache.py (steps), cuda_changes.py (plans, moves), cuda_calls.py and cuda_kernels.py (launches), cuda_store.py
-(memory) and cuda_exchange.py (to the CPU and back, for rare operations and files).
+cuda_cache.py (steps), cuda_changes.py (plans and moves), cuda_calls.py and cuda_kernels.py (launches),
+cuda_store.py (memory) and cuda_exchange.py (to the CPU and back, for rare operations and files).
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def slab_nbytes(records: Sequence[int], pages: int) -> int:
     Examples
     --------
     >>> slab_nbytes([2368, 4416, 8512], 512)
-    68160
+    68096
     """
     widest = max(records)
     for size in range(widest * max(1, pages // 256), 65 * widest * max(1, pages // 256), UNIT):
