@@ -18,7 +18,7 @@
 //
 // clang-format off
 // gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 registers<=128
-// gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 registers<=128
+// gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 registers<=128 arch=sm_90a
 // clang-format on
 #include "codec_codes.cuh"
 
@@ -35,10 +35,10 @@ struct Shape {
     i64 group;  // rows of a group; the last of `length` may have fewer
 };
 
-// A chunk: row 0 of its group, its first column, the rows that its group has.
+// A chunk: row 0 of its group, its first column, the rows that its group has; 0 rows beyond the last chunk.
 struct Chunk {
     i64 row, column;
-    int rows;
+    i64 rows;
 };
 
 __device__ __forceinline__ Chunk chunk_at(const Shape& shape, i64 index) {
@@ -46,46 +46,70 @@ __device__ __forceinline__ Chunk chunk_at(const Shape& shape, i64 index) {
     const i64 of_all = quotient(index, in_row), outer = quotient(of_all, groups);
     const i64 start = (of_all - outer * groups) * shape.group;
     return {outer * shape.length + start, (index - of_all * in_row) * PER_LOAD,
-            (int)min(shape.group, shape.length - start)};
+            index < shape.chunks ? min(shape.group, shape.length - start) : 0};
+}
+
+// The chunk of another lane.
+__device__ __forceinline__ Chunk of_lane(const Chunk& mine, int lane) {
+    return {__shfl_sync(ALL_LANES, mine.row, lane), __shfl_sync(ALL_LANES, mine.column, lane),
+            __shfl_sync(ALL_LANES, mine.rows, lane)};
 }
 
 // Column k of a load, of which k is known when compiling.
 __device__ __forceinline__ float column_of(const uint4& raw, int k) {
-    float v[PER_LOAD];
-    elements(raw, v);
-    return v[k];
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+    if (DTYPE == FLOAT32) return __uint_as_float(words[k % 4]);
+    const float2 pair = pair_values(words[k / 2]);
+    return k % 2 ? pair.y : pair.x;
+}
+
+// The lowest and highest values of the columns of a lane, to their places in shared memory.
+__device__ __forceinline__ void put_extremes(const uint4 (&raw)[ROWS], bool any, float* lows, int lane) {
+    uint4 low = raw[0], high = raw[0];
+#pragma unroll
+    for (int i = 1; i < ROWS; ++i) {
+        if constexpr (DTYPE != FLOAT32) {
+            low = {lower_pair(low.x, raw[i].x), lower_pair(low.y, raw[i].y), lower_pair(low.z, raw[i].z),
+                   lower_pair(low.w, raw[i].w)};
+            high = {higher_pair(high.x, raw[i].x), higher_pair(high.y, raw[i].y),
+                    higher_pair(high.z, raw[i].z), higher_pair(high.w, raw[i].w)};
+        } else {
+            float l[4], h[4], v[4];
+            elements(low, l), elements(high, h), elements(raw[i], v);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) l[k] = lower(l[k], v[k]), h[k] = higher(h[k], v[k]);
+            low = raw_elements(l), high = raw_elements(h);
+        }
+    }
+    const float infinity = __uint_as_float(0x7f800000u);
+#pragma unroll
+    for (int k = 0; k < PER_LOAD; ++k) {
+        lows[k * PITCH + lane] = any ? column_of(low, k) : infinity;
+        lows[(PER_LOAD + k) * PITCH + lane] = any ? column_of(high, k) : -infinity;
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(512)
     quantize_columns(const void* __restrict__ x, const Shape shape, u8* __restrict__ packed,
                      u16* __restrict__ scale, u16* __restrict__ offset, i32* bad) {
     extern __shared__ __align__(16) u8 dynamic[];
-    __shared__ float scales[PER_LOAD * PITCH], offsets[PER_LOAD * PITCH];
-    __shared__ u8 known[PER_LOAD * PITCH];
+    __shared__ Spacing spacings[PER_LOAD * PITCH];
     const int lane = threadIdx.x, warp = threadIdx.y;
     const i64 first = (i64)blockIdx.x * 32;
-    const bool inside = first + lane < shape.chunks;
-    const Chunk chunk = chunk_at(shape, inside ? first + lane : 0);
-    const int rows = inside ? chunk.rows - ROWS * warp : 0;
+    const Chunk chunk = chunk_at(shape, first + lane);
+    const int rows = (int)chunk.rows - ROWS * warp;
     uint4 raw[ROWS];
+    raw[0] = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const i64 at = (chunk.row + ROWS * warp + i) * shape.columns + chunk.column;
-        raw[i] = make_uint4(0, 0, 0, 0);
-        if (i < rows) raw[i] = *(const uint4*)((const u8*)x + at * ELEMENT_BYTES);
-    }
-    float* lows = (float*)dynamic + warp * 2 * PER_LOAD * PITCH;
-#pragma unroll
-    for (int k = 0; k < PER_LOAD; ++k) {
-        float low = __uint_as_float(0x7f800000u), high = -low;
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const float value = column_of(raw[i], k);
-            if (i < rows) low = lower(low, value), high = higher(high, value);
+        if (i < rows) {
+            raw[i] = *(const uint4*)((const u8*)x + at * ELEMENT_BYTES);
+        } else {
+            raw[i] = raw[0];
         }
-        lows[k * PITCH + lane] = low;
-        lows[(PER_LOAD + k) * PITCH + lane] = high;
     }
+    put_extremes(raw, rows > 0, (float*)dynamic + warp * 2 * PER_LOAD * PITCH, lane);
     __syncthreads();  // the extremes of all rows are there
     for (int c = 32 * warp + lane; c < COLUMNS; c += 32 * blockDim.y) {
         const int at = c % PER_LOAD * PITCH + c / PER_LOAD;
@@ -96,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(512)
             low = lower(low, extremes[0]), high = higher(high, extremes[PER_LOAD * PITCH]);
         }
         const Scale found = find_scale(low, CODEC == AFFINE ? high : higher(-low, high), TOP, HALF_LEVELS);
-        scales[at] = found.s, offsets[at] = found.o, known[at] = found.known;
+        spacings[at] = spacing_of(found.s, found.o, found.known);
         if (first + c / PER_LOAD < shape.chunks) {
             scale[first * PER_LOAD + c] = (u16)found.scale_word;
             if (CODEC == AFFINE) offset[first * PER_LOAD + c] = (u16)found.offset_word;
@@ -107,18 +131,16 @@ extern "C" __global__ void __launch_bounds__(512)
     u32 codes[ROWS][PER_LOAD / 4];
 #pragma unroll
     for (int k = 0; k < PER_LOAD; ++k) {
-        Scale of_column;
-        of_column.s = scales[k * PITCH + lane], of_column.o = offsets[k * PITCH + lane];
+        const Spacing spacing = spacings[k * PITCH + lane];
         float values[ROWS];
         u32 column[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) values[i] = column_of(raw[i], k);
-        spaced_codes<ROWS>(values, of_column, TOP, column);
-        const u32 mask = known[k * PITCH + lane] ? 0xffu : 0u;
+        spaced_codes<ROWS>(values, spacing, TOP, column);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const u32 code = (column[i] & mask) << 8 * (k % 4);
-            codes[i][k / 4] = k % 4 ? codes[i][k / 4] | code : code;
+            if (k % 4 == 0) codes[i][k / 4] = 0u - MAGIC_BITS * low_bits(1, 8);
+            codes[i][k / 4] += column[i] << 8 * (k % 4);
         }
     }
     u8* tile = dynamic + warp * ROWS * COLUMNS;
@@ -126,17 +148,15 @@ extern "C" __global__ void __launch_bounds__(512)
     for (int i = 0; i < ROWS; ++i)
         copy_words<PER_LOAD / 4>(codes[i], (u32*)(tile + i * COLUMNS + lane * PER_LOAD));
     __syncwarp();  // the codes of all lanes are there
+    const Chunk quad = of_lane(chunk, lane % PER_LOAD * (32 / PER_LOAD));
 #pragma unroll
     for (int part = 0; part < QUADS; ++part) {
-        const int index = 32 * part + lane, row = index / PER_LOAD;
-        const i64 of_quad = first + index % PER_LOAD * (32 / PER_LOAD);
-        if (of_quad >= shape.chunks) continue;
-        const Chunk quad = chunk_at(shape, of_quad);
-        if (ROWS * warp + row >= quad.rows) continue;
+        const int index = 32 * part + lane, row = ROWS * warp + index / PER_LOAD;
+        if (row >= quad.rows) continue;
         u32 bytes[8], words[CODE_BITS];
         copy_words<8>((const u32*)(tile + 32 * index), bytes);
         pack_32<CODE_BITS>(bytes, words);
-        const i64 at = (quad.row + ROWS * warp + row) * shape.columns + quad.column;
+        const i64 at = (quad.row + row) * shape.columns + quad.column;
         copy_words<CODE_BITS>(words, (u32*)(packed + at / 8 * CODE_BITS));
     }
 }
@@ -152,22 +172,21 @@ extern "C" __global__ void __launch_bounds__(256)
     const i64 first_row = (((i64)blockIdx.x - block * row_blocks) * blockDim.y + threadIdx.y) * ROWS;
     const int lane = threadIdx.x;
     u8* tile = tiles[threadIdx.y];
+    const Chunk chunk = chunk_at(shape, first + lane);
+    const Chunk quad = of_lane(chunk, lane % PER_LOAD * (32 / PER_LOAD));
 #pragma unroll
     for (int part = 0; part < QUADS; ++part) {
-        const int index = 32 * part + lane, row = index / PER_LOAD;
-        const i64 of_quad = first + index % PER_LOAD * (32 / PER_LOAD);
-        if (of_quad >= shape.chunks) continue;
-        const Chunk quad = chunk_at(shape, of_quad);
-        if (first_row + row >= quad.rows) continue;
-        const i64 at = (quad.row + first_row + row) * shape.columns + quad.column;
+        const int index = 32 * part + lane;
+        const i64 row = first_row + index / PER_LOAD;
+        if (row >= quad.rows) continue;
+        const i64 at = (quad.row + row) * shape.columns + quad.column;
         u32 bytes[8], words[CODE_BITS];
         copy_words<CODE_BITS>((const u32*)(packed + at / 8 * CODE_BITS), words);
         unpack_32<CODE_BITS>(words, bytes);
         copy_words<8>(bytes, (u32*)(tile + 32 * index));
     }
     __syncwarp();  // the codes of all lanes are there
-    if (first + lane >= shape.chunks) return;
-    const Chunk chunk = chunk_at(shape, first + lane);
+    if (first_row >= chunk.rows) return;
     float s[PER_LOAD], o[PER_LOAD];
 #pragma unroll
     for (int k = 0; k < PER_LOAD; ++k) {

@@ -10,7 +10,8 @@
 //
 // Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric, 2 hadamard, 3 ternary.
 //
-// gate: DTYPE=0,1,2 CODEC=0,1,2,3 registers<=64
+// gate: DTYPE=0 CODEC=0,1,2,3 registers<=64
+// gate: DTYPE=1,2 CODEC=0 registers<=64
 #include "codec_codes.cuh"
 
 constexpr int MAX_WARPS = 8;
@@ -119,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS)
         }
         const Scale found = find_scale(low, high, top, groups.bits <= 4 ? (float)half : __fmul_rn(top, .5f));
         if (CODEC == HADAMARD) rotate(values, group.count);
+        const Spacing spacing = spacing_of(found.s, found.o, found.known);
         for (int i = threadIdx.x; i < group.count; i += blockDim.x) {
             u32 code = 0;
             if (CODEC == HADAMARD) {
@@ -126,7 +128,9 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS)
             } else if (CODEC == TERNARY) {
                 code = ternary_digit(values[i], found.s) - 1;
             } else {
-                code = divided_code(values[i], found, top);
+                u32 codes_of_one[1];
+                spaced_codes<1>(values + i, spacing, top, codes_of_one);
+                code = codes_of_one[0];
             }
             codes[group.first + i] = found.known ? (u8)code : 0;
         }

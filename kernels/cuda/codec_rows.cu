@@ -18,8 +18,9 @@
 //
 // clang-format off
 // gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 LANES=4 registers<=80
-// gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 LANES=4 registers<=80
-// gate: DTYPE=0,2 CODEC=2 CODE_BITS=2,4,8 LANES=4 registers<=80
+// gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 LANES=4 registers<=80 arch=sm_80,sm_90a
+// gate: DTYPE=0,2 CODEC=2 CODE_BITS=4 LANES=4 registers<=80
+// gate: DTYPE=0 CODEC=2 CODE_BITS=2,8 LANES=4 registers<=80 arch=sm_90a
 // gate: DTYPE=0 CODEC=0,2 CODE_BITS=4 LANES=1,2,8,32 registers<=80 arch=sm_90a
 // gate: DTYPE=0,2 CODEC=3 CODE_BITS=2 LANES=4 registers<=80
 // clang-format on
@@ -120,43 +121,79 @@ __device__ __forceinline__ void rotate(float (&v)[32], int lane) {
     for (int i = 0; i < 32; ++i) v[i] = __fmul_rn(v[i], ROTATION);
 }
 
-__device__ __forceinline__ Scale measure(const float (&v)[32]) {
-    float low = v[0], high = v[0];
-    if (CODEC != AFFINE) high = fabsf(v[0]);
+// The lowest and highest value of 16-bit elements, two at a time.
+__device__ __forceinline__ void extremes_of_pairs(const uint4 (&raw)[LOADS], float& low, float& high) {
+    u32 lows = raw[0].x, highs = raw[0].x;
 #pragma unroll
-    for (int i = 1; i < 32; ++i) {
-        if (CODEC == AFFINE) low = lower(low, v[i]);
-        high = higher(high, CODEC == AFFINE ? v[i] : fabsf(v[i]));
+    for (int j = 0; j < LOADS; ++j) {
+        const u32 words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) lows = lower_pair(lows, words[i]), highs = higher_pair(highs, words[i]);
+    }
+    const float2 l = pair_values(lows), h = pair_values(highs);
+    low = lower(l.x, l.y), high = higher(h.x, h.y);
+}
+
+__device__ __forceinline__ Scale measure(const uint4 (&raw)[LOADS], const float (&v)[32]) {
+    float low = v[0], high = fabsf(v[0]);
+    if constexpr (CODEC == AFFINE && DTYPE != FLOAT32) {
+        extremes_of_pairs(raw, low, high);
+    } else if (CODEC == AFFINE) {
+        high = v[0];
+#pragma unroll
+        for (int i = 1; i < 32; ++i) low = lower(low, v[i]), high = higher(high, v[i]);
+    } else {
+#pragma unroll
+        for (int i = 1; i < 32; ++i) high = higher(high, fabsf(v[i]));
     }
     high = of_group(high, higher);
     if (CODEC == AFFINE) low = of_group(low, lower);
     if (CODEC == HADAMARD || CODEC == TERNARY) {
         float up, down;
         powers_near(high, up, down);
-        low = root_mean(sum_of_squares(v, down), GROUP, up);
+        const float mean = __fmul_rn(sum_of_squares(v, down), 1.f / GROUP);  // GROUP is a power of two
+        low = __fmul_rn(__fsqrt_rn(mean), up);
     }
     return find_scale(low, high, TOP, CODE_BITS <= 4 ? HALF : TOP * .5f);
 }
 
-// The codes of one load as bytes of the tile.
-__device__ __forceinline__ void put_codes(const float* v, const Scale& scale, const float* thresholds,
-                                          u8* tile) {
+// Whether the codes of one load are packed in registers: then they are whole bytes that a store can write.
+constexpr bool PACKS_LOADS = CODEC != TERNARY && is_power_of_2(CODE_BITS) && CODE_BITS * PER_LOAD >= 8;
+
+// The codes of one load, to the tile: packed, or one a byte.
+__device__ __forceinline__ void put_codes(const float* v, const Scale& scale, const Spacing& spacing,
+                                          const float* thresholds, u8* tile, int at) {
     u32 codes[PER_LOAD];
     if constexpr (CODEC == AFFINE || CODEC == SYMMETRIC) {
-        spaced_codes<PER_LOAD>(v, scale, TOP, codes);
+        spaced_codes<PER_LOAD>(v, spacing, TOP, codes);
     } else {
 #pragma unroll
         for (int k = 0; k < PER_LOAD; ++k) {
+            const u32 none = CODEC == TERNARY ? 1 : 0;
             codes[k] = CODEC == TERNARY ? ternary_digit(v[k], scale.s)
                                         : codebook_code(v[k], scale.s, thresholds, HALF);
+            if (!scale.known) codes[k] = none;
         }
     }
+    constexpr u32 MORE = CODEC == AFFINE || CODEC == SYMMETRIC ? MAGIC_BITS : 0;  // than the code itself
+    constexpr int WIDTH = PACKS_LOADS ? CODE_BITS : 8,
+                  IN_WORD = 32 / WIDTH < PER_LOAD ? 32 / WIDTH : PER_LOAD;
+    constexpr int USED = IN_WORD * WIDTH;  // bits of a word
+    constexpr u32 EXCESS =
+        MORE * (low_bits(1, WIDTH) & 0xffffffffu >> (32 - USED));  // of the sum over its codes
 #pragma unroll
-    for (int k = 0; k < PER_LOAD; k += 4) {
-        const u32 low = __byte_perm(codes[k], codes[k + 1], 0x0040),
-                  high = __byte_perm(codes[k + 2], codes[k + 3], 0x0040);
-        const u32 none = CODEC == TERNARY ? 0x01010101u : 0u;
-        *(u32*)(tile + k) = scale.known ? __byte_perm(low, high, 0x5410) : none;
+    for (int k = 0; k < PER_LOAD; k += IN_WORD) {
+        u32 word = 0u - EXCESS;
+#pragma unroll
+        for (int i = 0; i < IN_WORD; ++i) word += codes[k + i] << (WIDTH * i);
+        u8* to = tile + (at + k) * WIDTH / 8;
+        if constexpr (USED == 32) {
+            *(u32*)to = word;
+        } else if constexpr (USED == 16) {
+            *(u16*)to = (u16)word;
+        } else {
+            *to = (u8)word;
+        }
     }
 }
 
@@ -187,11 +224,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     float v[32];
 #pragma unroll
     for (int j = 0; j < LOADS; ++j) elements(raw[j], v + j * PER_LOAD);
-    const Scale found = measure(v);
+    const Scale found = measure(raw, v);
+    const Spacing spacing = spacing_of(found.s, found.o, found.known);
     if (CODEC == HADAMARD) rotate(v, me.lane);
 #pragma unroll
     for (int j = 0; j < LOADS; ++j) {
-        put_codes(v + j * PER_LOAD, found, thresholds, tiles[warp] + me.at + j * Lane::STRIDE);
+        put_codes(v + j * PER_LOAD, found, spacing, thresholds, tiles[warp], me.at + j * Lane::STRIDE);
     }
     if (me.inside && me.lane % LANES == 0) {
         scale[me.group] = (u16)found.scale_word;
@@ -200,6 +238,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     if constexpr (CODEC == TERNARY) {
         store_ternary_rows(tiles[warp], here / row, row, packed + first / row * ((row + 4) / 5), me.lane);
+    } else if constexpr (PACKS_LOADS) {
+        store_words<CODE_BITS>(tiles[warp], here, packed + first / 8 * CODE_BITS, me.lane);
     } else {
         store_tile<CODE_BITS>(tiles[warp], here, packed + first / 8 * CODE_BITS, me.lane);
     }

@@ -116,6 +116,19 @@ __host__ __device__ constexpr bool is_power_of_2(int x) {
     return (x & (x - 1)) == 0;
 }
 
+// Copies the stream of `count` codes, which the lanes of this warp have written to a tile, to `packed`,
+// 16-byte aligned.
+template <int BITS>
+__device__ __forceinline__ void store_words(const u8* tile, int count, u8* packed, int lane) {
+    __syncwarp();  // the words of all lanes are there
+    if (count == TILE) {
+#pragma unroll
+        for (int i = 0; i < BITS; ++i) ((u32*)packed)[32 * i + lane] = ((const u32*)tile)[32 * i + lane];
+    } else {
+        for (int i = lane; i < (count * BITS + 7) / 8; i += 32) packed[i] = tile[i];
+    }
+}
+
 // Packs the first `count` codes of a tile to `packed`, 16-byte aligned; codes beyond must be 0 up to the next
 // byte. The tile, written by the lanes of this warp, is spent.
 template <int BITS>
@@ -130,13 +143,7 @@ __device__ __forceinline__ void store_tile(u8* tile, int count, u8* packed, int 
     }
     __syncwarp();  // all have read their codes; words may take the place
     copy_words<BITS>(words, (u32*)tile + BITS * lane);
-    __syncwarp();  // the words of all lanes are there
-    if (count == TILE) {
-#pragma unroll
-        for (int i = 0; i < BITS; ++i) ((u32*)packed)[32 * i + lane] = ((const u32*)tile)[32 * i + lane];
-    } else {
-        for (int i = lane; i < (count * BITS + 7) / 8; i += 32) packed[i] = tile[i];
-    }
+    store_words<BITS>(tile, count, packed, lane);
 }
 
 // The reverse; afterwards every lane may read all codes of the tile.

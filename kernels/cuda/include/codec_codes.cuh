@@ -3,32 +3,37 @@
 #include "codec_words.cuh"
 
 constexpr float MAGIC = 12582912.f;  // 3 2^22: adding it rounds to an integer, which then is the low byte
+constexpr u32 MAGIC_BITS = 0x4b400000u;
 
-// The code of x as the low byte: (x - o) / s rounded to nearest even, from 0 to top. Exact, and slow.
-__device__ __forceinline__ u32 divided_code(float x, const Scale& scale, float top) {
-    const float code = __fdiv_rn(__fsub_rn(x, scale.o), scale.s);
-    return __float_as_uint(__fadd_rn(fminf(fmaxf(code, 0.f), top), MAGIC));
+// What codes of equally spaced values are made with: scale and offset, and values, are multiplied by
+// `factor`, a power of two that keeps inverse and remainders from overflow and underflow. `inverse` is about
+// 1 / s, or 0 for a group without a scale, which makes all its codes 0.
+struct Spacing {
+    float s, o, factor, inverse;
+};
+
+__device__ __forceinline__ float rough_inverse(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
 }
 
-// The same for N elements, mostly without a division: the quotient lies between the products with a number
-// just below and one just above 1 / s. If both round to the same integer, so does the quotient; else it is
-// divided.
+__device__ __forceinline__ Spacing spacing_of(float s, float o, bool known) {
+    const float factor = s > 1e20f ? 1.f / (1ll << 60) : s < 1e-20f && s > 0.f ? (float)(1ll << 60) : 1.f;
+    s = __fmul_rn(s, factor);
+    return {s, __fmul_rn(o, factor), factor, known && s > 0.f ? rough_inverse(s) : 0.f};
+}
+
+// Codes above MAGIC_BITS: (x - o) / s rounded to nearest, from 0 to top, rounded to nearest even. The
+// quotient is that of `divided`, since scales have at most 11 significant bits. NaN gives 0.
 template <int N>
-__device__ __forceinline__ void spaced_codes(const float* x, const Scale& scale, float top, u32 (&codes)[N]) {
-    const bool plain = scale.s > 7.888609e-31f && scale.s < 1.2676506e30f;  // 2^-100, 2^100
-    const float inverse = plain ? __fdiv_rn(1.f, scale.s) : 0.f;
-    const float below = __fmul_rn(inverse, 1.f - 4.76837158e-7f),
-                above = __fmul_rn(inverse, 1.f + 4.76837158e-7f);
-    u32 doubt = !plain;
+__device__ __forceinline__ void spaced_codes(const float* x, const Spacing& spacing, float top,
+                                             u32 (&codes)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        const float d = __fsub_rn(x[i], scale.o), code = __fmaf_rn(d, below, MAGIC);
-        doubt |= __float_as_uint(code) ^ __float_as_uint(__fmaf_rn(d, above, MAGIC));
-        codes[i] = __float_as_uint(fminf(fmaxf(code, MAGIC), __fadd_rn(MAGIC, top)));
-    }
-    if (doubt) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) codes[i] = divided_code(x[i], scale, top);
+        const float d = __fmaf_rn(x[i], spacing.factor, -spacing.o), first = __fmul_rn(d, spacing.inverse);
+        const float code = __fmaf_rn(__fmaf_rn(-first, spacing.s, d), spacing.inverse, first);
+        codes[i] = __float_as_uint(__fadd_rn(fminf(fmaxf(code, 0.f), top), MAGIC));
     }
 }
 

@@ -32,6 +32,29 @@ __device__ __forceinline__ float element(const void* x, i64 i) {
     return DTYPE == FLOAT16 ? half_value(bits) : __uint_as_float(bits << 16);
 }
 
+// Two 16-bit elements: NaN where either is.
+#if DTYPE == 1
+#define KVLAB_PAIR_TYPE "bf16x2"
+#else
+#define KVLAB_PAIR_TYPE "f16x2"
+#endif
+
+__device__ __forceinline__ u32 lower_pair(u32 a, u32 b) {
+    u32 r;
+    asm("min.NaN." KVLAB_PAIR_TYPE " %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 higher_pair(u32 a, u32 b) {
+    u32 r;
+    asm("max.NaN." KVLAB_PAIR_TYPE " %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+__device__ __forceinline__ float2 pair_values(u32 x) {
+    if (DTYPE == BFLOAT16) return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+    return {half_value(x & 0xffff), half_value(x >> 16)};
+}
+
 __device__ __forceinline__ void elements(const uint4& raw, float* v) {
     const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
@@ -39,30 +62,25 @@ __device__ __forceinline__ void elements(const uint4& raw, float* v) {
         if (DTYPE == FLOAT32) {
             v[i] = __uint_as_float(words[i]);
         } else {
-            v[2 * i] = DTYPE == FLOAT16 ? half_value(words[i] & 0xffff) : __uint_as_float(words[i] << 16);
-            v[2 * i + 1] =
-                DTYPE == FLOAT16 ? half_value(words[i] >> 16) : __uint_as_float(words[i] & 0xffff0000u);
+            const float2 pair = pair_values(words[i]);
+            v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
         }
     }
 }
 
 // To nearest; beyond the range of float16 its largest number; NaN stays NaN.
-__device__ __forceinline__ u32 element_bits(float x) {
-    if (DTYPE == FLOAT32) return __float_as_uint(x);
-    if (DTYPE == FLOAT16) return __half_as_ushort(__float2half_rn(lower(higher(x, -65504.f), 65504.f)));
-    const u32 bits = __float_as_uint(x);
-    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+__device__ __forceinline__ u32 pair_bits(float low, float high) {
+    u32 r;
+    asm("cvt.rn." KVLAB_PAIR_TYPE ".f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    if (DTYPE == BFLOAT16) return r;
+    return lower_pair(higher_pair(r, 0xfbfffbffu), 0x7bff7bffu);  // -65504, 65504
 }
 
 __device__ __forceinline__ uint4 raw_elements(const float* v) {
     u32 words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        if (DTYPE == FLOAT32) {
-            words[i] = element_bits(v[i]);
-        } else {
-            words[i] = element_bits(v[2 * i]) | element_bits(v[2 * i + 1]) << 16;
-        }
+        words[i] = DTYPE == FLOAT32 ? __float_as_uint(v[i]) : pair_bits(v[2 * i], v[2 * i + 1]);
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -71,6 +89,6 @@ __device__ __forceinline__ void store_element(void* out, i64 i, float x) {
     if (DTYPE == FLOAT32) {
         ((float*)out)[i] = x;
     } else {
-        ((u16*)out)[i] = (u16)element_bits(x);
+        ((u16*)out)[i] = (u16)pair_bits(x, 0.f);
     }
 }

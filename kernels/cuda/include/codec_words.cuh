@@ -52,22 +52,32 @@ __device__ __forceinline__ float scale_of(float step, bool wide, float reach, fl
     return reach > __fmul_rn(reachable, nearest) ? word_above(step, wide) : nearest;
 }
 
+// x / by, to nearest, for a divisor of at most 11 significant bits. With an inverse that is good to two units
+// in the last place the corrected quotient is as near to x / by as 2^-21 of a unit of its own last place, and
+// no such x / by is nearer than 2^-12 of that unit to the middle between two numbers (nor at it). Where a
+// remainder would underflow, by division.
+__device__ __forceinline__ float divided(float x, float by, float inverse) {
+    if (!(fabsf(x) > 1e-27f && fabsf(x) < 1e36f)) return __fdiv_rn(x, by);
+    const float first = __fmul_rn(x, inverse);
+    return __fmaf_rn(__fmaf_rn(-first, by, x), inverse, first);
+}
+
 // From the lowest and highest value (AFFINE), or the root mean square in `low` and the largest magnitude in
 // `high` (HADAMARD, TERNARY), or the latter alone (SYMMETRIC). top = 2^bits - 1; NaN for what holds a NaN.
 __device__ __forceinline__ Scale find_scale(float low, float high, float top, float half_levels) {
     Scale r;
+    low = __fadd_rn(low, 0.f), high = __fadd_rn(high, 0.f);  // -0 becomes 0
     float largest = high;
     bool wide;
     r.o = 0.f;
     if (CODEC == AFFINE) {
-        low = __fadd_rn(low, 0.f), high = __fadd_rn(high, 0.f);
         largest = higher(-low, high);
         wide = is_wide(largest);
         r.o = -word_above(-low, wide);
         const float reach = __fsub_rn(high, r.o);
-        r.s = scale_of(__fdiv_rn(reach, top), wide, reach, __fadd_rn(top, .5f));
+        r.s = scale_of(divided(reach, top, 1.f / top), wide, reach, __fadd_rn(top, .5f));
     } else if (CODEC == SYMMETRIC) {
-        const float step = __fdiv_rn(high, half_levels);
+        const float step = divided(high, half_levels, 1.f / half_levels);
         wide = is_wide(step);
         r.s = scale_of(step, wide, high, __fmul_rn(__fadd_rn(top, 1.f), .5f));
         r.o = -__fmul_rn(r.s, __fmul_rn(top, .5f));

@@ -34,12 +34,18 @@ __device__ __forceinline__ u32 ternary_digits(u32 byte, u32& four) {
     return q4;
 }
 
+// x * inverse_of(y) >> 20 is x / y for x and y up to 400: a tile has no more bytes.
+__device__ __forceinline__ u32 inverse_of(int y) {
+    return ((1 << 20) + y - 1) / y;
+}
+
 // Packs `rows` rows of n digits, one a byte, from shared memory; `packed` has (n + 4) / 5 bytes a row.
 __device__ __forceinline__ void store_ternary_rows(const u8* digits, int rows, int n, u8* packed, int lane) {
     const int row_bytes = (n + 4) / 5;
+    const u32 inverse = inverse_of(row_bytes);
     __syncwarp();  // the digits of all lanes are there
     for (int i = lane; i < rows * row_bytes; i += 32) {
-        const int row = i / row_bytes, first = 5 * (i - row * row_bytes), at = row * n + first;
+        const int row = i * inverse >> 20, first = 5 * (i - row * row_bytes), at = row * n + first;
         const u32* words = (const u32*)digits + at / 4;
         const u32 next = words[1];  // rows end before the end of the tile's memory
         const u32 four = __funnelshift_r(words[0], next, 8 * (at % 4));
@@ -50,9 +56,10 @@ __device__ __forceinline__ void store_ternary_rows(const u8* digits, int rows, i
 // The reverse; afterwards every lane may read all digits. Returns whether a byte is above 242.
 __device__ __forceinline__ bool load_ternary_rows(const u8* packed, int rows, int n, u8* digits, int lane) {
     const int row_bytes = (n + 4) / 5;
+    const u32 inverse = inverse_of(row_bytes);
     bool wrong = false;
     for (int i = lane; i < rows * row_bytes; i += 32) {
-        const int row = i / row_bytes, first = 5 * (i - row * row_bytes);
+        const int row = i * inverse >> 20, first = 5 * (i - row * row_bytes);
         const u32 byte = packed[i];
         wrong |= byte > LAST_TERNARY_BYTE;
         u32 four;
