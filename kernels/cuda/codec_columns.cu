@@ -29,6 +29,13 @@ constexpr int QUADS = PER_LOAD * ROWS / 32;  // 32 codes of a row that a lane pa
 constexpr float TOP = (1 << CODE_BITS) - 1;
 constexpr float HALF_LEVELS = CODE_BITS <= 4 ? 1 << (CODE_BITS - 1) : TOP * .5f;
 
+// Blocks that shall fit a multiprocessor; the compiler does not find a way within 64 registers for sm_120.
+#if __CUDA_ARCH__ >= 1200
+constexpr int BLOCKS = 1;
+#else
+constexpr int BLOCKS = 2;
+#endif
+
 struct Shape {
     i64 chunks;  // of all groups
     i64 length, columns;
@@ -89,7 +96,7 @@ __device__ __forceinline__ void put_extremes(const uint4 (&raw)[ROWS], bool any,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, BLOCKS)
     quantize_columns(const void* __restrict__ x, const Shape shape, u8* __restrict__ packed,
                      u16* __restrict__ scale, u16* __restrict__ offset, i32* bad) {
     extern __shared__ __align__(16) u8 dynamic[];
