@@ -97,7 +97,7 @@ class DeviceCache:
             share,
             sink=settings.sink,
             recent=settings.recent,
-            room=min(settings.realloc_every, MOST_ROOM),
+            room=min(max(settings.realloc_every, kernels.MAX_STEPS), MOST_ROOM),
             by_position=settings.importance == "recency",
         )
         self.store, self.capacity = self.changes.store, capacity

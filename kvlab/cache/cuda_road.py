@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, cuda_view, match_shapes
+from kvlab.arrays import CudaView, cuda_view, empty, match_shapes
 from kvlab.cache.allocator import Method
 from kvlab.cache.cuda_kernels import MAX_GROUP, MAX_STEPS
 from kvlab.cache.importance import Importance
@@ -114,6 +114,8 @@ class GpuRoad:
         device, views, mask = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
         scale = self._cache.head_dim**-0.5 if scale is None else scale
         steps = views[0].shape[1]
+        if steps == 0:
+            return empty(views[0].shape, views[0].dtype, q)
         if steps <= MAX_STEPS and device.group <= MAX_GROUP:
             return device.step(layer, q, views, mask, scale, softcap, self._share(layer, steps))
         return device.long_step(layer, q, k, v, valid, scale, softcap, self._share(layer, steps))
@@ -121,15 +123,18 @@ class GpuRoad:
     def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
         """`MixedPrecisionCache.append` on a GPU."""
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
-        share = self._share(layer, views[0].shape[1])
-        if views[0].shape[1] <= MAX_STEPS:
+        steps = views[0].shape[1]
+        share = self._share(layer, steps)
+        if 0 < steps <= MAX_STEPS:
             device.append(layer, k, views, mask, share)
-        else:
+        elif steps:
             device.long_append(layer, k, v, valid, share)
 
     def attend(self, layer: int, q: Any, scale: float | None, softcap: float) -> Any:
         """`MixedPrecisionCache.attend` on a GPU."""
-        device, _, _ = self._ready(layer, {"q": q}, None)
+        device, (view,), _ = self._ready(layer, {"q": q}, None)
+        if view.shape[1] == 0:
+            return empty(view.shape, view.dtype, q)
         scale = self._cache.head_dim**-0.5 if scale is None else scale
         return device.attend(layer, q, scale, softcap)
 
@@ -158,7 +163,7 @@ class GpuRoad:
                     f"{name} has dtype {view.dtype}; on a GPU it must be that of the cache, {cache.dtype}"
                 )
             a, b, c, last = view.strides
-            if last != 1 or a & 1 or b & 1 or c & 1 or view.pointer & 3:
+            if steps and (last != 1 or a & 1 or b & 1 or c & 1 or view.pointer & 3):
                 raise ValueError(
                     f"{name} must be contiguous in its last axis and even in the others, got strides "
                     f"{view.strides}; pass {name}.contiguous()"

@@ -115,6 +115,16 @@ def test_nothing_stored_and_one_layer_ahead(kernels: Kernels) -> None:
     check_state(cache, [range(22)] * 2)
 
 
+def test_chunks_longer_than_the_time_between_plans_and_no_steps(kernels: Kernels) -> None:
+    cache, rng = make(realloc_every=2), np.random.default_rng(9)
+    for steps in (16, 0, 16, 1, 13):
+        q, k, v = draw(rng, cache, steps)
+        assert [cache.step(layer, q, k, v).shape for layer in range(LAYERS)] == [q.shape] * LAYERS
+    cache.append(0, *draw(rng, cache, 0)[1:])
+    check_state(cache, [range(46)] * 2)
+    assert cache.attend(1, draw(rng, cache, 0)[0]).shape == (2, 0, HEADS * GROUP, DIM)
+
+
 def test_padding(kernels: Kernels) -> None:
     cache, rng = make(), np.random.default_rng(2)
     valid = np.ones((2, 100), bool)
