@@ -103,6 +103,18 @@ def test_malformed_declarations_are_refused(root: Path, text: str, words: str) -
         fast(root)
 
 
+def test_lines_of_numba_kernels_stand_in_the_function_that_makes_them(root: Path) -> None:
+    line = "# gate: bits=2,4 registers<=40 arch=sm_90a\n"
+    (root / "cuda_one.py").write_text(f"def other(bits): ...\n\ndef pack(bits):\n    {line}    return bits\n")
+    (root / "cuda_shared.py").write_text("def helper(): ...\n")
+    assert list(map(str, specialisations(root))) == [
+        f"cuda_one.py:pack sm_90a bits={bits}" for bits in (2, 4)
+    ]
+    (root / "cuda_one.py").write_text(f"{line}def pack(bits): ...\n")
+    with pytest.raises(ValueError, match=r"cuda_one\.py:1: a gate line stands in the function"):
+        specialisations(root)
+
+
 # ---- what is refused
 
 
