@@ -2,22 +2,28 @@
 
 A pool is an array (pages, bytes of a page) that starts at a multiple of 64 bytes. It grows by a quarter; what
 has never been written takes no memory of the machine. What has been written and is free again does, so a
-pool with many holes is packed (`is_loose`, `replace`).
+pool with many holes is packed (`is_loose`, `replace`). Large pools are mapped on their own: among the
+arrays that come and go they would pin what these leave behind, more than the pools themselves.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.pages import PageLayout
+from kvlab.errors import OutOfMemory
 
 __all__ = ["PagePools"]
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
+
+_MAPPED = 2**18
+"""Bytes from which on a pool is mapped on its own."""
 
 _LOOSE_SHARE, _LOOSE_LEAST = 64, 8
 """A pool is loose if more than one page in so many is free, and more than a few."""
@@ -84,6 +90,15 @@ class PagePools:
 
 def _room(pages: int, layout: PageLayout) -> Bytes:
     """Room for pages, not initialised, that starts at a multiple of 64 bytes."""
-    raw = np.empty(pages * layout.nbytes + 64, np.uint8)
+    nbytes = pages * layout.nbytes
+    if nbytes >= _MAPPED:
+        try:
+            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise OutOfMemory(
+                f"no {nbytes} bytes for {pages} pages at {layout.bits_k} bits: {error}"
+            ) from None
+        return np.frombuffer(mapped, np.uint8).reshape(pages, layout.nbytes)
+    raw = np.empty(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
-    return raw[start : start + pages * layout.nbytes].reshape(pages, layout.nbytes)
+    return raw[start : start + nbytes].reshape(pages, layout.nbytes)
