@@ -202,9 +202,11 @@ def _show(console: Console, result: Comparison, rows: list[Row], recorded: Path 
         "top-1": "how often the most probable token is the same",
         "tok/s": f"the whole model, {protocol['chunk']} tokens of a window at once, beside other processes",
     }
-    if any(row.recorded for row in rows) and recorded is not None:
+    earlier = [row.windows for row in rows if row.recorded]
+    if earlier and recorded is not None:
         explained["*"] = (
-            f"transformers' QuantizedCache, measured earlier on the same windows: {recorded.name}"
+            f"transformers' QuantizedCache, recorded earlier on {min(earlier)} of these {windows} windows: "
+            f"{recorded.name}"
         )
     for word, meaning in explained.items():
         console.print(f"[bold]{word}[/bold]: {meaning}", highlight=False)

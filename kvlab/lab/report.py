@@ -144,11 +144,11 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "budget": lambda row: "" if row.budget is None else f"{row.budget:g}",
     "MiB": lambda row: f"{row.mebibytes:.2f}",
     "bits": lambda row: f"{row.bits_per_element:.2f}",
-    "ppl": lambda row: f"{row.perplexity:.2f}",
+    "ppl": lambda row: "" if row.recorded else f"{row.perplexity:.2f}",
     "change": lambda row: "" if row.kind == FULL_PRECISION else f"{row.change:+.2%}",
     "KL": lambda row: "" if row.kind == FULL_PRECISION else _with_error(row.kl, row.kl_error),
     "top-1": lambda row: "" if row.kind == FULL_PRECISION else f"{row.agreement:.1%}",
-    "tok/s": lambda row: f"{row.tokens_per_second:.0f}",
+    "tok/s": lambda row: "" if row.recorded else f"{row.tokens_per_second:.0f}",
     "pages at each width": lambda row: row.widths,
 }
 _LEFT = ("cache", "pages at each width")
