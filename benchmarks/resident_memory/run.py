@@ -1,6 +1,6 @@
 """Resident memory of a cache beside what it counts: `nbytes` must be what the machine gives.
 
-    python benchmarks/resident_memory/run.py --size 1.1GiB --output resident.json
+    python benchmarks/resident_memory/run.py --size 1152MiB --output resident.json
 
 A cache under a cap of `size` bytes takes tokens in four steps until, at about 4 bits each, the cap is full:
 at first all are stored at 8 bits, later most are demoted, so that pages become free in every pool. What the
@@ -46,7 +46,7 @@ def filled(size: int) -> MixedPrecisionCache:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--size", default="1.1GiB", help="cap of the cache")
+    parser.add_argument("--size", default="1152MiB", help="cap of the cache")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     filled(16 * 2**20)
