@@ -61,6 +61,11 @@ def _ladder(words: Sequence[int | str]) -> Ladder:
     for low, high in pairwise(rungs):
         if low.total == high.total:
             raise ValueError(f"bits: rungs {low} and {high} take the same bytes; keep one of them")
+        if low.bits_k > high.bits_k or low.bits_v > high.bits_v:
+            raise ValueError(
+                f"bits: a token demoted from {high} to {low} would get more bits for K or V than it has; name "
+                f"rungs that narrow on both sides, or stay equal on one"
+            )
     if rungs[-1].total == 0:
         raise ValueError("bits: width 0 alone would keep nothing; name at least one other width")
     return tuple(rungs)
@@ -79,7 +84,8 @@ def parse_bits(bits: Bits, num_layers: int) -> tuple[Ladder, ...]:
     Raises
     ------
     ValueError
-        If a width is not supported, two rungs take the same bytes, or a range misses or repeats a layer.
+        If a width is not supported, two rungs take the same bytes, a lower rung is wider for K or V than a
+        higher one, or a range misses or repeats a layer.
 
     Examples
     --------

@@ -362,6 +362,7 @@ def test_repeat_under_an_absolute_budget_demotes():
     [
         ({"bits": (5,)}, ValueError, "width 5"),
         ({"bits": ("k4v2", 3)}, ValueError, "same bytes"),
+        ({"bits": ("k16v2", "k8v16")}, ValueError, "more bits for K or V than it has"),
         ({"bits": "0-0:8"}, ValueError, r"layers \[1\] of 2"),
         ({"budget": -1.0}, ValueError, "budget=-1.0"),
         ({"budget": "6 parsecs"}, ValueError, "budget="),

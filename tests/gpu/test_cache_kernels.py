@@ -23,7 +23,7 @@ from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narro
 from tests.gpu.test_packed_attention import DTYPES, to_numpy, to_torch
 
 BATCH, HEADS, GROUP = 2, 2, 4
-MIXED = ("2,3,4,8,16", "k4v2,k2v8,k16v3", "8", "k3v16,16")
+MIXED = ("2,3,4,8,16", "k2v3,k4v8,k16v8", "8", "k3v16,16")
 MOVE = np.dtype(
     [
         *((name, "u4") for name in ("from", "to")),
