@@ -257,7 +257,8 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
         errors = [min(2 * row.kl_error, 0.9 * y) for row, y in zip(group, floor, strict=True)]
         axes.errorbar(x, floor, yerr=errors, label=_LABELS[kind], markersize=6, capsize=2, **style)
         for row, y in zip(group, floor, strict=True):
-            above = kind in ("uniform", "transformers")
+            # hqq and quanto take the same bytes: their names stand on different sides.
+            above = kind in ("uniform", "transformers") and not row.cache.startswith("hqq")
             axes.annotate(
                 _short(row),
                 (row.bits_per_element, y),
