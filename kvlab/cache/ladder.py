@@ -63,8 +63,8 @@ def _ladder(words: Sequence[int | str]) -> Ladder:
             raise ValueError(f"bits: rungs {low} and {high} take the same bytes; keep one of them")
         if low.bits_k > high.bits_k or low.bits_v > high.bits_v:
             raise ValueError(
-                f"bits: a token demoted from {high} to {low} would get more bits for K or V than it has; name "
-                f"rungs that narrow on both sides, or stay equal on one"
+                f"bits: a token demoted from {high} to {low} would get more bits for K or V than it has; "
+                f"name rungs that narrow on both sides, or stay equal on one"
             )
     if rungs[-1].total == 0:
         raise ValueError("bits: width 0 alone would keep nothing; name at least one other width")
