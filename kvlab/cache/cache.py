@@ -411,13 +411,23 @@ class MixedPrecisionCache:
         ----------
         n : int
             0 to `seqlen`.
+
+        Raises
+        ------
+        BudgetError
+            If a relative budget falls so far that what stays does not fit; the cache is as it was.
         """
         if not 0 <= n <= self.seqlen:
             raise ValueError(f"n={n} must lie between 0 and the {self.seqlen} time steps seen")
         end = self.seqlen - n
         with self._on_host():
-            for layer in self.layers:
-                layer.crop(end)
+            try:
+                share = self._share(end, self.batch)
+                plans = [layer.plan_crop(end, share) for layer in self.layers]
+            except BudgetError:
+                raise self._refusal(end, self.batch) from None
+            for layer, plan in zip(self.layers, plans, strict=True):
+                layer.crop(end, plan)
 
     def reset(self) -> None:
         """Forget everything."""

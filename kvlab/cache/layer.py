@@ -228,18 +228,40 @@ class Layer:
 
     # ---- rows and lengths ----------------------------------------------------------------------------------
 
-    def crop(self, end: int) -> None:
-        """Forget the tokens from position `end` on."""
-        store = self.store
-        nothing = NewTokens.none(store.num_heads_kv, store.head_dim)
-        for row in range(store.batch):
-            window = self.windows[row]
-            self.windows[row] = window.part(0, int((window.position < end).sum()))
-            tokens = store.tokens(row)
-            kept = tokens.position < end
-            if not kept.all():
-                store.apply(row, store.keep(tokens, kept), nothing)
+    def plan_crop(self, end: int, share: int | None) -> list[Plan]:
+        """Plans, one a row, that forget the tokens from position `end` on and take at most `share` bytes.
+
+        A relative budget falls with the length, so what stays may have to be demoted. Errors as of `commit`.
+        """
+        nothing = NewTokens.none(self.store.num_heads_kv, self.store.head_dim)
+        plans = []
+        for row in range(self.store.batch):
+            tokens = self.store.tokens(row)
+            kept = np.flatnonzero(tokens.position < end)
+            stored = np.full(len(tokens), -1)
+            stored[kept] = tokens.rung[kept]
+            if share is not None and len(kept):
+                room = share - self._window_before(row, end).nbytes
+                if self.store.packed_nbytes(tokens.part(kept)) > room:
+                    plan = self.store.plan(
+                        tokens.part(kept), nothing, room, self._weigher(end), self.allocator
+                    )
+                    stored[kept] = plan.stored
+            plans.append(Plan(tokens, stored, np.empty((self.store.num_heads_kv, 0), np.int64)))
+        return plans
+
+    def crop(self, end: int, plans: list[Plan]) -> None:
+        """Forget the tokens from position `end` on, as `plan_crop` has planned it."""
+        nothing = NewTokens.none(self.store.num_heads_kv, self.store.head_dim)
+        for row, plan in enumerate(plans):
+            self.windows[row] = self._window_before(row, end)
+            if not np.array_equal(plan.stored, plan.tokens.rung):
+                self.store.apply(row, plan, nothing)
         self.seqlen = end
+
+    def _window_before(self, row: int, end: int) -> Window:
+        window = self.windows[row]
+        return window.part(0, int((window.position < end).sum()))
 
     def shrink(self, rows: Ints, share: int | None) -> list[tuple[int, Plan]]:
         """Plans by which the given rows would take at most `share` bytes; see `commit` for errors."""

@@ -41,6 +41,17 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.head)
 
+    def part(self, which: Ints) -> Tokens:
+        """The given ones, in the given order."""
+        return Tokens(
+            self.head[which],
+            self.page[which],
+            self.slot[which],
+            self.rung[which],
+            self.position[which],
+            self.code[which],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:

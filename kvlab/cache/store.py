@@ -133,6 +133,13 @@ class LayerStore:
         pages = -(-tokens // TOKENS_PER_PAGE)
         return self.num_heads_kv * pages * lowest + self.fixed_nbytes
 
+    def packed_nbytes(self, tokens: Tokens) -> int:
+        """Bytes of a row that holds these tokens, all but one page of each (head, segment, rung) full."""
+        place = np.stack([tokens.head, tokens.position >> 16, tokens.rung])
+        (_, _, rung), count = np.unique(place, axis=1, return_counts=True)
+        sizes = np.array([self.page_bytes(r) for r in range(len(self.ladder))])
+        return int((-(-count // TOKENS_PER_PAGE) * sizes[rung]).sum()) + self.fixed_nbytes
+
     def tokens(self, row: int) -> Tokens:
         """All stored tokens of a row."""
         live = self.live()[row]
@@ -169,10 +176,6 @@ class LayerStore:
         """Choose a rung for every token of a row, its pages and table within `budget`; see `plan_row`."""
         room = None if budget is None else budget - self.fixed_nbytes
         return plan_row(tokens, new, room, weigh, method, self._rates)
-
-    def keep(self, tokens: Tokens, kept: NDArray[np.bool_]) -> Plan:
-        """A plan that drops all stored tokens but those of `kept`."""
-        return Plan(tokens, np.where(kept, tokens.rung, -1), np.empty((self.num_heads_kv, 0), np.int64))
 
     # ---- carrying out --------------------------------------------------------------------------------------
 

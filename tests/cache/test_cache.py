@@ -357,6 +357,25 @@ def test_repeat_under_an_absolute_budget_demotes():
     assert cache.batch == 2
 
 
+def test_what_a_crop_leaves_fits_the_smaller_budget():
+    """The first tokens are the important ones, at high widths: a third of the length, most of the bytes."""
+    rng = np.random.default_rng(5)
+    k, v = rng.standard_normal((2, 1, 1024, 1, 32), dtype=np.float32)
+    k[:, :300] *= 0.1  # keys of small norm count as important
+    cache = MixedPrecisionCache(1, 2, 1, 32, budget=0.3, plan_length=1, importance="key_norm", recent=0)
+    cache.append(0, k, v)
+    wide = 1024 * 4 * 32 * 0.3
+    assert wide / 2 < cache.nbytes <= wide
+    cache.crop(724)
+    assert cache.seqlen == 300
+    assert cache.layers[0].tokens() == 300
+    assert cache.nbytes <= cache.budget_nbytes < wide / 2
+    before = cache.nbytes
+    with pytest.raises(BudgetError, match="at least"):
+        cache.crop(299)  # a page for one token is more than its share
+    assert (cache.seqlen, cache.nbytes, cache.layers[0].tokens()) == (300, before, 300)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
