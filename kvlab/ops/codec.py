@@ -201,8 +201,9 @@ def quantize(
     A constant group comes back exactly from the affine codec if float16 (or, out of its range, bfloat16)
     represents the constant. Quantising what `dequantize` gave leads to the same codes with the symmetric
     codec where the scale is at least one ulp of the output, and with the affine one where it is also a normal
-    number and the lowest code of the group is 0. That is so wherever the offset is exact: for float16 and
-    bfloat16 inputs unless the words are bfloat16.
+    number and the lowest code of the group is 0 (and, if the words are bfloat16, the highest in use). The
+    lowest code is 0 wherever the offset is exact: for float16 and bfloat16 inputs unless the words are
+    bfloat16.
 
     References
     ----------

@@ -69,6 +69,8 @@ def test_quantising_again_gives_the_same_codes(case: CodecCase) -> None:
     if first.codec == "affine":
         promised &= words.scale >= np.where(words.wide, 2.0**-126, 2.0**-14)
         promised &= over_groups(np.min, codes, first) == 0
+        # A bfloat16 scale rounded up can leave the highest of 256 levels unused, and the next one is smaller.
+        promised &= ~words.wide | (over_groups(np.max, codes, first) == 2**first.bits - 1)
         if case.x.dtype != np.float32:
             assert (promised | (over_groups(np.min, codes, first) == 0) | words.wide).all()
     assert np.array_equal(codes_of(again)[promised], codes[promised])
