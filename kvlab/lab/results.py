@@ -42,13 +42,20 @@ def provenance(**settings: str | int | float | None) -> dict[str, Any]:
     """
     report = environment.report()
     return {
-        "command": shlex.join(["kvlab", *sys.argv[1:]]),
+        "command": shlex.join([*_program(), *sys.argv[1:]]),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "git": _git_state(),
         "settings": settings,
         "packages": {name: report["packages"][name] for name in _PACKAGES},
         **{name: report[name] for name in ("kvlab", "python", "platform", "cpu", "memory")},
     }
+
+
+def _program() -> list[str]:
+    """Return how this program is called: a script of the repository by its path in it, else as kvlab."""
+    script, root = Path(sys.argv[0]).resolve(), Path(__file__).parents[2]
+    is_script = script.is_relative_to(root / "benchmarks")
+    return ["python", str(script.relative_to(root))] if is_script else ["kvlab"]
 
 
 def _git_state() -> dict[str, str | bool] | None:

@@ -129,3 +129,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out)["case"] == "packing"
     with pytest.raises(NotImplementedError, match="the case allocator runs on cpu"):
         command("allocator", device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [("benchmarks/resident_memory/run.py", "python benchmarks/resident_memory/run.py"), ("kvlab", "kvlab")],
+)
+def test_a_result_says_what_made_it(program: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(Path(__file__).parents[2] / program), "--size", "1GiB"])
+    assert results.provenance()["command"] == f"{command} --size 1GiB"
