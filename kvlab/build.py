@@ -31,7 +31,7 @@ from kvlab.errors import needs_extra
 from kvlab.filecache import FileCache, cache_folder
 from kvlab.nvrtc import arch_of, check_arch, compile_cubin, compiler
 
-__all__ = ["Built", "Kernel", "arch_of", "build", "content_key", "kernel_root", "load"]
+__all__ = ["Built", "Kernel", "arch_of", "build", "content_key", "kernel_folder", "kernel_root", "load"]
 
 _SHARED_BYTES_UNASKED = 48 * 1024  # static and dynamic together; a kernel that wants more has to ask
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -111,13 +111,18 @@ def content_key(name: str, macros: Macros, arch: str, *, root: Path | None = Non
     return _request(name, macros, arch, root).key
 
 
-@functools.cache
 def kernel_root() -> Path:
-    """Folder of kvlab's own CUDA sources: the installed ``kvlab.cuda_kernels`` or a checkout's folder."""
-    spec = importlib.util.find_spec("kvlab.cuda_kernels")
+    """Folder of kvlab's own CUDA sources."""
+    return kernel_folder("cuda")
+
+
+@functools.cache
+def kernel_folder(kind: str) -> Path:
+    """Folder of the kernels of a kind, "cuda" or "numba": the installed package or a checkout's folder."""
+    spec = importlib.util.find_spec(f"kvlab.{kind}_kernels")
     if spec is not None and spec.origin is not None:
         return Path(spec.origin).parent
-    return Path(__file__).resolve().parents[1] / "kernels" / "cuda"
+    return Path(__file__).resolve().parents[1] / "kernels" / kind
 
 
 # ---- what decides the bytes

@@ -19,7 +19,6 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
-import importlib.util
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvlab.build import Built
+from kvlab.build import Built, kernel_folder
 from kvlab.errors import BuildError, needs_extra
 from kvlab.filecache import FileCache, cache_folder
 
@@ -104,13 +103,9 @@ def _sources(name: str) -> list[str]:
     return [part for item in sorted(found.items()) for part in item]
 
 
-@functools.cache
 def numba_kernel_root() -> Path:
-    """Folder of the Numba kernels: the installed ``kvlab.numba_kernels`` or a checkout's folder."""
-    spec = importlib.util.find_spec("kvlab.numba_kernels")
-    if spec is not None and spec.origin is not None:
-        return Path(spec.origin).parent
-    return Path(__file__).resolve().parents[1] / "kernels" / "numba"
+    """Folder of the Numba kernels."""
+    return kernel_folder("numba")
 
 
 @functools.cache

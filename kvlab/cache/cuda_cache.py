@@ -26,7 +26,6 @@ from kvlab.cache.cuda_changes import MOST_ROOM, Changes
 from kvlab.cache.cuda_exchange import from_layers, to_layers
 from kvlab.cache.cuda_plan import Workspace as Plan
 from kvlab.cache.cuda_store import STATE
-from kvlab.cache.importance import Policy
 from kvlab.cache.layer import Layer
 from kvlab.ops.attention import attention, attention_varlen
 
@@ -43,7 +42,6 @@ class Settings:
     """What a cache is told once; names as for `MixedPrecisionCache`."""
 
     num_heads_q: int
-    policy: Policy
     sink: int
     recent: int
     realloc_every: int
@@ -78,11 +76,7 @@ class DeviceCache:
         self.lengths = [layer.seqlen for layer in layers]
         self.since = [layer.since_collection for layer in layers]
         self.room = [0] * len(layers)
-        # Where there is only one rung no score decides anything, and none is collected.
-        self.observes = [
-            settings.policy.observes if len(layer.store.ladder) + layer.store.evicts > 1 else "nothing"
-            for layer in layers
-        ]
+        self.observes = [layer.observes for layer in layers]
         self._make(capacity, share)
         if any(self.lengths):
             self._take_from_host()

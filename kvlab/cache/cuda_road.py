@@ -197,7 +197,6 @@ class GpuRoad:
             raise ValueError(f"the arrays are on cuda:{views[0].device}, the cache is on {cache.device}")
         settings = Settings(
             num_heads_q=cache.num_heads_q,
-            policy=cache._policy,
             sink=cache.sink,
             recent=cache.recent,
             realloc_every=cache.realloc_every,

@@ -17,6 +17,7 @@ import numpy as np
 from kvlab.arrays import ArrayT, CudaView, cuda_view, current_stream, dtype_name, empty
 from kvlab.build import Kernel, arch_of, build, load
 from kvlab.device import compute_capability
+from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew, multiprocessors
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, PackedAttention, Pages
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["AttendCall", "Workspace", "attend", "make_workspace"]
 
 _ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
-_MERGE_ROWS, _MAX_STAGES, _MAX_RUNGS = 4, 8, 16
+_MERGE_ROWS, _MAX_STAGES = 4, 8
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
 _POINTERS = [
     "rung",
@@ -43,7 +44,7 @@ _INTEGERS = ["pairs", "heads_kv", "entries", "num_rungs", "rows", "group", "kept
 _RUNG = np.dtype([("pool", "u8"), ("record", "u4"), ("bits_k", "u2"), ("bits_v", "u2")])
 _CALL = np.dtype(
     [
-        ("rungs", _RUNG, _MAX_RUNGS),
+        ("rungs", _RUNG, MAX_RUNGS),
         *((name, "u8") for name in _POINTERS),
         *((name, "i8") for name in ("q_batch", "q_position", "q_head")),
         *((name, "i4") for name in _INTEGERS),
@@ -75,7 +76,7 @@ class Workspace:
 def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Workspace:
     """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group)."""
     sequences = pairs * -(-query_rows // _ROWS)
-    blocks = _multiprocessors(cuda_view(like, "q").device)
+    blocks = multiprocessors(cuda_view(like, "q").device)
     arrivals = empty((max(sequences, 1),), "int32", like)
     arrivals[...] = 0
     return Workspace(empty((blocks + sequences, _ROWS, head_dim + 2), "float32", like), arrivals)
@@ -133,7 +134,7 @@ def _plan(
             f"{head_dim} and these widths; device {device} has {free + merge}. Use narrower pages"
         )
     ring = warps * stages * slot
-    return _Plan(kernel, _multiprocessors(device), warps, slot, stages, ring + merge)
+    return _Plan(kernel, multiprocessors(device), warps, slot, stages, ring + merge)
 
 
 @lru_cache(maxsize=16)
@@ -141,13 +142,6 @@ def _shared_bytes(device: int) -> int:
     import cupy
 
     return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: int) -> int:
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 def attend(
@@ -210,7 +204,7 @@ class AttendCall:
         batch, seqlen_q, heads, _ = q.shape
         kv_heads, entries = pages.rung.shape[1:]
         group, device = heads // kv_heads, cuda_view(q, "q").device
-        if batch * kv_heads * -(-seqlen_q * group // _ROWS) * entries * _multiprocessors(device) >= 1 << 32:
+        if batch * kv_heads * -(-seqlen_q * group // _ROWS) * entries * multiprocessors(device) >= 1 << 32:
             raise NotImplementedError(
                 f"the page table has room for {batch * kv_heads * entries} pages, too many for one call: "
                 "attend fewer rows of the batch at a time"
@@ -254,22 +248,4 @@ def launch(
     q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
 ) -> PackedAttention[ArrayT]:
     """Launcher of backend "cuda" for `kvlab.ops.packed.packed_attention`."""
-    from kvlab.ops.packed import PackedAttention
-
-    batch, seqlen_q, heads, head_dim = q.shape  # type: ignore[attr-defined]
-    if dtype_name(q, "q") != pages.dtype:
-        raise NotImplementedError(
-            f"q is {dtype_name(q)} and the pages are of a {pages.dtype} cache; on a GPU both must be the same"
-        )
-    if len(pages.layouts) > _MAX_RUNGS:
-        raise NotImplementedError(
-            f"pages have {len(pages.layouts)} rungs; on a GPU at most {_MAX_RUNGS} are supported"
-        )
-    kv_heads, entries = pages.rung.shape[1:]
-    out = empty((batch, seqlen_q, heads, head_dim), dtype_name(q), q)
-    lse = empty((batch, heads, seqlen_q), "float32", q)
-    scores = empty((batch, kv_heads, entries, keep_scores * group, 64), "float32", q) if keep_scores else None
-    if batch * seqlen_q * heads:
-        workspace = make_workspace(q, batch * kv_heads, seqlen_q * group, head_dim)
-        attend(q, pages, out, lse, workspace, scale=scale, softcap=softcap, scores=scores)
-    return PackedAttention(out, lse, scores)
+    return attend_anew(make_workspace, attend, q, pages, group, scale, softcap, keep_scores)

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, cuda_view, current_stream, dtype_name, empty
+from kvlab.arrays import ArrayT, cuda_view, current_stream, empty
 from kvlab.build import Kernel, arch_of, load
 from kvlab.device import compute_capability
 from kvlab.numba_cuda import build_numba
+from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew, multiprocessors
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, PackedAttention, Pages
 
 __all__ = ["Workspace", "attend", "launch", "make_workspace", "options_of", "table_arguments"]
 
-_WARPS, _MERGE_THREADS, _MAX_RUNGS = 2, 128, 16
+_WARPS, _MERGE_THREADS = 2, 128
 _MOST_BLOCKS = 6  # of a multiprocessor
 _MOST_ROWS, _MOST_ROUNDS = 4, 2
 
@@ -45,7 +46,7 @@ class Workspace:
 def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Workspace:
     """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group)."""
     sequences = pairs * _row_blocks(query_rows, head_dim)
-    blocks = max(sequences, _MOST_BLOCKS * _multiprocessors(cuda_view(like, "q").device))
+    blocks = max(sequences, _MOST_BLOCKS * multiprocessors(cuda_view(like, "q").device))
     shape = (blocks * _WARPS, _MOST_ROUNDS, rows_at_once(query_rows, head_dim), head_dim + 2)
     return Workspace(empty(shape, "float32", like))
 
@@ -97,14 +98,7 @@ def _kernels(
         build_numba("cuda_packed_merge", "merge_parts", merging, arch),
     )
     attend_kernel, merge_kernel = (load(each, device=device) for each in built)
-    return attend_kernel, merge_kernel, blocks * _multiprocessors(device)
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: int) -> int:
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+    return attend_kernel, merge_kernel, blocks * multiprocessors(device)
 
 
 def shares_of(sequences: int, entries: int, slots: int) -> int:
@@ -124,11 +118,11 @@ def table_arguments(layouts: tuple[Layout, ...], pools: list[int]) -> tuple[list
     Returns
     -------
     places : list of int64
-        Where each pool begins, in words from the first; `_MAX_RUNGS` of them.
+        Where each pool begins, in words from the first; `MAX_RUNGS` of them.
     bits_k, bits_v : int64
         Four bits a rung, the first lowest; 0 is width 16.
     """
-    places = [(pool - pools[0]) // 4 for pool in pools] + [0] * (_MAX_RUNGS - len(pools))
+    places = [(pool - pools[0]) // 4 for pool in pools] + [0] * (MAX_RUNGS - len(pools))
     bits_k = sum((layout.bits_k % 16) << 4 * r for r, layout in enumerate(layouts))
     bits_v = sum((layout.bits_v % 16) << 4 * r for r, layout in enumerate(layouts))
     signed = np.array([bits_k, bits_v], np.uint64).view(np.int64)
@@ -209,23 +203,4 @@ def launch(
     q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
 ) -> PackedAttention[ArrayT]:
     """Launcher of backend "numba" for `kvlab.ops.packed.packed_attention`."""
-    from kvlab.ops.packed import PackedAttention
-
-    batch, seqlen_q, heads, head_dim = q.shape  # type: ignore[attr-defined]
-    dtype = dtype_name(q, "q")
-    if dtype != pages.dtype:
-        raise NotImplementedError(
-            f"q is {dtype} and the pages are of a {pages.dtype} cache; on a GPU both must be the same"
-        )
-    if len(pages.layouts) > _MAX_RUNGS:
-        raise NotImplementedError(
-            f"pages have {len(pages.layouts)} rungs; on a GPU at most {_MAX_RUNGS} are supported"
-        )
-    kv_heads, entries = pages.rung.shape[1:]
-    out = empty((batch, seqlen_q, heads, head_dim), dtype, q)
-    lse = empty((batch, heads, seqlen_q), "float32", q)
-    scores = empty((batch, kv_heads, entries, keep_scores * group, 64), "float32", q) if keep_scores else None
-    if batch * seqlen_q * heads:
-        workspace = make_workspace(q, batch * kv_heads, seqlen_q * group, head_dim)
-        attend(q, pages, out, lse, workspace, scale=scale, softcap=softcap, scores=scores)
-    return PackedAttention(out, lse, scores)
+    return attend_anew(make_workspace, attend, q, pages, group, scale, softcap, keep_scores)

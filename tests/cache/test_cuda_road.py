@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.pages import LayerPages
 from kvlab.errors import BudgetError, OutOfMemory
 from kvlab.ops.attention import merge_attention
 from kvlab.ops.packed import packed_attention
 from tests.cache.numpy_gpu import Kernels, install
+from tests.held import pages_of, positions
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
 
@@ -33,21 +33,6 @@ def make(**options: Any) -> MixedPrecisionCache:
 def draw(rng: np.random.Generator, cache: Any, steps: int) -> list[np.ndarray]:
     shapes = [(cache.batch, steps, heads, DIM) for heads in (HEADS * GROUP, HEADS, HEADS)]
     return [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
-
-
-def pages_of(cache: Any) -> list[LayerPages]:
-    with cache._on_host(changes=False):
-        return [layer.store.view() for layer in cache.layers]
-
-
-def positions(pages: LayerPages, row: int, head: int) -> list[int]:
-    found = []
-    for entry in range(int(pages.num_pages[row, head])):
-        at = (row, head, entry)
-        layout, count = pages.layouts[pages.rung[at]], int(pages.count[at])
-        held = layout.positions_in(pages.pools[pages.rung[at]])[pages.index[at], :count]
-        found += [(int(pages.base[at]) << 16) + int(offset) for offset in held]
-    return sorted(found)
 
 
 def check_state(cache: Any, held: list[Any]) -> None:

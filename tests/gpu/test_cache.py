@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import kvlab
-from kvlab.cache.pages import LayerPages
 from kvlab.errors import BudgetError
 from kvlab.reference import packed as reference
 from tests.compare import assert_accurate
 from tests.gpu.test_cache_kernels import exact
 from tests.gpu.test_packed_attention import DTYPES, low_precision, to_numpy, to_torch
+from tests.held import pages_of, positions
 
 LAYERS, HEADS, GROUP = 2, 2, 4
 
@@ -32,21 +32,6 @@ def draw(rng: np.random.Generator, cache: Any, steps: int) -> tuple[np.ndarray, 
     q = rng.standard_normal((cache.batch, steps, HEADS * GROUP, cache.head_dim)).astype(kind)
     k, v = ((rng.standard_normal(shape) + 0.5).astype(kind) for _ in range(2))
     return q, k, v
-
-
-def pages_of(cache: Any) -> list[LayerPages]:
-    with cache._on_host(changes=False):
-        return [layer.store.view() for layer in cache.layers]
-
-
-def positions(pages: LayerPages, row: int, head: int) -> list[int]:
-    found = []
-    for entry in range(int(pages.num_pages[row, head])):
-        at = (row, head, entry)
-        layout, count = pages.layouts[pages.rung[at]], int(pages.count[at])
-        held = layout.positions_in(pages.pools[pages.rung[at]])[pages.index[at], :count]
-        found += [(int(pages.base[at]) << 16) + int(offset) for offset in held]
-    return sorted(found)
 
 
 def check_state(cache: Any, held: list[list[int]]) -> None:

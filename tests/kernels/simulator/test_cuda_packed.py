@@ -128,7 +128,7 @@ def simulate(case: PackedCase, multiprocessors: int = 1) -> Any:
         patch.setattr(packed_numba, "cuda_view", gpu.view)
         patch.setattr(packed_numba, "current_stream", lambda q: 0)
         patch.setattr(packed_numba, "_kernels", gpu.kernels)
-        patch.setattr(packed_numba, "_multiprocessors", lambda device: multiprocessors)
+        patch.setattr(packed_numba, "multiprocessors", lambda device: multiprocessors)
         return packed_numba.launch(case.q, pages, group, **options)
 
 

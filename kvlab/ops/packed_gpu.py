@@ -1,0 +1,58 @@
+"""What the two GPU backends of packed attention share: results and workspace of one call, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from kvlab.arrays import ArrayT, dtype_name, empty
+
+if TYPE_CHECKING:
+    from kvlab.ops.packed import PackedAttention, Pages
+
+__all__ = ["MAX_RUNGS", "attend_anew", "multiprocessors"]
+
+MAX_RUNGS = 16
+"""Rungs that the kernels' arguments have room for."""
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: int) -> int:
+    """Return how many multiprocessors a device has."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+def attend_anew(
+    make_workspace: Callable[[Any, int, int, int], Any],
+    attend: Callable[..., None],
+    q: ArrayT,
+    pages: Pages,
+    group: int,
+    scale: float,
+    softcap: float,
+    keep_scores: int,
+) -> PackedAttention[ArrayT]:
+    """Make results and a workspace and call a backend's `attend`: one call of `packed_attention`."""
+    from kvlab.ops.packed import PackedAttention
+
+    batch, seqlen_q, heads, head_dim = q.shape  # type: ignore[attr-defined]
+    dtype = dtype_name(q, "q")
+    if dtype != pages.dtype:
+        raise NotImplementedError(
+            f"q is {dtype} and the pages are of a {pages.dtype} cache; on a GPU both must be the same"
+        )
+    if len(pages.layouts) > MAX_RUNGS:
+        raise NotImplementedError(
+            f"pages have {len(pages.layouts)} rungs; on a GPU at most {MAX_RUNGS} are supported"
+        )
+    kv_heads, entries = pages.rung.shape[1:]
+    out = empty((batch, seqlen_q, heads, head_dim), dtype, q)
+    lse = empty((batch, heads, seqlen_q), "float32", q)
+    scores = empty((batch, kv_heads, entries, keep_scores * group, 64), "float32", q) if keep_scores else None
+    if batch * seqlen_q * heads:
+        workspace = make_workspace(q, batch * kv_heads, seqlen_q * group, head_dim)
+        attend(q, pages, out, lse, workspace, scale=scale, softcap=softcap, scores=scores)
+    return PackedAttention(out, lse, scores)
