@@ -212,8 +212,10 @@ class _Shared:
 
     def __init__(self, num_layers: int, dtype: str | None, options: dict[str, Any]) -> None:
         self.options, self.dtype = options, dtype
-        # Geometry and batch come with the first step; the smallest ones show now if the options are valid.
-        MixedPrecisionCache(max(num_layers, 1), 1, 1, 16, batch=1, dtype=dtype or "float16", **options)
+        # Geometry and batch come with the first step. The smallest ones show now if the options are valid; whether
+        # max_seqlen tokens fit depends on the true ones.
+        valid = {**options, "max_seqlen": None}
+        MixedPrecisionCache(max(num_layers, 1), 1, 1, 16, batch=1, dtype=dtype or "float16", **valid)
         self.cache: MixedPrecisionCache | None = None
         self.lengths = [0] * num_layers
         self.padding = Padding()

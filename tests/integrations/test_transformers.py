@@ -134,6 +134,13 @@ def test_defaults_are_those_of_the_cache_inside() -> None:
     assert all(outside[name].default == inside[name].default for name in ("budget", "bits"))
 
 
+def test_max_seqlen_is_judged_by_the_true_geometry() -> None:
+    """The smallest geometry, which checks the options, needs more bytes an element than a model's own."""
+    KVLabCache(tiny("llama").config, budget=0.3, bits=(4, 8), max_seqlen=4096)
+    with pytest.raises(BudgetError):
+        MixedPrecisionCache(2, 1, 1, 16, budget=0.3, bits=(4, 8), max_seqlen=4096)
+
+
 def test_the_cache_is_freed_with_its_last_reference(llama: Any) -> None:
     cache = KVLabCache(llama.config)
     llama(tokens(1, 9), past_key_values=cache)
