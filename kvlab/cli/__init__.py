@@ -20,7 +20,7 @@ from kvlab.errors import MissingExtraError, OutOfMemory
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = ("benchmark", "demo", "env")
+COMMANDS = ("ablate", "benchmark", "demo", "env")
 
 _MENDABLE = (ValueError, NotImplementedError, OSError, MissingExtraError, OutOfMemory)
 

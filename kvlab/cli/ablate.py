@@ -1,0 +1,118 @@
+"""`kvlab ablate`: memory, quality and speed of one configuration of a packed cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvlab.cli.options import Json, emit_json, size
+
+if TYPE_CHECKING:
+    from kvlab.lab.grid import AblationCase
+
+
+def command(
+    budget: Annotated[float, typer.Option(help="Fraction of the float16 bytes.")] = 0.5,
+    bits: Annotated[str, typer.Option(help="Widths in use.")] = "2,3,4,8",
+    context_length: Annotated[
+        int, typer.Option(parser=size, metavar="SIZE", help="Tokens in the cache.")
+    ] = 2048,
+    use_bit_packing: Annotated[
+        bool,
+        typer.Option(
+            "--use-bit-packing/--no-bit-packing", help="Without: the same allocation, one code a byte."
+        ),
+    ] = True,
+    device: Annotated[str, typer.Option(help="Where attention is timed: cpu, cuda or cuda:0.")] = "cpu",
+    num_samples: Annotated[
+        int, typer.Option(min=0, help="Windows of text to score; 0: as many as make 8,192 scored tokens.")
+    ] = 0,
+    num_layers: Annotated[int | None, typer.Option(help="With the next three: synthetic data.")] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    num_kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads; default: as many as query heads.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Elements of a key.")] = None,
+    seed: Annotated[int, typer.Option(help="Of synthetic data.")] = 0,
+    as_json: Json = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write the result to this file as JSON.")
+    ] = None,
+) -> None:
+    """Measure one configuration of a packed cache.
+
+    SmolLM2-135M reads a book through the cache: bytes, quality, and the time of attention of one new token
+    over the pages of all layers. With a geometry (--num-layers and so on), or beyond the 8,192 tokens of the
+    model, keys and values are synthetic and only their attention has a quality. A budget that the smallest
+    width does not fit gives the status "infeasible" and the smallest that does.
+
+    Example: kvlab ablate --budget 0.3 --bits 2,4,8 --context-length 1K --output case.json
+    """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
+    from kvlab.cli.progress import bar
+    from kvlab.lab.ablation import run
+
+    shape = (num_layers, num_heads, num_kv_heads, head_dim)
+    case = make_case(budget, bits, context_length, use_bit_packing, device, num_samples, shape, seed)
+    with bar(case.name) as tick:
+        result = run(case, tick)
+    emit_json(result, as_json=as_json, output=output)
+    if not as_json:
+        _show(result)
+
+
+def make_case(
+    budget: float,
+    bits: str,
+    context_length: int,
+    use_packing: bool,
+    device: str,
+    num_samples: int,
+    shape: tuple[int | None, int | None, int | None, int | None],
+    seed: int = 0,
+) -> AblationCase:
+    """Return the case that the options stand for; a geometry (layers, heads, KV heads, channels) or none."""
+    from kvlab.lab.grid import MODELS, AblationCase, Geometry, within_model
+
+    kind, _, number = device.partition(":")
+    if number not in ("", "0"):
+        raise ValueError(
+            f"device={device!r}: choose the GPU by CUDA_VISIBLE_DEVICES={number} and --device cuda"
+        )
+    options: dict[str, Any] = {"device": kind, "num_samples": num_samples, "seed": seed}
+    layers, heads, kv_heads, channels = shape
+    if layers is not None and heads is not None and channels is not None:
+        geometry = Geometry(layers, heads, kv_heads or heads, channels)
+        return AblationCase(budget, bits, context_length, use_packing, None, geometry, **options)
+    if any(value is not None for value in shape):
+        raise ValueError("a geometry takes --num-layers, --num-heads and --head-dim; give all three or none")
+    model = "tiny" if os.environ.get("KVLAB_TINY") == "1" else "smollm2"
+    least = AblationCase(budget, bits, 128, use_packing, model, MODELS[model].geometry, **options)
+    return within_model(least, context_length)
+
+
+def _show(result: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    config = result["config"]
+    source = "synthetic keys and values" if config["model"] is None else config["model"]
+    console.print(f"[bold]{result['experiment']}[/bold]: {source}, {config['device']}", highlight=False)
+    if result["status"] == "infeasible":
+        console.print(
+            f"infeasible: the smallest width takes {result['smallest_feasible_budget']:g} of float16, "
+            f"the budget is {config['budget']:g}"
+        )
+        return
+    for part in ("memory", "quality", "performance", "compression"):
+        values = ", ".join(f"{name} {_text(value)}" for name, value in result[part].items())
+        console.print(f"{part}: {values}", highlight=False)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{name}:{share:.0%}" for name, share in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

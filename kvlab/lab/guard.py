@@ -1,0 +1,133 @@
+"""What may not become a result: figures without provenance, beyond physics, of wrong answers, or throttled.
+
+Every figure of the laboratory passes here before it is written. A refusal is an error, never a warning: a
+wrong figure in a table costs more than a missing one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "GPU_LIMITS",
+    "gpu_state",
+    "refuse_impossible",
+    "refuse_throttled",
+    "refuse_wrong",
+    "require_provenance",
+]
+
+PROVENANCE = (
+    *("case_id", "seed", "git", "packages", "kvlab", "python", "platform", "cpu", "gpus", "gpu_state"),
+    *("backend", "command", "time"),
+)
+"""What must stand beside every result; `git` may be None outside a repository, `gpu_state` without a GPU."""
+
+GPU_LIMITS = {"NVIDIA H200": 4.8e12}
+"""Bytes a second that the memory of a GPU can give, by its name."""
+_CACHE_FACTOR = 4.0
+"""How much faster than memory a second-level cache may answer."""
+_CPU_BYTES = 64 * 2 * 6e9
+"""Bytes a second of one processor: two loads of 64 bytes at 6 GHz, which no kernel exceeds."""
+_BAD_REASONS = {
+    "hw_slowdown": "hardware slowdown",
+    "hw_thermal_slowdown": "temperature (hardware)",
+    "hw_power_brake_slowdown": "power brake",
+    "sw_thermal_slowdown": "temperature (driver)",
+}
+_QUERY = ("name", "uuid", "driver_version", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+
+
+def require_provenance(result: Mapping[str, Any]) -> None:
+    """Refuse a result that does not say where it comes from.
+
+    Raises
+    ------
+    ValueError
+        If ``provenance`` or a part of it is missing, or names another case than ``config``.
+    """
+    found = result.get("provenance")
+    missing = [name for name in PROVENANCE if not isinstance(found, dict) or name not in found]
+    if missing:
+        raise ValueError(f"a result without provenance is not written; missing: {', '.join(missing)}")
+
+
+def refuse_impossible(nbytes: int, seconds: float, gpu: str | None) -> None:
+    """Refuse a time in which the bytes cannot have been read.
+
+    Parameters
+    ----------
+    nbytes : int
+        What the call must read.
+    seconds : float
+    gpu : str, optional
+        Name of the GPU; None: the CPU.
+
+    Raises
+    ------
+    RuntimeError
+        If the rate is above what the hardware can give, or the time is not positive.
+
+    Examples
+    --------
+    >>> refuse_impossible(10**9, 1e-6, None)
+    Traceback (most recent call last):
+    RuntimeError: 1000000000 bytes in 1e-06 s are 1e+15 bytes a second; the hardware gives at most ...
+    """
+    if gpu is None:
+        limit = _CPU_BYTES * (os.cpu_count() or 1)
+    else:
+        limit = _CACHE_FACTOR * GPU_LIMITS.get(gpu, max(GPU_LIMITS.values()))
+    rate = nbytes / seconds if seconds > 0 else float("inf")
+    if rate > limit:
+        raise RuntimeError(
+            f"{nbytes} bytes in {seconds:.3g} s are {rate:.3g} bytes a second; the hardware gives at most "
+            f"{limit:.3g}, so what was timed did not do the work"
+        )
+
+
+def refuse_wrong(found: NDArray[Any], expected: NDArray[Any], tolerance: float, what: str) -> float:
+    """Return the relative error of an answer; refuse to time a wrong one.
+
+    Raises
+    ------
+    RuntimeError
+        If the error is above `tolerance` or not a number.
+    """
+    scale = float(np.linalg.norm(expected.astype(np.float64)))
+    error = float(np.linalg.norm(found.astype(np.float64) - expected)) / (scale or 1.0)
+    if not error <= tolerance or found.shape != expected.shape:
+        raise RuntimeError(f"{what}: relative error {error:.3g}, allowed {tolerance:.3g}; it was not timed")
+    return error
+
+
+def gpu_state() -> dict[str, str] | None:
+    """Return driver, clocks, power, temperature and reasons for slower clocks; None without a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    names = (*_QUERY, *(f"clocks_throttle_reasons.{reason}" for reason in _BAD_REASONS))
+    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        return None
+    return dict(zip(names, (word.strip() for word in answer.stdout.split(",")), strict=True))
+
+
+def refuse_throttled(state: Mapping[str, str] | None) -> None:
+    """Refuse figures of a GPU that had slowed down to protect itself.
+
+    Raises
+    ------
+    RuntimeError
+        If a reason is active; the message names it.
+    """
+    for reason, meaning in _BAD_REASONS.items():
+        if state is not None and state.get(f"clocks_throttle_reasons.{reason}") == "Active":
+            raise RuntimeError(f"the GPU ran at lower clocks ({meaning}): cool it and measure again")

@@ -1,0 +1,51 @@
+"""`kvlab ablate`: the case that options stand for, JSON in a file, one line for wrong options."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvlab import cli
+from kvlab.cli.ablate import make_case
+from kvlab.lab.grid import Geometry
+
+RUNNER = CliRunner()
+GEOMETRY = [*("--num-layers", "2", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "64")]
+
+
+def test_a_geometry_gives_json_on_screen_and_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "case.json"
+    options = [*GEOMETRY, "--context-length", "256", "--budget", "0.4", "--no-bit-packing"]
+    result = RUNNER.invoke(cli.app(), ["ablate", *options, "--output", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "b0.4_bits2_3_4_8_ctx256_unpacked: synthetic keys and values" in result.output
+    written = json.loads(path.read_text())
+    assert written["config"]["geometry"] == {
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+    }
+    assert written["config"]["use_packing"] is False
+    parts = ("config", "memory", "quality", "performance", "compression", "provenance")
+    assert all(written[part] for part in parts)
+
+
+def test_an_infeasible_budget_says_what_would_do() -> None:
+    result = RUNNER.invoke(cli.app(), ["ablate", *GEOMETRY, "--bits", "8", "--context-length", "256"])
+    assert result.exit_code == 0
+    assert "infeasible: the smallest width takes 0.5" in result.output
+
+
+def test_options_become_a_case() -> None:
+    none = (None, None, None, None)
+    assert make_case(0.5, "2,4", 2048, True, "cuda:0", 3, none).device == "cuda"
+    assert make_case(0.5, "2,4", 1 << 20, True, "cpu", 0, none).model is None
+    assert make_case(0.5, "2,4", 512, True, "cpu", 0, (2, 4, None, 64)).geometry == Geometry(2, 4, 4, 64)
+    with pytest.raises(ValueError, match="give all three or none"):
+        make_case(0.5, "2,4", 512, True, "cpu", 0, (2, None, None, None))
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=1"):
+        make_case(0.5, "2,4", 512, True, "cuda:1", 0, none)
