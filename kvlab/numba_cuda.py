@@ -8,9 +8,11 @@ A kernel is a function of ``kvlab.numba_kernels.<module>`` that returns, for its
 
     (Python function, types of its arguments, (threads of a block, blocks a multiprocessor shall hold))
 
-so that options are constants of the kernel, as macros are in CUDA C++. Pointers are ``CPointer`` types and
-are indexed like arrays of one dimension, which stand for them in Numba's simulator. A tuple of scalars
-becomes one parameter a member. The key of the cache hashes the module and the ``cuda_*.py`` that it imports.
+so that options are constants of the kernel, as macros are in CUDA C++. A module with ``CONTRACT = False`` has
+every product and sum rounded on its own; else both may become one operation with one rounding. Pointers
+are ``CPointer`` types and are indexed like arrays of one dimension, which stand for them in Numba's
+simulator. A tuple of scalars becomes one parameter a member. The key of the cache hashes the module and the
+``cuda_*.py`` that it imports.
 """
 
 from __future__ import annotations
@@ -37,9 +39,7 @@ _PARTS = ("numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink")
 _compiling = threading.Lock()
 
 
-def build_numba(
-    module: str, kernel: str, options: Mapping[str, Any], arch: str, *, contract: bool = True
-) -> Built:
+def build_numba(module: str, kernel: str, options: Mapping[str, Any], arch: str) -> Built:
     """Compile a kernel of ``kernels/numba/<module>.py`` for `arch`, or take it from the cache.
 
     Parameters
@@ -52,8 +52,6 @@ def build_numba(
         Keyword arguments of that function.
     arch : str
         ``"sm_75"`` or later (``"sm_90a"``); see `kvlab.build.arch_of`.
-    contract : bool
-        Whether a product and a sum may become one operation with one rounding. Codecs say no.
 
     Returns
     -------
@@ -69,19 +67,15 @@ def build_numba(
     kvlab.errors.MissingExtraError
         If numba-cuda is not installed.
     """
-    key = numba_content_key(module, kernel, options, arch, contract=contract)
-    cubin = _cache(cache_folder() / "cubin").get(
-        key, lambda: _compile(module, kernel, options, arch, contract=contract)
-    )
+    key = numba_content_key(module, kernel, options, arch)
+    cubin = _cache(cache_folder() / "cubin").get(key, lambda: _compile(module, kernel, options, arch))
     return Built(f"{module}.{kernel}", _definitions(options), arch, key, cubin)
 
 
-def numba_content_key(
-    module: str, kernel: str, options: Mapping[str, Any], arch: str, *, contract: bool = True
-) -> str:
+def numba_content_key(module: str, kernel: str, options: Mapping[str, Any], arch: str) -> str:
     """The `Built.key` that `build_numba` would give, without compiling; arguments and errors as there."""
     _capability(arch)
-    parts = [compiler(), arch, module, kernel, repr(_definitions(options)), f"contract={contract}"]
+    parts = [compiler(), arch, module, kernel, repr(_definitions(options))]
     parts += _sources(f"{module}.py")
     digest = hashlib.sha256()
     for part in parts:
@@ -136,12 +130,13 @@ def _capability(arch: str) -> tuple[int, int]:
     return int(match[1][:-1]), int(match[1][-1])
 
 
-def _compile(module: str, kernel: str, options: Mapping[str, Any], arch: str, *, contract: bool) -> bytes:
+def _compile(module: str, kernel: str, options: Mapping[str, Any], arch: str) -> bytes:
     with needs_extra("cu13", "a Numba CUDA kernel"):
         from cuda.core import Program, ProgramOptions
 
         numba_compiler: Any = importlib.import_module("numba.cuda.compiler")
-    make = getattr(importlib.import_module(f"kvlab.numba_kernels.{module}"), kernel)
+    source = importlib.import_module(f"kvlab.numba_kernels.{module}")
+    make = getattr(source, kernel)
     capability = _capability(arch)
     try:
         with _for_architecture(capability):
@@ -150,7 +145,7 @@ def _compile(module: str, kernel: str, options: Mapping[str, Any], arch: str, *,
             library, _ = numba_compiler._compile_pyfunc_with_fixup(
                 function, arguments, device=False, abi="numba", cc=capability, launch_bounds=bounds
             )
-            library._nvvm_options["fma"] = int(contract)
+            library._nvvm_options["fma"] = int(getattr(source, "CONTRACT", True))
             (ptx,) = library.get_asm_strs(cc=capability)
         (entry,) = re.findall(r"\.entry (\w+)", ptx)
         program = Program(ptx.replace(entry, kernel), "ptx", ProgramOptions(arch=arch))

@@ -38,6 +38,16 @@ def gpu_state() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def provenance() -> dict[str, object]:
+    """Return what made a result: the command, when, and on which machine."""
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "gpu": gpu_state(),
+        "environment": report(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=pathlib.Path)
@@ -64,13 +74,7 @@ def main() -> None:
                 flush=True,
             )
             torch.cuda.empty_cache()
-    source = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "gpu": gpu_state(),
-        "environment": report(),
-    }
-    options.out.write_text(json.dumps(source | {"rows": rows}, indent=1))
+    options.out.write_text(json.dumps(provenance() | {"rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

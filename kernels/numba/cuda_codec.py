@@ -35,6 +35,7 @@ uint8, uint16, int8, int32, int64, float32 = np.uint8, np.uint16, np.int8, np.in
 
 WORDS, FLOATS = types.CPointer(types.uint16), types.CPointer(types.float32)
 BOUNDS = 256, 2
+CONTRACT = False
 CODECS = "affine", "symmetric", "hadamard", "ternary"
 
 _ZERO, _HALF, _INFINITY = float32(0), float32(0.5), float32(np.inf)

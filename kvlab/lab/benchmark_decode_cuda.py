@@ -167,9 +167,25 @@ def time_dense(shape: Shape, repeats: int = 50) -> dict[str, float]:
 
 
 def time_packed(
-    shape: Shape, ladder: Mapping[int, float], repeats: int = 50, warps: int = 0
+    shape: Shape,
+    ladder: Mapping[int, float],
+    repeats: int = 50,
+    warps: int = 0,
+    backend: Any = packed_cuda,
 ) -> dict[str, Any]:
     """Check and time one case.
+
+    Parameters
+    ----------
+    shape : Shape
+    ladder : mapping of int to float
+        One of `LADDERS`.
+    repeats : int
+        Replays that are timed.
+    warps : int
+        Warps of a block of the CUDA C++ kernel; 0: what the library takes.
+    backend : module
+        The launcher: `kvlab.ops.packed_cuda` or `kvlab.ops.packed_numba`.
 
     Returns
     -------
@@ -186,10 +202,11 @@ def time_packed(
     q = torch.randn(shape.batch, 1, shape.num_heads_q, shape.head_dim, device="cuda", dtype=torch.bfloat16)
     out = torch.full_like(q, float("nan"))
     lse = torch.empty(shape.batch, shape.num_heads_q, 1, device="cuda")
-    workspace = packed_cuda.make_workspace(q, shape.pairs, group, shape.head_dim)
+    workspace = backend.make_workspace(q, shape.pairs, group, shape.head_dim)
+    options = {"warps": warps} if warps else {}
 
     def attend(own: SimpleNamespace) -> None:
-        packed_cuda.attend(q, own, out, lse, workspace, scale=shape.head_dim**-0.5, warps=warps)
+        backend.attend(q, own, out, lse, workspace, scale=shape.head_dim**-0.5, **options)
 
     attend(pages)
     error = None

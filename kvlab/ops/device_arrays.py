@@ -108,7 +108,7 @@ def cuda_kernel(name: str, entry: str, macros: tuple[tuple[str, int], ...], devi
 def numba_kernel(module: str, entry: str, options: tuple[tuple[str, Any], ...], device: int) -> Kernel:
     """Return the kernel that `entry` of ``kernels/numba/<module>.py`` makes, for a device."""
     arch = arch_of(*compute_capability(device))
-    return load(build_numba(module, entry, dict(options), arch, contract=False), entry, device=device)
+    return load(build_numba(module, entry, dict(options), arch), entry, device=device)
 
 
 def launch(
