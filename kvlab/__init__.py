@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvlab.ops.attention import attention as attention
     from kvlab.ops.attention import attention_varlen as attention_varlen
     from kvlab.ops.attention import merge_attention as merge_attention
+    from kvlab.ops.attention_backward import attention_backward as attention_backward
+    from kvlab.ops.attention_backward import attention_varlen_backward as attention_varlen_backward
     from kvlab.ops.bits import pack as pack
     from kvlab.ops.bits import pack_ternary as pack_ternary
     from kvlab.ops.bits import unpack as unpack
@@ -35,7 +37,9 @@ _HOME = {
     "OutOfMemory": "kvlab.errors",
     "Quantized": "kvlab.ops.codec",
     "attention": "kvlab.ops.attention",
+    "attention_backward": "kvlab.ops.attention_backward",
     "attention_varlen": "kvlab.ops.attention",
+    "attention_varlen_backward": "kvlab.ops.attention_backward",
     "dequantize": "kvlab.ops.codec",
     "last_backend": "kvlab.registry",
     "merge_attention": "kvlab.ops.attention",

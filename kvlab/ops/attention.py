@@ -9,18 +9,31 @@ and merged with no error but rounding.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvlab.arrays import Array, ArrayT, common_device, dtype_name, match_shapes
+from kvlab.arguments import flag, number, whole_number
+from kvlab.arrays import Array, ArrayT, Device, common_device, dtype_name, match_shapes
 from kvlab.registry import AtLeast, Row, choose, register
 
-__all__ = ["attention", "attention_varlen", "merge_attention"]
+__all__ = [
+    "Scores",
+    "Sequences",
+    "attention",
+    "attention_varlen",
+    "check_arrays",
+    "merge_attention",
+    "scores_of",
+    "sequences_of",
+    "shape_of",
+]
 
 _FLOATS = ("float16", "bfloat16", "float32")
-_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
-_CUDA_FACTS: dict[str, Any] = {"dtype": ("float16", "bfloat16"), "head_dim": range(1, 257)}
+_LONGEST = (1 << 31) - 1
+"""Largest length and window: kernels count in 32 bits."""
+FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
+REFERENCE_FACTS: dict[str, Any] = {"dtype": (*_FLOATS, "float64"), "head_dim": AtLeast(1)}
+CUDA_FACTS: dict[str, Any] = {"dtype": ("float16", "bfloat16"), "head_dim": range(1, 257)}
 
 # Pattern of an out and of its lse, by the number of dimensions of the out.
 _LAYOUTS = {
@@ -29,9 +42,9 @@ _LAYOUTS = {
 }
 
 register(
-    Row("attention", "cpu", "kvlab.ops.attention_cpu:attend", _FACTS),
-    Row("attention", "reference", "kvlab.ops.attention_cpu:attend_reference", _FACTS),
-    Row("attention", "cuda", "kvlab.ops.attention_cuda:attend", _CUDA_FACTS),
+    Row("attention", "cpu", "kvlab.ops.attention_cpu:attend", FACTS),
+    Row("attention", "reference", "kvlab.ops.attention_cpu:attend_reference", REFERENCE_FACTS),
+    Row("attention", "cuda", "kvlab.ops.attention_cuda:attend", CUDA_FACTS),
     Row("merge_attention", "cpu", "kvlab.ops.attention_cpu:merge", {"dtype": _FLOATS}),
     Row("merge_attention", "reference", "kvlab.ops.attention_cpu:merge_reference", {"dtype": _FLOATS}),
 )
@@ -132,14 +145,14 @@ def attention(
     (array([0., 7.], dtype=float32), array([-inf,   2.], dtype=float32))
     """
     shapes = {
-        "q": (_shape(q, "q"), ("B", "Sq", "Hq", "D")),
-        "k": (_shape(k, "k"), ("B", "Sk", "Hk", "D")),
-        "v": (_shape(v, "v"), ("B", "Sk", "Hk", "D")),
+        "q": (shape_of(q, "q"), ("B", "Sq", "Hq", "D")),
+        "k": (shape_of(k, "k"), ("B", "Sk", "Hk", "D")),
+        "v": (shape_of(v, "v"), ("B", "Sk", "Hk", "D")),
     }
     sizes = match_shapes(shapes)
-    scores = _scores(sizes["D"], causal, scale, window, softcap)
+    scores = scores_of(sizes["D"], causal, scale, window, softcap)
     out, lse = _attend(q, k, v, None, scores, sizes, backend)
-    return (out, lse) if return_lse else out
+    return (out, lse) if flag(return_lse, "return_lse") else out
 
 
 def attention_varlen(
@@ -200,14 +213,28 @@ def attention_varlen(
     array([[2., 3., 4., 5.],
            [0., 0., 0., 0.]], dtype=float32)
     """
+    shapes = {
+        "q": (shape_of(q, "q"), ("total_q", "Hq", "D")),
+        "k": (shape_of(k, "k"), ("total_k", "Hk", "D")),
+        "v": (shape_of(v, "v"), ("total_k", "Hk", "D")),
+    }
+    sequences, sizes = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, shapes)
+    scores = scores_of(sizes["D"], causal, scale, window, softcap)
+    out, lse = _attend(q, k, v, sequences, scores, sizes, backend)
+    return (out, lse) if flag(return_lse, "return_lse") else out
+
+
+def sequences_of(
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    shapes: Mapping[str, tuple[Sequence[int], Sequence[str | int]]],
+) -> tuple[Sequences, dict[str, int]]:
+    """Check what says where sequences lie; `shapes`: of the other arrays, as `match_shapes` takes them."""
     bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     sizes = match_shapes(
-        {
-            "q": (_shape(q, "q"), ("total_q", "Hq", "D")),
-            "k": (_shape(k, "k"), ("total_k", "Hk", "D")),
-            "v": (_shape(v, "v"), ("total_k", "Hk", "D")),
-        }
-        | {name: (_shape(array, name), ("batch + 1",)) for name, array in bounds.items()}
+        {**shapes, **{name: (shape_of(array, name), ("batch + 1",)) for name, array in bounds.items()}}
     )
     if sizes["batch + 1"] == 0:
         raise ValueError("cu_seqlens_q is empty: it must have batch + 1 elements, [0] for no sequence")
@@ -215,37 +242,31 @@ def attention_varlen(
         if dtype_name(array, name) != "int32":
             raise TypeError(f"{name} has dtype {dtype_name(array)}; it must be int32")
     longest = [_length(max_seqlen_q, "max_seqlen_q"), _length(max_seqlen_k, "max_seqlen_k")]
-    scores = _scores(sizes["D"], causal, scale, window, softcap)
-    sequences = Sequences(cu_seqlens_q, cu_seqlens_k, *longest)
-    out, lse = _attend(q, k, v, sequences, scores, sizes, backend)
-    return (out, lse) if return_lse else out
+    return Sequences(cu_seqlens_q, cu_seqlens_k, *longest), sizes
 
 
-def _shape(x: Any, name: str) -> Sequence[int]:
+def shape_of(x: Any, name: str) -> Sequence[int]:
+    """Return the shape of an array; refuses what is none."""
     dtype_name(x, name)  # refuses what is no array
     shape: Sequence[int] = x.shape
     return shape
 
 
 def _length(value: int, name: str) -> int:
-    length = operator.index(value)
-    if length < 0:
-        raise ValueError(f"{name} is {length}: it must be at least the longest length, and not negative")
-    return length
+    return whole_number(value, name, 0, _LONGEST)
 
 
-def _scores(
+def scores_of(
     head_dim: int, causal: bool, scale: float | None, window: tuple[int, int], softcap: float
 ) -> Scores:
-    left, right = map(operator.index, window)
-    if left < -1 or right < -1:
-        raise ValueError(f"window is {(left, right)}: each side must be -1 (no limit) or a number of keys")
-    if not softcap >= 0:
-        raise ValueError(f"softcap is {softcap}: it must be 0 (none) or positive")
+    """Check mask and score options, and resolve their defaults."""
+    if not isinstance(window, list | tuple) or len(window) != 2:
+        raise TypeError(f"window={window!r} must be two numbers of keys, left and right; -1 means no limit")
+    left, right = (whole_number(side, "window", -1, _LONGEST) for side in window)
     if head_dim == 0:
         raise ValueError("q has D = 0: head_dim must be at least 1")
-    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
-    return Scores(left, 0 if causal else right, scale, float(softcap))
+    scale = 1 / math.sqrt(head_dim) if scale is None else number(scale, "scale")
+    return Scores(left, 0 if flag(causal, "causal") else right, scale, number(softcap, "softcap", least=0))
 
 
 def _attend(
@@ -257,22 +278,28 @@ def _attend(
     sizes: dict[str, int],
     backend: str | None,
 ) -> tuple[ArrayT, ArrayT]:
+    device = check_arrays({"q": q, "k": k, "v": v}, sequences, sizes)
+    row = choose("attention", device.kind, backend, dtype=dtype_name(q), head_dim=sizes["D"])
+    result: tuple[ArrayT, ArrayT] = row.launch(q, k, v, sequences, scores)
+    return result
+
+
+def check_arrays(arrays: dict[str, Any], sequences: Sequences | None, sizes: dict[str, int]) -> Device:
+    """Check heads, dtypes and devices of a call; returns the one device of its arrays."""
     if sizes["Hk"] == 0 or sizes["Hq"] % sizes["Hk"]:
         raise ValueError(
             f"q has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and v, "
             "which must be at least one"
         )
-    kind = dtype_name(q)
-    for name, array in (("k", k), ("v", v)):
-        if dtype_name(array) != kind:
+    kind = dtype_name(arrays["q"])
+    for name, array in arrays.items():
+        if name == "lse" and dtype_name(array) != "float32":
+            raise TypeError(f"lse has dtype {dtype_name(array)}; it must be float32")
+        if name != "lse" and dtype_name(array) != kind:
             raise TypeError(f"{name} has dtype {dtype_name(array)}, q has {kind}: they must be the same")
-    arrays = {"q": q, "k": k, "v": v}
     if sequences is not None:
-        arrays |= {"cu_seqlens_q": sequences.cu_q, "cu_seqlens_k": sequences.cu_k}
-    device = common_device(arrays)
-    row = choose("attention", device.kind, backend, dtype=kind, head_dim=sizes["D"])
-    result: tuple[ArrayT, ArrayT] = row.launch(q, k, v, sequences, scores)
-    return result
+        arrays = arrays | {"cu_seqlens_q": sequences.cu_q, "cu_seqlens_k": sequences.cu_k}
+    return common_device(arrays)
 
 
 def merge_attention(
@@ -342,6 +369,9 @@ def _named(name: str, arrays: Sequence[Array]) -> dict[str, Any]:
 
 
 def _check_parts(outs: Sequence[Array], lses: Sequence[Array]) -> None:
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, list | tuple):
+            raise TypeError(f"{name} must be a list or tuple of arrays, got {type(parts).__name__}")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"outs has {len(outs)} parts, lses {len(lses)}: pass equally many, at least one")
     named_outs, named_lses = _named("outs", outs), _named("lses", lses)

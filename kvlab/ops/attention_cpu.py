@@ -20,21 +20,42 @@ from kvlab.threads import share
 if TYPE_CHECKING:
     from kvlab.ops.attention import Scores, Sequences
 
-__all__ = ["attend", "attend_reference", "merge", "merge_reference"]
+__all__ = [
+    "Views",
+    "attend",
+    "attend_reference",
+    "items_of",
+    "lay_out",
+    "merge",
+    "merge_reference",
+    "score_numbers",
+    "split_by_width",
+    "worth_sharing",
+]
 
 _FAR = 1 << 40  # a side of the window without limit
 
 _WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
 
 
-class _Views(NamedTuple):
+class Views(NamedTuple):
+    """The arguments of a call, fixed or variable length, as one thing."""
+
     q: NDArray[Any]  # (batch, seqlen_q, num_heads_q, head_dim)
     k: NDArray[Any]  # (batch, seqlen_k, num_heads_kv, head_dim)
     v: NDArray[Any]
     places: NDArray[np.int64]  # (sequences, 5): row of the batch, first query, number, first key, number
 
+    @property
+    def dtype_code(self) -> int:
+        """Dtype of q as kernels take it."""
+        from kvlab.numba_kernels.cpu_elements import BFLOAT16, FLOAT16, FLOAT32
 
-def _views(q: Any, k: Any, v: Any, sequences: Sequences | None) -> _Views:
+        return int({"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}[dtype_name(self.q)])
+
+
+def lay_out(q: Any, k: Any, v: Any, sequences: Sequences | None) -> Views:
+    """Return views of q, k and v, and where sequences lie; refuses lengths that do not fit."""
     views = [to_numpy_view(x, name) for name, x in (("q", q), ("k", k), ("v", v))]
     if sequences is not None:
         views = [x[None] for x in views]
@@ -47,7 +68,7 @@ def _views(q: Any, k: Any, v: Any, sequences: Sequences | None) -> _Views:
         places = np.zeros((len(views[0]), 5), np.int64)
         places[:, 0] = np.arange(len(views[0]))
         places[:, 2], places[:, 4] = views[0].shape[1], views[1].shape[1]
-    return _Views(views[0], views[1], views[2], places)
+    return Views(views[0], views[1], views[2], places)
 
 
 def _bounds(which: str, cu_seqlens: Any, max_seqlen: int, total: int) -> NDArray[np.int64]:
@@ -68,7 +89,7 @@ def attend_reference(
     q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Scores
 ) -> tuple[ArrayT, ArrayT]:
     """Launcher of backend "reference"; arguments as `attend`."""
-    views = _views(q, k, v, sequences)
+    views = lay_out(q, k, v, sequences)
     wide = [x.astype(np.float64) for x in views[:3]]
     out = np.zeros(views.q.shape, views.q.dtype)
     lse = np.full((out.shape[0], out.shape[2], out.shape[1]), -np.inf, np.float32)
@@ -99,31 +120,41 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     lse : float32 array, (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)
     """
     from kvlab.numba_kernels import cpu_attention as kernels
-    from kvlab.numba_kernels.cpu_elements import BFLOAT16, FLOAT16, FLOAT32
 
-    views = _views(q, k, v, sequences)
-    kv_heads, head_dim = views.k.shape[2:]
+    views = lay_out(q, k, v, sequences)
+    kv_heads = views.k.shape[2]
     group = views.q.shape[2] // kv_heads
     out = np.empty(views.q.shape, views.q.dtype)
     lse = np.empty((out.shape[0], out.shape[2], out.shape[1]), np.float32)
     places = views.places
-    items = _items(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL)
-    # A scale of 0 becomes one that no score is seen with, so that hidden keys, at -inf, stay hidden.
-    scale = max(abs(scores.scale), 1e-37)
-    unit = kernels.LOG2_E if scores.softcap else scale * kernels.LOG2_E
-    rate = scale / scores.softcap if scores.softcap else 1.0
-    factors = map(np.float32, (math.copysign(1, scores.scale), unit, rate, scores.softcap))
-    dtype = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}[dtype_name(q)]
-    left, right = (_FAR if side < 0 else side for side in (scores.left, scores.right))
     share(
-        kernels.attend, np.zeros(1, np.int64), items, places, *map(_by_width, views[:3]), dtype, group,
-        left, right, *factors, _by_width(out), lse,
-        alone=int((places[:, 2] * places[:, 4]).sum()) * kv_heads * group * head_dim < _WORTH_SHARING,
+        kernels.attend, np.zeros(1, np.int64),
+        items_of(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), places,
+        *map(split_by_width, views[:3]), views.dtype_code, group, *score_numbers(scores),
+        split_by_width(out), lse, alone=not worth_sharing(views, products=1),
     )  # fmt: skip
     return _results(q, out, lse, sequences)
 
 
-def _items(rows: NDArray[np.int64], kv_heads: int, block: int) -> NDArray[np.int64]:
+def score_numbers(scores: Scores) -> tuple[Any, ...]:
+    """Return what kernels take of `scores`: left, right, sign, unit, rate, softcap."""
+    from kvlab.numba_kernels.cpu_packed import LOG2_E
+
+    # A scale of 0 becomes one that no score is seen with, so that hidden keys, at -inf, stay hidden.
+    scale = max(abs(scores.scale), 1e-37)
+    unit = LOG2_E if scores.softcap else scale * LOG2_E
+    rate = scale / scores.softcap if scores.softcap else 1.0
+    left, right = (_FAR if side < 0 else side for side in (scores.left, scores.right))
+    return left, right, *map(np.float32, (math.copysign(1, scores.scale), unit, rate, scores.softcap))
+
+
+def worth_sharing(views: Views, products: int) -> bool:
+    """Say whether a call is long enough for several threads; `products`: pairs of matrix products in it."""
+    cells = int((views.places[:, 2] * views.places[:, 4]).sum())
+    return products * cells * int(views.q.shape[2] * views.q.shape[3]) >= _WORTH_SHARING
+
+
+def items_of(rows: NDArray[np.int64], kv_heads: int, block: int) -> NDArray[np.int64]:
     """(n, 3): sequence, KV head, block of query rows; late blocks, the dearest under a causal mask, first."""
     blocks = -(-rows // block)
     cells = np.arange(blocks.max(initial=0))[::-1]
@@ -132,7 +163,7 @@ def _items(rows: NDArray[np.int64], kv_heads: int, block: int) -> NDArray[np.int
     return np.asarray(items[items[:, 2] < blocks[items[:, 0]]])
 
 
-def _by_width(x: NDArray[Any]) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
+def split_by_width(x: NDArray[Any]) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
     """(bits of 16-bit elements, 32-bit elements) of an array, its last axis made contiguous; one is empty."""
     if x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
         x = np.ascontiguousarray(x)

@@ -1,0 +1,200 @@
+"""Gradients of attention, over sequences of one length or of several.
+
+The forward keeps no probabilities. From q, k and the log-sum-exp of a row they follow again, tile by tile, so
+the gradients too need no memory that grows with the product of the lengths [1]_.
+
+The results of the forward are arguments. They may be those of attention over more keys than are given here,
+as `merge_attention` gives them: then dk and dv are right for these keys, and dq is their share of the sum
+over all parts. So gradients over a context that is spread over devices are computed part by part, as it is.
+
+References
+----------
+.. [1] Dao, "FlashAttention-2", arXiv:2307.08691, 2023, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlab.arguments import flag
+from kvlab.arrays import Array, ArrayT, dtype_name, match_shapes
+from kvlab.ops.attention import (
+    CUDA_FACTS,
+    FACTS,
+    REFERENCE_FACTS,
+    Scores,
+    Sequences,
+    check_arrays,
+    scores_of,
+    sequences_of,
+    shape_of,
+)
+from kvlab.registry import Row, choose, register
+
+__all__ = ["attention_backward", "attention_varlen_backward"]
+
+_CPU = "kvlab.ops.attention_backward_cpu"
+
+register(
+    Row("attention_backward", "cpu", f"{_CPU}:differentiate", FACTS),
+    Row("attention_backward", "reference", f"{_CPU}:differentiate_reference", REFERENCE_FACTS),
+    Row("attention_backward", "cuda", "kvlab.ops.attention_backward_cuda:attend_backward", CUDA_FACTS),
+)
+
+
+def attention_backward(
+    dout: ArrayT,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> tuple[ArrayT, ArrayT, ArrayT]:
+    """Gradients of `attention` with respect to q, k and v.
+
+    Parameters
+    ----------
+    dout : array, (batch, seqlen_q, num_heads_q, head_dim)
+        Gradient of the loss with respect to out.
+    q, k, v, causal, scale, window, softcap
+        The arguments of the forward call.
+    out : array, (batch, seqlen_q, num_heads_q, head_dim)
+    lse : float32 array, (batch, num_heads_q, seqlen_q)
+        Its results, or those of attention over these keys and others.
+    deterministic : bool
+        Give the same bits every time. ``"cpu"`` and ``"reference"`` always do; ``"cuda"`` is faster without.
+    backend : str, optional
+        As in `attention`; sums are float32, over the query heads of a group too, ``"reference"`` float64.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Shapes and dtypes of q, k and v; kind and device of dout. 0 for rows that see no key, and for keys
+        that no row sees.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As `attention`.
+
+    Examples
+    --------
+    One key: whatever the scores, out is v, and its gradient is that of v.
+
+    >>> import kvlab
+    >>> import numpy as np
+    >>> q, k, v = np.ones((3, 1, 1, 1, 2), np.float32)
+    >>> out, lse = kvlab.attention(q, k, v, return_lse=True)
+    >>> dq, dk, dv = kvlab.attention_backward(np.full_like(out, 5), q, k, v, out, lse)
+    >>> dq.ravel(), dv.ravel()
+    (array([0., 0.], dtype=float32), array([5., 5.], dtype=float32))
+    """
+    of_q, of_k = ("B", "Sq", "Hq", "D"), ("B", "Sk", "Hk", "D")
+    shapes = {
+        "q": (shape_of(q, "q"), of_q),
+        "k": (shape_of(k, "k"), of_k),
+        "v": (shape_of(v, "v"), of_k),
+        "dout": (shape_of(dout, "dout"), of_q),
+        "out": (shape_of(out, "out"), of_q),
+        "lse": (shape_of(lse, "lse"), ("B", "Hq", "Sq")),
+    }
+    sizes = match_shapes(shapes)
+    scores = scores_of(sizes["D"], causal, scale, window, softcap)
+    return _differentiate(dout, q, k, v, out, lse, None, scores, sizes, deterministic, backend)
+
+
+def attention_varlen_backward(
+    dout: ArrayT,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> tuple[ArrayT, ArrayT, ArrayT]:
+    """Gradients of `attention_varlen` with respect to q, k and v.
+
+    Parameters
+    ----------
+    dout, out : array, (total_q, num_heads_q, head_dim)
+    lse : float32 array, (num_heads_q, total_q)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap
+        The arguments of the forward call.
+    deterministic, backend
+        As in `attention_backward`, as is the meaning of out and lse.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Shapes and dtypes of q, k and v; kind and device of dout.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As `attention_varlen`.
+
+    Examples
+    --------
+    Two sequences of one key each.
+
+    >>> import kvlab
+    >>> import numpy as np
+    >>> q, k, v = np.ones((3, 2, 1, 2), np.float32)
+    >>> lengths = np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), 1, 1
+    >>> out, lse = kvlab.attention_varlen(q, k, v, *lengths, return_lse=True)
+    >>> dout = np.array([[[1, 2]], [[3, 4]]], np.float32)
+    >>> kvlab.attention_varlen_backward(dout, q, k, v, out, lse, *lengths)[2][:, 0]
+    array([[1., 2.],
+           [3., 4.]], dtype=float32)
+    """
+    of_q, of_k = ("total_q", "Hq", "D"), ("total_k", "Hk", "D")
+    shapes = {
+        "q": (shape_of(q, "q"), of_q),
+        "k": (shape_of(k, "k"), of_k),
+        "v": (shape_of(v, "v"), of_k),
+        "dout": (shape_of(dout, "dout"), of_q),
+        "out": (shape_of(out, "out"), of_q),
+        "lse": (shape_of(lse, "lse"), ("Hq", "total_q")),
+    }
+    sequences, sizes = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, shapes)
+    scores = scores_of(sizes["D"], causal, scale, window, softcap)
+    return _differentiate(dout, q, k, v, out, lse, sequences, scores, sizes, deterministic, backend)
+
+
+def _differentiate(
+    dout: ArrayT,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    sequences: Sequences | None,
+    scores: Scores,
+    sizes: dict[str, int],
+    deterministic: bool,
+    backend: str | None,
+) -> tuple[ArrayT, ArrayT, ArrayT]:
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    device = check_arrays(arrays, sequences, sizes)
+    row = choose("attention_backward", device.kind, backend, dtype=dtype_name(q), head_dim=sizes["D"])
+    gradients: tuple[ArrayT, ArrayT, ArrayT] = row.launch(
+        dout, q, k, v, out, lse, sequences, scores, flag(deterministic, "deterministic")
+    )
+    return gradients
