@@ -53,25 +53,25 @@ def _every_lane(value):
     return ir.Constant(_I32X8, [value] * LANES)
 
 
-def _address(builder, base, *terms):
+def address_of(builder, base, *terms):
     """base + the sum of (index, bytes) terms."""
     for index, size in terms:
         base = builder.add(base, builder.mul(index, _I64(size)))
     return base
 
 
-def _load(builder, address, vector_type):
+def load_at(builder, address, vector_type):
     value = builder.load(builder.inttoptr(address, vector_type.as_pointer()))
     value.align = 4
     return value
 
 
-def _load_twice(builder, address):
-    four = _load(builder, address, _F32X4)
+def load_twice(builder, address):
+    four = load_at(builder, address, _F32X4)
     return builder.shuffle_vector(four, four, ir.Constant(_I32X8, [0, 1, 2, 3, 0, 1, 2, 3]))
 
 
-def _store(builder, value, address):
+def store_at(builder, value, address):
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = 4
 
 
@@ -82,14 +82,15 @@ def multiply_add(builder, a, b, c):
     return builder.call(function, [a, b, c])
 
 
-class _Tile:
+class Tile:
     """Eight lanes of a 16 x 16 tile, the `place`-th of its group, as float vectors."""
 
     def __init__(self, builder, kind, words, group, place):
         self.builder, self.kind = builder, kind
+        self.coded = kind in ("2", "3", "4", "8")
         count, _ = WORDS_PER_GROUP[kind]
-        base = _address(builder, words, (group, count * 32 * 4))
-        load = lambda word: _load(builder, builder.add(base, _I64(word * 32 * 4)), _I32X8)  # noqa: E731
+        base = address_of(builder, words, (group, count * 32 * 4))
+        load = lambda word: load_at(builder, builder.add(base, _I64(word * 32 * 4)), _I32X8)  # noqa: E731
         if kind == "float32":
             self.pairs = [(load(2 * r), load(2 * r + 1)) for r in range(4)]
         elif kind in ("float16", "bfloat16"):
@@ -136,7 +137,7 @@ def _accumulate(builder, tile, patterns, rows, sums):
             fields = [tile.field(2 * column_half + row_half, half) for row_half in range(2)]
             for row in range(rows):
                 place = ((column_half * 2 + half) * rows + row) * PATTERN_BYTES
-                pattern = _load_twice(builder, builder.add(patterns, _I64(place)))
+                pattern = load_twice(builder, builder.add(patterns, _I64(place)))
                 for row_half in range(2):
                     target = sums[row_half][row]
                     builder.store(
@@ -172,7 +173,7 @@ def _store_scores(builder, sums, rows, scores, lane_vector, block):
                     total, total, ir.Constant(ir.VectorType(_I32, 2), [2 * i, 2 * i + 1])
                 )
                 start = builder.add(scores, _I64(4 * (64 * (row + i % 2) + 8 * (i // 2))))
-                _store(builder, pair, _address(builder, start, (lane_vector, 64), (block, 8)))
+                store_at(builder, pair, address_of(builder, start, (lane_vector, 64), (block, 8)))
 
 
 def _sums(builder, rows):
@@ -189,13 +190,13 @@ def _key_product(typing_context, words, patterns, scores, tiles, kind, rows):
         group_tiles = WORDS_PER_GROUP[kind_name][1]
         sums = _sums(builder, row_count)
         with cgutils.for_range(builder, _I64(4)) as block, cgutils.for_range(builder, _I64(4)) as lane_vector:
-            lane_words = _address(builder, words, (lane_vector.index, VECTOR_BYTES))
+            lane_words = address_of(builder, words, (lane_vector.index, VECTOR_BYTES))
             for target in (*sums[0], *sums[1]):
                 builder.store(ir.Constant(_F32X8, [0.0] * LANES), target)
             with cgutils.for_range(builder, tiles) as channel:
                 tile = builder.add(builder.mul(block.index, tiles), channel.index)
                 group, place = builder.udiv(tile, _I64(group_tiles)), builder.urem(tile, _I64(group_tiles))
-                columns = _address(builder, patterns, (channel.index, 4 * row_count * PATTERN_BYTES))
+                columns = address_of(builder, patterns, (channel.index, 4 * row_count * PATTERN_BYTES))
                 done = builder.append_basic_block("tile.done")
                 choose = builder.switch(place, done)
                 for i in range(group_tiles):
@@ -203,7 +204,7 @@ def _key_product(typing_context, words, patterns, scores, tiles, kind, rows):
                     choose.add_case(_I64(i), case)
                     builder.position_at_end(case)
                     _accumulate(
-                        builder, _Tile(builder, kind_name, lane_words, group, i), columns, row_count, sums
+                        builder, Tile(builder, kind_name, lane_words, group, i), columns, row_count, sums
                     )
                     builder.branch(done)
                 builder.position_at_end(done)
@@ -223,20 +224,20 @@ def _value_product(typing_context, words, patterns, out, tiles, kind, rows):
         group_tiles = WORDS_PER_GROUP[kind_name][1]
         sums = _sums(builder, row_count)
         with cgutils.for_range(builder, tiles) as channel, cgutils.for_range(builder, _I64(4)) as lane_vector:
-            lane_words = _address(builder, words, (lane_vector.index, VECTOR_BYTES))
+            lane_words = address_of(builder, words, (lane_vector.index, VECTOR_BYTES))
             first_group = builder.mul(channel.index, _I64(4 // group_tiles))
             vectors = builder.add(builder.mul(channel.index, _I64(4)), lane_vector.index)
-            totals = _address(builder, out, (vectors, 2 * row_count * VECTOR_BYTES))
+            totals = address_of(builder, out, (vectors, 2 * row_count * VECTOR_BYTES))
             places = [builder.add(totals, _I64(i * VECTOR_BYTES)) for i in range(2 * row_count)]
             for place, target in zip(places, sums[0] + sums[1], strict=True):
-                builder.store(_load(builder, place, _F32X8), target)
+                builder.store(load_at(builder, place, _F32X8), target)
             for block in range(4):
                 group = builder.add(first_group, _I64(block // group_tiles))
-                tile = _Tile(builder, kind_name, lane_words, group, block % group_tiles)
+                tile = Tile(builder, kind_name, lane_words, group, block % group_tiles)
                 columns = builder.add(patterns, _I64(block * 4 * row_count * PATTERN_BYTES))
                 _accumulate(builder, tile, columns, row_count, sums)
             for place, target in zip(places, sums[0] + sums[1], strict=True):
-                _store(builder, builder.load(target), place)
+                store_at(builder, builder.load(target), place)
         return context.get_dummy_value()
 
     return types.void(words, patterns, out, tiles, kind, rows), generate
@@ -252,7 +253,7 @@ def add_lanes(typing_context, totals, start, stride):
         for i in range(4):
             place = builder.add(arguments[1], builder.mul(arguments[2], _I64(i)))
             pointer = builder.gep(data, [place])
-            quads.append(_load(builder, builder.ptrtoint(pointer, _I64), _F32X8))
+            quads.append(load_at(builder, builder.ptrtoint(pointer, _I64), _F32X8))
         total = _add_quads(builder, quads)
         return builder.shuffle_vector(total, total, ir.Constant(_I32X8, [0, 4, 1, 5, 2, 6, 3, 7]))
 

@@ -32,9 +32,10 @@ from .cpu_simd import float32x8, helper, highest, load, maximum, splat, store, t
 
 PAGE = 64
 PLACE_FIELDS = 8
-POOL, RECORD, K_CODES, V_CODES, K_STEPS, V_STEPS, K_PRODUCT, V_PRODUCT = range(PLACE_FIELDS)
+POOL, RECORD, K_CODES, V_CODES, K_STEPS, V_STEPS, K_FUNCTION, V_FUNCTION = range(PLACE_FIELDS)
 """Columns of `places`: an address, bytes of a record, byte offsets in it (K_STEPS and V_STEPS are -1 at width
-16, which has no steps), and the addresses of two functions of `cpu_fragments`."""
+16, which has no steps), and the addresses of two functions: of `cpu_fragments`, or for `cpu_packed_rows` of
+`cpu_expand`."""
 
 LOG2_E = np.float32(math.log2(math.e))
 UPPER_HALF = np.float32(2.0**-16)
@@ -87,7 +88,7 @@ def exp2(typing_context, x):
 
 
 @intrinsic
-def _double_steps(typing_context, address):
+def double_steps(typing_context, address):
     """Twice the steps of eight tokens: a byte is a float16 without sign and low 7 mantissa bits."""
 
     def generate(context, builder, signature, arguments):
@@ -263,7 +264,7 @@ def _write_pattern(line, upper_half, patterns, row):
 def _read_steps(address, count, steps):
     """Twice the steps of the tokens of a page; 0 for unused slots."""
     for slot in range(0, PAGE, 8):
-        store(steps, slot, _double_steps(address + slot))
+        store(steps, slot, double_steps(address + slot))
     for slot in range(count, PAGE):
         steps[slot] = 0
 
@@ -376,7 +377,7 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
 
         query = query_coded if k_steps >= 0 else query_raw
         keys = page + place[K_CODES]
-        call_product(place[K_PRODUCT], keys, query.ctypes.data, scores.ctypes.data, head_dim // 16)
+        call_product(place[K_FUNCTION], keys, query.ctypes.data, scores.ctypes.data, head_dim // 16)
         if k_steps >= 0:
             _read_steps(k_steps, PAGE, steps)
             _scale_scores(scores, steps, bias)
@@ -402,7 +403,7 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
             _copy_without_unused(values, head_dim, itemsize, used, words)
             values = words.ctypes.data
         totals = coded if v_steps >= 0 else raw
-        call_product(place[V_PRODUCT], values, weights.ctypes.data, totals.ctypes.data, head_dim // 16)
+        call_product(place[V_FUNCTION], values, weights.ctypes.data, totals.ctypes.data, head_dim // 16)
     _add_lanes(coded, out_coded)
     _add_lanes(raw, out_raw)
 

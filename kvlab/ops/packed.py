@@ -62,6 +62,9 @@ register(
 ROWS_AT_ONCE = 4
 """Query rows that one expansion of a page serves on the CPU: what its registers hold."""
 
+FEW_ROWS = 16
+"""Query rows of a KV head up to which a page is expanded again for every four of them; with more, once."""
+
 _ITEMS = 64
 _PAGES_PER_ITEM = 4
 _WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
@@ -301,71 +304,139 @@ def _mass_reference(scores: ArrayT, lse: Array, pages: Pages, group: int) -> Arr
 
 @lru_cache(maxsize=64)
 def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.int64]:
-    """Describe the rungs to the kernel; the addresses of the pools are filled in at each call."""
-    from kvlab.numba_kernels import cpu_fragments, cpu_packed
+    """Describe the rungs to the kernels; the addresses of the pools are filled in at each call.
+
+    `rows` is what one product serves: up to `ROWS_AT_ONCE`, or 0 for pages that are expanded to memory.
+    """
+    from kvlab.numba_kernels import cpu_expand, cpu_fragments, cpu_packed
 
     table = np.zeros((len(layouts), cpu_packed.PLACE_FIELDS), np.int64)
     for place, layout in zip(table, layouts, strict=True):
-        kinds = [dtype if bits == 16 else str(bits) for bits in (layout.bits_k, layout.bits_v)]
+        k, v = (dtype if bits == 16 else str(bits) for bits in (layout.bits_k, layout.bits_v))
         place[cpu_packed.RECORD] = layout.nbytes
         place[cpu_packed.K_CODES], place[cpu_packed.V_CODES] = layout.k_codes, layout.v_codes
         place[cpu_packed.K_STEPS] = layout.k_steps if layout.bits_k < 16 else -1
         place[cpu_packed.V_STEPS] = layout.v_steps if layout.bits_v < 16 else -1
-        place[cpu_packed.K_PRODUCT] = cpu_fragments.key_product(kinds[0], rows).address
-        place[cpu_packed.V_PRODUCT] = cpu_fragments.value_product(kinds[1], rows).address
+        if rows:
+            functions = cpu_fragments.key_product(k, rows), cpu_fragments.value_product(v, rows)
+        else:
+            functions = cpu_expand.expansion(k, "k"), cpu_expand.expansion(v, "v")
+        place[cpu_packed.K_FUNCTION], place[cpu_packed.V_FUNCTION] = (one.address for one in functions)
     return table
+
+
+class _CpuCall(NamedTuple):
+    """A call as the CPU kernels take it; pairs are batch * num_heads_kv, `rotation` a block and a factor."""
+
+    queries: NDArray[np.float32]  # (batch, seqlen_q, num_heads_q, head_dim)
+    mean: NDArray[np.float32]  # (pairs, head_dim)
+    table: tuple[NDArray[Any], ...]  # rung, count, index (pairs, pages); num_pages (pairs,)
+    rotation: tuple[int, np.float32]
+    scale: float
+    softcap: np.float32
+    kept: NDArray[np.float32]  # (pairs, pages, kept rows, 64), to be filled
+    kept_from: int
+    alone: bool
+
+    def places(self, pages: Pages, rows: int) -> NDArray[np.int64]:
+        """Describe the rungs with the addresses of their pools; refuse a table that leads outside them."""
+        from kvlab.numba_kernels import cpu_packed
+
+        places = _places(tuple(pages.layouts), pages.dtype, rows).copy()
+        places[:, cpu_packed.POOL] = [pool.ctypes.data for pool in pages.pools]
+        capacity = np.array([len(pool) for pool in pages.pools], np.int64)
+        if not cpu_packed.check_table(*self.table, capacity):
+            raise ValueError(
+                "pages: an entry of the page table names a page that does not exist; check_entries() says "
+                "which"
+            )
+        return places
+
+    def splits(self, items: int, most: int, pages_each: int) -> int:
+        """Into how many ranges to cut the pages of a row, so that there are about `most` items of work."""
+        entries: int = self.table[0].shape[1]
+        return max(1, min(-(-most // max(items, 1)), entries // pages_each))
 
 
 def _attend_cpu(
     q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
 ) -> PackedAttention[ArrayT]:
-    from kvlab.numba_kernels import cpu_packed as kernels
+    from kvlab.numba_kernels.cpu_packed import merge_parts
 
     view = to_numpy_view(q, "q")
     batch, seqlen_q, heads, head_dim = view.shape
     pairs, entries, query_rows = batch * (heads // group), pages.rung.shape[2], seqlen_q * group
-    blocks = -(-query_rows // ROWS_AT_ONCE)
-    rows = -(-query_rows // blocks) if 0 < blocks < 3 else ROWS_AT_ONCE
     rung, count, index = (
         np.ascontiguousarray(x).reshape(pairs, entries) for x in (pages.rung, pages.count, pages.index)
     )
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
-    places = _places(tuple(pages.layouts), pages.dtype, rows).copy()
-    places[:, kernels.POOL] = [pool.ctypes.data for pool in pages.pools]
-    capacity = np.array([len(pool) for pool in pages.pools], np.int64)
-    if not kernels.check_table(rung, count, index, num_pages, capacity):
-        raise ValueError(
-            "pages: an entry of the page table names a page that does not exist; check_entries() says which"
-        )
-
     block = hadamard_block(head_dim)
-    rotation = block, np.float32(1 / math.sqrt(block))
-    coded, raw = np.empty((2, pairs, blocks, head_dim // 16, 2, 2, rows, 4), np.float32)
-    bias = np.empty((pairs, blocks, rows), np.float32)
-    queries = np.ascontiguousarray(view, np.float32)
-    mean = np.asarray(pages.k_mean, np.float32).reshape(pairs, head_dim)
-    unit = np.float32(scale if softcap else scale * kernels.LOG2_E)
-    kernels.lay_out_queries(queries, unit, mean, *rotation, coded, raw, bias)
-
-    splits = max(1, min(-(-_ITEMS // max(pairs * blocks, 1)), entries // _PAGES_PER_ITEM))
-    parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
-    peaks, sums = np.empty((2, pairs, blocks, splits, rows), np.float32)
-    kept = np.empty((pairs, entries, keep_scores * group, 64), np.float32)
-    itemsize, kept_from = pages.layouts[0].itemsize, query_rows - kept.shape[2]
-    multiplications = 2 * 64 * int(num_pages.sum()) * query_rows * head_dim
-    share(
-        kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias), (rung, count, index, num_pages),
-        places, itemsize, np.float32(softcap), kept, kept_from, (parts, peaks, sums),
-        alone=multiplications < _WORTH_SHARING,
-    )  # fmt: skip
+    call = _CpuCall(
+        queries=np.ascontiguousarray(view, np.float32),
+        mean=np.asarray(pages.k_mean, np.float32).reshape(pairs, head_dim),
+        table=(rung, count, index, num_pages),
+        rotation=(block, np.float32(1 / math.sqrt(block))),
+        scale=scale,
+        softcap=np.float32(softcap),
+        kept=np.empty((pairs, entries, keep_scores * group, 64), np.float32),
+        kept_from=(seqlen_q - keep_scores) * group,
+        alone=2 * 64 * int(num_pages.sum()) * query_rows * head_dim < _WORTH_SHARING,
+    )
+    attend = _attend_few_rows if query_rows <= FEW_ROWS else _attend_many_rows
+    parts = attend(call, pages, pairs, query_rows)
     out, lse = np.empty(view.shape, np.float32), np.empty((batch, heads, seqlen_q), np.float32)
-    kernels.merge_parts(parts, peaks, sums, *rotation, out, lse)
-    scores = kept.reshape(batch, heads // group, entries, keep_scores * group, 64)
+    merge_parts(*parts, *call.rotation, out, lse)
+    scores = call.kept.reshape(batch, heads // group, entries, keep_scores * group, 64)
     return PackedAttention(
         like_first(out.astype(view.dtype, copy=False), q),
         like_first(lse, q),
         like_first(scores, q) if keep_scores else None,
     )
+
+
+_Parts = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+"""out (2, pairs, blocks, parts, rows, head_dim), peaks, sums (pairs, blocks, parts, rows); `merge_parts`."""
+
+
+def _attend_few_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) -> _Parts:
+    from kvlab.numba_kernels import cpu_packed as kernels
+
+    head_dim = call.queries.shape[3]
+    blocks = -(-query_rows // ROWS_AT_ONCE)
+    rows = -(-query_rows // blocks) if 0 < blocks < 3 else ROWS_AT_ONCE
+    places = call.places(pages, rows)
+    coded, raw = np.empty((2, pairs, blocks, head_dim // 16, 2, 2, rows, 4), np.float32)
+    bias = np.empty((pairs, blocks, rows), np.float32)
+    unit = np.float32(call.scale if call.softcap else call.scale * kernels.LOG2_E)
+    kernels.lay_out_queries(call.queries, unit, call.mean, *call.rotation, coded, raw, bias)
+    splits = call.splits(pairs * blocks, _ITEMS, _PAGES_PER_ITEM)
+    parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
+    peaks, sums = np.empty((2, pairs, blocks, splits, rows), np.float32)
+    share(
+        kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias), call.table, places,
+        pages.layouts[0].itemsize, call.softcap, call.kept, call.kept_from, (parts, peaks, sums),
+        alone=call.alone,
+    )  # fmt: skip
+    return parts, peaks, sums
+
+
+def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) -> _Parts:
+    from kvlab.numba_kernels import cpu_packed_rows as kernels
+
+    head_dim, places = call.queries.shape[3], call.places(pages, 0)
+    panels = -(-query_rows // kernels.PANEL)
+    blocks = -(-panels // kernels.PANELS)
+    rows = min(panels, kernels.PANELS) * kernels.PANEL
+    coded, raw = np.empty((2, pairs, panels, (head_dim + 1) * kernels.PANEL), np.float32)
+    kernels.lay_out_panels(call.queries, np.float32(call.scale), call.mean, *call.rotation, coded, raw)
+    # Two parts for each range of pages: those with coded values and those with raw ones.
+    shape = (pairs, blocks, 2 * call.splits(pairs * blocks, _ITEMS // 4, 4 * _PAGES_PER_ITEM), rows)
+    parts, (peaks, sums) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)
+    share(
+        kernels.attend_rows, np.zeros(1, np.int64), (coded, raw), call.table, places, call.softcap,
+        call.kept, call.kept_from, (parts, peaks, sums), alone=call.alone,
+    )  # fmt: skip
+    return parts, peaks, sums
 
 
 def _mass_cpu(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
