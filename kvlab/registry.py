@@ -202,13 +202,13 @@ def choose(operation: str, device_kind: str, backend: str | None = None, **facts
 
     Raises
     ------
-    ValueError
+    ValueError, TypeError
         If the backend is unknown.
     NotImplementedError
         If no row supports the call; the message says what is not supported, and which rows would support it.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(_unknown_backend(backend))
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise (ValueError if isinstance(backend, str) else TypeError)(_unknown_backend(backend))
     here = [row for row in rows(operation) if row.device_kind == device_kind]
     if here and set(facts) != set(here[0].supports):
         raise TypeError(

@@ -16,21 +16,22 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import Array, ArrayT, dtype_name, like_first, match_shapes, to_numpy_view
-from kvlab.cache import persistence
-from kvlab.cache.allocator import METHODS, Method
+from kvlab.arguments import number, whole_number
+from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
+from kvlab.cache import inputs, persistence
 from kvlab.cache.budget import parse_budget
-from kvlab.cache.cuda_road import GpuRoad, check_gpu
+from kvlab.cache.cuda_road import GpuRoad
 from kvlab.cache.exact import attend_exact
-from kvlab.cache.importance import Importance, make_policy
-from kvlab.cache.ladder import Bits, parse_bits
+from kvlab.cache.importance import make_policy
+from kvlab.cache.ladder import parse_bits
 from kvlab.cache.layer import Arrival, Layer
+from kvlab.cache.options import MOST, CacheOptions
 from kvlab.cache.window import stack
 from kvlab.errors import BudgetError, FormatError
 from kvlab.ops.attention import merge_attention
@@ -38,12 +39,11 @@ from kvlab.ops.packed import mass_from_scores, packed_attention
 
 __all__ = ["MixedPrecisionCache"]
 
-Floats = NDArray[np.float32]
 MASS_ROWS = 64
 """Query rows, the last of a step, over which attention mass is collected."""
 
 
-class MixedPrecisionCache:
+class MixedPrecisionCache(CacheOptions):
     """Packed mixed-precision KV cache for all layers of a model.
 
     Parameters
@@ -101,103 +101,28 @@ class MixedPrecisionCache:
     ((1, 100, 4, 32), 100, True)
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_heads_q: int,
-        num_heads_kv: int,
-        head_dim: int,
-        *,
-        batch: int = 1,
-        budget: float | int | str | None = 0.35,
-        bits: Bits = (2, 3, 4, 8),
-        importance: Importance = "attention",
-        allocator: Method = "greedy",
-        residual: int = 0,
-        sink: int = 4,
-        recent: int = 128,
-        plan_length: int = 2048,
-        max_seqlen: int | None = None,
-        realloc_every: int = 16,
-        ema_decay: float = 0.9,
-        device: str | None = None,
-        dtype: str = "float16",
-    ) -> None:
-        for name, value, least in (
-            ("num_layers", num_layers, 1),
-            ("num_heads_kv", num_heads_kv, 1),
-            ("batch", batch, 0),
-            ("residual", residual, 0),
-            ("sink", sink, 0),
-            ("recent", recent, 0),
-            ("plan_length", plan_length, 1),
-            ("realloc_every", realloc_every, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
-        if num_heads_q < 1 or num_heads_q % num_heads_kv:
-            raise ValueError(
-                f"num_heads_q={num_heads_q} must be a positive multiple of num_heads_kv={num_heads_kv}"
-            )
-        if head_dim % 16 or not 16 <= head_dim <= 256:
-            raise ValueError(f"head_dim={head_dim} is not supported; a multiple of 16 from 16 to 256 is")
-        if allocator not in METHODS:
-            raise ValueError(f"allocator={allocator!r} is not known; choose one of {METHODS}")
-        if dtype not in ("float16", "bfloat16", "float32"):
-            raise ValueError(f"dtype={dtype!r} is not supported; float16, bfloat16 and float32 are")
-        on_gpu = device is not None and device.split(":")[0] == "cuda"
-        if device not in (None, "cpu") and not on_gpu:
-            raise ValueError(f"device={device!r} is not supported; 'cpu' and 'cuda' are")
-        if on_gpu:
-            check_gpu(residual, dtype, allocator, importance, head_dim)
-        self.device = device or "cpu"
-        self._gpu: GpuRoad | None = None
-        self.num_layers, self.batch = num_layers, batch
-        self.num_heads_q, self.num_heads_kv, self.head_dim = num_heads_q, num_heads_kv, head_dim
-        self.residual, self.sink, self.recent, self.dtype = residual, sink, recent, dtype
-        self.plan_length, self.max_seqlen, self.realloc_every = plan_length, max_seqlen, realloc_every
-        self.allocator, self.bits, self.importance = allocator, bits, importance
-        self.ema_decay = ema_decay
-        self._budget = parse_budget(budget)
-        self._policy = make_policy(importance, ema_decay)
-        self._arguments = {
-            "num_layers": num_layers,
-            "num_heads_q": num_heads_q,
-            "num_heads_kv": num_heads_kv,
-            "head_dim": head_dim,
-            "batch": batch,
-            "budget": budget,
-            "bits": bits if isinstance(bits, (str, int)) else list(bits),
-            "importance": importance,
-            "allocator": allocator,
-            "residual": residual,
-            "sink": sink,
-            "recent": recent,
-            "plan_length": plan_length,
-            "max_seqlen": max_seqlen,
-            "realloc_every": realloc_every,
-            "ema_decay": ema_decay,
-            "dtype": dtype,
-        }
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._budget = parse_budget(self.budget)
+        policy = make_policy(self.importance, self.ema_decay)
         self.layers = [
             Layer(
                 ladder,
-                batch,
-                num_heads_kv,
-                head_dim,
-                dtype,
-                residual=residual,
-                sink=sink,
-                recent=recent,
-                policy=self._policy,
-                allocator=allocator,
+                self.batch,
+                self.num_heads_kv,
+                self.head_dim,
+                self.dtype,
+                residual=self.residual,
+                sink=self.sink,
+                recent=self.recent,
+                policy=policy,
+                allocator=self.allocator,
             )
-            for ladder in parse_bits(bits, num_layers)
+            for ladder in parse_bits(self.bits, self.num_layers)
         ]
-        if on_gpu:
-            self._gpu = GpuRoad(self)
-        if max_seqlen is not None and not self._fits(max_seqlen, batch):
-            raise self._refusal(max_seqlen, batch)
+        self._gpu = GpuRoad(self) if self.on_gpu else None
+        if self.max_seqlen is not None and not self._fits(self.max_seqlen, self.batch):
+            raise self._refusal(self.max_seqlen, self.batch)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -238,10 +163,10 @@ class MixedPrecisionCache:
         names = sorted({rung for store in stores for rung in store.ladder}, key=lambda rung: rung.total)
         shape = (self.num_layers, self.batch, self.num_heads_kv)
         found = {str(rung): np.zeros(shape, np.int64) for rung in names}
-        for number, store in enumerate(stores):
-            counts = store.page_counts() if self._gpu is None else self._gpu.page_counts(number)
+        for layer, store in enumerate(stores):
+            counts = store.page_counts() if self._gpu is None else self._gpu.page_counts(layer)
             for r, rung in enumerate(store.ladder):
-                found[str(rung)][number] = counts[..., r]
+                found[str(rung)][layer] = counts[..., r]
         return found
 
     def _share(self, seqlen: int, batch: int) -> int | None:
@@ -314,13 +239,11 @@ class MixedPrecisionCache:
         BudgetError
             If the tokens do not fit; the cache is as it was.
         """
+        layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
         if self._gpu is not None:
-            self._check_layer(layer)
             return self._gpu.step(layer, q, k, v, scale, softcap, valid)  # type: ignore[no-any-return]
-        queries = _float32(q, "q")
-        shape = ("B", "S", self.num_heads_q, "D")
-        keys, values, mask = self._checked(layer, k, v, valid, {"q": (queries.shape, shape)})
-        scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
+        queries = inputs.queries(self, q)
+        new = inputs.new_keys(self, k, v, valid, queries)
         state, rows = self.layers[layer], queries.shape[1]
         kept = min(rows, MASS_ROWS) if state.observes == "mass" else 0
         collect = kept > 0 and state.since_collection + rows >= self.realloc_every
@@ -328,19 +251,12 @@ class MixedPrecisionCache:
         stored = packed_attention(
             queries, view, scale=scale, softcap=softcap, keep_scores=kept if collect else 0
         )
-        exact_k, exact_v, visible = stack(state.windows, keys, values, mask)
+        exact_k, exact_v, visible = stack(state.windows, *new)
         exact = attend_exact(queries, exact_k, exact_v, visible, scale=scale, softcap=softcap, keep_rows=kept)
         out, lse = merge_attention([stored.out, exact.out], [stored.lse, exact.lse])
-        self._commit(
-            layer,
-            Arrival(
-                keys,
-                values,
-                mask,
-                exact.mass(lse) if kept else None,
-                None if stored.scores is None else mass_from_scores(stored.scores, lse, view),
-            ),
-        )
+        mass = exact.mass(lse) if kept else None
+        stored_mass = None if stored.scores is None else mass_from_scores(stored.scores, lse, view)
+        self._commit(layer, Arrival(*new, mass, stored_mass))
         return like_first(out.astype(to_numpy_view(q, "q").dtype, copy=False), q)
 
     def append(self, layer: int, k: Array, v: Array, *, valid: Array | None = None) -> None:
@@ -348,24 +264,21 @@ class MixedPrecisionCache:
 
         Parameters and errors as in `step`.
         """
+        layer = self._layer(layer)
         if self._gpu is not None:
-            self._check_layer(layer)
             self._gpu.append(layer, k, v, valid)
-            return
-        keys, values, mask = self._checked(layer, k, v, valid, {})
-        self._commit(layer, Arrival(keys, values, mask))
+        else:
+            self._commit(layer, Arrival(*inputs.new_keys(self, k, v, valid)))
 
     def attend(self, layer: int, q: ArrayT, *, scale: float | None = None, softcap: float = 0.0) -> ArrayT:
         """Attend over everything stored; nothing is added.
 
         Parameters and result as in `step`.
         """
-        self._check_layer(layer)
+        layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
         if self._gpu is not None:
             return self._gpu.attend(layer, q, scale, softcap)  # type: ignore[no-any-return]
-        queries = _float32(q, "q")
-        match_shapes({"q": (queries.shape, (self.batch, "S", self.num_heads_q, self.head_dim))})
-        scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
+        queries = inputs.queries(self, q)
         state, rows = self.layers[layer], queries.shape[1]
         stored = packed_attention(queries, state.store.view(), scale=scale, softcap=softcap)
         # Every row sees the whole window: invisible keys behind it, one a row but the last, align them.
@@ -375,25 +288,71 @@ class MixedPrecisionCache:
         out, _ = merge_attention([stored.out, exact.out], [stored.lse, exact.lse])
         return like_first(out.astype(to_numpy_view(q, "q").dtype, copy=False), q)
 
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer={layer} does not lie within 0..{self.num_layers - 1}")
+    # ---- CUDA graphs ---------------------------------------------------------------------------------------
 
-    def _checked(
-        self, layer: int, k: Array, v: Array, valid: Array | None, more: dict[str, Any]
-    ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-        self._check_layer(layer)
-        keys, values = _float32(k, "k"), _float32(v, "v")
-        kv = ("B", "S", self.num_heads_kv, "D")
-        sizes = match_shapes({**more, "k": (keys.shape, kv), "v": (values.shape, kv)})
-        match_shapes({"k": (keys.shape, (self.batch, "S", "H", self.head_dim))})
-        if valid is None:
-            return keys, values, np.ones((self.batch, sizes["S"]), bool)
-        mask = to_numpy_view(valid, "valid")
-        match_shapes({"valid": (mask.shape, (self.batch, sizes["S"]))})
-        if mask.dtype != bool:
-            raise TypeError(f"valid has dtype {mask.dtype}; it must be bool")
-        return keys, values, mask
+    def prepare(self, steps: int = 1) -> Hashable:
+        """Make room for the next tokens, so that the next step of every layer only launches kernels.
+
+        With `recording` and `replayed` this lets a CUDA graph hold a step of all layers: lengths, places and
+        page tables are read on the device, so a graph goes on where the cache is.
+
+        Parameters
+        ----------
+        steps : int
+            New tokens of a row, 1 to 16.
+
+        Returns
+        -------
+        hashable
+            What a recording depends on: where memory lies, and what the step has to do (every
+            `realloc_every` tokens it collects attention mass). A graph serves steps for which this is equal.
+            A step of each kind must have run once before it is recorded.
+
+        Raises
+        ------
+        BudgetError
+            If the tokens do not fit; the cache is as it was.
+        NotImplementedError
+            If the cache is not on a GPU.
+
+        Examples
+        --------
+        With a step of all layers in ``work``, and ``graphs``, a dict::
+
+            key = cache.prepare()
+            if key not in graphs:
+                graphs[key] = None
+                work()  # runs, and loads what it needs
+            elif graphs[key] is None:
+                graphs[key] = torch.cuda.CUDAGraph()
+                with cache.recording(), torch.cuda.graph(graphs[key]):
+                    work()
+            if graphs[key] is not None:
+                graphs[key].replay()
+                cache.replayed()
+        """
+        steps = whole_number(steps, "steps", 1, MOST)
+        return self._on_gpu_only("prepare").prepare(steps)
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Inside this block steps are recorded by a CUDA graph: nothing runs, so nothing is counted."""
+        return self._on_gpu_only("recording").recording()
+
+    def replayed(self, steps: int = 1) -> None:
+        """Count a step of all layers that a CUDA graph has replayed; `prepare` made room for it."""
+        self._on_gpu_only("replayed").replayed(steps)
+
+    def _on_gpu_only(self, method: str) -> GpuRoad:
+        if self._gpu is None:
+            raise NotImplementedError(f"{method}() is for caches with device='cuda'; call step() here")
+        return self._gpu
+
+    def _layer(self, layer: int) -> int:
+        return whole_number(layer, "layer", 0, self.num_layers - 1)
+
+    def _scores(self, scale: float | None, softcap: float) -> tuple[float, float]:
+        scale = 1 / math.sqrt(self.head_dim) if scale is None else number(scale, "scale")
+        return scale, number(softcap, "softcap", least=0)
 
     def _commit(self, layer: int, arrival: Arrival) -> None:
         seqlen = self.layers[layer].seqlen + arrival.k.shape[1]
@@ -417,9 +376,7 @@ class MixedPrecisionCache:
         BudgetError
             If a relative budget falls so far that what stays does not fit; the cache is as it was.
         """
-        if not 0 <= n <= self.seqlen:
-            raise ValueError(f"n={n} must lie between 0 and the {self.seqlen} time steps seen")
-        end = self.seqlen - n
+        end = self.seqlen - whole_number(n, "n", 0, self.seqlen)
         with self._on_host():
             try:
                 share = self._share(end, self.batch)
@@ -438,16 +395,15 @@ class MixedPrecisionCache:
 
     def reorder(self, rows: Array) -> None:
         """Make row i a copy of the present row `rows[i]`, as beam search does; the batch keeps its size."""
-        self._take_rows(_row_numbers(rows, self.batch, keep_size=True))
+        self._take_rows(inputs.row_numbers(rows, self.batch, keep_size=True))
 
     def select(self, rows: Array) -> None:
         """Keep the given rows, in the given order; the batch becomes as long as `rows`."""
-        self._take_rows(_row_numbers(rows, self.batch))
+        self._take_rows(inputs.row_numbers(rows, self.batch))
 
     def repeat(self, n: int) -> None:
         """Repeat each row `n` times, copies side by side."""
-        if n < 1:
-            raise ValueError(f"n={n} must be at least 1")
+        n = whole_number(n, "n", 1, MOST // max(self.batch, 1))
         self._take_rows(np.repeat(np.arange(self.batch), n))
 
     # ---- files ---------------------------------------------------------------------------------------------
@@ -464,10 +420,10 @@ class MixedPrecisionCache:
             raise NotImplementedError(
                 "a cache whose importance is a function cannot be saved; choose a policy by name"
             )
+        persistence.checked_path(path)
         with self._on_host(changes=False):
             states, arrays = persistence.arrays_of(self)
-        arguments = {**self._arguments, "batch": self.batch}
-        description = {"version": persistence.FORMAT_VERSION, "arguments": arguments, "layers": states}
+        description = {"version": persistence.FORMAT_VERSION, "arguments": self.saved(), "layers": states}
         persistence.write(path, description, arrays)
 
     @classmethod
@@ -514,24 +470,3 @@ class MixedPrecisionCache:
         for layer in self.layers:
             layer.take_rows(rows)
         self.batch = len(rows)
-
-
-def _float32(x: Array, name: str) -> Floats:
-    if dtype_name(x, name) not in ("float16", "bfloat16", "float32"):
-        raise TypeError(
-            f"{name} has dtype {dtype_name(x, name)}; float16, bfloat16 and float32 are supported"
-        )
-    return to_numpy_view(x, name).astype(np.float32, copy=False)
-
-
-def _row_numbers(rows: Array, batch: int, keep_size: bool = False) -> NDArray[np.int64]:
-    numbers = np.asarray(to_numpy_view(rows, "rows"))
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise TypeError(f"rows must be a vector of integers, not {numbers.dtype} of shape {numbers.shape}")
-    if keep_size and len(numbers) != batch:
-        raise ValueError(
-            f"rows has {len(numbers)} entries for a batch of {batch}; use select to change the batch"
-        )
-    if len(numbers) and (numbers.min() < 0 or numbers.max() >= batch):
-        raise ValueError(f"rows names row {numbers.max()} or {numbers.min()} of a batch of {batch}")
-    return numbers.astype(np.int64)

@@ -17,11 +17,21 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.arguments import choice, number
+
 __all__ = ["POLICIES", "Importance", "Policy", "UpdateFunction", "make_policy"]
 
 Floats = NDArray[np.float32]
 UpdateFunction = Callable[[Floats | None, Floats, NDArray[np.int64], int], NDArray[np.floating]]
 Importance = str | UpdateFunction
+SPAN = 64
+"""Age in tokens up to which every collection of attention mass makes the score of a token anew.
+
+What its neighbours pay to a token says little about what it will get later. So the weight of a collection is
+1 / (1 + age // SPAN), and never less than 1 - decay: first only the newest one counts, then a mean in which
+they count more and more alike, at last the moving average. It depends on nothing that must be stored, and
+parts of a prefill of any size come to nearly the same scores, however often they collect.
+"""
 POLICIES = ("attention", "forecast", "key_norm", "recency", "uniform")
 
 
@@ -54,33 +64,38 @@ def make_policy(importance: Importance, decay: float) -> Policy:
     importance : str or callable
         One of `POLICIES`, or an update function as in `Policy.update` that observes attention mass.
     decay : float
-        Weight of the old score at each collection, 0 to 1.
+        Weight of the old score at a collection, 0 to 1; less for tokens that are young (`SPAN`).
 
     Examples
     --------
     >>> policy = make_policy("attention", 0.75)
-    >>> policy.update(np.float32([1.0]), np.float32([0.0]), np.array([5]), 10)
-    array([0.75], dtype=float32)
+    >>> policy.update(np.float32([1, 1, 1]), np.float32([0, 0, 0]), np.array([0, 900, 990]), 1000)
+    array([0.75, 0.5 , 0.  ], dtype=float32)
     """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"ema_decay={decay} must lie between 0 and 1")
+    decay = number(decay, "ema_decay", 0, 1)
     if callable(importance):
-        return Policy("mass", importance)
-    keep, take = np.float32(decay), np.float32(1 - decay)
+        return Policy("mass", _checked(importance))
+    least = np.float32(1 - decay)
+
+    def weight(positions: NDArray[np.int64], seqlen: int) -> Floats:
+        collections = (1 + (seqlen - positions) // SPAN).astype(np.float32)
+        return np.maximum(least, np.reciprocal(collections))
 
     def attention(
         previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
     ) -> Floats:
-        return observed if previous is None else keep * previous + take * observed
+        if previous is None:
+            return observed
+        return previous + weight(positions, seqlen) * (observed - previous)
 
     def forecast(
         previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
     ) -> Floats:
-        # The level moves as in "attention"; kept is where it will be if it moves on as it just did.
+        # The level moves as in "attention"; kept is where it will be one collection later.
         if previous is None:
             return observed
-        step = take * (observed - previous)
-        return np.maximum(previous + 2 * step, np.float32(0))
+        step = weight(positions, seqlen) + least
+        return np.maximum(previous + step * (observed - previous), np.float32(0))
 
     def recency(
         previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
@@ -107,8 +122,23 @@ def make_policy(importance: Importance, decay: float) -> Policy:
         "recency": Policy("nothing", recency, by_position=True),
         "uniform": Policy("nothing", uniform),
     }
-    if importance not in policies:
-        raise ValueError(
-            f"importance={importance!r} is not known; choose one of {POLICIES} or pass a function"
-        )
-    return policies[importance]
+    return policies[choice(importance, "importance", POLICIES)]
+
+
+def _checked(update: UpdateFunction) -> UpdateFunction:
+    """A user's function that refuses to give anything but a score for every token."""
+
+    def checked(
+        previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
+    ) -> NDArray[np.floating]:
+        scores = np.asarray(update(previous, observed, positions, seqlen))
+        if scores.shape != observed.shape or scores.dtype.kind not in "fiu":
+            raise ValueError(
+                f"importance: the function {update} gave {scores.dtype} {scores.shape} for {observed.shape} "
+                f"tokens; it must give one real number for each"
+            )
+        if not (scores >= 0).all():
+            raise ValueError(f"importance: the function {update} gave a score that is negative or NaN")
+        return scores.astype(np.float32)
+
+    return checked

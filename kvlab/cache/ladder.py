@@ -13,9 +13,11 @@ Width 16 keeps the values as they are (in the cache's own dtype); width 0 evicts
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
+
+from kvlab.arguments import whole_number
 
 __all__ = ["WIDTHS", "Bits", "Ladder", "Rung", "parse_bits"]
 
@@ -57,7 +59,7 @@ def _rung(word: int | str) -> Rung:
 def _ladder(words: Sequence[int | str]) -> Ladder:
     rungs = sorted((_rung(word) for word in words), key=lambda rung: rung.total)
     if not rungs:
-        raise ValueError("bits is empty; name at least one width")
+        raise ValueError(f"bits={words!r} is empty; name at least one width")
     for low, high in pairwise(rungs):
         if low.total == high.total:
             raise ValueError(f"bits: rungs {low} and {high} take the same bytes; keep one of them")
@@ -67,7 +69,7 @@ def _ladder(words: Sequence[int | str]) -> Ladder:
                 f"name rungs that narrow on both sides, or stay equal on one"
             )
     if rungs[-1].total == 0:
-        raise ValueError("bits: width 0 alone would keep nothing; name at least one other width")
+        raise ValueError(f"bits={words!r} would keep nothing; name a width other than 0 as well")
     return tuple(rungs)
 
 
@@ -83,6 +85,8 @@ def parse_bits(bits: Bits, num_layers: int) -> tuple[Ladder, ...]:
 
     Raises
     ------
+    TypeError
+        If `bits` is in none of the forms.
     ValueError
         If a width is not supported, two rungs take the same bytes, a lower rung is wider for K or V than a
         higher one, or a range misses or repeats a layer.
@@ -96,10 +100,19 @@ def parse_bits(bits: Bits, num_layers: int) -> tuple[Ladder, ...]:
     """
     if isinstance(bits, str) and ":" in bits:
         return _per_layer(bits, num_layers)
-    words: Sequence[int | str] = (
-        bits.split(",") if isinstance(bits, str) else [bits] if isinstance(bits, int) else bits
-    )
-    return (_ladder(words),) * num_layers
+    return (_ladder(_words(bits)),) * num_layers
+
+
+def _words(bits: Bits) -> list[int | str]:
+    if isinstance(bits, str):
+        return list(bits.split(","))
+    try:
+        return list(bits) if isinstance(bits, Iterable) else [whole_number(bits, "bits")]
+    except TypeError:
+        raise TypeError(
+            f"bits={bits!r} must be a width, a sequence of widths such as (2, 4, 8), or text such as "
+            f"'2,4,8' or 'k4v2'"
+        ) from None
 
 
 def _per_layer(bits: str, num_layers: int) -> tuple[Ladder, ...]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvlab.cache.cache import MixedPrecisionCache
     from kvlab.cache.layer import Layer
 
-__all__ = ["FORMAT_VERSION", "arrays_of", "load_into", "parse", "read", "write"]
+__all__ = ["FORMAT_VERSION", "arrays_of", "checked_path", "load_into", "parse", "read", "write"]
 
 FORMAT_VERSION = 1
 MAX_HEADER = 64 << 20
@@ -63,7 +63,7 @@ def write(path: str | os.PathLike[str], description: dict[str, Any], arrays: Arr
     metadata = {"kvlab": text, "checksum": _checksum(entries, text, parts)}
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    target = Path(path)
+    target = checked_path(path)
     descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -77,10 +77,17 @@ def write(path: str | os.PathLike[str], description: dict[str, Any], arrays: Arr
         raise
 
 
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """The path, or TypeError."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path={path!r} must be text or a path, not {type(path).__name__}")
+    return Path(path)
+
+
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Arrays]:
     """Read what `write` wrote, or raise FormatError."""
     try:
-        return parse(Path(path).read_bytes())
+        return parse(checked_path(path).read_bytes())
     except FormatError as error:
         raise FormatError(f"{os.fspath(path)}: {error}") from None
 

@@ -7,13 +7,13 @@ zero and ignored when read. Ternary values take five to a byte.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.arguments import flag, whole_number
 from kvlab.arrays import ArrayT, device_of, dtype_name, like_first, to_numpy_view
 from kvlab.reference import bits as reference
 from kvlab.registry import Row, choose, register
@@ -83,7 +83,9 @@ def pack(codes: ArrayT, bits: int, *, check: bool = True, backend: str | None = 
     """
     _check_bits(bits)
     _check_array(codes, "codes", "uint8")
-    packed: ArrayT = choose("pack", device_of(codes).kind, backend, bits=bits).launch(codes, bits, check)
+    packed: ArrayT = choose("pack", device_of(codes).kind, backend, bits=bits).launch(
+        codes, bits, flag(check, "check")
+    )
     return packed
 
 
@@ -120,9 +122,10 @@ def unpack(packed: ArrayT, bits: int, count: int, *, backend: str | None = None)
     array([1, 2, 3], dtype=uint8)
     """
     _check_bits(bits)
-    _check_packed(packed, packed_bytes(_checked_count(count), bits), f"{count} codes of {bits} bits")
+    count = whole_number(count, "count", 0)
+    _check_packed(packed, packed_bytes(count, bits), f"count={count} codes of {bits} bits")
     row = choose("unpack", device_of(packed).kind, backend, bits=bits)
-    codes: ArrayT = row.launch(packed, bits, operator.index(count))
+    codes: ArrayT = row.launch(packed, bits, count)
     return codes
 
 
@@ -160,7 +163,8 @@ def pack_ternary(values: ArrayT, *, check: bool = True, backend: str | None = No
     array([5, 2], dtype=uint8)
     """
     _check_array(values, "values", "int8")
-    packed: ArrayT = choose("pack_ternary", device_of(values).kind, backend).launch(values, check)
+    row = choose("pack_ternary", device_of(values).kind, backend)
+    packed: ArrayT = row.launch(values, flag(check, "check"))
     return packed
 
 
@@ -196,9 +200,10 @@ def unpack_ternary(packed: ArrayT, count: int, *, check: bool = True, backend: s
     >>> kvlab.unpack_ternary(np.array([5, 2], np.uint8), 6)
     array([ 1,  0, -1, -1, -1,  1], dtype=int8)
     """
-    _check_packed(packed, -(-_checked_count(count) // 5), f"{count} ternary values")
+    count = whole_number(count, "count", 0)
+    _check_packed(packed, -(-count // 5), f"count={count} ternary values")
     row = choose("unpack_ternary", device_of(packed).kind, backend)
-    values: ArrayT = row.launch(packed, operator.index(count), check)
+    values: ArrayT = row.launch(packed, count, flag(check, "check"))
     return values
 
 
@@ -246,7 +251,7 @@ def contiguous_blocks(x: NDArray[Any], whole_axes: int = 1) -> Iterator[tuple[An
 
 
 def _check_bits(bits: int) -> None:
-    if bits not in WIDTHS:
+    if whole_number(bits, "bits") not in WIDTHS:
         raise ValueError(f"bits={bits!r} is not supported; supported are {', '.join(map(str, WIDTHS))}")
 
 
@@ -256,12 +261,6 @@ def _check_array(x: Any, name: str, dtype: str) -> None:
         raise TypeError(f"{name} must have dtype {dtype}, got {dtype_name(x, name)}")
     if len(x.shape) == 0:
         raise ValueError(f"{name} must have at least one axis, got a scalar")
-
-
-def _checked_count(count: int) -> int:
-    if operator.index(count) < 0:
-        raise ValueError(f"count={count} must not be negative")
-    return operator.index(count)
 
 
 def _check_packed(packed: Any, expected: int, what: str) -> None:

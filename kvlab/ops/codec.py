@@ -8,13 +8,13 @@ and sent to a backend. Codes are packed along the last axis, whatever axis group
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.arguments import flag, whole_number
 from kvlab.arrays import Array, ArrayT, device_of, dtype_name, like_first, numpy_dtype, to_numpy_view
 from kvlab.ops.bits import WIDTHS, pack, pack_ternary, packed_bytes, unpack, unpack_ternary
 from kvlab.reference import codec as reference
@@ -268,6 +268,8 @@ def dequantize(
     >>> kvlab.dequantize(quantized, "float16")
     array([1., 2., 4.], dtype=float16)
     """
+    if not isinstance(quantized, Quantized):
+        raise TypeError(f"quantized must be what kvlab.quantize returned, not {type(quantized).__name__}")
     target = quantized.dtype if dtype is None else dtype_name(dtype, "dtype")
     _check_float(target, "dtype")
     layout = checked_layout(
@@ -276,7 +278,7 @@ def dequantize(
     _check_arrays(quantized, layout)
     device = device_of(quantized.packed)
     row = choose("dequantize", device.kind, backend, codec=layout.codec, bits=layout.bits, dtype=target)
-    result: ArrayT = row.launch(quantized, layout, target, check)
+    result: ArrayT = row.launch(quantized, layout, target, flag(check, "check"))
     return result
 
 
@@ -296,16 +298,15 @@ def checked_layout(
         known = ", ".join(map(repr, reference.CODECS))
         raise ValueError(f"codec={codec!r} is not supported; supported are {known}")
     widths = (TERNARY_BITS,) if codec == "ternary" else WIDTHS
-    if bits not in widths:
+    if bits not in widths or isinstance(bits, bool):
         supported = ", ".join(map(str, widths))
         raise ValueError(f"bits={bits!r} is not supported by codec={codec!r}; supported: {supported}")
-    if not -len(shape) <= operator.index(axis) < len(shape):
+    if not -len(shape) <= whole_number(axis, "axis") < len(shape):
         raise ValueError(f"axis={axis} is not an axis of an array of shape {shape}")
-    if group_size is not None and operator.index(group_size) < 1:
-        raise ValueError(f"group_size={group_size} must be positive, or None for the whole axis")
-    axis = operator.index(axis) % len(shape)
+    axis = whole_number(axis, "axis") % len(shape)
     length = max(shape[axis], 1)
-    return Layout(shape, axis, min(operator.index(group_size or length), length), codec, bits)
+    elements = length if group_size is None else whole_number(group_size, "group_size", 1)
+    return Layout(shape, axis, min(elements, length), codec, bits)
 
 
 def _check_arrays(quantized: Quantized[Any], layout: Layout) -> None:

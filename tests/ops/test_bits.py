@@ -118,11 +118,11 @@ def test_the_cpu_always_looks(backend: str) -> None:
 
 def test_arguments_are_checked() -> None:
     codes = np.zeros((2, 4), np.uint8)
-    for bits in (0, 7, 9, -1, 2.5):
+    for bits in (0, 7, 9, -1):
         with pytest.raises(ValueError, match=r"bits=.* is not supported; supported are 1, 2, 3, 4, 5, 6, 8"):
-            kvlab.pack(codes, bits)  # type: ignore[arg-type]
+            kvlab.pack(codes, bits)
         with pytest.raises(ValueError, match=r"bits=.* is not supported"):
-            kvlab.unpack(codes, bits, 4)  # type: ignore[arg-type]
+            kvlab.unpack(codes, bits, 4)
     with pytest.raises(TypeError, match="codes must have dtype uint8, got int32"):
         kvlab.pack(codes.astype(np.int32), 4)
     with pytest.raises(TypeError, match="values must have dtype int8, got uint8"):
@@ -133,11 +133,11 @@ def test_arguments_are_checked() -> None:
         kvlab.pack([1, 2], 4)  # type: ignore[type-var]
     with pytest.raises(ValueError, match="codes must have at least one axis"):
         kvlab.pack(np.array(1, np.uint8), 4)
-    with pytest.raises(ValueError, match="packed has 4 bytes on its last axis, but 9 codes of 4 bits take 5"):
+    with pytest.raises(ValueError, match="packed has 4 bytes on its last axis, but count=9 codes of 4 bits take 5"):
         kvlab.unpack(codes, 4, 9)
-    with pytest.raises(ValueError, match="packed has 4 bytes on its last axis, but 15 ternary values take 3"):
+    with pytest.raises(ValueError, match="packed has 4 bytes on its last axis, but count=15 ternary values take 3"):
         kvlab.unpack_ternary(codes, 15)
-    with pytest.raises(ValueError, match="count=-1 must not be negative"):
+    with pytest.raises(ValueError, match="count=-1 must be at least 0"):
         kvlab.unpack(codes, 4, -1)
     with pytest.raises(TypeError):
         kvlab.unpack(codes, 4, 8.0)  # type: ignore[arg-type]

@@ -122,7 +122,7 @@ def test_arguments_are_checked() -> None:
         kvlab.quantize(x, 4, axis=2)
     with pytest.raises(ValueError, match="axis=-1 is not an axis"):
         kvlab.quantize(np.array(1.0, np.float32), 4)
-    with pytest.raises(ValueError, match="group_size=0 must be positive"):
+    with pytest.raises(ValueError, match="group_size=0 must be at least 1"):
         kvlab.quantize(x, 4, group_size=0)
     with pytest.raises(ValueError, match="nan='ignore' is not supported"):
         kvlab.quantize(x, 4, nan="ignore")

@@ -1,0 +1,156 @@
+"""Checks of plain arguments (whole numbers, numbers, flags, choices), one wording for each in all of kvlab.
+
+Every error names the argument, its value and what is supported. A whole number is anything with `__index__`
+but a bool, a number anything real that `float` takes but text: scalars of NumPy and torch are welcome.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection
+from typing import Any
+
+__all__ = ["choice", "flag", "number", "whole_number"]
+
+
+def whole_number(value: Any, name: str, least: int | None = None, most: int | None = None) -> int:
+    """Return an argument as an int.
+
+    Parameters
+    ----------
+    value : object
+        What the caller passed.
+    name : str
+        The caller's name of the argument, for the error.
+    least, most : int, optional
+        Limits, both allowed.
+
+    Raises
+    ------
+    TypeError
+        If it is no whole number.
+    ValueError
+        If it lies outside the limits.
+
+    Examples
+    --------
+    >>> whole_number(4, "sink", least=0)
+    4
+    >>> whole_number(-1, "sink", least=0)
+    Traceback (most recent call last):
+        ...
+    ValueError: sink=-1 must be at least 0
+    >>> whole_number(1.5, "sink")
+    Traceback (most recent call last):
+        ...
+    TypeError: sink=1.5 must be a whole number, not float
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        found = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} must be a whole number, not {type(value).__name__}") from None
+    if least is not None and found < least:
+        raise ValueError(f"{name}={value!r} must be at least {least}")
+    if most is not None and found > most:
+        raise ValueError(f"{name}={value!r} must be at most {most}")
+    return found
+
+
+def number(value: Any, name: str, least: float = -math.inf, most: float = math.inf) -> float:
+    """Return an argument as a float that is finite.
+
+    Parameters
+    ----------
+    value : object
+    name : str
+    least, most : float
+        Limits, both allowed.
+
+    Raises
+    ------
+    TypeError
+        If it is no number.
+    ValueError
+        If it is not finite or lies outside the limits.
+
+    Examples
+    --------
+    >>> number(2, "softcap", least=0)
+    2.0
+    >>> number(float("nan"), "scale")
+    Traceback (most recent call last):
+        ...
+    ValueError: scale=nan must be finite
+    >>> number(1.5, "ema_decay", 0, 1)
+    Traceback (most recent call last):
+        ...
+    ValueError: ema_decay=1.5 must lie between 0 and 1
+    """
+    try:
+        if isinstance(value, (bool, str, bytes)):
+            raise TypeError
+        found = float(value)
+    except (TypeError, ValueError, RuntimeError):  # torch raises the last two for tensors of several elements
+        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}") from None
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError(f"{name}={value!r} must be finite")
+    if not least <= found <= most:
+        limits = f"lie between {least:g} and {most:g}" if math.isfinite(most) else f"be at least {least:g}"
+        raise ValueError(f"{name}={value!r} must {limits}")
+    return found
+
+
+def flag(value: Any, name: str) -> bool:
+    """Return an argument as a bool; 0 and 1, and those of NumPy, are taken as well.
+
+    Raises
+    ------
+    TypeError
+        If it is anything else: text, None or an array would pass for true without a word.
+
+    Examples
+    --------
+    >>> flag(True, "causal"), flag(0, "causal")
+    (True, False)
+    >>> flag("no", "causal")
+    Traceback (most recent call last):
+        ...
+    TypeError: causal='no' must be True or False, not str
+    """
+    if isinstance(value, bool):
+        return value
+    if type(value).__name__ in ("int", "bool", "bool_") and value in (0, 1):
+        return bool(value)
+    raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
+
+
+def choice(value: Any, name: str, supported: Collection[str]) -> str:
+    """Return an argument that is one of several words.
+
+    Raises
+    ------
+    TypeError
+        If it is no text.
+    ValueError
+        If it is another word.
+
+    Examples
+    --------
+    >>> choice("greedy", "allocator", ("greedy", "dp"))
+    'greedy'
+    >>> choice("best", "allocator", ("greedy", "dp"))
+    Traceback (most recent call last):
+        ...
+    ValueError: allocator='best' is not supported; supported are 'greedy', 'dp'
+    """
+    listed = ", ".join(map(repr, supported))
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r} must be one of {listed}, not {type(value).__name__}")
+    if value not in supported:
+        raise ValueError(f"{name}={value!r} is not supported; supported are {listed}")
+    return value

@@ -1,0 +1,95 @@
+"""What a cache is told once: its options, each listed here and nowhere else, and their checks.
+
+The fields are the signature of `MixedPrecisionCache`, whose docstring says what they mean, and what a saved
+cache is made from again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any
+
+from kvlab.arguments import choice, number, whole_number
+from kvlab.cache.allocator import METHODS, Method
+from kvlab.cache.cuda_road import check_gpu
+from kvlab.cache.importance import Importance
+from kvlab.cache.ladder import Bits
+
+__all__ = ["MOST", "CacheOptions"]
+
+DTYPES = ("float16", "bfloat16", "float32")
+_LEAST = {
+    "num_layers": 1,
+    "num_heads_q": 1,
+    "num_heads_kv": 1,
+    "head_dim": 16,
+    "batch": 0,
+    "residual": 0,
+    "sink": 0,
+    "recent": 0,
+    "plan_length": 1,
+    "realloc_every": 1,
+}
+MOST = (1 << 31) - 1
+"""Largest whole number that an option may be."""
+
+
+@dataclass(eq=False)
+class CacheOptions:
+    """Options of a cache by name, checked; see `kvlab.MixedPrecisionCache`."""
+
+    num_layers: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    _: KW_ONLY
+    batch: int = 1
+    budget: float | int | str | None = 0.35
+    bits: Bits = (2, 3, 4, 8)
+    importance: Importance = "attention"
+    allocator: Method = "greedy"
+    residual: int = 0
+    sink: int = 4
+    recent: int = 128
+    plan_length: int = 2048
+    max_seqlen: int | None = None
+    realloc_every: int = 16
+    ema_decay: float = 0.9
+    device: str | None = None
+    dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            setattr(self, name, whole_number(getattr(self, name), name, least, MOST))
+        if self.num_heads_q % self.num_heads_kv:
+            raise ValueError(
+                f"num_heads_q={self.num_heads_q} must be a multiple of num_heads_kv={self.num_heads_kv}"
+            )
+        if self.head_dim % 16 or self.head_dim > 256:
+            raise ValueError(f"head_dim={self.head_dim} is not supported; a multiple of 16 from 16 to 256 is")
+        if self.max_seqlen is not None:
+            self.max_seqlen = whole_number(self.max_seqlen, "max_seqlen", 0, MOST)
+        if isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
+            self.bits = tuple(self.bits)
+        self.ema_decay = number(self.ema_decay, "ema_decay", 0, 1)
+        choice(self.allocator, "allocator", METHODS)
+        choice(self.dtype, "dtype", DTYPES)
+        if self.device is not None and not isinstance(self.device, str):
+            raise TypeError(f"device={self.device!r} must be 'cpu', 'cuda' or None, not {type(self.device)}")
+        self.device = self.device or "cpu"
+        if self.device != "cpu" and not self.on_gpu:
+            raise ValueError(f"device={self.device!r} is not supported; 'cpu' and 'cuda' are")
+        if self.on_gpu:
+            check_gpu(self.residual, self.dtype, self.allocator, self.importance, self.head_dim)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether arrays and memory are on a GPU."""
+        return str(self.device).split(":")[0] == "cuda"
+
+    def saved(self) -> dict[str, Any]:
+        """All options that go with the cache to another machine, as JSON has them."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "device"}
+        bits = self.bits
+        return {**found, "bits": bits if isinstance(bits, (str, int)) else list(map(str, bits))}

@@ -1,0 +1,185 @@
+"""Every public function, every argument, values of wrong kinds: the error names the argument and the value.
+
+A table says of which kind each argument is; a name that is public and not in it fails the last test.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvlab
+from kvlab import MixedPrecisionCache
+from kvlab.arguments import choice, flag, number, whole_number
+
+NAN, HUGE = float("nan"), 10**30
+WRONG: dict[str, list[Any]] = {
+    "whole": ["a", 1.5, [1], True, NAN, 1j, {}, b"x", np.float32(2)],
+    "count": ["a", 1.5, None, [1], True, NAN, 1j, {}, b"x", np.float32(2), -2, HUGE],
+    "number": ["a", [1], True, NAN, 1j, {}, b"x", float("inf")],
+    "flag": ["a", 1.5, None, [1], {}, NAN, 2],
+    "word": ["nonsense", 1, [1], {}, b"x", True],
+    "array": ["a", 1.5, None, [1.0], object(), {}],
+    "arrays": ["a", 1.5, None, [], {}, [1.0]],
+    "mask": ["a", 1.5, [True], object(), {}, np.ones((1, 8))],
+    "rows": ["a", 1.5, None, [0], np.array([0.5]), np.array([[0]]), np.array([7]), np.array([-1])],
+    "budget": ["a", [1], True, -1, 0, NAN, 1j, {}, b"x", "1GB?"],
+    "bits": ["a", 1.5, None, [], [5], 7, [0], "k4", ["k0v4"], [2, "k4v0"]],
+    "importance": ["nonsense", 1, [1], {}, None],
+    "pair": ["a", 1.5, None, [1], (1, 2, 3), (-2, 0), (0.5, 1)],
+    "path": [1.5, None, [1], {}],
+    "quantized": ["a", 1.5, None, [1], np.zeros(3)],
+}
+
+rng = np.random.default_rng(0)
+Q = rng.standard_normal((1, 8, 4, 32), dtype=np.float32)
+K, V = rng.standard_normal((2, 1, 8, 2, 32), dtype=np.float32)
+ENDS, CODES = np.array([0, 8], np.int32), np.arange(8, dtype=np.uint8) % 4
+OUT, LSE = np.zeros((1, 8, 4, 32), np.float32), np.zeros((1, 4, 8), np.float32)
+
+
+def method(name: str) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        cache = MixedPrecisionCache(1, 4, 2, 32, budget=None)
+        cache.append(0, K, V)
+        return getattr(cache, name)(**arguments)
+
+    return call
+
+
+SCORES = {"scale": (None, "number"), "softcap": (0.0, "number")}
+MASKS = {**SCORES, "causal": (False, "flag"), "window": ((-1, -1), "pair")}
+WANTS_LSE = {"return_lse": (False, "flag")}
+BACKEND = {"backend": (None, "word")}
+QKV = {"q": (Q, "array"), "k": (K, "array"), "v": (V, "array")}
+FLAT = {"q": (Q[0], "array"), "k": (K[0], "array"), "v": (V[0], "array")}
+GRADIENT = {"dout": (OUT, "array"), "out": (OUT, "array"), "lse": (LSE, "array")}
+FLAT_GRADIENT = {name: (array[0], kind) for name, (array, kind) in GRADIENT.items()}
+FIXED_ORDER = {"deterministic": (False, "flag")}
+BOUNDS = {"cu_seqlens_q": (ENDS, "array"), "cu_seqlens_k": (ENDS, "array")}
+LONGEST = {"max_seqlen_q": (8, "count"), "max_seqlen_k": (8, "count")}
+LAYER, MASK = {"layer": (0, "count")}, {"valid": (None, "mask")}
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "batch": (1, "count"),
+    "budget": (0.5, "budget"),
+    "bits": ((4, 8), "bits"),
+    "importance": ("attention", "importance"),
+    "allocator": ("greedy", "word"),
+    "residual": (0, "count"),
+    "sink": (4, "count"),
+    "recent": (9, "count"),
+    "plan_length": (64, "count"),
+    "max_seqlen": (None, "whole"),
+    "realloc_every": (16, "count"),
+    "ema_decay": (0.9, "number"),
+    "device": (None, "word"),
+    "dtype": ("float16", "word"),
+}
+GEOMETRY = {name: (value, "count") for name, value in zip(
+    ("num_layers", "num_heads_q", "num_heads_kv", "head_dim"), (1, 4, 2, 32), strict=True
+)}  # fmt: skip
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
+    "MixedPrecisionCache": (MixedPrecisionCache, GEOMETRY | OPTIONS),
+    "step": (method("step"), LAYER | QKV | SCORES | MASK),
+    "append": (method("append"), LAYER | {"k": (K, "array"), "v": (V, "array")} | MASK),
+    "attend": (method("attend"), LAYER | {"q": (Q, "array")} | SCORES),
+    "crop": (method("crop"), {"n": (1, "count")}),
+    "repeat": (method("repeat"), {"n": (1, "count")}),
+    "reorder": (method("reorder"), {"rows": (np.array([0]), "rows")}),
+    "select": (method("select"), {"rows": (np.array([0]), "rows")}),
+    "save": (method("save"), {"path": ("", "path")}),
+    "load": (MixedPrecisionCache.load, {"path": ("", "path")}),
+    "pack": (kvlab.pack, {"codes": (CODES, "array"), "bits": (2, "count"), "check": (True, "flag")}),
+    "unpack": (
+        kvlab.unpack,
+        {"packed": (kvlab.pack(CODES, 2), "array"), "bits": (2, "count"), "count": (8, "count")},
+    ),
+    "pack_ternary": (
+        kvlab.pack_ternary,
+        {"values": (np.zeros(8, np.int8), "array"), "check": (True, "flag")},
+    ),
+    "unpack_ternary": (
+        kvlab.unpack_ternary,
+        {"packed": (np.zeros(2, np.uint8), "array"), "count": (8, "count"), "check": (True, "flag")},
+    ),
+    "quantize": (
+        kvlab.quantize,
+        {
+            "x": (K, "array"),
+            "bits": (4, "number"),
+            "axis": (-1, "whole"),
+            "group_size": (None, "whole"),
+            "codec": ("affine", "word"),
+            "nan": ("raise", "word"),
+        },
+    ),
+    "dequantize": (
+        kvlab.dequantize,
+        {"quantized": (kvlab.quantize(K, 4), "quantized"), "dtype": (None, "word"), "check": (True, "flag")},
+    ),
+    "attention": (kvlab.attention, QKV | MASKS | WANTS_LSE),
+    "attention_varlen": (kvlab.attention_varlen, FLAT | BOUNDS | LONGEST | MASKS | WANTS_LSE),
+    "attention_backward": (kvlab.attention_backward, GRADIENT | QKV | MASKS | FIXED_ORDER),
+    "attention_varlen_backward": (
+        kvlab.attention_varlen_backward,
+        FLAT_GRADIENT | FLAT | BOUNDS | LONGEST | MASKS | FIXED_ORDER,
+    ),
+    "merge_attention": (kvlab.merge_attention, {"outs": ([OUT], "arrays"), "lses": ([LSE], "arrays")}),
+}
+HAVE_NO_PLAIN_ARGUMENTS = {"BudgetError", "FormatError", "OutOfMemory", "Quantized", "last_backend"}
+ELSEWHERE = {"quantized": "tests/integrations/test_quantized.py"}
+CASES = [
+    (name, argument)
+    for name, (function, arguments) in CALLS.items()
+    for argument in (
+        arguments | BACKEND if "backend" in inspect.signature(function).parameters else arguments
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_the_error_names_the_argument_and_the_value(name: str, argument: str) -> None:
+    function, arguments = CALLS[name]
+    kind = {**arguments, **BACKEND}[argument][1]
+    good = {key: value for key, (value, _) in arguments.items()}
+    for wrong in WRONG[kind]:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            function(**{**good, argument: wrong})
+        text = str(caught.value)
+        assert argument in text, f"{argument}={wrong!r}: {text}"
+        named = [repr(wrong), str(wrong), type(wrong).__name__, "shape", "dtype", " 0 parts", "lses 0"]
+        if isinstance(wrong, list | tuple | np.ndarray):
+            named += [str(element) for element in wrong]
+        assert any(word in text for word in named), f"{argument}={wrong!r}: {text}"
+
+
+def test_good_values_pass() -> None:
+    """Else every argument above might be refused whatever it is."""
+    for name, (function, arguments) in CALLS.items():
+        if name not in ("save", "load"):
+            function(**{key: value for key, (value, _) in arguments.items()})
+
+
+def test_scalars_of_numpy_are_welcome() -> None:
+    cache = MixedPrecisionCache(np.int64(1), np.int32(4), 2, 32, sink=np.uint8(3), ema_decay=np.float32(0.5))
+    assert (cache.num_layers, cache.sink, cache.ema_decay) == (1, 3, 0.5)
+    assert kvlab.attention(Q, K, V, causal=np.True_, scale=np.float64(0.1)).shape == Q.shape
+    assert (whole_number(np.int8(3), "n"), number(np.float16(2), "x"), flag(np.False_, "f")) == (
+        3,
+        2.0,
+        False,
+    )
+    assert choice("b", "word", ("a", "b")) == "b"
+
+
+def test_every_public_name_is_in_the_table() -> None:
+    public = set(kvlab._HOME)
+    assert public - HAVE_NO_PLAIN_ARGUMENTS - set(ELSEWHERE) <= set(CALLS)
+    for name, (function, arguments) in CALLS.items():
+        if name in public:
+            known = set(inspect.signature(function).parameters) - {"backend"}
+            assert known == set(arguments), f"{name}: {known ^ set(arguments)}"
