@@ -7,17 +7,21 @@ The layers of a model are filled by one prefill each, at a budget of about 4 bit
 one call and carries the moves out. Heads need a page in every fourth cycle, and only then tokens move; times
 are means over whole periods of four, without the first, by events, for all layers together. A plan that
 leaves the budget or meets trouble is an error. `prefill` is one layer; collecting runs as a graph.
+
+What collecting costs is measured on the same pages, and on such of 4 and of 2 bits alone: one query token
+attends every layer in turn, in a graph, without keeping scores, keeping them, and with `score_stored` behind
+each layer; medians of replays. `share` is all that is done every 16 steps, of 16 steps of attention.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,7 +35,8 @@ from kvlab.cache import cuda_plan, cuda_score
 from kvlab.cache.cuda_store import STATE, DeviceStore
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.store import ERRORS, LayerStore
-from kvlab.environment import report
+from kvlab.lab.results import provenance
+from kvlab.ops import packed_cuda
 from kvlab.ops.packed_mass_cuda import score_kernel
 
 SHAPES = {  # layers, batch, tokens, KV heads, group
@@ -40,7 +45,10 @@ SHAPES = {  # layers, batch, tokens, KV heads, group
     "1 x 4K": (32, 1, 4096, 8, 4),
     "1 x 128K": (32, 1, 131072, 8, 4),
 }
-HEAD_DIM, STEPS, FRACTION = 128, 16, 0.265
+LADDERS: dict[str, tuple[tuple[int, ...], float]] = {  # widths, bytes over those of 16 bits
+    "2,3,4,8": ((2, 3, 4, 8), 0.265), "4": ((4,), 0.32), "2": ((2,), 0.2),
+}  # fmt: skip
+HEAD_DIM, STEPS = 128, 16
 PLAN = ("count_keys", "choose_rungs", "bear_pages", "plan_moves", "make_tables")
 
 
@@ -65,14 +73,15 @@ class Clock:
 class Model:
     """Layers of one shape and what plans of them need."""
 
-    def __init__(self, layers: int, batch: int, tokens: int, heads: int, group: int) -> None:
+    def __init__(self, widths: tuple[int, ...], fraction: float, *shape: int) -> None:
+        layers, batch, tokens, heads, group = shape
         self.layers, self.batch, self.tokens, self.heads, self.group = layers, batch, tokens, heads, group
-        (ladder,) = set(parse_bits((2, 3, 4, 8), layers))
+        (ladder,) = set(parse_bits(widths, layers))
         stores = [LayerStore(ladder, batch, heads, HEAD_DIM, "bfloat16") for _ in range(layers)]
         self.host = stores[0]
         costs = tuple(self.host.page_bytes(r) for r in range(len(ladder)))
         self.ladder = cuda_plan.Ladder(costs, tuple(ERRORS[r.bits_k] + ERRORS[r.bits_v] for r in ladder))
-        self.share = int(FRACTION * 4 * heads * HEAD_DIM * tokens)
+        self.share = int(fraction * 4 * heads * HEAD_DIM * tokens)
         like = torch.empty(1, device="cuda")
         spare = lambda _, slab: cuda_plan.spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
         self.store = DeviceStore(stores, like, tokens + 1024, self.share, spare)
@@ -158,7 +167,7 @@ class Model:
         k = 500 * torch.randn(self.batch, STEPS, self.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         view = cuda_view(k, "k")
         shape = (4, self.batch, self.heads, self.store.entries, self.group, 64)
-        scores = torch.randn(shape, device="cuda").mul_(1.5)
+        scores = torch.randn(shape, device="cuda").mul_(1.5).half()
         lse = torch.full((self.batch, self.heads * self.group, 1), float(np.log(self.tokens)), device="cuda")
         found: list[dict[str, float]] = []
         moved = []
@@ -191,11 +200,58 @@ class Model:
         with torch.cuda.graph(graph):
             stream = torch.cuda.current_stream().cuda_stream
             for layer in range(self.layers):
-                cuda_score.score_stored(
-                    self.store.states_pointer + layer * STATE.itemsize, scores[(layer + turn) % 4], lse,
-                    num_heads_kv=self.heads, importance="attention", decay=0.9, stream=stream,
-                )  # fmt: skip
+                self.score(layer, scores[(layer + turn) % 4], lse, stream)
         return graph
+
+    def score(self, layer: int, scores: torch.Tensor, lse: torch.Tensor, stream: int) -> None:
+        cuda_score.score_stored(
+            self.store.host_states[layer], scores, lse,
+            num_heads_kv=self.heads, importance="attention", decay=0.9, counted=0, stream=stream,
+        )  # fmt: skip
+
+    def collect(self, repeats: int = 30) -> dict[str, float]:
+        """Microseconds a layer: attention, the same keeping scores, that and `score_stored`."""
+        heads = self.heads * self.group
+        q = torch.randn(self.batch, 1, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        out, lse = torch.empty_like(q), torch.empty(self.batch, heads, 1, device="cuda")
+        shape = (self.batch, self.heads, self.store.entries, self.group, 64)
+        scores = torch.empty(shape, device="cuda", dtype=torch.float16)
+        workspace = packed_cuda.make_workspace(q, self.batch * self.heads, self.group, HEAD_DIM)
+
+        def calls(kept: torch.Tensor | None) -> list[packed_cuda.AttendCall]:
+            options = {"scale": HEAD_DIM**-0.5, "scores": kept}
+            pages = map(self.store.pages, range(self.layers))
+            return [packed_cuda.AttendCall(q, own, workspace, **options) for own in pages]
+
+        def run(attend: list[packed_cuda.AttendCall], scored: bool) -> float:
+            def body() -> None:
+                stream = torch.cuda.current_stream().cuda_stream
+                for layer, call in enumerate(attend):
+                    call(cuda_view(q, "q"), out.data_ptr(), lse.data_ptr(), stream)
+                    if scored:
+                        self.score(layer, scores, lse, stream)
+
+            return median_of_graph(body, repeats) / self.layers
+
+        plain, keeping = calls(None), calls(scores)
+        return {"attend": run(plain, False), "keep": run(keeping, False), "collect": run(keeping, True)}
+
+
+def median_of_graph(body: Callable[[], None], repeats: int) -> float:
+    """Microseconds of a replay."""
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return 1e3 * float(np.median([a.elapsed_time(b) for a, b in itertools.pairwise(marks)]))
 
 
 def gpu_state() -> dict[str, str]:
@@ -211,32 +267,39 @@ def gpu_state() -> dict[str, str]:
     return dict(zip(fields, found, strict=True))
 
 
+def measure(shape: str, ladder: str, cycles: int) -> dict[str, Any]:
+    model = Model(*LADDERS[ladder], *SHAPES[shape])
+    found: dict[str, Any] = {"shape": shape, "ladder": ladder, "layers": model.layers}
+    found["prefill_us"] = model.prefill()
+    if ladder == "2,3,4,8":
+        found["decode_us"] = model.decode(cycles)
+        found["workspace_bytes"] = model.bytes
+    times = found["collect_us"] = model.collect()
+    more = times["collect"] - times["attend"]
+    found["collecting"] = more / times["attend"]
+    if "decode_us" in found:
+        planned = (found["decode_us"]["all"] - found["decode_us"]["score_stored"]) / model.layers
+        found["share"] = (planned + more) / (STEPS * times["attend"])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=pathlib.Path)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--ladders", nargs="+", default=list(LADDERS))
     parser.add_argument("--cycles", type=int, default=16)
     options = parser.parse_args()
-    results = []
-    for name in options.shapes:
-        model = Model(*SHAPES[name])
-        prefill = model.prefill()
-        decode = model.decode(options.cycles)
-        layers = model.layers
-        results.append({"shape": name, "prefill_us": prefill, "decode_us": decode, "layers": layers})
-        results[-1]["workspace_bytes"] = model.bytes
-        print(name, "prefill of a layer, us:", {k: round(v, 1) for k, v in prefill.items()})
-        print(name, f"decode, {layers} layers, us:", {k: round(v, 1) for k, v in decode.items()})
-        print(name, f"a layer: {decode['all'] / layers:.1f} us, workspace {model.bytes / 1e6:.1f} MB")
-        del model
+    result = provenance() | {"gpu": gpu_state()}
+    rows = []
+    for shape, ladder in itertools.product(options.shapes, options.ladders):
+        row = measure(shape, ladder, options.cycles)
+        rows.append(row)
+        for name in ("prefill_us", "decode_us", "collect_us"):
+            print(shape, ladder, name, {k: round(v, 1) for k, v in row.get(name, {}).items()}, flush=True)
+        print(shape, ladder, {k: round(row[k], 4) for k in ("collecting", "share") if k in row}, flush=True)
         torch.cuda.empty_cache()
-    shapes = " ".join(f'"{name}"' for name in options.shapes)
-    command = f"python benchmarks/cache_plan/run.py OUT.json --shapes {shapes} --cycles {options.cycles}"
-    result = {
-        "benchmark": "cache_plan", "command": command, "date": datetime.date.today().isoformat(),
-        "gpu": gpu_state(), "results": results, "environment": report(),
-    }  # fmt: skip
-    options.output.write_text(json.dumps(result, indent=1, default=str), encoding="utf-8")
+    options.output.write_text(json.dumps(result | {"rows": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

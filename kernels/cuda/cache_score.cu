@@ -1,9 +1,10 @@
 // How important tokens are: attention mass, from kept scores or from queries and keys, and norms of keys.
 //
 // Threads and data
-//   score_stored    a warp one page; lane holds slots 2 lane, 2 lane + 1. Reads the scores of the kept rows
-//                   (256 bytes a row), and brings the importance bytes of the page up to date.
-//   mass_of_scores  the same, but writes the mass: what kvlab.ops.packed.mass_from_scores is on a GPU.
+//   score_stored    half a warp one page, a lane four slots of it. Reads the scores of the kept rows in
+//                   float16 (128 bytes a row), and brings the importance bytes of the page up to date.
+//   mass_of_scores  the same from scores in float32, but writes the mass: what
+//                   kvlab.ops.packed.mass_from_scores is on a GPU.
 //   score_new       grid (tiles of keys, pairs): a warp holds KEYS keys as B operands of mma.m16n8k16 in
 //                   registers and multiplies them with all query rows, 16 at a time, which lie in shared
 //                   memory in chunks of ROWS. Only the sum over rows of exp(score - lse) remains.
@@ -24,6 +25,7 @@
 #include "cache_state.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, PAGE = 64;
+constexpr int LANES = PAGE / 4, PAGES = THREADS / LANES;  // of a page, of a block
 constexpr float LOG2E = 1.44269504089f;
 
 __device__ __forceinline__ float finite(float x) {
@@ -33,66 +35,115 @@ __device__ __forceinline__ float finite(float x) {
 // ---- From kept scores
 
 struct Kept {
-    const float* scores;             // [pairs][entries][rows][PAGE]
-    const float* lse;                // [batch][heads * group][seqlen]
-    int heads, group, rows, seqlen;  // rows = kept query rows * group
+    const void* scores;                     // [pairs][entries][positions * group][PAGE]
+    const float* lse;                       // [batch][heads * group][seqlen]
+    int group, positions, seqlen, entries;  // positions: the last query rows, whose scores were kept
 };
 
-// The mean over the kept rows of the probability of slots 2 lane and 2 lane + 1 of a page; one warp.
-__device__ __forceinline__ float2 mass_of_page(const Kept& kept, int pair, u64 page, int lane) {
-    const float2* from = (const float2*)(kept.scores + page * kept.rows * PAGE) + lane;
-    const int positions = kept.rows / kept.group;
-    const float* lse = kept.lse + (u64)pair * kept.group * kept.seqlen + kept.seqlen - positions;
-    float2 sum = {0.f, 0.f};
+__device__ __forceinline__ float4 four_scores(const float* x) {
+    return __ldcs((const float4*)x);
+}
+
+__device__ __forceinline__ float4 four_scores(const u16* x) {
+    const uint2 words = __ldcs((const uint2*)x);
+    return {half_bits_to_float(words.x & 0xffffu), half_bits_to_float(words.x >> 16),
+            half_bits_to_float(words.y & 0xffffu), half_bits_to_float(words.y >> 16)};
+}
+
+// The mean over the kept rows of the probabilities of slots `slot` to slot + 3 of a page.
+template <class T>
+__device__ __forceinline__ float4 mass_of_page(const Kept& kept, int pair, u64 page, int slot) {
+    constexpr int AT_ONCE = 4;
+    const int rows = kept.positions * kept.group;
+    const T* from = (const T*)kept.scores + page * rows * PAGE + slot;
+    const float* lse = kept.lse + (u64)pair * kept.group * kept.seqlen + kept.seqlen - kept.positions;
+    float4 sum = {0.f, 0.f, 0.f, 0.f};
+    int head = 0, position = 0;
 #pragma unroll 1
-    for (int position = 0; position < positions; ++position)
-#pragma unroll 4
-        for (int head = 0; head < kept.group; ++head) {
-            const float2 s = __ldcs(from + (position * kept.group + head) * (PAGE / 2));
-            const float whole = lse[head * kept.seqlen + position];
-            const float base = whole == -__int_as_float(0x7f800000) ? 0.f : whole;
-            sum.x += power_of_2((s.x - base) * LOG2E);
-            sum.y += power_of_2((s.y - base) * LOG2E);
+    for (int first = 0; first < rows; first += AT_ONCE) {
+        float4 x[AT_ONCE];
+        float whole[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const bool there = first + i < rows;
+            x[i] = four_scores(from + min(first + i, rows - 1) * PAGE);
+            whole[i] = there ? lse[head * kept.seqlen + position] : __int_as_float(0x7f800000);
+            head = head + 1 == kept.group ? 0 : head + 1;
+            position += head == 0;
         }
-    const float rows = (float)kept.rows;
-    return {sum.x / rows, sum.y / rows};
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const float base = whole[i] == -__int_as_float(0x7f800000) ? 0.f : whole[i] * -LOG2E;
+            sum.x += power_of_2(fmaf(x[i].x, LOG2E, base));
+            sum.y += power_of_2(fmaf(x[i].y, LOG2E, base));
+            sum.z += power_of_2(fmaf(x[i].z, LOG2E, base));
+            sum.w += power_of_2(fmaf(x[i].w, LOG2E, base));
+        }
+    }
+    const float share = __fdividef(1.f, (float)rows);
+    return {sum.x * share, sum.y * share, sum.z * share, sum.w * share};
 }
 
-// The score after an observation, as in kvlab.cache.importance.
-__device__ __forceinline__ u8 updated(u8 code, float mass, float keep, float take, bool forecast) {
-    const float previous = decode_importance(code);
-    const float level =
-        forecast ? fmaxf(previous + 2.f * (take * (mass - previous)), 0.f) : keep * previous + take * mass;
-    return encode_importance(level);
+// How scores follow what tokens receive, as in kvlab.cache.importance: what is new weighs 1 / (1 + age / span),
+// and `take` from age `old` on, where that is more.
+struct Following {
+    float take;
+    int span, old, forecast;
+    int counted;  // tokens of this call that LayerState::seqlen counts already
+};
+
+// The code of a score after its token received `mass`. Codes are eighths of a binary order, so the special
+// function unit's powers and logarithms are exact enough.
+__device__ __forceinline__ u32 updated(u32 code, float mass, int age, const Following& f) {
+    const float previous = code ? power_of_2(((int)code - 192) * .125f) : 0.f, change = mass - previous;
+    const float take = age < f.old ? __fdividef(1.f, 1.f + (float)(age / f.span)) : f.take;
+    float level = fmaf(take, change, previous);
+    if (f.forecast) level = fmaxf(fmaf(f.take, change, level), 0.f);
+    return level > 0.f ? min(max(__float2int_rn(8.f * __log2f(level)) + 192, 1), 255) : 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    score_stored(const LayerState* layer, const __grid_constant__ Kept kept, float keep, float take,
-                 int forecast) {
-    const LayerState& s = *layer;
-    const int pair = blockIdx.y, entry = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (entry >= s.num_pages[pair]) return;
-    const u64 at = (u64)pair * s.entries + entry;
-    const int count = s.count[at];
-    u8* bytes = s.arena + (u64)s.index[at] * UNIT + s.rungs[s.rung[at]].tail + 2 * PAGE + 2 * lane;
-    const float2 mass =
-        mass_of_page(kept, pair, at, lane);  // of any slot, as its loads need not wait for more
-    if (2 * lane >= count) return;
-    bytes[0] = updated(bytes[0], finite(mass.x), keep, take, forecast);
-    if (2 * lane + 1 < count) bytes[1] = updated(bytes[1], finite(mass.y), keep, take, forecast);
+    score_stored(const __grid_constant__ LayerState s, const __grid_constant__ Kept kept,
+                 const __grid_constant__ Following following) {
+    const int pair = blockIdx.y, entry = blockIdx.x * PAGES + threadIdx.x / LANES;
+    const int slot = threadIdx.x % LANES * 4;
+    if (entry >= kept.entries) return;
+    const u64 at = (u64)pair * kept.entries + entry;
+    const int pages = s.num_pages[pair], count = s.count[at], rung = s.rung[at], base = s.base[at] << 16;
+    const int length = s.seqlen[pair] - following.counted;
+    const u32 address = s.index[at];
+    // Of any slot and page, as its loads then wait for nothing.
+    const float4 mass = mass_of_page<u16>(kept, pair, at, slot);
+    if (entry >= pages || slot >= count) return;
+    u8* const tail = s.arena + (u64)address * UNIT + s.rungs[rung].tail;
+    u32* const codes = (u32*)(tail + 2 * PAGE + slot);
+    const uint2 positions = *(const uint2*)(tail + 2 * slot);
+    const float masses[4] = {mass.x, mass.y, mass.z, mass.w};
+    const u32 before = *codes;
+    u32 after = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const u32 code = before >> 8 * i & 255, low = (i < 2 ? positions.x : positions.y) >> 16 * (i % 2);
+        const int age = length - (base | (int)(low & 0xffff));
+        const bool counts = slot + i < count && age > 0;  // not this call's own tokens
+        after |= (counts ? updated(code, finite(masses[i]), age, following) : code) << 8 * i;
+    }
+    *codes = after;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    mass_of_scores(const u8* count, const int* num_pages, float* mass, const __grid_constant__ Kept kept,
-                   int entries) {
-    const int pair = blockIdx.y, entry = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (entry >= entries) return;
-    const u64 at = (u64)pair * entries + entry;
+    mass_of_scores(const u8* count, const int* num_pages, float* mass, const __grid_constant__ Kept kept) {
+    const int pair = blockIdx.y, entry = blockIdx.x * PAGES + threadIdx.x / LANES;
+    const int slot = threadIdx.x % LANES * 4;
+    if (entry >= kept.entries) return;
+    const u64 at = (u64)pair * kept.entries + entry;
     const int tokens = entry < num_pages[pair] ? count[at] : 0;
-    float2 found = {0.f, 0.f};
-    if (2 * lane < tokens) found = mass_of_page(kept, pair, at, lane);
-    if (2 * lane + 1 >= tokens) found.y = 0.f;
-    ((float2*)(mass + at * PAGE))[lane] = found;
+    float4 found = {0.f, 0.f, 0.f, 0.f};
+    if (slot < tokens) found = mass_of_page<float>(kept, pair, at, slot);
+    if (slot + 1 >= tokens) found.y = 0.f;
+    if (slot + 2 >= tokens) found.z = 0.f;
+    if (slot + 3 >= tokens) found.w = 0.f;
+    *(float4*)(mass + at * PAGE + slot) = found;
 }
 
 // ---- From queries and keys

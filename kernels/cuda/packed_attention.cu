@@ -28,7 +28,8 @@
 // registers at head_dim 128: 32 out, 16 q, 16 scores, 8 steps, and what is being expanded.
 //
 // Macros: HEAD_DIM; BF16; WIDTHS_K, WIDTHS_V: which widths occur, as a sum of 1 (2 bits), 2 (3 bits), 4 (4
-// bits), 8 (8 bits), 16 (16 bits); WARPS; SOFTCAP; KEEP_SCORES.
+// bits), 8 (8 bits), 16 (16 bits); WARPS; SOFTCAP; KEEP_SCORES: bytes of a score that is kept, 2 (float16) or
+// 4, or 0.
 //
 // clang-format off
 // gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
@@ -37,7 +38,7 @@
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=4 WIDTHS_V=4 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 KEEP_SCORES=0 registers<=255 arch=sm_90a,sm_120a
-// gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 KEEP_SCORES=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 KEEP_SCORES=2,4 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 KEEP_SCORES=0 registers<=255 arch=sm_90a
 // clang-format on
 #include <cuda_fp16.h>
@@ -127,10 +128,15 @@ __device__ __forceinline__ void keep_scores(const Call& call, const Sequence& se
         float x[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] = (s[i / 2][2 * (i % 2) + j] + reference[j]) * LN2;
-        float4* to =
-            (float4*)(call.scores + (((u64)sequence.pair * call.entries + entry) * call.kept + kept) * 64);
-        to[lane / 4 * 2] = {x[0], x[1], x[2], x[3]};
-        to[lane / 4 * 2 + 1] = {x[4], x[5], x[6], x[7]};
+        const u64 at = (((u64)sequence.pair * call.entries + entry) * call.kept + kept) * 8 + lane / 4;
+        if (KEEP_SCORES == 2) {
+            ((uint4*)call.scores)[at] = {pack_halves(x[0], x[1]), pack_halves(x[2], x[3]),
+                                         pack_halves(x[4], x[5]), pack_halves(x[6], x[7])};
+        } else {
+            float4* to = (float4*)call.scores + 2 * at;
+            to[0] = {x[0], x[1], x[2], x[3]};
+            to[1] = {x[4], x[5], x[6], x[7]};
+        }
     }
 }
 

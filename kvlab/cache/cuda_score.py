@@ -6,12 +6,13 @@ collection, so caches on a GPU refuse it (`check_policy`).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
 from kvlab.arrays import CudaView, cuda_view, dtype_name
-from kvlab.cache.importance import POLICIES, Importance
+from kvlab.cache.importance import POLICIES, SPAN, Importance
 from kvlab.ops.packed_mass_cuda import kept_scores, score_kernel
 
 __all__ = ["MASS_ROWS", "check_policy", "score_new", "score_norms", "score_stored"]
@@ -29,6 +30,7 @@ _SIGHT = np.dtype(
     ],
     align=True,
 )
+_FOLLOWING = np.dtype([("take", "f4"), *((name, "i4") for name in ("span", "old", "forecast", "counted"))])
 _THREADS, _WARPS = 256, 8
 _KINDS = {"attention": 0, "forecast": 0, "key_norm": 0, "recency": 1, "uniform": 2}
 
@@ -43,36 +45,42 @@ def check_policy(importance: Importance) -> None:
 
 
 def score_stored(
-    state: int,
+    state: Any,
     scores: Any,
     lse: Any,
     *,
     num_heads_kv: int,
     importance: str,
     decay: float,
+    counted: int,
     stream: int,
 ) -> None:
     """Bring the importance of all tokens in pages of a layer up to date with the attention they received.
 
     Parameters
     ----------
-    state : int
-        Address of the layer's LayerState.
-    scores : float32 array, (batch, num_heads_kv, entries, rows, 64)
+    state : STATE scalar
+        Of the layer (`kvlab.cache.cuda_store`).
+    scores : float16 array, (batch, num_heads_kv, entries, rows, 64), contiguous
         What packed attention kept of the last query rows; rows counts positions times heads of a group.
     lse : float32 array, (batch, num_heads_q, seqlen)
         Of every query row over all its keys, stored or not.
     importance : {"attention", "forecast"}
         Other policies do not observe attention: they need no call.
     decay : float
-        Weight of the old score.
+        Weight of the old score of an old token.
+    counted : int
+        Tokens of this call that the layer's length on the device counts already.
     """
-    group = lse.shape[1] // num_heads_kv
-    kept, grid = kept_scores(scores, lse, group)
+    kept, grid = kept_scores(scores, lse, lse.shape[1] // num_heads_kv)
+    following = np.zeros((), _FOLLOWING)
+    take = 1 - decay
+    following["take"], following["span"], following["counted"] = take, SPAN, counted
+    following["old"] = min(SPAN * (math.ceil(1 / take) - 1), 1 << 30) if take > 0 else 1 << 30
+    following["forecast"] = importance == "forecast"
+    layer, rule = (np.frombuffer(x.tobytes(), f"V{x.dtype.itemsize}")[0] for x in (state, following))
     kernel = score_kernel("score_stored", cuda_view(scores, "scores").device)
-    keep, take = np.float32(decay), np.float32(1 - decay)
-    arguments = (state, kept, keep, take, np.int32(importance == "forecast"))
-    kernel(grid, (_THREADS,), arguments, 0, stream)
+    kernel(grid, (_THREADS,), (layer, kept, rule), 0, stream)
 
 
 def score_new(

@@ -8,13 +8,14 @@ caller's framework; callers who capture graphs or count microseconds make both o
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, CudaView, cuda_view, current_stream, dtype_name, empty
+from kvlab.arrays import ArrayT, CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype
 from kvlab.build import Kernel, arch_of, build, load
 from kvlab.device import compute_capability
 from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew, multiprocessors
@@ -54,7 +55,8 @@ _CALL = np.dtype(
     align=True,
 )
 
-_Q, _STRIDES = (_CALL.fields[name][1] // 8 for name in ("q", "q_batch"))  # type: ignore[index]
+_Q, _STRIDES = (_CALL.fields[name][1] for name in ("q", "q_batch"))  # type: ignore[index]
+_POINTERS_OF_CALL, _STRIDES_OF_CALL = struct.Struct("3Q").pack_into, struct.Struct("3q").pack_into
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def item_bytes(layout: Layout) -> int:
 
 @lru_cache(maxsize=256)
 def _plan(
-    layouts: tuple[Layout, ...], dtype: str, rows: int, softcap: bool, kept: bool, device: int, warps: int = 0
+    layouts: tuple[Layout, ...], dtype: str, rows: int, softcap: bool, kept: int, device: int, warps: int = 0
 ) -> _Plan:
     head_dim = layouts[0].head_dim
     widths = [sum({_FLAG[getattr(layout, side)] for layout in layouts}) for side in ("bits_k", "bits_v")]
@@ -122,7 +124,7 @@ def _plan(
     warps = warps or (12 if head_dim <= 128 and capability[0] == 9 and not raw else 8)
     macros = {
         "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
-        "WARPS": warps, "SOFTCAP": int(softcap), "KEEP_SCORES": int(kept),
+        "WARPS": warps, "SOFTCAP": int(softcap), "KEEP_SCORES": kept,
     }  # fmt: skip
     kernel = load(build("packed_attention", macros, arch_of(*capability)), device=device)
     merge = 4 * warps * min(rows, _MERGE_ROWS) * (head_dim + 2)
@@ -170,8 +172,8 @@ def attend(
         From `make_workspace` for at least this many sequences.
     scale, softcap : float
         As in `kvlab.ops.packed.packed_attention`.
-    scores : float32 array, (batch, num_heads_kv, entries, keep_scores * group, 64), contiguous, optional
-        Receives the scores of the last rows.
+    scores : float32 or float16 array, (batch, num_heads_kv, entries, keep_scores * group, 64), optional
+        Receives the scores of the last rows; contiguous.
     warps : int
         Warps of a thread block; 0 chooses.
     """
@@ -211,7 +213,8 @@ class AttendCall:
             )
         kept, rows = 0 if scores is None else scores.shape[3], seqlen_q * group
         layouts = tuple(pages.layouts)
-        plan = _plan(layouts, dtype_name(q), min(rows, _ROWS), softcap > 0, kept > 0, device, warps)
+        kept_bytes = 0 if scores is None else numpy_dtype(dtype_name(scores, "scores")).itemsize
+        plan = _plan(layouts, dtype_name(q), min(rows, _ROWS), softcap > 0, kept_bytes, device, warps)
         self._plan = plan
         call = np.zeros(1, _CALL)
         unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
@@ -230,16 +233,17 @@ class AttendCall:
         for name, value in zip(_INTEGERS, numbers, strict=True):
             call[name] = value
         call["scale"], call["softcap"] = scale, softcap
-        self._words, self._arguments = call.view(np.int64), (call[0],)
+        self._bytes, self._arguments = call.view(np.uint8).data, (call[0],)
 
     def __call__(self, q: CudaView, out: int, lse: int, stream: int) -> None:
         """Launch; `out` and `lse` are the addresses of contiguous arrays."""
-        if q.strides[3] != 1 or any(step % 2 for step in q.strides[:3]):
+        batch, position, head, last = q.strides
+        if last != 1 or (batch | position | head) & 1:
             raise ValueError(
                 f"q must be contiguous in its last axis and even in the others, got strides {q.strides}"
             )
-        self._words[_Q : _Q + 3] = (q.pointer, out, lse)
-        self._words[_STRIDES : _STRIDES + 3] = q.strides[:3]
+        _POINTERS_OF_CALL(self._bytes, _Q, q.pointer, out, lse)
+        _STRIDES_OF_CALL(self._bytes, _STRIDES, batch, position, head)
         plan = self._plan
         plan.kernel((plan.grid,), (32 * plan.warps,), self._arguments, plan.shared_bytes, stream)
 

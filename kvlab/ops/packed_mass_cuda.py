@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["kept_scores", "launch", "score_kernel"]
 
-_KEPT = np.dtype(
-    [("scores", "u8"), ("lse", "u8"), ("heads", "i4"), ("group", "i4"), ("rows", "i4"), ("seqlen", "i4")]
-)
-_WARPS = 8
+_NUMBERS = ("group", "positions", "seqlen", "entries")
+_KEPT = np.dtype([("scores", "u8"), ("lse", "u8"), *((name, "i4") for name in _NUMBERS)])
+_THREADS, _PAGES = 256, 16  # of a block
 
 
 @lru_cache(maxsize=64)
@@ -30,25 +29,25 @@ def score_kernel(entry: str, device: int, head_dim: int = 128, dtype: str = "bfl
 
 
 def kept_scores(scores: Any, lse: Any, group: int) -> tuple[Any, tuple[int, int]]:
-    """Return the struct `Kept` of the kernels, and the grid in which each page has a warp.
+    """Return the struct `Kept` of the kernels, and their grid.
 
     scores (batch, num_heads_kv, entries, rows, 64) and lse (batch, num_heads_q, seqlen) float32, contiguous.
     """
     batch, heads, entries, rows, _ = scores.shape
     kept = np.zeros((), _KEPT)
     kept["scores"], kept["lse"] = cuda_view(scores, "scores").pointer, cuda_view(lse, "lse").pointer
-    kept["heads"], kept["group"], kept["rows"], kept["seqlen"] = heads, group, rows, lse.shape[2]
-    return np.frombuffer(kept.tobytes(), f"V{_KEPT.itemsize}")[0], (-(-entries // _WARPS), batch * heads)
+    for name, number in zip(_NUMBERS, (group, rows // group, lse.shape[2], entries), strict=True):
+        kept[name] = number
+    return np.frombuffer(kept.tobytes(), f"V{_KEPT.itemsize}")[0], (-(-entries // _PAGES), batch * heads)
 
 
 def launch(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     """Launcher of backend "cuda" for `kvlab.ops.packed.mass_from_scores`."""
-    batch, heads, entries, _, slots = scores.shape  # type: ignore[attr-defined]
-    mass = empty((batch, heads, entries, slots), "float32", scores)
+    *table, _, slots = scores.shape  # type: ignore[attr-defined]
+    mass = empty((*table, slots), "float32", scores)
     kept, grid = kept_scores(scores, lse, group)
     names = {"pages.count": pages.count, "pages.num_pages": pages.num_pages, "mass": mass}
     pointers = [cuda_view(x, name).pointer for name, x in names.items()]
     kernel = score_kernel("mass_of_scores", cuda_view(mass, "mass").device)
-    arguments = (*pointers, kept, np.int32(entries))
-    kernel(grid, (32 * _WARPS,), arguments, 0, current_stream(scores))
+    kernel(grid, (_THREADS,), (*pointers, kept), 0, current_stream(scores))
     return mass

@@ -15,7 +15,7 @@ import torch
 
 from kvlab import last_backend
 from kvlab.cache import cuda_score
-from kvlab.cache.importance import make_policy
+from kvlab.cache.importance import SPAN, make_policy
 from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.ops.packed import mass_from_scores
 from kvlab.reference import packed as reference
@@ -151,31 +151,39 @@ def test_mass_of_kept_scores() -> None:
 
 
 @pytest.mark.parametrize("importance", ["attention", "forecast"])
-def test_stored_tokens_follow_what_they_receive(importance: str) -> None:
+@pytest.mark.parametrize("own", [0, 3])
+def test_stored_tokens_follow_what_they_receive(importance: str, own: int) -> None:
+    """From scores in float16; the newest `own` tokens came with the call itself and received nothing yet."""
     simulation, device, scores, exact, lse, exact_lse = stored_layer()
     layer = simulation.layer
     before = device.table(0, "arena").copy()
     cuda_score.score_stored(
-        device.states.data_ptr(),
-        scores,
+        device.host_states[0],
+        scores.half(),
         lse,
         num_heads_kv=2,
         importance=importance,
         decay=0.75,
+        counted=own,
         stream=stream(),
     )
     after = device.table(0, "arena")
-    mass = reference.mass_from_scores(exact, exact_lse).reshape(4, 30, 64).astype(np.float32)
-    update = make_policy(importance, 0.75).update
-    seen = np.zeros(len(before), bool)
+    rounded = np.where(np.isneginf(exact), exact, scores.half().float().cpu().numpy())
+    mass = reference.mass_from_scores(rounded, exact_lse).reshape(4, 30, 64).astype(np.float32)
+    update, length = make_policy(importance, 0.75).update, layer.seqlen - own
+    seen, young = np.zeros(len(before), bool), 0
     for pair in range(4):
         for e in range(layer.num_pages[pair]):
             r, n = int(layer.rung[pair, e]), int(layer.count[pair, e])
-            at = int(layer.index[pair, e]) * 64 + layer.rungs[r].tail + 128
-            old = decode_importance(before[at : at + n])
-            new = update(old, mass[pair, e, :n], np.zeros(n, np.int64), 900)
-            assert_close(after[at : at + n], encode_importance(new))
-            seen[at : at + n] = True
+            at = int(layer.index[pair, e]) * 64 + layer.rungs[r].tail
+            positions = before[at : at + 2 * n].view(np.uint16) + (int(layer.base[pair, e]) << 16)
+            stored = positions < length
+            at = at + 128 + np.flatnonzero(stored)
+            new = update(decode_importance(before[at]), mass[pair, e, :n][stored], positions[stored], length)
+            assert_close(after[at], encode_importance(new))
+            seen[at] = True
+            young += int((positions[stored] >= length - 3 * SPAN).sum())
+    assert young > 100
     assert np.array_equal(before[~seen], after[~seen])
     assert (before[seen] != after[seen]).any()
 

@@ -214,13 +214,13 @@ def test_unequal_widths_of_keys_and_values(backend: Any) -> None:
     check(backend, draw_queries(5, "bfloat16", 1, 1, 6, 128), pages)
 
 
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", [*range(1, 10), 12, 16])
 def test_group_sizes(backend: Any, group: int) -> None:
     pages = draw_pages(group, "bfloat16", 128, MIXED, np.array([[20, 30]]))
     check(backend, draw_queries(group, "bfloat16", 1, 1, 2 * group, 128), pages)
 
 
-@pytest.mark.parametrize(("seqlen", "group"), [(4, 1), (2, 4), (3, 5), (16, 16)])
+@pytest.mark.parametrize(("seqlen", "group"), [(4, 1), (2, 4), (3, 5), (7, 3), (8, 1), (13, 2), (16, 16)])
 def test_several_query_tokens_see_all_pages(backend: Any, seqlen: int, group: int) -> None:
     pages = draw_pages(11, "bfloat16", 128, MIXED, np.array([[20, 9], [0, 33]]))
     check(backend, draw_queries(11, "bfloat16", 2, seqlen, 2 * group, 128), pages)
@@ -229,6 +229,22 @@ def test_several_query_tokens_see_all_pages(backend: Any, seqlen: int, group: in
 def test_softcap_scale_and_kept_scores(backend: Any) -> None:
     pages = draw_pages(3, "bfloat16", 128, MIXED, np.array([[20, 9], [0, 33]]))
     check(backend, draw_queries(3, "bfloat16", 2, 3, 8, 128), pages, softcap=5.0, scale=0.2, keep_scores=2)
+
+
+@pytest.mark.parametrize("group", [1, 4, 11])
+def test_scores_kept_in_float16_are_those_of_float32_rounded(group: int) -> None:
+    pages = draw_pages(18, "bfloat16", 128, MIXED, np.array([[20, 9], [0, 33]]))
+    q = draw_queries(18, "bfloat16", 2, 3, 2 * group, 128)
+    whole = attend(packed_cuda, q, pages, keep_scores=2)
+    assert whole.scores is not None
+    kept = torch.full(whole.scores.shape, float("nan"), dtype=torch.float16, device="cuda")
+    out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
+    workspace = packed_cuda.make_workspace(out, 4, 3 * group, 128)
+    packed_cuda.attend(to_torch(q), on_device(pages), out, lse, workspace, scale=128**-0.5, scores=kept)
+    assert torch.equal(out, whole.out)
+    assert torch.equal(lse, whole.lse)
+    used = torch.from_numpy(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])
+    assert torch.equal(kept.cpu()[used], whole.scores.cpu()[used].half())
 
 
 def test_many_sequences_share_blocks(backend: Any) -> None:
