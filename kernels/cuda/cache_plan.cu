@@ -6,10 +6,11 @@
 //
 // count_keys    grid (groups, layers): a block counts the keys of its (pair, segment), a warp two pages at
 //               a time, then gives every chunk of 64 tokens its weight. Shared: classes * 1 KB + 2 KB.
-// choose_rungs  grid (batch, layers): a block searches the price of its row's bytes: 31 halvings over the
-// bits
-//               of a price, then over the number of the first chunk that goes without. Chunks of a class have
-//               rising weights, so those that take a step are found by halving too: a thread has a step.
+// choose_rungs  grid (batch, layers): a block searches the price of its row's bytes, over the bits of a
+// price,
+//               then over the number of the first chunk that goes without; it asks ASKED questions at a time,
+//               an eighth of the block each. Chunks of a class have rising weights, so those that take a step
+//               are found by halving: a thread has a step. Shared: the weights, if all of a row fit.
 // bear_pages    grid (1, layers): a block numbers the pages that are born and takes slabs for them.
 //
 // gate: BF16=0 registers<=64
@@ -17,7 +18,8 @@
 #include "cache_state.cuh"
 #include "cache_plan.cuh"
 
-constexpr int COUNT_THREADS = 256, ROW_THREADS = 256, BIRTH_THREADS = 1024;
+constexpr int COUNT_THREADS = 256, ROW_THREADS = 1024, BIRTH_THREADS = 1024;
+constexpr int ASKED = 8, ANSWERING = ROW_THREADS / ASKED;  // questions of choose_rungs, threads for each
 __constant__ u64 MANTISSA[8] = {4294967296ull, 4683695048ull, 5107605667ull, 5569883475ull,
                                 6074001000ull, 6623745059ull, 7223245206ull, 7877004752ull};
 
@@ -136,7 +138,14 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
 // The chunks of a class of a group, in the order of their weights.
 struct Run {
     const float* weights;
-    int chunks, first, ceiling;  // first: number of chunks of the row before these
+    int chunks, first;  // first: number of chunks of the row before these
+};
+
+// The chunks that may take one step of their hull.
+struct Step {
+    Run run;
+    float rate;
+    int bytes;  // more of each, 0 if there is no such step
 };
 
 // The first chunk of a run whose slope exceeds the price, or reaches it; their number if none does.
@@ -164,6 +173,8 @@ __device__ __forceinline__ int taking(const Run& run, float rate, float price, i
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     choose_rungs(const __grid_constant__ PlanCall call) {
+    extern __shared__ float held[];  // [call.held]
+    __shared__ u64 sums[3][ASKED];
     __shared__ Hull hulls[MAX_LEVELS];
     __shared__ int cost[MAX_LEVELS];
     const Plan p(call, blockIdx.y);
@@ -172,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     for (int i = threadIdx.x; i < MAX_LEVELS * (int)(sizeof(Hull) / 4); i += ROW_THREADS)
         ((u32*)hulls)[i] = ((const u32*)call.hulls)[i];
     if (threadIdx.x < MAX_LEVELS) cost[threadIdx.x] = call.cost[threadIdx.x];
+    if (threadIdx.x < 3 * ASKED) (&sums[0][0])[threadIdx.x] = 0;
     __syncthreads();  // the tables are in shared memory
 
     // The row's runs, and what its other pages take.
@@ -200,46 +212,75 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     block_scan<ROW_THREADS, long long>(taken, taken);  // and the runs are there
     const long long room = p.s.budget[row] - call.fixed_bytes - taken - (long long)total * cost[0];
 
+    const bool holds = total <= call.held;
+    if (holds) {
+        for (int i = threadIdx.x; i < own * call.chunks; i += ROW_THREADS) {
+            const int g = i / call.chunks, chunk = i - g * call.chunks, first = runs[g * p.classes].y;
+            const int beyond = g + 1 < own ? runs[(g + 1) * p.classes].y : total;
+            if (first + chunk < beyond)
+                held[first + chunk] = call.weight[p.group(row * own + g) * call.chunks + chunk];
+        }
+        __syncthreads();  // the weights are in shared memory
+    }
     auto run_at = [&](int n) {
         const int i = n / p.classes;
-        const int2 run = runs[n], group = runs[i * p.classes];
-        const float* weights = call.weight + p.group(row * own + i) * call.chunks + (run.y - group.y);
-        return Run{weights, run.x, run.y, p.ceiling(n - i * p.classes)};
+        const int2 run = runs[n];
+        const float* weights =
+            call.weight + p.group(row * own + i) * call.chunks + (run.y - runs[i * p.classes].y);
+        return Run{holds ? held + run.y : weights, run.x, run.y};
     };
-    auto bytes_at = [&](float price, int ties) {
-        long long bytes = 0, all;
-        for (int task = threadIdx.x; task < own * p.classes * top; task += ROW_THREADS) {
-            const int n = task / top, i = task - n * top;
-            const Run run = run_at(n);
-            const Hull& hull = hulls[run.ceiling];
-            if (run.chunks == 0 || i >= hull.steps) continue;
-            const int more = cost[hull.level[i]] - cost[i ? hull.level[i - 1] : 0];
-            bytes += (long long)more * taking(run, hull.rate[i], price, ties);
+    const int steps = own * p.classes * top, asked = threadIdx.x / ANSWERING;
+    auto step_at = [&](int task) {
+        const int n = task / top, i = task - n * top;
+        const Hull& hull = hulls[p.ceiling(n % p.classes)];
+        if (task >= steps || i >= hull.steps) return Step{};
+        return Step{run_at(n), hull.rate[i], cost[hull.level[i]] - cost[i ? hull.level[i - 1] : 0]};
+    };
+    const Step mine = step_at(threadIdx.x % ANSWERING);
+    int turn = 0;
+    // Whether the row fits, for the questions of all: bit i is the answer to price and ties of the i-th
+    // eighth of the block. `never`: this one is known not to fit.
+    auto fits = [&](float price, int ties, bool never) {
+        long long bytes = never && threadIdx.x % ANSWERING == 0 ? 1ll << 56 : 0;
+        Step step = mine;
+        for (int task = threadIdx.x % ANSWERING; task < steps;) {
+            if (step.bytes) bytes += (long long)step.bytes * taking(step.run, step.rate, price, ties);
+            if ((task += ANSWERING) < steps) step = step_at(task);
         }
-        block_scan<ROW_THREADS, long long>(bytes, all);
-        return all;
+#pragma unroll
+        for (int bit = 1; bit < 32; bit *= 2) bytes += __shfl_xor_sync(ALL_LANES, bytes, bit);
+        if (threadIdx.x % 32 == 0) atomicAdd(&sums[turn][asked], (u64)bytes);
+        __syncthreads();  // the sums of this turn are whole, and those of the turn before have been read
+        u32 answers = 0;
+#pragma unroll
+        for (int i = 0; i < ASKED; ++i) answers |= (u32)((long long)sums[turn][i] <= room) << i;
+        turn = turn == 2 ? 0 : turn + 1;
+        if (threadIdx.x < ASKED) sums[turn == 2 ? 0 : turn + 1][threadIdx.x] = 0;
+        return answers;
+    };
+    auto between = [&](int low, int high, int i) {
+        return low + (int)((u64)(u32)(high - low) * (u32)(i + 1) / (u32)(ASKED + 1));
     };
     int low = -1, high = 0x7f7fffff;
     while (high - low > 1) {
-        const int middle = low + (high - low) / 2;
-        if (bytes_at(__int_as_float(middle), 0) <= room)
-            high = middle;
-        else
-            low = middle;
+        const int price = between(low, high, asked);
+        const u32 answers = fits(__int_as_float(price), 0, price == low);
+        const int cheapest = answers ? __ffs(answers) - 1 : ASKED, before = low;
+        if (cheapest > 0) low = between(before, high, cheapest - 1);
+        if (cheapest < ASKED) high = between(before, high, cheapest);
     }
     const float price = __int_as_float(high);
     int ties = 0, beyond = total + 1;
     while (beyond - ties > 1) {
-        const int middle = (ties + beyond) / 2;
-        if (bytes_at(price, middle) <= room)
-            ties = middle;
-        else
-            beyond = middle;
+        const u32 answers = fits(price, between(ties, beyond, asked), false);
+        const int fitting = __ffs(~answers) - 1, before = ties;
+        if (fitting > 0) ties = between(before, beyond, fitting - 1);
+        if (fitting < ASKED) beyond = between(before, beyond, fitting);
     }
-    if (bytes_at(price, ties) > room && threadIdx.x == 0) atomicOr(p.s.status, NO_ROOM);
+    if (!(fits(price, ties, false) & 1) && threadIdx.x == 0) atomicOr(p.s.status, NO_ROOM);
     for (int n = threadIdx.x; n < own * p.classes; n += ROW_THREADS) {
         const Run run = run_at(n);
-        const Hull& hull = hulls[run.ceiling];
+        const Hull& hull = hulls[p.ceiling(n % p.classes)];
         int* chosen = p.chosen(row * own + n / p.classes, n % p.classes);
         int rising = run.chunks, level = 0;
         for (int i = 0; i < hull.steps && run.chunks; ++i) {

@@ -38,6 +38,7 @@ NO_ROOM, NO_ENTRY, UNFINISHED = 1, 4, 8
 """Bits of a layer's status: budget too small, table or workspace too small, call to be repeated."""
 
 _PAGE, _KEYS, _RUNGS = 64, 256, 16
+_MOST_HELD = 20_000  # chunks of 4 bytes, in the 99 KiB that a block has on the smallest supported GPU
 _HULL = np.dtype([("rate", "f4", _RUNGS), ("level", "i4", _RUNGS), ("steps", "i4")])
 _FIELDS = (
     "starts", "tokens", "kinds", "weight", "runs", "chosen", "extra", "births", "first",
@@ -46,7 +47,7 @@ _FIELDS = (
 )  # fmt: skip
 _NUMBERS = (
     "segments", "chunks", "most_births", "most_dropped",
-    "steps", "first_position", "sink", "recent", "room", "by_position",
+    "steps", "first_position", "sink", "recent", "room", "by_position", "held",
 )  # fmt: skip
 _CALL = np.dtype(
     [
@@ -301,12 +302,14 @@ def launch_plan(
     call["layers"], call["codes"], call["valid"] = states + first * state_nbytes, codes, valid
     call["fixed_bytes"], call["steps"], call["first_position"] = fixed_nbytes, steps, first_position
     call["sink"], call["recent"], call["room"], call["by_position"] = sink, recent, room, by_position
+    held = shape.heads * shape.segments * shape.chunks
+    held = call["held"] = held if held <= _MOST_HELD else 0
     argument = (np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0],)
     kernels = _kernels(cuda_view(workspace.memory, "memory").device)
     groups = shape.batch * shape.heads * shape.segments
     counters = 4 * (shape.num_rungs + 1) * _KEYS
     kernels["count_keys"]((groups, layers), (256,), argument, counters, stream)
-    kernels["choose_rungs"]((shape.batch, layers), (256,), argument, 0, stream)
+    kernels["choose_rungs"]((shape.batch, layers), (1024,), argument, 4 * held, stream)
     kernels["bear_pages"]((1, layers), (1024,), argument, 0, stream)
     kernels["plan_moves"]((groups, layers), (256,), argument, 0, stream)
     kernels["make_tables"]((1, layers), (1024,), argument, 0, stream)

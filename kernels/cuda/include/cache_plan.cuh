@@ -51,6 +51,7 @@ struct PlanCall {
     long long fixed_bytes;
     int segments, chunks, most_births, most_dropped;
     int steps, first_position, sink, recent, room, by_position;
+    int held;  // chunks of a row whose weights fit the shared memory of choose_rungs
 };
 
 // The same, for the layer of this block.
