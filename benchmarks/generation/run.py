@@ -1,11 +1,13 @@
-"""Generation with a packed cache against a dense one in transformers, in the geometry of Llama-3.1-8B.
+"""Generation with a packed cache against other caches in transformers, in the geometry of Llama-3.1-8B.
 
 Weights, keys and values are random: what is timed does not depend on them. Caches are filled directly, not by
-a prefill, and then decode steps of the whole model are timed, `DynamicCache` under "sdpa" and `KVLabCache` in
-turns of one process. Besides: the host's time for a layer's cache and attention when nothing waits for the
-GPU, and the GPU's time for attention and append (in a CUDA graph) and for a plan (between events).
+a prefill, and then decode steps of the whole model are timed, one kind of cache after the other in one
+process: `DynamicCache` under "sdpa" (dense), `KVLabCache` (packed), the same with steps replayed from CUDA
+graphs (graph), and the `QuantizedCache` of transformers with hqq. Besides: the host's time for a layer's
+cache and attention when nothing waits for the GPU, and the GPU's time for attention and append (in a CUDA
+graph) and for a plan (between events).
 
-    python benchmarks/generation/run.py OUT.json [--layers 32] [--steps 32]
+    python benchmarks/generation/run.py OUT.json [--layers 32] [--steps 32] [--cases dense:8x32768,...]
 """
 
 from __future__ import annotations
@@ -20,15 +22,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvlab
 from kvlab.arrays import cuda_view
 from kvlab.environment import report
+from kvlab.integrations.decode_graph import DecodeGraph
+from kvlab.integrations.packed_attention import packed_attention_forward
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
 
 BITS, BUDGET, ROOM = (4, 8), 0.3, 128
+WARM_UP = 20  # steps: both kinds of a graph are recorded within 17
 HEADS_Q, HEADS, DIM = 32, 8, 128
+DEFAULT = ",".join(
+    f"{name}:{shape}"
+    for shape, names in (
+        ("1x2048", "dense packed graph"),
+        ("8x32768", "dense packed graph"),
+        ("16x32768", "dense packed graph"),
+        ("4x32768", "hqq packed graph"),
+        ("40x32768", "dense packed graph"),
+    )
+    for name in names.split()
+)
 
 
 def make_model(layers: int) -> LlamaForCausalLM:
@@ -69,37 +86,52 @@ def packed_cache(config: LlamaConfig, batch: int, n: int) -> KVLabCache:
     return cache
 
 
+def quantized_cache(config: LlamaConfig, batch: int, n: int) -> QuantizedCache:
+    cache = QuantizedCache("hqq", config, nbits=4, axis_key=1, axis_value=1)
+    for layer in range(config.num_hidden_layers):
+        k, v = tokens(batch, n)
+        cache.update(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), layer)
+    return cache
+
+
+CACHES = {"dense": dense_cache, "packed": packed_cache, "graph": packed_cache, "hqq": quantized_cache}
+
+
 @torch.no_grad()
-def decode(model: LlamaForCausalLM, cache: Any, batch: int, steps: int) -> dict[str, float]:
-    """Milliseconds a step, the first few left out."""
+def decode(step: Any, batch: int, steps: int, warm_up: int) -> dict[str, float]:
+    """Milliseconds a step, the first few left out; `step` takes tokens and returns logits."""
     ids = torch.randint(0, 1000, (batch, 1), device="cuda")
     times = []
-    for _ in range(steps + 3):
+    for _ in range(steps + warm_up):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        ids = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        ids = step(ids)[:, -1:].argmax(-1)
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    mean = statistics.fmean(times[3:])
-    return {"ms_mean": mean, "ms_median": statistics.median(times[3:]), "tokens_per_s": batch * 1e3 / mean}
+    times = times[warm_up:]
+    mean = statistics.fmean(times)
+    return {"ms_mean": mean, "ms_median": statistics.median(times), "tokens_per_s": batch * 1e3 / mean}
 
 
 def measure(model: LlamaForCausalLM, name: str, batch: int, n: int, steps: int) -> dict[str, Any]:
-    make = {"dense": dense_cache, "packed": packed_cache}[name]
-    model.set_attn_implementation({"dense": "sdpa", "packed": ATTENTION}[name])
+    make = CACHES[name]
+    model.set_attn_implementation(ATTENTION if make is packed_cache else "sdpa")
     before = torch.cuda.memory_allocated()
     cache = make(model.config, batch, n)
     torch.cuda.synchronize()
     found: dict[str, Any] = {"cache": name, "batch": batch, "tokens": n}
     found["cache_bytes"] = torch.cuda.memory_allocated() - before
-    found |= decode(model, cache, batch, steps)
-    if name == "packed":
+
+    def usual(ids: torch.Tensor) -> torch.Tensor:
+        return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+
+    step = DecodeGraph(model, cache) if name == "graph" else usual
+    found |= decode(step, batch, steps, 3 if step is usual else WARM_UP)
+    if make is packed_cache:
         packed = cache.packed
         found |= {"nbytes": packed.nbytes, "reserved_nbytes": packed.reserved_nbytes}
         found["bits_per_element"] = packed.bits_per_element
-        found |= device_times(packed) if batch == 8 else {}
-    del cache
-    torch.cuda.empty_cache()
+        found |= device_times(packed) if batch == 8 and name == "packed" else {}
     return found
 
 
@@ -146,31 +178,26 @@ def between_events(work: Any, repeats: int) -> float:
     return statistics.median(times)
 
 
-def host_times(config: LlamaConfig) -> dict[str, float]:
+@torch.no_grad()
+def host_times(model: LlamaForCausalLM) -> dict[str, float]:
     """Microseconds of the host for a layer's cache and attention, batch 1, 2,048 tokens, nothing awaited."""
-    import torch.nn.functional as functional
-
+    config, module = model.config, model.model.layers[0].self_attn
     layers = config.num_hidden_layers
     q = torch.randn(1, HEADS_Q, 1, DIM, dtype=torch.bfloat16, device="cuda")
     k, v = torch.randn(2, 1, HEADS, 1, DIM, dtype=torch.bfloat16, device="cuda")
     dense, packed = dense_cache(config, 1, 2048), packed_cache(config, 1, 2048)
 
-    def dense_step() -> None:
-        for layer in range(layers):
-            keys, values = dense.update(k, v, layer)
-            functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-
-    def packed_step() -> None:
-        for layer in range(layers):
-            packed.packed.step(layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-
     found = {}
-    for name, step in (("dense", dense_step), ("packed", packed_step)):
+    for name, cache, attend in (
+        ("dense", dense, sdpa_attention_forward),
+        ("packed", packed, packed_attention_forward),
+    ):
         times = []
         for _ in range(40):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            step()
+            for layer in range(layers):
+                attend(module, q, *cache.update(k, v, layer), None, scaling=DIM**-0.5)
             times.append(1e6 * (time.perf_counter() - start) / layers)
         found[f"{name}_us_median"] = statistics.median(times)
         found[f"{name}_us_mean"] = statistics.fmean(times[8:])
@@ -182,30 +209,28 @@ def main() -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--cases", default="1x2048,8x32768,16x32768")
+    parser.add_argument("--cases", default=DEFAULT)
     options = parser.parse_args()
     register()
     results: dict[str, Any] = {"command": " ".join(sys.argv), "environment": report(), "cases": []}
     results |= {"bits": BITS, "budget": BUDGET, "layers": options.layers}
     model = make_model(options.layers)
     failed = 0
-    cases = [tuple(map(int, case.split("x"))) for case in options.cases.split(",")]
-    works: list[Any] = [("host", lambda: host_times(model.config))]
-    works += [
-        (f"{name} {batch} x {n}", lambda a=(name, batch, n): measure(model, *a, options.steps))
-        for batch, n in cases
-        for name in ("dense", "packed")
-    ]
+    works: list[Any] = [("host", lambda: host_times(model))]
+    for case in options.cases.split(","):
+        name, shape = case.split(":")
+        batch, n = map(int, shape.split("x"))
+        works.append((case, lambda a=(name, batch, n): measure(model, *a, options.steps)))
     for name, work in works:
         started = time.perf_counter()
         try:
             found = work()
         except (torch.OutOfMemoryError, kvlab.OutOfMemory) as error:
             found = {"out_of_memory": str(error).split("\n")[0]}
-            torch.cuda.empty_cache()
         except Exception:
             traceback.print_exc()
             found, failed = {"error": traceback.format_exc(limit=3)}, 1
+        torch.cuda.empty_cache()
         results["cases"].append({"name": name, **found})
         print(name, f"({time.perf_counter() - started:.1f} s)", json.dumps(found), flush=True)
         options.output.write_text(json.dumps(results, indent=1))

@@ -25,7 +25,6 @@ from kvlab.cache.cuda_calls import StepCalls
 from kvlab.cache.cuda_changes import MOST_ROOM, Changes
 from kvlab.cache.cuda_exchange import from_layers, to_layers
 from kvlab.cache.cuda_plan import Workspace as Plan
-from kvlab.cache.cuda_store import STATE
 from kvlab.cache.layer import Layer
 from kvlab.ops.attention import attention, attention_varlen
 
@@ -77,6 +76,7 @@ class DeviceCache:
         self.since = [layer.since_collection for layer in layers]
         self.room = [0] * len(layers)
         self.observes = [layer.observes for layer in layers]
+        self.generation = 0
         self._make(capacity, share)
         if any(self.lengths):
             self._take_from_host()
@@ -95,6 +95,7 @@ class DeviceCache:
             by_position=settings.importance == "recency",
         )
         self.store, self.capacity = self.changes.store, capacity
+        self.generation += 1
         self._calls = StepCalls(self.store, self.device, settings.num_heads_q)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
@@ -118,35 +119,29 @@ class DeviceCache:
         valid: int,
         scale: float,
         softcap: float,
-        share: int | None,
     ) -> Any:
-        """A step of few tokens: `views` of q, k and v, `valid` an address or 0."""
-        steps, stream = views[0].shape[1], current_stream(q)
-        if self.room[layer] < steps:
-            self.make_room(layer, share)
-        collects = self._collects(layer, steps)
-        observed = OBSERVED_AS[self.observes[layer]]
-        attend, append, scores = self._calls.step(layer, q, steps, scale, softcap, observed, collects)
-        out, (lse, lse_address) = empty(views[0].shape, views[0].dtype, q), self._calls.lse(steps)
-        addresses = cuda_view(out, "out").pointer, lse_address
-        stored = self.lengths[layer] > 0
+        """A step of few tokens, for which there is room: `views` of q, k and v, `valid` an address or 0."""
+        query, k, v = views
+        steps, stream = query.shape[1], current_stream(q)
+        collects, observed = self.collects(layer, steps), OBSERVED_AS[self.observes[layer]]
+        attend, append, scores, lse = self._calls.step(layer, q, steps, scale, softcap, observed, collects)
+        out = empty(query.shape, query.dtype, q)
+        address, stored = cuda_view(out, "out").pointer, self.lengths[layer] > 0
         if stored:
-            attend(views[0], *addresses, stream)
-        append(views[0], views[1], views[2], valid, *addresses, stored, stream)
+            attend(query, address, lse.pointer, stream)
+        append(query, k, v, valid, address, lse.pointer, stored, stream)
         if collects:
-            self._score_stored(layer, scores, lse, stream)
-        self._count(layer, steps, collects)
+            self._score_stored(layer, scores, lse.array, steps, stream)
+        self.count(layer, steps, collects)
         return out
 
-    def append(self, layer: int, k: Any, views: list[CudaView], valid: int, share: int | None) -> None:
-        """Store few tokens; arguments as in `step`."""
+    def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
+        """Store few tokens, for which there is room; arguments as in `step`."""
         steps = views[0].shape[1]
-        if self.room[layer] < steps:
-            self.make_room(layer, share)
         observed = "one" if self.observes[layer] == "nothing" else "norm"
         call = self._calls.append(layer, steps, 1.0, 0.0, observed)
         call(None, views[0], views[1], valid, 0, 0, False, current_stream(k))
-        self._count(layer, steps, False)
+        self.count(layer, steps, False)
 
     def long_append(self, layer: int, k: Any, v: Any, valid: Any, share: int | None) -> None:
         """Store many tokens."""
@@ -155,18 +150,24 @@ class DeviceCache:
         fresh = self._fresh(k, v, valid, codes, layer)
         cuda_score.score_norms(k, codes, self.settings.importance, current_stream(k))
         self._admit(layer, k, fresh, share, workspace)
-        self._count(layer, k.shape[1], False)
+        self.count(layer, k.shape[1], False)
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """See `MixedPrecisionCache.attend`."""
         return self._calls.attend(layer, q, scale, softcap, 0)[0]
 
-    def _count(self, layer: int, steps: int, collected: bool) -> None:
+    @property
+    def counters(self) -> tuple[list[int], list[int], list[int]]:
+        """What the host counts by layer: tokens, query tokens since a collection, room."""
+        return self.lengths, self.since, self.room
+
+    def count(self, layer: int, steps: int, collected: bool) -> None:
+        """Count a step that was launched."""
         self.lengths[layer] += steps
         self.since[layer] = 0 if collected else self.since[layer] + steps
         self.room[layer] -= steps
 
-    def _collects(self, layer: int, steps: int) -> bool:
+    def collects(self, layer: int, steps: int) -> bool:
         """Whether a step collects the attention mass of stored tokens."""
         due = self.since[layer] + steps >= self.settings.realloc_every
         return due and self.lengths[layer] > 0 and self.observes[layer] == "mass"
@@ -180,14 +181,14 @@ class DeviceCache:
         steps, dtype, dim = q.shape[1], self.layers[layer].store.dtype, self.store.head_dim
         stream, workspace = current_stream(q), self.changes.admission(steps, self.lengths[layer] > 0)
         out, lse = attend_new(q, k, v, valid, scale, softcap)
-        collects = self._collects(layer, steps)
+        collects = self.collects(layer, steps)
         if self.lengths[layer]:
             kept = min(steps, MASS_ROWS) if collects else 0
             stored, stored_lse, scores = self._calls.attend(layer, q, scale, softcap, kept)
             addresses = [cuda_view(x, "x").pointer for x in (out, lse, stored, stored_lse)]
             kernels.merge_rows(dim, dtype, self.device, addresses, tuple(q.shape[:3]), stream)
             if collects:
-                self._score_stored(layer, scores, lse, stream)
+                self._score_stored(layer, scores, lse, 0, stream)
         codes = empty((self.pairs, steps), "uint8", k)
         fresh = self._fresh(k, v, valid, codes, layer)
         if self.observes[layer] == "mass":
@@ -197,7 +198,7 @@ class DeviceCache:
         else:
             cuda_score.score_norms(k, codes, self.settings.importance, stream)
         self._admit(layer, k, fresh, share, workspace)
-        self._count(layer, steps, collects)
+        self.count(layer, steps, collects)
         return out
 
     def _fresh(self, k: Any, v: Any, valid: Any, codes: Any, layer: int) -> Any:
@@ -206,14 +207,15 @@ class DeviceCache:
         views = cuda_view(k, "k"), cuda_view(v, "v")
         return kernels.new_tokens(*views, mask, address, k.shape[1], self.lengths[layer])
 
-    def _score_stored(self, layer: int, scores: Any, lse: Any, stream: int) -> None:
+    def _score_stored(self, layer: int, scores: Any, lse: Any, counted: int, stream: int) -> None:
         cuda_score.score_stored(
-            self.store.states_pointer + layer * STATE.itemsize,
+            self.store.host_states[layer],
             scores,
             lse,
             num_heads_kv=self.store.heads,
             importance=self.settings.importance,
             decay=self.settings.ema_decay,
+            counted=counted,
             stream=stream,
         )
 

@@ -8,7 +8,7 @@ need more of it, so they take theirs for the call alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvlab.arrays import cuda_view, current_stream, empty
 from kvlab.cache import cuda_kernels as kernels
@@ -16,6 +16,13 @@ from kvlab.cache.cuda_store import DeviceStore
 from kvlab.ops.packed_cuda import AttendCall, Workspace, make_workspace
 
 __all__ = ["StepCalls"]
+
+
+class Lse(NamedTuple):
+    """Log-sum-exp of a step, (batch, num_heads_q, steps), and its address."""
+
+    array: Any
+    pointer: int
 
 
 class StepCalls:
@@ -31,16 +38,16 @@ class StepCalls:
     def __init__(self, store: DeviceStore, device: int, num_heads_q: int) -> None:
         self._store, self._device, self._num_heads_q = store, device, num_heads_q
         self._pairs, self._group = store.batch * store.heads, num_heads_q // store.heads
-        self._steps: dict[Any, tuple[AttendCall, kernels.AppendCall, Any]] = {}
+        self._steps: dict[Any, tuple[AttendCall, kernels.AppendCall, Any, Lse]] = {}
         self._appends: dict[Any, kernels.AppendCall] = {}
-        self._lse: dict[int, tuple[Any, int]] = {}
+        self._lse: dict[int, Lse] = {}
         self._workspaces: dict[int, Workspace] = {}
         self._scores: dict[int, Any] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that is kept."""
-        kept = [lse for lse, _ in self._lse.values()] + list(self._scores.values())
+        kept = [lse.array for lse in self._lse.values()] + list(self._scores.values())
         kept += [
             x for workspace in self._workspaces.values() for x in (workspace.partial, workspace.arrivals)
         ]
@@ -48,8 +55,8 @@ class StepCalls:
 
     def step(
         self, layer: int, q: Any, steps: int, scale: float, softcap: float, observed: str, collects: bool
-    ) -> tuple[AttendCall, kernels.AppendCall, Any]:
-        """Attention over stored tokens, the append, and where scores are kept if the step `collects`."""
+    ) -> tuple[AttendCall, kernels.AppendCall, Any, Lse]:
+        """Attention over stored tokens, the append, scores if the step `collects`, log-sum-exp."""
         key = (layer, steps, scale, softcap, collects)
         found = self._steps.get(key)
         if found is None:
@@ -61,7 +68,7 @@ class StepCalls:
             pages, workspace = self._store.pages(layer), self._workspaces[steps]
             attend = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
             append = self.append(layer, steps, scale, softcap, observed)
-            found = self._steps[key] = attend, append, scores
+            found = self._steps[key] = attend, append, scores, self._lse_of(steps)
         return found
 
     def append(
@@ -85,11 +92,10 @@ class StepCalls:
             )
         return self._appends[key]
 
-    def lse(self, steps: int) -> tuple[Any, int]:
-        """Log-sum-exp of a step, (batch, num_heads_q, steps), and its address."""
+    def _lse_of(self, steps: int) -> Lse:
         if steps not in self._lse:
             lse = empty((self._store.batch, self._num_heads_q, steps), "float32", self._store.like)
-            self._lse[steps] = lse, cuda_view(lse, "lse").pointer
+            self._lse[steps] = Lse(lse, cuda_view(lse, "lse").pointer)
         return self._lse[steps]
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float, kept: int) -> tuple[Any, Any, Any]:
@@ -107,7 +113,7 @@ class StepCalls:
     def _new_scores(self, kept: int) -> Any:
         store = self._store
         shape = (store.batch, store.heads, store.entries, kept * self._group, 64)
-        return empty(shape, "float32", store.like)
+        return empty(shape, "float16", store.like)
 
     def _new_workspace(self, steps: int) -> Workspace:
         return make_workspace(self._store.like, self._pairs, steps * self._group, self._store.head_dim)

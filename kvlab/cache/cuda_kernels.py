@@ -6,6 +6,7 @@ struct, in which a call changes no more than the addresses of what is new.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -58,7 +59,9 @@ _APPEND = np.dtype(
     ],
     align=True,
 )
-_FRESH, _QUERY = (_APPEND.fields[name][1] // 8 for name in ("fresh", "q"))  # type: ignore[index]
+_FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "has_stored"))  # type: ignore[index]
+_WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
+_WRITE_STORED = struct.Struct("i").pack_into
 _THREADS = 256
 _BLOCKS_PER_LAYER = 528  # of the write kernel at most: four for each multiprocessor of a large GPU
 
@@ -109,8 +112,7 @@ class AppendCall:
         call["layer"], call["group"], call["observed"] = state, group, observed
         call["scale"], call["softcap"] = scale, softcap
         call["fresh"]["steps"] = steps
-        self._call = call
-        self._words, self._arguments = call.view(np.int64), (call[0],)
+        self._bytes, self._arguments = call.view(np.uint8).data, (call[0],)
 
     def __call__(
         self,
@@ -124,11 +126,11 @@ class AppendCall:
         stream: int,
     ) -> None:
         """Launch; without queries `q` is None and `out`, `lse` are not read. `valid` is an address or 0."""
-        words = self._words
-        words[_FRESH : _FRESH + 10] = (k.pointer, v.pointer, valid, 0, *k.strides[:3], *v.strides[:3])
+        call = self._bytes
+        _WRITE_FRESH(call, _FRESH, k.pointer, v.pointer, valid, 0, *k.strides[:3], *v.strides[:3])
         if q is not None:
-            words[_QUERY : _QUERY + 6] = (q.pointer, out, lse, *q.strides[:3])
-        self._call["has_stored"] = stored
+            _WRITE_QUERY(call, _QUERY, q.pointer, out, lse, *q.strides[:3])
+        _WRITE_STORED(call, _STORED, stored)
         self._kernel(self._grid, (_THREADS,), self._arguments, 0, stream)
 
 

@@ -6,7 +6,8 @@ rare operation runs, the layers on the CPU hold what there is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +56,10 @@ class GpuRoad:
     """
 
     def __init__(self, cache: MixedPrecisionCache) -> None:
-        self._cache = cache
+        # A cycle would keep device memory until it is collected.
+        self._cache: MixedPrecisionCache = weakref.proxy(cache)
         self._device: DeviceCache | None = None
+        self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -117,18 +120,21 @@ class GpuRoad:
         if steps == 0:
             return empty(views[0].shape, views[0].dtype, q)
         if steps <= MAX_STEPS and device.group <= MAX_GROUP:
-            return device.step(layer, q, views, mask, scale, softcap, self._share(layer, steps))
+            if device.room[layer] < steps:
+                device.make_room(layer, self._share(layer, steps))
+            return device.step(layer, q, views, mask, scale, softcap)
         return device.long_step(layer, q, k, v, valid, scale, softcap, self._share(layer, steps))
 
     def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
         """`MixedPrecisionCache.append` on a GPU."""
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
         steps = views[0].shape[1]
-        share = self._share(layer, steps)
         if 0 < steps <= MAX_STEPS:
-            device.append(layer, k, views, mask, share)
+            if device.room[layer] < steps:
+                device.make_room(layer, self._share(layer, steps))
+            device.append(layer, k, views, mask)
         elif steps:
-            device.long_append(layer, k, v, valid, share)
+            device.long_append(layer, k, v, valid, self._share(layer, steps))
 
     def attend(self, layer: int, q: Any, scale: float | None, softcap: float) -> Any:
         """`MixedPrecisionCache.attend` on a GPU."""
@@ -148,8 +154,25 @@ class GpuRoad:
 
         Returns the device's side, views of the arrays and the address of `valid`, or 0.
         """
-        cache, device = self._cache, self._device
+        cache = self._cache
         views = [cuda_view(x, name) for name, x in arrays.items()]
+        layout = cache.batch, *[view[1:] for view in views]
+        if layout not in self._accepted:
+            self._check(arrays, views)
+            self._accepted.add(layout)
+        steps, device = views[0].shape[1], self._device
+        assert device is not None
+        for name, view in zip(arrays, views, strict=True):
+            if view.pointer & 3 and steps:
+                raise ValueError(f"{name} must begin at a multiple of 4 bytes: pass a copy of it")
+        mask = 0 if valid is None else self._mask(valid, steps)
+        if "k" in arrays and device.room[layer] < steps:
+            self._make_sure(device.lengths[layer] + steps)
+        return device, views, mask
+
+    def _check(self, arrays: dict[str, Any], views: list[CudaView]) -> None:
+        """Refuse arrays that no step can take, and take memory at the first call."""
+        cache = self._cache
         steps = views[0].shape[1] if len(views[0].shape) == 4 else 0
         kv = (cache.batch, steps, cache.num_heads_kv, cache.head_dim)
         queries = (cache.batch, steps, cache.num_heads_q, cache.head_dim)
@@ -163,31 +186,33 @@ class GpuRoad:
                     f"{name} has dtype {view.dtype}; on a GPU it must be that of the cache, {cache.dtype}"
                 )
             a, b, c, last = view.strides
-            if steps and (last != 1 or a & 1 or b & 1 or c & 1 or view.pointer & 3):
+            if steps and (last != 1 or a & 1 or b & 1 or c & 1):
                 raise ValueError(
                     f"{name} must be contiguous in its last axis and even in the others, got strides "
                     f"{view.strides}; pass {name}.contiguous()"
                 )
-        if device is None:
-            device = self._begin(views, next(iter(arrays.values())), steps)
+        device = self._device or self._begin(views, next(iter(arrays.values())), steps)
         for name, view in zip(arrays, views, strict=True):
             if view.device != device.device:
                 raise ValueError(f"{name} is on cuda:{view.device}, the cache is on cuda:{device.device}")
-        mask = 0
-        if valid is not None:
-            match_shapes({"valid": (valid.shape, (cache.batch, steps))})
-            view = cuda_view(valid, "valid")
-            if view.dtype != "bool" or (view.strides != (steps, 1) and steps and cache.batch):
-                raise TypeError(f"valid must be a contiguous array of bool, got {view.dtype} {view.strides}")
-            mask = view.pointer
-        if "k" in arrays and device.room[layer] < steps:
-            length = device.lengths[layer] + steps
-            if not cache._fits(length, cache.batch):
-                raise cache._refusal(length, cache.batch)
-            if length > device.capacity:
-                capacity = self._capacity(length)
-                device.grow(capacity, cache._share(capacity, cache.batch))
-        return device, views, mask
+
+    def _mask(self, valid: Any, steps: int) -> int:
+        """Check which tokens are no padding and return the address."""
+        batch = self._cache.batch
+        match_shapes({"valid": (valid.shape, (batch, steps))})
+        view = cuda_view(valid, "valid")
+        if view.dtype != "bool" or (view.strides != (steps, 1) and steps and batch):
+            raise TypeError(f"valid must be a contiguous array of bool, got {view.dtype} {view.strides}")
+        return view.pointer
+
+    def _make_sure(self, length: int) -> None:
+        """Make sure that rows of so many tokens fit the budget and the tables."""
+        cache, device = self._cache, self._device
+        if not cache._fits(length, cache.batch):
+            raise cache._refusal(length, cache.batch)
+        if device is not None and length > device.capacity:
+            capacity = self._capacity(length)
+            device.grow(capacity, cache._share(capacity, cache.batch))
 
     def _begin(self, views: list[CudaView], like: Any, steps: int) -> DeviceCache:
         from kvlab.cache.cuda_cache import DeviceCache, Settings
@@ -215,6 +240,46 @@ class GpuRoad:
         if longest is not None and length <= longest:
             return longest
         return max(self._cache.plan_length, length + length // 4)
+
+    # ---- CUDA graphs ---------------------------------------------------------------------------------------
+
+    def prepare(self, steps: int) -> Hashable:
+        """`MixedPrecisionCache.prepare`."""
+        device = self._device
+        if device is None:
+            return None
+        if device.group > MAX_GROUP or steps > MAX_STEPS:
+            raise NotImplementedError(
+                f"steps of {steps} tokens with {device.group} query heads a KV head are planned by the host; "
+                f"graphs take {MAX_STEPS} tokens and {MAX_GROUP} heads at most"
+            )
+        if len(set(device.lengths)) > 1:
+            raise ValueError(f"layers hold different numbers of tokens, {sorted(set(device.lengths))}")
+        if min(device.room) < steps:
+            self._make_sure(device.lengths[0] + steps)
+            device.reallocate(self._share(0, steps))
+        return device.generation, device.lengths[0] > 0, device.collects(0, steps)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """`MixedPrecisionCache.recording`."""
+        device = self._device
+        if device is None:
+            raise RuntimeError("a step must run once before a graph records it")
+        before = [counter.copy() for counter in device.counters]
+        try:
+            yield
+        finally:
+            for counter, values in zip(device.counters, before, strict=True):
+                counter[:] = values
+
+    def replayed(self, steps: int) -> None:
+        """`MixedPrecisionCache.replayed`."""
+        device = self._device
+        if device is None or min(device.room) < steps:
+            raise RuntimeError("prepare() was not called before a graph was replayed")
+        for layer in range(len(device.lengths)):
+            device.count(layer, steps, device.collects(layer, steps))
 
     # ---- rare operations -----------------------------------------------------------------------------------
 

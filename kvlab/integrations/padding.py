@@ -72,6 +72,12 @@ class Padding:
         self.steps = visible.clone()
         return visible[:, length:].contiguous()
 
+    def add_tokens(self) -> None:
+        """Add a time step without padding."""
+        if self.steps is not None:
+            self.steps = torch.cat([self.steps, torch.ones_like(self.steps[:, :1])], 1)
+        self._last = None
+
     def crop(self, length: int) -> None:
         """Forget all but the first `length` time steps."""
         self.steps = None if self.steps is None else self.steps[:, :length]

@@ -6,7 +6,7 @@ This module loads neither torch nor transformers before `quantized` is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +22,12 @@ Model = TypeVar("Model")
 
 @contextmanager
 def quantized(
-    model: Model, *, budget: float | int | str | None = 0.35, bits: Bits = (2, 3, 4, 8), **options: Any
+    model: Model,
+    *,
+    budget: float | int | str | None = 0.35,
+    bits: Bits = (2, 3, 4, 8),
+    graph: bool = False,
+    **options: Any,
 ) -> Iterator[Model]:
     """Let `model.generate` use a packed cache inside a `with` block.
 
@@ -36,6 +41,9 @@ def quantized(
         A decoder-only model that takes its attention function from `transformers.AttentionInterface`.
     budget, bits, **options
         As for `kvlab.integrations.transformers.KVLabCache`.
+    graph : bool
+        Replay decode steps from CUDA graphs (see `kvlab.integrations.decode_graph`), for models on a GPU:
+        several times as fast where the host is what a step waits for. Best with `max_seqlen`.
 
     Raises
     ------
@@ -64,7 +72,7 @@ def quantized(
         raise TypeError(f"model must be a transformers model that generates, not {type(model)}")
     make_cache = partial(KVLabCache, model.config, budget=budget, bits=bits, **options)
     make_cache()  # an invalid option shows before anything is changed
-    with _packed_attention(model):
+    with _packed_attention(model), _replayed_steps(model) if graph else nullcontext():
         before = vars(model).get("generate")  # set on the model itself inside another such block
         model.generate = _packed_generate(model, make_cache)  # type: ignore[assignment]
         try:
@@ -73,6 +81,14 @@ def quantized(
             del model.generate
             if before is not None:
                 model.generate = before
+
+
+def _replayed_steps(model: Any) -> AbstractContextManager[None]:
+    from kvlab.integrations.decode_graph import replayed_steps
+
+    if model.device.type != "cuda":
+        raise ValueError(f"graph=True replays steps on a GPU, but the model is on {model.device}")
+    return replayed_steps(model)
 
 
 def _packed_generate(model: Any, make_cache: Callable[[], Any]) -> Callable[..., Any]:

@@ -8,6 +8,8 @@ would not give a plain growing cache (sliding windows, linear attention) keep th
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvlab.arrays import dtype_name
@@ -101,6 +103,43 @@ class KVLabCache(Cache):
     def packed(self) -> MixedPrecisionCache | None:
         """What holds the layers with full attention; None before the first step."""
         return self._shared.cache
+
+    # A recorded step of the model (decode_graph.py) has one token a row and none of them is padding.
+
+    @contextmanager
+    def unmasked(self) -> Iterator[None]:
+        """Inside this block the model takes one step of one token a row, none of them padding."""
+        self._shared.unmasked = True
+        try:
+            yield
+        finally:
+            self._shared.unmasked = False
+        self._shared.padding.add_tokens()
+
+    def check_step(self, mask: torch.Tensor) -> None:
+        """Refuse a mask, (B, tokens), that hides the next token, or other ones than when they came."""
+        steps = self._shared.padding.steps
+        new = torch.ones_like(mask[:, :1], dtype=torch.bool)
+        seen = new.expand(-1, self.get_seq_length()) if steps is None else steps
+        if not torch.equal(mask.bool(), torch.cat([seen, new], 1)):
+            raise ValueError(
+                "attention_mask of a recorded step must be that of the tokens so far and 1 for the new ones"
+            )
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside this block a CUDA graph records a step: nothing runs, so nothing is counted."""
+        lengths = list(self._shared.lengths)
+        try:
+            with self._shared.whole().recording():
+                yield
+        finally:
+            self._shared.lengths = lengths
+
+    def replayed(self) -> None:
+        """Count a step of the whole model that a CUDA graph has replayed."""
+        self._shared.whole().replayed()
+        self._shared.lengths = [length + 1 for length in self._shared.lengths]
 
     # Rows and lengths of all packed layers change together, so these belong to the cache and not to a layer.
 
@@ -212,12 +251,13 @@ class _Shared:
 
     def __init__(self, num_layers: int, dtype: str | None, options: dict[str, Any]) -> None:
         self.options, self.dtype = options, dtype
-        # Geometry and batch come with the first step. The smallest ones show now if the options are valid; whether
-        # max_seqlen tokens fit depends on the true ones.
+        # Geometry and batch come with the first step. The smallest ones show now if the options are valid;
+        # whether max_seqlen tokens fit depends on the true ones.
         valid = {**options, "max_seqlen": None}
         MixedPrecisionCache(max(num_layers, 1), 1, 1, 16, batch=1, dtype=dtype or "float16", **valid)
         self.cache: MixedPrecisionCache | None = None
         self.lengths = [0] * num_layers
+        self.unmasked = False
         self.padding = Padding()
 
     def step(
@@ -241,10 +281,17 @@ class _Shared:
             )
         if number == 0:
             self._check_whole()
-        valid = self.padding.extend(mask, batch, self.lengths[number], new)
+        valid = None if self.unmasked else self.padding.extend(mask, batch, self.lengths[number], new)
         out = self.cache.step(number, q, k, v, scale=scale, softcap=softcap, valid=valid)
         self.lengths[number] += new
         return out
+
+    def whole(self) -> MixedPrecisionCache:
+        """The cache, whose layers stand at one length."""
+        self._check_whole()
+        if self.cache is None:
+            raise ValueError("this cache is empty: call the model with it first")
+        return self.cache
 
     def _check_whole(self) -> None:
         if len(set(self.lengths)) > 1:

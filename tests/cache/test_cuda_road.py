@@ -215,3 +215,50 @@ def test_bad_arguments(kernels: Kernels, change: Any, error: Any, text: str) -> 
     with pytest.raises(error, match=text):
         cache.step(0, *change(*draw(np.random.default_rng(8), cache, 2)))
     assert cache.seqlen == 0
+
+
+def test_recorded_steps(kernels: Kernels) -> None:
+    """Steps that a graph replays are counted once, whatever was counted while they were recorded."""
+    rng = np.random.default_rng(3)
+    usual = make(max_seqlen=200)
+    tokens = [draw(rng, usual, steps) for steps in [80, *[1] * 34]]
+    want = [[usual.step(layer, *qkv) for layer in range(LAYERS)] for qkv in tokens]
+    cache = make(max_seqlen=200)
+    assert cache.prepare() is None
+    for layer in range(LAYERS):
+        cache.step(layer, *tokens[0])
+    kinds = []
+    for qkv, wanted in zip(tokens[1:], want[1:], strict=True):
+        kinds.append(cache.prepare())
+        before = cache.seqlen
+        with cache.recording():  # kernels in NumPy run at once, as those of a graph do when it is replayed
+            got = [cache.step(layer, *qkv) for layer in range(LAYERS)]
+        assert cache.seqlen == before
+        cache.replayed()
+        assert np.array_equal(got, wanted)
+    assert cache.seqlen == usual.seqlen == 114
+    # Every 16th step collects attention mass, beginning with the first, which the prompt made due.
+    assert [i for i, kind in enumerate(kinds) if kind != kinds[1]] == [0, 16, 32]
+    check_state(cache, [range(114)] * 2)
+
+
+def test_graphs_follow_memory_and_refuse(kernels: Kernels) -> None:
+    cache, rng = make(plan_length=64, budget=None, bits=(8,)), np.random.default_rng(4)
+    with pytest.raises(RuntimeError, match="run once"), cache.recording():
+        pass
+    step(cache, rng, 40)
+    kinds = []
+    for _ in range(45):
+        kinds.append(cache.prepare())
+        step(cache, rng, 1)
+    assert len({kind[0] for kind in kinds}) > 1  # more tokens than there was room for: other memory
+    for _ in range(cache._gpu._device.room[0]):
+        cache.replayed()
+    with pytest.raises(RuntimeError, match="prepare"):
+        cache.replayed()
+    q, k, v = draw(rng, cache, 1)
+    cache.step(0, q, k, v)
+    with pytest.raises(ValueError, match="layers hold"):
+        cache.prepare()
+    with pytest.raises(NotImplementedError, match="device='cuda'"):
+        MixedPrecisionCache(1, 1, 1, 16).prepare()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+import kvlab
+from kvlab.integrations.decode_graph import DecodeGraph
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
+from tests.held import pages_of
 
 CONFIG = LlamaConfig(
     vocab_size=128, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -71,3 +75,46 @@ def test_generate_under_a_budget(model: Any, how: dict[str, Any]) -> None:
     assert out.shape == (2, 240)
     assert cache.packed.nbytes <= cache.packed.budget_nbytes
     assert cache.packed.seqlen == 239
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_replayed_steps(model: Any, padded: bool) -> None:
+    """Steps from graphs, over several plans and collections, are those of the model called as usual."""
+    model.set_attn_implementation(ATTENTION)
+    prompt, mask = ids(2, 100), torch.ones(2, 100, dtype=torch.long, device="cuda")
+    mask[0, :30] = 1 - padded
+    positions = (mask.cumsum(1) - 1).clamp(0)
+    options: dict[str, Any] = {"budget": 0.5, "bits": (2, 4, 8), "plan_length": 256, "max_seqlen": 200}
+    caches = [KVLabCache(CONFIG, **options) for _ in range(2)]
+    for cache in caches:
+        model(prompt, past_key_values=cache, attention_mask=mask, position_ids=positions)
+    graph, step = DecodeGraph(model, caches[1]), positions[:, -1:]
+    for token in ids(70, 2, 1):
+        mask, step = torch.cat([mask, mask[:, -1:]], 1), step + 1
+        want = model(token, past_key_values=caches[0], attention_mask=mask, position_ids=step).logits
+        got = graph(token, step)
+        assert (got - want).abs().max() < 0.01 * want.abs().max()
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() == mask.shape[1]
+    assert (got - got.roll(1, 0)).abs().max() > 0.01 * want.abs().max()
+    packed = [cache.packed for cache in caches]
+    assert packed[0].nbytes == packed[1].nbytes <= packed[1].budget_nbytes
+    first, second = (pages_of(cache) for cache in packed)
+    assert all(np.array_equal(a.count, b.count) for a, b in zip(first, second, strict=True))
+
+
+def test_generate_with_graphs(model: Any) -> None:
+    """Greedy text is the same with graphs and without, also in a second turn and after a longer prompt."""
+    prompt, options = ids(2, 200), {"max_new_tokens": 40, "do_sample": False}
+    found = []
+    for graph in (False, True):
+        with kvlab.quantized(model, budget=0.5, bits=(2, 4, 8), graph=graph):
+            first = model.generate(prompt, return_dict_in_generate=True, **options)
+            longer = torch.cat([first.sequences, prompt[:, :60]], 1)
+            second = model.generate(longer, past_key_values=first.past_key_values, **options)
+        found.append(second)
+    assert torch.equal(*found)
+
+
+def test_graphs_need_a_prompt_on_a_gpu(model: Any) -> None:
+    with pytest.raises(ValueError, match="prompt"):
+        DecodeGraph(model, KVLabCache(CONFIG))
