@@ -24,7 +24,7 @@ __all__ = ["PACKAGES", "cuda_problems", "installed_versions", "report"]
 
 PACKAGES = (
     *("numpy", "scipy", "numba", "ml_dtypes", "safetensors", "typer", "rich"),
-    *("torch", "transformers", "matplotlib", "gguf", "accelerate", "hqq", "optimum-quanto"),
+    *("torch", "transformers", "matplotlib", "gguf", "accelerate", "duckdb", "hqq", "optimum-quanto"),
     *("cupy", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "cuda-core", "cuda-bindings"),
     *("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
 )

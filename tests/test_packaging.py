@@ -31,6 +31,7 @@ CONDA_NAMES = {
     "nvidia-cuda-runtime": "cuda-cudart-dev",
     "nvidia-nvvm": "cuda-nvvm-impl",
     "nvidia-nvjitlink": "libnvjitlink",
+    "duckdb": "python-duckdb",
 }
 
 

@@ -1,8 +1,9 @@
 """The `kvlab` command: one file here for each of its commands.
 
 A command is a module of this folder with one function `command`, whose signature is the command line and
-whose docstring is the help. To add one, write the module and name it in `COMMANDS`. Modules import what they
-need inside the function, so that `kvlab --help` stays fast; a test watches that.
+whose docstring is the help; several commands of one kind are a `group`, a typer.Typer of such functions. To
+add one, write the module and name it in `COMMANDS`. Modules import what they need inside the function, so
+that `kvlab --help` stays fast; a test watches that.
 
 What a user can mend (a bad value, a missing package, a full disk, too little memory) ends with exit code 1
 and one line; `kvlab --traceback COMMAND` shows where it came from.
@@ -20,7 +21,7 @@ from kvlab.errors import MissingExtraError, OutOfMemory
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = ("ablate", "benchmark", "demo", "env")
+COMMANDS = ("ablate", "benchmark", "demo", "env", "sweep")
 
 _MENDABLE = (ValueError, NotImplementedError, OSError, MissingExtraError, OutOfMemory)
 
@@ -30,7 +31,11 @@ def app() -> typer.Typer:
     result = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     result.callback()(_group)
     for name in COMMANDS:
-        result.command(name)(import_module(f"kvlab.cli.{name}").command)
+        module = import_module(f"kvlab.cli.{name}")
+        if hasattr(module, "group"):
+            result.add_typer(module.group, name=name)
+        else:
+            result.command(name)(module.command)
     return result
 
 

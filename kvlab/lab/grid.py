@@ -154,7 +154,8 @@ class AblationCase:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content as plain values."""
-        return asdict(self)
+        values = {name: getattr(self, name) for name in _NAMES}
+        return values | {"geometry": asdict(self.geometry)}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> AblationCase:
@@ -166,12 +167,14 @@ class AblationCase:
             If they are not those of a case.
         """
         try:
-            names = {field.name for field in fields(AblationCase)}
-            if set(values) != names:
-                raise ValueError(f"a case has the values {sorted(names)}, not {sorted(values)}")
+            if set(values) != set(_NAMES):
+                raise ValueError(f"a case has the values {sorted(_NAMES)}, not {sorted(values)}")
             return AblationCase(**{**values, "geometry": Geometry(**values["geometry"])})
         except (TypeError, AttributeError) as error:
             raise ValueError(f"these are not the values of a case: {error}") from None
+
+
+_NAMES = tuple(field.name for field in fields(AblationCase))
 
 
 def within_model(case: AblationCase, context_length: int) -> AblationCase:

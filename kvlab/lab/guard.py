@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "GPU_LIMITS",
+    "Refused",
     "gpu_state",
     "refuse_impossible",
     "refuse_throttled",
@@ -43,6 +44,17 @@ _BAD_REASONS = {
     "sw_thermal_slowdown": "temperature (driver)",
 }
 _QUERY = ("name", "uuid", "driver_version", "clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+
+
+class Refused(RuntimeError):
+    """A figure that may not become a result; `kind` says why: "wrong_answer", "impossible" or "throttled"."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[str, str]]:
+        return Refused, (self.kind, str(self))
 
 
 def require_provenance(result: Mapping[str, Any]) -> None:
@@ -72,14 +84,14 @@ def refuse_impossible(nbytes: int, seconds: float, gpu: str | None) -> None:
 
     Raises
     ------
-    RuntimeError
+    Refused
         If the rate is above what the hardware can give, or the time is not positive.
 
     Examples
     --------
     >>> refuse_impossible(10**9, 1e-6, None)
     Traceback (most recent call last):
-    RuntimeError: 1000000000 bytes in 1e-06 s are 1e+15 bytes a second; the hardware gives at most ...
+    kvlab.lab.guard.Refused: 1000000000 bytes in 1e-06 s are 1e+15 bytes a second; the hardware ...
     """
     if gpu is None:
         limit = _CPU_BYTES * (os.cpu_count() or 1)
@@ -87,9 +99,10 @@ def refuse_impossible(nbytes: int, seconds: float, gpu: str | None) -> None:
         limit = _CACHE_FACTOR * GPU_LIMITS.get(gpu, max(GPU_LIMITS.values()))
     rate = nbytes / seconds if seconds > 0 else float("inf")
     if rate > limit:
-        raise RuntimeError(
+        raise Refused(
+            "impossible",
             f"{nbytes} bytes in {seconds:.3g} s are {rate:.3g} bytes a second; the hardware gives at most "
-            f"{limit:.3g}, so what was timed did not do the work"
+            f"{limit:.3g}, so what was timed did not do the work",
         )
 
 
@@ -98,13 +111,14 @@ def refuse_wrong(found: NDArray[Any], expected: NDArray[Any], tolerance: float, 
 
     Raises
     ------
-    RuntimeError
+    Refused
         If the error is above `tolerance` or not a number.
     """
     scale = float(np.linalg.norm(expected.astype(np.float64)))
     error = float(np.linalg.norm(found.astype(np.float64) - expected)) / (scale or 1.0)
     if not error <= tolerance or found.shape != expected.shape:
-        raise RuntimeError(f"{what}: relative error {error:.3g}, allowed {tolerance:.3g}; it was not timed")
+        message = f"{what}: relative error {error:.3g}, allowed {tolerance:.3g}; it was not timed"
+        raise Refused("wrong_answer", message)
     return error
 
 
@@ -125,9 +139,9 @@ def refuse_throttled(state: Mapping[str, str] | None) -> None:
 
     Raises
     ------
-    RuntimeError
+    Refused
         If a reason is active; the message names it.
     """
     for reason, meaning in _BAD_REASONS.items():
         if state is not None and state.get(f"clocks_throttle_reasons.{reason}") == "Active":
-            raise RuntimeError(f"the GPU ran at lower clocks ({meaning}): cool it and measure again")
+            raise Refused("throttled", f"the GPU ran at lower clocks ({meaning}): cool it and measure again")

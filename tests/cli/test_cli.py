@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,25 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         assert f" {name} " in output
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_shows_an_example_of_itself(name: str) -> None:
-    result = RUNNER.invoke(cli.app(), [name, "--help"])
+def calls() -> list[list[str]]:
+    """Every command as it is called: `["env"]`, `["sweep", "plan"]`."""
+    found = []
+    for name in cli.COMMANDS:
+        module = import_module(f"kvlab.cli.{name}")
+        parts = (
+            [command.callback.__name__ for command in module.group.registered_commands]
+            if hasattr(module, "group")
+            else [""]
+        )
+        found += [[name, part] if part else [name] for part in parts]
+    return found
+
+
+@pytest.mark.parametrize("call", calls(), ids=" ".join)
+def test_every_command_shows_an_example_of_itself(call: list[str]) -> None:
+    result = RUNNER.invoke(cli.app(), [*call, "--help"])
     assert result.exit_code == 0
-    assert f"Example: kvlab {name}" in result.output
+    assert f"Example: kvlab {' '.join(call)}" in result.output
     assert "--json" in result.output
     assert "--output" in result.output
 

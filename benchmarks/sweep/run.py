@@ -1,0 +1,61 @@
+"""What a sweep costs beside its cases: time of the runner for a case, and of collecting 10,000 results.
+
+    python benchmarks/sweep/run.py OUT.json
+
+The runner is given cases whose work is to return a result at once, the size of a real one; what is left is
+its own: looking for a result, writing one (with the disk's own delay of fsync), reporting.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from kvlab.lab import ablation
+from kvlab.lab.grid import AblationCase, Geometry
+from kvlab.lab.results import provenance, write
+from kvlab.lab.sweep import Manifest
+from kvlab.lab.sweep_run import run_cases
+from kvlab.lab.tables import collect, write_summary
+
+CASES = 10_000
+LIKE = AblationCase(0.5, "2,4", 128, model=None, geometry=Geometry(1, 2, 1, 32))
+
+
+def main(output: Path) -> None:
+    """Measure, print and write."""
+    ready = ablation.run(LIKE)
+
+    def at_once(case: AblationCase) -> dict[str, Any]:
+        source = {**ready["provenance"], "case_id": case.id}
+        return {**ready, "experiment": case.name, "config": case.to_dict(), "provenance": source}
+
+    manifest = Manifest(tuple(replace(LIKE, budget=0.2 + i / 20_000) for i in range(CASES)))
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        manifest.write(folder)
+        start = time.perf_counter()
+        run_cases(folder, manifest, range(CASES), runner=at_once)
+        ran = time.perf_counter()
+        rows, missing = collect(folder, Manifest.read(folder))
+        collected = time.perf_counter()
+        write_summary(rows, folder)
+        written = time.perf_counter()
+    if missing or len(rows) != CASES:
+        raise RuntimeError(f"{len(missing)} of {CASES} cases are missing")
+    row = {
+        "cases": CASES,
+        "runner_ms_a_case": 1e3 * (ran - start) / CASES,
+        "collect_s": collected - ran,
+        "tables_s": written - collected,
+    }
+    print(row)
+    write({"provenance": provenance(), "rows": [row]}, output)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

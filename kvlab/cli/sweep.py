@@ -1,0 +1,241 @@
+"""`kvlab sweep`: grids of ablation cases, planned, run here or on Slurm, and collected into tables."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvlab.cli.options import Json, Output, emit_json
+
+__all__ = ["group"]
+
+group = typer.Typer(
+    no_args_is_help=True,
+    help="Grids of cases: plan, run here or submit to Slurm, look, collect. A sweep is a folder: see plan.",
+)
+Folder = Annotated[Path, typer.Argument(help="Folder of the sweep.")]
+Cases = Annotated[str | None, typer.Option(help="Only these cases, for example 3,17,40-42.")]
+
+
+@group.command()
+def plan(
+    folder: Folder,
+    budgets: Annotated[str, typer.Option(help="Fractions of float16.")] = "0.2 0.3 0.4 0.5 0.6 0.7",
+    bits: Annotated[str, typer.Option(help="Ladders, divided by spaces.")] = "2,3,4,8 4,8 2,4,8",
+    contexts: Annotated[str, typer.Option(help="Tokens in the cache.")] = "512 1K 2K 4K 8K",
+    packing: Annotated[str, typer.Option(help="true, false or both.")] = "true false",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    num_samples: Annotated[int, typer.Option(min=0, help="As for kvlab ablate.")] = 0,
+    num_layers: Annotated[int | None, typer.Option(help="With the next three: synthetic data.")] = None,
+    num_heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    num_kv_heads: Annotated[int | None, typer.Option(help="KV heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Elements of a key.")] = None,
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
+    """Check a whole grid, say what it costs, and write its manifest.
+
+    Every combination is checked before anything runs. The manifest never changes: for another grid take
+    another folder. Planning the same again changes nothing.
+
+    Example: kvlab sweep plan results/first --budgets "0.2 0.3" --bits "2,3,4,8 4,8" --contexts "512 1K"
+    """
+    from kvlab.cli.ablate import make_case
+    from kvlab.lab.estimate import estimate
+    from kvlab.lab.grid import make_grid
+    from kvlab.lab.sweep import Manifest
+    from kvlab.sizes import parse_size
+
+    fractions = [_number(word) for word in re.split(r"[\s,]+", budgets.strip())]
+    lengths = [parse_size(word, "contexts") for word in re.split(r"[\s,]+", contexts.strip())]
+    modes = [_truth(word) for word in re.split(r"[\s,]+", packing.strip())]
+    shape = (num_layers, num_heads, num_kv_heads, head_dim)
+    like = make_case(fractions[0], bits.split()[0], lengths[0], True, device, num_samples, shape)
+    manifest = Manifest(make_grid(like, fractions, bits.split(), lengths, modes))
+    cost = estimate(manifest.cases)
+    path = manifest.write(folder)
+    emit_json(
+        {"manifest": str(path), "cases": len(manifest.cases), **cost.to_dict()},
+        as_json=as_json,
+        output=output,
+    )
+    if not as_json:
+        typer.echo("\n".join(cost.lines()))
+        typer.echo(f"{len(manifest.cases)} cases in {path}; next: kvlab sweep run {folder}")
+
+
+@group.command()
+def run(
+    folder: Folder,
+    cases: Cases = None,
+    share: Annotated[
+        str | None, typer.Option(help="I/N: only cases I, I+N, ...; a task of an array of N takes its share.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds a case may take (2 processes or more).")
+    ] = None,
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
+    """Run the cases that have no result yet.
+
+    Stop it at any time: results are complete or not there, and the next run goes on. In a Slurm job SIGUSR1
+    drops the case at hand and puts the job back into the queue. Exit code 1 if a case failed.
+
+    Example: kvlab sweep run results/first --processes 2
+    """
+    from kvlab.lab.slurm import requeue_this_job
+    from kvlab.lab.sweep import Manifest
+    from kvlab.lab.sweep_run import run_cases
+
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    manifest = Manifest.read(folder)
+    numbers = _chosen(cases, share, len(manifest.cases))
+    outcomes: Counter[str] = Counter()
+
+    def report(number: int, outcome: str) -> None:
+        outcomes[outcome] += 1
+        typer.echo(
+            f"{sum(outcomes.values())}/{len(numbers)} {manifest.cases[number].name}: {outcome}", err=True
+        )
+
+    signal.signal(signal.SIGUSR1, _stop)
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        run_cases(folder, manifest, numbers, processes=processes, timeout=timeout, report=report)
+    except _Stopped as stopped:
+        requeued = stopped.args[0] == signal.SIGUSR1 and requeue_this_job()
+        typer.echo("requeued" if requeued else f"stopped; kvlab sweep run {folder} goes on", err=True)
+        raise typer.Exit(128 + stopped.args[0]) from None
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; kvlab sweep run {folder} goes on", err=True)
+        raise typer.Exit(130) from None
+    result: dict[str, Any] = {"folder": str(folder), "outcomes": dict(outcomes)}
+    emit_json(result, as_json=as_json, output=output)
+    if set(outcomes) - {"ok", "infeasible", "done before"}:
+        raise typer.Exit(1)
+
+
+@group.command()
+def status(folder: Folder, as_json: Json = False, output: Output = None) -> None:
+    """Say how far a sweep is.
+
+    Example: kvlab sweep status results/first
+    """
+    from kvlab.lab.sweep import Manifest, array_list, failure_of
+    from kvlab.lab.sweep import status as look
+
+    manifest = Manifest.read(folder)
+    found = look(folder, manifest)
+    counts = {name: len(getattr(found, name)) for name in ("done", "failed", "left")}
+    numbers = {f"{name}_cases": array_list(getattr(found, name)) for name in ("failed", "left")}
+    emit_json({**counts, **numbers}, as_json=as_json, output=output)
+    if as_json:
+        return
+    typer.echo(", ".join(f"{count} {name}" for name, count in counts.items()))
+    if found.left:
+        typer.echo(f"left: {numbers['left_cases']}")
+    for number in found.failed:
+        failure = failure_of(folder, manifest.cases[number])
+        if failure is not None:
+            typer.echo(f"{manifest.cases[number].name}: {failure.kind}: {failure.message}")
+
+
+@group.command()
+def collect(folder: Folder, as_json: Json = False, output: Output = None) -> None:
+    """Write ablation_summary.csv and .parquet from all results.
+
+    Exit code 1 if a case is missing or failed; the tables hold what is there.
+
+    Example: kvlab sweep collect results/first
+    """
+    from kvlab.lab.sweep import Manifest, array_list
+    from kvlab.lab.tables import collect as gather
+    from kvlab.lab.tables import write_summary
+
+    rows, missing = gather(folder, Manifest.read(folder))
+    paths = write_summary(rows, folder)
+    failed = [row["experiment"] for row in rows if str(row["status"]).startswith("failed")]
+    result = {
+        "rows": len(rows),
+        "failed": failed,
+        "missing": array_list(missing),
+        "files": list(map(str, paths)),
+    }
+    emit_json(result, as_json=as_json, output=output)
+    if not as_json:
+        typer.echo(f"{len(rows)} rows: {', '.join(map(str, paths))}")
+    if missing or failed:
+        typer.echo(f"{len(missing)} cases missing ({array_list(missing)}), {len(failed)} failed", err=True)
+        raise typer.Exit(1)
+
+
+@group.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def submit(
+    context: typer.Context,
+    folder: Folder,
+    throttle: Annotated[int, typer.Option(min=1, help="Tasks at the same time.")] = 8,
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
+    """Submit what is left to Slurm: arrays of single cases, and the collection after them.
+
+    What follows the folder goes to sbatch. Submitting again submits what is still left.
+
+    Example: kvlab sweep submit results/first --throttle 4 --gpus=1 --time=2:00:00
+    """
+    from kvlab.lab.slurm import submit as send
+    from kvlab.lab.sweep import Manifest
+    from kvlab.lab.sweep import status as look
+
+    left = look(folder, Manifest.read(folder)).left
+    if not left:
+        typer.echo(f"nothing is left to do; kvlab sweep collect {folder}")
+        return
+    arrays, collection = send(folder, left, throttle=throttle, options=context.args)
+    emit_json(
+        {"arrays": arrays, "collection": collection, "cases": len(left)}, as_json=as_json, output=output
+    )
+    if not as_json:
+        typer.echo(f"{len(left)} cases in jobs {', '.join(arrays)}, collected by job {collection}")
+
+
+class _Stopped(BaseException):
+    """A signal asked to stop; the argument is its number."""
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise _Stopped(number)
+
+
+def _chosen(cases: str | None, share: str | None, count: int) -> list[int]:
+    from kvlab.lab.sweep import parse_numbers
+
+    chosen = list(range(count)) if cases is None else list(parse_numbers(cases, count))
+    if share is None:
+        return chosen
+    first, _, step = share.partition("/")
+    if not (first.isdigit() and step.isdigit() and int(first) < int(step)):
+        raise ValueError(f"share={share!r}: write I/N with 0 <= I < N, for example 0/4")
+    return chosen[int(first) :: int(step)]
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        raise ValueError(f"budgets: {word!r} is no number; write fractions, for example 0.2 0.35") from None
+
+
+def _truth(word: str) -> bool:
+    known = {"true": True, "1": True, "packed": True, "false": False, "0": False, "unpacked": False}
+    if word.lower() not in known:
+        raise ValueError(f"packing: {word!r} is neither true nor false")
+    return known[word.lower()]

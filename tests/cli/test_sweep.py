@@ -1,0 +1,150 @@
+"""`kvlab sweep` from plan to tables, as a user calls it; submission with a stand-in for Slurm."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvlab import cli
+from kvlab.lab.sweep import Manifest, status
+
+RUNNER = CliRunner()
+GEOMETRY = [*("--num-layers", "1", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "32")]
+SMALL = ["--budgets", "0.25 0.6", "--bits", "2,4 4,8", "--contexts", "128", "--packing", "true"]
+
+
+def call(*arguments: object) -> str:
+    result = RUNNER.invoke(cli.app(), ["sweep", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_plan_run_status_collect(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    planned = call("plan", folder, *SMALL, *GEOMETRY)
+    assert "1 cases are infeasible" in planned
+    assert "4 cases in" in planned
+    assert json.loads(call("status", folder, "--json")) == {
+        "done": 0, "failed": 0, "left": 4, "failed_cases": "", "left_cases": "0-3",
+    }  # fmt: skip
+    result = RUNNER.invoke(cli.app(), ["sweep", "collect", str(folder)])
+    assert result.exit_code == 1
+    assert "4 cases missing (0-3)" in result.output
+    call("run", folder, "--share", "1/2")
+    assert json.loads(call("status", folder, "--json"))["left_cases"] == "0,2"
+    call("run", folder, "--cases", "0,2")
+    assert "4 done, 0 failed, 0 left" in call("status", folder)
+    call("collect", folder)
+    rows = list(csv.DictReader((folder / "ablation_summary.csv").open()))
+    assert [row["bits"] for row in rows] == ["2,4", "2,4", "4,8", "4,8"]
+    assert [row["status"] for row in rows] == ["ok", "ok", "infeasible", "ok"]
+    assert "nothing is left to do" in call("submit", folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budgets", "0.2 x"], "'x' is no number"),
+        (["--budgets", "0.2 0.2"], "stand twice"),
+        (["--contexts", "500"], "multiple of 128"),
+        (["--bits", "2,5"], "width 5"),
+        (["--packing", "maybe"], "'maybe' is neither true nor false"),
+        (["--num-layers", "2"], "give all three or none"),
+    ],
+)
+def test_a_wrong_grid_is_refused_as_a_whole(options: list[str], message: str, tmp_path: Path) -> None:
+    result = RUNNER.invoke(cli.app(), ["sweep", "plan", str(tmp_path / "sweep"), *options])
+    assert message in str(result.exception)
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_wrong_choices_of_cases_are_refused(tmp_path: Path) -> None:
+    call("plan", tmp_path, *SMALL, *GEOMETRY)
+    for option, value in (("--cases", "4"), ("--cases", "x"), ("--share", "2/2"), ("--share", "a")):
+        result = RUNNER.invoke(cli.app(), ["sweep", "run", str(tmp_path), option, value])
+        assert isinstance(result.exception, ValueError)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_leaves_complete_results_and_the_next_run_goes_on(tmp_path: Path, number: int) -> None:
+    budgets = " ".join(f"{0.2 + i / 500:.3f}" for i in range(300))
+    call(
+        "plan",
+        tmp_path,
+        "--budgets",
+        budgets,
+        "--bits",
+        "2,4",
+        "--contexts",
+        "128",
+        "--packing",
+        "true",
+        *GEOMETRY,
+    )
+    process = subprocess.Popen([sys.executable, "-m", "kvlab.cli", "sweep", "run", tmp_path])
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("b0.2*.json")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == {signal.SIGINT: 130}.get(number, 128 + number)
+    found = status(tmp_path, Manifest.read(tmp_path))
+    assert found.done
+    assert found.left
+    assert found.failed == ()
+    assert not list(tmp_path.glob(".*.tmp"))
+    following = found.left[0]
+    call("run", tmp_path, "--cases", following)
+    assert following in status(tmp_path, Manifest.read(tmp_path)).done
+
+
+SLURM = """#!/bin/bash
+echo "$(basename "$0") $* | $KVLAB_SWEEP $KVLAB_OFFSET" >> {log}
+case $(basename "$0") in
+  scontrol) echo "MaxArraySize = 3" ;;
+  sbatch) [ -z "${{REFUSE:-}}" ] || {{ echo "sbatch: error: no such partition" >&2; exit 1; }}
+          echo "$(wc -l < {log});local" ;;
+esac
+"""
+
+
+def test_submission_splits_above_the_limit_of_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, programs, folder = tmp_path / "log", tmp_path / "bin", tmp_path / "sweep"
+    programs.mkdir()
+    for name in ("sbatch", "scontrol"):
+        (programs / name).write_text(SLURM.format(log=log))
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    call("plan", folder, *SMALL, *GEOMETRY)
+    call("run", folder, "--cases", "1")
+    answer = json.loads(call("submit", folder, "--throttle", 2, "--json", "--gpus=1"))
+    assert answer == {"arrays": ["2", "3"], "collection": "4", "cases": 3}
+    lines = log.read_text().splitlines()
+    assert "--array=0,2%2" in lines[1]
+    assert "--array=0%2" in lines[2]
+    assert all("--requeue" in line and "--gpus=1" in line for line in lines[1:3])
+    assert lines[1].endswith(f"ablate_memory.sbatch | {folder} 0")
+    assert lines[2].endswith(f"ablate_memory.sbatch | {folder} 3")
+    assert "--dependency=afterany:2:3" in lines[3]
+    assert "--gpus=1" not in lines[3]
+    assert (folder / "logs").is_dir()
+    monkeypatch.setenv("REFUSE", "1")
+    result = RUNNER.invoke(cli.app(), ["sweep", "submit", str(folder)])
+    assert "sbatch refused: sbatch: error: no such partition" in str(result.exception)
+
+
+def test_without_slurm_submission_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call("plan", tmp_path, *SMALL, *GEOMETRY)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = RUNNER.invoke(cli.app(), ["sweep", "submit", str(tmp_path)])
+    assert "scontrol is not here" in str(result.exception)
