@@ -131,6 +131,14 @@ def smi(query: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def about(clocks: dict[str, str]) -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(), "command": " ".join(["python", *sys.argv]),
+        "gpu": smi("name,driver_version,clocks.max.sm"), "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(), "clocks and power after each case": clocks,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
@@ -146,12 +154,7 @@ def main() -> None:
             results.append(row)
             print(f"{name:28s} {contestant:24s} {ms:8.3f} ms {row['tflops']:7.1f} TFLOPS", flush=True)
         clocks[name] = smi("clocks.sm,power.draw")
-    about = {
-        "date": datetime.date.today().isoformat(), "command": " ".join(["python", *sys.argv]),
-        "gpu": smi("name,driver_version,clocks.max.sm"), "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(), "clocks and power after each case": clocks,
-    }  # fmt: skip
-    options.output.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+    options.output.write_text(json.dumps({"about": about(clocks), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

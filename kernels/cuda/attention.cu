@@ -35,68 +35,12 @@
 
 constexpr int BLOCK_M = WARPS * 16 * M_TILES, THREADS = WARPS * 32;
 constexpr int PITCH = HEAD_DIM + 8;                           // elements of a row in shared memory
-constexpr int CHUNKS = HEAD_DIM / 8;                          // 16-byte pieces of a row
 constexpr int K_STEPS = HEAD_DIM / 16;                        // of S = Q K^T
 constexpr int N_TILES = BLOCK_N / 8, D_TILES = HEAD_DIM / 8;  // 8 columns of S and of O
 
+#include "attention_call.cuh"
+#include "ampere.cuh"
 #include "attention_rows.cuh"
-
-__device__ __forceinline__ void copy_16(u32 to, const void* from, bool present) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0));
-}
-__device__ __forceinline__ void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int PENDING>
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address));
-}
-__device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address));
-}
-
-// How threads copy rows: CHUNKS of them side by side a row, PASS rows at a time.
-constexpr int PASS = THREADS / CHUNKS;
-
-struct Copier {
-    int row, channel;      // of the first row and of the 16 bytes that this thread copies
-    bool takes_part, any;  // any: there are such channels
-};
-
-__device__ __forceinline__ Copier make_copier(int dim) {
-    const int row = threadIdx.x / CHUNKS, channel = threadIdx.x % CHUNKS * 8;
-    return {row, channel, row < PASS, channel < dim};
-}
-
-// Copies the first `present` of BLOCK_N rows to shared memory, zeros for the others; `from` is this thread's
-// part of the first row.
-__device__ __forceinline__ void copy_keys(u16* to, const u16* from, i64 stride, int present, const Copier& c,
-                                          int dim) {
-    if constexpr (ALIGNED) {
-        if (THREADS % CHUNKS && !c.takes_part) return;
-        const u32 at = shared_address(to + c.row * PITCH + c.channel);
-#pragma unroll
-        for (int i = 0; i < BLOCK_N; i += PASS) {
-            if (BLOCK_N % PASS && i + PASS > BLOCK_N && c.row + i >= BLOCK_N) break;
-            copy_16(at + i * PITCH * 2, from, c.any && c.row + i < present);
-            from += PASS * stride;
-            asm volatile("" : "+l"(from));  // step by step: the multiples of stride shall not take registers
-        }
-    } else {
-#pragma unroll 1
-        for (int at = threadIdx.x; at < BLOCK_N * HEAD_DIM; at += THREADS) {
-            const int r = at / HEAD_DIM, channel = at % HEAD_DIM;
-            to[r * PITCH + channel] = r < present && channel < dim ? from[r * stride + channel] : (u16)0;
-        }
-    }
-}
 
 // Copies the rows of q of this CTA, zeros beyond the last.
 __device__ __forceinline__ void copy_queries(u16* to, const Call& call, const Work& w, const Copier& c) {
@@ -116,10 +60,6 @@ __device__ __forceinline__ void copy_queries(u16* to, const Call& call, const Wo
                                           : (u16)0;
         }
     }
-}
-
-__device__ __forceinline__ float (&sums_of(float* x))[4] {
-    return *(float (*)[4])x;
 }
 
 __device__ __forceinline__ void multiply_keys(float (&s)[M_TILES][4 * N_TILES], u32 q, u32 k) {
@@ -176,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     const u16* next_v =
         base_of(call.v, w, w.k0 + w.first + ALIGNED * c.row, blockIdx.y) + ALIGNED * c.channel;
     copy_queries(q, call, w, c);
-    if (w.first < w.last) copy_keys(k, next_k, k_stride, w.keys - w.first, c, call.dim);
+    if (w.first < w.last) copy_rows<BLOCK_N>(k, next_k, k_stride, w.keys - w.first, c, call.dim);
     commit_copies();
 
     float o[M_TILES][4 * D_TILES];
@@ -199,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     for (int key = w.first; key < w.last; key += BLOCK_N) {
         wait_copies<0>();
         __syncthreads();  // K (at first Q) is there for all; all are done with the previous V
-        copy_keys(v, next_v, v_stride, w.keys - key, c, call.dim);
+        copy_rows<BLOCK_N>(v, next_v, v_stride, w.keys - key, c, call.dim);
         commit_copies();
         next_v += BLOCK_N * v_stride;
         float s[M_TILES][4 * N_TILES];
@@ -219,7 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         wait_copies<0>();
         __syncthreads();  // V is there for all; all are done with K
         next_k += BLOCK_N * k_stride;
-        if (key + BLOCK_N < w.last) copy_keys(k, next_k, k_stride, w.keys - key - BLOCK_N, c, call.dim);
+        if (key + BLOCK_N < w.last)
+            copy_rows<BLOCK_N>(k, next_k, k_stride, w.keys - key - BLOCK_N, c, call.dim);
         commit_copies();
         multiply_values(o, p, v_at);
     }

@@ -34,6 +34,7 @@ constexpr int SUMS_S = BLOCK_N / 2, SUMS_O = HEAD_DIM / 2;
 static_assert(GROUP_BYTES % 1024 == 0 && TILE_BYTES % 1024 == 0,
               "swizzled blocks begin at multiples of 1024");
 
+#include "attention_call.cuh"
 #include "attention_rows.cuh"
 #include "hopper.cuh"
 
@@ -51,14 +52,14 @@ __device__ __forceinline__ void load_tiles(const Memory& m, const TensorMap* k, 
         expect_bytes(m.full_k + 8 * stage, TILE_BYTES);
 #pragma unroll
         for (int block = 0; block < HEAD_DIM / 64; ++block)
-            copy_box(m.k + stage * TILE_BYTES + block * BLOCK_BYTES, k, m.full_k + 8 * stage, 64 * block, key,
-                     blockIdx.y, w.batch);
+            copy_box(m.k + stage * TILE_BYTES + block * BLOCK_BYTES, k, m.full_k + 8 * stage, 64 * block,
+                     w.map_key + key, blockIdx.y, w.map_row);
         wait_barrier(m.empty_v + 8 * stage, parity);
         expect_bytes(m.full_v + 8 * stage, TILE_BYTES);
 #pragma unroll
         for (int block = 0; block < HEAD_DIM / 64; ++block)
-            copy_box(m.v + stage * TILE_BYTES + block * BLOCK_BYTES, v, m.full_v + 8 * stage, 64 * block, key,
-                     blockIdx.y, w.batch);
+            copy_box(m.v + stage * TILE_BYTES + block * BLOCK_BYTES, v, m.full_v + 8 * stage, 64 * block,
+                     w.map_key + key, blockIdx.y, w.map_row);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 }

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["attend"]
 
-_TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("position", "i8"), ("head", "i8")])
+TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("position", "i8"), ("head", "i8")])
 _CALL = np.dtype(
     [
-        *((name, _TENSOR) for name in ("q", "k", "v", "out")),
+        *((name, TENSOR) for name in ("q", "k", "v", "out")),
         *((name, "u8") for name in ("lse",)),
         *((name, "i8") for name in ("lse_batch", "lse_head")),
         *((name, "u8") for name in ("cu_q", "cu_k")),
@@ -34,7 +34,7 @@ _CALL = np.dtype(
         *((name, "f4") for name in ("scale", "softcap")),
     ]
 )
-_FAR = 1 << 30  # a side of the window without limit; and what no length may exceed
+FAR = 1 << 30  # a side of the window without limit; and what no length may exceed
 
 # By head dimension: tiles of 16 rows a warp has, warps, keys of a tile, blocks on a multiprocessor. 32 rows a
 # warp halve what it reads of K and V in shared memory, as long as their output fits into registers.
@@ -75,43 +75,41 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     lse = empty((*rows[:-1], heads, rows[-1]), "float32", q)
     call = np.zeros((), _CALL)
     for name, view in views.items():
-        _set_tensor(call, name, view)
-    _set_tensor(call, "out", cuda_view(out, "out"))
+        set_tensor(call, name, view)
+    set_tensor(call, "out", cuda_view(out, "out"))
     call["lse"] = cuda_view(lse, "lse").pointer
     call["lse_batch"], call["lse_head"] = heads * rows[-1], rows[-1]
     if sequences is None:
         number, longest = rows[0], (rows[1], views["k"].shape[1])
     else:
-        number, longest = _set_sequences(call, sequences)
+        number, longest = set_sequences(call, sequences)
     group = heads // kv_heads
-    _check_limits(number, longest, kv_heads, group)
+    check_limits(number, longest, kv_heads, group)
     call["seqlen_q"], call["seqlen_k"], call["group"], call["dim"] = *longest, group, dim
-    call["left"], call["right"] = (_FAR if side < 0 else min(side, _FAR) for side in scores[:2])
+    call["left"], call["right"] = (FAR if side < 0 else min(side, FAR) for side in scores[:2])
     call["scale"], call["softcap"] = scores.scale, scores.softcap
     capped = scores.softcap > 0 or not scores.scale > 0
-    aligned = dim % 8 == 0 and all(map(_is_aligned, views.values()))
-    tensor_copies = (
-        sequences is None and aligned and _can_be_mapped(views["k"]) and _can_be_mapped(views["v"])
-    )
+    aligned = dim % 8 == 0 and all(map(is_aligned, views.values()))
+    tensor_copies = sequences is None and aligned and can_be_mapped(views["k"]) and can_be_mapped(views["v"])
     plan = _plan(dim, kind, capped, aligned, tensor_copies, views["q"].device)
     arguments = [np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0]]
     if plan.box:
-        arguments = [_tensor_map(kind, *views[name][:3], plan.box) for name in ("k", "v")] + arguments
+        arguments = [tensor_map(views[name], plan.box, longest[1]) for name in ("k", "v")] + arguments
     grid = (-(-longest[0] * group // plan.rows), kv_heads, number)
     plan.kernel(grid, (plan.threads,), arguments, plan.shared_bytes, current_stream(q))
     return out, lse
 
 
-def _check_limits(number: int, longest: tuple[int, int], kv_heads: int, group: int) -> None:
-    if max(longest) * group >= _FAR or number > 65535 or kv_heads > 65535:
+def check_limits(number: int, longest: tuple[int, int], kv_heads: int, group: int) -> None:
+    if max(longest) * group >= FAR or number > 65535 or kv_heads > 65535:
         raise NotImplementedError(
             f"attention of {number} sequences of up to {max(longest)} tokens, {kv_heads} KV heads, {group} "
             "query heads to each: a launch takes at most 65535 sequences and KV heads, and fewer than "
-            f"{_FAR} tokens times query heads a sequence; call it for a part of them at a time"
+            f"{FAR} tokens times query heads a sequence; call it for a part of them at a time"
         )
 
 
-def _set_tensor(call: Any, name: str, view: CudaView) -> None:
+def set_tensor(call: Any, name: str, view: CudaView) -> None:
     if view.shape[-1] > 1 and view.strides[-1] != 1:
         raise NotImplementedError(
             f"{name} has strides {view.strides}: on a GPU the last axis must be contiguous; pass a copy"
@@ -121,7 +119,7 @@ def _set_tensor(call: Any, name: str, view: CudaView) -> None:
     call[name]["batch"], call[name]["position"], call[name]["head"] = batch, *view.strides[-3:-1]
 
 
-def _set_sequences(call: Any, sequences: Sequences) -> tuple[int, tuple[int, int]]:
+def set_sequences(call: Any, sequences: Sequences) -> tuple[int, tuple[int, int]]:
     for name, array in (("cu_q", sequences.cu_q), ("cu_k", sequences.cu_k)):
         view = cuda_view(array, name)
         if view.shape[0] > 1 and view.strides[0] != 1:
@@ -130,24 +128,35 @@ def _set_sequences(call: Any, sequences: Sequences) -> tuple[int, tuple[int, int
     return view.shape[0] - 1, (sequences.max_q, sequences.max_k)
 
 
-def _is_aligned(view: CudaView) -> bool:
+def is_aligned(view: CudaView) -> bool:
     """Whether every row of the last axis begins at a multiple of 16 bytes."""
     steps = (step for step, size in zip(view.strides[:-1], view.shape[:-1], strict=True) if size > 1)
     return view.pointer % 16 == 0 and all(step % 8 == 0 for step in steps)
 
 
-def _can_be_mapped(view: CudaView) -> bool:
-    """Whether tensor copies can read a (batch, seqlen, heads, head_dim) array whose rows are aligned."""
+def can_be_mapped(view: CudaView) -> bool:
+    """Whether tensor copies can read an array of aligned rows."""
     return 0 not in view.shape and all(
         0 < 2 * step < 1 << 40 for step, size in zip(view.strides, view.shape, strict=True) if size > 1
     )
 
 
 @lru_cache(maxsize=4096)
-def _tensor_map(dtype: str, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> Any:
-    """Describe (batch, seqlen, heads, head_dim) to tensor copies of `rows` positions and 64 channels."""
+def tensor_map(view: CudaView, rows: int, longest: int) -> Any:
+    """Describe q, k or v to tensor copies of `rows` positions and 64 channels.
+
+    A copy fills up with zeros what it would read beyond the end of an axis. For variable length that must be
+    the end of a sequence, wherever it lies. So positions get two axes of the same stride, of `longest` and
+    total + 1 elements, in an array that begins `longest` positions earlier: element (longest - length + i,
+    start + length) is position start + i, and the first axis ends with the sequence.
+    """
     from cuda.bindings import driver
 
+    pointer, shape, strides, dtype, _ = view
+    if len(shape) == 3:
+        longest, step = max(longest, 1), strides[0] if shape[0] > 1 else 8
+        pointer -= 2 * longest * step
+        shape, strides = (shape[0] + 1, longest, *shape[1:]), (step, step, *strides[1:])
     batch, seqlen, heads, dim = shape
     steps = [2 * step if size > 1 else 16 for step, size in zip(strides, shape, strict=True)]
     element = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}")

@@ -67,15 +67,15 @@ def view(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int = 256) -
     ],
 )
 def test_which_arrays_are_copied_how(array: CudaView, aligned: bool, mapped: bool) -> None:
-    assert attention_cuda._is_aligned(array) == aligned
-    assert attention_cuda._can_be_mapped(array) == mapped
+    assert attention_cuda.is_aligned(array) == aligned
+    assert attention_cuda.can_be_mapped(array) == mapped
 
 
 def test_strides_of_the_call() -> None:
     call = np.zeros((), attention_cuda._CALL)
-    attention_cuda._set_tensor(call, "q", view((2, 5, 4, 64), (1280, 256, 64, 1)))
-    attention_cuda._set_tensor(call, "k", view((9, 4, 64), (300, 64, 1)))
+    attention_cuda.set_tensor(call, "q", view((2, 5, 4, 64), (1280, 256, 64, 1)))
+    attention_cuda.set_tensor(call, "k", view((9, 4, 64), (300, 64, 1)))
     assert call["q"].item() == (256, 1280, 256, 64)
     assert call["k"].item() == (256, 0, 300, 64)
     with pytest.raises(NotImplementedError, match="the last axis must be contiguous"):
-        attention_cuda._set_tensor(call, "v", view((2, 5, 4, 64), (1280, 256, 1, 4)))
+        attention_cuda.set_tensor(call, "v", view((2, 5, 4, 64), (1280, 256, 1, 4)))

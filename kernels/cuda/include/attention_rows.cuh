@@ -2,20 +2,11 @@
 //
 // Sums are laid out as those of mma.m16n8k16: lane g = lane / 4, u = lane % 4 has columns 8 n + 2u + i of row
 // g + 8 half at x[4 n + 2 half + i]. Needs BLOCK_M, BLOCK_N, HEAD_DIM, PITCH, CAPPED, ALIGNED and
-// pairs.cuh.
+// pairs.cuh, attention_call.cuh.
 #pragma once
 
 constexpr float SLACK = 8.f;      // base 2; what P may exceed 1 by
 constexpr float LOWEST = -1e30f;  // a peak before any key
-constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
-#define INFINITE __int_as_float(0x7f800000)
-
-using i64 = long long;
-
-struct Tensor {
-    u16* data;
-    i64 batch, position, head;  // strides in elements
-};
 
 struct Call {
     Tensor q, k, v, out;  // [batch, seqlen, heads, dim], or with cu_* [total, heads, dim]
@@ -23,20 +14,21 @@ struct Call {
     i64 lse_batch, lse_head;
     const int* cu_q;  // [sequences + 1], null for sequences of one length
     const int* cu_k;
-    int seqlen_q, seqlen_k, group, dim;
-    int left, right;  // keys a row sees before and after its own position
+    int seqlen_q, seqlen_k, group, dim;  // lengths: the longest
+    int left, right;                     // keys a row sees before and after its own position
     float scale, softcap;
 };
 
 // The part of a call that a CTA works on: rows of one (sequence, KV head). A row is (query position, head of
 // the group), heads fastest. blockIdx: x block of rows, the last first, y KV head, z sequence.
 struct Work {
-    int q0, k0;        // first query and key of the sequence
-    int batch;         // row of the batch
-    int row0, rows;    // first row of the CTA, and all rows of the sequence
-    int keys, behind;  // behind: key at which query position 0 stands
-    int first, last;   // keys [first, last) are seen by some row
-    int low, high;     // keys [low, high] are seen by all: a tile within is not masked
+    int q0, k0;            // first query and key of the sequence
+    int batch;             // row of the batch
+    int row0, rows;        // first row of the CTA, and all rows of the sequence
+    int keys, behind;      // behind: key at which query position 0 stands
+    int map_key, map_row;  // where tensor copies find key 0: position and row of the batch
+    int first, last;       // keys [first, last) are seen by some row
+    int low, high;         // keys [low, high] are seen by all: a tile within is not masked
 };
 
 __device__ __forceinline__ Work find_work(const Call& call) {
@@ -46,6 +38,7 @@ __device__ __forceinline__ Work find_work(const Call& call) {
     w.q0 = call.cu_q ? call.cu_q[z] : 0, w.k0 = call.cu_k ? call.cu_k[z] : 0;
     const int positions = call.cu_q ? call.cu_q[z + 1] - w.q0 : call.seqlen_q;
     w.keys = call.cu_k ? call.cu_k[z + 1] - w.k0 : call.seqlen_k;
+    w.map_key = call.cu_k ? call.seqlen_k - w.keys : 0, w.map_row = call.cu_k ? w.k0 + w.keys : z;
     w.rows = positions * call.group;
     w.row0 = (gridDim.x - 1 - blockIdx.x) * BLOCK_M;
     w.behind = w.keys - positions;

@@ -1,0 +1,178 @@
+"""Gradients of attention on a GPU against float64, over drawn shapes of every kind.
+
+Inputs lie in memory full of NaN, results and the workspace are allocated where NaN was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvlab
+from kvlab.ops import attention_backward_cuda
+from tests.gpu.attention_cases import (
+    DTYPES,
+    HEAD_DIMS,
+    HEADS,
+    LENGTHS,
+    draw,
+    draw_options,
+    poison,
+    to_numpy,
+)
+from tests.gradients import (
+    assert_gradients,
+    assert_refuses,
+    each_sequence,
+    exact_gradients,
+    low_precision_gradients,
+    wrong_gradients,
+)
+
+
+@pytest.fixture(params=["hopper", "portable"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both kernels in turn; on other GPUs the portable one twice."""
+    monkeypatch.setattr(attention_backward_cuda, "HOPPER", request.param == "hopper")
+    attention_backward_cuda._plan.cache_clear()
+    yield
+    attention_backward_cuda._plan.cache_clear()
+
+
+def gradients(dout: torch.Tensor, *qkv: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    out, lse = kvlab.attention(
+        *qkv, return_lse=True, **{n: x for n, x in options.items() if n != "deterministic"}
+    )
+    for x in qkv:
+        poison(x)
+    torch.full((4 * qkv[0].numel() + 10**6,), float("nan"), device="cuda")
+    return list(kvlab.attention_backward(dout, *qkv, out, lse, **options))
+
+
+def check(dout: torch.Tensor, *qkv: torch.Tensor, deterministic: bool, **options: Any) -> None:
+    got = gradients(dout, *qkv, deterministic=deterministic, **options)
+    assert kvlab.last_backend() == "cuda"
+    arrays = [to_numpy(x) for x in (dout, *qkv)]
+    assert_gradients(
+        tuple(map(to_numpy, got)),
+        exact_gradients(*arrays, **options),
+        low_precision_gradients(*arrays, **options),
+    )
+    if deterministic:
+        again = gradients(dout, *qkv, deterministic=True, **options)
+        assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(8))
+def test_fixed_length_grid(dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(12):
+        heads, kv_heads = HEADS[rng.integers(len(HEADS))]
+        dim, seqlen_q, seqlen_k = rng.choice(HEAD_DIMS), *rng.choice(LENGTHS, 2)
+        batch = int(rng.integers(0, 4)) if rng.random() < 0.3 else 1
+        dout, q = (draw(rng, (batch, seqlen_q, heads, dim), dtype) for _ in range(2))
+        k, v = (draw(rng, (batch, seqlen_k, kv_heads, dim), dtype) for _ in range(2))
+        check(dout, q, k, v, deterministic=bool(rng.integers(2)), **draw_options(rng))
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_variable_length_grid(dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(100 + seed)
+    for _ in range(8):
+        heads, kv_heads = HEADS[rng.integers(len(HEADS))]
+        dim, batch = rng.choice(HEAD_DIMS), int(rng.integers(0, 6))
+        bounds = [np.cumsum([0, *rng.choice(LENGTHS, batch)]).astype(np.int32) for _ in range(2)]
+        dout, q = (draw(rng, (bounds[0][-1], heads, dim), dtype) for _ in range(2))
+        k, v = (draw(rng, (bounds[1][-1], kv_heads, dim), dtype) for _ in range(2))
+        options = draw_options(rng)
+        lengths = (
+            *(torch.from_numpy(x).cuda() for x in bounds),
+            *(int(np.diff(x).max(initial=0)) for x in bounds),
+        )
+        out, lse = kvlab.attention_varlen(q, k, v, *lengths, return_lse=True, **options)
+        poison(q)
+        got = kvlab.attention_varlen_backward(dout, q, k, v, out, lse, *lengths, **options)
+        arrays = [to_numpy(x) for x in (dout, q, k, v)]
+        exact, low = (
+            each_sequence(f, *arrays, *bounds, **options) for f in (exact_gradients, low_precision_gradients)
+        )
+        assert_gradients(tuple(map(to_numpy, got)), exact, low)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_comparison_refuses_wrong_answers(dtype: str) -> None:
+    rng = np.random.default_rng(7)
+    dout, q = (to_numpy(draw(rng, (1, 40, 6, 64), dtype)) for _ in range(2))
+    k, v = (to_numpy(draw(rng, (1, 70, 2, 64), dtype)) for _ in range(2))
+    options = {"causal": True, "window": (30, -1), "softcap": 4.0}
+    exact, low = (f(dout, q, k, v, **options) for f in (exact_gradients, low_precision_gradients))
+    for answer in wrong_gradients(dout, q, k, v, **options).values():
+        assert_refuses(answer, exact, low)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_sequences_of_grouped_heads_against_float64_on_the_device(dim: int) -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 3000, h, dim, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
+    got = gradients(dout, q, k, v, causal=True)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    a, b, c = (x.transpose(1, 2) for x in wide)
+    scores = a @ b.repeat_interleave(4, 1).transpose(2, 3) / dim**0.5
+    hidden = torch.ones(3000, 3000, device="cuda", dtype=torch.bool).triu(1)
+    out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ c.repeat_interleave(4, 1)
+    expected = torch.autograd.grad(out.transpose(1, 2), wide, dout.double())
+    for x, y in zip(got, expected, strict=True):
+        assert float((x.double() - y).norm() / y.norm()) < 6e-3
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_same_bits_again_and_in_a_graph() -> None:
+    torch.manual_seed(1)
+    q, k, v, dout = (torch.randn(2, 515, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
+    out, lse = kvlab.attention(q, k, v, causal=True, return_lse=True)
+
+    def call() -> list[torch.Tensor]:
+        return list(kvlab.attention_backward(dout, q, k, v, out, lse, causal=True, deterministic=True))
+
+    first = call()
+    for _ in range(200):
+        assert all(torch.equal(x, y) for x, y in zip(call(), first, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    dout.copy_(torch.randn_like(dout))
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(captured, call(), strict=True))
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extreme_inputs(dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    dout, q = (draw(rng, (1, 70, 2, 64), dtype) for _ in range(2))
+    k, v = (draw(rng, (1, 150, 2, 64), dtype) for _ in range(2))
+    q *= 10
+    check(dout, q, k, v, causal=True, deterministic=False)
+    k[:, 77] *= 4  # one dominant key
+    check(dout, q, k, v, deterministic=False)
+    k[:] = k[:, :1].clone()  # equal keys
+    check(dout, q, k, v, window=(20, 20), deterministic=False)
+
+
+def test_strides_that_a_gpu_does_not_read_are_refused() -> None:
+    x = torch.randn(1, 8, 2, 64, device="cuda", dtype=torch.float16)
+    out, lse = kvlab.attention(x, x, x, return_lse=True)
+    one = torch.ones((), device="cuda", dtype=torch.float16).expand(x.shape)
+    with pytest.raises(NotImplementedError, match="last axis must be contiguous"):
+        kvlab.attention_backward(one, x, x, x, out, lse)
+    with pytest.raises(NotImplementedError, match="lse has strides"):
+        kvlab.attention_backward(x, x, x, x, out, lse.transpose(1, 2).contiguous().transpose(1, 2))

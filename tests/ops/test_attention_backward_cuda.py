@@ -1,0 +1,64 @@
+"""The launcher of gradients on a GPU, as far as it goes without one: what it passes and may ask for."""
+
+import pytest
+
+from kvlab.build import build
+from kvlab.compile_gate import specialisations
+from kvlab.cubin import read_resources
+from kvlab.ops import attention_backward_cuda as launcher
+
+HOPPER_SHARED_BYTES = 227 * 1024
+
+
+def declared(source: str) -> list[dict[str, str]]:
+    """Return the macros of every gated specialisation of a source."""
+    return [dict(item.macros) for item in specialisations() if item.name == source]
+
+
+def test_every_tiling_is_gated() -> None:
+    gated = declared("attention_backward.cu")
+    for head_dim, shapes in launcher.SHAPES.items():
+        for shape in shapes:
+            tiling = {name.upper(): str(value) for name, value in shape._asdict().items()}
+            assert tiling | {"HEAD_DIM": str(head_dim), "BF16": "1", "CAPPED": "0", "ALIGNED": "1"} in gated
+    for head_dim in launcher.HOPPER_DIMS:
+        wanted = {"HEAD_DIM": str(head_dim), "BF16": "1", "CAPPED": "0"}
+        assert wanted in declared("attention_backward_sm90.cu")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_there_is_a_tiling_for_every_gpu(capability: tuple[int, int]) -> None:
+    for head_dim in launcher.SHAPES:
+        shape = launcher.shape_for(head_dim, capability)
+        assert 128 % shape.block_m == 0  # the workspace has multiples of 128 rows
+    small = capability in ((8, 6), (8, 9), (12, 0))
+    assert (launcher.shape_for(128, capability).block_m == 32) == small
+
+
+def test_hopper_tiles_fit() -> None:
+    for head_dim in launcher.HOPPER_DIMS:
+        resources = read_resources(build("attention_backward_sm90", hopper(head_dim), "sm_90a").cubin)
+        static = resources["attend_backward"].shared_bytes
+        assert launcher.hopper_shared_bytes(head_dim) + static <= HOPPER_SHARED_BYTES
+
+
+def hopper(head_dim: int) -> dict[str, int]:
+    return {"HEAD_DIM": head_dim, "BF16": 1, "CAPPED": 0}
+
+
+def test_the_call_has_the_layout_of_the_kernels() -> None:
+    size = launcher._CALL.itemsize
+    ends = read_resources(build("attention_backward_ends", macros(64, ends=True), "sm_90a").cubin)
+    assert ends["prepare"].parameter_bytes == ends["finish"].parameter_bytes == (size,)
+    portable = read_resources(build("attention_backward", macros(64), "sm_90a").cubin)
+    assert portable["attend_backward"].parameter_bytes == (size,)
+    hoppers = read_resources(build("attention_backward_sm90", hopper(64), "sm_90a").cubin)
+    assert hoppers["attend_backward"].parameter_bytes == (*(128,) * 4, size)
+
+
+def macros(head_dim: int, ends: bool = False) -> dict[str, int]:
+    chosen = {"HEAD_DIM": head_dim, "BF16": 1, "ALIGNED": 1}
+    if ends:
+        return chosen
+    shape = launcher.shape_for(head_dim, (9, 0))
+    return chosen | {"CAPPED": 0} | {name.upper(): value for name, value in shape._asdict().items()}
