@@ -84,3 +84,9 @@ def test_unknown_public_name_is_an_attribute_error() -> None:
 
 def test_every_public_name_has_an_example() -> None:
     assert [name for name in kvlab._HOME if ">>> " not in (getattr(kvlab, name).__doc__ or "")] == []
+
+
+def test_the_documentation_names_every_public_name_and_no_other() -> None:
+    text = (Path(kvlab.__file__).parents[1] / "docs" / "api.md").read_text()
+    named = re.findall(r"^\.\. auto\w+:: kvlab\.(\w+)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(kvlab._HOME)

@@ -24,7 +24,7 @@ __all__ = ["POLICIES", "Importance", "Policy", "UpdateFunction", "make_policy"]
 Floats = NDArray[np.float32]
 UpdateFunction = Callable[[Floats | None, Floats, NDArray[np.int64], int], NDArray[np.floating]]
 Importance = str | UpdateFunction
-SPAN = 64
+SPAN = 128
 """Age in tokens up to which every collection of attention mass makes the score of a token anew.
 
 What its neighbours pay to a token says little about what it will get later. So the weight of a collection is
@@ -69,7 +69,7 @@ def make_policy(importance: Importance, decay: float) -> Policy:
     Examples
     --------
     >>> policy = make_policy("attention", 0.75)
-    >>> policy.update(np.float32([1, 1, 1]), np.float32([0, 0, 0]), np.array([0, 900, 990]), 1000)
+    >>> policy.update(np.float32([1, 1, 1]), np.float32([0, 0, 0]), np.array([0, 800, 990]), 1000)
     array([0.75, 0.5 , 0.  ], dtype=float32)
     """
     decay = number(decay, "ema_decay", 0, 1)

@@ -93,9 +93,8 @@ def test_at_width_16_no_output_row_depends_on_the_splitting(parts: list[tuple[in
 
 
 PREFILL, SCORED, CHUNK = 640, 512, 64
-# Parts of 128 tokens and more keep within 1.2 times one-shot prefill. Smaller parts read more of the prompt
-# as it is stored, as decoding does, and score it by fewer query rows at a time: 1.20 and 1.42 were measured.
-MOST = {512: 1.2, 128: 1.2, 64: 1.3, 7: 1.6}
+MOST = 1.2
+"""Divergence after a prefill in parts against that after one shot, of any size of part."""
 
 
 class Splittings:
@@ -127,7 +126,7 @@ def splittings(smollm2: Subject) -> tuple[Splittings, float, int]:
     return found, *found.measure(PREFILL)
 
 
-@pytest.mark.parametrize("size", [128, *(pytest.param(n, marks=pytest.mark.slow) for n in (512, 64, 7))])
+@pytest.mark.parametrize("size", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (512, 128, 7))])
 def test_parts_of_a_real_prefill_take_equal_bytes_and_cost_little(
     splittings: tuple[Splittings, float, int], size: int
 ) -> None:
@@ -137,4 +136,4 @@ def test_parts_of_a_real_prefill_take_equal_bytes_and_cost_little(
     heads = measured.model.config.num_hidden_layers * measured.model.config.num_key_value_heads
     assert abs(nbytes_in_parts - nbytes) <= page * heads
     assert 0 < at_once < 0.02
-    assert kl <= MOST[size] * at_once
+    assert kl <= MOST * at_once
