@@ -24,7 +24,7 @@ def whole_number(value: Any, name: str, least: int | None = None, most: int | No
     name : str
         The caller's name of the argument, for the error.
     least, most : int, optional
-        Limits, both allowed.
+        Limits, both allowed; an upper one needs a lower one.
 
     Raises
     ------
@@ -52,10 +52,9 @@ def whole_number(value: Any, name: str, least: int | None = None, most: int | No
         found = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}={value!r} must be a whole number, not {type(value).__name__}") from None
-    if least is not None and found < least:
-        raise ValueError(f"{name}={value!r} must be at least {least}")
-    if most is not None and found > most:
-        raise ValueError(f"{name}={value!r} must be at most {most}")
+    if (least is not None and found < least) or (most is not None and found > most):
+        limits = f"be at least {least}" if most is None else f"lie between {least} and {most}"
+        raise ValueError(f"{name}={value!r} must {limits}")
     return found
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvlab.arguments import whole_number
 from kvlab.arrays import dtype_name
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.ladder import Bits
@@ -43,7 +44,8 @@ class KVLabCache(Cache):
     budget, bits, **options
         As for `kvlab.MixedPrecisionCache`; layer numbers in `bits` count the layers with full attention.
     dtype : {"float16", "bfloat16", "float32"}, optional
-        Type of width 16 and of the residual window; default: that of the model.
+        Type of width 16 and of the residual window; default: that of the model. On a GPU attention is
+        computed in it, too, and it must be float16 or bfloat16.
 
     Raises
     ------
@@ -157,36 +159,37 @@ class KVLabCache(Cache):
         tokens_to_remove : int
             Zero or negative, as transformers counts: -3 removes three tokens.
         """
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding in transformers 5.17 passes a tensor
-        length = self.get_seq_length()
-        if not -length <= tokens_to_remove <= 0:
-            raise ValueError(
-                f"tokens_to_remove={tokens_to_remove} must lie between {-length} and 0; -n removes n tokens"
-            )
+        tokens_to_remove = whole_number(tokens_to_remove, "tokens_to_remove", -self.get_seq_length(), 0)
         for layer in self._stock():
             layer.crop(tokens_to_remove)
         self._shared.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`."""
-        self._shared.reorder(beam_idx)
+        self._shared.reorder(_indices(beam_idx, "beam_idx"))
         for layer in self._stock():
             layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row, copies side by side."""
-        self._shared.repeat(repeats)
+        self._shared.repeat(whole_number(repeats, "repeats", 1))
         for layer in self._stock():
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the given rows."""
-        self._shared.select(indices)
+        self._shared.select(_indices(indices, "indices"))
         for layer in self._stock():
             layer.batch_select_indices(indices)
 
     def _stock(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
+
+
+def _indices(rows: torch.Tensor, name: str) -> torch.Tensor:
+    if not isinstance(rows, torch.Tensor) or rows.ndim != 1 or rows.is_floating_point() or rows.is_complex():
+        raise TypeError(f"{name}={rows!r} must be a tensor of row numbers with one dimension")
+    return rows
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -254,7 +257,9 @@ class _Shared:
         # Geometry and batch come with the first step. The smallest ones show now if the options are valid;
         # whether max_seqlen tokens fit depends on the true ones.
         valid = {**options, "max_seqlen": None}
-        MixedPrecisionCache(max(num_layers, 1), 1, 1, 16, batch=1, dtype=dtype or "float16", **valid)
+        MixedPrecisionCache(
+            max(num_layers, 1), 1, 1, 16, batch=1, dtype="float16" if dtype is None else dtype, **valid
+        )
         self.cache: MixedPrecisionCache | None = None
         self.lengths = [0] * num_layers
         self.unmasked = False
@@ -282,9 +287,12 @@ class _Shared:
         if number == 0:
             self._check_whole()
         valid = None if self.unmasked else self.padding.extend(mask, batch, self.lengths[number], new)
+        asked = q.dtype
+        if self.cache.on_gpu and dtype_name(q, "query") != self.cache.dtype:  # there all arrays have one type
+            q, k, v = (x.to(getattr(torch, self.cache.dtype)) for x in (q, k, v))
         out = self.cache.step(number, q, k, v, scale=scale, softcap=softcap, valid=valid)
         self.lengths[number] += new
-        return out
+        return out.to(asked)
 
     def whole(self) -> MixedPrecisionCache:
         """The cache, whose layers stand at one length."""
@@ -319,7 +327,12 @@ class _Shared:
 
     def select(self, rows: torch.Tensor) -> None:
         if self.cache is not None:
-            rows = torch.arange(self.cache.batch)[rows.cpu()]  # also masks and negative numbers
+            try:
+                rows = torch.arange(self.cache.batch)[rows.cpu()]  # also masks and negative numbers
+            except IndexError:
+                raise ValueError(
+                    f"indices={rows} names rows beyond those of a batch of {self.cache.batch}"
+                ) from None
             self.cache.select(rows)
             self.padding.take(lambda steps: steps[rows])
 

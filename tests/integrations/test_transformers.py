@@ -296,12 +296,22 @@ def test_a_model_without_full_attention_is_warned_of() -> None:
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("tokens_to_remove", [1, -10])
-def test_crop_names_what_it_takes(llama: Any, tokens_to_remove: int) -> None:
+WRONG_CALLS: dict[str, tuple[str, list[Any]]] = {
+    "crop": ("tokens_to_remove", ["a", None, [1], 1, -10, torch.tensor([0.5])]),
+    "reorder_cache": ("beam_idx", ["a", None, [0], 1, torch.tensor([0.5]), torch.tensor([[0]])]),
+    "batch_repeat_interleave": ("repeats", ["a", None, [1], 0, 1.5]),
+    "batch_select_indices": ("indices", ["a", None, [0], torch.tensor([0.5]), torch.tensor([9])]),
+}
+
+
+@pytest.mark.parametrize("method", WRONG_CALLS)
+def test_arguments_of_wrong_kinds_are_refused_by_name(llama: Any, method: str) -> None:
     cache = KVLabCache(llama.config, **EXACT)
     llama(tokens(1, 9), past_key_values=cache)
-    with pytest.raises(ValueError, match=f"tokens_to_remove={tokens_to_remove} must lie between -9 and 0"):
-        cache.crop(tokens_to_remove)
+    argument, values = WRONG_CALLS[method]
+    for wrong in values:
+        with pytest.raises((TypeError, ValueError), match=argument):
+            getattr(cache, method)(wrong)
     assert cache.get_seq_length() == 9
 
 
