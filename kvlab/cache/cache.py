@@ -4,10 +4,11 @@ A model calls `step` once a layer: the new queries attend every stored token, st
 and the new tokens exactly and causally; then the new tokens are stored. While the bytes last, tokens stay at
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
-What lies where: ladder.py (widths), budget.py (bytes a row may take), importance.py (scores), frame.py (the
-mean taken off keys), allocator.py (which page gets which rung), plan.py (which token), pools.py (memory of
-pages), store.py (the pages of a layer, and moves between them), pages.py (a page, byte by byte), window.py
-and exact.py (exact tokens), layer.py (one layer in all). On a GPU the same calls go through cuda_road.py to
+What lies where: options.py (what a cache is told once), inputs.py (arrays of callers), ladder.py (widths),
+budget.py (bytes a row may take), importance.py (scores), frame.py (the mean taken off keys), allocator.py
+(which page gets which rung), plan.py (which token), pools.py (memory of pages), store.py (the pages of a
+layer, and moves between them), pages.py (a page, byte by byte), window.py and exact.py (exact tokens),
+layer.py (one layer in all), persistence.py (files). On a GPU the same calls go through cuda_road.py to
 cuda_cache.py (steps), cuda_changes.py (plans and moves), cuda_calls.py and cuda_kernels.py (launches),
 cuda_store.py (memory) and cuda_exchange.py (to the CPU and back, for rare operations and files).
 """
