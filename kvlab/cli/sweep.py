@@ -6,6 +6,8 @@ import os
 import re
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,18 +107,16 @@ def run(
         typer.echo(
             f"{sum(outcomes.values())}/{len(numbers)} {manifest.cases[number].name}: {outcome}", err=True
         )
+        if asked:
+            raise _Stopped(asked[0])
 
-    signal.signal(signal.SIGUSR1, _stop)
-    signal.signal(signal.SIGTERM, _stop)
     try:
-        run_cases(folder, manifest, numbers, processes=processes, timeout=timeout, report=report)
+        with _signals_stop() as asked:
+            run_cases(folder, manifest, numbers, processes=processes, timeout=timeout, report=report)
     except _Stopped as stopped:
         requeued = stopped.args[0] == signal.SIGUSR1 and requeue_this_job()
         typer.echo("requeued" if requeued else f"stopped; kvlab sweep run {folder} goes on", err=True)
         raise typer.Exit(128 + stopped.args[0]) from None
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; kvlab sweep run {folder} goes on", err=True)
-        raise typer.Exit(130) from None
     result: dict[str, Any] = {"folder": str(folder), "outcomes": dict(outcomes)}
     emit_json(result, as_json=as_json, output=output)
     if set(outcomes) - {"ok", "infeasible", "done before"}:
@@ -211,8 +211,25 @@ class _Stopped(BaseException):
     """A signal asked to stop; the argument is its number."""
 
 
-def _stop(number: int, frame: Any) -> None:
-    raise _Stopped(number)
+@contextmanager
+def _signals_stop() -> Iterator[list[int]]:
+    """Let signals raise `_Stopped`; yields the list of those that came.
+
+    An exception raised while a destructor or a callback of C runs gets lost, so the list is to be looked at.
+    """
+    asked: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        asked.append(number)
+        raise _Stopped(number)
+
+    wanted = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, stop) for number in wanted]
+    try:
+        yield asked
+    finally:
+        for number, handler in zip(wanted, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _chosen(cases: str | None, share: str | None, count: int) -> list[int]:
