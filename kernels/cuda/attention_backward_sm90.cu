@@ -274,7 +274,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Call& call, const
         release(m.empty_dout + 8 * stage);
         const i64 stored = at.head * call.rows + s.stored + at.row;
         add_block(call.sums + stored * HEAD_DIM + (m_block * D_BLOCKS + d_block) * 4096, dq,
-                  m.dq + group * SUM_BYTES, group, call.turns ? call.turns + stored / 32 + group : nullptr,
+                  m.dq + group * SUM_BYTES, group, call.ordered ? call.turns + stored / 32 + group : nullptr,
                   block - first_turn(call, s, at.row));
         wait_products<0>(dk);
         release(m.empty_q + 8 * stage);
@@ -293,8 +293,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ __align__(16) float stats[2 * STAGES * BLOCK_M];
     __shared__ __align__(8) u64 barriers[1 + 4 * STAGES];
     const Span s = find_span(call, blockIdx.z);
-    const int heads = call.turns ? call.heads_kv : 1;
-    const int kv_head = call.turns ? blockIdx.x % heads : blockIdx.y, block = blockIdx.x / heads;
+    const int heads = call.ordered ? call.heads_kv : 1;
+    const int kv_head = call.ordered ? blockIdx.x % heads : blockIdx.y, block = blockIdx.x / heads;
     if (block * BLOCK_N >= s.keys) return;
     const Rows rows = find_rows(call, s, block * BLOCK_N);
     const u32 start = (shared_address(memory) + 1023) & ~1023u, at = shared_address(barriers);

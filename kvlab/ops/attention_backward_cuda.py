@@ -41,7 +41,7 @@ _CALL = np.dtype(
         *((name, "i8") for name in ("lse_batch", "lse_head", "rows")),
         *((name, "i4") for name in ("seqlen_q", "seqlen_k", "heads_kv", "group", "dim", "left", "right")),
         *((name, "f4") for name in ("scale", "softcap")),
-        ("padding", "u4"),
+        ("ordered", "i4"),
     ]
 )
 _ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence
@@ -68,7 +68,7 @@ class Shape(NamedTuple):
 # fit 99 KiB.
 SHAPES = {
     32: (Shape(128, 128, 8, 4, 4, 2), Shape(64, 64, 8, 4, 4, 2)),
-    64: (Shape(128, 128, 8, 4, 4, 2), Shape(64, 64, 8, 4, 4, 2)),
+    64: (Shape(64, 128, 8, 4, 4, 2), Shape(64, 64, 8, 4, 4, 2)),
     96: (Shape(64, 128, 8, 4, 4, 2), Shape(32, 64, 4, 4, 2, 2)),
     128: (Shape(64, 128, 8, 4, 2, 2), Shape(32, 64, 8, 4, 2, 2)),
     192: (Shape(64, 64, 8, 2, 2, 2), Shape(32, 32, 4, 2, 2, 2)),
@@ -173,7 +173,7 @@ def _allocate(call: Any, rows: int, head_dim: int, deterministic: bool, like: An
     start = cuda_view(workspace, "workspace").pointer
     call["sums"], call["peaks"] = start, start + 4 * rows * head_dim
     call["deltas"] = start + 4 * rows * (head_dim + 1)
-    call["turns"] = start + 4 * rows * (head_dim + 2) if deterministic else 0
+    call["turns"], call["ordered"] = start + 4 * rows * (head_dim + 2), deterministic
     return workspace
 
 

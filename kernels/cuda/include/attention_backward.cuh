@@ -19,13 +19,14 @@ struct Call {
     Tensor q, k, v, dout, out, dq, dk, dv;  // [batch, seqlen, heads, dim], or with cu_* [total, heads, dim]
     const float* lse;                       // [batch, heads_q, seqlen_q], or [heads_q, total_q]
     float *peaks, *deltas, *sums;           // workspace: [heads_q, rows], and [heads_q, rows, HEAD_DIM]
-    u32* turns;       // [heads_q, rows / 32], who added to the tile that begins here; null: in any order
+    u32* turns;       // [heads_q, rows / 32], how many CTAs have added to the tile of dq that begins here
     const int* cu_q;  // [sequences + 1], null for sequences of one length
     const int* cu_k;
     i64 lse_batch, lse_head, rows;
     int seqlen_q, seqlen_k, heads_kv, group, dim;  // lengths: the longest
     int left, right;                               // keys a row sees before and after its own position
     float scale, softcap;
+    int ordered;  // CTAs add to dq in turns, in the order of keys
 };
 
 // A sequence of the call.
