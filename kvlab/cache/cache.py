@@ -35,7 +35,6 @@ from kvlab.cache.layer import Arrival, Layer
 from kvlab.cache.options import MOST, CacheOptions
 from kvlab.cache.window import stack
 from kvlab.errors import BudgetError, FormatError
-from kvlab.ops.attention import merge_attention
 from kvlab.ops.packed import mass_from_scores, packed_attention
 
 __all__ = ["MixedPrecisionCache"]
@@ -254,7 +253,7 @@ class MixedPrecisionCache(CacheOptions):
         )
         exact_k, exact_v, visible = stack(state.windows, *new)
         exact = attend_exact(queries, exact_k, exact_v, visible, scale=scale, softcap=softcap, keep_rows=kept)
-        out, lse = merge_attention([stored.out, exact.out], [stored.lse, exact.lse])
+        out, lse = exact.merged(stored.out, stored.lse)
         mass = exact.mass(lse) if kept else None
         stored_mass = None if stored.scores is None else mass_from_scores(stored.scores, lse, view)
         self._commit(layer, Arrival(*new, mass, stored_mass))
@@ -286,7 +285,7 @@ class MixedPrecisionCache(CacheOptions):
         behind = np.zeros((self.batch, max(rows - 1, 0), self.num_heads_kv, self.head_dim), np.float32)
         exact_k, exact_v, visible = stack(state.windows, behind, behind, np.zeros(behind.shape[:2], bool))
         exact = attend_exact(queries, exact_k, exact_v, visible, scale=scale, softcap=softcap, keep_rows=0)
-        out, _ = merge_attention([stored.out, exact.out], [stored.lse, exact.lse])
+        out, _ = exact.merged(stored.out, stored.lse)
         return like_first(out.astype(to_numpy_view(q, "q").dtype, copy=False), q)
 
     # ---- CUDA graphs ---------------------------------------------------------------------------------------
@@ -444,11 +443,16 @@ class MixedPrecisionCache(CacheOptions):
         """
         description, arrays = persistence.read(path)
         try:
+            persistence.check_sizes(description, arrays)
             cache = cls(**description["arguments"], device=device)
             persistence.load_into(cache, description["layers"], arrays)
+            for layer in cache.layers:
+                share = cache._share(layer.seqlen, cache.batch)
+                if share is not None and layer.nbytes() > share * cache.batch:
+                    raise ValueError(f"budget={cache.budget!r} does not hold what it has stored")
         except FormatError:
             raise
-        except (KeyError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
             raise FormatError(f"{os.fspath(path)}: what it describes is no cache ({error})") from None
         return cache
 

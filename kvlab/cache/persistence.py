@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.arguments import whole_number
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.cache.window import Window
@@ -32,7 +33,16 @@ if TYPE_CHECKING:
     from kvlab.cache.cache import MixedPrecisionCache
     from kvlab.cache.layer import Layer
 
-__all__ = ["FORMAT_VERSION", "arrays_of", "checked_path", "load_into", "parse", "read", "write"]
+__all__ = [
+    "FORMAT_VERSION",
+    "arrays_of",
+    "check_sizes",
+    "checked_path",
+    "load_into",
+    "parse",
+    "read",
+    "write",
+]
 
 FORMAT_VERSION = 1
 MAX_HEADER = 64 << 20
@@ -163,10 +173,18 @@ def arrays_of(cache: MixedPrecisionCache) -> tuple[list[dict[str, Any]], Arrays]
     return states, arrays
 
 
+def check_sizes(description: dict[str, Any], arrays: Arrays) -> None:
+    """Refuse numbers in the arguments that the arrays do not bear out, before a cache is made from them."""
+    arguments = description["arguments"]
+    layers, rows, heads = (arguments[name] for name in ("num_layers", "batch", "num_heads_kv"))
+    if layers != len(description["layers"]):
+        raise FormatError(f"state of {len(description['layers'])} layers for a cache of {layers}")
+    if arrays["0.num_pages"].shape != (rows, heads):
+        raise FormatError(f"0.num_pages has shape {arrays['0.num_pages'].shape}, not {(rows, heads)}")
+
+
 def load_into(cache: MixedPrecisionCache, states: list[dict[str, Any]], arrays: Arrays) -> None:
     """Fill an empty cache; FormatError if anything does not fit it."""
-    if len(states) != len(cache.layers):
-        raise FormatError(f"state of {len(states)} layers for a cache of {len(cache.layers)}")
     for number, (layer, state) in enumerate(zip(cache.layers, states, strict=True)):
         _load_layer(
             layer,
@@ -220,4 +238,9 @@ def _load_layer(layer: Layer, state: dict[str, Any], arrays: Arrays, prefix: str
         raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
     store.restore(pools, tables, num_pages, mean)
     layer.windows, layer.has_mean = windows, has_mean
-    layer.seqlen, layer.since_collection = int(state["seqlen"]), int(state["since_collection"])
+    layer.seqlen = whole_number(state["seqlen"], f"{prefix}seqlen", 0)
+    layer.since_collection = whole_number(state["since_collection"], f"{prefix}since_collection", 0)
+    positions = [window.position for window in windows]
+    positions += [store.tokens(row).position for row in range(store.batch)]
+    if any(len(known) and (known.min() < 0 or known.max() >= layer.seqlen) for known in positions):
+        raise FormatError(f"{prefix}: a token stands at a position outside 0..{layer.seqlen - 1}")

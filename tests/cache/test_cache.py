@@ -1,6 +1,8 @@
 """The cache against a plain model: a list of tokens per row, and float64 attention over what is held."""
 
 import math
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -167,6 +169,20 @@ class Growth(RuleBasedStateMachine):
         self.cache.repeat(2)
         self.rows = [dict(known) for known in self.rows for _ in range(2)]
 
+    @rule(layer=st.integers(0, LAYERS - 1))
+    @precondition(lambda self: self.length > 0)
+    def attend(self, layer):
+        q, k, v = tokens(self.rng, len(self.rows), 1)
+        nothing = np.zeros_like(k[0]), np.zeros_like(v[0]), np.zeros(1, bool)
+        wants = [attention_over(self.cache, layer, row, q[row], *nothing) for row in range(len(q))]
+        np.testing.assert_allclose(self.cache.attend(layer, q), wants, atol=3e-5)
+
+    @rule()
+    def save_and_load(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.cache.save(Path(folder) / "cache")
+            self.cache = MixedPrecisionCache.load(Path(folder) / "cache")
+
     @rule()
     @precondition(lambda self: self.length > 200)
     def reset(self):
@@ -317,6 +333,19 @@ def test_user_importance_is_called():
         cache.step(0, *tokens(rng, 1, n))
     assert {first for first, _ in seen} == {True, False}
     assert all(fits for _, fits in seen)
+
+
+@pytest.mark.parametrize(
+    "scores", [lambda mass: -mass - 1, lambda mass: mass * np.nan, lambda mass: mass[:1], lambda mass: "a"]
+)
+def test_what_a_user_importance_gives_is_checked(scores):
+    cache, rng = (
+        make(importance=lambda previous, mass, positions, seqlen: scores(mass)),
+        np.random.default_rng(7),
+    )
+    with pytest.raises(ValueError, match="importance: the function"):
+        cache.step(0, *tokens(rng, 1, 100))
+    assert cache.seqlen == 0
 
 
 def test_eviction_only_where_0_is_listed():

@@ -1,6 +1,7 @@
 """Saved caches: exact round trips, and FormatError for every damage."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -114,6 +115,18 @@ def rewritten(path, change):
     [
         lambda d, a: d.update(version=2),
         lambda d, a: d["arguments"].update(bits=[5]),
+        lambda d, a: d["arguments"].update(num_layers=(1 << 31) - 1),
+        lambda d, a: d["arguments"].update(batch=(1 << 31) - 1),
+        lambda d, a: d["arguments"].update(num_heads_q=1 << 30, num_heads_kv=1 << 30),
+        lambda d, a: d["arguments"].update(budget=1),
+        lambda d, a: d["arguments"].update(device="cuda"),
+        lambda d, a: d.update(layers=[]),
+        lambda d, a: d.update(arguments=[]),
+        lambda d, a: d["layers"][0].update(seqlen=-1),
+        lambda d, a: d["layers"][0].update(seqlen=math.inf),
+        lambda d, a: d["layers"][0].update(seqlen=9),
+        lambda d, a: d["layers"][0].update(since_collection=-1),
+        lambda d, a: a["0.base"].fill(1),
         lambda d, a: d["arguments"].update(head_dim=32),
         lambda d, a: d["arguments"].update(nonsense=1),
         lambda d, a: d["arguments"].pop("head_dim"),
