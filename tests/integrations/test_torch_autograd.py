@@ -1,0 +1,134 @@
+"""Gradients through torch: gradcheck in float64, against torch's own attention, and compiled."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import kvlab  # noqa: E402
+from kvlab.integrations.torch_autograd import attention, attention_varlen  # noqa: E402
+
+BOUNDS = torch.tensor([0, 3, 3, 7], dtype=torch.int32), torch.tensor([0, 2, 6, 9], dtype=torch.int32)
+
+
+def _leaves(*shapes: tuple[int, ...], dtype: Any = torch.float64) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"window": (2, 1), "softcap": 3.0}, {"scale": -0.4}],
+    ids=str,
+)
+def test_gradcheck(options: dict[str, Any]) -> None:
+    q, k, v = _leaves((2, 4, 4, 3), (2, 5, 2, 3), (2, 5, 2, 3))
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, **options), (q, k, v))
+    assert kvlab.last_backend() == "reference"
+    q, k, v = _leaves((7, 4, 3), (9, 2, 3), (9, 2, 3))
+    assert torch.autograd.gradcheck(lambda *x: attention_varlen(*x, *BOUNDS, 4, 4, **options), (q, k, v))
+
+
+def test_gradcheck_notices_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kvlab.attention_backward
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        dq, dk, dv = right(*args, **kwargs)
+        return dq, 1.01 * dk, dv
+
+    monkeypatch.setattr(kvlab, "attention_backward", wrong)
+    leaves = _leaves((1, 4, 2, 3), (1, 5, 1, 3), (1, 5, 1, 3))
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        torch.autograd.gradcheck(attention, leaves)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_agrees_with_torch(kind: str) -> None:
+    """On the fast backend; dout expanded and q, k, v with heads first, as models have them."""
+    dtype = getattr(torch, kind)
+    q, k, v = (
+        x.transpose(1, 2) for x in _leaves((2, 4, 33, 16), (2, 2, 40, 16), (2, 2, 40, 16), dtype=dtype)
+    )
+    for x in (q, k, v):
+        x.retain_grad()
+    out, lse = attention(q, k, v, causal=False, return_lse=True)
+    assert kvlab.last_backend() == "cpu"
+    assert not lse.requires_grad
+    out.sum().backward()
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in leaves), enable_gqa=True
+    )
+    exact.sum().backward()
+    for x, leaf in zip((q, k, v), leaves, strict=True):
+        torch.testing.assert_close(
+            x.grad.double(), leaf.grad, atol=2e-6 if kind == "float32" else 0.05, rtol=0
+        )
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_compiles_as_one_graph(varlen: bool) -> None:
+    """Forward and backward in one graph without a break, for other lengths too, with the same numbers."""
+    graphs = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        if varlen:
+            out = attention_varlen(2 * q, k, v, *BOUNDS, 4, 4, causal=True, window=(3, -1))
+        else:
+            out = attention(2 * q, k, v, causal=True)
+        return (out * out).sum()
+
+    shapes = [(7, 4, 8), (9, 2, 8), (9, 2, 8)] if varlen else [(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8)]
+    compiled = torch.compile(loss, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    results = []
+    for function in (loss, compiled):
+        leaves = _leaves(*shapes, dtype=torch.float32)
+        value = function(*leaves)
+        value.backward()
+        results.append([value.detach(), *(x.grad for x in leaves)])
+    for plain, made in zip(*results, strict=True):
+        torch.testing.assert_close(made, plain, atol=0, rtol=0)
+    assert len(graphs) == 2
+    named = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    kind = "attention_varlen" if varlen else "attention"
+    assert sum(name.startswith(f"kvlab.{kind}.") for name in named) == 1
+    assert sum(name.startswith(f"kvlab.{kind}_backward.") for name in named) == 1
+
+
+def test_the_operators_pass_the_checks_of_torch() -> None:
+    """Schema, fake shapes and the registration of gradients, as torch tests operators."""
+    leaves = _leaves((1, 4, 2, 8), (1, 5, 1, 8), (1, 5, 1, 8), dtype=torch.float32)
+    torch.library.opcheck(
+        torch.ops.kvlab.attention.default, (*leaves, True, None, -1, -1, 0.0, False), atol=1e-5, rtol=1e-5
+    )
+    leaves = _leaves((7, 4, 8), (9, 2, 8), (9, 2, 8), dtype=torch.float32)
+    torch.library.opcheck(
+        torch.ops.kvlab.attention_varlen.default,
+        (*leaves, *BOUNDS, 4, 4, True, None, -1, -1, 0.0, False),
+        atol=1e-5,
+        rtol=1e-5,
+    )
+
+
+def test_errors_are_those_of_the_function() -> None:
+    q, k = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 2, 4)
+    with pytest.raises(ValueError, match=r"q has 3 heads: .* multiple of the 2 heads"):
+        attention(q, k, k)
+    with pytest.raises(NotImplementedError, match="dtype=int32"):
+        attention(k.int(), k.int(), k.int())
+    out = attention(*(x.requires_grad_() for x in _leaves((1, 2, 1, 4), (1, 2, 1, 4), (1, 2, 1, 4))))
+    with pytest.raises(RuntimeError, match=r"does not require grad|autograd"):
+        torch.autograd.grad(torch.autograd.grad(out.sum(), [out], create_graph=True)[0].sum(), [out])
+
+
+def test_what_is_not_recorded_is_the_plain_function() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    np.testing.assert_array_equal(attention(q, k, v).numpy(), kvlab.attention(q, k, v).numpy())
