@@ -41,11 +41,11 @@ struct Kept {
 };
 
 __device__ __forceinline__ float4 four_scores(const float* x) {
-    return __ldcs((const float4*)x);
+    return *(const float4*)x;
 }
 
 __device__ __forceinline__ float4 four_scores(const u16* x) {
-    const uint2 words = __ldcs((const uint2*)x);
+    const uint2 words = *(const uint2*)x;
     return {half_bits_to_float(words.x & 0xffffu), half_bits_to_float(words.x >> 16),
             half_bits_to_float(words.y & 0xffffu), half_bits_to_float(words.y >> 16)};
 }
@@ -84,8 +84,8 @@ __device__ __forceinline__ float4 mass_of_page(const Kept& kept, int pair, u64 p
     return {sum.x * share, sum.y * share, sum.z * share, sum.w * share};
 }
 
-// How scores follow what tokens receive, as in kvlab.cache.importance: what is new weighs 1 / (1 + age / span),
-// and `take` from age `old` on, where that is more.
+// How scores follow what tokens receive, as in kvlab.cache.importance: what is new weighs 1 / (1 + age /
+// span), and `take` from age `old` on, where that is more.
 struct Following {
     float take;
     int span, old, forecast;
@@ -113,22 +113,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int length = s.seqlen[pair] - following.counted;
     const u32 address = s.index[at];
     // Of any slot and page, as its loads then wait for nothing.
-    const float4 mass = mass_of_page<u16>(kept, pair, at, slot);
+    float4 mass = mass_of_page<u16>(kept, pair, at, slot);
     if (entry >= pages || slot >= count) return;
     u8* const tail = s.arena + (u64)address * UNIT + s.rungs[rung].tail;
     u32* const codes = (u32*)(tail + 2 * PAGE + slot);
-    const uint2 positions = *(const uint2*)(tail + 2 * slot);
-    const float masses[4] = {mass.x, mass.y, mass.z, mass.w};
-    const u32 before = *codes;
-    u32 after = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 code = before >> 8 * i & 255, low = (i < 2 ? positions.x : positions.y) >> 16 * (i % 2);
-        const int age = length - (base | (int)(low & 0xffff));
+    uint2 positions = *(const uint2*)(tail + 2 * slot);
+    u32 word = *codes;
+    // Not unrolled: between calls of attention the instructions of this kernel have to be fetched anew.
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {  // the slot at hand is the lowest, and moves on to the top
+        const u32 code = word & 255;
+        const int age = length - (base | (int)(positions.x & 0xffff));
         const bool counts = slot + i < count && age > 0;  // not this call's own tokens
-        after |= (counts ? updated(code, finite(masses[i]), age, following) : code) << 8 * i;
+        word = word >> 8 | (counts ? updated(code, finite(mass.x), age, following) : code) << 24;
+        positions = {positions.x >> 16 | positions.y << 16, positions.y >> 16};
+        mass = {mass.y, mass.z, mass.w, 0.f};
     }
-    *codes = after;
+    *codes = word;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -124,22 +124,23 @@ __device__ __forceinline__ u32 lanes_below(int lane) {
 // The exclusive sum over the threads of a block, and the total; all threads.
 template <int THREADS, class T>
 __device__ __forceinline__ T block_scan(T x, T& total) {
-    __shared__ T sums[THREADS / 32];
+    constexpr int WARPS_OF_BLOCK = THREADS / 32;
+    __shared__ T sums[WARPS_OF_BLOCK];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    T sum = x, before = 0;
+    auto sum_to_lane = [&](T x, int lanes) {
 #pragma unroll
-    for (int bit = 1; bit < 32; bit *= 2) {
-        const T lower = __shfl_up_sync(ALL_LANES, sum, bit);
-        sum += lane >= bit ? lower : 0;
-    }
+        for (int bit = 1; bit < lanes; bit *= 2) {
+            const T lower = __shfl_up_sync(ALL_LANES, x, bit);
+            x += lane >= bit ? lower : 0;
+        }
+        return x;
+    };
+    const T sum = sum_to_lane(x, 32);
     if (lane == 31) sums[warp] = sum;
     __syncthreads();  // the sums of all warps are there
-    total = 0;
-#pragma unroll 8
-    for (int w = 0; w < THREADS / 32; ++w) {
-        before += w < warp ? sums[w] : 0;
-        total += sums[w];
-    }
+    const T upto = sum_to_lane(lane < WARPS_OF_BLOCK ? sums[lane] : 0, WARPS_OF_BLOCK);
+    total = __shfl_sync(ALL_LANES, upto, WARPS_OF_BLOCK - 1);
+    const T before = warp ? __shfl_sync(ALL_LANES, upto, warp - 1) : 0;
     __syncthreads();  // they may be written again
     return before + sum - x;
 }
