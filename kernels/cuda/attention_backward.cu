@@ -1,9 +1,7 @@
 // Attention backward for sm_80 and later: mma.sync, cp.async, dk and dv in registers, dq added in memory.
 //
 // Threads and data
-//   CTA    BLOCK_N keys of one (sequence, KV head), all rows that see them: attention_backward.cuh. blockIdx:
-//          x block of keys, the first (under a causal mask the longest) first, y KV head, z sequence; with
-//          turns, x is KV head + heads * block.
+//   CTA    BLOCK_N keys of one (sequence, KV head), all rows that see them: attention_backward.cuh.
 //   warp   of scores: BLOCK_N / KEY_WARPS keys by BLOCK_M / (WARPS / KEY_WARPS) rows; of dk and dv: the same
 //   keys
 //          by a part of the channels; of dq: BLOCK_M / ROW_WARPS rows by a part of the channels.
@@ -179,8 +177,7 @@ __device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, co
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) u16 memory[];
     const Span s = find_span(call, blockIdx.z);
-    const int heads = call.ordered ? call.heads_kv : 1;
-    const int kv_head = call.ordered ? blockIdx.x % heads : blockIdx.y, block = blockIdx.x / heads;
+    const auto [kv_head, block] = find_keys(call);
     const int first_key = block * BLOCK_N;
     if (first_key >= s.keys) return;
     const Rows rows = find_rows(call, s, first_key);

@@ -1,7 +1,7 @@
 """Attention backward on a GPU: three launches around a workspace, on the caller's stream.
 
 ``attention_backward_ends.cu`` prepares the workspace (each row's log-sum-exp, its sum of dout * out, zeros
-for dq), ``attention_backward.cu``, or on Hopper ``attention_backward_sm90.cu``, goes through keys and rows,
+for dq), ``attention_backward.cu``, or on Hopper ``attention_backward_sm90*.cu``, goes through keys and rows,
 and the first finishes dq. dk and dv are summed
 in registers, over all rows and over the query heads of a group; parts of dq come from many blocks and are
 added in float32 in memory, in the order of the keys if the call is to be deterministic.
@@ -75,12 +75,32 @@ SHAPES = {
     256: (Shape(64, 64, 8, 2, 2, 2), Shape(64, 64, 8, 2, 2, 1), Shape(32, 32, 4, 2, 2, 1)),
 }
 
-# The kernel for Hopper: head dimensions that there is one for.
-HOPPER_DIMS = (64, 128)
-_HOPPER_KEYS, _HOPPER_THREADS, _HOPPER_AREA = 128, 384, 8192  # area: rows of a tile times head dimension
+
+class HopperShape(NamedTuple):
+    """A tiling of the kernels for Hopper."""
+
+    source: str
+    block_m: int
+    block_n: int
+    dout_stages: int
+    score_stages: int  # of P and dS together
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """K, V, two stages of Q, dout; P and dS; dQ; room to begin at a multiple of 1024."""
+        rows = 2 * self.block_n + (2 + self.dout_stages) * self.block_m
+        sums = 4 * 2 * 64 * 64
+        return 1024 + 2 * rows * head_dim + 2 * self.score_stages * self.block_n * self.block_m + sums
+
+
+HOPPER_SHAPES = {
+    64: HopperShape("attention_backward_sm90", 128, 128, 2, 2),
+    128: HopperShape("attention_backward_sm90", 64, 128, 2, 2),
+    256: HopperShape("attention_backward_sm90_wide", 64, 64, 1, 4),
+}
+_HOPPER_THREADS = 384
 
 HOPPER = True
-"""Whether to use that kernel; tests and benchmarks of the other one turn it off and clear the plans."""
+"""Whether to use those; tests and benchmarks of the portable one turn it off and clear the plans."""
 
 _KIB = 1024
 _SHARED_BYTES = {(8, 0): 163 * _KIB, (8, 7): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB}
@@ -187,28 +207,22 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, mapped: bool, devic
             f"{capability[0]}.{capability[1]}: move the arrays to the CPU"
         )
     arch = arch_of(*capability)
-    hopper = HOPPER and capability == (9, 0) and mapped and dim <= HOPPER_DIMS[-1]
-    head_dim = min(size for size in (HOPPER_DIMS if hopper else SHAPES) if size >= dim)
+    hopper = HOPPER and capability == (9, 0) and mapped
+    head_dim = min(size for size in (HOPPER_SHAPES if hopper else SHAPES) if size >= dim)
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
     ends = build("attention_backward_ends", macros | {"ALIGNED": int(aligned)}, arch)
     prepare, finish = (load(ends, entry, device=device) for entry in ("prepare", "finish"))
     macros["CAPPED"] = int(capped)
     if hopper:
-        main = load(build("attention_backward_sm90", macros, "sm_90a"), device=device)
-        sizes = _HOPPER_KEYS, _HOPPER_THREADS, hopper_shared_bytes(head_dim), _HOPPER_AREA // head_dim
+        tiling = HOPPER_SHAPES[head_dim]
+        main = load(build(tiling.source, macros, "sm_90a"), device=device)
+        sizes = tiling.block_n, _HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
         return _Plan(prepare, main, finish, head_dim, *sizes)
     shape = shape_for(head_dim, capability)
     macros |= {"ALIGNED": int(aligned)} | {name.upper(): value for name, value in shape._asdict().items()}
     main = load(build("attention_backward", macros, arch), device=device)
     sizes = shape.block_n, 32 * shape.warps, shape.shared_bytes(head_dim), 0
     return _Plan(prepare, main, finish, head_dim, *sizes)
-
-
-def hopper_shared_bytes(head_dim: int) -> int:
-    """K and V; two stages of Q and dout; two of dS; dQ; room to begin at a multiple of 1024."""
-    rows = _HOPPER_AREA // head_dim
-    sums = 4 * 2 * 64 * 64
-    return 1024 + 2 * (2 * _HOPPER_KEYS + 4 * rows) * head_dim + 2 * 2 * _HOPPER_KEYS * rows + sums
 
 
 def shape_for(head_dim: int, capability: tuple[int, int]) -> Shape:

@@ -21,9 +21,9 @@ def test_every_tiling_is_gated() -> None:
         for shape in shapes:
             tiling = {name.upper(): str(value) for name, value in shape._asdict().items()}
             assert tiling | {"HEAD_DIM": str(head_dim), "BF16": "1", "CAPPED": "0", "ALIGNED": "1"} in gated
-    for head_dim in launcher.HOPPER_DIMS:
+    for head_dim, tiles in launcher.HOPPER_SHAPES.items():
         wanted = {"HEAD_DIM": str(head_dim), "BF16": "1", "CAPPED": "0"}
-        assert wanted in declared("attention_backward_sm90.cu")
+        assert wanted in declared(f"{tiles.source}.cu")
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -36,10 +36,10 @@ def test_there_is_a_tiling_for_every_gpu(capability: tuple[int, int]) -> None:
 
 
 def test_hopper_tiles_fit() -> None:
-    for head_dim in launcher.HOPPER_DIMS:
-        resources = read_resources(build("attention_backward_sm90", hopper(head_dim), "sm_90a").cubin)
+    for head_dim, tiles in launcher.HOPPER_SHAPES.items():
+        resources = read_resources(build(tiles.source, hopper(head_dim), "sm_90a").cubin)
         static = resources["attend_backward"].shared_bytes
-        assert launcher.hopper_shared_bytes(head_dim) + static <= HOPPER_SHARED_BYTES
+        assert tiles.shared_bytes(head_dim) + static <= HOPPER_SHARED_BYTES
 
 
 def hopper(head_dim: int) -> dict[str, int]:

@@ -58,6 +58,18 @@ __device__ __forceinline__ u16* row_of(const Tensor& t, const Span& s, int first
     return t.data + s.batch * t.batch + (i64)(first + row) * t.position + head * t.head;
 }
 
+// Which keys a CTA has: those of a KV head from block * BLOCK_N on. blockIdx: x block, the first (under a
+// causal mask the longest) first, y KV head, z sequence; if ordered, x is KV head + heads * block.
+struct Keys {
+    int head, block;
+};
+
+__device__ __forceinline__ Keys find_keys(const Call& call) {
+    const int x = blockIdx.x;
+    if (!call.ordered) return {(int)blockIdx.y, x};
+    return {x % call.heads_kv, x / call.heads_kv};
+}
+
 // The rows that see a key of the CTA: [first, last), first a multiple of BLOCK_M.
 struct Rows {
     int first, last;

@@ -105,19 +105,21 @@ __device__ __forceinline__ u64 columns_operand(u32 address, u32 block) {
     return (u64)((address & 0x3ffffu) >> 4) | (u64)(block >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// c[64 x N] += a[64 x 16] b[16 x N]: a and b in shared memory (without keep: =), both operands of rows or
-// (multiply_columns) of columns, or a in registers and b an operand of columns. A thread has N / 2 sums.
+// c[64 x N] += a[64 x 16] b[16 x N]: a and b in shared memory (without keep: =), both operands of rows, both
+// of columns (multiply_columns), or b alone (multiply_mixed), or a in registers and b an operand of columns.
+// A thread has N / 2 sums.
 // clang-format off
 #define KVLAB_SUMS8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define KVLAB_SUMS32(c, i) KVLAB_SUMS8(c, i), KVLAB_SUMS8(c, i + 8), KVLAB_SUMS8(c, i + 16), KVLAB_SUMS8(c, i + 24)
+#define KVLAB_NUMBERS16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define KVLAB_NUMBERS0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define KVLAB_NUMBERS1 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define KVLAB_NUMBERS2 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define KVLAB_WGMMA(n) "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." KVLAB_PAIR "." KVLAB_PAIR
-#define KVLAB_SHARED(name, n, count, columns, numbers, a, b, add, ...)                                       \
+#define KVLAB_SHARED(name, n, count, a_columns, b_columns, numbers, a, b, add, ...)                          \
     __device__ __forceinline__ void name(float (&c)[count], u64 x, u64 y, bool keep) {                       \
         asm volatile("{.reg .pred p; setp.ne.b32 p, %" #add ", 0; " KVLAB_WGMMA(n) " {" numbers "}, %" #a ", %" #b \
-                     ", p, 1, 1, " columns ", " columns ";}" : __VA_ARGS__ : "l"(x), "l"(y), "r"((int)keep));                    \
+                     ", p, 1, 1, " a_columns ", " b_columns ";}" : __VA_ARGS__ : "l"(x), "l"(y), "r"((int)keep));                    \
     }
 #define KVLAB_REGISTERS(n, count, numbers, a0, a1, a2, a3, b, ...)                                           \
     __device__ __forceinline__ void multiply_async(float (&c)[count], const u32* a, u64 y) {                 \
@@ -125,9 +127,12 @@ __device__ __forceinline__ u64 columns_operand(u32 address, u32 block) {
                      ", %" #a3 "}, %" #b ", p, 1, 1, 1;}" : __VA_ARGS__                                      \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(y));                                  \
     }
-KVLAB_SHARED(multiply_columns, 64, 32, "1", KVLAB_NUMBERS0, 32, 33, 34, KVLAB_SUMS32(c, 0))
-KVLAB_SHARED(multiply_async, 64, 32, "0", KVLAB_NUMBERS0, 32, 33, 34, KVLAB_SUMS32(c, 0))
-KVLAB_SHARED(multiply_async, 128, 64, "0", KVLAB_NUMBERS0 KVLAB_NUMBERS1, 64, 65, 66, KVLAB_SUMS32(c, 0), KVLAB_SUMS32(c, 32))
+KVLAB_SHARED(multiply_async, 32, 16, "0", "0", KVLAB_NUMBERS16, 16, 17, 18, KVLAB_SUMS8(c, 0), KVLAB_SUMS8(c, 8))
+KVLAB_SHARED(multiply_mixed, 128, 64, "0", "1", KVLAB_NUMBERS0 KVLAB_NUMBERS1, 64, 65, 66, KVLAB_SUMS32(c, 0), KVLAB_SUMS32(c, 32))
+KVLAB_SHARED(multiply_columns, 128, 64, "1", "1", KVLAB_NUMBERS0 KVLAB_NUMBERS1, 64, 65, 66, KVLAB_SUMS32(c, 0), KVLAB_SUMS32(c, 32))
+KVLAB_SHARED(multiply_columns, 64, 32, "1", "1", KVLAB_NUMBERS0, 32, 33, 34, KVLAB_SUMS32(c, 0))
+KVLAB_SHARED(multiply_async, 64, 32, "0", "0", KVLAB_NUMBERS0, 32, 33, 34, KVLAB_SUMS32(c, 0))
+KVLAB_SHARED(multiply_async, 128, 64, "0", "0", KVLAB_NUMBERS0 KVLAB_NUMBERS1, 64, 65, 66, KVLAB_SUMS32(c, 0), KVLAB_SUMS32(c, 32))
 KVLAB_REGISTERS(64, 32, KVLAB_NUMBERS0, 32, 33, 34, 35, 36, KVLAB_SUMS32(c, 0))
 KVLAB_REGISTERS(128, 64, KVLAB_NUMBERS0 KVLAB_NUMBERS1, 64, 65, 66, 67, 68, KVLAB_SUMS32(c, 0), KVLAB_SUMS32(c, 32))
 KVLAB_REGISTERS(256, 128, KVLAB_NUMBERS0 KVLAB_NUMBERS1 KVLAB_NUMBERS2, 128, 129, 130, 131, 132,
