@@ -44,7 +44,7 @@ _LAYOUTS = {
 register(
     Row("attention", "cpu", "kvlab.ops.attention_cpu:attend", FACTS),
     Row("attention", "reference", "kvlab.ops.attention_cpu:attend_reference", REFERENCE_FACTS),
-    Row("attention", "cuda", "kvlab.ops.attention_cuda:attend", CUDA_FACTS),
+    Row("attention", "cuda", "kvlab.ops.attention_cuda:attend", CUDA_FACTS | {"dtype": _FLOATS}),
     Row("merge_attention", "cpu", "kvlab.ops.attention_cpu:merge", {"dtype": _FLOATS}),
     Row("merge_attention", "reference", "kvlab.ops.attention_cpu:merge_reference", {"dtype": _FLOATS}),
 )

@@ -1,4 +1,4 @@
-"""Attention on a GPU: choose the specialisation of ``attention.cu`` and launch it.
+"""Attention on a GPU: choose the kernel and its specialisation, and launch it.
 
 A call is one launch on the caller's stream and allocates nothing but its results. Lengths of variable-length
 calls are read on the device, so nothing waits for it. What a kernel is specialised for is the head dimension
@@ -51,6 +51,10 @@ SHAPES = {
 # The kernel for Hopper: by head dimension, keys of a tile.
 HOPPER_SHAPES = {64: 128, 128: 128, 256: 64}
 _HOPPER_ROWS, _HOPPER_THREADS = 128, 384
+
+# The kernel for float32: head dimensions that there is one for.
+FLOAT32_DIMS = (32, 64, 96, 128, 192, 256)
+_FLOAT32_ROWS, _FLOAT32_THREADS = 32, 128
 
 HOPPER = True
 """Whether to use that kernel; tests and benchmarks of the other one turn it off and clear the plans."""
@@ -186,6 +190,10 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, tensor_copies: bool
             f"attention on a GPU takes compute capability 8.0 or later; device {device} has "
             f"{capability[0]}.{capability[1]}: move the arrays to the CPU"
         )
+    if dtype == "float32":
+        head_dim = min(size for size in FLOAT32_DIMS if size >= dim)
+        kernel = load(build("attention_float32", {"HEAD_DIM": head_dim}, arch_of(*capability)), device=device)
+        return _Plan(kernel, _FLOAT32_ROWS, _FLOAT32_THREADS, float32_shared_bytes(head_dim), 0)
     macros = {"BF16": int(dtype == "bfloat16"), "CAPPED": int(capped)}
     if HOPPER and capability == (9, 0) and tensor_copies:
         head_dim = min(size for size in HOPPER_SHAPES if size >= dim)
@@ -209,3 +217,8 @@ def portable_shared_bytes(head_dim: int) -> int:
 def hopper_shared_bytes(head_dim: int) -> int:
     """Q, or out, rows 8 elements longer; two stages of K and V; room to begin at a multiple of 1024."""
     return 1024 + 2 * (_HOPPER_ROWS * (head_dim + 8) + 4 * HOPPER_SHAPES[head_dim] * head_dim)
+
+
+def float32_shared_bytes(head_dim: int) -> int:
+    """Q, K or V, rows 4 elements longer than head_dim; P, as much longer than the keys of a tile."""
+    return 4 * (2 * _FLOAT32_ROWS * (head_dim + 4) + _FLOAT32_ROWS * (_FLOAT32_ROWS + 4))

@@ -88,6 +88,22 @@ def test_variable_length_grid(dtype: str, seed: int) -> None:
         assert_accurate(to_numpy(lse), expected_lse, low_lse, "lse")
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_float32_grid(seed: int) -> None:
+    rng = np.random.default_rng(200 + seed)
+    for _ in range(10):
+        heads, kv_heads = HEADS[rng.integers(len(HEADS))]
+        dim, seqlen_q, seqlen_k = rng.choice(HEAD_DIMS), *rng.choice(LENGTHS, 2)
+        q = draw(rng, (2, seqlen_q, heads, dim), "float32")
+        k, v = (draw(rng, (2, seqlen_k, kv_heads, dim), "float32") for _ in range(2))
+        out = check(q, k, v, **(options := draw_options(rng)))
+        exact = reference.attention(*(to_numpy(x) for x in (q, k, v)), **options)
+        if out.numel():
+            error = np.abs(to_numpy(out) - exact)
+            assert error.mean() < 1e-5
+            assert np.sqrt((error**2).mean()) < 1e-4
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_comparison_refuses_wrong_answers(dtype: str) -> None:
     rng = np.random.default_rng(7)
@@ -165,9 +181,9 @@ def test_cupy_arrays_on_a_stream_of_their_own() -> None:
 
 
 def test_what_a_gpu_does_not_do_is_refused() -> None:
-    x = torch.randn(1, 8, 2, 64, device="cuda")
-    with pytest.raises(NotImplementedError, match="dtype=float32"):
-        kvlab.attention(x, x, x)
+    x = torch.randn(1, 8, 2, 64, device="cuda", dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="dtype=float64"):
+        kvlab.attention(x, x, x, backend="cuda")
     h = x.half().transpose(1, 3)
     with pytest.raises(NotImplementedError, match="last axis must be contiguous"):
         kvlab.attention(h, h, h)

@@ -36,12 +36,19 @@ def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int) -> None:
     assert attention_cuda.hopper_shared_bytes(head_dim) + static <= HOPPER_SHARED_BYTES
 
 
+@pytest.mark.parametrize("head_dim", attention_cuda.FLOAT32_DIMS)
+def test_shapes_of_the_float32_kernel_are_gated_and_fit(head_dim: int) -> None:
+    assert {"HEAD_DIM": str(head_dim)} in declared("attention_float32.cu")
+    assert attention_cuda.float32_shared_bytes(head_dim) <= LEAST_SHARED_BYTES
+
+
 def test_the_call_has_the_layout_of_the_kernels() -> None:
     portable = {"HEAD_DIM": 128, "BF16": 1, "M_TILES": 2, "WARPS": 4, "BLOCK_N": 64, "BLOCKS": 2}
     hopper = {"HEAD_DIM": 64, "BF16": 1, "BLOCK_N": 128, "CAPPED": 0}
     for name, macros, maps in (
         ("attention", portable | {"CAPPED": 0, "ALIGNED": 1}, ()),
         ("attention_sm90", hopper, (128, 128)),
+        ("attention_float32", {"HEAD_DIM": 64}, ()),
     ):
         resources = read_resources(build(name, macros, "sm_90a").cubin)["attend"]
         assert resources.parameter_bytes == (*maps, attention_cuda._CALL.itemsize)

@@ -54,7 +54,7 @@ __device__ __forceinline__ Span find_span(const Call& call, int z) {
     return s;
 }
 
-__device__ __forceinline__ u16* row_of(const Tensor& t, const Span& s, int first, int row, int head) {
+__device__ __forceinline__ Element* row_of(const Tensor& t, const Span& s, int first, int row, int head) {
     return t.data + s.batch * t.batch + (i64)(first + row) * t.position + head * t.head;
 }
 

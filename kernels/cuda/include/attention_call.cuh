@@ -1,4 +1,5 @@
 // Attention: how tensors of a call lie in memory, and constants, for forward and backward. Needs pairs.cuh.
+// The macro FLOAT32 says that elements are float32; else they are of the 16-bit type.
 #pragma once
 
 constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
@@ -6,7 +7,13 @@ constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
 
 using i64 = long long;
 
+#ifdef FLOAT32
+using Element = float;
+#else
+using Element = u16;
+#endif
+
 struct Tensor {
-    u16* data;
+    Element* data;
     i64 batch, position, head;  // strides in elements
 };

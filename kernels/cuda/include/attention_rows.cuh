@@ -54,7 +54,7 @@ __device__ __forceinline__ i64 row_offset(const Tensor& t, int row, int group) {
     const int position = row / group;
     return position * t.position + (row - position * group) * t.head;
 }
-__device__ __forceinline__ u16* base_of(const Tensor& t, const Work& w, int first, int head) {
+__device__ __forceinline__ Element* base_of(const Tensor& t, const Work& w, int first, int head) {
     return t.data + w.batch * t.batch + first * t.position + head * t.head;
 }
 
@@ -162,7 +162,7 @@ __device__ __forceinline__ void finish_rows(const Call& call, const Work& w, con
 template <int ROWS>
 __device__ __forceinline__ void copy_out(const Call& call, const Work& w, const u16* from, int row) {
     constexpr int PIECE = ALIGNED ? 8 : 1, PIECES = HEAD_DIM / PIECE;
-    u16* out = base_of(call.out, w, w.q0, blockIdx.y * call.group);
+    Element* out = base_of(call.out, w, w.q0, blockIdx.y * call.group);
     for (int at = threadIdx.x % 32; at < ROWS * PIECES; at += 32) {
         const int own = at / PIECES, channel = at % PIECES * PIECE;
         if (row + own >= w.rows || channel >= call.dim) continue;
