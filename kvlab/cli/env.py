@@ -29,12 +29,13 @@ def command(as_json: Json = False, output: Output = None) -> None:
 def _print_table(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for label, text in _lines(result):
-        table.add_row(label, text)
+        table.add_row(label, Text(text))  # as it is: what to install stands in square brackets
     console = Console()
     console.print(table)
     for problem in result["problems"]:

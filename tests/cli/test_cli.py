@@ -72,6 +72,9 @@ def test_env_table_shows_hardware_and_problems(monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 1
     assert "A GPU, sm_90, 132 SMs, 1.00 GiB" in result.output
     assert "problem: [CUDA] mixed" in result.output
+    absent = {**report, "gpus": [], "gpus_missing_because": "pip install 'kvlab[cu13]'", "problems": []}
+    monkeypatch.setattr(environment, "report", lambda: absent)
+    assert "pip install 'kvlab[cu13]'" in RUNNER.invoke(cli.app(), ["env"]).output
 
 
 def test_what_a_user_can_mend_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
