@@ -1,7 +1,7 @@
 """Attention over the exact tokens of a step: the residual window and the new tokens, causal, in float32.
 
-These keys and values are the caller's own and a few recent ones, dense and short, so blocks of matrix
-products do; stored tokens are read by `kvlab.ops.packed`. Both parts meet by their log-sum-exp.
+These keys and values are the caller's own and a few recent ones, dense and short; stored tokens are read by
+`kvlab.ops.packed`. Both parts meet by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -11,30 +11,49 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.threads import share
+
 __all__ = ["ExactResult", "attend_exact"]
 
 Floats = NDArray[np.float32]
-ROWS_PER_BLOCK = 256
+_WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
 
 
 @dataclass(frozen=True, slots=True)
 class ExactResult:
-    """Result of `attend_exact`: `out` (B, Sq, Hq, D), `lse` (B, Hq, Sq), and the scores of the last rows."""
+    """Result of `attend_exact`: `out` (B, Sq, Hq, D), `lse` (B, Hq, Sq), and what `mass` needs."""
 
     out: Floats
     lse: Floats
-    scores: Floats  # (B, Hkv, G, rows, Sk), -inf where a row does not see a key
+    queries: Floats  # (B, rows, Hq, D), the last rows
+    k: Floats
+    visible: NDArray[np.bool_]
+    scale: np.float32
+    softcap: np.float32
+
+    def merged(self, out: Floats, lse: Floats) -> tuple[Floats, Floats]:
+        """Out and lse over these keys and those of another part, whose out and lse are given."""
+        from kvlab.numba_kernels.cpu_exact import merge_two
+
+        both, total = np.empty_like(self.out), np.empty_like(self.lse)
+        merge_two(np.ascontiguousarray(out), np.ascontiguousarray(lse), self.out, self.lse, both, total)
+        return both, total
 
     def mass(self, lse: Floats) -> Floats:
         """Probability that each key received, mean over the kept rows and the heads of a group, (B, Hkv, Sk).
 
         `lse` (B, Hq, Sq) is the log-sum-exp over all keys of the step, stored ones included.
         """
-        batch, heads, group, rows, _ = self.scores.shape
-        last = lse[:, :, lse.shape[2] - rows :].reshape(batch, heads, group, rows, 1)
-        total = np.exp(self.scores - np.where(np.isfinite(last), last, np.float32(0)))
-        mean: Floats = total.mean((2, 3), dtype=np.float32)
-        return mean
+        from kvlab.numba_kernels.cpu_exact import sum_exact_mass
+
+        batch, rows = self.queries.shape[:2]
+        mass = np.empty((batch, self.k.shape[2], self.k.shape[1]), np.float32)
+        last = np.ascontiguousarray(lse[:, :, lse.shape[2] - rows :], np.float32)
+        share(
+            sum_exact_mass, np.zeros(1, np.int64), self.queries, self.k, self.visible, self.scale,
+            self.softcap, last, mass, alone=self.queries.size * mass.shape[2] < _WORTH_SHARING,
+        )  # fmt: skip
+        return mass
 
 
 def attend_exact(
@@ -52,6 +71,7 @@ def attend_exact(
     Parameters
     ----------
     q : (B, Sq, Hq, D) float32
+        D is a multiple of 4.
     k, v : (B, Sk, Hkv, D) float32
         Sk >= Sq.
     visible : (B, Sk) bool
@@ -59,43 +79,18 @@ def attend_exact(
     scale, softcap : float
         As in `kvlab.attention`.
     keep_rows : int
-        Number of last query rows whose scores are kept for `ExactResult.mass`.
+        Number of last query rows that `ExactResult.mass` is about.
     """
-    batch, rows, heads_q, dim = q.shape
-    keys, heads = k.shape[1:3]
-    group = heads_q // heads
-    out = np.zeros((batch, heads, group, rows, dim), np.float32)
-    lse = np.full((batch, heads, group, rows), -np.inf, np.float32)
-    kept = np.full((batch, heads, group, keep_rows, keys), -np.inf, np.float32)
-    queries = q.reshape(batch, rows, heads, group, dim).transpose(0, 2, 3, 1, 4)
-    for first in range(0, rows, ROWS_PER_BLOCK):
-        last = min(first + ROWS_PER_BLOCK, rows)
-        seen = keys - rows + last  # no row of the block sees a later key
-        causal = np.arange(seen) <= np.arange(first, last)[:, None] + keys - rows
-        k_block, v_block = k[:, :seen].transpose(0, 2, 3, 1), v[:, :seen].transpose(0, 2, 1, 3)
-        block = np.ascontiguousarray(queries[:, :, :, first:last]).reshape(batch, heads, -1, dim)
-        scores = (block @ k_block).reshape(batch, heads, group, last - first, seen) * np.float32(scale)
-        if softcap:
-            scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
-        mask = causal & visible[:, None, None, None, :seen]
-        scores = np.where(mask, scores, np.float32(-np.inf))
-        top = scores.max(-1, initial=-np.inf)
-        base = np.where(np.isneginf(top), np.float32(0), top)
-        weights = np.exp(scores - base[..., None])
-        total = weights.sum(-1)
-        with np.errstate(divide="ignore"):
-            lse[:, :, :, first:last] = base + np.log(total)
-        flat = weights.reshape(batch, heads, group * (last - first), seen)
-        # An invisible token may hold anything; 0 * NaN must not reach the sum.
-        clean = np.where(visible[:, None, :seen, None], v_block, np.float32(0))
-        result = (flat @ clean).reshape(batch, heads, group, last - first, dim)
-        out[:, :, :, first:last] = result / np.maximum(total, np.float32(1e-37))[..., None]
-        overlap = last - max(first, rows - keep_rows)
-        if overlap > 0:
-            to = last - (rows - keep_rows)
-            kept[:, :, :, to - overlap : to, :seen] = scores[:, :, :, last - first - overlap :]
-    return ExactResult(
-        out.transpose(0, 3, 1, 2, 4).reshape(batch, rows, heads_q, dim),
-        lse.reshape(batch, heads_q, rows),
-        kept,
-    )
+    from kvlab.numba_kernels import cpu_exact as kernels
+
+    queries, keys, values = (np.ascontiguousarray(x, np.float32) for x in (q, k, v))
+    seen = np.ascontiguousarray(visible)
+    batch, rows, heads_q, _ = queries.shape
+    out, lse = np.empty(queries.shape, np.float32), np.empty((batch, heads_q, rows), np.float32)
+    factors = np.float32(scale), np.float32(softcap)
+    share(
+        kernels.attend_exact, np.zeros(1, np.int64), queries, keys, values, seen, *factors, out, lse,
+        alone=queries.size * keys.shape[1] < _WORTH_SHARING,
+    )  # fmt: skip
+    last = np.ascontiguousarray(queries[:, rows - keep_rows :])
+    return ExactResult(out, lse, last, keys, seen, *factors)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.cache.budget import parse_budget
-from kvlab.cache.exact import ROWS_PER_BLOCK, attend_exact
+from kvlab.cache.exact import attend_exact
 from kvlab.cache.frame import FEWEST, FIRST, LAST, key_mean
 from kvlab.cache.importance import POLICIES, make_policy
 from kvlab.cache.ladder import parse_bits
@@ -49,13 +49,34 @@ def test_exact_attention_and_its_mass(rows, older, group, softcap, seed):
 
 def test_exact_attention_over_several_blocks():
     rng = np.random.default_rng(0)
-    rows = ROWS_PER_BLOCK + 70
+    rows = 326  # of one head: two blocks of panels, six tiles of keys
     q, k, v = rng.standard_normal((3, 1, rows, 1, 8), dtype=np.float32)
     result = attend_exact(q, k, v, np.ones((1, rows), bool), scale=0.4, softcap=0.0, keep_rows=100)
     out, _ = attend_rows(q[0], k[0], v[0], np.tri(rows, dtype=bool), scale=0.4, softcap=0.0)
     np.testing.assert_allclose(result.out[0], out, atol=3e-6)
     probabilities, _ = softmax_rows(q[0], k[0], np.tri(rows, dtype=bool), scale=0.4, softcap=0.0)
     np.testing.assert_allclose(result.mass(result.lse)[0], probabilities[:, -100:].mean(1), atol=1e-6)
+
+
+def test_exact_attention_joins_other_keys():
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((2, 3, 6, 8), dtype=np.float32)
+    k, v = rng.standard_normal((2, 2, 9, 2, 8), dtype=np.float32)
+    sees = np.concatenate([np.ones((3, 5), bool), np.tri(3, 4, 1, dtype=bool)], 1)  # five older keys
+    older = [attend_rows(q[row], k[row, :5], v[row, :5], sees[:, :5], scale=0.5) for row in range(2)]
+    out, lse = (np.stack(parts).astype(np.float32) for parts in zip(*older, strict=True))
+    out[1, 2], lse[1, :, 2] = np.nan, -np.inf  # a row without older keys
+    visible = np.ones((2, 4), bool)
+    visible[0] = False  # a sequence without exact keys
+    result = attend_exact(q, k[:, 5:], v[:, 5:], visible, scale=0.5, softcap=0.0, keep_rows=0)
+    both, total = result.merged(out, lse)
+    for row in range(2):
+        seen = sees.copy()
+        seen[:, 5:] &= visible[row]
+        seen[2, :5] &= row == 0
+        want, want_lse = attend_rows(q[row], k[row], v[row], seen, scale=0.5)
+        np.testing.assert_allclose(both[row], want, atol=3e-6)
+        np.testing.assert_allclose(total[row], want_lse, atol=3e-6)
 
 
 def test_key_mean():
