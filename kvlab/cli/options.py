@@ -10,12 +10,20 @@ import typer
 
 from kvlab.sizes import parse_size
 
-__all__ = ["Json", "Output", "emit_json", "size"]
+__all__ = ["Device", "Json", "MinVram", "Output", "Release", "Target", "Verbose", "emit_json", "size"]
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Also write the result to this file as JSON.")
 ]
+
+Target = Annotated[str, typer.Argument(help="attention (or flash_attention), packed, ternary or all.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the CPU, and a GPU where there is one.")]
+MinVram = Annotated[
+    float, typer.Option("--min-vram", metavar="GiB", help="Use a GPU only if it has this much memory.")
+]
+Release = Annotated[bool, typer.Option("--release", help="All cases, as before a release; takes longer.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every column and every case.")]
 
 
 def size(text: str) -> int:

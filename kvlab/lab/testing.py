@@ -1,0 +1,116 @@
+"""`kvlab test`: the tests of a part of the library, on the CPU and on a GPU, each in a process of its own.
+
+The tests are those of the repository, so this needs a checkout. GPU tests import CUDA libraries and fill the
+device's memory, so they do not share a process with the others.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from kvlab.lab.results import provenance
+from kvlab.lab.targets import ROOT, Machine, resolve
+
+__all__ = ["PATTERNS", "paths", "run"]
+
+PATTERNS = {
+    ("attention", "cpu"): ("ops/test_attention*.py", "ops/test_merge*.py", "reference/test_attention*.py",
+                           "integrations/test_flash_attn.py", "integrations/test_torch_autograd.py"),
+    ("attention", "cuda"): ("gpu/test_attention*.py",),
+    ("packed", "cpu"): ("ops/test_packed*.py", "ops/test_codec*.py", "reference/test_pages.py",
+                        "cache/test_*.py", "integrations/test_transformers.py"),
+    ("packed", "cuda"): ("gpu/test_packed*.py", "gpu/test_codec*.py", "gpu/test_cache*.py"),
+    ("ternary", "cpu"): ("ops/test_bits.py", "reference/test_bits.py"),
+    ("ternary", "cuda"): ("gpu/test_bits*.py",),
+}  # fmt: skip
+"""Test files of each part on each kind of device, below ``tests/``."""
+
+_NOTHING_COLLECTED = 5  # exit code of pytest
+
+
+def paths(target: str, device: str) -> list[str]:
+    """Return the test files of a target on a device, relative to the repository.
+
+    ``all`` is more than the sum of its parts: every test there is.
+
+    Raises
+    ------
+    ValueError
+        If there is no such target.
+    FileNotFoundError
+        If this is no checkout of the repository.
+
+    Examples
+    --------
+    >>> paths("ternary", "cpu")
+    ['tests/ops/test_bits.py', 'tests/reference/test_bits.py']
+    """
+    if not (ROOT / "tests" / "conftest.py").exists():
+        raise FileNotFoundError(
+            f"there are no tests beside {ROOT}: kvlab test needs a checkout of the repository"
+        )
+    parts = resolve(target)
+    if target == "all":
+        return ["tests", "kvlab"] if device == "cpu" else ["tests/gpu"]
+    tests = ROOT / "tests"
+    found = [path for part in parts for pattern in PATTERNS[part, device] for path in tests.glob(pattern)]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def run(target: str, where: Machine, *, release: bool = False, verbose: bool = False) -> dict[str, Any]:
+    """Run tests and count them.
+
+    Parameters
+    ----------
+    target : str
+    where : Machine
+    release : bool
+        2,000 examples a property instead of 50, and tests marked slow.
+    verbose : bool
+        Show the name of every test.
+
+    Returns
+    -------
+    dict
+        ``target``, ``provenance``; ``rows``: for each device ``passed``, ``failed``, ``skipped`` and
+        ``seconds``; ``skipped``: by part, why; ``passed``.
+    """
+    rows = [_run(target, device, release=release, verbose=verbose) for device in where.devices]
+    return {
+        "target": target,
+        "provenance": provenance(target=target, release=release),
+        "rows": rows,
+        "skipped": {f"tests on {device}": reason for device, reason in where.skipped.items()},
+        "passed": all(row["failed"] == 0 and row["passed"] > 0 for row in rows),
+    }
+
+
+def _run(target: str, device: str, *, release: bool, verbose: bool) -> dict[str, Any]:
+    environment = os.environ | ({"HYPOTHESIS_PROFILE": "thorough"} if release else {})
+    options = ["-v" if verbose else "-q"] + (["-m", ""] if release else [])
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *paths(target, device)]
+        # What pytest prints goes to standard error: standard output belongs to the result.
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=2, check=False).returncode
+        if not report.exists():
+            raise RuntimeError(f"pytest ended with {code} and no report; it takes pip install 'kvlab[test]'")
+        suites = ElementTree.parse(report).getroot().findall("testsuite")
+    counts = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in _COUNTS}
+    failed = counts["failures"] + counts["errors"]
+    return {
+        "device": device,
+        "passed": counts["tests"] - failed - counts["skipped"],
+        "failed": failed or int(code not in (0, _NOTHING_COLLECTED)),
+        "skipped": counts["skipped"],
+        "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1),
+    }
+
+
+_COUNTS = ("tests", "failures", "errors", "skipped")

@@ -1,0 +1,157 @@
+"""`kvlab test`, `validate` and `clean`, and gpu-test.sh, as on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import kvlab
+from kvlab import cli, device
+from kvlab.lab import accuracy, cleaning, targets, testing
+
+RUNNER = CliRunner()
+ROOT = Path(__file__).parents[2]
+SMALL_GPU = device.Gpu(0, "A small GPU", (9, 0), 10, 2 << 30)
+
+
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets.device, "gpus", lambda: ())
+    monkeypatch.setattr(targets.device, "gpus_missing_because", lambda: "there is none in this test")
+
+
+def test_where_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_gpu(monkeypatch)
+    assert targets.machine("auto").skipped == {"cuda": "there is none in this test"}
+    with pytest.raises(NotImplementedError, match="device='cuda': there is none in this test; --device cpu"):
+        targets.machine("cuda")
+    monkeypatch.setattr(targets.device, "gpus", lambda: (SMALL_GPU,))
+    reason = targets.machine("auto", min_vram=3).skipped["cuda"]
+    assert reason == "A small GPU has 2.00 GiB, --min-vram asks for 3 GiB"
+    with pytest.raises(ValueError, match="device='tpu' is unknown; known are auto, cpu, cuda"):
+        targets.machine("tpu")
+    with pytest.raises(ValueError, match="target='speed' is unknown; known are flash_attention, attention"):
+        targets.resolve("speed")
+
+
+def test_validate_prints_errors_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_gpu(monkeypatch)
+    monkeypatch.setenv("COLUMNS", "200")
+    result = RUNNER.invoke(cli.app(), ["validate", "flash_attention"])
+    assert result.exit_code == 0, result.output
+    assert "skipped: everything on cuda: there is none in this test" in result.output
+    assert "kernel attention, backend cpu: right" in result.output
+    for word in ("mae", "rmse", "max error", "cosine", "bfloat16", "passed"):
+        assert word in result.output
+
+
+def test_validate_as_json_holds_the_thresholds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _no_gpu(monkeypatch)
+    path = tmp_path / "out.json"
+    result = json.loads(
+        RUNNER.invoke(cli.app(), ["validate", "attention", "--json", "--output", str(path)]).output
+    )
+    assert result == json.loads(path.read_text())
+    assert [row["dtype"] for row in result["rows"]] == 2 * ["float32"] + 2 * ["float16"] + 2 * ["bfloat16"]
+    for row in result["rows"]:
+        if row["dtype"] == "float32":
+            assert max(row["mae"], row["rmse"]) < 1e-6
+        else:
+            assert row["max_error"] <= row["limit"]
+        assert row["cosine"] > 0.999
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_wrong_attention_does_not_pass(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off by a few thousandths in float32, by shifted heads in any dtype."""
+    right = kvlab.attention
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out = right(*args, **kwargs)
+        return out * np.float32(1.00001) if out.dtype == np.float32 else np.roll(out, 1, axis=2)
+
+    monkeypatch.setattr(kvlab, "attention", wrong)
+    rows, _ = accuracy.validate_attention("cpu", accuracy.SHAPES[:2])
+    assert {row["passed"] for row in rows if row["dtype"] == dtype} == {"NO"}
+
+
+def test_validate_fails_if_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_gpu(monkeypatch)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no such instruction\nsecond line")
+
+    monkeypatch.setattr(kvlab, "pack_ternary", broken)
+    result = RUNNER.invoke(cli.app(), ["validate", "ternary"])
+    assert result.exit_code == 1
+    assert "kernel pack_ternary, backend cpu: RuntimeError: no such instruction\n" in result.output
+    assert "FAILED" in result.output
+
+
+@pytest.mark.parametrize("key", testing.PATTERNS, ids=str)
+def test_every_target_has_tests(key: tuple[str, str]) -> None:
+    for pattern in testing.PATTERNS[key]:
+        assert list((ROOT / "tests").glob(pattern)), pattern
+    assert set(testing.paths(*key)) <= {str(x.relative_to(ROOT)) for x in ROOT.glob("tests/**/test_*.py")}
+
+
+def test_tests_are_run_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _no_gpu(monkeypatch)
+    file = tmp_path / "test_sample.py"
+    file.write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no')\ndef test_c(): assert 0\n"
+    )
+    monkeypatch.setattr(testing, "paths", lambda target, device: [str(file)])
+    result = RUNNER.invoke(cli.app(), ["test", "ternary", "--json"])
+    assert result.exit_code == 1
+    (row,) = json.loads(result.stdout)["rows"]
+    assert {name: row[name] for name in ("device", "passed", "failed", "skipped")} == {
+        "device": "cpu", "passed": 1, "failed": 1, "skipped": 1,
+    }  # fmt: skip
+    assert json.loads(result.stdout)["skipped"] == {"tests on cuda": "there is none in this test"}
+
+
+def test_clean_lists_before_it_deletes_and_leaves_what_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cubin, compiled, results = tmp_path / "cache" / "cubin", tmp_path / "numba", tmp_path / "results"
+    for folder in (cubin, compiled / "__pycache__", results):
+        folder.mkdir(parents=True)
+    monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cleaning, "kernel_folder", lambda kind: tmp_path / kind)
+    (cubin / "a").write_bytes(bytes(100))
+    ours = [results / "run.json", compiled / "__pycache__" / "a.nbi", cubin / "a"]
+    ours[0].write_text(json.dumps({"provenance": {"kvlab": "0.1"}, "rows": []}))
+    ours[1].write_bytes(b"x")
+    theirs = [results / "notes.json", results / "run.csv", compiled / "__pycache__" / "a.pyc"]
+    theirs.append(tmp_path / "cache" / "other")
+    for path in theirs:
+        path.write_text('{"rows": []}')
+    listed = RUNNER.invoke(cli.app(), ["clean", "--results", str(results)])
+    assert listed.exit_code == 0
+    assert all(path.exists() for path in ours)
+    assert "compiled CUDA kernels" in listed.output
+    assert "add --yes" in listed.output
+    deleted = RUNNER.invoke(cli.app(), ["clean", "--results", str(results), "--yes", "--json"])
+    assert json.loads(deleted.output)["found"][0]["bytes"] == 100
+    assert not any(path.exists() for path in ours)
+    assert all(path.exists() for path in theirs)
+    assert "there is nothing to clean" in RUNNER.invoke(cli.app(), ["clean"]).output
+    assert RUNNER.invoke(cli.app(), ["clean", "--results", str(ours[0])]).exit_code == 1
+
+
+def test_the_shell_alias_takes_the_same_words() -> None:
+    script = [str(ROOT / "gpu-test.sh")]
+    run = subprocess.run(
+        [*script, "validate", "ternary", "--device", "cpu"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "skipped: everything on cuda: --device cpu" in run.stdout
+    wrong = subprocess.run([*script, "run"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "'run' is not one of test, benchmark, profile, validate, clean" in wrong.stderr
