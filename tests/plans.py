@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvlab.reference.cache_plan import (
+from kvlab.reference.cache_layer import (
     PAGE,
     SEGMENT,
     UNFINISHED,
@@ -21,8 +21,8 @@ from kvlab.reference.cache_plan import (
     Layer,
     Rung,
     Tokens,
-    plan,
 )
+from kvlab.reference.cache_plan import plan
 
 LADDERS = {
     "2348": (Ladder((4424, 6472, 8520, 16712), (0.223, 0.0654, 0.018, 1e-4)), False),

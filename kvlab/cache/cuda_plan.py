@@ -18,7 +18,7 @@ import numpy as np
 from kvlab.arrays import cuda_view, empty, to_device
 from kvlab.build import Kernel, arch_of, build, load
 from kvlab.device import compute_capability
-from kvlab.reference.cache_plan import Ladder
+from kvlab.reference.cache_layer import Ladder
 
 __all__ = [
     "NO_ENTRY",

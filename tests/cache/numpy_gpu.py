@@ -30,10 +30,10 @@ from kvlab.cache.ladder import Rung
 from kvlab.cache.pages import encode_importance, read_tokens, write_tokens
 from kvlab.cache.store import LayerStore
 from kvlab.ops.packed import packed_attention
-from kvlab.reference import cache_plan
+from kvlab.reference import cache_layer, cache_plan
 from kvlab.reference.codec import hadamard
 
-NEW = cache_plan.NEW_TOKEN
+NEW = cache_layer.NEW_TOKEN
 
 
 class Kernels:
@@ -57,7 +57,7 @@ class Kernels:
         plan.max_groups = lambda phase: births
         return plan
 
-    def layer(self, number: int) -> cache_plan.Layer:
+    def layer(self, number: int) -> cache_layer.Layer:
         store, host = self.store, self.store.stores[number]
         tables = {name: table[number] for name, table in store.tables.items()}
         pairs = store.batch * store.heads
@@ -65,10 +65,10 @@ class Kernels:
             name: tables[name].reshape(pairs, -1) for name in ("rung", "count", "index", "base", "open")
         }
         rungs = tuple(
-            cache_plan.Rung(x.nbytes // UNIT, store.slab[number] // x.nbytes, x.positions)
+            cache_layer.Rung(x.nbytes // UNIT, store.slab[number] // x.nbytes, x.positions)
             for x in host.layouts
         )
-        return cache_plan.Layer(
+        return cache_layer.Layer(
             store.batch, store.heads, rungs, host.evicts, store.slab[number] // UNIT, store.arenas[number],
             by_pair["rung"], by_pair["count"], by_pair["index"].view(np.uint32),
             by_pair["base"].view(np.uint16), tables["num_pages"].reshape(pairs), by_pair["open"],
@@ -87,7 +87,7 @@ class Kernels:
             layer, new = self.layer(number), None
             if steps:
                 mask = self.arrays[valid] if valid else np.ones((self.store.batch, steps), bool)
-                new = cache_plan.Tokens(self.arrays[codes], mask, first_position)
+                new = cache_layer.Tokens(self.arrays[codes], mask, first_position)
             change = cache_plan.plan(layer, ladder, new, most_births=workspace.most_births, **rules)
             self.store.tables["num_free"][number] = layer.num_free
             self.store.tables["status"][number] |= change.status

@@ -11,7 +11,7 @@ import torch
 
 from kvlab.cache import cuda_plan
 from kvlab.cache.cuda_store import STATE
-from kvlab.reference.cache_plan import Change, Layer, Tokens
+from kvlab.reference.cache_layer import Change, Layer, Tokens
 from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, smallest
 
 TABLES = (

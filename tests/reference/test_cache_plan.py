@@ -11,7 +11,8 @@ from kvlab.cache.allocator import allocate
 from kvlab.cache.cuda_plan import PlanShape, decode_bounds, smallest_nbytes
 from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
-from kvlab.reference.cache_plan import PAGE, Ladder, Tokens, token_weight
+from kvlab.reference.cache_layer import NO_ROOM, PAGE, Ladder, Tokens
+from kvlab.reference.cache_plan import token_weight
 from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, smallest
 
 
@@ -91,7 +92,7 @@ def test_unlimited_budget_keeps_everything_at_the_top_and_unimportant_tokens_too
 def test_too_small_a_budget_is_reported() -> None:
     layer = empty_layer("248", 1, 2, 40, 1000, 100)
     new = Tokens(np.zeros((2, 700), np.uint8), np.ones((1, 700), bool), 0)
-    assert Simulation(layer, "248").change(new).status == cache_plan.NO_ROOM
+    assert Simulation(layer, "248").change(new).status == NO_ROOM
 
 
 @given(name=st.sampled_from(sorted(LADDERS)), n=st.integers(0, 600), heads=st.integers(1, 3))

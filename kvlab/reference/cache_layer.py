@@ -1,0 +1,175 @@
+"""One layer of a cache on a GPU and what a plan works with: the words of ``cache_plan.py``.
+
+The classes mirror the structs of ``kernels/cuda/include/cache_state.cuh`` and ``cache_plan.cuh``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Change", "Group", "Ladder", "Layer", "Rules", "Rung", "Tokens"]
+
+Ints = NDArray[np.int64]
+PAGE, UNIT, SEGMENT, KEYS = 64, 64, 16, 256
+RECENT, SINK = 254, 255
+"""Keys of tokens that outweigh all importance codes, which end at 253."""
+NEW_TOKEN = 255
+NO_ROOM, NO_ENTRY, UNFINISHED = 1, 4, 8
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Pages of one rung: units of a record, pages in a slab, byte offset of positions and importance."""
+
+    record: int
+    per_slab: int
+    tail: int
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Bytes that a page counts and loss of its tokens at each level, lowest first; level 0 may be eviction.
+
+    `steps(top)` are the corners of the lower convex hull of (bytes, loss) up to a level, as (level, loss
+    saved per byte) from the lowest corner on.
+
+    Examples
+    --------
+    >>> [level for level, _ in Ladder((10, 20, 30), (8.0, 7.5, 1.0)).steps(2)]
+    [2]
+    """
+
+    cost: tuple[int, ...]
+    loss: tuple[float, ...]
+
+    def steps(self, top: int) -> list[tuple[int, np.float32]]:
+        corners: list[tuple[int, float]] = [(0, np.inf)]
+        for level in range(1, top + 1):
+            while True:
+                start = corners[-1][0]
+                rate = (self.loss[start] - self.loss[level]) / (self.cost[level] - self.cost[start])
+                if rate <= corners[-1][1]:
+                    break
+                corners.pop()
+            corners.append((level, rate))
+        return [(level, np.float32(rate)) for level, rate in corners[1:]]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """New tokens: importance codes (pairs, n), which are valid (batch, n), position of the first."""
+
+    code: NDArray[np.uint8]
+    valid: NDArray[np.bool_]
+    first: int
+
+
+@dataclass
+class Layer:
+    """State of one layer: LayerState of ``kernels/cuda/include/cache_state.cuh``; tables (pairs, entries)."""
+
+    batch: int
+    heads: int
+    rungs: tuple[Rung, ...]
+    evicts: bool
+    slab_units: int
+    arena: NDArray[np.uint8]
+    rung: NDArray[np.uint8]
+    count: NDArray[np.uint8]
+    index: NDArray[np.uint32]
+    base: NDArray[np.uint16]
+    num_pages: NDArray[np.int32]
+    open: NDArray[np.int32]
+    used: NDArray[np.int32]
+    slab_count: NDArray[np.int32]
+    slabs: NDArray[np.int32]
+    free_slabs: NDArray[np.int32]
+    num_free: int
+    owner: NDArray[np.uint32]
+    place: NDArray[np.int32]
+    seqlen: int
+    budget: Ints
+
+    def address(self, r: int, number: int) -> int:
+        """Units from the start of the arena to page `number` of rung r."""
+        slab, within = divmod(number, self.rungs[r].per_slab)
+        return int(self.slabs[r, slab]) * self.slab_units + within * self.rungs[r].record
+
+    def number(self, r: int, address: int) -> int:
+        """The inverse of `address`."""
+        slab, within = divmod(address, self.slab_units)
+        return int(self.place[slab]) * self.rungs[r].per_slab + within // self.rungs[r].record
+
+    def positions(self, r: int, address: int) -> NDArray[np.uint16]:
+        start = address * UNIT + self.rungs[r].tail
+        return self.arena[start : start + 2 * PAGE].view("<u2")
+
+    def codes(self, r: int, address: int) -> NDArray[np.uint8]:
+        start = address * UNIT + self.rungs[r].tail + 2 * PAGE
+        return self.arena[start : start + PAGE]
+
+
+@dataclass
+class Change:
+    """What `plan` returns: moves (from, to, from_slot, to_slot, from_rung, to_rung, token) of both phases.
+
+    from_rung 255: a new token; `from` is its pair, `token` = row * steps + step; else `token` is the pair.
+    `copies` are (from, to, rung) of whole pages. `chunks`: (row, weight, ceiling, level). `births` and
+    `dropped` count pages.
+    """
+
+    phases: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = field(default_factory=lambda: ([], []))
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    chunks: list[tuple[int, float, int, int]] = field(default_factory=list)
+    births: int = 0
+    dropped: int = 0
+    status: int = 0
+
+
+@dataclass
+class Group:
+    """Tokens of a group: for each class a list of blocks (where from, keys of its tokens), in table order."""
+
+    pair: int
+    segment: int
+    blocks: list[list[tuple[int, Ints]]]  # [class] -> (entry or first step, key of each slot; -1: no token)
+    tokens: list[int] = field(default_factory=list)
+    chosen: list[list[int]] = field(default_factory=list)  # [class][level]: chunks
+    extra: bool = False
+    births: list[int] = field(default_factory=list)  # [rung]
+    first: list[int] = field(default_factory=list)  # [rung]: number of the first page born
+
+
+@dataclass(frozen=True)
+class Rules:
+    seqlen: int
+    sink: int
+    recent: int
+    room: int
+    by_position: bool
+
+
+def chunks_leaving(g: Group, layer: Layer, c: int) -> int:
+    """Chunks of a class that change their rung."""
+    stay = 0 if c == len(layer.rungs) else g.chosen[c][c + layer.evicts]
+    return sum(g.chosen[c]) - stay
+
+
+def pages_needed(g: Group, layer: Layer, r: int) -> int:
+    """Pages that the tokens of a stored class fill once its leaving chunks are gone."""
+    return -(-(g.tokens[r] - PAGE * chunks_leaving(g, layer, r)) // PAGE)
+
+
+def to_come(segment: int, rules: Rules) -> int:
+    """How many of the next tokens lie in a segment."""
+    first, end = segment << SEGMENT, (segment + 1) << SEGMENT
+    return max(0, min(end, rules.seqlen + rules.room) - max(first, rules.seqlen))
+
+
+def room_of(g: Group) -> int:
+    """Free slots of the page that takes the next tokens of a group: the one with what is left over."""
+    left = g.tokens[-1] % PAGE or g.tokens[-2] % PAGE
+    return PAGE - left if left else 0

@@ -1,0 +1,200 @@
+"""Which tokens and pages move, and the tables afterwards: second half of the oracle ``cache_plan.py``.
+
+What ``kernels/cuda/cache_moves.cu`` and ``cache_tables.cu`` do, once it is known how many chunks of
+each class go to which rung and which fresh pages take them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.reference.cache_layer import (
+    NEW_TOKEN,
+    NO_ENTRY,
+    PAGE,
+    SEGMENT,
+    Change,
+    Group,
+    Ints,
+    Layer,
+    Rules,
+    Tokens,
+    chunks_leaving,
+    pages_needed,
+    room_of,
+)
+
+__all__ = ["close_up", "move_to_fresh_pages", "set_tables"]
+
+
+def _ranks(blocks: list[tuple[int, Ints]]) -> list[Ints]:
+    """Rank of every token of a class by key, then place; -1 where there is none."""
+    keys = np.concatenate([key for _, key in blocks])
+    order = np.argsort(keys, kind="stable")
+    rank = np.empty(len(keys), np.int64)
+    rank[order] = np.arange(len(keys)) - int((keys < 0).sum())
+    rank = np.maximum(rank, -1)
+    ends = np.cumsum([len(key) for _, key in blocks])[:-1]
+    return np.split(rank, ends)
+
+
+def move_to_fresh_pages(layer: Layer, g: Group, r: int, new: Tokens | None, change: Change) -> None:
+    """Moves of phase 0 into the pages of rung r that a group gives birth to, in their order."""
+    number = g.first[r]
+    for c in range(len(g.blocks)):
+        if c == r or not g.blocks[c]:
+            continue
+        is_new = c == len(layer.rungs)
+        chunks = g.chosen[c][r + layer.evicts]
+        first = PAGE * sum(g.chosen[c][: r + layer.evicts])
+        count = PAGE * chunks
+        if is_new and r == len(layer.rungs) - 1:
+            count += g.tokens[c] % PAGE
+        moves: list[tuple[int, int, tuple[int, ...]]] = []
+        for (origin, _), ranks in zip(g.blocks[c], _ranks(g.blocks[c]), strict=True):
+            for slot in np.flatnonzero((ranks >= first) & (ranks < first + count)):
+                page, to_slot = divmod(int(ranks[slot]) - first, PAGE)
+                to = layer.address(r, number + page)
+                if is_new:
+                    assert new is not None
+                    token = g.pair // layer.heads * new.code.shape[1] + origin + int(slot)
+                    moves.append((page, to_slot, (g.pair, to, 0, to_slot, NEW_TOKEN, r, token)))
+                else:
+                    source = int(layer.index[g.pair, origin])
+                    moves.append((page, to_slot, (source, to, int(slot), to_slot, c, r, g.pair)))
+        change.phases[0].extend(move for _, _, move in sorted(moves))
+        number += -(-count // PAGE)
+
+
+def close_up(
+    layer: Layer,
+    g: Group,
+    r: int,
+    change: Change,
+    counts: NDArray[np.uint8],
+    dropped: dict[int, list[int]],
+    roles: dict[tuple[int, int, str], int],
+) -> None:
+    """Moves of phase 1 in a stored class: what stays fills the pages that stay, full ones first."""
+    if not g.blocks[r]:
+        return
+    leaving, needed = PAGE * chunks_leaving(g, layer, r), pages_needed(g, layer, r)
+    staying = g.tokens[r] - leaving
+    is_top = r == len(layer.rungs) - 1
+    kept = min(len(g.blocks[r]), needed + (is_top and g.extra))
+    ranks = _ranks(g.blocks[r])
+    before = [int(layer.count[g.pair, e]) for e, _ in g.blocks[r]]
+    kind = [0 if n == PAGE else 1 if n else 2 for n in before]
+    order = sorted(range(len(kind)), key=lambda i: kind[i])
+    ordinal = {i: o for o, i in enumerate(order)}
+    holes, movers = [], []
+    for i, (e, _) in enumerate(g.blocks[r]):
+        o, address = ordinal[i], int(layer.index[g.pair, e])
+        target = PAGE if o < needed - 1 else staying - PAGE * (needed - 1) if o == needed - 1 else 0
+        stays = ranks[i] >= leaving
+        holes += [(address, slot) for slot in range(target) if not stays[slot]]
+        movers += [(address, slot) for slot in range(target, PAGE) if stays[slot]]
+        counts[g.pair, e] = target
+        if o >= kept:
+            dropped.setdefault(g.pair, []).append(e)
+        elif is_top and o == needed - 1:
+            roles[g.pair, g.segment, "left over"] = e
+        elif o >= needed:
+            roles[g.pair, g.segment, "extra"] = e
+    for (source, from_slot), (to, to_slot) in zip(movers, holes, strict=True):
+        change.phases[1].append((source, to, from_slot, to_slot, r, r, g.pair))
+
+
+# ---- tables
+
+
+def set_tables(
+    layer: Layer,
+    groups: list[Group],
+    dropped: dict[int, list[int]],
+    roles: dict[tuple[int, int, str], int],
+    rules: Rules,
+    change: Change,
+) -> None:
+    top, entries = len(layer.rungs) - 1, layer.rung.shape[1]
+    dead: list[list[int]] = [[] for _ in layer.rungs]
+    for pair in range(layer.batch * layer.heads):
+        gone = sorted(dropped.get(pair, []))
+        for e in gone:
+            r = int(layer.rung[pair, e])
+            dead[r].append(layer.number(r, int(layer.index[pair, e])))
+        own = [g for g in groups if g.pair == pair]
+        born = [(g, r, j) for g in own for r in range(top + 1) for j in range(g.births[r])]
+        n = int(layer.num_pages[pair])
+        after = n - len(gone) + len(born)
+        if after > entries:
+            change.status |= NO_ENTRY
+            return
+        places = [e for e in gone if e < after] + list(range(n, after))
+        fillers = [e for e in range(after, n) if e not in gone]
+        moved = dict(zip(fillers, places, strict=False))
+        for e, to in moved.items():
+            for table in (layer.rung, layer.count, layer.index, layer.base):
+                table[pair, to] = table[pair, e]
+            r = int(layer.rung[pair, to])
+            layer.owner[r, layer.number(r, int(layer.index[pair, to]))] = pair * entries + to
+        for key, e in roles.items():
+            if key[0] == pair:
+                roles[key] = moved.get(e, e)
+        for e, (g, r, j) in zip(places[len(fillers) :], born, strict=True):
+            number = g.first[r] + j
+            layer.rung[pair, e], layer.base[pair, e] = r, g.segment
+            layer.index[pair, e] = layer.address(r, number)
+            layer.owner[r, number] = pair * entries + e
+            left = g.tokens[-1] % PAGE
+            pages = g.births[r] - (0 if r < top else _born_empty(layer, g))
+            partial = r == top and left and j == pages - 1
+            layer.count[pair, e] = 0 if j >= pages else left if partial else PAGE
+            if j >= pages:
+                roles[pair, g.segment, "extra"] = e
+            elif partial:
+                roles[pair, g.segment, "left over"] = e
+        layer.num_pages[pair] = after
+        _set_open(layer, pair, own, roles, rules)
+    _close_pools(layer, dead, change)
+
+
+def _born_empty(layer: Layer, g: Group) -> int:
+    """1 if the page that a group holds ready is born; 0 if it has none, or a dropped one serves."""
+    top = len(layer.rungs) - 1
+    return int(g.extra and len(g.blocks[top]) <= pages_needed(g, layer, top))
+
+
+def _set_open(
+    layer: Layer, pair: int, groups: list[Group], roles: dict[tuple[int, int, str], int], rules: Rules
+) -> None:
+    current = rules.seqlen >> SEGMENT
+    started = roles.get((pair, current, "left over"), -1)
+    if not any(g.segment == current and room_of(g) for g in groups):
+        started = -1
+    ready = roles.get((pair, current, "extra"), -1)
+    beyond = roles.get((pair, current + 1, "extra"), -1)
+    pages = [ready if ready >= 0 else started, beyond] if beyond >= 0 else [started, ready]
+    if pages[0] < 0:
+        pages = [pages[1], -1]
+    layer.open[pair] = pages
+
+
+def _close_pools(layer: Layer, dead: list[list[int]], change: Change) -> None:
+    """Copy the last pages of each rung to the places of dropped ones; give back slabs that became empty."""
+    for r, numbers in enumerate(dead):
+        after = int(layer.used[r]) - len(numbers)
+        gaps = [number for number in numbers if number < after]
+        last = [number for number in range(after, int(layer.used[r])) if number not in numbers]
+        for source, to in zip(last, gaps, strict=True):
+            address, entry = layer.address(r, to), int(layer.owner[r, source])
+            change.copies.append((layer.address(r, source), address, r))
+            layer.index[divmod(entry, layer.rung.shape[1])] = address
+            layer.owner[r, to] = entry
+        layer.used[r] = after
+        slabs = -(-after // layer.rungs[r].per_slab)
+        for slab in layer.slabs[r, slabs : layer.slab_count[r]]:
+            layer.free_slabs[layer.num_free] = slab
+            layer.num_free += 1
+        layer.slab_count[r] = slabs
