@@ -47,9 +47,13 @@ def whole_number(value: Any, name: str, least: int | None = None, most: int | No
     TypeError: sink=1.5 must be a whole number, not float
     """
     try:
-        if isinstance(value, bool):
+        # Of a value as it should be nothing more is asked: these checks stand before kernels of microseconds.
+        if type(value) is int:
+            found = value
+        elif isinstance(value, bool):
             raise TypeError
-        found = operator.index(value)
+        else:
+            found = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}={value!r} must be a whole number, not {type(value).__name__}") from None
     if (least is not None and found < least) or (most is not None and found > most):
@@ -88,6 +92,8 @@ def number(value: Any, name: str, least: float = -math.inf, most: float = math.i
         ...
     ValueError: ema_decay=1.5 must lie between 0 and 1
     """
+    if type(value) is float and least <= value <= most and math.isfinite(value):
+        return value
     try:
         if isinstance(value, (bool, str, bytes)):
             raise TypeError

@@ -262,7 +262,10 @@ def scores_of(
     """Check mask and score options, and resolve their defaults."""
     if not isinstance(window, list | tuple) or len(window) != 2:
         raise TypeError(f"window={window!r} must be two numbers of keys, left and right; -1 means no limit")
-    left, right = (whole_number(side, "window", -1, _LONGEST) for side in window)
+    left, right = (
+        whole_number(window[0], "window", -1, _LONGEST),
+        whole_number(window[1], "window", -1, _LONGEST),
+    )
     if head_dim == 0:
         raise ValueError("q has D = 0: head_dim must be at least 1")
     scale = 1 / math.sqrt(head_dim) if scale is None else number(scale, "scale")
