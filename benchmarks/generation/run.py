@@ -2,7 +2,8 @@
 
 Weights, keys and values are random: what is timed does not depend on them. Caches are filled directly, not by
 a prefill, and then decode steps of the whole model are timed, one kind of cache after the other in one
-process: `DynamicCache` under "sdpa" (dense), `KVLabCache` (packed), the same with steps replayed from CUDA
+process: `DynamicCache` under "sdpa" (dense; dense_flash: without cuDNN, whose attention plans each new length
+anew on the host), `KVLabCache` (packed), the same with steps replayed from CUDA
 graphs (graph), and the `QuantizedCache` of transformers with hqq. Besides: the host's time for a layer's
 cache and attention when nothing waits for the GPU, and the GPU's time for attention and append (in a CUDA
 graph) and for a plan (between events).
@@ -33,14 +34,15 @@ from kvlab.integrations.packed_attention import packed_attention_forward
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
 
 BITS, BUDGET, ROOM = (4, 8), 0.3, 128
+SHORT, SHORT_BITS = 4096, (2, 4, 8)  # up to this length open pages at 8 bits leave less than 4 bits to others
 WARM_UP = 20  # steps: both kinds of a graph are recorded within 17
 HEADS_Q, HEADS, DIM = 32, 8, 128
 DEFAULT = ",".join(
     f"{name}:{shape}"
     for shape, names in (
-        ("1x2048", "dense packed graph"),
-        ("8x32768", "dense packed graph"),
-        ("16x32768", "dense packed graph"),
+        ("1x2048", "dense dense_flash packed graph"),
+        ("8x32768", "dense dense_flash packed graph"),
+        ("16x32768", "dense dense_flash packed graph"),
         ("4x32768", "hqq packed graph"),
         ("40x32768", "dense packed graph"),
     )
@@ -74,7 +76,8 @@ def dense_cache(config: LlamaConfig, batch: int, n: int) -> DynamicCache:
 
 
 def packed_cache(config: LlamaConfig, batch: int, n: int) -> KVLabCache:
-    options: dict[str, Any] = {"budget": BUDGET, "bits": BITS, "max_seqlen": n + ROOM}
+    bits = SHORT_BITS if n <= SHORT else BITS
+    options: dict[str, Any] = {"budget": BUDGET, "bits": bits, "max_seqlen": n + ROOM}
     cache = KVLabCache(config, **options)
     packed = kvlab.MixedPrecisionCache(
         config.num_hidden_layers, HEADS_Q, HEADS, DIM, batch=batch, dtype="bfloat16", device="cuda", **options
@@ -94,7 +97,13 @@ def quantized_cache(config: LlamaConfig, batch: int, n: int) -> QuantizedCache:
     return cache
 
 
-CACHES = {"dense": dense_cache, "packed": packed_cache, "graph": packed_cache, "hqq": quantized_cache}
+CACHES = {
+    "dense": dense_cache,
+    "dense_flash": dense_cache,
+    "packed": packed_cache,
+    "graph": packed_cache,
+    "hqq": quantized_cache,
+}
 
 
 @torch.no_grad()
@@ -126,7 +135,10 @@ def measure(model: LlamaForCausalLM, name: str, batch: int, n: int, steps: int) 
         return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
 
     step = DecodeGraph(model, cache) if name == "graph" else usual
+    before_steps = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before_steps and name != "dense_flash")
     found |= decode(step, batch, steps, 3 if step is usual else WARM_UP)
+    torch.backends.cuda.enable_cudnn_sdp(before_steps)
     if make is packed_cache:
         packed = cache.packed
         found |= {"nbytes": packed.nbytes, "reserved_nbytes": packed.reserved_nbytes}
@@ -148,11 +160,11 @@ def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
     calls = [device._calls.step(i, q, 1, DIM**-0.5, 0.0, "mass", False) for i in range(layers)]
 
     def attend(stream: int) -> None:
-        for attend, _, _ in calls:
+        for attend, *_ in calls:
             attend(views[0], out.data_ptr(), lse.data_ptr(), stream)
 
     def append(stream: int) -> None:
-        for _, append, _ in calls:
+        for _, append, *_ in calls:
             append(*views, 0, out.data_ptr(), lse.data_ptr(), True, stream)
 
     found = {}

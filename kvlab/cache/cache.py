@@ -460,8 +460,11 @@ class MixedPrecisionCache(CacheOptions):
         return nullcontext() if self._gpu is None else self._gpu.on_host(changes)
 
     def _take_rows(self, rows: NDArray[np.int64]) -> None:
-        with self._on_host():
-            self._take_rows_on_host(rows)
+        try:
+            with self._on_host():
+                self._take_rows_on_host(rows)
+        finally:
+            self.batch = self.layers[0].store.batch  # the old one, if a GPU had no memory for others
 
     def _take_rows_on_host(self, rows: NDArray[np.int64]) -> None:
         if len(rows) > self.batch and self._budget.nbytes is not None:

@@ -180,6 +180,7 @@ class DeviceCache:
         """A step of many tokens; it waits for the device."""
         steps, dtype, dim = q.shape[1], self.layers[layer].store.dtype, self.store.head_dim
         stream, workspace = current_stream(q), self.changes.admission(steps, self.lengths[layer] > 0)
+        codes = empty((self.pairs, steps), "uint8", k)  # all memory is taken before anything changes
         out, lse = attend_new(q, k, v, valid, scale, softcap)
         collects = self.collects(layer, steps)
         if self.lengths[layer]:
@@ -189,7 +190,6 @@ class DeviceCache:
             kernels.merge_rows(dim, dtype, self.device, addresses, tuple(q.shape[:3]), stream)
             if collects:
                 self._score_stored(layer, scores, lse, 0, stream)
-        codes = empty((self.pairs, steps), "uint8", k)
         fresh = self._fresh(k, v, valid, codes, layer)
         if self.observes[layer] == "mass":
             if valid is not None:
@@ -275,18 +275,28 @@ class DeviceCache:
             yield
         finally:
             if changes:
-                self.lengths = [layer.seqlen for layer in self.layers]
-                self.since = [layer.since_collection for layer in self.layers]
                 batch = self.layers[0].store.batch
                 if batch != self.store.batch:
+                    self._make_for_rows(*memory())
                     self.pairs = batch * self.store.heads
-                    self._make(*memory())
                 else:
                     self.store.clear()
+                self.lengths = [layer.seqlen for layer in self.layers]
+                self.since = [layer.since_collection for layer in self.layers]
                 self._take_from_host()
             else:
                 for layer in self.layers:
                     layer.clear()
+
+    def _make_for_rows(self, capacity: int, share: int | None) -> None:
+        """Take memory for the rows that the layers of the CPU have, or leave them with the old number."""
+        try:
+            self._make(capacity, share)
+        except BaseException:
+            for layer in self.layers:
+                layer.store.batch = self.store.batch
+                layer.clear()
+            raise
 
     def _take_from_host(self) -> None:
         """Move what the layers of the CPU hold to the empty device."""

@@ -151,11 +151,16 @@ class Changes:
 
     def admit(self, layer: int, fresh: Any, workspace: Workspace, stream: int) -> None:
         """Take in new tokens of a layer, a `NEW_TOKENS` scalar; waits for the device."""
+        before: list[int] = []
         while True:
             self._plan(layer, 1, workspace, stream, fresh)
             trouble = self.trouble(layer)
             if trouble != UNFINISHED:
                 break
+            used = to_host(self.store.tables["used"][layer]).tolist()
+            if used == before:
+                break  # nothing was demoted, and nothing would be the next time
+            before = used
             self.store.tables["status"][layer] = 0
         if trouble:
             raise RuntimeError(

@@ -18,6 +18,7 @@ from kvlab.arrays import CudaView, cuda_view, empty, match_shapes
 from kvlab.cache.allocator import Method
 from kvlab.cache.cuda_kernels import MAX_GROUP, MAX_STEPS
 from kvlab.cache.importance import Importance
+from kvlab.device import translated_out_of_memory
 
 if TYPE_CHECKING:
     from kvlab.cache.cache import MixedPrecisionCache
@@ -122,8 +123,15 @@ class GpuRoad:
         if steps <= MAX_STEPS and device.group <= MAX_GROUP:
             if device.room[layer] < steps:
                 device.make_room(layer, self._share(layer, steps))
-            return device.step(layer, q, views, mask, scale, softcap)
-        return device.long_step(layer, q, k, v, valid, scale, softcap, self._share(layer, steps))
+            try:
+                return device.step(layer, q, views, mask, scale, softcap)
+            except (
+                Exception
+            ):  # a block around the call would take longer than these lines, which cost nothing
+                with translated_out_of_memory(f"a step of {steps} tokens"):
+                    raise
+        with translated_out_of_memory(f"a step of {steps} tokens"):
+            return device.long_step(layer, q, k, v, valid, scale, softcap, self._share(layer, steps))
 
     def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
         """`MixedPrecisionCache.append` on a GPU."""
@@ -134,7 +142,8 @@ class GpuRoad:
                 device.make_room(layer, self._share(layer, steps))
             device.append(layer, k, views, mask)
         elif steps:
-            device.long_append(layer, k, v, valid, self._share(layer, steps))
+            with translated_out_of_memory(f"{steps} new tokens"):
+                device.long_append(layer, k, v, valid, self._share(layer, steps))
 
     def attend(self, layer: int, q: Any, scale: float | None, softcap: float) -> Any:
         """`MixedPrecisionCache.attend` on a GPU."""
@@ -142,7 +151,8 @@ class GpuRoad:
         if view.shape[1] == 0:
             return empty(view.shape, view.dtype, q)
         scale = self._cache.head_dim**-0.5 if scale is None else scale
-        return device.attend(layer, q, scale, softcap)
+        with translated_out_of_memory(f"attention with {view.shape[1]} queries a row"):
+            return device.attend(layer, q, scale, softcap)
 
     def _share(self, layer: int, steps: int) -> int | None:
         return self._cache._share(self.seqlen(layer) + steps, self._cache.batch)
@@ -231,7 +241,8 @@ class GpuRoad:
         )
         capacity = self._capacity(self.seqlen(0) + steps)
         share = cache._share(capacity, cache.batch)
-        self._device = DeviceCache(cache.layers, settings, like, capacity, share)
+        nothing = empty((0,), "uint8", like)  # of the caller's framework, and without the caller's memory
+        self._device = DeviceCache(cache.layers, settings, nothing, capacity, share)
         return self._device
 
     def _capacity(self, length: int) -> int:

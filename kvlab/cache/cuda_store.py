@@ -124,9 +124,8 @@ class DeviceStore:
             slab = slab_nbytes(records, held // max(records))
             self.slab.append(slab)
             # Every rung may leave one slab in part empty, and a slab wastes a little.
-            self.num_slabs.append(
-                int(-(-(held + spare(number, slab)) * (1 + 2 * _WASTE) // slab)) + len(records) + 1
-            )
+            filled = slab - max(slab % record for record in records)
+            self.num_slabs.append(-(-(held + spare(number, slab)) // filled) + len(records) + 1)
         self.max_slabs = max(self.num_slabs)
         self.max_pages = max(
             slab // min(layout.nbytes for layout in store.layouts) * self.max_slabs

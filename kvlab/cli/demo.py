@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,6 +24,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 """Here the latest *-demo-full.json, a run with --full, has the rows of transformers' caches that stand,
 marked, in the table of a run without."""
 
+GPU_ROWS = 20
+"""Windows that a GPU reads at once."""
 LONG = 8_192
 """Tokens from which on a run is long."""
 
@@ -49,6 +51,9 @@ def command(
         str | None,
         typer.Option(help="Which caches: kvlab (default), controls, hqq, quanto; with --full all of them."),
     ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="Where model and caches are; cuda: one process.")
+    ] = "cpu",
     processes: Annotated[
         int | None,
         typer.Option(min=1, help="Processes; default as processors and memory allow, at most 4."),
@@ -58,8 +63,8 @@ def command(
 
     SmolLM2-135M predicts every next token in windows of the King James Bible, with a full-precision cache
     and with each packed one. The table shows what a cache takes and how far its predictions are from full
-    precision. Runs on the CPU and downloads nothing. A run that was interrupted goes on where it stopped
-    when the same command is given again.
+    precision. Runs on the CPU, or on a GPU with --device cuda, and downloads nothing. A run that was
+    interrupted goes on where it stopped when the same command is given again.
 
     Example: kvlab demo --tokens 8K --budgets 0.2,0.4 --output results
     """
@@ -74,7 +79,9 @@ def command(
 
     tiny = os.environ.get("KVLAB_TINY") == "1"
     wanted = tokens or ((400 if tiny else 40_000) if full else (200 if tiny else 4_000))
-    plan = _plan(fractions, _groups(groups, full, tiny), tiny, wanted)
+    if device == "cuda":
+        processes = 1
+    plan = _plan(fractions, _groups(groups, full, tiny, device), tiny, wanted, device)
     output.mkdir(parents=True, exist_ok=True)
     journal = Journal(output, plan.settings)
     outcome = _compare(Console(stderr=True), plan, journal, processes or (1 if tiny else processes_for(plan)))
@@ -85,7 +92,11 @@ def command(
 
     result = Comparison(
         provenance=provenance(
-            tokens=wanted, budgets=budgets, groups=",".join(plan.groups), resumed=outcome.resumed
+            tokens=wanted,
+            budgets=budgets,
+            groups=",".join(plan.groups),
+            device=_device_name(device),
+            resumed=outcome.resumed,
         ),
         model=outcome.model,
         text=outcome.text,
@@ -121,18 +132,21 @@ def _fractions(text: str) -> tuple[float, ...]:
     return found
 
 
-def _groups(text: str | None, full: bool, tiny: bool) -> tuple[str, ...]:
+def _groups(text: str | None, full: bool, tiny: bool, device: str) -> tuple[str, ...]:
     from kvlab.lab.reader import GROUPS
 
     if text is None:
         # The quantised caches of transformers are compared on the real model only.
-        return (GROUPS[:2] if tiny else GROUPS) if full else GROUPS[:1]
+        whole = GROUPS[:2] if tiny else GROUPS
+        return (
+            tuple(group for group in whole if group != "controls" or device == "cpu") if full else GROUPS[:1]
+        )
     if unknown := set(text.split(",")) - set(GROUPS):
         raise typer.BadParameter(f"--groups {text!r}: {min(unknown)!r} is none of {', '.join(GROUPS)}")
     return tuple(group for group in GROUPS if group in text.split(","))
 
 
-def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, tokens: int) -> Plan:
+def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, tokens: int, device: str) -> Plan:
     """What to compare, once it is sure that everything it needs is installed."""
     from kvlab.lab.cases import require
     from kvlab.lab.model import require_smollm2
@@ -143,11 +157,11 @@ def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, token
         require_smollm2()
         for library in {"hqq", "quanto"} & set(groups):
             require(library)
-    # In a long run every window is saved as soon as it is read.
-    long = tokens > LONG
-    protocol = Protocol(length=256, scored_from=128, rows=2) if tiny else Protocol(rows=1 if long else 4)
+    # In a long run every window is saved as soon as it is read; a GPU reads more of them at once.
+    rows = GPU_ROWS if device == "cuda" else 1 if tokens > LONG else 4
+    protocol = Protocol(length=256, scored_from=128, rows=2) if tiny else Protocol(rows=rows)
     windows = -(-tokens // protocol.scored)
-    return Plan("tiny" if tiny else "smollm2", protocol, windows, budgets, groups)
+    return Plan("tiny" if tiny else "smollm2", protocol, windows, budgets, groups, device)
 
 
 def _compare(console: Console, plan: Plan, journal: Journal, processes: int) -> Outcome:
@@ -173,6 +187,12 @@ def _compare(console: Console, plan: Plan, journal: Journal, processes: int) -> 
         )
         raise typer.Exit(130) from None
     return outcome
+
+
+def _device_name(device: str) -> str:
+    from kvlab.environment import report
+
+    return device if device == "cpu" else ", ".join(gpu["name"] for gpu in report()["gpus"])
 
 
 def _recorded() -> Path | None:

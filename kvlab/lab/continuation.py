@@ -39,7 +39,7 @@ def continue_text(subject: Subject, prompt: Sequence[int], cache: Cache, count: 
     >>> len(written.tokens), written.nbytes == cache.packed.nbytes
     (3, True)
     """
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=subject.model.device)
     start = time.perf_counter()
     written = subject.model.generate(
         ids,

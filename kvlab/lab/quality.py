@@ -96,7 +96,7 @@ def evaluate(
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        On the CPU, with an attention function that reads the caches of all cases ("kvlab_packed").
+        With an attention function that reads the caches of all cases ("kvlab_packed").
     windows : Windows
         Of `protocol.length + 1` tokens: the last one is only predicted.
     cases : sequence of Case
@@ -142,7 +142,7 @@ def _read_batch(
     protocol: Protocol,
     progress: Callable[[str], None],
 ) -> None:
-    tokens = torch.from_numpy(windows)
+    tokens = torch.from_numpy(windows).to(model.device)
     for run in runs:
         run.begin()
     for begin in range(0, protocol.length, protocol.chunk):
@@ -155,6 +155,8 @@ def _read_batch(
             logits = model(
                 tokens[:, begin:end], past_key_values=run.cache, logits_to_keep=0 if scored else 1
             ).logits
+            if logits.is_cuda:
+                torch.cuda.synchronize()
             seconds = time.perf_counter() - start
             run.check_budget()
             if scored:

@@ -34,6 +34,8 @@ class Plan:
         Of the mixed caches.
     groups : tuple of str
         Of `GROUPS`: kvlab's own caches, controls at equal bytes, quantised caches of transformers.
+    device : {"cpu", "cuda"}
+        Where model and caches are. Controls need what caches on a GPU do not have.
     """
 
     subject: str
@@ -41,6 +43,14 @@ class Plan:
     windows: int
     budgets: tuple[float, ...]
     groups: tuple[str, ...] = GROUPS[:1]
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu" and "controls" in self.groups:
+            raise NotImplementedError(
+                "controls score tokens by functions and choose widths by other allocators, which caches on a "
+                "GPU do not take: leave them out (--groups), or read them on the CPU"
+            )
 
     @property
     def settings(self) -> str:
@@ -91,6 +101,7 @@ class Reader:
     def __init__(self, plan: Plan, tick: Callable[[int], None]) -> None:
         self.plan, self.tick = plan, tick
         self.subject = SUBJECTS[plan.subject]()
+        self.subject.model.to(plan.device)
         self.groups = plan.cases(self.subject.model.config)
         self.windows = cut_windows(
             self.subject.text, self.subject.encode, plan.windows, plan.protocol.length + 1

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlab.cache import cuda_cache, cuda_calls, cuda_store
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError, OutOfMemory
 from kvlab.ops.attention import merge_attention
 from kvlab.ops.packed import packed_attention
+from tests.allocations import fail_everywhere
 from tests.cache.numpy_gpu import Kernels, install
 from tests.held import pages_of, positions
 
@@ -262,3 +264,33 @@ def test_graphs_follow_memory_and_refuse(kernels: Kernels) -> None:
         cache.prepare()
     with pytest.raises(NotImplementedError, match="device='cuda'"):
         MixedPrecisionCache(1, 1, 1, 16).prepare()
+
+
+def test_lack_of_memory_at_any_allocation(kernels: Kernels) -> None:
+    """Steps, appends, growth and other rows: a failed allocation leaves the cache as it was."""
+    cache, rng = make(), np.random.default_rng(8)
+    step(cache, rng, 100)
+    new, long = draw(rng, cache, 1), draw(rng, cache, 90)
+    works = [
+        lambda: cache.step(0, *new),
+        lambda: cache.append(1, *new[1:]),
+        lambda: cache.step(0, *long),
+        lambda: cache.append(1, *long[1:]),
+        lambda: cache.attend(0, long[0]),
+        lambda: cache.repeat(2),
+    ]
+    found = []
+    for work in works:
+        lengths, before = list(cache._gpu._device.lengths), pages_of(cache)
+
+        def unchanged(lengths: Any = lengths, before: Any = before) -> None:
+            assert cache._gpu._device.lengths == lengths
+            assert cache.batch == cache._gpu._device.store.batch == 2
+            for old, new in zip(before, pages_of(cache), strict=True):
+                assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
+
+        modules = (cuda_cache, cuda_calls, cuda_store)
+        found.append(fail_everywhere(modules, MemoryError("no memory"), work, unchanged))
+    assert found[0] > 0
+    assert min(found[2:]) > 0
+    assert (cache.batch, cache._gpu._device.lengths) == (4, [191, 191])

@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import kvlab
+from kvlab.cache import cuda_cache, cuda_calls, cuda_plan, cuda_store
 from kvlab.errors import BudgetError
+from kvlab.ops import attention_cuda, packed_cuda
 from kvlab.reference import packed as reference
+from tests.allocations import fail_everywhere
 from tests.compare import assert_accurate
 from tests.gpu.test_cache_kernels import exact
 from tests.gpu.test_packed_attention import DTYPES, low_precision, to_numpy, to_torch
@@ -231,3 +235,70 @@ def test_bad_arguments() -> None:
         cache.step(0, q, k[:, :, :1], v)
     with pytest.raises(ValueError, match="contiguous"):
         cache.step(0, q, k.transpose(2, 3).contiguous().transpose(2, 3), v)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 4000), (8, 2000)])
+def test_reserved_memory_is_what_torch_gave(batch: int, length: int) -> None:
+    """Within 1 % of the device memory that is gone after steps of all kinds, and all of it comes back."""
+    options = {"batch": batch, "max_seqlen": length + 100, "plan_length": length, "budget": 0.6}
+    rng = np.random.default_rng(3)
+
+    def used(cache: Any) -> int:
+        for steps in (length, *[1] * 20):
+            for layer in range(LAYERS):
+                cache.step(layer, *map(to_torch, draw(rng, cache, steps)))
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = torch.cuda.memory_allocated()
+    cache = make(128, **options)
+    taken = used(cache) - before
+    assert abs(taken - cache.reserved_nbytes) <= 0.01 * taken
+    assert cache.nbytes <= cache.reserved_nbytes
+    del cache
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_lack_of_memory_at_any_allocation() -> None:
+    cache, rng = make(max_seqlen=600, plan_length=600), np.random.default_rng(8)
+    step(cache, rng, 100)
+    new, long = (list(map(to_torch, draw(rng, cache, steps))) for steps in (2, 90))
+    works = [
+        lambda: cache.step(0, *new),
+        lambda: cache.append(1, *new[1:]),
+        lambda: cache.step(0, *long),
+        lambda: cache.append(1, *long[1:]),
+        lambda: cache.attend(0, long[0]),
+        lambda: cache.repeat(2),
+    ]
+    found = []
+    for work in works:
+        lengths, before = list(cache._gpu._device.lengths), pages_of(cache)
+
+        def unchanged(lengths: Any = lengths, before: Any = before) -> None:
+            assert cache._gpu._device.lengths == lengths
+            for old, new in zip(before, pages_of(cache), strict=True):
+                assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
+
+        modules = (attention_cuda, cuda_cache, cuda_calls, cuda_plan, cuda_store, packed_cuda)
+        error = torch.OutOfMemoryError("CUDA out of memory")
+        found.append(fail_everywhere(modules, error, work, unchanged))
+    assert found[0] > 0
+    assert min(found[2:]) > 0
+    assert (cache.batch, cache._gpu._device.lengths) == (4, [192, 192])
+
+
+@pytest.mark.parametrize(
+    ("options", "way_round"),
+    [
+        ({"residual": 16}, "device='cpu'"),
+        ({"dtype": "float32"}, "device='cpu'"),
+        ({"allocator": "dp"}, "device='cpu'"),
+        ({"allocator": "uniform"}, "device='cpu'"),
+        ({"importance": lambda *a: a[1]}, "name a policy"),
+        ({"head_dim": 48}, "device='cpu'"),
+    ],
+)
+def test_what_is_not_there_says_so(options: Any, way_round: str) -> None:
+    with pytest.raises(NotImplementedError, match=way_round):
+        make(**options)

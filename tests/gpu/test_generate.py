@@ -84,7 +84,7 @@ def test_replayed_steps(model: Any, padded: bool) -> None:
     prompt, mask = ids(2, 100), torch.ones(2, 100, dtype=torch.long, device="cuda")
     mask[0, :30] = 1 - padded
     positions = (mask.cumsum(1) - 1).clamp(0)
-    options: dict[str, Any] = {"budget": 0.5, "bits": (2, 4, 8), "plan_length": 256, "max_seqlen": 200}
+    options: dict[str, Any] = {"budget": 0.6, "bits": (2, 4, 8), "plan_length": 256, "max_seqlen": 200}
     caches = [KVLabCache(CONFIG, **options) for _ in range(2)]
     for cache in caches:
         model(prompt, past_key_values=cache, attention_mask=mask, position_ids=positions)
