@@ -43,6 +43,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "performance": ("p5_latency_ms", "p50_latency_ms", "p95_latency_ms", "gb_per_s"),
     "compression": ("actual_vs_fp16", "actual_vs_int8", "theoretical_ratio"),
     "config": ("model", "device", "seed"),
+    "geometry": ("num_layers", "num_heads", "num_kv_heads", "head_dim"),
     "provenance": ("case_id", "backend", "gpu", "commit", "modified", "kvlab", "seconds", "time"),
 }
 COLUMNS = (*_FIRST, *(name for names in _PARTS.values() for name in names))
@@ -83,8 +84,9 @@ def _row(result: dict[str, Any]) -> Row:
     source |= {"gpu": gpus[0]["name"] if gpus else None} | git
     flat = {**result, **(result.get("memory") or {}), **(result.get("performance") or {}), **result["config"]}
     row: Row = {name: flat.get(name) for name in _FIRST}
+    parts = {"": result, "provenance": source, "geometry": result["config"]["geometry"]}
     for part, names in _PARTS.items():
-        values = result if part == "" else source if part == "provenance" else result.get(part) or {}
+        values = parts.get(part) or result.get(part) or {}
         row |= {name: values.get(name) for name in names}
     return row
 
@@ -116,20 +118,20 @@ def write_summary(rows: list[Row], folder: Path) -> list[Path]:
     return paths
 
 
-def read_summary(folder: Path) -> list[Row]:
-    """Return the rows of a summary with their types.
+def read_summary(*folders: Path) -> list[Row]:
+    """Return the rows of summaries with their types.
 
     Raises
     ------
     FileNotFoundError
         If the folder has none; the message says how to make one.
     """
-    columns, rows = query("select * from results", folder)
+    columns, rows = query("select * from results", *folders)
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def query(sql: str, folder: Path) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Ask the summary of a folder in SQL; the table is called `results`.
+def query(sql: str, *folders: Path) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Ask the summaries of folders in SQL; together they are the table `results`.
 
     Returns
     -------
@@ -145,11 +147,12 @@ def query(sql: str, folder: Path) -> tuple[list[str], list[tuple[Any, ...]]]:
     MissingExtraError
         If DuckDB is not installed.
     """
-    path = (folder / SUMMARY).with_suffix(".parquet")
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is not there; kvlab sweep collect {folder} makes it")
+    paths = [(folder / SUMMARY).with_suffix(".parquet") for folder in folders]
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is not there; kvlab sweep collect {path.parent} makes it")
     connection = _connection()
-    connection.read_parquet(str(path)).create_view("results")
+    connection.read_parquet(list(map(str, paths)), union_by_name=True).create_view("results")
     with needs_extra("lab", "kvlab report"):
         import duckdb
     try:

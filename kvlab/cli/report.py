@@ -1,0 +1,101 @@
+"""`kvlab report`: what sweeps found, as tables, answers to SQL, files and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvlab.cli.options import Json, Output, emit_json
+
+__all__ = ["group"]
+
+group = typer.Typer(
+    no_args_is_help=True,
+    help="What sweeps found: tables, SQL, expectations, Markdown, figures, one HTML page.",
+)
+Folders = Annotated[list[Path], typer.Argument(help="Folders of collected sweeps.")]
+Change = Annotated[float, typer.Option(help="Change of perplexity that the best configuration may have.")]
+
+
+@group.command()
+def show(folders: Folders, change: Change = 0.01, as_json: Json = False, output: Output = None) -> None:
+    """Print budget against quality, packing, contexts, the Pareto front and the best configuration.
+
+    Example: kvlab report show results/first --change 0.02
+    """
+    from kvlab.lab.tables import read_summary
+    from kvlab.lab.views import views
+
+    found = views(read_summary(*folders), change)
+    emit_json({view.title: view.rows for view in found}, as_json=as_json, output=output)
+    if not as_json:
+        from kvlab.lab.results import print_table
+
+        for view in found:
+            print_table(view.rows, view.title)
+            typer.echo(f"{view.note}\n")
+
+
+@group.command()
+def query(
+    sql: Annotated[str, typer.Argument(help="A question; the table is called results.")],
+    folders: Folders,
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
+    """Ask the results in SQL.
+
+    Example: kvlab report query "select bits, min(kl) from results group by bits" results/first
+    """
+    from kvlab.lab.tables import query as ask
+
+    columns, rows = ask(sql, *folders)
+    answer: dict[str, Any] = {"rows": [dict(zip(columns, row, strict=True)) for row in rows]}
+    emit_json(answer, as_json=as_json, output=output)
+    if not as_json and rows:
+        from kvlab.lab.results import print_table
+
+        print_table(answer["rows"], sql)
+
+
+@group.command()
+def expected(folders: Folders, as_json: Json = False, output: Output = None) -> None:
+    """Print every published expectation beside what was measured. Exit code 1 if one fails.
+
+    Example: kvlab report expected results/first
+    """
+    from kvlab.lab.expectations import expectations
+    from kvlab.lab.tables import read_summary
+
+    rows = expectations(read_summary(*folders))
+    emit_json({"rows": rows}, as_json=as_json, output=output)
+    if not as_json:
+        from kvlab.lab.results import print_table
+
+        print_table(rows, "Expected and measured")
+    if any(row["verdict"] == "fail" for row in rows):
+        raise typer.Exit(1)
+
+
+@group.command()
+def write(
+    folders: Folders,
+    change: Change = 0.01,
+    as_json: Json = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder; default: that of the sweep.")
+    ] = None,
+) -> None:
+    """Write report.md, report.html (one page, with everything in it) and figures as PNG and SVG.
+
+    Example: kvlab report write results/first --output results/first/report
+    """
+    from kvlab.lab.ablation_report import write_report
+    from kvlab.lab.tables import read_summary
+
+    paths = write_report(read_summary(*folders), output or folders[0], change)
+    emit_json({"files": list(map(str, paths))}, as_json=as_json, output=None)
+    if not as_json:
+        typer.echo("\n".join(map(str, paths)))
