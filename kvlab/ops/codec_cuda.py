@@ -183,7 +183,7 @@ def _quantize_columns(x: Any, packed: Any, words: list[Any], layout: Layout, fla
     kernel = cuda_kernel("codec_columns", "quantize_columns", tuple(macros.items()), cuda_view(x, "x").device)
     warps = -(-layout.group_size // 8)
     per_load = 4 if dtype == "float32" else 8
-    shared = warps * 2 * per_load * (32 + 32 // per_load) * 4
+    shared = warps * 256 * per_load
     addresses = [pointer(packed), pointer(words[0]), pointer(words[1]) if len(words) > 1 else 0]
     launch(kernel, blocks, (32, warps), [pointer(x), shape, *addresses, flag.pointer], x, shared)
 
