@@ -21,13 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import OutOfMemory
+from kvlab.estimates import Estimate, estimate
+from kvlab.sizes import format_size
 
 __all__ = [
     "Cpu",
+    "Estimate",
     "Gpu",
     "compute_capability",
     "cpu",
     "driver_cuda_version",
+    "enough_memory",
+    "estimate",
     "gpus",
     "gpus_missing_because",
     "memory_available",
@@ -43,6 +48,9 @@ _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
 
 _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation")
 """How torch on the CPU, the CUDA driver and the CUDA runtime say it where no class of exception does."""
+
+
+_WORTH_ASKING = 1 << 26  # bytes; asking the system takes 50 us
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +238,45 @@ def _call(answer: tuple[Any, ...]) -> Any:
     if int(code) != 0:
         raise RuntimeError(getattr(code, "name", str(code)))
     return values[0] if values else None
+
+
+@contextmanager
+def enough_memory(need: int, what: str, kind: str) -> Iterator[None]:
+    """Refuse a block that must allocate `need` bytes where they are not available; nothing has happened then.
+
+    CPU memory is asked before the block begins, for a system that promises more than it has would end the
+    process later. On a GPU the allocator of torch or CuPy says no before a kernel is launched.
+
+    Parameters
+    ----------
+    need : int
+    what : str
+        The call, for the message.
+    kind : str
+        ``"cpu"`` or ``"cuda"``.
+
+    Raises
+    ------
+    OutOfMemory
+        Naming what is needed and what is available.
+
+    Examples
+    --------
+    >>> with enough_memory(1 << 60, "attention", "cpu"):
+    ...     pass
+    Traceback (most recent call last):
+        ...
+    kvlab.errors.OutOfMemory: attention needs 1048576.00 TiB beyond its arguments, ... available: ...
+    """
+    if kind == "cpu" and need >= _WORTH_ASKING:
+        available = memory_available()
+        if need > available:
+            raise OutOfMemory(
+                f"{what} needs {format_size(need)} beyond its arguments, {format_size(available)} are "
+                "available: call it for a part of the batch or of the heads at a time"
+            )
+    with translated_out_of_memory(f"{what} needs {format_size(need)} beyond its arguments"):
+        yield
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvlab.arguments import flag, number, whole_number
-from kvlab.arrays import Array, ArrayT, Device, common_device, dtype_name, match_shapes
+from kvlab.arrays import Array, ArrayT, Device, common_device, dtype_name, match_shapes, numpy_dtype
+from kvlab.device import enough_memory
 from kvlab.registry import AtLeast, Row, choose, register
 
 __all__ = [
@@ -126,6 +127,8 @@ def attention(
         If an argument is no array, or q, k and v are not of one dtype.
     NotImplementedError
         If no backend on the device supports the call; the message says what would.
+    kvlab.OutOfMemory
+        If the results do not fit into memory (`kvlab.device.estimate` says what a call takes).
 
     References
     ----------
@@ -283,7 +286,10 @@ def _attend(
 ) -> tuple[ArrayT, ArrayT]:
     device = check_arrays({"q": q, "k": k, "v": v}, sequences, sizes)
     row = choose("attention", device.kind, backend, dtype=dtype_name(q), head_dim=sizes["D"])
-    result: tuple[ArrayT, ArrayT] = row.launch(q, k, v, sequences, scores)
+    rows = math.prod(shape_of(q, "q")[:-1])
+    need = rows * (sizes["D"] * numpy_dtype(dtype_name(q)).itemsize + 4)
+    with enough_memory(need, "attention", device.kind):
+        result: tuple[ArrayT, ArrayT] = row.launch(q, k, v, sequences, scores)
     return result
 
 

@@ -14,10 +14,12 @@ References
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvlab.arguments import flag
-from kvlab.arrays import Array, ArrayT, dtype_name, match_shapes
+from kvlab.arrays import Array, ArrayT, dtype_name, match_shapes, numpy_dtype
+from kvlab.device import enough_memory
 from kvlab.ops.attention import (
     CUDA_FACTS,
     FACTS,
@@ -81,7 +83,7 @@ def attention_backward(
 
     Raises
     ------
-    ValueError, TypeError, NotImplementedError
+    ValueError, TypeError, NotImplementedError, kvlab.OutOfMemory
         As `attention`.
 
     Examples
@@ -194,7 +196,11 @@ def _differentiate(
     arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
     device = check_arrays(arrays, sequences, sizes)
     row = choose("attention_backward", device.kind, backend, dtype=dtype_name(q), head_dim=sizes["D"])
-    gradients: tuple[ArrayT, ArrayT, ArrayT] = row.launch(
-        dout, q, k, v, out, lse, sequences, scores, flag(deterministic, "deterministic")
-    )
+    of_q, of_k = (math.prod(shape_of(x, name)) for x, name in ((q, "q"), (k, "k")))
+    # Results, and a number for each row; on a GPU the workspace too is allocated before any launch.
+    need = (of_q + 2 * of_k) * numpy_dtype(dtype_name(q)).itemsize + 4 * of_q // sizes["D"]
+    with enough_memory(need, "attention_backward", device.kind):
+        gradients: tuple[ArrayT, ArrayT, ArrayT] = row.launch(
+            dout, q, k, v, out, lse, sequences, scores, flag(deterministic, "deterministic")
+        )
     return gradients
