@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvlab.cli.options import Json, size
+from kvlab.cli.options import Json, MinVram, Release, Verbose, size
 
 
 def command(
-    case: Annotated[str, typer.Argument(help="What to measure: packing, codec, allocator or decode.")],
-    device: Annotated[str, typer.Option(help="Where: cpu or cuda.")] = "cpu",
+    case: Annotated[
+        str,
+        typer.Argument(
+            help="What to measure: packing, codec, allocator, decode or attention; or flash_attention, "
+            "packed, ternary, all."
+        ),
+    ],
+    device: Annotated[
+        str, typer.Option(help="Where: cpu, cuda, or auto: both, where there is a GPU.")
+    ] = "cpu",
     array_size: Annotated[
         int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes of an array (packing, codec).")
     ] = 256 * 2**20,
     threads: Annotated[int, typer.Option(help="Threads on the CPU.")] = 2,
-    repeats: Annotated[int, typer.Option(help="Times a call is timed; the median counts.")] = 15,
+    repeats: Annotated[
+        int,
+        typer.Option("--repeats", "--iterations", help="Times a call is timed; the median counts."),
+    ] = 15,
+    min_vram: MinVram = 0.0,
+    release: Release = False,
+    verbose: Verbose = False,
     as_json: Json = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the result to this .json or .csv file.")
@@ -27,21 +41,30 @@ def command(
         Path | None, typer.Option(help="Also draw time against context (decode on cuda): .png and .svg.")
     ] = None,
 ) -> None:
-    """Measure one part of the library and print a table.
+    """Measure one part of the library, or several, and print a table of each.
 
     Results are checked before they are timed. `of copy` is the speed relative to a copy of the bytes that the
     call must read and write, by as many threads or on the same GPU; `times numpy` relative to the same in
-    NumPy; `speedup` that of a decode step over packed pages relative to torch.
+    NumPy; `speedup` that of a decode step over packed pages, or of attention, relative to torch.
 
     Example: kvlab benchmark packing --size 256MiB --threads 2 --output packing.json
     """
-    from kvlab.lab.benchmark import Options, run
-    from kvlab.lab.results import print_table, write
+    from kvlab.lab.benchmark import DEVICES, Options, cases_of, run
+    from kvlab.lab.results import write
+    from kvlab.lab.targets import Machine, machine
 
     if figure is not None and (case, device) != ("decode", "cuda"):
         raise ValueError(f"figure={figure}: only decode on cuda has one, not {case} on {device}")
-    result = run(case, Options(array_size, threads, repeats, device))
+    names = cases_of(case)
+    where = machine(device, min_vram) if device == "auto" or min_vram else Machine((device,))
+    pairs = [(name, on) for name in names for on in where.devices]
+    if len(names) > 1:  # of several, those that run there
+        pairs = [(name, on) for name, on in pairs if on in DEVICES[name]]
+    results = [run(name, Options(array_size, threads, repeats, on, release)) for name, on in pairs]
+    result: dict[str, Any] = results[0] if len(results) == 1 else {"case": case, "results": results}
     if output is not None:
+        if len(results) > 1 and output.suffix != ".json":
+            raise ValueError(f"output={str(output)!r}: several results go into one .json file")
         write(result, output)
     if figure is not None:
         from kvlab.lab.decode_figure import draw
@@ -50,8 +73,16 @@ def command(
         save_figure(draw(result["rows"]), figure)
     if as_json:
         typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
-    else:
-        hidden = ("p5_ms", "p95_ms", "p5_us", "p95_us", "copy_gb_per_s")
-        where = f"{threads} threads" if device == "cpu" else device
-        print_table(result["rows"], f"{case}, {where}", hidden)
-        typer.echo(result["note"])
+        return
+    for (name, on), one in zip(pairs, results, strict=True):
+        _print(one, f"{name}, {threads} threads" if on == "cpu" else f"{name}, {on}", verbose=verbose)
+    for on, reason in where.skipped.items():
+        typer.echo(f"skipped: {on}: {reason}")
+
+
+def _print(result: dict[str, Any], title: str, *, verbose: bool) -> None:
+    from kvlab.lab.results import print_table
+
+    hidden = () if verbose else ("p5_ms", "p95_ms", "p5_us", "p95_us", "copy_gb_per_s")
+    print_table(result["rows"], title, hidden)
+    typer.echo(result["note"])

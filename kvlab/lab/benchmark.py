@@ -20,19 +20,23 @@ from kvlab.errors import needs_extra
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.timing import time_in_turns
 
-__all__ = ["CASES", "DEVICES", "Options", "against_copy", "check", "run"]
+__all__ = ["CASES", "DEVICES", "Options", "against_copy", "cases_of", "check", "run"]
 
 _TINY_SIZE, _TINY_CONTEXT, _TINY_PAGES = 2**20, 128, 64
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is told: bytes of the arrays (packing, codec), threads, repeats of a timed call, where."""
+    """What a run is told: bytes of the arrays (packing, codec), threads, repeats of a timed call, where.
+
+    release: long sequences too (attention).
+    """
 
     size: int = 256 * 2**20
     threads: int = 2
     repeats: int = 15
     device: str = "cpu"
+    release: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,14 @@ def _decode(options: Options) -> Measured:
     return Measured(rows, module.NOTE)
 
 
+def _attention(options: Options) -> Measured:
+    from kvlab.lab import benchmark_attention as module
+
+    cases = module.release_cases(options.device) if options.release else module.CASES
+    cases = module.TINY_CASES if _tiny() else cases
+    return Measured(module.benchmark_attention(cases, options), module.NOTE)
+
+
 def _tiny() -> bool:
     return os.environ.get("KVLAB_TINY") == "1"
 
@@ -94,11 +106,27 @@ CASES: dict[str, Callable[[Options], Measured]] = {
     "codec": _codec,
     "allocator": _allocator,
     "decode": _decode,
+    "attention": _attention,
 }
 """Each case and the function that measures it."""
 
-DEVICES = {"allocator": ("cpu",)} | dict.fromkeys(("packing", "codec", "decode"), ("cpu", "cuda"))
+DEVICES = {"allocator": ("cpu",)} | dict.fromkeys(
+    ("packing", "codec", "decode", "attention"), ("cpu", "cuda")
+)
 """Where each case runs."""
+
+_TARGETS = {"flash_attention": ("attention",), "packed": ("decode", "codec"), "ternary": ("packing",)}
+
+
+def cases_of(target: str) -> tuple[str, ...]:
+    """Return the cases that a word names: a case itself, a part of the library, or all of them.
+
+    Examples
+    --------
+    >>> cases_of("decode"), cases_of("ternary")
+    (('decode',), ('packing',))
+    """
+    return tuple(CASES) if target == "all" else _TARGETS.get(target, (target,))
 
 
 def run(case: str, options: Options) -> dict[str, Any]:

@@ -67,10 +67,74 @@ def test_wrong_answers_are_not_timed(case: str, function: str, monkeypatch: pyte
         benchmark.run(case, SMALL)
 
 
+def test_attention_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLAB_TINY", "1")
+    rows = benchmark.run("attention", SMALL)["rows"]
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    for row in rows:
+        assert row["tflops"] > 0
+        assert row["speedup"] == pytest.approx(row["torch_ms"] / row["ms"])
+        assert row["times_cpu"] is None
+    right = kvlab.attention_backward
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        dq, dk, dv = right(*args, **kwargs)
+        return dq, 1.01 * dk, dv
+
+    monkeypatch.setattr(kvlab, "attention_backward", wrong)
+    with pytest.raises(
+        RuntimeError, match=r"backward=True, beside torch's torch, is wrong, so it was not timed"
+    ):
+        benchmark.run("attention", SMALL)
+
+
+def test_cases_of_attention_hold_the_sweeps_and_no_case_twice() -> None:
+    from kvlab.lab.benchmark_attention import CASES, release_cases
+
+    assert len(set(CASES)) == len(CASES) == 13
+    assert {case.tokens for case in CASES} == {64, 128, 256, 512, 1024, 2048}
+    assert {case.heads for case in CASES} == {(4, 4), (8, 4), (8, 1), (32, 8), (64, 8)}
+    assert {case.batch for case in CASES} == {1, 2, 4, 8}
+    assert max(case.tokens for case in release_cases("cuda")) == 128 * 1024
+
+
+def test_a_target_is_several_cases(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from kvlab.cli.benchmark import command
+    from kvlab.lab import targets
+
+    def measure(case: str, options: Options) -> dict[str, Any]:
+        return {"case": case, "rows": [{"device": options.device, "ms": 1.0, "p5_ms": 0.5}], "note": "a note"}
+
+    monkeypatch.setattr(benchmark, "run", measure)
+    monkeypatch.setattr(targets, "machine", lambda device, min_vram: targets.Machine(("cpu", "cuda")))
+    command("all", device="auto", as_json=True)
+    results = json.loads(capsys.readouterr().out)["results"]
+    measured = [(one["case"], one["rows"][0]["device"]) for one in results]
+    assert len(measured) == 2 * len(benchmark.CASES) - 1
+    assert ("allocator", "cuda") not in measured
+    machine = targets.Machine(("cpu",), {"cuda": "no GPU here"})
+    monkeypatch.setattr(targets, "machine", lambda device, min_vram: machine)
+    command("packed", device="auto", verbose=True)
+    printed = capsys.readouterr().out
+    assert printed.count("a note") == 2
+    assert "p5 ms" in printed
+    assert "skipped: cuda: no GPU here" in printed
+    with pytest.raises(ValueError, match=r"several results go into one \.json file"):
+        command("packed", output=tmp_path / "out.csv")
+
+
 def test_a_result_says_where_it_comes_from() -> None:
     result = benchmark.run("packing", SMALL)
     source = result["provenance"]
-    assert source["settings"] == {"size": 2**16, "threads": 1, "repeats": 1, "device": "cpu"}
+    assert source["settings"] == {
+        "size": 2**16,
+        "threads": 1,
+        "repeats": 1,
+        "device": "cpu",
+        "release": False,
+    }
     assert source["packages"]["numba"]
     assert source["cpu"]["threads"] >= 1
     assert source["git"] is None or len(source["git"]["commit"]) == 40
@@ -93,7 +157,7 @@ def test_files(tmp_path: Path) -> None:
 
 def test_bad_options() -> None:
     with pytest.raises(
-        ValueError, match="case='speed' is unknown; known are packing, codec, allocator, decode"
+        ValueError, match="case='speed' is unknown; known are packing, codec, allocator, decode, attention"
     ):
         benchmark.run("speed", SMALL)
     with pytest.raises(ValueError, match="threads=0 must be at least 1"):
