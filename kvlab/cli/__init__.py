@@ -21,7 +21,7 @@ from kvlab.errors import MissingExtraError, OutOfMemory
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = ("ablate", "benchmark", "clean", "demo", "env", "report", "sweep", "test", "validate")
+COMMANDS = ("ablate", "benchmark", "clean", "demo", "env", "profile", "report", "sweep", "test", "validate")
 
 _MENDABLE = (ValueError, NotImplementedError, OSError, MissingExtraError, OutOfMemory)
 

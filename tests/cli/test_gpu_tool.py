@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 import kvlab
 from kvlab import cli, device
-from kvlab.lab import accuracy, cleaning, targets, testing
+from kvlab.build import Kernel
+from kvlab.cubin import Resources
+from kvlab.lab import accuracy, cleaning, profiling, targets, testing
 
 RUNNER = CliRunner()
 ROOT = Path(__file__).parents[2]
@@ -143,6 +145,59 @@ def test_clean_lists_before_it_deletes_and_leaves_what_is_not_ours(
     assert all(path.exists() for path in theirs)
     assert "there is nothing to clean" in RUNNER.invoke(cli.app(), ["clean"]).output
     assert RUNNER.invoke(cli.app(), ["clean", "--results", str(ours[0])]).exit_code == 1
+
+
+def test_profile_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    _no_gpu(monkeypatch)
+    result = json.loads(
+        RUNNER.invoke(cli.app(), ["profile", "ternary", "--iterations", "1", "--json"]).output
+    )
+    assert [row["call"] for row in result["rows"]] == ["pack_ternary", "unpack_ternary"]
+    for row in result["rows"]:
+        assert row["tb_per_s"] == pytest.approx(row["gbyte"] / row["ms"])
+    assert (result["kernels"], result["ncu"]) == ([], [])
+    assert result["skipped"] == {"everything on cuda": "there is none in this test"}
+    assert [call.name for call in profiling.calls_of("attention", "cpu")] == [
+        "attention",
+        "attention_backward",
+    ]
+
+
+class _Event:
+    def record(self) -> None:
+        """As an event of torch."""
+
+
+def test_launches_are_recorded_and_still_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_event", _Event)
+    launched: list[Any] = []
+    kernel = Kernel(lambda *launch: launched.append(launch), "attend", 0, Resources(40, 0, 0, (8,)))
+    seen: list[Any] = []
+    with profiling.recorded(seen):
+        kernel((2,), (128,), [1], 64)
+    kernel((3,), (128,), [1])
+    assert [launch[0] for launch in launched] == [(2,), (3,)]
+    assert [launch[:4] for launch in seen] == [(kernel, (2,), (128,), 64)]
+
+
+def test_counters_of_ncu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ncu = tmp_path / "ncu"
+    metrics = list(profiling._METRICS)
+    lines = ['"ID","Kernel Name","Metric Name","Metric Value"']
+    lines += [f'"0","attend","{name}","{value}"' for name, value in zip(metrics, (81, 12, 25), strict=True)]
+    answer = "\n".join(["==PROF== Connected", *lines])
+    ncu.write_text(f"#!/bin/sh\ncat << 'END'\n{answer}\nEND\n")
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    rows, reason = profiling._count("attention")
+    assert reason is None
+    assert rows == [
+        {"kernel": "attend", "compute_percent": 81.0, "memory_percent": 12.0, "warps_percent": 25.0}
+    ]
+    ncu.write_text("#!/bin/sh\necho '==ERROR== no permission'; exit 1\n")
+    assert profiling._count("attention") == ([], "==ERROR== no permission")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert profiling._count("attention") == ([], "ncu (Nsight Compute) is not on the path")
 
 
 def test_the_shell_alias_takes_the_same_words() -> None:

@@ -1,0 +1,41 @@
+"""`kvlab profile`: what calls cost, and what their kernels are made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvlab.cli.options import Device, Json, MinVram, Output, Target, emit_json
+
+
+def command(
+    target: Target = "all",
+    device: Device = "auto",
+    iterations: Annotated[int, typer.Option(help="Times a call is timed; the median counts.")] = 10,
+    min_vram: MinVram = 0.0,
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
+    """Time typical calls, and say what their kernels take of a GPU.
+
+    `gflop` and `gbyte` are what a call must compute and move at least, `tflops` and `tb per s` what it
+    reaches of that. On a GPU each kernel is listed with its registers, spills, shared memory and occupancy,
+    and with its counters where Nsight Compute is on the path.
+
+    Example: kvlab profile attention --device cpu --iterations 5
+    """
+    from kvlab.lab.profiling import run
+    from kvlab.lab.results import print_table
+    from kvlab.lab.targets import machine
+
+    result = run(target, machine(device, min_vram), repeats=iterations)
+    emit_json(result, as_json=as_json, output=output)
+    if as_json:
+        return
+    print_table(result["rows"], f"calls of {target}")
+    for rows, title in ((result["kernels"], "kernels"), (result["ncu"], "counters of Nsight Compute")):
+        if rows:
+            print_table(rows, title)
+    for part, reason in result["skipped"].items():
+        typer.echo(f"skipped: {part}: {reason}")

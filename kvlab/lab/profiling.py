@@ -1,0 +1,270 @@
+"""`kvlab profile`: what a call costs and what its kernels are made of.
+
+For each call: its time, what it must compute and move at least, and so the share of the machine that it uses.
+On a GPU every kernel that the call launches is listed too: time between two events, registers, spilled bytes,
+shared memory and the occupancy that these allow; with Nsight Compute (``ncu``) on the path, also what it
+measures. ``python -m kvlab.lab.profiling PART`` makes the calls of a part once, for any profiler.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import kvlab
+from kvlab.build import Kernel
+from kvlab.lab.results import Row, provenance
+from kvlab.lab.targets import Machine, resolve
+from kvlab.lab.timing import time_in_turns
+
+__all__ = ["Call", "calls_of", "recorded", "run"]
+
+_METRICS = {
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed": "compute_percent",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "memory_percent",
+    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps_percent",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: how it is made, the operations it must do and the bytes it must move."""
+
+    name: str
+    shape: str
+    make: Callable[[], object]
+    flop: float
+    nbytes: float
+
+
+def calls_of(part: str, device: str) -> list[Call]:
+    """Return the calls by which a part of the library is judged.
+
+    Examples
+    --------
+    >>> [call.name for call in calls_of("ternary", "cpu")]
+    ['pack_ternary', 'unpack_ternary']
+    """
+    return {"attention": _attention, "packed": _packed, "ternary": _ternary}[part](device)
+
+
+def _draw(shape: tuple[int, ...], device: str) -> Any:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape, dtype=np.float32)
+    if device == "cpu":
+        return x
+    import torch
+
+    return torch.from_numpy(x).to(device="cuda", dtype=torch.bfloat16)
+
+
+def _attention(device: str) -> list[Call]:
+    tokens, heads, kv_heads, dim = (1024, 8, 2, 64) if device == "cpu" else (8192, 32, 8, 128)
+    q, k, v, dout = (_draw((1, tokens, h, dim), device) for h in (heads, kv_heads, kv_heads, heads))
+    out, lse = kvlab.attention(q, k, v, causal=True, return_lse=True)
+    size = 4 if device == "cpu" else 2
+    of_q, of_kv = (tokens * h * dim * size for h in (heads, 2 * kv_heads))
+    flop = 4.0 * heads * dim * tokens * (tokens + 1) / 2
+    shape = f"1 x {tokens}, {heads}/{kv_heads} heads, d{dim}, causal"
+
+    def backward() -> object:
+        return kvlab.attention_backward(dout, q, k, v, out, lse, causal=True)
+
+    rows = 4 * tokens * heads
+    return [
+        Call(
+            "attention", shape, lambda: kvlab.attention(q, k, v, causal=True), flop, 2 * of_q + of_kv + rows
+        ),
+        Call("attention_backward", shape, backward, 2.5 * flop, 4 * of_q + 2 * of_kv + rows),
+    ]
+
+
+def _packed(device: str) -> list[Call]:
+    tokens, heads, kv_heads, dim = (2048, 8, 2, 64) if device == "cpu" else (32768, 32, 8, 128)
+    k, v = (_draw((1, tokens, kv_heads, dim), device) for _ in range(2))
+    q = _draw((1, 1, heads, dim), device)
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    cache = kvlab.MixedPrecisionCache(1, heads, kv_heads, dim, dtype=dtype, device=device, plan_length=tokens)
+    cache.append(0, k, v)
+    shape = f"1 query on {tokens} tokens, {heads}/{kv_heads} heads, d{dim}, {cache.bits_per_element:.2f} bits"
+    return [Call("attend", shape, lambda: cache.attend(0, q), 4.0 * heads * dim * tokens, cache.nbytes)]
+
+
+def _ternary(device: str) -> list[Call]:
+    count = 5 * 2**20 if device == "cpu" else 5 * 2**26
+    values: Any = np.random.default_rng(0).integers(-1, 2, count, dtype=np.int8)
+    if device == "cuda":
+        import torch
+
+        values = torch.from_numpy(values).cuda()
+    packed = kvlab.pack_ternary(values)
+    shape = f"{count / 2**20:g} Mi values"
+    return [
+        Call("pack_ternary", shape, lambda: kvlab.pack_ternary(values), 0.0, 1.2 * count),
+        Call("unpack_ternary", shape, lambda: kvlab.unpack_ternary(packed, count), 0.0, 1.2 * count),
+    ]
+
+
+def run(target: str, where: Machine, *, repeats: int = 10) -> dict[str, Any]:
+    """Profile the calls of a target.
+
+    Parameters
+    ----------
+    target : str
+    where : Machine
+    repeats : int
+        Times a call is timed; the median counts.
+
+    Returns
+    -------
+    dict
+        ``target``, ``provenance``; ``rows``: a call each; ``kernels``: a launch each, on a GPU; ``ncu``: what
+        Nsight Compute measured; ``skipped``: by part, why.
+
+    Raises
+    ------
+    ValueError
+        If the target is unknown, or `repeats` is not positive.
+    """
+    rows: list[Row] = []
+    kernels: list[Row] = []
+    counters: list[Row] = []
+    skipped = {f"everything on {device}": reason for device, reason in where.skipped.items()}
+    for device in where.devices:
+        for part in resolve(target):
+            for call in calls_of(part, device):
+                rows.append(_time(call, device, repeats))
+                if device == "cuda":
+                    kernels += _launches(call)
+            if device == "cuda":
+                measured, reason = _count(part)
+                counters += measured
+                skipped |= {} if reason is None else {f"counters of {part}": reason}
+    return {
+        "target": target,
+        "provenance": provenance(target=target, repeats=repeats),
+        "rows": rows,
+        "kernels": kernels,
+        "ncu": counters,
+        "skipped": skipped,
+    }
+
+
+def _time(call: Call, device: str, repeats: int) -> Row:
+    make = call.make if device == "cpu" else _waited(call.make)
+    seconds = time_in_turns({call.name: make}, repeats=repeats)[call.name].median
+    return {
+        "device": device, "call": call.name, "shape": call.shape, "ms": 1e3 * seconds,
+        "gflop": call.flop / 1e9, "gbyte": call.nbytes / 1e9, "tflops": call.flop / seconds / 1e12,
+        "tb_per_s": call.nbytes / seconds / 1e12,
+    }  # fmt: skip
+
+
+def _waited(make: Callable[[], object]) -> Callable[[], object]:
+    import torch
+
+    def wait() -> None:
+        make()
+        torch.cuda.synchronize()
+
+    return wait
+
+
+# ---- kernels
+
+
+@contextmanager
+def recorded(
+    launches: list[tuple[Kernel, tuple[int, ...], tuple[int, ...], int, Any, Any]],
+) -> Iterator[None]:
+    """Record every launch: kernel, grid, block, dynamic shared bytes, events before and after."""
+    launch = Kernel.__call__
+
+    def record(
+        kernel: Kernel,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Any,
+        shared_bytes: int = 0,
+        stream_pointer: int = 0,
+    ) -> None:
+        marks = [_event(), _event()]
+        marks[0].record()
+        launch(kernel, grid, block, args, shared_bytes, stream_pointer)
+        marks[1].record()
+        launches.append((kernel, grid, block, shared_bytes, *marks))
+
+    with mock.patch.object(Kernel, "__call__", record):
+        yield
+
+
+def _event() -> Any:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _launches(call: Call) -> list[Row]:
+    import cupy
+    import torch
+
+    launches: list[Any] = []
+    with recorded(launches):
+        call.make()
+    torch.cuda.synchronize()
+    threads = cupy.cuda.Device().attributes["MaxThreadsPerMultiProcessor"]
+    rows: list[Row] = []
+    for kernel, grid, block, shared, first, last in launches:
+        size = int(np.prod(block))
+        blocks = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+            kernel._function.ptr, size, shared
+        )
+        rows.append(
+            {
+                "call": call.name,
+                "kernel": kernel.name,
+                "grid": "x".join(map(str, grid)),
+                "threads": size,
+                "us": 1e3 * first.elapsed_time(last),
+                "registers": kernel.resources.registers,
+                "spilled_bytes": kernel.resources.local_bytes,
+                "shared_kib": (kernel.resources.shared_bytes + shared) / 1024,
+                "occupancy_percent": 100.0 * blocks * size / threads,
+            }
+        )
+    return rows
+
+
+def _count(part: str) -> tuple[list[Row], str | None]:
+    """Ask ncu for its counters of the calls of a part; rows, or why there are none."""
+    program = shutil.which("ncu")
+    if program is None:
+        return [], "ncu (Nsight Compute) is not on the path"
+    command = [
+        program, "--csv", "--clock-control", "none", "--metrics", ",".join(_METRICS), "--launch-count", "20",
+        sys.executable, "-m", "kvlab.lab.profiling", part,
+    ]  # fmt: skip
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    lines = [line for line in answer.stdout.splitlines() if line.startswith('"')]
+    if answer.returncode != 0 or not lines:
+        said = [*answer.stdout.splitlines(), *answer.stderr.splitlines(), "nothing"]
+        return [], next((line for line in said if "ERR" in line or "Error" in line), said[-1])
+    found: dict[tuple[str, str], Row] = {}
+    for line in csv.DictReader(lines):
+        row = found.setdefault((line["ID"], line["Kernel Name"]), {"kernel": line["Kernel Name"]})
+        row[_METRICS[line["Metric Name"]]] = float(line["Metric Value"].replace(",", ""))
+    return list(found.values()), None
+
+
+if __name__ == "__main__":
+    for profiled in calls_of(sys.argv[1], "cuda"):
+        profiled.make()  # what ncu looks at
