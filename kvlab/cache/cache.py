@@ -75,7 +75,7 @@ class MixedPrecisionCache(CacheOptions):
     realloc_every : int
         Query tokens between two collections of attention mass.
     ema_decay : float
-        Weight of the old importance at each collection.
+        Weight of the old importance after 64 tokens, once a token is no longer young.
     device : str, optional
         "cpu", the default, or "cuda": arrays are on the GPU then (torch, CuPy), and so is the memory, which
         is taken at the first call from their framework.

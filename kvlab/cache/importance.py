@@ -19,19 +19,17 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import choice, number
 
-__all__ = ["POLICIES", "Importance", "Policy", "UpdateFunction", "make_policy"]
+__all__ = ["POLICIES", "Importance", "Policy", "UpdateFunction", "make_policy", "weight_of_collection"]
 
 Floats = NDArray[np.float32]
-UpdateFunction = Callable[[Floats | None, Floats, NDArray[np.int64], int], NDArray[np.floating]]
+Ints = NDArray[np.int64]
+UpdateFunction = Callable[[Floats | None, Floats, Ints, int], NDArray[np.floating]]
+PolicyFunction = Callable[[Floats | None, Floats, Ints, int, int], Floats]
 Importance = str | UpdateFunction
-SPAN = 128
-"""Age in tokens up to which every collection of attention mass makes the score of a token anew.
-
-What its neighbours pay to a token says little about what it will get later. So the weight of a collection is
-1 / (1 + age // SPAN), and never less than 1 - decay: first only the newest one counts, then a mean in which
-they count more and more alike, at last the moving average. It depends on nothing that must be stored, and
-parts of a prefill of any size come to nearly the same scores, however often they collect.
-"""
+MOST_TOKENS = 64
+"""Tokens that one collection of attention mass stands for at most: the query rows of which it is the mean."""
+SPAN = 2 * MOST_TOKENS
+"""Age in tokens up to which only the newest of such collections counts."""
 POLICIES = ("attention", "forecast", "key_norm", "recency", "uniform")
 
 
@@ -45,15 +43,45 @@ class Policy:
         "mass": probability that the token received, mean over query rows and the heads of its group.
         "key_norm": the norm of its key, once. "nothing": the observation is 1.
     update : callable
-        `update(previous, observed, positions, seqlen) -> scores`, arrays of one shape; `previous` is None
-        for tokens seen for the first time.
+        `update(previous, observed, positions, seqlen, tokens) -> scores`, arrays of one shape; `previous` is
+        None for tokens seen for the first time, `tokens` have come since the last collection.
     by_position : bool
         The score follows from position and length alone, so it is computed anew whenever it is needed.
     """
 
     observes: Literal["mass", "key_norm", "nothing"]
-    update: UpdateFunction
+    update: PolicyFunction
     by_position: bool = False
+
+
+def weight_of_collection(decay: float, tokens: int) -> tuple[float, int]:
+    """How much a collection of attention mass weighs in the score of a token.
+
+    What its neighbours pay to a token says little about what it will get later. So the weight at an age is
+    1 / (1 + age // span): first only the newest collection counts, then a mean in which they count more and
+    more alike. It is never less than `least`, so at last the score is a moving average. Both follow from the
+    time since the last collection, so parts of a prefill of any size come to nearly the same scores, and
+    nothing must be stored for it.
+
+    Parameters
+    ----------
+    decay : float
+        Weight of the old score of an old token after `MOST_TOKENS` tokens.
+    tokens : int
+        Tokens since the last collection.
+
+    Returns
+    -------
+    least : float
+    span : int
+
+    Examples
+    --------
+    >>> weight_of_collection(0.81, 64), weight_of_collection(0.81, 32)
+    ((0.18999999999999995, 128), (0.09999999999999998, 64))
+    """
+    tokens = max(min(tokens, MOST_TOKENS), 1)
+    return 1 - decay ** (tokens / MOST_TOKENS), SPAN * tokens // MOST_TOKENS
 
 
 def make_policy(importance: Importance, decay: float) -> Policy:
@@ -62,48 +90,50 @@ def make_policy(importance: Importance, decay: float) -> Policy:
     Parameters
     ----------
     importance : str or callable
-        One of `POLICIES`, or an update function as in `Policy.update` that observes attention mass.
+        One of `POLICIES`, or a function `update(previous, observed, positions, seqlen)` as in `Policy.update`
+        that observes attention mass.
     decay : float
-        Weight of the old score at a collection, 0 to 1; less for tokens that are young (`SPAN`).
+        Weight of the old score after `MOST_TOKENS` tokens, 0 to 1; see `weight_of_collection`.
 
     Examples
     --------
     >>> policy = make_policy("attention", 0.75)
-    >>> policy.update(np.float32([1, 1, 1]), np.float32([0, 0, 0]), np.array([0, 800, 990]), 1000)
+    >>> policy.update(np.float32([1, 1, 1]), np.float32([0, 0, 0]), np.array([0, 800, 990]), 1000, 64)
     array([0.75, 0.5 , 0.  ], dtype=float32)
     """
     decay = number(decay, "ema_decay", 0, 1)
     if callable(importance):
         return Policy("mass", _checked(importance))
-    least = np.float32(1 - decay)
 
-    def weight(positions: NDArray[np.int64], seqlen: int) -> Floats:
-        collections = (1 + (seqlen - positions) // SPAN).astype(np.float32)
-        return np.maximum(least, np.reciprocal(collections))
+    def weights(positions: Ints, seqlen: int, tokens: int) -> tuple[Floats, np.float32]:
+        share, span = weight_of_collection(decay, tokens)
+        least = np.float32(share)
+        collections = (1 + (seqlen - positions) // span).astype(np.float32)
+        return np.maximum(least, np.reciprocal(collections)), least
 
     def attention(
-        previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
+        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
     ) -> Floats:
         if previous is None:
             return observed
-        return previous + weight(positions, seqlen) * (observed - previous)
+        return previous + weights(positions, seqlen, tokens)[0] * (observed - previous)
 
     def forecast(
-        previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
+        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
     ) -> Floats:
         # The level moves as in "attention"; kept is where it will be one collection later.
         if previous is None:
             return observed
-        step = weight(positions, seqlen) + least
-        return np.maximum(previous + step * (observed - previous), np.float32(0))
+        weight, least = weights(positions, seqlen, tokens)
+        return np.maximum(previous + (weight + least) * (observed - previous), np.float32(0))
 
     def recency(
-        previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
+        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
     ) -> Floats:
         return (1.0 / np.maximum(seqlen - positions, 1)).astype(np.float32)
 
     def key_norm(
-        previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
+        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
     ) -> Floats:
         if previous is not None:
             return previous
@@ -111,7 +141,7 @@ def make_policy(importance: Importance, decay: float) -> Policy:
         return inverse
 
     def uniform(
-        previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
+        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
     ) -> Floats:
         return np.ones_like(observed)
 
@@ -125,12 +155,12 @@ def make_policy(importance: Importance, decay: float) -> Policy:
     return policies[choice(importance, "importance", POLICIES)]
 
 
-def _checked(update: UpdateFunction) -> UpdateFunction:
+def _checked(update: UpdateFunction) -> PolicyFunction:
     """A user's function that refuses to give anything but a score for every token."""
 
     def checked(
-        previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
-    ) -> NDArray[np.floating]:
+        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
+    ) -> Floats:
         scores = np.asarray(update(previous, observed, positions, seqlen))
         if scores.shape != observed.shape or scores.dtype.kind not in "fiu":
             raise ValueError(

@@ -175,7 +175,8 @@ class Layer:
         new = self._new_tokens(exact.part(0, leaving), self.seqlen + arrival.k.shape[1])
         tokens = store.tokens(row)
         if arrival.stored_mass is not None:
-            tokens = self._observed(tokens, arrival.stored_mass[row])
+            since = self.since_collection + arrival.k.shape[1]
+            tokens = self._observed(tokens, arrival.stored_mass[row], since)
         room = None if share is None else share - window.nbytes
         plan = self._plan(row, tokens, new, room, self.seqlen + arrival.k.shape[1])
         return _Change(tokens, new, plan, window, mean)
@@ -197,14 +198,15 @@ class Layer:
 
     def _new_tokens(self, exact: Window, seqlen: int) -> NewTokens:
         position = np.broadcast_to(exact.position, exact.observed.shape)
-        score = self.policy.update(None, exact.observed, position, seqlen)
+        score = self.policy.update(None, exact.observed, position, seqlen, 0)
         k, v = exact.k.astype(np.float32), exact.v.astype(np.float32)
         return NewTokens(k, v, exact.position, encode_importance(score))
 
-    def _observed(self, tokens: Tokens, mass: Floats) -> Tokens:
-        """Tokens with their importance updated by the mass they received."""
+    def _observed(self, tokens: Tokens, mass: Floats, since: int) -> Tokens:
+        """Tokens with their importance updated by their mass, `since` tokens after the last collection."""
         observed = np.nan_to_num(mass[tokens.head, tokens.page, tokens.slot])
-        score = self.policy.update(decode_importance(tokens.code), observed, tokens.position, self.seqlen)
+        previous = decode_importance(tokens.code)
+        score = self.policy.update(previous, observed, tokens.position, self.seqlen, since)
         return replace(tokens, code=encode_importance(score))
 
     def _plan(self, row: int, tokens: Tokens, new: NewTokens, room: int | None, seqlen: int) -> Plan | None:
@@ -219,7 +221,7 @@ class Layer:
             score = decode_importance(code)
             if self.policy.by_position:
                 score = np.asarray(
-                    self.policy.update(None, np.ones_like(score), position, seqlen), np.float32
+                    self.policy.update(None, np.ones_like(score), position, seqlen, 0), np.float32
                 )
             weight = np.where(position < self.sink, SINK_WEIGHT, score.astype(np.float64))
             return np.where(position >= seqlen - self.recent, np.maximum(weight, RECENT_WEIGHT), weight)

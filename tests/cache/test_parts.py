@@ -94,14 +94,14 @@ def test_policies_give_scores_that_are_not_negative(name):
     policy = make_policy(name, 0.9)
     rng = np.random.default_rng(2)
     observed, positions = rng.random(50, dtype=np.float32), np.arange(50)
-    first = policy.update(None, observed, positions, 50)
-    later = policy.update(np.asarray(first, np.float32), np.zeros(50, np.float32), positions, 60)
+    first = policy.update(None, observed, positions, 50, 0)
+    later = policy.update(np.asarray(first, np.float32), np.zeros(50, np.float32), positions, 60, 16)
     assert (first >= 0).all()
     assert (later >= 0).all()
     if name in ("attention", "forecast"):
         assert (later <= first).all(), "tokens that nobody attends must sink"
     if name == "forecast":
-        assert (later <= make_policy("attention", 0.9).update(first, 0 * observed, positions, 60)).all()
+        assert (later <= make_policy("attention", 0.9).update(first, 0 * observed, positions, 60, 16)).all()
 
 
 def test_parsed_bits_are_ordered_and_complete():
