@@ -103,6 +103,8 @@ def _context(rows: Sequence[Row]) -> Figure:
         x, y = ([row[name] for row in line] for name in ("context_length", "avg_latency_ms"))
         axes.plot(x, y, marker="o", color=color, label=device)
     axes.set_xscale("log", base=2)
+    ticks = sorted({int(row["context_length"] or 0) for row in scaling})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=8)
     return figure
