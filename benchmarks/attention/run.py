@@ -133,7 +133,7 @@ def recorded(call: Any) -> Any:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return lambda held=call: graph.replay()  # held: what the graph reads must stay
 
 
 def smi(query: str) -> str:

@@ -6,12 +6,12 @@
 //   thread   y = thread / 8, x = thread % 8: rows 2y and 2y + 1; of scores the keys x + 8 j of a tile, of out
 //          the channels 4 x + 32 j to 4 x + 32 j + 3. The 8 threads of two rows are neighbours in a warp.
 //
-// A tile of BLOCK_N = 32 keys is a step: K to shared memory, S = Q K^T, P = exp2(S - peak) to shared memory,
+// A tile of BLOCK_N = 32 keys is a step: K to shared memory, S = Q K^T, P = exp(S - peak) to shared memory,
 // V to where K was, O = O * shrink + P V.
 //
 // Memory: shared 64 rows of PITCH floats, Q, then K or V; 32 rows of 36 floats of P. Rows are 4 floats longer
 // than channels, so that threads that read 16 bytes of neighbouring rows meet different banks. Registers at
-// HEAD_DIM 256: 64 of O, 8 of S.
+// HEAD_DIM 256: 64 of O, 64 of the tile's part of it.
 //
 // Macros: HEAD_DIM, a multiple of 32 that the channels are filled up to with zeros.
 //
@@ -68,7 +68,7 @@ __device__ __forceinline__ float score_of(const Call& call, float product) {
     return call.softcap > 0.f ? call.softcap * tanhf(score / call.softcap) : score;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) float memory[];
     float *const q = memory, *const kv = q + BLOCK_M * PITCH, *const p = kv + BLOCK_N * PITCH;
     const Work w = find_work(call);
@@ -83,17 +83,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
         copy_keys(kv, call.k, call, w, key);
         __syncthreads();  // K, at first Q too, is there for all
         float s[2][4] = {};
-#pragma unroll 4
-        for (int channel = 0; channel < HEAD_DIM; channel += 4) {
-            float4 a[2];
+#pragma unroll 2
+        for (int start = 0; start < HEAD_DIM; start += 16) {  // sums of sums round less
+            float part[2][4] = {};
 #pragma unroll
-            for (int r = 0; r < 2; ++r) a[r] = *(const float4*)(q + (own + r) * PITCH + channel);
+            for (int channel = start; channel < start + 16; channel += 4) {
+                float4 a[2];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float4 b = *(const float4*)(kv + (x + 8 * j) * PITCH + channel);
+                for (int r = 0; r < 2; ++r) a[r] = *(const float4*)(q + (own + r) * PITCH + channel);
 #pragma unroll
-                for (int r = 0; r < 2; ++r) s[r][j] = multiply(a[r], b, s[r][j]);
+                for (int j = 0; j < 4; ++j) {
+                    const float4 b = *(const float4*)(kv + (x + 8 * j) * PITCH + channel);
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) part[r][j] = multiply(a[r], b, part[r][j]);
+                }
             }
+#pragma unroll
+            for (int i = 0; i < 8; ++i) s[i / 4][i % 4] += part[i / 4][i % 4];
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -108,11 +114,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
                 best = fmaxf(best, s[r][j]);
             }
             best = over_keys(best, true);
-            const float shrink = exp2f((peak[r] - best) * LOG2E);
+            const float shrink = expf(peak[r] - best);
             peak[r] = best, sum[r] *= shrink;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float weight = exp2f((s[r][j] - best) * LOG2E);
+                const float weight = expf(s[r][j] - best);
                 sum[r] += weight;
                 p[(own + r) * P_PITCH + x + 8 * j] = weight;
             }
@@ -122,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
         __syncthreads();  // P is there for all, and all are done with K
         copy_keys(kv, call.v, call, w, key);
         __syncthreads();  // V is there for all
+        float part[2][4 * PIECES] = {};
 #pragma unroll 2
         for (int n = 0; n < BLOCK_N; ++n) {
             const float weights[2] = {p[own * P_PITCH + n], p[(own + 1) * P_PITCH + n]};
@@ -130,12 +137,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const __grid_consta
                 const float4 b = *(const float4*)(kv + n * PITCH + 4 * x + 32 * j);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    float* const c = o[r] + 4 * j;
+                    float* const c = part[r] + 4 * j;
                     c[0] = fmaf(weights[r], b.x, c[0]), c[1] = fmaf(weights[r], b.y, c[1]);
                     c[2] = fmaf(weights[r], b.z, c[2]), c[3] = fmaf(weights[r], b.w, c[3]);
                 }
             }
         }
+#pragma unroll
+        for (int i = 0; i < 4 * PIECES; ++i) o[0][i] += part[0][i], o[1][i] += part[1][i];
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -94,7 +94,7 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     call["scale"], call["softcap"] = scores.scale, scores.softcap
     capped = scores.softcap > 0 or not scores.scale > 0
     aligned = dim % 8 == 0 and all(map(is_aligned, views.values()))
-    tensor_copies = sequences is None and aligned and can_be_mapped(views["k"]) and can_be_mapped(views["v"])
+    tensor_copies = aligned and can_be_mapped(views["k"]) and can_be_mapped(views["v"])
     plan = _plan(dim, kind, capped, aligned, tensor_copies, views["q"].device)
     arguments = [np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0]]
     if plan.box:

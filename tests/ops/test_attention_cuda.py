@@ -32,7 +32,7 @@ def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int) -> None:
     keys = str(attention_cuda.HOPPER_SHAPES[head_dim])
     wanted = {"HEAD_DIM": str(head_dim), "BLOCK_N": keys, "CAPPED": "0", "BF16": "1"}
     assert wanted in declared("attention_sm90.cu")
-    static = 64  # its mbarriers
+    static = 128  # its mbarriers, and parts
     assert attention_cuda.hopper_shared_bytes(head_dim) + static <= HOPPER_SHARED_BYTES
 
 
