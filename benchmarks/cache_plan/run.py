@@ -31,7 +31,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from kvlab.arrays import cuda_view
 from kvlab.cache import cuda_kernels as kernels
-from kvlab.cache import cuda_plan, cuda_score
+from kvlab.cache import cuda_plan
+from kvlab.cache.cuda_collect import Collector
 from kvlab.cache.cuda_store import STATE, DeviceStore
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.store import ERRORS, LayerStore
@@ -195,46 +196,45 @@ class Model:
         return result | {"all": float(np.mean(whole)), "slowest": float(max(whole))}
 
     def scoring(self, scores: torch.Tensor, lse: torch.Tensor, turn: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+        graph, collector = torch.cuda.CUDAGraph(), self.collector()
         score_kernel("score_stored", 0)  # loaded before the capture
         with torch.cuda.graph(graph):
             stream = torch.cuda.current_stream().cuda_stream
             for layer in range(self.layers):
-                self.score(layer, scores[(layer + turn) % 4], lse, stream)
+                collector.score(layer, scores[None, (layer + turn) % 4], lse[None], STEPS, 0, stream)
         return graph
 
-    def score(self, layer: int, scores: torch.Tensor, lse: torch.Tensor, stream: int) -> None:
-        cuda_score.score_stored(
-            self.store.host_states[layer], scores, lse,
-            num_heads_kv=self.heads, importance="attention", decay=0.9, counted=0, stream=stream,
-        )  # fmt: skip
+    def collector(self) -> Collector:
+        return Collector(self.store, self.heads * self.group, "attention", 0.9)
 
     def collect(self, repeats: int = 30) -> dict[str, float]:
         """Microseconds a layer: attention, the same keeping scores, that and `score_stored`."""
         heads = self.heads * self.group
         q = torch.randn(self.batch, 1, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         out, lse = torch.empty_like(q), torch.empty(self.batch, heads, 1, device="cuda")
-        shape = (self.batch, self.heads, self.store.entries, self.group, 64)
-        scores = torch.empty(shape, device="cuda", dtype=torch.float16)
         workspace = packed_cuda.make_workspace(q, self.batch * self.heads, self.group, HEAD_DIM)
+        collector = self.collector()
+        places = [collector.place(layer, 1) for layer in range(self.layers)]
 
-        def calls(kept: torch.Tensor | None) -> list[packed_cuda.AttendCall]:
-            options = {"scale": HEAD_DIM**-0.5, "scores": kept}
+        def run(keeps: bool, scores: bool) -> float:
+            options = [{"scale": HEAD_DIM**-0.5, "scores": kept if keeps else None} for kept, _ in places]
             pages = map(self.store.pages, range(self.layers))
-            return [packed_cuda.AttendCall(q, own, workspace, **options) for own in pages]
+            attend = [
+                packed_cuda.AttendCall(q, own, workspace, **option)
+                for own, option in zip(pages, options, strict=True)
+            ]
 
-        def run(attend: list[packed_cuda.AttendCall], scored: bool) -> float:
             def body() -> None:
                 stream = torch.cuda.current_stream().cuda_stream
                 for layer, call in enumerate(attend):
-                    call(cuda_view(q, "q"), out.data_ptr(), lse.data_ptr(), stream)
-                    if scored:
-                        self.score(layer, scores, lse, stream)
+                    whole = places[layer][1] if keeps else lse
+                    collector.before(layer, 1, STEPS, stream)
+                    call(cuda_view(q, "q"), out.data_ptr(), whole.data_ptr(), stream)
+                    collector.after(layer, 1, scores, stream)
 
             return median_of_graph(body, repeats) / self.layers
 
-        plain, keeping = calls(None), calls(scores)
-        return {"attend": run(plain, False), "keep": run(keeping, False), "collect": run(keeping, True)}
+        return {"attend": run(False, False), "keep": run(True, False), "collect": run(True, True)}
 
 
 def median_of_graph(body: Callable[[], None], repeats: int) -> float:

@@ -9,17 +9,17 @@
 // choose_rungs  grid (batch, layers): a block searches the price of its row's bytes, over the bits of a
 // price,
 //               then over the number of the first chunk that goes without; it asks ASKED questions at a time,
-//               a warp each. Chunks of a class have rising weights, so those that take a step are found by
-//               halving: a lane has a step, or several. Shared: the weights, if all of a row fit.
+//               an eighth of the block each. Chunks of a class have rising weights, so those that take a step
+//               are found by halving: a thread has a step. Shared: the weights, if all of a row fit.
 // bear_pages    grid (1, layers): a block numbers the pages that are born and takes slabs for them.
 //
-// gate: BF16=0 registers<=128
+// gate: BF16=0 registers<=64
 #include "packed_codes.cuh"
 #include "cache_state.cuh"
 #include "cache_plan.cuh"
 
-constexpr int COUNT_THREADS = 256, ROW_THREADS = 256, BIRTH_THREADS = 1024;
-constexpr int ASKED = ROW_THREADS / 32;  // questions of choose_rungs at a time, a warp each
+constexpr int COUNT_THREADS = 256, ROW_THREADS = 1024, BIRTH_THREADS = 1024;
+constexpr int ASKED = 8, ANSWERING = ROW_THREADS / ASKED;  // questions of choose_rungs, threads for each
 __constant__ u64 MANTISSA[8] = {4294967296ull, 4683695048ull, 5107605667ull, 5569883475ull,
                                 6074001000ull, 6623745059ull, 7223245206ull, 7877004752ull};
 
@@ -148,40 +148,34 @@ struct Step {
     int bytes;  // more of each, 0 if there is no such step
 };
 
-// How many chunks of some steps take them: those whose slope exceeds the price, and of those at the price the
-// chunks with numbers below `ties`. Several searches at once, as their loads wait for each other.
-template <int N>
-__device__ __forceinline__ void taking(const Step (&steps)[N], int longest, float price, int ties,
-                                       int (&result)[N]) {
-    auto first_beyond = [&](bool reaching, int (&found)[N]) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) found[i] = 0;
+// The first chunk of a run whose slope exceeds the price, or reaches it; their number if none does. `half`:
+// the power of 2 to begin with.
+__device__ __forceinline__ int first_beyond(const Run& run, float rate, float price, int half,
+                                            bool reaching) {
+    int found = 0;
 #pragma unroll 1
-        for (int half = longest; half; half /= 2) {
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                const int at = found[i] + half;
-                if (at > steps[i].run.chunks) continue;
-                const float slope = __fmul_rn(steps[i].run.weights[at - 1], steps[i].rate);
-                if (!(slope > price || (reaching && slope == price))) found[i] = at;
-            }
-        }
-    };
-    int above[N], equal[N];
-    first_beyond(false, above);
-    if (ties) first_beyond(true, equal);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        result[i] = steps[i].run.chunks - above[i];
-        if (ties > steps[i].run.first)
-            result[i] += min(max(ties - steps[i].run.first, equal[i]), above[i]) - equal[i];
+    for (; half; half /= 2) {
+        const int at = found + half;
+        const float slope = at <= run.chunks ? __fmul_rn(run.weights[at - 1], rate) : price;
+        const bool beyond = at > run.chunks || slope > price || (reaching && slope == price);
+        found = beyond ? found : at;
     }
+    return found;
+}
+
+// How many chunks of a run take a step of their hull: those whose slope exceeds the price, and of those at
+// the price the chunks with numbers below `ties`.
+__device__ __forceinline__ int taking(const Run& run, float rate, float price, int half, int ties) {
+    const int above = first_beyond(run, rate, price, half, false);
+    if (ties <= run.first) return run.chunks - above;
+    const int equal = first_beyond(run, rate, price, half, true);
+    return run.chunks - above + min(max(ties - run.first, equal), above) - equal;
 }
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     choose_rungs(const __grid_constant__ PlanCall call) {
     extern __shared__ float held[];  // [call.held]
-    __shared__ long long sums[2][ASKED];
+    __shared__ long long sums[2][ROW_THREADS / 32];
     __shared__ Hull hulls[MAX_LEVELS];
     __shared__ int cost[MAX_LEVELS];
     const Plan p(call, blockIdx.y);
@@ -237,58 +231,48 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     };
     // `longest`: the power of 2 that the search in a run begins with.
     const int tasks = own * p.classes * top, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int longest = call.chunks ? 1 << (31 - __clz(call.chunks)) : 0;
-    constexpr int AT_ONCE = 4;
-    auto steps_from = [&](int first, Step(&steps)[AT_ONCE]) {
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
-            const int task = first + 32 * j + lane, n = task / max(top, 1), i = task - n * top;
-            const Hull& hull = hulls[p.ceiling(n % p.classes)];
-            steps[j] = {};
-            if (task >= tasks || i >= hull.steps) continue;
-            const int bytes = cost[hull.level[i]] - cost[i ? hull.level[i - 1] : 0];
-            steps[j] = {run_at(n), hull.rate[i], bytes};
-        }
+    const int asked = threadIdx.x / ANSWERING, longest = 1 << (31 - __clz(call.chunks));
+    auto step_at = [&](int task) {
+        const int n = task / top, i = task - n * top;
+        const Hull& hull = hulls[p.ceiling(n % p.classes)];
+        if (i >= hull.steps) return Step{};
+        return Step{run_at(n), hull.rate[i], cost[hull.level[i]] - cost[i ? hull.level[i - 1] : 0]};
     };
-    Step mine[AT_ONCE];
-    steps_from(0, mine);
+    const int first_task = threadIdx.x % ANSWERING;
+    const Step mine = first_task < tasks ? step_at(first_task) : Step{};
     int turn = 0;
-    // Whether the row fits, for the questions of all: bit i is the answer to price and ties of warp i.
-    // `never`: this one is known not to fit.
+    // Whether the row fits, for the questions of all: bits 4 i to 4 i + 3 answer price and ties of the i-th
+    // eighth of the block. `never`: this one is known not to fit.
     auto fits = [&](float price, int ties, bool never) {
-        long long bytes = never && lane == 0 ? 1ll << 56 : 0;
-        for (int first = 0; first < tasks; first += 32 * AT_ONCE) {
-            if (first) steps_from(first, mine);
-            int chunks[AT_ONCE];
-            taking(mine, longest, price, ties, chunks);
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) bytes += (long long)mine[j].bytes * chunks[j];
+        long long bytes = never ? 1ll << 48 : 0;
+        for (int task = first_task; task - lane < tasks; task += ANSWERING) {  // whole warps
+            const Step step = task == first_task ? mine : task < tasks ? step_at(task) : Step{};
+            const u32 more = step.bytes * taking(step.run, step.rate, price, longest, ties);
+            bytes += __reduce_add_sync(ALL_LANES, more);  // a run has 1,024 chunks at most
         }
-        if (tasks > 32 * AT_ONCE) steps_from(0, mine);
-#pragma unroll
-        for (int bit = 1; bit < 32; bit *= 2) bytes += __shfl_xor_sync(ALL_LANES, bytes, bit);
         if (lane == 0) sums[turn][warp] = bytes;
         __syncthreads();  // the sums of this turn are whole, and those of the turn before have been read
-        const u32 answers = __ballot_sync(ALL_LANES, lane < ASKED && sums[turn][lane % ASKED] <= room);
+        long long all = sums[turn][lane];
+#pragma unroll
+        for (int bit = 1; bit < ANSWERING / 32; bit *= 2) all += __shfl_xor_sync(ALL_LANES, all, bit);
         turn ^= 1;
-        return answers;
+        return __ballot_sync(ALL_LANES, all <= room);
     };
+    auto answer = [](u32 bits) { return bits ? (__ffs(bits) - 1) / (ANSWERING / 32) : ASKED; };
     auto between = [&](int low, int high, int i) {
         return low + (int)((u64)(u32)(high - low) * (u32)(i + 1) / (u32)(ASKED + 1));
     };
     int low = -1, high = 0x7f7fffff;
     while (high - low > 1) {
-        const int price = between(low, high, warp);
-        const u32 answers = fits(__int_as_float(price), 0, price == low);
-        const int cheapest = answers ? __ffs(answers) - 1 : ASKED, before = low;
+        const int price = between(low, high, asked), before = low;
+        const int cheapest = answer(fits(__int_as_float(price), 0, price == low));
         if (cheapest > 0) low = between(before, high, cheapest - 1);
         if (cheapest < ASKED) high = between(before, high, cheapest);
     }
     const float price = __int_as_float(high);
     int ties = 0, beyond = total + 1;
     while (beyond - ties > 1) {
-        const u32 answers = fits(price, between(ties, beyond, warp), false);
-        const int fitting = __ffs(~answers) - 1, before = ties;
+        const int fitting = answer(~fits(price, between(ties, beyond, asked), false)), before = ties;
         if (fitting > 0) ties = between(before, beyond, fitting - 1);
         if (fitting < ASKED) beyond = between(before, beyond, fitting);
     }
@@ -296,14 +280,12 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     for (int n = threadIdx.x; n < own * p.classes; n += ROW_THREADS) {
         const Hull& hull = hulls[p.ceiling(n % p.classes)];
         int* chosen = p.chosen(row * own + n / p.classes, n % p.classes);
-        Step step[1] = {{run_at(n), 0.f, 0}};
-        int rising = step[0].run.chunks, level = 0;
+        const Run run = run_at(n);
+        int rising = run.chunks, level = 0;
         for (int i = 0; i < hull.steps && rising; ++i) {
-            int further[1];
-            step[0].rate = hull.rate[i];
-            taking(step, longest, price, ties, further);
-            chosen[level] = rising - further[0];
-            rising = further[0];
+            const int further = taking(run, hull.rate[i], price, longest, ties);
+            chosen[level] = rising - further;
+            rising = further;
             level = hull.level[i];
         }
         chosen[level] = rising;

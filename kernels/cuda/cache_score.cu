@@ -1,7 +1,8 @@
 // How important tokens are: attention mass, from kept scores or from queries and keys, and norms of keys.
 //
 // Threads and data
-//   score_stored    half a warp one page, a lane four slots of it. Reads the scores of the kept rows in
+//   score_stored    grid z = layers; half a warp one page, a lane four slots of it. Reads the scores of the
+//   kept rows in
 //                   float16 (128 bytes a row), and brings the importance bytes of the page up to date.
 //   mass_of_scores  the same from scores in float32, but writes the mass: what
 //                   kvlab.ops.packed.mass_from_scores is on a GPU.
@@ -103,8 +104,9 @@ __device__ __forceinline__ u32 updated(u32 code, float mass, int age, const Foll
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    score_stored(const __grid_constant__ LayerState s, const __grid_constant__ Kept kept,
+    score_stored(const LayerState* layers, const __grid_constant__ Kept kept,
                  const __grid_constant__ Following following) {
+    const LayerState& s = layers[blockIdx.z];
     const int pair = blockIdx.y, entry = blockIdx.x * PAGES + threadIdx.x / LANES;
     const int slot = threadIdx.x % LANES * 4;
     if (entry >= kept.entries) return;
@@ -112,13 +114,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int pages = s.num_pages[pair], count = s.count[at], rung = s.rung[at], base = s.base[at] << 16;
     const int length = s.seqlen[pair] - following.counted;
     const u32 address = s.index[at];
-    // Of any slot and page, as its loads then wait for nothing.
-    float4 mass = mass_of_page<u16>(kept, pair, at, slot);
     if (entry >= pages || slot >= count) return;
     u8* const tail = s.arena + (u64)address * UNIT + s.rungs[rung].tail;
     u32* const codes = (u32*)(tail + 2 * PAGE + slot);
     uint2 positions = *(const uint2*)(tail + 2 * slot);
     u32 word = *codes;
+    const int kept_pair = blockIdx.z * gridDim.y + pair;
+    float4 mass = mass_of_page<u16>(kept, kept_pair, (u64)kept_pair * kept.entries + entry, slot);
     // Not unrolled: between calls of attention the instructions of this kernel have to be fetched anew.
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {  // the slot at hand is the lowest, and moves on to the top

@@ -118,6 +118,16 @@ __host__ __device__ constexpr int only_width(int flag) {
 
 // ---- The ring
 
+// Scores are read right after a call and written again by the next one, so they stay in the second-level
+// cache.
+__device__ __forceinline__ void store_kept(void* to, u32 x, u32 y, u32 z, u32 w) {
+    asm volatile(
+        "{.reg .b64 last;\ncreatepolicy.fractional.L2::evict_last.b64 last, 1.0;\n"
+        "st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, last;}" ::"l"(to),
+        "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+
 // Natural scores of the last rows of the queries, of scores less `reference`.
 __device__ __forceinline__ void keep_scores(const Call& call, const Sequence& sequence, u32 entry,
                                             const float (&reference)[2], const float (&s)[4][4], int lane) {
@@ -129,13 +139,15 @@ __device__ __forceinline__ void keep_scores(const Call& call, const Sequence& se
 #pragma unroll
         for (int i = 0; i < 8; ++i) x[i] = (s[i / 2][2 * (i % 2) + j] + reference[j]) * LN2;
         const u64 at = (((u64)sequence.pair * call.entries + entry) * call.kept + kept) * 8 + lane / 4;
+        u8* to = (u8*)call.scores + at * 8 * KEEP_SCORES;
         if (KEEP_SCORES == 2) {
-            ((uint4*)call.scores)[at] = {pack_halves(x[0], x[1]), pack_halves(x[2], x[3]),
-                                         pack_halves(x[4], x[5]), pack_halves(x[6], x[7])};
+            store_kept(to, pack_halves(x[0], x[1]), pack_halves(x[2], x[3]), pack_halves(x[4], x[5]),
+                       pack_halves(x[6], x[7]));
         } else {
-            float4* to = (float4*)call.scores + 2 * at;
-            to[0] = {x[0], x[1], x[2], x[3]};
-            to[1] = {x[4], x[5], x[6], x[7]};
+#pragma unroll
+            for (int i = 0; i < 8; i += 4)
+                store_kept(to + 4 * i, __float_as_uint(x[i]), __float_as_uint(x[i + 1]),
+                           __float_as_uint(x[i + 2]), __float_as_uint(x[i + 3]));
         }
     }
 }

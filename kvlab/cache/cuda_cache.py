@@ -23,6 +23,7 @@ from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache import cuda_score
 from kvlab.cache.cuda_calls import StepCalls
 from kvlab.cache.cuda_changes import MOST_ROOM, Changes
+from kvlab.cache.cuda_collect import Collector
 from kvlab.cache.cuda_exchange import from_layers, to_layers
 from kvlab.cache.cuda_plan import Workspace as Plan
 from kvlab.cache.layer import Layer
@@ -96,7 +97,9 @@ class DeviceCache:
         )
         self.store, self.capacity = self.changes.store, capacity
         self.generation += 1
-        self._calls = StepCalls(self.store, self.device, settings.num_heads_q)
+        heads = settings.num_heads_q
+        self._collector = Collector(self.store, heads, settings.importance, settings.ema_decay)
+        self._calls = StepCalls(self.store, self.device, heads, self._collector)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -107,7 +110,7 @@ class DeviceCache:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of device memory held: arenas, tables and workspaces."""
-        return self.changes.nbytes + self._calls.nbytes
+        return self.changes.nbytes + self._calls.nbytes + self._collector.nbytes
 
     # ---- what a step does ----------------------------------------------------------------------------------
 
@@ -124,14 +127,14 @@ class DeviceCache:
         query, k, v = views
         steps, stream = query.shape[1], current_stream(q)
         collects, observed = self.collects(layer, steps), OBSERVED_AS[self.observes[layer]]
-        attend, append, scores, lse = self._calls.step(layer, q, steps, scale, softcap, observed, collects)
+        attend, append, lse = self._calls.step(layer, q, steps, scale, softcap, observed, collects)
         out = empty(query.shape, query.dtype, q)
         address, stored = cuda_view(out, "out").pointer, self.lengths[layer] > 0
+        self._collector.before(layer, steps, self.since[layer] + steps, stream)
         if stored:
             attend(query, address, lse.pointer, stream)
         append(query, k, v, valid, address, lse.pointer, stored, stream)
-        if collects:
-            self._score_stored(layer, scores, lse.array, steps, stream)
+        self._collector.after(layer, steps, collects, stream)
         self.count(layer, steps, collects)
         return out
 
@@ -140,6 +143,7 @@ class DeviceCache:
         steps = views[0].shape[1]
         observed = "one" if self.observes[layer] == "nothing" else "norm"
         call = self._calls.append(layer, steps, 1.0, 0.0, observed)
+        self._collector.settle(current_stream(k))
         call(None, views[0], views[1], valid, 0, 0, False, current_stream(k))
         self.count(layer, steps, False)
 
@@ -181,6 +185,7 @@ class DeviceCache:
         steps, dtype, dim = q.shape[1], self.layers[layer].store.dtype, self.store.head_dim
         stream, workspace = current_stream(q), self.changes.admission(steps, self.lengths[layer] > 0)
         codes = empty((self.pairs, steps), "uint8", k)  # all memory is taken before anything changes
+        self._collector.settle(stream)
         out, lse = attend_new(q, k, v, valid, scale, softcap)
         collects = self.collects(layer, steps)
         if self.lengths[layer]:
@@ -189,7 +194,8 @@ class DeviceCache:
             addresses = [cuda_view(x, "x").pointer for x in (out, lse, stored, stored_lse)]
             kernels.merge_rows(dim, dtype, self.device, addresses, tuple(q.shape[:3]), stream)
             if collects:
-                self._score_stored(layer, scores, lse, 0, stream)
+                since = self.since[layer] + steps
+                self._collector.score(layer, scores[None], lse[None], since, 0, stream)
         fresh = self._fresh(k, v, valid, codes, layer)
         if self.observes[layer] == "mass":
             if valid is not None:
@@ -207,18 +213,6 @@ class DeviceCache:
         views = cuda_view(k, "k"), cuda_view(v, "v")
         return kernels.new_tokens(*views, mask, address, k.shape[1], self.lengths[layer])
 
-    def _score_stored(self, layer: int, scores: Any, lse: Any, counted: int, stream: int) -> None:
-        cuda_score.score_stored(
-            self.store.host_states[layer],
-            scores,
-            lse,
-            num_heads_kv=self.store.heads,
-            importance=self.settings.importance,
-            decay=self.settings.ema_decay,
-            counted=counted,
-            stream=stream,
-        )
-
     def _admit(self, layer: int, k: Any, fresh: Any, share: int | None, workspace: Plan) -> None:
         """Plan and write new tokens of one layer; waits for the device."""
         store, stream, steps = self.layers[layer].store, current_stream(k), int(fresh["steps"])
@@ -227,6 +221,7 @@ class DeviceCache:
             kernels.mean_of_keys(
                 store.head_dim, store.dtype, self.device, fresh, self.pairs, self.store.heads, mean, stream
             )
+        self._collector.settle(stream)
         self.changes.set_share(share)
         self.changes.admit(layer, fresh, workspace, stream)
         self.room[layer] = self.changes.room + steps  # less these steps, which are counted next
@@ -238,21 +233,26 @@ class DeviceCache:
         state = self.lengths[layer], self.room[layer]
         together = all((self.lengths[i], self.room[i]) == state for i in range(len(self.layers)))
         first, n = (0, len(self.layers)) if together or not self.changes.tidy else (layer, 1)
-        self.changes.set_share(share)
-        self.changes.make_room(first, n, current_stream(self.like))
+        self._plan(first, n, share)
         for i in range(first, first + n):
             self.room[i] = self.changes.room
 
     def reallocate(self, share: int | None) -> None:
         """Choose widths anew for all layers and make room for the next tokens."""
-        self.changes.set_share(share)
-        self.changes.make_room(0, len(self.layers), current_stream(self.like))
+        self._plan(0, len(self.layers), share)
         self.room = [self.changes.room] * len(self.layers)
+
+    def _plan(self, first: int, n: int, share: int | None) -> None:
+        stream = current_stream(self.like)
+        self._collector.settle(stream)
+        self.changes.set_share(share)
+        self.changes.make_room(first, n, stream)
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
     def grow(self, capacity: int, share: int | None) -> None:
         """Make room for longer sequences, by way of the host."""
+        self._collector.settle(current_stream(self.like))
         to_layers(self.store, self.layers, self.lengths)
         try:
             self._make(capacity, share)
@@ -268,6 +268,7 @@ class DeviceCache:
 
         `memory()` gives capacity and share if the batch is another one afterwards.
         """
+        self._collector.settle(current_stream(self.like))
         to_layers(self.store, self.layers, self.lengths)
         for layer, since in zip(self.layers, self.since, strict=True):
             layer.since_collection = since
@@ -308,6 +309,7 @@ class DeviceCache:
 
     def clear(self) -> None:
         """Forget everything."""
+        self._collector.forget()
         self.store.clear()
         self.lengths, self.since, self.room = ([0] * len(self.layers) for _ in range(3))
         self.changes.restart(tidy=True)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from kvlab.arrays import cuda_view, current_stream, empty
 from kvlab.cache import cuda_kernels as kernels
+from kvlab.cache.cuda_collect import Collector
 from kvlab.cache.cuda_store import DeviceStore
 from kvlab.ops.packed_cuda import AttendCall, Workspace, make_workspace
 
@@ -33,21 +34,23 @@ class StepCalls:
     store : DeviceStore
     device : int
     num_heads_q : int
+    collector : Collector
+        Keeps scores.
     """
 
-    def __init__(self, store: DeviceStore, device: int, num_heads_q: int) -> None:
+    def __init__(self, store: DeviceStore, device: int, num_heads_q: int, collector: Collector) -> None:
         self._store, self._device, self._num_heads_q = store, device, num_heads_q
+        self._collector = collector
         self._pairs, self._group = store.batch * store.heads, num_heads_q // store.heads
-        self._steps: dict[Any, tuple[AttendCall, kernels.AppendCall, Any, Lse]] = {}
+        self._steps: dict[Any, tuple[AttendCall, kernels.AppendCall, Lse]] = {}
         self._appends: dict[Any, kernels.AppendCall] = {}
         self._lse: dict[int, Lse] = {}
         self._workspaces: dict[int, Workspace] = {}
-        self._scores: dict[int, Any] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that is kept."""
-        kept = [lse.array for lse in self._lse.values()] + list(self._scores.values())
+        kept = [lse.array for lse in self._lse.values()]
         kept += [
             x for workspace in self._workspaces.values() for x in (workspace.partial, workspace.arrivals)
         ]
@@ -55,20 +58,21 @@ class StepCalls:
 
     def step(
         self, layer: int, q: Any, steps: int, scale: float, softcap: float, observed: str, collects: bool
-    ) -> tuple[AttendCall, kernels.AppendCall, Any, Lse]:
-        """Attention over stored tokens, the append, scores if the step `collects`, log-sum-exp."""
+    ) -> tuple[AttendCall, kernels.AppendCall, Lse]:
+        """Attention over stored tokens (keeping scores if it `collects`), the append, log-sum-exp."""
         key = (layer, steps, scale, softcap, collects)
         found = self._steps.get(key)
         if found is None:
-            if collects and steps not in self._scores:
-                self._scores[steps] = self._new_scores(steps)
             if steps not in self._workspaces:
                 self._workspaces[steps] = self._new_workspace(steps)
-            scores = self._scores[steps] if collects else None
+            scores, lse = None, None
+            if collects:
+                scores, kept = self._collector.place(layer, steps)
+                lse = Lse(kept, cuda_view(kept, "lse").pointer)
             pages, workspace = self._store.pages(layer), self._workspaces[steps]
             attend = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
             append = self.append(layer, steps, scale, softcap, observed)
-            found = self._steps[key] = attend, append, scores, self._lse_of(steps)
+            found = self._steps[key] = attend, append, lse or self._lse_of(steps)
         return found
 
     def append(

@@ -309,7 +309,7 @@ def launch_plan(
     groups = shape.batch * shape.heads * shape.segments
     counters = 4 * (shape.num_rungs + 1) * _KEYS
     kernels["count_keys"]((groups, layers), (256,), argument, counters, stream)
-    kernels["choose_rungs"]((shape.batch, layers), (256,), argument, 4 * held, stream)
+    kernels["choose_rungs"]((shape.batch, layers), (1024,), argument, 4 * held, stream)
     kernels["bear_pages"]((1, layers), (1024,), argument, 0, stream)
     kernels["plan_moves"]((groups, layers), (256,), argument, 0, stream)
     kernels["make_tables"]((1, layers), (1024,), argument, 0, stream)

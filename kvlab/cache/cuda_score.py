@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import CudaView, cuda_view, dtype_name
-from kvlab.cache.importance import POLICIES, SPAN, Importance
+from kvlab.cache.importance import POLICIES, Importance, weight_of_collection
 from kvlab.ops.packed_mass_cuda import kept_scores, score_kernel
 
 __all__ = ["MASS_ROWS", "check_policy", "score_new", "score_norms", "score_stored"]
@@ -45,42 +45,42 @@ def check_policy(importance: Importance) -> None:
 
 
 def score_stored(
-    state: Any,
+    states: int,
     scores: Any,
     lse: Any,
     *,
-    num_heads_kv: int,
     importance: str,
     decay: float,
+    tokens: int,
     counted: int,
     stream: int,
 ) -> None:
-    """Bring the importance of all tokens in pages of a layer up to date with the attention they received.
+    """Bring the importance of all tokens in pages of some layers up to date with the attention they received.
 
     Parameters
     ----------
-    state : STATE scalar
-        Of the layer (`kvlab.cache.cuda_store`).
-    scores : float16 array, (batch, num_heads_kv, entries, rows, 64), contiguous
+    states : int
+        Address of the LayerState structs of the layers.
+    scores : float16 array, (layers, batch, num_heads_kv, entries, rows, 64), contiguous
         What packed attention kept of the last query rows; rows counts positions times heads of a group.
-    lse : float32 array, (batch, num_heads_q, seqlen)
+    lse : float32 array, (layers, batch, num_heads_q, seqlen), contiguous
         Of every query row over all its keys, stored or not.
     importance : {"attention", "forecast"}
         Other policies do not observe attention: they need no call.
-    decay : float
-        Weight of the old score of an old token.
+    decay, tokens
+        As for `kvlab.cache.importance.weight_of_collection`.
     counted : int
-        Tokens of this call that the layer's length on the device counts already.
+        Tokens of this call that the layers' lengths on the device count already.
     """
-    kept, grid = kept_scores(scores, lse, lse.shape[1] // num_heads_kv)
+    kept, grid = kept_scores(scores, lse, lse.shape[2] // scores.shape[2])
     following = np.zeros((), _FOLLOWING)
-    take = 1 - decay
-    following["take"], following["span"], following["counted"] = take, SPAN, counted
-    following["old"] = min(SPAN * (math.ceil(1 / take) - 1), 1 << 30) if take > 0 else 1 << 30
+    take, span = weight_of_collection(decay, tokens)
+    following["take"], following["span"], following["counted"] = take, span, counted
+    following["old"] = min(span * (math.ceil(1 / take) - 1), 1 << 30) if take > 0 else 1 << 30
     following["forecast"] = importance == "forecast"
-    layer, rule = (np.frombuffer(x.tobytes(), f"V{x.dtype.itemsize}")[0] for x in (state, following))
+    rule = np.frombuffer(following.tobytes(), f"V{_FOLLOWING.itemsize}")[0]
     kernel = score_kernel("score_stored", cuda_view(scores, "scores").device)
-    kernel(grid, (_THREADS,), (layer, kept, rule), 0, stream)
+    kernel((*grid, len(scores)), (_THREADS,), (states, kept, rule), 0, stream)
 
 
 def score_new(

@@ -29,14 +29,15 @@ def score_kernel(entry: str, device: int, head_dim: int = 128, dtype: str = "bfl
 
 
 def kept_scores(scores: Any, lse: Any, group: int) -> tuple[Any, tuple[int, int]]:
-    """Return the struct `Kept` of the kernels, and their grid.
+    """Return the struct `Kept` of the kernels, and their grid for one layer.
 
-    scores (batch, num_heads_kv, entries, rows, 64) and lse (batch, num_heads_q, seqlen) float32, contiguous.
+    scores (..., batch, num_heads_kv, entries, rows, 64) and lse (..., batch, num_heads_q, seqlen) float32,
+    contiguous.
     """
-    batch, heads, entries, rows, _ = scores.shape
+    batch, heads, entries, rows, _ = scores.shape[-5:]
     kept = np.zeros((), _KEPT)
     kept["scores"], kept["lse"] = cuda_view(scores, "scores").pointer, cuda_view(lse, "lse").pointer
-    for name, number in zip(_NUMBERS, (group, rows // group, lse.shape[2], entries), strict=True):
+    for name, number in zip(_NUMBERS, (group, rows // group, lse.shape[-1], entries), strict=True):
         kept[name] = number
     return np.frombuffer(kept.tobytes(), f"V{_KEPT.itemsize}")[0], (-(-entries // _PAGES), batch * heads)
 

@@ -18,12 +18,13 @@ from kvlab.cache import (
     cuda_cache,
     cuda_calls,
     cuda_changes,
+    cuda_collect,
     cuda_exchange,
     cuda_kernels,
     cuda_road,
     cuda_store,
 )
-from kvlab.cache.cuda_store import UNIT, DeviceStore
+from kvlab.cache.cuda_store import STATE, UNIT, DeviceStore
 from kvlab.cache.exact import attend_exact
 from kvlab.cache.frame import key_mean
 from kvlab.cache.ladder import Rung
@@ -43,11 +44,19 @@ class Kernels:
         self.arrays: dict[int, np.ndarray] = {}
         self.store: DeviceStore
         self.plans: list[tuple[int, int, int]] = []  # (layer, new tokens, status) of every plan so far
+        self.scored: list[list[tuple[int, int]]] = []  # of every launch: (layer, tokens before the step)
 
     def view(self, x: np.ndarray, name: str) -> CudaView:
         address = x.ctypes.data
         self.arrays[address] = x
         return CudaView(address, x.shape, tuple(s // x.itemsize for s in x.strides), dtype_name(x), 0)
+
+    def score_stored(self, states: int, scores: Any, lse: Any, *, counted: int, **rest: Any) -> None:
+        """Importance itself stays as it is; what is checked is when a launch serves which layers."""
+        first = (states - self.store.states_pointer) // STATE.itemsize
+        assert len(scores) == len(lse)
+        lengths = self.store.tables["seqlen"][first : first + len(scores)]
+        self.scored.append([(first + i, int(x.flat[0]) - counted) for i, x in enumerate(lengths)])
 
     # ---- plans and moves
 
@@ -280,12 +289,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         kernels.store = made(*args)
         return kernels.store
 
-    scores = SimpleNamespace(score_new=score_new, score_norms=score_norms, score_stored=lambda *a, **k: None)
+    scores = SimpleNamespace(score_new=score_new, score_norms=score_norms, score_stored=kernels.score_stored)
     workspace = SimpleNamespace(partial=np.zeros(1), arrivals=np.zeros(1))
     for module, names in (
         (cuda_changes, {"DeviceStore": device_store, "make_workspace": kernels.make_workspace,
                         "launch_plan": kernels.launch_plan}),
         (cuda_cache, {"current_stream": lambda x: 0, "cuda_score": scores}),
+        (cuda_collect, {"cuda_score": scores}),
         (cuda_calls, {"current_stream": lambda x: 0, "AttendCall": kernels.attend_call,
                       "make_workspace": lambda *args: workspace}),
         (cuda_kernels, {"write_tokens": kernels.write_tokens, "copy_pages": kernels.copy_pages,

@@ -42,7 +42,7 @@ class Device:
             state["num_rungs"], state["evicts"] = len(layer.rungs), layer.evicts
             state["max_slabs"], state["max_pages"] = len(layer.place), layer.owner.shape[1]
             state["slab_units"] = layer.slab_units
-        self.host_states, self.states = states, torch.from_numpy(states.view(np.uint8)).cuda()
+        self.states = torch.from_numpy(states.view(np.uint8)).cuda()
 
     def table(self, number: int, name: str) -> np.ndarray:
         memory, kinds = self.memory[number]

@@ -19,9 +19,11 @@ from kvlab.cache.importance import SPAN, make_policy
 from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.ops.packed import mass_from_scores
 from kvlab.reference import packed as reference
+from kvlab.reference.cache_layer import Layer
 from tests.gpu.test_cache_plan import Device
 from tests.plans import Simulation, draw_tokens, empty_layer
 
+TOKENS = 40  # since the last collection
 DTYPES = {torch.float16: np.dtype(np.float16), torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -153,24 +155,29 @@ def test_mass_of_kept_scores() -> None:
 @pytest.mark.parametrize("importance", ["attention", "forecast"])
 @pytest.mark.parametrize("own", [0, 3])
 def test_stored_tokens_follow_what_they_receive(importance: str, own: int) -> None:
-    """From scores in float16; the newest `own` tokens came with the call itself and received nothing yet."""
-    simulation, device, scores, exact, lse, exact_lse = stored_layer()
-    layer = simulation.layer
-    before = device.table(0, "arena").copy()
+    """Two layers in one launch; the newest `own` tokens came with the call and received nothing yet."""
+    simulation, _, scores, exact, lse, exact_lse = stored_layer()
+    device = Device([simulation.layer, simulation.layer])
+    half = torch.stack([scores.half(), scores.half() - 2])
     cuda_score.score_stored(
-        device.host_states[0],
-        scores.half(),
-        lse,
-        num_heads_kv=2,
+        device.states.data_ptr(),
+        half,
+        torch.stack([lse, lse]),
         importance=importance,
         decay=0.75,
+        tokens=TOKENS,
         counted=own,
         stream=stream(),
     )
-    after = device.table(0, "arena")
-    rounded = np.where(np.isneginf(exact), exact, scores.half().float().cpu().numpy())
-    mass = reference.mass_from_scores(rounded, exact_lse).reshape(4, 30, 64).astype(np.float32)
-    update, length = make_policy(importance, 0.75).update, layer.seqlen - own
+    for number in range(2):
+        rounded = np.where(np.isneginf(exact), exact, half[number].float().cpu().numpy())
+        mass = reference.mass_from_scores(rounded, exact_lse).reshape(4, 30, 64).astype(np.float32)
+        check_following(simulation.layer, device.table(number, "arena"), mass, importance, own)
+
+
+def check_following(layer: Layer, after: np.ndarray, mass: np.ndarray, importance: str, own: int) -> None:
+    """The codes of an arena are those of `layer` after an observation."""
+    update, length, before = make_policy(importance, 0.75).update, layer.seqlen - own, layer.arena
     seen, young = np.zeros(len(before), bool), 0
     for pair in range(4):
         for e in range(layer.num_pages[pair]):
@@ -179,7 +186,8 @@ def test_stored_tokens_follow_what_they_receive(importance: str, own: int) -> No
             positions = before[at : at + 2 * n].view(np.uint16) + (int(layer.base[pair, e]) << 16)
             stored = positions < length
             at = at + 128 + np.flatnonzero(stored)
-            new = update(decode_importance(before[at]), mass[pair, e, :n][stored], positions[stored], length)
+            old, received = decode_importance(before[at]), mass[pair, e, :n][stored]
+            new = update(old, received, positions[stored], length, TOKENS)
             assert_close(after[at], encode_importance(new))
             seen[at] = True
             young += int((positions[stored] >= length - 3 * SPAN).sum())
