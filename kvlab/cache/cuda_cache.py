@@ -31,8 +31,8 @@ from kvlab.ops.attention import attention, attention_varlen
 
 __all__ = ["DeviceCache", "Settings"]
 
-MASS_ROWS = 16
-"""Query rows, the last of a step, whose attention to stored tokens is collected."""
+STORED_ROWS = 16
+"""Last query rows of a long step whose attention to stored tokens is collected; their scores take memory."""
 OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
 """What the importance of a new token of a step is, by what the policy observes."""
 
@@ -189,7 +189,7 @@ class DeviceCache:
         out, lse = attend_new(q, k, v, valid, scale, softcap)
         collects = self.collects(layer, steps)
         if self.lengths[layer]:
-            kept = min(steps, MASS_ROWS) if collects else 0
+            kept = min(steps, STORED_ROWS) if collects else 0
             stored, stored_lse, scores = self._calls.attend(layer, q, scale, softcap, kept)
             addresses = [cuda_view(x, "x").pointer for x in (out, lse, stored, stored_lse)]
             kernels.merge_rows(dim, dtype, self.device, addresses, tuple(q.shape[:3]), stream)

@@ -12,13 +12,10 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import CudaView, cuda_view, dtype_name
-from kvlab.cache.importance import POLICIES, Importance, weight_of_collection
+from kvlab.cache.importance import MOST_TOKENS, POLICIES, Importance, weight_of_collection
 from kvlab.ops.packed_mass_cuda import kept_scores, score_kernel
 
-__all__ = ["MASS_ROWS", "check_policy", "score_new", "score_norms", "score_stored"]
-
-MASS_ROWS = 64
-"""Last query rows of a long step whose attention makes the importance of its tokens."""
+__all__ = ["check_policy", "score_new", "score_norms", "score_stored"]
 
 _SIGHT = np.dtype(
     [
@@ -124,7 +121,7 @@ def score_new(
     for name, view in views.items():
         sight[f"{name}_batch"], sight[f"{name}_step"], sight[f"{name}_head"] = view.strides[:3]
     sight["heads"], sight["group"], sight["seqlen"] = heads, heads_q // heads, seqlen
-    sight["window"], sight["scale"], sight["softcap"] = min(seqlen, MASS_ROWS), scale, softcap
+    sight["window"], sight["scale"], sight["softcap"] = min(seqlen, MOST_TOKENS), scale, softcap
     kernel = score_kernel("score_new", views["q"].device, head_dim, dtype_name(q, "q"))
     keys_per_block = _WARPS * (32 if head_dim <= 128 else 16)
     argument = np.frombuffer(sight.tobytes(), f"V{_SIGHT.itemsize}")[0]
