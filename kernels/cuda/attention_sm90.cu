@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_queries(unsigned char* to, const Call& call
     const u16* from = base_of(call.q, w, w.q0, blockIdx.y * call.group);
     const int thread = threadIdx.x % 128;
     constexpr int PIECES = HEAD_DIM / 8;
-#pragma unroll 4
+#pragma unroll 8
     for (int at = thread; at < 64 * PIECES; at += 128) {
         const int own = at / PIECES, piece = at % PIECES, row = first + own;
         uint4 x = {0, 0, 0, 0};

@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from kvlab.arrays import ArrayT, cuda_view, current_stream, dtype_name, empty
 from kvlab.build import Kernel, arch_of, build, load
 from kvlab.device import compute_capability
 from kvlab.ops.attention_cuda import (
     FAR,
     TENSOR,
+    Layout,
     can_be_mapped,
     check_limits,
     is_aligned,
     set_sequences,
-    set_tensor,
+    tensor_fields,
     tensor_map,
 )
 
@@ -34,15 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["attend_backward"]
 
-_CALL = np.dtype(
-    [
-        *((name, TENSOR) for name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv")),
-        *((name, "u8") for name in ("lse", "peaks", "deltas", "sums", "turns", "cu_q", "cu_k")),
-        *((name, "i8") for name in ("lse_batch", "lse_head", "rows")),
-        *((name, "i4") for name in ("seqlen_q", "seqlen_k", "heads_kv", "group", "dim", "left", "right")),
-        *((name, "f4") for name in ("scale", "softcap")),
-        ("ordered", "i4"),
-    ]
+_CALL = Layout(
+    **dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), TENSOR),
+    **dict.fromkeys(("lse", "peaks", "deltas", "sums", "turns", "cu_q", "cu_k"), "q"),
+    **dict.fromkeys(("lse_batch", "lse_head", "rows"), "q"),
+    **dict.fromkeys(("seqlen_q", "seqlen_k", "heads_kv", "group", "dim", "left", "right"), "i"),
+    **dict.fromkeys(("scale", "softcap"), "f"),
+    ordered="i",
 )
 _ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence
 _ROWS_OF_END = 32  # of a block of the kernels before and after
@@ -137,14 +134,13 @@ def attend_backward(
     kv_heads = views["k"].shape[-2]
     group = heads // kv_heads
     kind = dtype_name(q)
-    call = np.zeros((), _CALL)
     grads = [empty(views[name].shape, kind, q) for name in ("q", "k", "v")]
     views |= {name: cuda_view(x, name) for name, x in zip(("dq", "dk", "dv"), grads, strict=True)}
-    for name, view in views.items():
-        set_tensor(call, name, view)
+    call: dict[str, Any] = {name: tensor_fields(name, view) for name, view in views.items()}
     _set_lse(call, lse)
     if sequences is None:
         number, longest = rows[0], (rows[1], views["k"].shape[1])
+        call["cu_q"] = call["cu_k"] = 0
         stored = number * -(-longest[0] // _ALIGNED_ROWS) * _ALIGNED_ROWS
     else:
         number, longest = set_sequences(call, sequences)
@@ -159,7 +155,7 @@ def attend_backward(
     mapped = aligned and all(can_be_mapped(views[name]) for name in ("q", "k", "v", "dout"))
     plan = _plan(dim, kind, capped, aligned, mapped, views["q"].device)
     workspace = _allocate(call, heads * stored, plan.head_dim, deterministic, q)
-    arguments = [np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0]]
+    arguments = [_CALL.pack(call)]
     stream = current_stream(q)
     ends = (-(-longest[0] // _ALIGNED_ROWS) * _ALIGNED_ROWS // _ROWS_OF_END, heads, number)
     plan.prepare(ends, (128,), arguments, 0, stream)
@@ -176,7 +172,7 @@ def attend_backward(
     return grads[0], grads[1], grads[2]
 
 
-def _set_lse(call: Any, lse: Any) -> None:
+def _set_lse(call: dict[str, Any], lse: Any) -> None:
     view = cuda_view(lse, "lse")
     if view.shape[-1] > 1 and view.strides[-1] != 1:
         raise NotImplementedError(
@@ -186,7 +182,7 @@ def _set_lse(call: Any, lse: Any) -> None:
     call["lse_batch"], call["lse_head"] = view.strides[0] if len(view.shape) == 3 else 0, view.strides[-2]
 
 
-def _allocate(call: Any, rows: int, head_dim: int, deterministic: bool, like: Any) -> Any:
+def _allocate(call: dict[str, Any], rows: int, head_dim: int, deterministic: bool, like: Any) -> Any:
     """Allocate the workspace: sums, then peaks, deltas, and who added to the tiles of sums."""
     turns = rows // 32 if deterministic else 0
     workspace = empty((rows * (head_dim + 2) + turns,), "float32", like)

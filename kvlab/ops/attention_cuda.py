@@ -8,6 +8,7 @@ at a time, and whether scores are capped.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -23,16 +24,30 @@ if TYPE_CHECKING:
 
 __all__ = ["attend"]
 
-TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("position", "i8"), ("head", "i8")])
-_CALL = np.dtype(
-    [
-        *((name, TENSOR) for name in ("q", "k", "v", "out")),
-        *((name, "u8") for name in ("lse",)),
-        *((name, "i8") for name in ("lse_batch", "lse_head")),
-        *((name, "u8") for name in ("cu_q", "cu_k")),
-        *((name, "i4") for name in ("seqlen_q", "seqlen_k", "group", "dim", "left", "right")),
-        *((name, "f4") for name in ("scale", "softcap")),
-    ]
+
+class Layout:
+    """A struct that a kernel takes: names and `struct` formats of its fields, in their order."""
+
+    def __init__(self, **fields: str) -> None:
+        self._fields = fields
+        self._struct = struct.Struct("<" + "".join(fields.values()))
+        self._dtype = np.dtype(f"V{self._struct.size}")
+        self.size = self._struct.size
+
+    def pack(self, call: dict[str, Any]) -> Any:
+        """Return the values of all fields, those of a tensor as `tensor_fields`, as one kernel argument."""
+        values: list[Any] = []
+        for name, form in self._fields.items():
+            (values.extend if form == TENSOR else values.append)(call[name])
+        return np.frombuffer(self._struct.pack(*values), self._dtype)[0]
+
+
+TENSOR = "4q"  # address, strides of batch, position and head
+_CALL = Layout(
+    **dict.fromkeys(("q", "k", "v", "out"), TENSOR),
+    **dict.fromkeys(("lse", "lse_batch", "lse_head", "cu_q", "cu_k"), "q"),
+    **dict.fromkeys(("seqlen_q", "seqlen_k", "group", "dim", "left", "right"), "i"),
+    **dict.fromkeys(("scale", "softcap"), "f"),
 )
 FAR = 1 << 30  # a side of the window without limit; and what no length may exceed
 
@@ -77,14 +92,13 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     kind = dtype_name(q)
     out = empty(views["q"].shape, kind, q)
     lse = empty((*rows[:-1], heads, rows[-1]), "float32", q)
-    call = np.zeros((), _CALL)
-    for name, view in views.items():
-        set_tensor(call, name, view)
-    set_tensor(call, "out", cuda_view(out, "out"))
+    call: dict[str, Any] = {name: tensor_fields(name, view) for name, view in views.items()}
+    call["out"] = tensor_fields("out", cuda_view(out, "out"))
     call["lse"] = cuda_view(lse, "lse").pointer
     call["lse_batch"], call["lse_head"] = heads * rows[-1], rows[-1]
     if sequences is None:
         number, longest = rows[0], (rows[1], views["k"].shape[1])
+        call["cu_q"] = call["cu_k"] = 0
     else:
         number, longest = set_sequences(call, sequences)
     group = heads // kv_heads
@@ -96,7 +110,7 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     aligned = dim % 8 == 0 and all(map(is_aligned, views.values()))
     tensor_copies = aligned and can_be_mapped(views["k"]) and can_be_mapped(views["v"])
     plan = _plan(dim, kind, capped, aligned, tensor_copies, views["q"].device)
-    arguments = [np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0]]
+    arguments = [_CALL.pack(call)]
     if plan.box:
         arguments = [tensor_map(views[name], plan.box, longest[1]) for name in ("k", "v")] + arguments
     grid = (-(-longest[0] * group // plan.rows), kv_heads, number)
@@ -113,17 +127,17 @@ def check_limits(number: int, longest: tuple[int, int], kv_heads: int, group: in
         )
 
 
-def set_tensor(call: Any, name: str, view: CudaView) -> None:
+def tensor_fields(name: str, view: CudaView) -> tuple[int, int, int, int]:
+    """Return the address and the strides of batch, position and head."""
     if view.shape[-1] > 1 and view.strides[-1] != 1:
         raise NotImplementedError(
             f"{name} has strides {view.strides}: on a GPU the last axis must be contiguous; pass a copy"
         )
-    call[name]["data"] = view.pointer
     batch = view.strides[0] if len(view.shape) == 4 else 0
-    call[name]["batch"], call[name]["position"], call[name]["head"] = batch, *view.strides[-3:-1]
+    return view.pointer, batch, view.strides[-3], view.strides[-2]
 
 
-def set_sequences(call: Any, sequences: Sequences) -> tuple[int, tuple[int, int]]:
+def set_sequences(call: dict[str, Any], sequences: Sequences) -> tuple[int, tuple[int, int]]:
     for name, array in (("cu_q", sequences.cu_q), ("cu_k", sequences.cu_k)):
         view = cuda_view(array, name)
         if view.shape[0] > 1 and view.strides[0] != 1:

@@ -47,7 +47,7 @@ def hopper(head_dim: int) -> dict[str, int]:
 
 
 def test_the_call_has_the_layout_of_the_kernels() -> None:
-    size = launcher._CALL.itemsize
+    size = launcher._CALL.size
     ends = read_resources(build("attention_backward_ends", macros(64, ends=True), "sm_90a").cubin)
     assert ends["prepare"].parameter_bytes == ends["finish"].parameter_bytes == (size,)
     portable = read_resources(build("attention_backward", macros(64), "sm_90a").cubin)

@@ -51,7 +51,7 @@ def test_the_call_has_the_layout_of_the_kernels() -> None:
         ("attention_float32", {"HEAD_DIM": 64}, ()),
     ):
         resources = read_resources(build(name, macros, "sm_90a").cubin)["attend"]
-        assert resources.parameter_bytes == (*maps, attention_cuda._CALL.itemsize)
+        assert resources.parameter_bytes == (*maps, attention_cuda._CALL.size)
 
 
 def view(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int = 256) -> CudaView:
@@ -79,10 +79,15 @@ def test_which_arrays_are_copied_how(array: CudaView, aligned: bool, mapped: boo
 
 
 def test_strides_of_the_call() -> None:
-    call = np.zeros((), attention_cuda._CALL)
-    attention_cuda.set_tensor(call, "q", view((2, 5, 4, 64), (1280, 256, 64, 1)))
-    attention_cuda.set_tensor(call, "k", view((9, 4, 64), (300, 64, 1)))
-    assert call["q"].item() == (256, 1280, 256, 64)
-    assert call["k"].item() == (256, 0, 300, 64)
+    fields = attention_cuda.tensor_fields
+    assert fields("q", view((2, 5, 4, 64), (1280, 256, 64, 1))) == (256, 1280, 256, 64)
+    assert fields("k", view((9, 4, 64), (300, 64, 1))) == (256, 0, 300, 64)
     with pytest.raises(NotImplementedError, match="the last axis must be contiguous"):
-        attention_cuda.set_tensor(call, "v", view((2, 5, 4, 64), (1280, 256, 1, 4)))
+        fields("v", view((2, 5, 4, 64), (1280, 256, 1, 4)))
+
+
+def test_a_layout_packs_fields_in_order() -> None:
+    layout = attention_cuda.Layout(x=attention_cuda.TENSOR, y="i", z="f")
+    packed = layout.pack({"z": 0.5, "y": -3, "x": (1, 2, 3, 1 << 40)})
+    found = np.frombuffer(packed.tobytes(), np.dtype([("x", "<i8", 4), ("y", "<i4"), ("z", "<f4")]))[0]
+    assert (found["x"].tolist(), found["y"], found["z"]) == ([1, 2, 3, 1 << 40], -3, 0.5)
