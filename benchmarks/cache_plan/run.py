@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import pathlib
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -254,19 +253,6 @@ def median_of_graph(body: Callable[[], None], repeats: int) -> float:
     return 1e3 * float(np.median([a.elapsed_time(b) for a, b in itertools.pairwise(marks)]))
 
 
-def gpu_state() -> dict[str, str]:
-    """Name, driver and present SM clock of the GPU."""
-    fields = {"name": "name", "driver": "driver_version", "sm_clock_mhz": "clocks.sm"}
-    query = [
-        "nvidia-smi",
-        "--id=0",
-        f"--query-gpu={','.join(fields.values())}",
-        "--format=csv,noheader,nounits",
-    ]
-    found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
-    return dict(zip(fields, found, strict=True))
-
-
 def measure(shape: str, ladder: str, cycles: int) -> dict[str, Any]:
     model = Model(*LADDERS[ladder], *SHAPES[shape])
     found: dict[str, Any] = {"shape": shape, "ladder": ladder, "layers": model.layers}
@@ -290,7 +276,7 @@ def main() -> None:
     parser.add_argument("--ladders", nargs="+", default=list(LADDERS))
     parser.add_argument("--cycles", type=int, default=16)
     options = parser.parse_args()
-    result = provenance() | {"gpu": gpu_state()}
+    result = provenance()
     rows = []
     for shape, ladder in itertools.product(options.shapes, options.ladders):
         row = measure(shape, ladder, options.cycles)

@@ -8,20 +8,17 @@ How a case is drawn, checked and timed is told in `kvlab.lab.benchmark_decode_cu
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import pathlib
-import shlex
-import subprocess
 import sys
 
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from kvlab.environment import report
 from kvlab.lab.benchmark_decode_cuda import LADDERS, Shape, read_bandwidth, time_dense, time_packed
+from kvlab.lab.results import provenance
 
 SHAPES = {
     "gqa 1 x 32K": Shape(1, 32768), "mha 1 x 32K": Shape(1, 32768, 32, 32), "gqa 1 x 4K": Shape(1, 4096),
@@ -29,23 +26,6 @@ SHAPES = {
     "gqa 8 x 32K": Shape(8, 32768), "mha 8 x 32K": Shape(8, 32768, 32, 32), "gqa 64 x 16K": Shape(64, 16384),
     "gqa 1 x 32K d64": Shape(1, 32768, head_dim=64), "gqa 1 x 32K d80": Shape(1, 32768, head_dim=80),
 }  # fmt: skip
-
-
-def gpu_state() -> str:
-    """Return name, driver and clocks as nvidia-smi says them."""
-    fields = "name,driver_version,clocks.max.sm,clocks.max.mem,clocks.sm"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def provenance() -> dict[str, object]:
-    """Return what made a result: the command, when, and on which machine."""
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "gpu": gpu_state(),
-        "environment": report(),
-    }
 
 
 def main() -> None:

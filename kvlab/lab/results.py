@@ -20,12 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from kvlab import environment
+from kvlab.lab.guard import gpu_state
 
 __all__ = ["Row", "print_table", "provenance", "write", "write_atomically"]
 
 Row = dict[str, str | int | float | None]
 
-_PACKAGES = ("numpy", "scipy", "numba", "ml_dtypes", "torch", "transformers", "hqq", "optimum-quanto")
+_PACKAGES = (
+    *("numpy", "scipy", "numba", "ml_dtypes", "torch", "transformers", "hqq", "optimum-quanto"),
+    *("cupy-cuda12x", "cupy-cuda13x", "cuda-core"),
+)
+_GPU = ("name", "driver_version", "clocks.sm", "clocks.mem")
 
 
 def provenance(**settings: str | int | float | None) -> dict[str, Any]:
@@ -36,13 +41,19 @@ def provenance(**settings: str | int | float | None) -> dict[str, Any]:
     **settings
         What the run was told, for example ``threads=2``.
 
+    Returns
+    -------
+    dict
+        With a GPU, also ``gpu``: its name, driver and present clocks; ``cuda``: versions.
+
     Examples
     --------
-    >>> sorted(provenance(threads=2))
+    >>> sorted(set(provenance(threads=2)) - {"gpu", "cuda"})
     ['command', 'cpu', 'git', 'kvlab', 'memory', 'packages', 'platform', 'python', 'settings', 'time']
     """
-    report = environment.report()
-    return {
+    report, state = environment.report(), gpu_state()
+    gpu = {} if state is None else {"gpu": {name: state[name] for name in _GPU}, "cuda": report["cuda"]}
+    return gpu | {
         "command": shlex.join([*_program(), *sys.argv[1:]]),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "git": _git_state(),
