@@ -142,8 +142,10 @@ def smi(query: str) -> str:
 
 
 def about(clocks: dict[str, str]) -> dict[str, Any]:
+    script, output, *options = sys.argv
+    command = ["python", f"benchmarks/attention/{Path(script).name}", Path(output).name, *options]
     return {
-        "date": datetime.date.today().isoformat(), "command": " ".join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(), "command": " ".join(command),
         "gpu": smi("name,driver_version,clocks.max.sm"), "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(), "clocks and power after each case": clocks,
     }  # fmt: skip
