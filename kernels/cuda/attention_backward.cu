@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
             multiply<Q_TILES, Q_COLUMN_TILES, BLOCK_N / 16, true, false, P_PITCH, PITCH>(dq, dst_at, kt_at);
             const i64 stored = at.head * call.rows + s.stored + at.row;
             float* const to = call.sums + stored / 64 * (64 * HEAD_DIM);
-            u32* const turn = call.turns + stored / 32;
+            u32* const turn = call.turns + stored / 16;
             if (call.ordered) {
                 if (threadIdx.x == 0) wait_turn(turn, block - first_turn(call, s, at.row));
                 __syncthreads();  // earlier additions happen before those of all threads

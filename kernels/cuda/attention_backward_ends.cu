@@ -9,13 +9,15 @@
 //
 // Memory: no shared memory; dout, out and the workspace are read or written once.
 //
-// Macros: HEAD_DIM, a multiple of 16; BF16; ALIGNED: 1 rows of dout and out can be read, and those of dq
-// written, 16 bytes at a time, 0 element by element.
+// Macros: HEAD_DIM, a multiple of 16; FLOAT32: 1 elements are float32, peaks base e, 0 of the 16-bit type
+// that BF16 says; ALIGNED: 1 rows of dout and out can be read, and those of dq written, 16 bytes at a time, 0
+// element by element.
 //
 // clang-format off
-// gate: HEAD_DIM=128 BF16=1,0 ALIGNED=1 registers<=64
-// gate: HEAD_DIM=32,64,256 BF16=1 ALIGNED=1,0 registers<=64
-// gate: HEAD_DIM=96,192 BF16=1 ALIGNED=1 registers<=64
+// gate: HEAD_DIM=128 FLOAT32=0 BF16=1,0 ALIGNED=1 registers<=64
+// gate: HEAD_DIM=32,64,256 FLOAT32=0 BF16=1 ALIGNED=1,0 registers<=64
+// gate: HEAD_DIM=96,192 FLOAT32=0 BF16=1 ALIGNED=1 registers<=64
+// gate: HEAD_DIM=64,256 FLOAT32=1 BF16=0 ALIGNED=0 registers<=64
 // clang-format on
 #include "pairs.cuh"
 
@@ -25,18 +27,47 @@ constexpr int ROWS_OF_CTA = 32;
 #include "attention_call.cuh"
 #include "attention_backward.cuh"
 
-__device__ __forceinline__ void read_channels(u32 (&x)[4], const u16* row, int channel, int dim) {
+// Reads 8 channels of a row, 0 for those that are not there.
+__device__ __forceinline__ void read_channels(float (&x)[8], const Element* row, int channel, int dim) {
+#if FLOAT32
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = channel + i < dim ? row[channel + i] : 0.f;
+#else
+    u32 pairs[4];
     if (ALIGNED) {
         const uint4 piece = *(const uint4*)(row + channel);
-        x[0] = piece.x, x[1] = piece.y, x[2] = piece.z, x[3] = piece.w;
+        pairs[0] = piece.x, pairs[1] = piece.y, pairs[2] = piece.z, pairs[3] = piece.w;
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            x[i] = row[channel + 2 * i < dim ? channel + 2 * i : channel];
-            if (channel + 2 * i >= dim) x[i] = 0;
-            if (channel + 2 * i + 1 < dim) x[i] |= (u32)row[channel + 2 * i + 1] << 16;
+            pairs[i] = channel + 2 * i < dim ? row[channel + 2 * i] : 0;
+            if (channel + 2 * i + 1 < dim) pairs[i] |= (u32)row[channel + 2 * i + 1] << 16;
         }
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack_pair(pairs[i]);
+        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
+#endif
+}
+
+__device__ __forceinline__ void write_channels(Element* row, const float (&x)[8], int channel, int dim) {
+#if FLOAT32
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (channel + i < dim) row[channel + i] = x[i];
+#else
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = pack_pair(x[2 * i], x[2 * i + 1]);
+    if (ALIGNED) {
+        *(uint4*)(row + channel) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) write_pair(row, channel + 2 * i, dim, pairs[i]);
+    }
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ Call call) {
@@ -49,25 +80,23 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
         if (row >= last) return;
         float delta = 0.f;
         if (row < s.rows && channel < call.dim) {
-            u32 x[4], y[4];
+            float x[8], y[8];
             read_channels(x, row_of(call.dout, s, s.q0, row, head), channel, call.dim);
             read_channels(y, row_of(call.out, s, s.q0, row, head), channel, call.dim);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float2 a = unpack_pair(x[j]), b = unpack_pair(y[j]);
-                delta = fmaf(a.x, b.x, fmaf(a.y, b.y, delta));
-            }
+            for (int j = 0; j < 8; ++j) delta = fmaf(x[j], y[j], delta);
         }
 #pragma unroll
         for (int distance = 16; distance; distance /= 2) delta += __shfl_xor_sync(ALL_LANES, delta, distance);
         if (lane == 0) {
             float peak = INFINITE;
             if (row < s.rows)
-                peak = call.lse[s.batch * call.lse_batch + head * call.lse_head + s.q0 + row] * LOG2E;
+                peak = call.lse[s.batch * call.lse_batch + head * call.lse_head + s.q0 + row] *
+                       (FLOAT32 ? 1.f : LOG2E);
             const bool empty = peak == -INFINITE;
             call.peaks[stored + row] = empty ? INFINITE : peak;
             call.deltas[stored + row] = empty ? 0.f : delta;
-            if (call.ordered && row % 32 == 0) call.turns[(stored + row) / 32] = 0;
+            if (call.ordered && row % 16 == 0) call.turns[(stored + row) / 16] = 0;
         }
         if (channel < HEAD_DIM) {
             float4* const sums = (float4*)(call.sums + (stored + row) * HEAD_DIM + channel);
@@ -87,14 +116,7 @@ extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__
             (const float4*)(sums + row / 64 * (i64)(64 * HEAD_DIM) + place_of(row % 64, channel));
         const float4 a = from[0], b = from[1];
         const float f = call.scale;
-        const u32 x[4] = {pack_pair(a.x * f, a.y * f), pack_pair(a.z * f, a.w * f),
-                          pack_pair(b.x * f, b.y * f), pack_pair(b.z * f, b.w * f)};
-        u16* const to = row_of(call.dq, s, s.q0, row, head);
-        if (ALIGNED) {
-            *(uint4*)(to + channel) = make_uint4(x[0], x[1], x[2], x[3]);
-        } else {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) write_pair(to, channel + 2 * j, call.dim, x[j]);
-        }
+        const float x[8] = {a.x * f, a.y * f, a.z * f, a.w * f, b.x * f, b.y * f, b.z * f, b.w * f};
+        write_channels(row_of(call.dq, s, s.q0, row, head), x, channel, call.dim);
     }
 }

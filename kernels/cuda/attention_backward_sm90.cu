@@ -114,7 +114,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Call& call, const
         pin(dv);
         release(m.empty_dout + 8 * stage);
         const i64 stored = at.head * call.rows + s.stored + at.row;
-        u32* const own_turn = call.turns + stored / 32 + group;
+        u32* const own_turn = call.turns + stored / 16 + group;
         if (call.ordered && threadIdx.x % 128 == 0)
             wait_turn(own_turn, keys.block - first_turn(call, s, at.row));
         add_block(call.sums + stored * HEAD_DIM + (m_block * D_BLOCKS + d_block) * 4096, dq,

@@ -116,7 +116,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Call& call, const
         release(m.empty_dout);
         wait_products<1>(dq);
         const i64 stored = at.head * call.rows + s.stored + at.row;
-        u32* const own_turn = call.turns + stored / 32 + group;
+        u32* const own_turn = call.turns + stored / 16 + group;
         if (call.ordered && threadIdx.x % 128 == 0)
             wait_turn(own_turn, keys.block - first_turn(call, s, at.row));
         float* const to = call.sums + stored * HEAD_DIM + 2 * group * 4096;

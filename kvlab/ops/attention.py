@@ -34,7 +34,7 @@ _LONGEST = (1 << 31) - 1
 """Largest length and window: kernels count in 32 bits."""
 FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
 REFERENCE_FACTS: dict[str, Any] = {"dtype": (*_FLOATS, "float64"), "head_dim": AtLeast(1)}
-CUDA_FACTS: dict[str, Any] = {"dtype": ("float16", "bfloat16"), "head_dim": range(1, 257)}
+CUDA_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(1, 257)}
 
 # Pattern of an out and of its lse, by the number of dimensions of the out.
 _LAYOUTS = {
@@ -45,7 +45,7 @@ _LAYOUTS = {
 register(
     Row("attention", "cpu", "kvlab.ops.attention_cpu:attend", FACTS),
     Row("attention", "reference", "kvlab.ops.attention_cpu:attend_reference", REFERENCE_FACTS),
-    Row("attention", "cuda", "kvlab.ops.attention_cuda:attend", CUDA_FACTS | {"dtype": _FLOATS}),
+    Row("attention", "cuda", "kvlab.ops.attention_cuda:attend", CUDA_FACTS),
     Row("merge_attention", "cpu", "kvlab.ops.attention_cpu:merge", {"dtype": _FLOATS}),
     Row("merge_attention", "reference", "kvlab.ops.attention_cpu:merge_reference", {"dtype": _FLOATS}),
 )

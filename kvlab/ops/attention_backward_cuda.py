@@ -96,6 +96,9 @@ HOPPER_SHAPES = {
 }
 _HOPPER_THREADS = 384
 
+# The kernel for float32: by head dimension, keys and rows of a tile.
+FLOAT32_BLOCKS = {32: 32, 64: 32, 96: 32, 128: 32, 192: 16, 256: 16}
+
 HOPPER = True
 """Whether to use those; tests and benchmarks of the portable one turn it off and clear the plans."""
 
@@ -184,7 +187,7 @@ def _set_lse(call: dict[str, Any], lse: Any) -> None:
 
 def _allocate(call: dict[str, Any], rows: int, head_dim: int, deterministic: bool, like: Any) -> Any:
     """Allocate the workspace: sums, then peaks, deltas, and who added to the tiles of sums."""
-    turns = rows // 32 if deterministic else 0
+    turns = rows // 16 if deterministic else 0
     workspace = empty((rows * (head_dim + 2) + turns,), "float32", like)
     start = cuda_view(workspace, "workspace").pointer
     call["sums"], call["peaks"] = start, start + 4 * rows * head_dim
@@ -203,10 +206,12 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, mapped: bool, devic
             f"{capability[0]}.{capability[1]}: move the arrays to the CPU"
         )
     arch = arch_of(*capability)
+    if dtype == "float32":
+        return _float32_plan(dim, arch, device)
     hopper = HOPPER and capability == (9, 0) and mapped
     head_dim = min(size for size in (HOPPER_SHAPES if hopper else SHAPES) if size >= dim)
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
-    ends = build("attention_backward_ends", macros | {"ALIGNED": int(aligned)}, arch)
+    ends = build("attention_backward_ends", macros | {"ALIGNED": int(aligned), "FLOAT32": 0}, arch)
     prepare, finish = (load(ends, entry, device=device) for entry in ("prepare", "finish"))
     macros["CAPPED"] = int(capped)
     if hopper:
@@ -219,6 +224,25 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, mapped: bool, devic
     main = load(build("attention_backward", macros, arch), device=device)
     sizes = shape.block_n, 32 * shape.warps, shape.shared_bytes(head_dim), 0
     return _Plan(prepare, main, finish, head_dim, *sizes)
+
+
+def _float32_plan(dim: int, arch: str, device: int) -> _Plan:
+    head_dim = min(size for size in FLOAT32_BLOCKS if size >= dim)
+    block = FLOAT32_BLOCKS[head_dim]
+    ends = build(
+        "attention_backward_ends", {"HEAD_DIM": head_dim, "FLOAT32": 1, "BF16": 0, "ALIGNED": 0}, arch
+    )
+    prepare, finish = (load(ends, entry, device=device) for entry in ("prepare", "finish"))
+    main = load(
+        build("attention_backward_float32", {"HEAD_DIM": head_dim, "BLOCK": block}, arch), device=device
+    )
+    return _Plan(prepare, main, finish, head_dim, block, 4 * block, float32_shared_bytes(head_dim), 0)
+
+
+def float32_shared_bytes(head_dim: int) -> int:
+    """K, V, Q and dout, rows 4 elements longer than head_dim; P and dS, as much longer than a block."""
+    block = FLOAT32_BLOCKS[head_dim]
+    return 4 * (4 * block * (head_dim + 4) + 2 * block * (block + 4))
 
 
 def shape_for(head_dim: int, capability: tuple[int, int]) -> Shape:

@@ -91,6 +91,17 @@ def test_fixed_length_grid(dtype: str, seed: int) -> None:
         check(dout, q, k, v, deterministic=bool(rng.integers(2)), **draw_options(rng))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_float32_grid(seed: int) -> None:
+    rng = np.random.default_rng(200 + seed)
+    for _ in range(10):
+        heads, kv_heads = HEADS[rng.integers(len(HEADS))]
+        dim, seqlen_q, seqlen_k = rng.choice(HEAD_DIMS), *rng.choice(LENGTHS, 2)
+        dout, q = (draw(rng, (2, seqlen_q, heads, dim), "float32") for _ in range(2))
+        k, v = (draw(rng, (2, seqlen_k, kv_heads, dim), "float32") for _ in range(2))
+        check(dout, q, k, v, deterministic=bool(rng.integers(2)), **draw_options(rng))
+
+
 @pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(8))

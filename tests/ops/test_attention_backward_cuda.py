@@ -35,6 +35,13 @@ def test_there_is_a_tiling_for_every_gpu(capability: tuple[int, int]) -> None:
     assert (launcher.shape_for(128, capability).block_m == 32) == small
 
 
+@pytest.mark.parametrize("head_dim", launcher.FLOAT32_BLOCKS)
+def test_float32_tiles_are_gated_and_fit_every_gpu(head_dim: int) -> None:
+    block = launcher.FLOAT32_BLOCKS[head_dim]
+    assert {"HEAD_DIM": str(head_dim), "BLOCK": str(block)} in declared("attention_backward_float32.cu")
+    assert launcher.float32_shared_bytes(head_dim) <= 99 * 1024
+
+
 def test_hopper_tiles_fit() -> None:
     for head_dim, tiles in launcher.HOPPER_SHAPES.items():
         resources = read_resources(build(tiles.source, hopper(head_dim), "sm_90a").cubin)
@@ -52,6 +59,8 @@ def test_the_call_has_the_layout_of_the_kernels() -> None:
     assert ends["prepare"].parameter_bytes == ends["finish"].parameter_bytes == (size,)
     portable = read_resources(build("attention_backward", macros(64), "sm_90a").cubin)
     assert portable["attend_backward"].parameter_bytes == (size,)
+    built = build("attention_backward_float32", {"HEAD_DIM": 64, "BLOCK": 32}, "sm_90a")
+    assert read_resources(built.cubin)["attend_backward"].parameter_bytes == (size,)
     hoppers = read_resources(build("attention_backward_sm90", hopper(64), "sm_90a").cubin)
     assert hoppers["attend_backward"].parameter_bytes == (*(128,) * 4, size)
 
@@ -59,6 +68,6 @@ def test_the_call_has_the_layout_of_the_kernels() -> None:
 def macros(head_dim: int, ends: bool = False) -> dict[str, int]:
     chosen = {"HEAD_DIM": head_dim, "BF16": 1, "ALIGNED": 1}
     if ends:
-        return chosen
+        return chosen | {"FLOAT32": 0}
     shape = launcher.shape_for(head_dim, (9, 0))
     return chosen | {"CAPPED": 0} | {name.upper(): value for name, value in shape._asdict().items()}

@@ -19,7 +19,7 @@ struct Call {
     Tensor q, k, v, dout, out, dq, dk, dv;  // [batch, seqlen, heads, dim], or with cu_* [total, heads, dim]
     const float* lse;                       // [batch, heads_q, seqlen_q], or [heads_q, total_q]
     float *peaks, *deltas, *sums;           // workspace: [heads_q, rows], and [heads_q, rows, HEAD_DIM]
-    u32* turns;       // [heads_q, rows / 32], how many CTAs have added to the tile of dq that begins here
+    u32* turns;       // [heads_q, rows / 16], how many CTAs have added to the tile of dq that begins here
     const int* cu_q;  // [sequences + 1], null for sequences of one length
     const int* cu_k;
     i64 lse_batch, lse_head, rows;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void pass_turn(u32* turn) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(turn) : "memory");
 }
 
-// Writes two channels of a row of dk or dv.
+// Writes two channels of a row of dq, dk or dv.
 __device__ __forceinline__ void write_pair(u16* row, int channel, int dim, u32 pair) {
     if (channel >= dim) return;
     if (dim % 2 == 0) {

@@ -1,5 +1,5 @@
 // Attention: how tensors of a call lie in memory, and constants, for forward and backward. Needs pairs.cuh.
-// The macro FLOAT32 says that elements are float32; else they are of the 16-bit type.
+// With the macro FLOAT32 = 1 elements are float32; else they are of the 16-bit type.
 #pragma once
 
 constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
@@ -7,7 +7,7 @@ constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
 
 using i64 = long long;
 
-#ifdef FLOAT32
+#if FLOAT32
 using Element = float;
 #else
 using Element = u16;
