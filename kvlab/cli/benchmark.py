@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +16,8 @@ def command(
     case: Annotated[
         str,
         typer.Argument(
-            help="What to measure: packing, codec, allocator, decode or attention; or flash_attention, "
-            "packed, ternary, all."
+            help="What to measure: packing, codec, allocator, decode, attention or cache; or "
+            "flash_attention, packed, ternary, all."
         ),
     ],
     device: Annotated[
@@ -28,8 +29,14 @@ def command(
     threads: Annotated[int, typer.Option(help="Threads on the CPU.")] = 2,
     repeats: Annotated[
         int,
-        typer.Option("--repeats", "--iterations", help="Times a call is timed; the median counts."),
+        typer.Option(
+            "--repeats", "--iterations", "--num-iterations", help="Times a call is timed; the median counts."
+        ),
     ] = 15,
+    baseline: Annotated[
+        str, typer.Option(help="cache: fp16, uniform_8bit, uniform_4bit, smartkv_mixed or all.")
+    ] = "all",
+    context_lengths: Annotated[str, typer.Option(help="cache: stored tokens.")] = "512,1K,2K,4K,8K",
     min_vram: MinVram = 0.0,
     release: Release = False,
     verbose: Verbose = False,
@@ -60,7 +67,8 @@ def command(
     pairs = [(name, on) for name in names for on in where.devices]
     if len(names) > 1:  # of several, those that run there
         pairs = [(name, on) for name, on in pairs if on in DEVICES[name]]
-    results = [run(name, Options(array_size, threads, repeats, on, release)) for name, on in pairs]
+    options = Options(array_size, threads, repeats, device, release, baseline, context_lengths)
+    results = [run(name, replace(options, device=on)) for name, on in pairs]
     result: dict[str, Any] = results[0] if len(results) == 1 else {"case": case, "results": results}
     if output is not None:
         if len(results) > 1 and output.suffix != ".json":

@@ -80,6 +80,26 @@ def expected(folders: Folders, as_json: Json = False, output: Output = None) -> 
 
 
 @group.command()
+def compare(
+    folder: Annotated[Path, typer.Argument(help="Folder of benchmark_<baseline>.csv files.")],
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
+    """Join the files of `kvlab benchmark cache` into benchmark_comparison.csv.
+
+    Example: kvlab report compare results/benchmarks/4711
+    """
+    from kvlab.lab.benchmark_cache import compare as join
+
+    rows = join(folder)
+    emit_json({"rows": rows}, as_json=as_json, output=output)
+    if not as_json:
+        from kvlab.lab.results import print_table
+
+        print_table(rows, "Latency, throughput and memory by context")
+
+
+@group.command()
 def write(
     folders: Folders,
     change: Change = 0.01,

@@ -19,6 +19,7 @@ from kvlab import environment
 from kvlab.errors import needs_extra
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.timing import time_in_turns
+from kvlab.sizes import parse_size
 
 __all__ = ["CASES", "DEVICES", "Options", "against_copy", "cases_of", "check", "run"]
 
@@ -29,7 +30,8 @@ _TINY_SIZE, _TINY_CONTEXT, _TINY_PAGES = 2**20, 128, 64
 class Options:
     """What a run is told: bytes of the arrays (packing, codec), threads, repeats of a timed call, where.
 
-    release: long sequences too (attention).
+    release: long sequences too (attention). baseline, contexts (cache): one of its baselines or "all", and
+    stored tokens, divided by commas.
     """
 
     size: int = 256 * 2**20
@@ -37,6 +39,8 @@ class Options:
     repeats: int = 15
     device: str = "cpu"
     release: bool = False
+    baseline: str = "all"
+    contexts: str = "512,1K,2K,4K,8K"
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,22 @@ def _decode(options: Options) -> Measured:
     return Measured(rows, module.NOTE)
 
 
+def _cache(options: Options) -> Measured:
+    from kvlab.lab import benchmark_cache as module
+
+    baselines = tuple(module.BASELINES) if options.baseline == "all" else (options.baseline,)
+    contexts = [parse_size(word, "contexts") for word in options.contexts.split(",")]
+    layers = 2 if _tiny() else module.NUM_LAYERS
+    rows = module.benchmark_cache(
+        baselines,
+        [_TINY_CONTEXT] if _tiny() else contexts,
+        repeats=options.repeats,
+        device=options.device,
+        num_layers=layers,
+    )
+    return Measured(rows, module.NOTE)
+
+
 def _attention(options: Options) -> Measured:
     from kvlab.lab import benchmark_attention as module
 
@@ -107,15 +127,20 @@ CASES: dict[str, Callable[[Options], Measured]] = {
     "allocator": _allocator,
     "decode": _decode,
     "attention": _attention,
+    "cache": _cache,
 }
 """Each case and the function that measures it."""
 
 DEVICES = {"allocator": ("cpu",)} | dict.fromkeys(
-    ("packing", "codec", "decode", "attention"), ("cpu", "cuda")
+    ("packing", "codec", "decode", "attention", "cache"), ("cpu", "cuda")
 )
 """Where each case runs."""
 
-_TARGETS = {"flash_attention": ("attention",), "packed": ("decode", "codec"), "ternary": ("packing",)}
+_TARGETS = {
+    "flash_attention": ("attention",),
+    "packed": ("decode", "codec", "cache"),
+    "ternary": ("packing",),
+}
 
 
 def cases_of(target: str) -> tuple[str, ...]:

@@ -189,7 +189,7 @@ run_cases(folder, Manifest.read(folder), range(2), runner=fake)
 """
 
 
-@pytest.mark.parametrize("crash", [1, 2, 3, 5])
+@pytest.mark.parametrize("crash", [2, 3])
 def test_a_process_killed_amid_a_write_leaves_whole_files(tmp_path: Path, crash: int) -> None:
     """Every result is written in three steps: fsync of the file, rename, fsync of the folder."""
     manifest = Manifest(GRID[:2])
@@ -197,7 +197,7 @@ def test_a_process_killed_amid_a_write_leaves_whole_files(tmp_path: Path, crash:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(crash)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
-    expected = {1: 0, 2: 0, 3: 1, 5: 1}[crash]
+    expected = {2: 0, 3: 1}[crash]
     assert len(status(tmp_path, manifest).done) == expected
     run_cases(tmp_path, manifest, range(2), runner=fake)
     assert len(status(tmp_path, manifest).done) == 2
