@@ -103,13 +103,17 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
 def feasible_budget(case: AblationCase) -> float:
     """Return the smallest budget, as a fraction of float16, that holds the context of a case.
 
+    A cache that a model fills on a GPU needs some pages more than one on the CPU; synthetic ones are filled
+    on the CPU for both.
+
     Examples
     --------
     >>> feasible_budget(AblationCase(0.2, "4,8", 2048)), feasible_budget(AblationCase(0.2, "2,4,8", 2048))
     (0.2703, 0.1453)
     """
     try:
-        _new_cache(case, budget=1, max_seqlen=case.context_length)
+        device = "cpu" if case.model is None else case.device
+        _new_cache(case, budget=1, max_seqlen=case.context_length, device=device)
     except BudgetError as error:
         needed = error.needed_bytes or 0
     return math.ceil(1e4 * needed / case.geometry.fp16_nbytes(case.context_length)) / 1e4

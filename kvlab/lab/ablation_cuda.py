@@ -1,7 +1,7 @@
 """The timed part of an ablation case on a GPU: attention of a token over all layers' pages, in one graph.
 
-Pages are filled and planned on the CPU, whose codes are those of the GPU bit for bit, and copied to the GPU
-for the attention that is timed.
+Pages come from the CPU, where they were filled or copied to: codes are the same bits on both. They are copied
+to the GPU for the attention that is timed.
 """
 
 from __future__ import annotations

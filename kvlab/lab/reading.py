@@ -4,6 +4,8 @@ Text: as `kvlab demo` does it (kvlab.lab.quality), in windows as long as the con
 scored. Needles: a sentence with a number is hidden in the text, a question at the end asks for it, and what
 counts is the share of the number's tokens that are the most probable ones, each given those before it. The
 dense cache answers the same questions, so that what the model cannot do is not laid at the cache's door.
+
+Model and caches are on the device of the case; the cache that is handed on is a copy on the CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -92,6 +96,7 @@ class _Once:
 
 def _read(case: AblationCase, progress: Tick) -> Reading:
     subject = _subject(str(case.model))
+    subject.model.to(case.device)
     config, length = subject.model.config, case.context_length
     made: list[KVLabCache] = []
 
@@ -115,7 +120,7 @@ def _read(case: AblationCase, progress: Tick) -> Reading:
     packed = made[0].packed
     if packed is None:
         raise RuntimeError(f"{case.name}: the model stored nothing in its cache")
-    packed.select(np.arange(1))
+    packed = _one_row(packed)
     row = summarise(scores)[1]
     exact = summarise(scores)[0]
     questions, answers = hide_needles(subject, length)
@@ -137,6 +142,16 @@ def _read(case: AblationCase, progress: Tick) -> Reading:
         },
         packed,
     )
+
+
+def _one_row(cache: MixedPrecisionCache) -> MixedPrecisionCache:
+    """The first row of a cache, on the CPU."""
+    cache.select(np.arange(1))
+    if cache.device == "cpu":
+        return cache
+    with TemporaryDirectory() as folder:
+        cache.save(Path(folder) / "cache")
+        return MixedPrecisionCache.load(Path(folder) / "cache")
 
 
 def hide_needles(subject: Subject, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -171,11 +186,11 @@ def _retrieved(
 ) -> float:
     """Share of the tokens of the answers that are the most probable ones."""
     # The logits that predict the answer follow the question's last token, so that is read with the answer.
-    tokens = torch.from_numpy(np.concatenate([questions, answers[:, :-1]], axis=1))
+    tokens = torch.from_numpy(np.concatenate([questions, answers[:, :-1]], axis=1)).to(subject.model.device)
     last = questions.shape[1] - 1
     with torch.inference_mode():
         for begin in range(0, last, CHUNK):
             part = tokens[:, begin : min(begin + CHUNK, last)]
             subject.model(part, past_key_values=cache, logits_to_keep=1)
         logits: Any = subject.model(tokens[:, last:], past_key_values=cache).logits
-    return float((logits.argmax(-1).numpy() == answers).mean())
+    return float((logits.argmax(-1).cpu().numpy() == answers).mean())
