@@ -29,7 +29,7 @@ demo: .venv/stamp-demo
 	$(BIN)/kvlab demo $(ARGS)
 
 demo-full: .venv/stamp-demo-full
-	$(BIN)/kvlab demo --full $(ARGS)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/kvlab demo --full $(ARGS)
 
 test: .venv/stamp-test
 	$(BIN)/python -m pytest -q $(ARGS)
@@ -87,7 +87,8 @@ clean:
 	$(PIP) --no-deps ring-flash-attn==0.1.8
 	touch $@
 
-# The quantised caches of transformers that the full demo compares with; quanto compiles C++ with ninja at first use.
+# The quantised caches of transformers that the full demo compares with; quanto compiles C++ at first
+# use: it needs g++, and finds the ninja of .venv on the PATH.
 .venv/stamp-demo-full: .venv/stamp-demo
 	$(PIP) hqq==0.2.8.post1 optimum-quanto==0.2.7 ninja
 	touch $@
