@@ -240,8 +240,7 @@ def _call(answer: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
-@contextmanager
-def enough_memory(need: int, what: str, kind: str) -> Iterator[None]:
+class enough_memory:
     """Refuse a block that must allocate `need` bytes where they are not available; nothing has happened then.
 
     CPU memory is asked before the block begins, for a system that promises more than it has would end the
@@ -268,15 +267,27 @@ def enough_memory(need: int, what: str, kind: str) -> Iterator[None]:
         ...
     kvlab.errors.OutOfMemory: attention needs 1048576.00 TiB beyond its arguments, ... available: ...
     """
-    if kind == "cpu" and need >= _WORTH_ASKING:
-        available = memory_available()
-        if need > available:
-            raise OutOfMemory(
-                f"{what} needs {format_size(need)} beyond its arguments, {format_size(available)} are "
-                "available: call it for a part of the batch or of the heads at a time"
-            )
-    with translated_out_of_memory(f"{what} needs {format_size(need)} beyond its arguments"):
-        yield
+
+    __slots__ = ("_kind", "_need", "_what")
+
+    def __init__(self, need: int, what: str, kind: str) -> None:
+        self._need, self._what, self._kind = need, what, kind
+
+    def __enter__(self) -> None:
+        if self._kind == "cpu" and self._need >= _WORTH_ASKING:
+            available = memory_available()
+            if self._need > available:
+                raise OutOfMemory(
+                    f"{self._says()}, {format_size(available)} are available: call it for a part of the "
+                    "batch or of the heads at a time"
+                )
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, OutOfMemory) and _is_out_of_memory(error):
+            raise OutOfMemory(f"{self._says()}: {error}") from error
+
+    def _says(self) -> str:
+        return f"{self._what} needs {format_size(self._need)} beyond its arguments"
 
 
 @contextmanager

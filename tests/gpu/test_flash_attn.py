@@ -1,0 +1,117 @@
+"""flash-attn's names and torch's autograd on a GPU, and what calls take of its memory."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import kvlab
+from kvlab import device
+from kvlab.integrations import flash_attn, torch_autograd
+from kvlab.reference import attention as reference
+from tests.gradients import assert_gradients, exact_gradients, low_precision_gradients
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    return x.detach().cpu().contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_flash_attn_func(head_dim: int) -> None:
+    """Heads first in memory and an expanded dout, as models have them."""
+    torch.manual_seed(0)
+    q, k, v = (draw(2, heads, 150, head_dim).transpose(1, 2).requires_grad_() for heads in (4, 2, 2))
+    dout = draw(2, 150, 4, head_dim)
+    flash_attn.flash_attn_func(q, k, v, causal=True, deterministic=True).backward(dout)
+    assert kvlab.last_backend() == "cuda"
+    arrays = [to_numpy(x) for x in (dout, q, k, v)]
+    expected = exact_gradients(*arrays, causal=True)
+    low = low_precision_gradients(*arrays, causal=True)
+    assert_gradients(tuple(to_numpy(x.grad) for x in (q, k, v)), expected, low)
+
+
+def test_compiled_attention_is_the_same() -> None:
+    def loss(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return torch_autograd.attention(2 * q, k, k, causal=True, deterministic=True).float().square().mean()
+
+    results = []
+    q, k = draw(1, 200, 4, 64), draw(1, 200, 2, 64)
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        leaves = [x.clone().requires_grad_() for x in (q, k)]
+        function(*leaves).backward()
+        results.append([x.grad for x in leaves])
+    for plain, compiled in zip(*results, strict=True):
+        assert torch.equal(plain, compiled)
+
+
+def test_a_cache_is_read_in_place_and_its_lengths_on_the_device() -> None:
+    torch.manual_seed(1)
+    lengths = torch.tensor([5, 0, 90], dtype=torch.int32, device="cuda")
+    cache = torch.full((2, 3, 128, 2, 64), torch.nan, device="cuda", dtype=torch.bfloat16)
+    old = draw(2, 3, 128, 2, 64)
+    for b, length in enumerate(lengths.tolist()):
+        cache[:, b, :length] = old[:, b, :length]
+    q, k, v = (draw(3, 4, heads, 64) for heads in (8, 2, 2))
+    out = flash_attn.flash_attn_with_kvcache(q, *cache, k, v, cache_seqlens=lengths, causal=True)
+    for b, length in enumerate(lengths.tolist()):
+        keys, values = (torch.cat([old[i, b, :length], x[b]])[None] for i, x in enumerate((k, v)))
+        expected = reference.attention(to_numpy(q[b : b + 1]), to_numpy(keys), to_numpy(values), causal=True)
+        assert np.abs(to_numpy(out[b : b + 1]).astype(np.float64) - expected).max() < 0.03
+        assert torch.equal(cache[0, b, length : length + 4], k[b])
+
+
+def _peak(call: Any) -> int:
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    assert result is not None
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_estimates_are_within_5_percent_of_the_peak(head_dim: int) -> None:
+    shape = {
+        "batch": 2, "seqlen_q": 4096, "seqlen_k": 2048, "num_heads_q": 16, "num_heads_kv": 4,
+        "head_dim": head_dim, "dtype": "bfloat16",
+    }  # fmt: skip
+    q, dout = draw(2, 4096, 16, head_dim), draw(2, 4096, 16, head_dim)
+    k, v = draw(2, 2048, 4, head_dim), draw(2, 2048, 4, head_dim)
+    found = device.estimate("attention", **shape)
+    taken = found.arguments + _peak(lambda: kvlab.attention(q, k, v, return_lse=True))
+    assert abs(found.peak - taken) < 0.05 * taken
+    out, lse = kvlab.attention(q, k, v, return_lse=True)
+    found = device.estimate("attention_backward", **shape)
+    taken = found.arguments + _peak(lambda: kvlab.attention_backward(dout, q, k, v, out, lse))
+    assert abs(found.peak - taken) < 0.05 * taken
+    assert found.peak < 2 * found.minimum
+
+
+def test_lack_of_memory_is_kvlabs_and_leaves_nothing() -> None:
+    q, k = draw(1, 1, 1, 128).expand(1, 2**24, 64, 128), draw(1, 16, 64, 128)
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(kvlab.OutOfMemory, match=r"attention needs 260.00 GiB beyond its arguments: "):
+        kvlab.attention(q, k, k)
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_thousand_calls_leave_nothing_behind() -> None:
+    q, k, v = draw(1, 256, 8, 64), draw(1, 256, 2, 64), draw(1, 256, 2, 64)
+    out, lse = kvlab.attention(q, k, v, return_lse=True)
+    kvlab.attention_backward(out, q, k, v, out, lse)
+    gc.collect()  # what earlier tests left
+    before = torch.cuda.memory_allocated()
+    for _ in range(1000):
+        kvlab.attention(q, k, v)
+        kvlab.attention_backward(out, q, k, v, out, lse)
+    assert torch.cuda.memory_allocated() == before
