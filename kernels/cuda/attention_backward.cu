@@ -176,11 +176,16 @@ __device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, co
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) u16 memory[];
-    const Span s = find_span(call, blockIdx.z);
+    __shared__ Span s;  // here, as they would take a tenth of the registers
+    __shared__ Rows rows;
     const auto [kv_head, block] = find_keys(call);
     const int first_key = block * BLOCK_N;
+    if (threadIdx.x == 0) {
+        s = find_span(call, blockIdx.z);
+        rows = find_rows(call, s, first_key);
+    }
+    __syncthreads();  // the sequence and its rows are there for all
     if (first_key >= s.keys) return;
-    const Rows rows = find_rows(call, s, first_key);
     Memory m;
     m.k = memory, m.v = m.k + BLOCK_N * PITCH, m.q = m.v + BLOCK_N * PITCH;
     m.dout = m.q + Q_STAGES * BLOCK_M * PITCH, m.p = m.dout + BLOCK_M * PITCH;
@@ -216,8 +221,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
     const auto along = [&](const u16* x, int pitch) {
         return shared_address(x + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 8);
     };
-    const u32 k_at = across(m.k + key * PITCH, PITCH), v_at = across(m.v + key * PITCH, PITCH);
-    const u32 p_at = across(m.p + key * P_PITCH, P_PITCH), ds_at = across(m.ds + key * P_PITCH, P_PITCH);
+    constexpr u32 KEY_BYTES = BLOCK_N * PITCH * 2, SCORE_BYTES = BLOCK_N * P_PITCH * 2,
+                  ROW_BYTES = BLOCK_M * PITCH * 2;
+    const u32 k_at = across(m.k + key * PITCH, PITCH), v_at = k_at + KEY_BYTES;
+    const u32 p_at = across(m.p + key * P_PITCH, P_PITCH), ds_at = p_at + SCORE_BYTES;
     const u32 dst_at = along(m.ds + q_row, P_PITCH), kt_at = across(m.k + q_column, PITCH);
     const u32 dout_at = along(m.dout + part * S_ROWS * PITCH, PITCH);
     const u32 doutt_at = across(m.dout + part * D_COLUMNS, PITCH);
@@ -227,7 +234,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
         __syncthreads();  // Q, dout and what goes with them are there for all; all are done with the others
         const Tile next = next_tile(at, rows);
         const bool more = next.head < last_head;
-        u16* const q = m.q + (Q_STAGES == 2 ? turn : 0) * BLOCK_M * PITCH;
+        const u32 q_before =
+            (Q_STAGES == 2 ? 2 - turn : 1) * ROW_BYTES;  // this stage of Q lies so far before dout
         const float* const stats = m.stats + turn * 2 * BLOCK_M;
         if (more) {
             if (Q_STAGES == 2) copy_tile(m.q + (turn ^ 1) * BLOCK_M * PITCH, call.q, call, s, next, c);
@@ -237,8 +245,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
         {
             float scores[KEY_TILES][4 * S_TILES], dp[KEY_TILES][4 * S_TILES];
             clear(scores), clear(dp);
-            multiply<KEY_TILES, S_TILES, HEAD_DIM / 16, false, true, PITCH, PITCH>(
-                scores, k_at, along(q + part * S_ROWS * PITCH, PITCH));
+            multiply<KEY_TILES, S_TILES, HEAD_DIM / 16, false, true, PITCH, PITCH>(scores, k_at,
+                                                                                   dout_at - q_before);
             multiply<KEY_TILES, S_TILES, HEAD_DIM / 16, false, true, PITCH, PITCH>(dp, v_at, dout_at);
             const bool masked = at.row < rows.low || at.row + BLOCK_M - 1 > rows.high;
             weigh(call, s, m, stats, scores, dp, first_key, at.row, key, part * S_ROWS, masked, unit);
@@ -266,8 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
                 if (threadIdx.x == 0) pass_turn(turn);
             }
         }
-        multiply<KEY_TILES, D_TILES, BLOCK_M / 16, false, false, P_PITCH, PITCH>(
-            dk, ds_at, across(q + part * D_COLUMNS, PITCH));
+        multiply<KEY_TILES, D_TILES, BLOCK_M / 16, false, false, P_PITCH, PITCH>(dk, ds_at,
+                                                                                 doutt_at - q_before);
         if (Q_STAGES == 1) {
             __syncthreads();  // all are done with Q
             if (more) copy_tile(m.q, call.q, call, s, next, c);
