@@ -499,22 +499,27 @@ def match_shapes(shapes: Mapping[str, tuple[Sequence[int], Sequence[str | int]]]
     values: dict[str, int] = {}
     origin: dict[str, str] = {}
     for name, (shape, pattern) in shapes.items():
-        is_shape = f"shape {_text(shape)}, expected {_text(pattern)}"
         if len(shape) != len(pattern):
+            is_shape = _is_shape(shape, pattern)
             raise ValueError(f"{name} must have {len(pattern)} dimensions, got {len(shape)}: {is_shape}")
         for axis, (size, symbol) in enumerate(zip(shape, pattern, strict=True)):
             if isinstance(symbol, int):
                 if size != symbol:
+                    is_shape = _is_shape(shape, pattern)
                     raise ValueError(f"{name} must have {symbol} on axis {axis}, got {size}: {is_shape}")
             elif symbol not in values:
                 values[symbol], origin[symbol] = int(size), name
             elif values[symbol] != size:
-                first = origin[symbol]
+                first, is_shape = origin[symbol], _is_shape(shape, pattern)
                 raise ValueError(
                     f"{name} has {symbol} = {size} (axis {axis}: {is_shape}), "
                     f"but {first} has {symbol} = {values[symbol]} (shape {_text(shapes[first][0])})"
                 )
     return values
+
+
+def _is_shape(shape: Sequence[int], pattern: Sequence[str | int]) -> str:
+    return f"shape {_text(shape)}, expected {_text(pattern)}"
 
 
 def _text(items: Sequence[str | int]) -> str:

@@ -285,9 +285,10 @@ def _attend(
     backend: str | None,
 ) -> tuple[ArrayT, ArrayT]:
     device = check_arrays({"q": q, "k": k, "v": v}, sequences, sizes)
-    row = choose("attention", device.kind, backend, dtype=dtype_name(q), head_dim=sizes["D"])
-    rows = math.prod(shape_of(q, "q")[:-1])
-    need = rows * (sizes["D"] * numpy_dtype(dtype_name(q)).itemsize + 4)
+    kind = dtype_name(q)
+    row = choose("attention", device.kind, backend, dtype=kind, head_dim=sizes["D"])
+    rows = (sizes["B"] * sizes["Sq"] if sequences is None else sizes["total_q"]) * sizes["Hq"]
+    need = rows * (sizes["D"] * numpy_dtype(kind).itemsize + 4)
     with enough_memory(need, "attention", device.kind):
         result: tuple[ArrayT, ArrayT] = row.launch(q, k, v, sequences, scores)
     return result
