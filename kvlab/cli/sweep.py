@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,7 @@ def run(
 
     Example: kvlab sweep run results/first --processes 2
     """
+    from kvlab.cli.progress import bar
     from kvlab.lab.slurm import requeue_this_job
     from kvlab.lab.sweep import Manifest
     from kvlab.lab.sweep_run import run_cases
@@ -104,14 +106,16 @@ def run(
 
     def report(number: int, outcome: str) -> None:
         outcomes[outcome] += 1
-        typer.echo(
-            f"{sum(outcomes.values())}/{len(numbers)} {manifest.cases[number].name}: {outcome}", err=True
-        )
+        done = sum(outcomes.values())
+        if sys.stderr.isatty():
+            tick(done, len(numbers))
+        else:
+            typer.echo(f"{done}/{len(numbers)} {manifest.cases[number].name}: {outcome}", err=True)
         if asked:
             raise _Stopped(asked[0])
 
     try:
-        with _signals_stop() as asked:
+        with _signals_stop() as asked, bar(str(folder)) as tick:
             run_cases(folder, manifest, numbers, processes=processes, timeout=timeout, report=report)
     except _Stopped as stopped:
         requeued = stopped.args[0] == signal.SIGUSR1 and requeue_this_job()

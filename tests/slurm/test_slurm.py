@@ -152,6 +152,7 @@ def test_an_array_with_throttling(tmp_path: Path, expected: str) -> None:
     assert most == 2
     assert table(folder) == expected
     assert (folder / "ablation_summary.csv").exists()
+    assert (folder / "report.html").exists()
 
 
 def test_a_task_killed_amid_a_write(tmp_path: Path, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,3 +243,16 @@ def test_the_script_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }
     logs = "".join(path.read_text() for path in (folder / "logs").iterdir())
     assert len(re.findall(": ok", logs)) == 4
+
+
+def test_the_benchmark_script_joins_its_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"DEVICE": "cpu", "BASELINES": "fp16 smartkv_mixed", "NUM_ITERATIONS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    script = ROOT / "slurm" / "benchmark_gpu.sbatch"
+    wait([call("sbatch", "--parsable", f"--chdir={tmp_path}", "--output=/dev/null", "--array=0-1", script)])
+    (folder,) = (tmp_path / "results" / "benchmarks").iterdir()
+    logs = "".join(path.read_text() for path in (folder / "logs").iterdir())
+    assert (folder / "benchmark_comparison.csv").exists(), logs
+    text = (folder / "benchmark_comparison.csv").read_text()
+    assert text.startswith("context_length,fp16_avg_latency_ms"), logs
+    assert "smartkv_mixed_allocated_gb" in text
