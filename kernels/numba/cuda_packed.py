@@ -205,6 +205,169 @@ def make_hadamard(head_dim, threads):
     return hadamard
 
 
+# ---- The steps of a page beside K q and V^T p
+
+
+def make_queries(head_dim, dtype, rows):
+    """Make the device function that brings the query rows to shared memory: rotated, and raw behind them.
+
+    A warp takes a row at a time. Rows are scaled, in the order in which lanes want them; bias[row] becomes
+    the product with the mean of the keys.
+    """
+    widen, hadamard, each = widened(dtype), make_hadamard(head_dim, 32), -(-head_dim // 32)
+    norm, query_factor = float32(1 / math.sqrt(head_dim & -head_dim)), float32(QUERY_FACTOR)
+
+    @device
+    def bring_row(q, source, k_mean, mean_at, scale, row, lane, queries, exchange, own, bias):
+        mean_sum = float32(0)
+        for i in range(each):
+            channel = lane + 32 * i
+            if channel < head_dim:
+                x = widen(q[source + channel])
+                exchange[own + channel] = x
+                mean_sum += x * from_float16(k_mean[mean_at + channel])
+                queries[query_place(channel, row, rows) + rows * head_dim] = x * scale
+        cuda.syncwarp()  # the row is in shared memory
+        hadamard(exchange, own, lane)
+        for i in range(each):
+            channel = lane + 32 * i
+            if channel < head_dim:
+                rotated = exchange[own + channel] * norm
+                queries[query_place(channel, row, rows)] = rotated * (scale * query_factor)
+        cuda.syncwarp()  # the rotated row is read
+        exchange[own + lane] = mean_sum
+        cuda.syncwarp()  # its 32 parts of the product with the mean are there
+        if lane == 0:
+            total = float32(0)
+            for i in range(32):
+                total += exchange[own + i]
+            bias[row] = total * scale
+        cuda.syncwarp()  # the parts are read before the next row comes
+
+    return bring_row
+
+
+def make_whole_scores(rows, score_stride, softcap):
+    """Make the device function that adds up the columns of two slots and turns the sums into scores.
+
+    It returns whether a score exceeds the running maximum of its row by more than `HEADROOM`.
+    """
+
+    @device
+    def whole_scores(exchange, start, t, factor, bias, coded, cap, unused, peak, sums):
+        rises = False
+        for row in range(rows):
+            s = float32(0)
+            for i in range(4):
+                s += exchange[start + uint32(i * score_stride + t * rows + row)]
+            s *= factor
+            if coded:
+                s += bias[row]
+            if softcap:
+                s = cap * float32(math.tanh(s / cap))
+            if unused:
+                s = float32(-math.inf)
+            rises = rises or s > peak[row] + HEADROOM
+            sums[t * rows + row] = s
+        return rises
+
+    return whole_scores
+
+
+def make_raise(rows, score_stride, out_floats):
+    """Make the device function that lets running maxima follow the scores, and shrinks what is added up."""
+
+    @device
+    def raise_peaks(exchange, own, mine, sums, peak, total_weight, out):
+        before = cuda.local.array(rows, float32)
+        shrink = cuda.local.array(rows, float32)
+        for row in range(rows):
+            largest = peak[row]
+            for t in range(2):
+                largest = max_number(largest, sums[t * rows + row])
+            exchange[uint32(mine + row)] = largest
+        cuda.syncwarp()  # the largest scores of all lanes are in shared memory
+        for row in range(rows):
+            before[row] = peak[row]
+        for i in range(32):
+            for row in range(rows):
+                peak[row] = max_number(peak[row], exchange[uint32(own + i * score_stride + row)])
+        for row in range(rows):
+            shrink[row] = math.exp(before[row] - peak[row])
+            total_weight[row] *= shrink[row]
+        for i in range(out_floats):
+            out[i] *= shrink[i % rows]
+
+    return raise_peaks
+
+
+def make_weights(rows):
+    """Make the device function that turns scores of a slot into probabilities, times the step of V."""
+
+    @device
+    def write_weights(sums, t, peak, total_weight, factor, unused, weights, to):
+        for row in range(rows):
+            p = float32(math.exp(sums[t * rows + row] - peak[row]))
+            total_weight[row] += p
+            p *= factor
+            if unused:
+                p = float32(0)  # the step of an unused slot may be NaN
+            weights[uint32(to + 4 * row)] = p
+
+    return write_weights
+
+
+def make_result(head_dim, rows, out_stride):
+    """Make the device function that writes the result of a part: sums over lanes, through shared memory."""
+    out_floats, part_floats = head_dim // 8 * rows, head_dim + 2
+
+    @device
+    def write_result(exchange, own, lane, out, total_weight, peak, unit, partial, result):
+        for i in range(out_floats):
+            exchange[uint32(own + lane * out_stride + i)] = out[i]
+        for row in range(rows):
+            exchange[uint32(own + lane * out_stride + out_floats + row)] = total_weight[row]
+        cuda.syncwarp()  # the sums of all lanes are in shared memory
+        for row in range(rows):
+            to = (result + row) * part_floats
+            for channel in range(lane, head_dim, 32):
+                x = float32(0)
+                for i in range(4):
+                    at = own + (4 * (channel % 8) + i) * out_stride
+                    x += exchange[uint32(at + (channel // 16 * 2 + channel % 16 // 8) * rows + row)]
+                partial[to + channel] = x * unit
+        if lane < rows:
+            total = float32(0)
+            for i in range(32):
+                total += exchange[own + i * out_stride + out_floats + lane]
+            partial[(result + lane) * part_floats + head_dim + 1] = total
+        for row in range(rows):
+            partial[(result + row) * part_floats + head_dim] = peak[row]
+        cuda.syncwarp()  # the sums are read before the next round exchanges anything
+
+    return write_result
+
+
+def make_page_words(head_dim, dtype):
+    """Make the device function that returns words of K, of V and of both kinds of steps of a page."""
+    raw_words = head_dim * 64 // (1 if dtype == "float32" else 2)
+
+    @device
+    def page_words(width_k, width_v):
+        k_words = raw_words if width_k == 0 else 2 * head_dim * width_k
+        v_words = raw_words if width_v == 0 else 2 * head_dim * width_v
+        return k_words, v_words, 16 if width_k else 0, 16 if width_v else 0
+
+    return page_words
+
+
+def make_by_width(make, widths, *common):
+    """Make a device function for each width that occurs, and one that does nothing for each that does not."""
+    skip = device(_nothing)
+    flags = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
+    return tuple(make(bits, *common) if widths & flag else skip for bits, flag in flags.items())
+
+
 # ---- Attention of the parts
 
 
@@ -230,31 +393,25 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
     # gate: head_dim=128 dtype=bfloat16 widths_k=1 widths_v=1 rows=4 softcap=1 kept=1 blocks=4 registers<=255
     # gate: head_dim=256 dtype=float16 widths_k=31 widths_v=31 rows=2 blocks=4 registers<=255 arch=sm_90a
     # gate: head_dim=80 dtype=float32 widths_k=31 widths_v=31 rows=4 blocks=4 registers<=255 arch=sm_80
-    flags = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
     common = (dtype, head_dim, rows)
-    skip = device(_nothing)
-    scores_2, scores_3, scores_4, scores_8, scores_16 = (
-        make_scores(bits, *common) if widths_k & flag else skip for bits, flag in flags.items()
-    )
-    values_2, values_3, values_4, values_8, values_16 = (
-        make_values(bits, *common) if widths_v & flag else skip for bits, flag in flags.items()
-    )
-    widen, hadamard = widened(dtype), make_hadamard(head_dim, 32)
+    scores_2, scores_3, scores_4, scores_8, scores_16 = make_by_width(make_scores, widths_k, *common)
+    values_2, values_3, values_4, values_8, values_16 = make_by_width(make_values, widths_v, *common)
     coded_k, both_rounds = widths_k & 15 != 0, len(rounds_of(widths_v)) == 2
     first_round, end_round = (int(raw) for raw in (rounds_of(widths_v)[0], rounds_of(widths_v)[-1]))
     end_round += 1
     rounds = end_round - first_round
 
-    each = -(-head_dim // 32)  # elements of a vector that a lane has
     channels, tokens = head_dim // 8, 8  # that a lane adds up
-    raw_words = head_dim * 64 // (1 if dtype == "float32" else 2)
     score_stride, out_stride = tokens * rows + 4, channels * rows + rows + 1
     exchange_floats = 32 * max(score_stride, out_stride)
     queries_floats, weights_floats = 2 * rows * head_dim, 64 * rows
     all_exchange, all_weights = WARPS * exchange_floats, WARPS * weights_floats
-    sums_floats, out_floats, part_floats = 2 * rows, channels * rows, head_dim + 2
-    norm = float32(1 / math.sqrt(head_dim & -head_dim))
-    query_factor, weight_factor = float32(QUERY_FACTOR), float32(WEIGHT_FACTOR)
+    sums_floats, out_floats = 2 * rows, channels * rows
+    weight_factor = float32(WEIGHT_FACTOR)
+    bring_row, page_words = make_queries(head_dim, dtype, rows), make_page_words(head_dim, dtype)
+    whole_scores = make_whole_scores(rows, score_stride, softcap)
+    raise_peaks = make_raise(rows, score_stride, out_floats)
+    write_weights, write_result = make_weights(rows), make_result(head_dim, rows, out_stride)
 
     def kernel(
         memory, pools, unit, bits_k, bits_v, rung, count, index, num_pages, k_mean, q, q_batch, q_position,
@@ -275,38 +432,15 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
         head_kv, batch = cuda.blockIdx.y, cuda.blockIdx.z
         pair = batch * cuda.gridDim.y + head_kv
         first_row = row_block * rows
-
-        # The query rows, a warp each: rotated and raw, scaled, in the order in which lanes want them.
         row = warp
         while row < rows:
             at = uint32(min(first_row + row, query_rows - 1))  # one too many repeats the last row
             position = at // uint32(group)
             head = head_kv * group + int64(at) - position * group
             source = batch * q_batch + position * q_position + head * q_head
-            mean_sum = float32(0)
-            for i in range(each):
-                channel = lane + 32 * i
-                if channel < head_dim:
-                    x = widen(q[source + channel])
-                    exchange[own + channel] = x
-                    mean_sum += x * from_float16(k_mean[int64(pair) * head_dim + channel])
-                    queries[query_place(channel, row, rows) + rows * head_dim] = x * scale
-            cuda.syncwarp()  # the row is in shared memory
-            hadamard(exchange, own, lane)
-            for i in range(each):
-                channel = lane + 32 * i
-                if channel < head_dim:
-                    rotated = exchange[own + channel] * norm
-                    queries[query_place(channel, row, rows)] = rotated * (scale * query_factor)
-            cuda.syncwarp()  # the rotated row is read
-            exchange[own + lane] = mean_sum
-            cuda.syncwarp()  # its 32 parts of the product with the mean are there
-            if lane == 0:
-                total = float32(0)
-                for i in range(32):
-                    total += exchange[own + i]
-                bias[row] = total * scale
-            cuda.syncwarp()  # the parts are read before the next row comes
+            bring_row(
+                q, source, k_mean, int64(pair) * head_dim, scale, row, lane, queries, exchange, own, bias
+            )
             row += warps
         if thread < MAX_RUNGS:
             pool_at[thread] = pools[thread]
@@ -316,14 +450,13 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
 
         part, parts = share * warps + warp, shares * warps
         pages = num_pages[pair]
+        first_entry = int64(pair) * entries
         sequence = int64(pair) * ((query_rows + rows - 1) // rows) + row_block
         sums = cuda.local.array(sums_floats, float32)  # whole scores of two tokens
         out = cuda.local.array(out_floats, float32)
         peak = cuda.local.array(rows, float32)
         total_weight = cuda.local.array(rows, float32)
-        before = cuda.local.array(rows, float32)
-        shrink = cuda.local.array(rows, float32)
-        turn = uint32(0)
+        turn, touched = uint32(0), uint32(0)
         for values_are_raw in range(first_round, end_round):
             for i in range(out_floats):
                 out[i] = float32(0)
@@ -331,20 +464,37 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
                 peak[row] = LOWEST
                 total_weight[row] = float32(0)
             page = part - parts
+            next_place, next_index, later_place, later_index = int64(0), int64(0), int64(0), int64(0)
+            if part < pages:
+                next_place, next_index = int64(rung[first_entry + part]), int64(index[first_entry + part])
+            if part + parts < pages:
+                later = first_entry + part + parts
+                later_place, later_index = int64(rung[later]), int64(index[later])
             while page + parts < pages:
                 page += parts
-                entry = int64(pair) * entries + page
-                place = int64(rung[entry])
+                entry = first_entry + page
+                place, slab = next_place, next_index
+                next_place, next_index = later_place, later_index
+                if page + 2 * parts < pages:
+                    later = entry + 2 * parts
+                    later_place, later_index = int64(rung[later]), int64(index[later])
+
+                # A word of every line of the next page, so that it comes to the cache while this one is read.
+                if page + parts < pages:
+                    width_k, width_v = (bits_k >> (4 * next_place)) & 15, (bits_v >> (4 * next_place)) & 15
+                    k_words, v_words, k_steps, v_steps = page_words(width_k, width_v)
+                    record = k_words + v_words + k_steps + v_steps + 48
+                    next_at = pool_at[next_place] + next_index * (unit if unit else record)
+                    for line in range(lane, record // 32, 32):
+                        touched ^= memory[next_at + 32 * line]
+
                 width_k, width_v = (bits_k >> (4 * place)) & 15, (bits_v >> (4 * place)) & 15  # 0 is 16
                 if both_rounds and (width_v == 0) != (values_are_raw == 1):
                     continue
                 tokens_here = int64(count[entry])
-                k_words = raw_words if width_k == 0 else 2 * head_dim * width_k
-                v_words = raw_words if width_v == 0 else 2 * head_dim * width_v
-                k_steps = 16 if width_k else 0
-                v_steps = 16 if width_v else 0
+                k_words, v_words, k_steps, v_steps = page_words(width_k, width_v)
                 record = k_words + v_words + k_steps + v_steps + 48
-                k_at = pool_at[place] + int64(index[entry]) * (unit if unit else record)
+                k_at = pool_at[place] + slab * (unit if unit else record)
                 v_at = k_at + k_words
                 steps_at = v_at + v_words
 
@@ -365,48 +515,23 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
                 # Lane 4 g + u takes tokens 2 u and 2 u + 1 of its group: slots 8 g + 2 u and the next.
                 turn += uint32(1)
                 start = uint32(own + 4 * g * score_stride + 2 * u * rows)
+                coded = coded_k and width_k != 0
                 for t in range(2):
                     slot = 8 * g + 2 * u + t
                     factor = float32(1)
-                    if coded_k and width_k:
+                    if coded:
                         factor = step_of(memory, steps_at, slot) * SCORE_UNIT
-                    for row in range(rows):
-                        s = float32(0)
-                        for i in range(4):
-                            s += exchange[start + uint32(i * score_stride + t * rows + row)]
-                        s *= factor
-                        if coded_k and width_k:
-                            s += bias[row]
-                        if softcap:
-                            s = cap * float32(math.tanh(s / cap))
-                        if slot >= tokens_here:
-                            s = float32(-math.inf)
-                        if kept:
+                    unused = slot >= tokens_here
+                    if whole_scores(exchange, start, t, factor, bias, coded, cap, unused, peak, sums):
+                        raised[warp] = turn
+                    if kept:
+                        for row in range(rows):
                             kept_row = first_row + row - (query_rows - keep)
                             if kept_row >= 0 and first_row + row < query_rows:
-                                scores[(entry * keep + kept_row) * 64 + slot] = s
-                        if s > peak[row] + HEADROOM:
-                            raised[warp] = turn
-                        sums[t * rows + row] = s
+                                scores[(entry * keep + kept_row) * 64 + slot] = sums[t * rows + row]
                 cuda.syncwarp()  # whether a maximum rises is known, and the columns are read
-
                 if raised[warp] == turn:
-                    for row in range(rows):
-                        largest = peak[row]
-                        for t in range(2):
-                            largest = max_number(largest, sums[t * rows + row])
-                        exchange[uint32(mine + row)] = largest
-                    cuda.syncwarp()  # the largest scores of all lanes are in shared memory
-                    for row in range(rows):
-                        before[row] = peak[row]
-                    for i in range(32):
-                        for row in range(rows):
-                            peak[row] = max_number(peak[row], exchange[uint32(own + i * score_stride + row)])
-                    for row in range(rows):
-                        shrink[row] = math.exp(before[row] - peak[row])
-                        total_weight[row] *= shrink[row]
-                    for i in range(out_floats):
-                        out[i] *= shrink[i % rows]
+                    raise_peaks(exchange, own, mine, sums, peak, total_weight, out)
 
                 # Probabilities relative to the running maximum, times the steps of V.
                 for t in range(2):
@@ -414,15 +539,9 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
                     factor = float32(1)
                     if width_v:
                         factor = step_of(memory, steps_at + k_steps, slot) * weight_factor
-                    for row in range(rows):
-                        p = float32(math.exp(sums[t * rows + row] - peak[row]))
-                        total_weight[row] += p
-                        p *= factor
-                        if slot >= tokens_here:
-                            p = float32(0)  # the step of an unused slot may be NaN
-                        # In V's tile of block u this token is column g, in registers 2 and 3 if t is 1.
-                        to = ((4 * u + g // 2) * rows + row) * 4 + 2 * t + g % 2
-                        weights[uint32(own_weights + to)] = p
+                    # In V's tile of block u this token is column g, in registers 2 and 3 if t is 1.
+                    to = own_weights + (4 * u + g // 2) * rows * 4 + 2 * t + g % 2
+                    write_weights(sums, t, peak, total_weight, factor, slot >= tokens_here, weights, to)
                 cuda.syncwarp()  # all probabilities are there, and the largest scores are read
 
                 if width_v == 2:
@@ -436,29 +555,11 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
                 else:
                     values_16(memory, v_at + lane, lane, weights, own_weights, tokens_here, out)
 
-            # The result of the part: the sums over lanes, through shared memory.
-            for i in range(out_floats):
-                exchange[uint32(own + lane * out_stride + i)] = out[i]
-            for row in range(rows):
-                exchange[uint32(own + lane * out_stride + out_floats + row)] = total_weight[row]
-            cuda.syncwarp()  # the sums of all lanes are in shared memory
+            if touched == uint32(0x2545F491):  # it must count for something, or the compiler drops the loads
+                raised[warp] = uint32(0)
             result = ((sequence * parts + part) * rounds + values_are_raw - first_round) * rows
-            for row in range(rows):
-                to = (result + row) * part_floats
-                for channel in range(lane, head_dim, 32):
-                    x = float32(0)
-                    for i in range(4):
-                        at = own + (4 * (channel % 8) + i) * out_stride
-                        x += exchange[uint32(at + (channel // 16 * 2 + channel % 16 // 8) * rows + row)]
-                    partial[to + channel] = x if values_are_raw else x * VALUE_UNIT
-            if lane < rows:
-                total = float32(0)
-                for i in range(32):
-                    total += exchange[own + i * out_stride + out_floats + lane]
-                partial[(result + lane) * part_floats + head_dim + 1] = total
-            for row in range(rows):
-                partial[(result + row) * part_floats + head_dim] = peak[row]
-            cuda.syncwarp()  # the sums are read before the next round exchanges anything
+            unit_of_out = float32(1) if values_are_raw else VALUE_UNIT
+            write_result(exchange, own, lane, out, total_weight, peak, unit_of_out, partial, result)
 
     pointer, whole = types.CPointer, types.int32
     element = pointer(types.uint32 if dtype == "float32" else types.uint16)

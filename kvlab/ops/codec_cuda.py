@@ -39,7 +39,7 @@ _MAX_COLUMN_GROUP = 128
 _SHARED_FLOATS = 8 * 1024  # of a group of codec_groups.cu; larger ones stand in global memory
 _SCRATCH_FLOATS = 2**26
 _SCRATCH_BLOCKS = 512
-_SHAPE = np.dtype([(name, "i8") for name in ("chunks", "length", "columns", "group")])
+_SHAPE = np.dtype([(name, "i8") for name in ("chunks", "length", "columns", "group", "groups")])
 _GROUPS = np.dtype([("rows", "i8"), ("n", "i8"), ("group", "i8"), ("bits", "i4")], align=True)
 
 
@@ -166,9 +166,9 @@ def _columns(layout: Layout, dtype: str) -> tuple[dict[str, int], Any, int]:
     """Return macros, the shape as kernels take it, and blocks of 32 chunks of 16 bytes."""
     per_load = 4 if dtype == "float32" else 8
     length, columns = layout.shape[layout.axis], math.prod(layout.shape[layout.axis + 1 :])
-    groups = math.prod(layout.shape[: layout.axis]) * -(-length // layout.group_size)
-    chunks = groups * columns // per_load
-    shape = np.array((chunks, length, columns, layout.group_size), _SHAPE)
+    groups = -(-length // layout.group_size)
+    chunks = math.prod(layout.shape[: layout.axis]) * groups * columns // per_load
+    shape = np.array((chunks, length, columns, layout.group_size, groups), _SHAPE)
     macros = {
         "DTYPE": FLOATS.index(dtype),
         "CODEC": reference.CODECS.index(layout.codec),
