@@ -103,7 +103,7 @@ __device__ __forceinline__ u32 updated(u32 code, float mass, int age, const Foll
     return level > 0.f ? min(max(__float2int_rn(8.f * __log2f(level)) + 192, 1), 255) : 0;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 8)
     score_stored(const LayerState* layers, const __grid_constant__ Kept kept,
                  const __grid_constant__ Following following) {
     const LayerState& s = layers[blockIdx.z];

@@ -16,7 +16,8 @@ from kvlab.cache.cuda_store import STATE, DeviceStore
 
 __all__ = ["Collector"]
 
-_MOST_LAYERS, _MOST_BYTES = 8, 64 << 20
+_MOST_LAYERS = 8
+_MOST_BYTES = 24 << 20  # what stays in the second-level cache of a large GPU until it is read
 
 
 class Collector:
