@@ -202,8 +202,10 @@ def host_times(model: LlamaForCausalLM) -> dict[str, float]:
     found = {}
     for name, cache, attend in (
         ("dense", dense, sdpa_attention_forward),
+        ("dense_flash", dense, sdpa_attention_forward),
         ("packed", packed, packed_attention_forward),
     ):
+        torch.backends.cuda.enable_cudnn_sdp(name != "dense_flash")
         times = []
         for _ in range(40):
             torch.cuda.synchronize()

@@ -131,7 +131,7 @@ __device__ __forceinline__ void move_tail(const LayerState& s, const NewTokens& 
     to[128 + move.to_slot] = importance;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM <= 128 ? 3 : 2)
     write_tokens(const LayerState* layers, const MoveList* lists, const __grid_constant__ NewTokens fresh) {
     extern __shared__ __align__(16) u8 staged[];
     const LayerState& s = layers[blockIdx.y];

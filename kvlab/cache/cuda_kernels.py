@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import CudaView
-from kvlab.build import Kernel, arch_of, build, load
+from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.cache.cuda_store import STATE
 from kvlab.cache.ladder import Rung
 from kvlab.device import compute_capability
@@ -63,7 +63,7 @@ _FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "h
 _WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
 _WRITE_STORED = struct.Struct("i").pack_into
 _THREADS = 256
-_BLOCKS_PER_LAYER = 528  # of the write kernel at most: four for each multiprocessor of a large GPU
+_BLOCKS_PER_LAYER = 792  # of the write kernel at most: whole waves of 2 or 3 on 132 multiprocessors
 
 
 def new_tokens(k: CudaView, v: CudaView, valid: int, importance: int, steps: int, first: int) -> Any:
@@ -106,13 +106,14 @@ class AppendCall:
         softcap: float,
         observed: int,
     ) -> None:
-        self._kernel = _append_kernel(head_dim, dtype, top.bits_k, top.bits_v, device)
-        self._grid = (int(state["batch"]) * int(state["heads"]),)
+        kernel = _append_kernel(head_dim, dtype, top.bits_k, top.bits_v, device)
         call = np.zeros(1, _APPEND)
         call["layer"], call["group"], call["observed"] = state, group, observed
         call["scale"], call["softcap"] = scale, softcap
         call["fresh"]["steps"] = steps
-        self._bytes, self._arguments = call.view(np.uint8).data, (call[0],)
+        self._bytes = call.view(np.uint8).data
+        grid = (int(state["batch"]) * int(state["heads"]),)
+        self._launch = PreparedLaunch(kernel, grid, (_THREADS,), call) if grid[0] else None
 
     def __call__(
         self,
@@ -131,7 +132,8 @@ class AppendCall:
         if q is not None:
             _WRITE_QUERY(call, _QUERY, q.pointer, out, lse, *q.strides[:3])
         _WRITE_STORED(call, _STORED, stored)
-        self._kernel(self._grid, (_THREADS,), self._arguments, 0, stream)
+        if self._launch is not None:
+            self._launch(stream)
 
 
 def write_tokens(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlab.arrays import ArrayT, CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype
-from kvlab.build import Kernel, arch_of, build, load
+from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.device import compute_capability
 from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew, multiprocessors
 
@@ -215,7 +215,6 @@ class AttendCall:
         layouts = tuple(pages.layouts)
         kept_bytes = 0 if scores is None else numpy_dtype(dtype_name(scores, "scores")).itemsize
         plan = _plan(layouts, dtype_name(q), min(rows, _ROWS), softcap > 0, kept_bytes, device, warps)
-        self._plan = plan
         call = np.zeros(1, _CALL)
         unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
         for place, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
@@ -233,7 +232,8 @@ class AttendCall:
         for name, value in zip(_INTEGERS, numbers, strict=True):
             call[name] = value
         call["scale"], call["softcap"] = scale, softcap
-        self._bytes, self._arguments = call.view(np.uint8).data, (call[0],)
+        self._bytes = call.view(np.uint8).data
+        self._launch = PreparedLaunch(plan.kernel, (plan.grid,), (32 * plan.warps,), call, plan.shared_bytes)
 
     def __call__(self, q: CudaView, out: int, lse: int, stream: int) -> None:
         """Launch; `out` and `lse` are the addresses of contiguous arrays."""
@@ -244,8 +244,7 @@ class AttendCall:
             )
         _POINTERS_OF_CALL(self._bytes, _Q, q.pointer, out, lse)
         _STRIDES_OF_CALL(self._bytes, _STRIDES, batch, position, head)
-        plan = self._plan
-        plan.kernel((plan.grid,), (32 * plan.warps,), self._arguments, plan.shared_bytes, stream)
+        self._launch(stream)
 
 
 def launch(

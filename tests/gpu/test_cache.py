@@ -239,24 +239,29 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 4000), (8, 2000)])
 def test_reserved_memory_is_what_torch_gave(batch: int, length: int) -> None:
-    """Within 1 % of the device memory that is gone after steps of all kinds, and all of it comes back."""
+    """Within 1 % of the device memory that steps of all kinds asked for, and all of it comes back.
+
+    What torch rounds up, at most 1 MiB an allocation, would count in a cache as small as this.
+    """
     options = {"batch": batch, "max_seqlen": length + 100, "plan_length": length, "budget": 0.6}
     rng = np.random.default_rng(3)
+
+    def requested() -> int:
+        return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
     def used(cache: Any) -> int:
         for steps in (length, *[1] * 20):
             for layer in range(LAYERS):
                 cache.step(layer, *map(to_torch, draw(rng, cache, steps)))
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
+        return requested()
 
-    before = torch.cuda.memory_allocated()
+    before = requested()
     cache = make(128, **options)
     taken = used(cache) - before
     assert abs(taken - cache.reserved_nbytes) <= 0.01 * taken
     assert cache.nbytes <= cache.reserved_nbytes
     del cache
-    assert torch.cuda.memory_allocated() == before
+    assert requested() == before
 
 
 def test_lack_of_memory_at_any_allocation() -> None:

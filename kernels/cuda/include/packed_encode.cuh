@@ -95,7 +95,8 @@ __device__ __forceinline__ u32 choose_step(const float (&x)[PER_LANE], int lane)
     const int nearest = min(max((guess + 63 + (guess >> 7 & 1)) >> 7, 1u), HIGHEST_STEP);
     u32 byte = 0;
     float least = 0.f;
-#pragma unroll 1
+    // All candidates at once: their sums over lanes are chains of shuffles, which then overlap.
+#pragma unroll
     for (int i = -2; i <= 2; ++i) {
         const u32 candidate = min(max(nearest + i, 1), (int)HIGHEST_STEP);
         const float step = step_value(candidate), cell = step + step, reciprocal = __frcp_rn(cell);
