@@ -22,6 +22,7 @@
 // clang-format on
 #include <cuda_fp16.h>
 #include "packed_codes.cuh"
+constexpr int AT_ONCE = 1;  // a warp encodes one vector, so what it waits for is code it has not met yet
 #include "packed_encode.cuh"
 #include "cache_state.cuh"
 

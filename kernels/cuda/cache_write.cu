@@ -18,6 +18,7 @@
 // clang-format on
 #include <cuda_fp16.h>
 #include "packed_codes.cuh"
+constexpr int AT_ONCE = 5;  // sums over lanes are chains of shuffles; those of all candidates overlap
 #include "packed_encode.cuh"
 #include "cache_state.cuh"
 

@@ -6,7 +6,8 @@
 // bits and a code 8, so their product is exact and its difference to x has the right sign.
 //
 // Several warps may write slots of one page at the same time, in shared or global memory: codes below 8 bits
-// share words and are changed by exclusive or with what differs. Needs HEAD_DIM, BF16 and packed_codes.cuh.
+// share words and are changed by exclusive or with what differs. Needs HEAD_DIM, BF16, packed_codes.cuh and
+// AT_ONCE: how many candidates of a step are tried side by side.
 #pragma once
 
 constexpr int PER_LANE = (HEAD_DIM + 31) / 32;
@@ -95,8 +96,7 @@ __device__ __forceinline__ u32 choose_step(const float (&x)[PER_LANE], int lane)
     const int nearest = min(max((guess + 63 + (guess >> 7 & 1)) >> 7, 1u), HIGHEST_STEP);
     u32 byte = 0;
     float least = 0.f;
-    // All candidates at once: their sums over lanes are chains of shuffles, which then overlap.
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int i = -2; i <= 2; ++i) {
         const u32 candidate = min(max(nearest + i, 1), (int)HIGHEST_STEP);
         const float step = step_value(candidate), cell = step + step, reciprocal = __frcp_rn(cell);
