@@ -102,10 +102,9 @@ def _show(result: dict[str, Any]) -> None:
     source = "synthetic keys and values" if config["model"] is None else config["model"]
     console.print(f"[bold]{result['experiment']}[/bold]: {source}, {config['device']}", highlight=False)
     if result["status"] == "infeasible":
-        console.print(
-            f"infeasible: the smallest width takes {result['smallest_feasible_budget']:g} of float16, "
-            f"the budget is {config['budget']:g}"
-        )
+        least = result["smallest_feasible_budget"]
+        needed = "" if least is None else f": {least:g} of float16, the budget is {config['budget']:g}"
+        console.print(f"infeasible: {result['reason']}{needed}", highlight=False)
         return
     for part in ("memory", "quality", "performance", "compression"):
         values = ", ".join(f"{name} {_text(value)}" for name, value in result[part].items())

@@ -58,7 +58,7 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
     dict
         ``schema``, ``experiment`` (the name), ``status``: "ok" or "infeasible"; ``config``; ``memory``,
         ``quality``, ``performance``, ``compression``: dicts, or None if infeasible (quality: only what a
-        model can tell); ``smallest_feasible_budget``; ``provenance``.
+        model can tell); ``smallest_feasible_budget``; ``reason``: why it is infeasible; ``provenance``.
 
     Raises
     ------
@@ -84,20 +84,30 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
         "config": case.to_dict(),
         **dict.fromkeys(("memory", "quality", "performance", "compression")),
         "smallest_feasible_budget": least,
+        "reason": None if least <= case.budget else "the smallest width takes more than the budget",
     }
     backend = None
-    if least <= case.budget:
-        quality, cache = _filled(case, progress)
-        packed = _pages_of(cache)
-        pages = packed if case.use_packing else [unpack_pages(layer) for layer in packed]
-        nbytes = sum(map(page_nbytes, pages))
-        result["quality"] = quality
-        result["memory"] = _memory(case, packed, nbytes)
-        result["performance"], backend = _performance(case, packed, pages)
-        result["compression"] = _compression(case, result["memory"], nbytes)
+    if result["status"] == "ok":
+        try:
+            result["quality"], cache = _filled(case, progress)
+        except BudgetError as error:  # on the way: partly filled pages take a page more than the least
+            result |= {"status": "infeasible", "smallest_feasible_budget": None, "reason": str(error)}
+        else:
+            backend = _measure(case, cache, result)
     result["provenance"] = _provenance(case, backend, time.perf_counter() - start)
     guard.require_provenance(result)
     return result
+
+
+def _measure(case: AblationCase, cache: MixedPrecisionCache, result: dict[str, Any]) -> str:
+    """Put memory, performance and compression into a result; return the backend that ran."""
+    packed = _pages_of(cache)
+    pages = packed if case.use_packing else [unpack_pages(layer) for layer in packed]
+    nbytes = sum(map(page_nbytes, pages))
+    result["memory"] = _memory(case, packed, nbytes)
+    result["performance"], backend = _performance(case, packed, pages)
+    result["compression"] = _compression(case, result["memory"], nbytes)
+    return backend
 
 
 def feasible_budget(case: AblationCase) -> float:

@@ -63,7 +63,7 @@ def require_provenance(result: Mapping[str, Any]) -> None:
     Raises
     ------
     ValueError
-        If ``provenance`` or a part of it is missing, or names another case than ``config``.
+        If ``provenance`` or a part of it is missing.
     """
     found = result.get("provenance")
     missing = [name for name in PROVENANCE if not isinstance(found, dict) or name not in found]

@@ -33,7 +33,7 @@ _FIRST = (
     *("allocated_gb", "throughput_tps", "avg_latency_ms"),
 )
 _PARTS: dict[str, tuple[str, ...]] = {
-    "": ("status", "smallest_feasible_budget"),
+    "": ("status", "smallest_feasible_budget", "reason"),
     "memory": ("bits_per_element", "fp16_gb"),
     "quality": (
         *("perplexity", "perplexity_full_precision", "perplexity_change", "kl", "kl_error"),
@@ -46,6 +46,11 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "geometry": ("num_layers", "num_heads", "num_kv_heads", "head_dim"),
     "provenance": ("case_id", "backend", "gpu", "commit", "modified", "kvlab", "seconds", "time"),
 }
+_TEXTS = (
+    *("experiment", "bits", "status", "reason", "model", "device", "case_id", "backend", "gpu", "commit"),
+    *("kvlab", "time"),
+)
+"""Columns that are text whatever they look like: the ladder 8, a digest of digits, a time."""
 COLUMNS = (*_FIRST, *(name for names in _PARTS.values() for name in names))
 """Columns of the summary."""
 
@@ -111,9 +116,10 @@ def write_summary(rows: list[Row], folder: Path) -> list[Path]:
     paths = [folder / SUMMARY, (folder / SUMMARY).with_suffix(".parquet")]
     write_atomically(paths[0], to_csv(rows))
     temporary = paths[1].with_suffix(".tmp")
-    _connection().read_csv(str(paths[0]), all_varchar=False, sample_size=-1, header=True).write_parquet(
-        str(temporary)
+    table = _connection().read_csv(
+        str(paths[0]), header=True, sample_size=-1, dtype=dict.fromkeys(_TEXTS, "VARCHAR")
     )
+    table.write_parquet(str(temporary))
     temporary.replace(paths[1])
     return paths
 

@@ -37,7 +37,7 @@ def test_a_geometry_gives_json_on_screen_and_in_a_file(tmp_path: Path) -> None:
 def test_an_infeasible_budget_says_what_would_do() -> None:
     result = RUNNER.invoke(cli.app(), ["ablate", *GEOMETRY, "--bits", "8", "--context-length", "256"])
     assert result.exit_code == 0
-    assert "infeasible: the smallest width takes 0.5" in result.output
+    assert "infeasible: the smallest width takes more than the budget: 0.5" in result.output
 
 
 def test_options_become_a_case() -> None:

@@ -148,3 +148,21 @@ def test_without_slurm_submission_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     result = RUNNER.invoke(cli.app(), ["sweep", "submit", str(tmp_path)])
     assert "scontrol is not here" in str(result.exception)
+
+
+def test_the_tiny_grid_from_plan_to_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model reads; contexts beyond it are synthetic and say so."""
+    monkeypatch.setenv("KVLAB_TINY", "1")
+    grid = ["--budgets", "0.4 0.6", "--bits", "2,4,8 4,8", "--contexts", "256 512", "--num-samples", "1"]
+    assert "16 cases in" in call("plan", tmp_path, *grid)
+    call("run", tmp_path)
+    call("collect", tmp_path)
+    rows = list(csv.DictReader((tmp_path / "ablation_summary.csv").open()))
+    assert {row["status"] for row in rows} == {"ok"}
+    assert all(float(row["kl"]) > 0 and row["model"] == "tiny" for row in rows)
+    written = RUNNER.invoke(cli.app(), ["report", "write", str(tmp_path), "--change", "0.5"])
+    assert written.exit_code == 0, written.output
+    page = (tmp_path / "report.html").read_text()
+    assert "What packing saves" in page
+    assert "Best configuration" in page
+    assert "8 cases have synthetic" in call("plan", tmp_path / "long", *grid[:-4], "--contexts", "256 8K")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlab.errors import BudgetError
 from kvlab.lab import ablation, guard
 from kvlab.lab.grid import BITS, BUDGETS, AblationCase, Geometry, make_grid, within_model
 from kvlab.lab.timing import Timing
@@ -119,6 +120,16 @@ def test_an_infeasible_budget_is_a_result_that_names_the_smallest_that_fits() ->
     assert ablation.run(replace(case, budget=least - 2e-4))["status"] == "infeasible"
 
 
+def test_a_budget_that_fails_on_the_way_is_infeasible_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(case: AblationCase, progress: Any) -> Any:
+        raise BudgetError("258 tokens need more")
+
+    monkeypatch.setattr(ablation, "_filled", refuse)
+    result = ablation.run(SMALL)
+    assert (result["status"], result["reason"]) == ("infeasible", "258 tokens need more")
+    assert result["memory"] is result["smallest_feasible_budget"] is None
+
+
 def test_a_model_gives_all_figures_of_quality() -> None:
     case = within_model(replace(SMALL, model="tiny", geometry=Geometry(2, 2, 1, 64), num_samples=2), 512)
     result = ablation.run(case)
@@ -173,6 +184,16 @@ def test_a_throttled_gpu_is_refused() -> None:
     guard.refuse_throttled(None)
     with pytest.raises(RuntimeError, match="hardware slowdown"):
         guard.refuse_throttled({**cool, "clocks_throttle_reasons.hw_slowdown": "Active"})
+
+
+def test_a_result_of_a_throttled_gpu_gets_no_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(SMALL, device="cuda")
+    hot = {"clocks_throttle_reasons.sw_thermal_slowdown": "Active"}
+    monkeypatch.setattr(guard, "gpu_state", lambda: hot)
+    with pytest.raises(guard.Refused, match="temperature"):
+        ablation._provenance(case, "cuda", 1.0)
+    monkeypatch.setattr(guard, "gpu_state", dict)
+    assert ablation._provenance(case, "cuda", 1.0)["gpu_state"] == {}
 
 
 def test_figures_above_the_limit_of_a_gpu_are_refused() -> None:

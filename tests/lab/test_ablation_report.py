@@ -172,6 +172,22 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert width <= window
 
 
+def test_texts_that_look_like_numbers_and_times_stay_texts(tmp_path: Path) -> None:
+    values = {
+        "bits": "8",
+        "case_id": "1234567890123456",
+        "commit": "12e4567890",
+        "time": "2026-11-21T20:00:00+00:00",
+    }
+    tables.write_summary([row(0.6, "", 512, True) | values], tmp_path)
+    (read,) = tables.read_summary(tmp_path)
+    assert {name: read[name] for name in values} == values
+    assert (read["model"], read["experiment"]) == ("smollm2", "b0.6__512_True")
+    assert read["reason"] is None
+    assert read["budget"] == 0.6
+    assert read["use_packing"] is True
+
+
 def test_the_command_reads_several_sweeps(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder, device in zip(folders, ("cpu", "cuda"), strict=True):
