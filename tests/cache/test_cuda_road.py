@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.cache import cuda_cache, cuda_calls, cuda_store
+from kvlab.cache import cuda_cache, cuda_calls, cuda_collect, cuda_store
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError, OutOfMemory
 from kvlab.ops.attention import merge_attention
@@ -289,7 +289,7 @@ def test_lack_of_memory_at_any_allocation(kernels: Kernels) -> None:
             for old, new in zip(before, pages_of(cache), strict=True):
                 assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
 
-        modules = (cuda_cache, cuda_calls, cuda_store)
+        modules = (cuda_cache, cuda_calls, cuda_collect, cuda_store)
         found.append(fail_everywhere(modules, MemoryError("no memory"), work, unchanged))
     assert found[0] > 0
     assert min(found[2:]) > 0
