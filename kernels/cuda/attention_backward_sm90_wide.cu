@@ -73,6 +73,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Call& call, const
     Turn<Q_STAGES> turn = {0, 0};
     u32 dout_parity = 0;
     const int last_head = (keys.head + 1) * call.group;
+    u32* held = nullptr;  // a turn that is still to be passed on
     wait_barrier(m.full_keys, 0);
     for (Tile at = first_tile(call, rows, keys.head); at.head < last_head; at = next_tile(at, rows)) {
         const int stage = turn.stage;
@@ -117,16 +118,19 @@ __device__ __forceinline__ void compute(const Memory& m, const Call& call, const
         wait_products<1>(dq);
         const i64 stored = at.head * call.rows + s.stored + at.row;
         u32* const own_turn = call.turns + stored / 16 + group;
-        if (call.ordered && threadIdx.x % 128 == 0)
+        if (call.ordered && threadIdx.x % 128 == 0) {
+            if (held) end_additions(held);  // of the step before, which have had a step's time
             wait_turn(own_turn, keys.block - first_turn(call, s, at.row));
+            held = own_turn;
+        }
         float* const to = call.sums + stored * HEAD_DIM + 2 * group * 4096;
         add_block(to, dq, m.dq + group * SUM_BYTES, group);
         add_block(to + 4096, dq + 32, m.dq + group * SUM_BYTES, group);
-        if (call.ordered && threadIdx.x % 128 == 0) end_additions(own_turn);
         wait_products<0>(dk);
         release(m.empty_q + 8 * stage);
         turn.next(), dout_parity ^= 1;
     }
+    if (held) end_additions(held);
     write_keys(call.dk, call, s, keys.head, dk, key, 128 * group, call.scale);
     write_keys(call.dv, call, s, keys.head, dv, key, 128 * group, 1.f);
 }
