@@ -11,7 +11,7 @@ list, so that every part sees the same mixture of widths, however the table is s
                 multiplies them by the steps of K, and takes the softmax against the running maximum
       values    V^T p. Lane 4 g + u adds up its 16 tokens for channels g and g + 8 of every block of
                 channels, page after page: out[head_dim / 8][rows] in registers
-    `cuda_packed_merge.py` then merges the parts.
+    `cuda_packed_merge.py` then merges the parts; `cuda_packed_steps.py` has what stands between.
 
 Coded keys and values are rotated, so q is rotated, once a block, and later the sum of coded values, once a
 row. Raw values are not: a part attends its pages in two rounds, those of coded values first, and writes a
@@ -22,21 +22,27 @@ rows floats for exchange, 64 rows for probabilities. Registers at head_dim 128 a
 16 of q or p, 16 words being expanded.
 """
 
-import math
-
 import numpy as np
 from numba import cuda, types
 
+from .cuda_packed_steps import (
+    QUERY_FACTOR,
+    WEIGHT_FACTOR,
+    make_page_words,
+    make_queries,
+    make_raise,
+    make_result,
+    make_weights,
+    make_whole_scores,
+)
 from .cuda_page import (
     ALIGNED,
     TILES_THAT_SHARE,
     UNIT,
     device,
     element_of,
-    from_float16,
     step_of,
     stored_bits,
-    widened,
     words_of_tiles,
 )
 
@@ -46,17 +52,8 @@ uint8, uint32, float32, int64 = np.uint8, np.uint32, np.float32, np.int64
 # takes instructions and hides that neighbours can be loaded together.
 
 WARPS = 2
-MERGE_THREADS = 128
 MAX_RUNGS = 16
 LOWEST = float32(-1e30)
-HEADROOM = float32(6)
-"""How far a score may exceed the running maximum of its row before the maximum follows: what is added up then
-has to shrink, which costs more than a few larger weights."""
-
-QUERY_FACTOR, WEIGHT_FACTOR = 2.0**48, 2.0**100
-"""Coded elements come in units of 2**-149, so q and p are multiplied by powers of two that keep the products
-with them within the range of float32, for any step and any q below 2**79."""
-
 SCORE_UNIT = float32(1 / (UNIT * QUERY_FACTOR))
 VALUE_UNIT = float32(1 / (UNIT * WEIGHT_FACTOR))
 
@@ -178,189 +175,6 @@ def make_block_of_values(element, raw, head_dim, rows):
     return add_block
 
 
-def make_hadamard(head_dim, threads):
-    """Make the device function that rotates a vector in shared memory, not normalised.
-
-    `threads` share the butterflies: those of a warp (32) or of a block.
-    """
-    block, each = head_dim & -head_dim, -(-head_dim // (2 * threads))
-    whole_block = threads > 32
-
-    @device
-    def hadamard(x, at, thread):
-        h = 1
-        while h < block:
-            for j in range(each):
-                i = thread + j * threads
-                if i < head_dim // 2:
-                    low = at + 2 * i - (i & (h - 1))
-                    a, b = x[low], x[low + h]
-                    x[low], x[low + h] = a + b, a - b
-            if whole_block:
-                cuda.syncthreads()  # this stage is in shared memory
-            else:
-                cuda.syncwarp()
-            h *= 2
-
-    return hadamard
-
-
-# ---- The steps of a page beside K q and V^T p
-
-
-def make_queries(head_dim, dtype, rows):
-    """Make the device function that brings the query rows to shared memory: rotated, and raw behind them.
-
-    A warp takes a row at a time. Rows are scaled, in the order in which lanes want them; bias[row] becomes
-    the product with the mean of the keys.
-    """
-    widen, hadamard, each = widened(dtype), make_hadamard(head_dim, 32), -(-head_dim // 32)
-    norm, query_factor = float32(1 / math.sqrt(head_dim & -head_dim)), float32(QUERY_FACTOR)
-
-    @device
-    def bring_row(q, source, k_mean, mean_at, scale, row, lane, queries, exchange, own, bias):
-        mean_sum = float32(0)
-        for i in range(each):
-            channel = lane + 32 * i
-            if channel < head_dim:
-                x = widen(q[source + channel])
-                exchange[own + channel] = x
-                mean_sum += x * from_float16(k_mean[mean_at + channel])
-                queries[query_place(channel, row, rows) + rows * head_dim] = x * scale
-        cuda.syncwarp()  # the row is in shared memory
-        hadamard(exchange, own, lane)
-        for i in range(each):
-            channel = lane + 32 * i
-            if channel < head_dim:
-                rotated = exchange[own + channel] * norm
-                queries[query_place(channel, row, rows)] = rotated * (scale * query_factor)
-        cuda.syncwarp()  # the rotated row is read
-        exchange[own + lane] = mean_sum
-        cuda.syncwarp()  # its 32 parts of the product with the mean are there
-        if lane == 0:
-            total = float32(0)
-            for i in range(32):
-                total += exchange[own + i]
-            bias[row] = total * scale
-        cuda.syncwarp()  # the parts are read before the next row comes
-
-    return bring_row
-
-
-def make_whole_scores(rows, score_stride, softcap):
-    """Make the device function that adds up the columns of two slots and turns the sums into scores.
-
-    It returns whether a score exceeds the running maximum of its row by more than `HEADROOM`.
-    """
-
-    @device
-    def whole_scores(exchange, start, t, factor, bias, coded, cap, unused, peak, sums):
-        rises = False
-        for row in range(rows):
-            s = float32(0)
-            for i in range(4):
-                s += exchange[start + uint32(i * score_stride + t * rows + row)]
-            s *= factor
-            if coded:
-                s += bias[row]
-            if softcap:
-                s = cap * float32(math.tanh(s / cap))
-            if unused:
-                s = float32(-math.inf)
-            rises = rises or s > peak[row] + HEADROOM
-            sums[t * rows + row] = s
-        return rises
-
-    return whole_scores
-
-
-def make_raise(rows, score_stride, out_floats):
-    """Make the device function that lets running maxima follow the scores, and shrinks what is added up."""
-
-    @device
-    def raise_peaks(exchange, own, mine, sums, peak, total_weight, out):
-        before = cuda.local.array(rows, float32)
-        shrink = cuda.local.array(rows, float32)
-        for row in range(rows):
-            largest = peak[row]
-            for t in range(2):
-                largest = max_number(largest, sums[t * rows + row])
-            exchange[uint32(mine + row)] = largest
-        cuda.syncwarp()  # the largest scores of all lanes are in shared memory
-        for row in range(rows):
-            before[row] = peak[row]
-        for i in range(32):
-            for row in range(rows):
-                peak[row] = max_number(peak[row], exchange[uint32(own + i * score_stride + row)])
-        for row in range(rows):
-            shrink[row] = math.exp(before[row] - peak[row])
-            total_weight[row] *= shrink[row]
-        for i in range(out_floats):
-            out[i] *= shrink[i % rows]
-
-    return raise_peaks
-
-
-def make_weights(rows):
-    """Make the device function that turns scores of a slot into probabilities, times the step of V."""
-
-    @device
-    def write_weights(sums, t, peak, total_weight, factor, unused, weights, to):
-        for row in range(rows):
-            p = float32(math.exp(sums[t * rows + row] - peak[row]))
-            total_weight[row] += p
-            p *= factor
-            if unused:
-                p = float32(0)  # the step of an unused slot may be NaN
-            weights[uint32(to + 4 * row)] = p
-
-    return write_weights
-
-
-def make_result(head_dim, rows, out_stride):
-    """Make the device function that writes the result of a part: sums over lanes, through shared memory."""
-    out_floats, part_floats = head_dim // 8 * rows, head_dim + 2
-
-    @device
-    def write_result(exchange, own, lane, out, total_weight, peak, unit, partial, result):
-        for i in range(out_floats):
-            exchange[uint32(own + lane * out_stride + i)] = out[i]
-        for row in range(rows):
-            exchange[uint32(own + lane * out_stride + out_floats + row)] = total_weight[row]
-        cuda.syncwarp()  # the sums of all lanes are in shared memory
-        for row in range(rows):
-            to = (result + row) * part_floats
-            for channel in range(lane, head_dim, 32):
-                x = float32(0)
-                for i in range(4):
-                    at = own + (4 * (channel % 8) + i) * out_stride
-                    x += exchange[uint32(at + (channel // 16 * 2 + channel % 16 // 8) * rows + row)]
-                partial[to + channel] = x * unit
-        if lane < rows:
-            total = float32(0)
-            for i in range(32):
-                total += exchange[own + i * out_stride + out_floats + lane]
-            partial[(result + lane) * part_floats + head_dim + 1] = total
-        for row in range(rows):
-            partial[(result + row) * part_floats + head_dim] = peak[row]
-        cuda.syncwarp()  # the sums are read before the next round exchanges anything
-
-    return write_result
-
-
-def make_page_words(head_dim, dtype):
-    """Make the device function that returns words of K, of V and of both kinds of steps of a page."""
-    raw_words = head_dim * 64 // (1 if dtype == "float32" else 2)
-
-    @device
-    def page_words(width_k, width_v):
-        k_words = raw_words if width_k == 0 else 2 * head_dim * width_k
-        v_words = raw_words if width_v == 0 else 2 * head_dim * width_v
-        return k_words, v_words, 16 if width_k else 0, 16 if width_v else 0
-
-    return page_words
-
-
 def make_by_width(make, widths, *common):
     """Make a device function for each width that occurs, and one that does nothing for each that does not."""
     skip = device(_nothing)
@@ -456,7 +270,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
         out = cuda.local.array(out_floats, float32)
         peak = cuda.local.array(rows, float32)
         total_weight = cuda.local.array(rows, float32)
-        turn, touched = uint32(0), uint32(0)
+        turn = uint32(0)
         for values_are_raw in range(first_round, end_round):
             for i in range(out_floats):
                 out[i] = float32(0)
@@ -464,37 +278,17 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
                 peak[row] = LOWEST
                 total_weight[row] = float32(0)
             page = part - parts
-            next_place, next_index, later_place, later_index = int64(0), int64(0), int64(0), int64(0)
-            if part < pages:
-                next_place, next_index = int64(rung[first_entry + part]), int64(index[first_entry + part])
-            if part + parts < pages:
-                later = first_entry + part + parts
-                later_place, later_index = int64(rung[later]), int64(index[later])
             while page + parts < pages:
                 page += parts
                 entry = first_entry + page
-                place, slab = next_place, next_index
-                next_place, next_index = later_place, later_index
-                if page + 2 * parts < pages:
-                    later = entry + 2 * parts
-                    later_place, later_index = int64(rung[later]), int64(index[later])
-
-                # A word of every line of the next page, so that it comes to the cache while this one is read.
-                if page + parts < pages:
-                    width_k, width_v = (bits_k >> (4 * next_place)) & 15, (bits_v >> (4 * next_place)) & 15
-                    k_words, v_words, k_steps, v_steps = page_words(width_k, width_v)
-                    record = k_words + v_words + k_steps + v_steps + 48
-                    next_at = pool_at[next_place] + next_index * (unit if unit else record)
-                    for line in range(lane, record // 32, 32):
-                        touched ^= memory[next_at + 32 * line]
-
+                place = int64(rung[entry])
                 width_k, width_v = (bits_k >> (4 * place)) & 15, (bits_v >> (4 * place)) & 15  # 0 is 16
                 if both_rounds and (width_v == 0) != (values_are_raw == 1):
                     continue
                 tokens_here = int64(count[entry])
                 k_words, v_words, k_steps, v_steps = page_words(width_k, width_v)
                 record = k_words + v_words + k_steps + v_steps + 48
-                k_at = pool_at[place] + slab * (unit if unit else record)
+                k_at = pool_at[place] + int64(index[entry]) * (unit if unit else record)
                 v_at = k_at + k_words
                 steps_at = v_at + v_words
 
@@ -555,8 +349,6 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
                 else:
                     values_16(memory, v_at + lane, lane, weights, own_weights, tokens_here, out)
 
-            if touched == uint32(0x2545F491):  # it must count for something, or the compiler drops the loads
-                raised[warp] = uint32(0)
             result = ((sequence * parts + part) * rounds + values_are_raw - first_round) * rows
             unit_of_out = float32(1) if values_are_raw else VALUE_UNIT
             write_result(exchange, own, lane, out, total_weight, peak, unit_of_out, partial, result)
@@ -571,17 +363,3 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, b
         types.float32, types.float32,
     )  # fmt: skip
     return kernel, arguments, (32 * WARPS, blocks)
-
-
-@device
-def query_place(channel, row, rows):
-    """Return where an element of q is: [block of channels][u][rows][columns 2 u, 2 u + 1, and 8 later]."""
-    column = channel % 16
-    u, i = column % 8 // 2, column // 8 * 2 + column % 2
-    return ((channel // 16 * 4 + u) * rows + row) * 4 + i
-
-
-@device
-def max_number(a, b):
-    """Return the larger one; b is passed over if it is NaN."""
-    return b if b > a else a

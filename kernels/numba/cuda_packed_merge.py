@@ -14,7 +14,8 @@ import math
 import numpy as np
 from numba import cuda, types
 
-from .cuda_packed import LOWEST, MERGE_THREADS, make_hadamard, max_number, rounds_of
+from .cuda_packed import LOWEST, rounds_of
+from .cuda_packed_steps import MERGE_THREADS, make_hadamard, max_number
 from .cuda_page import narrowed
 
 float32, int64 = np.float32, np.int64

@@ -193,8 +193,14 @@ __device__ __forceinline__ u32 select_bytes(u32 low, u32 high, u32 selector) {
 // its bits turned for a value below 0. Neither is -0.
 template <int BITS>
 __device__ __forceinline__ u32 pair_of_signed(u32 low_code, u32 high_code, float low, float high) {
+    constexpr u32 TURN = (1u << BITS) - 1;
+    if constexpr (BITS ==
+                  8) {  // one by one: ptxas 13.0 takes a mask of whole bytes into the prmt and loses a sign
+        low_code ^= low < 0.f ? TURN : 0, high_code ^= high < 0.f ? TURN : 0;
+        return __byte_perm(low_code, high_code, 0x5410);
+    }
     const u32 signs = select_bytes(__float_as_uint(low), __float_as_uint(high), 0xffbb);
-    return __byte_perm(low_code, high_code, 0x5410) ^ (signs & (0x10001u * ((1u << BITS) - 1)));
+    return __byte_perm(low_code, high_code, 0x5410) ^ (signs & 0x10001u * TURN);
 }
 
 // The digit of x: 0, 1, 2 for -1, 0, 1.
