@@ -155,7 +155,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Let transformers parse the GGUF file once, and not for the tokenizer, the configuration and the weights.
+    """Let transformers parse the GGUF file once, not once each for tokenizer, configuration and weights.
 
     The same for its table of tensor names, which it makes anew for every module of a model. Of 27 seconds of
     loading this saves half.
