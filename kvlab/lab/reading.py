@@ -76,35 +76,48 @@ def read(case: AblationCase, progress: Tick = lambda done, total: None) -> Readi
     MissingExtraError
         If the model's packages are not installed.
     """
-    return _Once.read(replace(case, use_packing=True), progress)
+    key = replace(case, use_packing=True)
+    if key not in _latest:
+        _latest.clear()  # before the next one takes its memory
+        _latest[key] = _read(key, progress)
+    return _latest[key]
 
 
-class _Once:
-    """The last reading, kept for the other half of its pair."""
-
-    case: AblationCase | None = None
-    reading: Reading | None = None
-
-    @classmethod
-    def read(cls, case: AblationCase, progress: Tick) -> Reading:
-        if cls.case != case or cls.reading is None:
-            cls.case, cls.reading = None, None
-            cls.reading = _read(case, progress)
-            cls.case = case
-        return cls.reading
+_latest: dict[AblationCase, Reading] = {}
+"""The last reading, for the other half of its pair."""
 
 
 def _read(case: AblationCase, progress: Tick) -> Reading:
     subject = _subject(str(case.model))
     subject.model.to(case.device)
-    config, length = subject.model.config, case.context_length
     made: list[KVLabCache] = []
 
     def make() -> KVLabCache:
-        options: dict[str, Any] = {"budget": case.budget, "bits": case.bits, "plan_length": length}
-        made[:] = [KVLabCache(config, dtype=CACHE_DTYPE, **options)]
+        options: dict[str, Any] = {
+            "budget": case.budget,
+            "bits": case.bits,
+            "plan_length": case.context_length,
+        }
+        made[:] = [KVLabCache(subject.model.config, dtype=CACHE_DTYPE, **options)]
         return made[0]
 
+    quality = _scored(subject, case, make, progress)
+    packed = made[0].packed
+    if packed is None:
+        raise RuntimeError(f"{case.name}: the model stored nothing in its cache")
+    cache = _one_row(packed)
+    questions, answers = hide_needles(subject, case.context_length)
+    dense = full_precision(subject.model.config).make
+    quality["needle_retrieval"] = _retrieved(subject, make(), questions, answers)
+    quality["needle_retrieval_full_precision"] = _retrieved(subject, dense(), questions, answers)
+    return Reading(quality, cache)
+
+
+def _scored(
+    subject: Subject, case: AblationCase, make: Callable[[], KVLabCache], progress: Tick
+) -> dict[str, float | int]:
+    """Read the windows; figures against full precision."""
+    length = case.context_length
     protocol = Protocol(length, length // 2, CHUNK, min(ROWS, case.windows))
     total, done = steps(case.windows, 1, protocol), 0
 
@@ -114,34 +127,17 @@ def _read(case: AblationCase, progress: Tick) -> Reading:
         progress(done, total)
 
     windows = cut_windows(subject.text, subject.encode, case.windows, length + 1)
-    scores = evaluate(
-        subject.model, windows, [Case(case.name, "mixed", make, case.budget)], protocol, progress=tick
-    )
-    packed = made[0].packed
-    if packed is None:
-        raise RuntimeError(f"{case.name}: the model stored nothing in its cache")
-    packed = _one_row(packed)
-    row = summarise(scores)[1]
-    exact = summarise(scores)[0]
-    questions, answers = hide_needles(subject, length)
-    found = {
-        name: _retrieved(subject, make_cache(), questions, answers)
-        for name, make_cache in (("packed", make), ("dense", full_precision(config).make))
+    cases = [Case(case.name, "mixed", make, case.budget)]
+    exact, row = summarise(evaluate(subject.model, windows, cases, protocol, progress=tick))
+    return {
+        "perplexity": row.perplexity,
+        "perplexity_full_precision": exact.perplexity,
+        "perplexity_change": row.change,
+        "kl": row.kl,
+        "kl_error": row.kl_error,
+        "top1_agreement": row.agreement,
+        "scored_tokens": case.windows * protocol.scored,
     }
-    return Reading(
-        {
-            "perplexity": row.perplexity,
-            "perplexity_full_precision": exact.perplexity,
-            "perplexity_change": row.change,
-            "kl": row.kl,
-            "kl_error": row.kl_error,
-            "top1_agreement": row.agreement,
-            "needle_retrieval": found["packed"],
-            "needle_retrieval_full_precision": found["dense"],
-            "scored_tokens": case.windows * protocol.scored,
-        },
-        packed,
-    )
 
 
 def _one_row(cache: MixedPrecisionCache) -> MixedPrecisionCache:

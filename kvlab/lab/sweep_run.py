@@ -80,7 +80,6 @@ def run_cases(
     try:
         for finished in wait(working, return_when="FIRST_EXCEPTION").done:
             finished.result()
-        wait(working)
     finally:
         waiting.close()
         for lane in lanes:
@@ -166,7 +165,9 @@ class _Lane:
     def _replace(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
-            for process in list((pool._processes or {}).values()):
+            for process in list(
+                (pool._processes or {}).values()
+            ):  # there is no public way before Python 3.14
                 process.kill()
             pool.shutdown(cancel_futures=True)
 

@@ -74,8 +74,10 @@ def test_wrong_choices_of_cases_are_refused(tmp_path: Path) -> None:
         assert isinstance(result.exception, ValueError)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_leaves_complete_results_and_the_next_run_goes_on(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGINT, 2), (signal.SIGUSR1, 1)])
+def test_a_signal_leaves_complete_results_and_the_next_run_goes_on(
+    tmp_path: Path, number: int, processes: int
+) -> None:
     budgets = " ".join(f"{0.2 + i / 500:.3f}" for i in range(300))
     call(
         "plan",
@@ -90,7 +92,9 @@ def test_a_signal_leaves_complete_results_and_the_next_run_goes_on(tmp_path: Pat
         "true",
         *GEOMETRY,
     )
-    process = subprocess.Popen([sys.executable, "-m", "kvlab.cli", "sweep", "run", tmp_path])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvlab.cli", "sweep", "run", tmp_path, "--processes", str(processes)]
+    )
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("b0.2*.json")) and time.monotonic() < deadline:
         time.sleep(0.02)
