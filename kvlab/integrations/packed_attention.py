@@ -58,16 +58,14 @@ class Placeholder(torch.Tensor):
     layer: PackedLayer
     pending: torch.Tensor | None
 
-    @staticmethod
-    def __new__(cls, layer: PackedLayer, pending: torch.Tensor, length: int) -> Placeholder:
+    @classmethod
+    def of(cls, layer: PackedLayer, pending: torch.Tensor, length: int) -> Placeholder:
+        """Stand for `length` old tokens and the pending ones; a call of the class would take longer."""
         batch, heads, new, dim = pending.shape
         shape = (batch, heads, length + new, dim)
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=pending.dtype, device=pending.device)
         made.layer, made.pending = layer, pending
         return made
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__()
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"Placeholder({tuple(self.shape)}, {self.dtype})"

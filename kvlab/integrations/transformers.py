@@ -213,7 +213,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Return placeholders of old and new tokens; `packed_attention_forward` stores the new ones."""
         self.lazy_initialization(key_states, value_states)
         length = self.get_seq_length()
-        return Placeholder(self, key_states, length), Placeholder(self, value_states, length)
+        return Placeholder.of(self, key_states, length), Placeholder.of(self, value_states, length)
 
     def attend(
         self,
@@ -292,7 +292,7 @@ class _Shared:
             q, k, v = (x.to(getattr(torch, self.cache.dtype)) for x in (q, k, v))
         out = self.cache.step(number, q, k, v, scale=scale, softcap=softcap, valid=valid)
         self.lengths[number] += new
-        return out.to(asked)
+        return out if out.dtype == asked else out.to(asked)
 
     def whole(self) -> MixedPrecisionCache:
         """The cache, whose layers stand at one length."""

@@ -125,3 +125,10 @@ def test_a_model_without_attention_functions_is_refused() -> None:
     assert state(model) == before
     with pytest.raises(RuntimeError, match=r"needs a transformers\.DynamicCache"):
         model.generate(tokens(1, 9) % 64, past_key_values=KVLabCache(model.config), max_new_tokens=2)
+
+
+def test_graphs_need_a_gpu() -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="graph=True"), kvlab.quantized(model, graph=True):
+        pass
+    assert "forward" not in vars(model)
