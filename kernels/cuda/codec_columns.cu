@@ -1,24 +1,20 @@
-// Quantisation of groups across rows (one scale a column, "per channel"), and
-// back, in one pass: affine and symmetric codecs, x (outer, length, columns),
-// groups of up to 128 along `length`.
+// Quantisation of groups across rows (one scale a column, "per channel"), and back, in one pass: affine and
+// symmetric codecs, x (outer, length, columns), groups of up to 128 along `length`.
 //
 // Threads and data
-//   chunk  16 bytes of neighbouring columns of all rows of a group; chunks of
-//   all groups follow each other. lane   one chunk: PER_LOAD columns. warp   8
-//   rows of 32 chunks, in registers (8 x 16 bytes a lane); warp y of a block
-//   takes rows 8 y to 8 y + 7 of
-//          the groups, so a block has whole groups and x is read once.
-// Lowest and highest values of columns meet in shared memory; there a thread
-// finds the scale of a column for all. Codes of 1, 2, 4 and 8 bits are packed
-// by the lane that makes them. Others stand one a byte in shared memory, where
-// 32 of a row are packed by one lane: so `columns` and the length of a row of
-// the stream are multiples of 32.
+//   chunk  16 bytes of neighbouring columns of all rows of a group; chunks of all groups follow each other.
+//   lane   one chunk: PER_LOAD columns.
+//   warp   8 rows of 32 chunks, in registers (8 x 16 bytes a lane); warp y of a block takes rows 8 y to
+//          8 y + 7 of the groups, so a block has whole groups and x is read once.
+// Lowest and highest values of columns meet in shared memory; there a thread finds the scale of a column for
+// all. Codes of 1, 2, 4 and 8 bits are packed by the lane that makes them. Others stand one a byte in shared
+// memory, where 32 of a row are packed by one lane: so `columns` and the length of a row of the stream are
+// multiples of 32.
 //
-// Memory: dynamic shared memory, per warp 256 PER_LOAD bytes: 1 KiB of
-// extremes, whose place the codes take afterwards; static 16 bytes a column.
+// Memory: dynamic shared memory, per warp 256 PER_LOAD bytes: 1 KiB of extremes, whose place the codes take
+// afterwards; static 16 bytes a column.
 //
-// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric;
-// CODE_BITS.
+// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric; CODE_BITS.
 //
 // clang-format off
 // gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 registers<=128
@@ -35,8 +31,7 @@ constexpr int WIDTH = PACKS_LOADS<CODE_BITS> ? CODE_BITS : 8;  // of a code that
 constexpr float TOP = (1 << CODE_BITS) - 1;
 constexpr float HALF_LEVELS = CODE_BITS <= 4 ? 1 << (CODE_BITS - 1) : TOP * .5f;
 
-constexpr int PART =
-    DTYPE == BFLOAT16 ? 2 : 4;  // rows whose codes are made together: for all, registers do not suffice
+constexpr int PART = DTYPE == BFLOAT16 ? 2 : 4;  // rows whose codes go together: registers are short
 
 // Of 64 registers four blocks of 8 warps fit a multiprocessor. The compiler finds a way within 64 for float32
 // and for affine float16; of 80 three blocks fit.
@@ -52,8 +47,7 @@ struct Shape {
     i64 group, groups;  // rows of a group, of which the last of `length` may have fewer; groups of `length`
 };
 
-// A chunk: row 0 of its group, its first column, the rows that its group has; 0
-// rows beyond the last chunk.
+// A chunk: row 0 of its group, its first column, the rows that its group has; 0 rows beyond the last chunk.
 struct Chunk {
     i64 row, column;
     i64 rows;
@@ -84,8 +78,7 @@ __device__ __forceinline__ float column_of(const uint4& raw, int k) {
 constexpr u32 INFINITY_BITS = DTYPE == FLOAT16 ? 0x7c007c00u : DTYPE == BFLOAT16 ? 0x7f807f80u : 0x7f800000u;
 constexpr u32 SIGN_BITS = DTYPE == FLOAT32 ? 0x80000000u : 0x80008000u;
 
-// The lower, or the higher, of elements in the bits of two words: two of 16
-// bits or one float.
+// The lower, or the higher, of elements in the bits of two words: two of 16 bits or one float.
 __device__ __forceinline__ u32 lower_bits(u32 a, u32 b) {
     if constexpr (DTYPE != FLOAT32) return lower_pair(a, b);
     return __float_as_uint(lower(__uint_as_float(a), __uint_as_float(b)));
@@ -95,8 +88,8 @@ __device__ __forceinline__ u32 higher_bits(u32 a, u32 b) {
     return __float_as_uint(higher(__uint_as_float(a), __uint_as_float(b)));
 }
 
-// The lowest and the highest values of the columns of a lane, to shared memory:
-// those of all lanes lie side by side, first the lowest.
+// The lowest and the highest values of the columns of a lane, to shared memory: those of all lanes lie side
+// by side, first the lowest.
 __device__ __forceinline__ void put_extremes(const uint4 (&raw)[ROWS], bool any, uint4* extremes, int lane) {
     uint4 low = raw[0], high = raw[0];
 #pragma unroll
@@ -201,9 +194,8 @@ extern "C" __global__ void KVLAB_BOUNDS quantize_columns(const void* __restrict_
     }
 }
 
-// Reverse of quantize_columns, for groups of any size: warp y of block b takes
-// the rows from 8 (blockDim.y (b % row_blocks) + y) on of the groups of 32
-// chunks.
+// Reverse of quantize_columns, for groups of any size: warp y of block b takes the rows from 8 (blockDim.y (b
+// % row_blocks) + y) on of the groups of 32 chunks.
 extern "C" __global__ void __launch_bounds__(256)
     dequantize_columns(const u8* __restrict__ packed, const Shape shape, i64 row_blocks,
                        const u16* __restrict__ scale, const u16* __restrict__ offset,

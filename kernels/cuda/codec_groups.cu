@@ -1,18 +1,14 @@
-// Quantisation of groups of any size along rows to codes, one a byte, and back:
-// what codec_rows.cu, which is fast, does not take. Packing is the next launch.
+// Quantisation of groups of any size along rows to codes, one a byte, and back: what codec_rows.cu, which is
+// fast, does not take. Packing is the next launch.
 //
-// Threads and data: a block takes groups blockIdx.x, blockIdx.x + gridDim.x,
-// ...; its threads take elements threadIdx.x, threadIdx.x + blockDim.x, ... of
-// a group. The float32 values of a group stand in `scratch`, a stretch of
-// `pitch` floats a block, or, if that is null, in dynamic shared memory of as
-// many. pitch is a power of two, at least the size of a group: squares are
-// summed there by halves.
+// Threads and data: a block takes groups blockIdx.x, blockIdx.x + gridDim.x, ...; its threads take elements
+// threadIdx.x, threadIdx.x + blockDim.x, ... of a group. The float32 values of a group stand in `scratch`, a
+// stretch of `pitch` floats a block, or, if that is null, in dynamic shared memory of as many. pitch is a
+// power of two, at least the size of a group: squares are summed there by halves.
 //
-// Barriers of the block stand between the steps of sums and butterflies, and
-// where the values are replaced.
+// Barriers of the block stand between the steps of sums and butterflies, and where the values are replaced.
 //
-// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric,
-// 2 hadamard, 3 ternary.
+// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric, 2 hadamard, 3 ternary.
 //
 // gate: DTYPE=0 CODEC=0,1,2,3 registers<=64
 // gate: DTYPE=1,2 CODEC=0 registers<=64
@@ -20,8 +16,8 @@
 
 constexpr int MAX_WARPS = 8;
 
-// How rows are cut into groups: `rows` rows of n elements, groups of `group`,
-// the last of a row may have fewer.
+// How rows are cut into groups: `rows` rows of n elements, groups of `group`, the last of a row may have
+// fewer.
 struct Groups {
     i64 rows, n, group;
     int bits;
@@ -56,8 +52,7 @@ __device__ __forceinline__ void extremes_of_block(float& low, float& high) {
         low = lower(low, lows[warp]), high = higher(high, highs[warp]);
 }
 
-// The sum of squares of a group, by halves, after a multiplication by `down`;
-// values are lost.
+// The sum of squares of a group, by halves, after a multiplication by `down`; values are lost.
 __device__ __forceinline__ float sum_of_squares(float* values, int count, float down) {
     int size = 1;
     while (size < count) size *= 2;
@@ -91,8 +86,8 @@ __device__ __forceinline__ void rotate(float* values, int count) {
     __syncthreads();  // and scaled
 }
 
-// codes: one a byte, for TERNARY the values -1, 0, 1; offset: AFFINE; bad:
-// null, or set to 1 if a group cannot be represented.
+// codes: one a byte, for TERNARY the values -1, 0, 1; offset: AFFINE; bad: null, or set to 1 if a group
+// cannot be represented.
 extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS)
     quantize_groups(const void* __restrict__ x, const Groups groups, u8* __restrict__ codes,
                     u16* __restrict__ scale, u16* __restrict__ offset, i32* bad, float* scratch, i64 pitch,

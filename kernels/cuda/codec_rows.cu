@@ -1,29 +1,25 @@
-// Quantisation of groups along rows, and back, in one pass: a group has 32
-// LANES elements, a power of two, and rows are whole groups, so the array is
-// one run of groups and (but for TERNARY) one run of codes.
+// Quantisation of groups along rows, and back, in one pass: a group has 32 LANES elements, a power of two,
+// and rows are whole groups, so the array is one run of groups and (but for TERNARY) one run of codes.
 //
 // Threads and data
 //   warp   one tile of 1,024 elements, that is 32 / LANES groups.
-//   lane   32 elements of one group. Element e of a group is, by its bits from
-//   the top, e = (j, t, k): load j of
-//          32 / PER_LOAD, lane t of LANES, element k of the 16 bytes of a load.
-//          So lanes of a group read neighbouring 16 bytes, sums by halves and
-//          butterflies run over j and k in registers, over t by shuffles.
-// Codes meet in shared memory, one a byte, and are packed there
-// (bit_stream.cuh). Memory: 1 KiB of shared memory a warp, and the codebook;
-// registers: 32 values a lane.
+//   lane   32 elements of one group. Element e of a group is, by its bits from the top, e = (j, t, k): load
+//          j of 32 / PER_LOAD, lane t of LANES, element k of the 16 bytes of a load. So lanes of a group read
+//          neighbouring 16 bytes, sums by halves and butterflies run over j and k in registers, over t by
+//          shuffles.
+// Codes meet in shared memory, those of 1, 2, 4 and 8 bits packed, others one a byte and packed there
+// (bit_stream.cuh). Memory: 1 KiB of shared memory a warp, and the codebook; registers: 32 values a lane.
 //
-// One barrier of the block: thresholds or levels are there. Else only lanes of
-// a warp wait for each other.
+// One barrier of the block: thresholds or levels are there. Else only lanes of a warp wait for each other.
 //
-// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric,
-// 2 hadamard, 3 ternary; CODE_BITS (ternary: 2, the bits of a digit); LANES.
+// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric, 2 hadamard, 3 ternary;
+// CODE_BITS (ternary: 2, the bits of a digit); LANES.
 //
 // clang-format off
 // gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 LANES=4 registers<=80
 // gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 LANES=4 registers<=80 arch=sm_80,sm_90a
 // gate: DTYPE=0,2 CODEC=2 CODE_BITS=4 LANES=4 registers<=80
-// gate: DTYPE=0 CODEC=2 CODE_BITS=2,8 LANES=4 registers<=80 arch=sm_90a
+// gate: DTYPE=0 CODEC=2 CODE_BITS=1,2,3,5,6,8 LANES=4 registers<=80 arch=sm_90a
 // gate: DTYPE=0 CODEC=0,2 CODE_BITS=4 LANES=1,2,8,32 registers<=80 arch=sm_90a
 // gate: DTYPE=0,2 CODEC=3 CODE_BITS=2 LANES=4 registers<=80
 // clang-format on
@@ -72,8 +68,7 @@ __device__ __forceinline__ float sum(float a, float b) {
     return __fadd_rn(a, b);
 }
 
-// Adds the upper half of the first 2 FROM elements to the lower, and so on down
-// to TO.
+// Adds the upper half of the first 2 FROM elements to the lower, and so on down to TO.
 template <int FROM, int TO>
 __device__ __forceinline__ void add_halves(float (&x)[32]) {
 #pragma unroll
@@ -81,10 +76,9 @@ __device__ __forceinline__ void add_halves(float (&x)[32]) {
     if constexpr (FROM > TO) add_halves<FROM / 2, TO>(x);
 }
 
-// The sum over a group by halves: first element i and i + GROUP / 2, at last
-// the last two; of squares of elements times `down`. Squares of float16 are
-// exact and far from the ends of float32's range, so they need no factor and
-// may be fused with the first addition.
+// The sum over a group by halves: first element i and i + GROUP / 2, at last the last two; of squares of
+// elements times `down`. Squares of float16 are exact and far from the ends of float32's range, so they need
+// no factor and may be fused with the first addition.
 __device__ __forceinline__ float sum_of_squares(const float (&v)[32], float down) {
     float squares[32];
 #pragma unroll
@@ -129,8 +123,8 @@ __device__ __forceinline__ void rotate(float (&v)[32], int lane) {
     butterflies_in_lane<16>(v);
 }
 
-// The lowest and highest value of a lane, 16-bit elements two at a time; but
-// for AFFINE, the largest magnitude.
+// The lowest and highest value of a lane, 16-bit elements two at a time; but for AFFINE, the largest
+// magnitude.
 __device__ __forceinline__ void extremes(const uint4 (&raw)[LOADS], const float (&v)[32], float& low,
                                          float& high) {
     if constexpr (DTYPE == FLOAT32) {
@@ -173,8 +167,8 @@ __device__ __forceinline__ Scale measure(const uint4 (&raw)[LOADS], const float 
 
 constexpr int WIDTH = PACKS_LOADS<CODE_BITS> ? CODE_BITS : 8;  // of a code in the tile
 
-// The order of a tile (see `place`) in which the groups' loads j of codes of
-// `width` bits meet different banks.
+// The order of a tile (see `place`) in which the groups' loads j of codes of `width` bits meet different
+// banks.
 __host__ __device__ constexpr int shift_of(int width) {
     const int bytes = LANES * PER_LOAD * width / 8;
     return bytes >= 128 ? 7 : bytes <= 16 ? 4 : log2_of(bytes);
@@ -239,9 +233,8 @@ __device__ __forceinline__ void put_digits(const uint4 (&raw)[LOADS], const Code
     }
 }
 
-// x: `count` elements, a multiple of GROUP, 16-byte aligned; `row`: elements of
-// a row (TERNARY: divides 1,024); packed: 16-byte aligned; offset: AFFINE; bad:
-// null, or set to 1 if a group cannot be represented.
+// x: `count` elements, a multiple of GROUP, 16-byte aligned; `row`: elements of a row (TERNARY: divides
+// 1,024); packed: 16-byte aligned; offset: AFFINE; bad: null, or set to 1 if a group cannot be represented.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     quantize_rows(const void* __restrict__ x, i64 count, int row, u8* __restrict__ packed,
                   u16* __restrict__ scale, u16* __restrict__ offset, i32* bad,
@@ -275,8 +268,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     Coder coder;
     coder.s = found.s, coder.cells = cells, coder.thresholds = thresholds;
     coder.highest = found.known ? 0xffffffffu : 0;
-    // Scales for which no product with their inverse leaves the range of float32;
-    // others have small and slow code.
+    // Scales for which no product with their inverse leaves the range of float32; others have small and slow
+    // code.
     bool usual = true;
     if constexpr (CODEC == AFFINE || CODEC == SYMMETRIC) {
         coder.spacing = spacing_of(found.s, found.o, found.known);

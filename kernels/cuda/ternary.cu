@@ -1,8 +1,8 @@
 // Packing of ternary values, one a byte, five to a byte, and unpacking.
 //
 // A warp takes some whole rows, about 2,000 values, through shared memory: values cross global memory in
-// words of neighbouring lanes, and so do bytes, where they begin on a word. Rows longer than the tile,
-// and one long row, are cut at multiples of 80 values, which are 16 bytes. Memory: 2.4 KiB of shared memory a
+// words of neighbouring lanes, and so do bytes, where they begin on a word. Rows longer than the tile, and
+// one long row, are cut at multiples of 80 values, which are 16 bytes. Memory: 2.4 KiB of shared memory a
 // warp; no barrier but those among the lanes of a warp.
 //
 // `bad`, if it is not null, is set to 1 if a value is none of -1, 0, 1, or a byte is above 242.

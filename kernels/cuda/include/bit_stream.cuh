@@ -1,11 +1,10 @@
 // Codes of a few bits, one a byte, to the interchange bit stream and back.
 //
-// Element i of a run is bits [i * BITS, (i + 1) * BITS) of a little-endian
-// stream, so 32 codes are exactly BITS words. A warp moves a tile of 1,024
-// codes through shared memory: there the codes stand one a byte in the order of
-// the stream, lane l packs or unpacks those from 32 l on, and whatever touches
-// global memory does so with neighbouring lanes at neighbouring addresses.
-// Ternary tiles hold digits 0, 1, 2 in place of codes.
+// Element i of a run is bits [i * BITS, (i + 1) * BITS) of a little-endian stream, so 32 codes are exactly
+// BITS words. A warp moves a tile of 1,024 codes through shared memory: there the codes stand one a byte in
+// the order of the stream, lane l packs or unpacks those from 32 l on, and whatever touches global memory
+// does so with neighbouring lanes at neighbouring addresses. Ternary tiles hold digits 0, 1, 2 in place of
+// codes.
 #pragma once
 
 using u8 = unsigned char;
@@ -114,9 +113,8 @@ __device__ __forceinline__ void copy_words(const u32 (&from)[WORDS], u32* to) {
     }
 }
 
-// Where byte `at` of a tile stands. Lines of 128 bytes have their pieces of
-// 2^SHIFT bytes in different orders, so that lanes which are whole lines apart
-// meet different banks; with SHIFT 7 all stand in order.
+// Where byte `at` of a tile stands. Lines of 128 bytes have their pieces of 2^SHIFT bytes in different
+// orders, so that lanes which are whole lines apart meet different banks; with SHIFT 7 all stand in order.
 template <int SHIFT>
 __device__ __forceinline__ int place(int at) {
     return at ^ (at >> 7 & ((128 >> SHIFT) - 1)) << SHIFT;
@@ -151,8 +149,8 @@ __host__ __device__ constexpr bool is_power_of_2(int x) {
     return (x & (x - 1)) == 0;
 }
 
-// Copies the stream of `count` codes, which the lanes of this warp have written
-// to a tile, to `packed`, 16-byte aligned; BITS is a power of two.
+// Copies the stream of `count` codes, which the lanes of this warp have written to a tile, to `packed`,
+// 16-byte aligned; BITS is a power of two.
 template <int BITS, int SHIFT>
 __device__ __forceinline__ void store_words(const u8* tile, int count, u8* packed, int lane) {
     __syncwarp();  // the words of all lanes are there
@@ -165,9 +163,8 @@ __device__ __forceinline__ void store_words(const u8* tile, int count, u8* packe
     }
 }
 
-// Packs the first `count` codes of a tile, one a byte, to `packed`, 16-byte
-// aligned; codes beyond must be 0 up to the next byte. The tile, written by the
-// lanes of this warp, is spent.
+// Packs the first `count` codes of a tile, one a byte, to `packed`, 16-byte aligned; codes beyond must be 0
+// up to the next byte. The tile, written by the lanes of this warp, is spent.
 template <int BITS, int SHIFT = 7>
 __device__ __forceinline__ void store_tile(u8* tile, int count, u8* packed, int lane) {
     u32 codes[8], words[BITS];

@@ -1,5 +1,4 @@
-// Codecs: from values to codes and from codes to values, bit for bit as
-// kvlab/reference/codec.py.
+// Codecs: from values to codes and from codes to values, bit for bit as kvlab/reference/codec.py.
 #pragma once
 #include "codec_words.cuh"
 
@@ -7,10 +6,9 @@ constexpr float MAGIC = 12582912.f;  // 3 2^22: adding it rounds to an integer,
                                      // which then is the low byte
 constexpr u32 MAGIC_BITS = 0x4b400000u;
 
-// What codes of equally spaced values are made with: scale and offset, and
-// values, are multiplied by `factor`, a power of two that keeps inverse and
-// remainders from overflow and underflow. `inverse` is about 1 / s, or 0 for a
-// group without a scale, which makes all its codes 0.
+// What codes of equally spaced values are made with: scale and offset, and values, are multiplied by
+// `factor`, a power of two that keeps inverse and remainders from overflow and underflow. `inverse` is about
+// 1 / s, or 0 for a group without a scale, which makes all its codes 0.
 struct __align__(16) Spacing {
     float s, o, factor, inverse;
 };
@@ -40,8 +38,7 @@ __device__ __forceinline__ u32 spaced_code(float x, const Spacing& spacing) {
     return __float_as_uint(__fadd_rn(code, MAGIC));
 }
 
-// The highest codes of two groups, in halves; 0 for a group without a scale, of
-// which codes may be NaN.
+// The highest codes of two groups, in halves; 0 for a group without a scale, of which codes may be NaN.
 __device__ __forceinline__ u32 highest_codes(const Spacing& low, const Spacing& high, u32 top) {
     return (low.inverse > 0.f ? top : 0) | (high.inverse > 0.f ? top << 16 : 0);
 }
@@ -51,22 +48,20 @@ __device__ __forceinline__ u32 pair_of_codes(u32 low, u32 high, u32 highest) {
     return __vminu2(__byte_perm(low, high, 0x5410), highest);
 }
 
-// Whether the codes of one load are packed in registers: then they are whole
-// bytes that a store can write.
+// Whether the codes of one load are packed in registers: then they are whole bytes that a store can write.
 template <int BITS>
 constexpr bool PACKS_LOADS = CODEC != TERNARY && is_power_of_2(BITS) && BITS * PER_LOAD >= 8;
 
-// How the codes of a load are packed in registers, WIDTH bits each: words of 2
-// IN_HALF codes. Code i of a word and code i + IN_HALF come together, as
-// halves; so shifts and additions fill both halves of a word at a time.
+// How the codes of a load are packed in registers, WIDTH bits each: words of 2 IN_HALF codes. Code i of a
+// word and code i + IN_HALF come together, as halves; so shifts and additions fill both halves of a word at a
+// time.
 template <int WIDTH>
 struct Packing {
     static constexpr int IN_HALF = 16 / WIDTH < PER_LOAD / 2 ? 16 / WIDTH : PER_LOAD / 2;
     static constexpr int WORDS = PER_LOAD / (2 * IN_HALF),
                          USED = IN_HALF * WIDTH;  // bits of a half
 
-    // The first code of pair i of a load, i < PER_LOAD / 2; its word; its bit
-    // there.
+    // The first code of pair i of a load, i < PER_LOAD / 2; its word; its bit there.
     static __device__ constexpr int first(int i) { return i / IN_HALF * 2 * IN_HALF + i % IN_HALF; }
     static __device__ constexpr int word(int i) { return i / IN_HALF; }
     static __device__ constexpr int bit(int i) { return i % IN_HALF * WIDTH; }
@@ -88,8 +83,7 @@ __device__ __forceinline__ float byte_number(u32 word, int k) {
     return __fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + k)), 8388608.f);
 }
 
-// The value of the code in byte k of a word. The product is exact: it has at
-// most 19 significant bits.
+// The value of the code in byte k of a word. The product is exact: it has at most 19 significant bits.
 __device__ __forceinline__ float spaced_value(u32 codes, int k, const Scale& scale) {
     return __fmaf_rn(byte_number(codes, k), scale.s, scale.o);
 }
@@ -109,8 +103,7 @@ __device__ __forceinline__ float level(const Codebook& book, int code, int half)
     return code < half ? -book.levels[half - 1 - code] : book.levels[code - half];
 }
 
-// How many of 2^(bits-1) - 1 thresholds, in units of the scale, lie below |y|;
-// then up or down by the sign.
+// How many of 2^(bits-1) - 1 thresholds, in units of the scale, lie below |y|; then up or down by the sign.
 __device__ __forceinline__ u32 codebook_code(float y, float s, const float* thresholds, int half) {
     u32 above = 0;
 #pragma unroll 1
@@ -122,12 +115,11 @@ __device__ __forceinline__ u32 codebook_code(float y, float s, const float* thre
 
 // ---- Codes of a codebook at one look-up
 //
-// Magnitudes in units of the scale are cut into cells, so narrow that none has
-// two thresholds: of 1 / A_UNIT, the last one without an end. At 3 and 4 bits
-// cell i has threshold i; at more bits a cell says how many thresholds lie
-// below it, and which one lies in it or comes next. A magnitude so near the
-// edge of a cell that rounding puts it into the neighbour does not matter: no
-// threshold is nearer to an edge than 1e-4 of its size.
+// Magnitudes in units of the scale are cut into cells, so narrow that none has two thresholds: of 1 / A_UNIT,
+// the last one without an end. At 3 and 4 bits cell i has threshold i; at more bits a cell says how many
+// thresholds lie below it, and which one lies in it or comes next. A magnitude so near the edge of a cell
+// that rounding puts it into the neighbour does not matter: no threshold is nearer to an edge than 1e-4 of
+// its size.
 
 struct Cell {
     float threshold;
@@ -167,8 +159,8 @@ __device__ __forceinline__ u32 more_if_above(u32 x, float a, float b) {
     return x;
 }
 
-// How many thresholds lie below the magnitude of y, above MAGIC_BITS + HALF.
-// `to_cells` is A_UNIT / COUNT over the scale s.
+// How many thresholds lie below the magnitude of y, above MAGIC_BITS + HALF. `to_cells` is A_UNIT / COUNT
+// over the scale s.
 template <int BITS>
 __device__ __forceinline__ u32 code_of_magnitude(float y, float s, float to_cells, const Cell* cells) {
     using Own = Cells<BITS>;
@@ -189,8 +181,8 @@ __device__ __forceinline__ u32 select_bytes(u32 low, u32 high, u32 selector) {
     return r;
 }
 
-// The codes of two values from `code_of_magnitude` of theirs: the same, or all
-// its bits turned for a value below 0. Neither is -0.
+// The codes of two values from `code_of_magnitude` of theirs: the same, or all its bits turned for a value
+// below 0. Neither is -0.
 template <int BITS>
 __device__ __forceinline__ u32 pair_of_signed(u32 low_code, u32 high_code, float low, float high) {
     constexpr u32 TURN = (1u << BITS) - 1;

@@ -83,8 +83,8 @@ __device__ __forceinline__ u32 word_at(const u8* shared, int at) {
 }
 
 // A tile of ternary digits, one a byte, and its bytes: `rows` rows of n digits and (n + 4) / 5 bytes. A lane
-// takes four bytes of a row and their 20 digits. WHOLE: n is a multiple of 4, so these are whole words,
-// and digits stand in the order of `place`.
+// takes four bytes of a row and their 20 digits. WHOLE: n is a multiple of 4, so these are whole words, and
+// digits stand in the order of `place`.
 template <bool WHOLE, int SHIFT = 7>
 struct TernaryTile {
     u8 *digits, *bytes;  // in shared memory, with a word to spare behind them
