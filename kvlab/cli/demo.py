@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from kvlab.lab.report import Row
     from kvlab.lab.workers import Outcome
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-"""Here the latest *-demo-full.json, a run with --full, has the rows of transformers' caches that stand,
-marked, in the table of a run without."""
+RESULTS, RECORDED = Path(__file__).parents[2] / "benchmarks" / "results", "*-demo-*.json"
+"""Runs that were kept: their rows of transformers' caches stand, marked, in the table of a run without."""
 
 BUDGETS, GPU_BUDGETS = "0.17,0.2,0.3,0.5", "0.2,0.3,0.5"
 """Budgets of the mixed caches. On a GPU each head has up to three more pages at the highest width, for tokens
@@ -78,7 +77,8 @@ def command(
     # NumPy multiplies only small matrices here; threads of its own would hinder those of torch and Numba.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
-    budgets = budgets or (GPU_BUDGETS if device == "cuda" else BUDGETS)
+    if budgets is None:
+        budgets = GPU_BUDGETS if device == "cuda" else BUDGETS
     fractions = _fractions(budgets)
     from rich.console import Console
 
@@ -115,8 +115,7 @@ def command(
         prompt=outcome.prompt,
         continuations=outcome.continuations,
     )
-    recorded = None if tiny else _recorded()
-    rows = result.rows(Comparison.read(recorded) if recorded else None)
+    rows = result.rows([] if tiny else [Comparison.read(path) for path in sorted(RESULTS.glob(RECORDED))])
     paths = write_files(result, rows, output)
     journal.remove()
     if as_json:
@@ -126,7 +125,7 @@ def command(
 
         # Pipes and logs are as wide as the table.
         console = Console() if Console().is_terminal else Console(width=WIDE)
-        _show(console, result, rows, recorded)
+        _show(console, result, rows)
         console.print("Written: " + ", ".join(map(str, paths)), highlight=False)
 
 
@@ -203,12 +202,7 @@ def _device_name(device: str) -> str:
     return device if device == "cpu" else ", ".join(gpu["name"] for gpu in report()["gpus"])
 
 
-def _recorded() -> Path | None:
-    """The latest run with --full that was kept."""
-    return max(RESULTS.glob("*-demo-full.json"), default=None)
-
-
-def _show(console: Console, result: Comparison, rows: list[Row], recorded: Path | None) -> None:
+def _show(console: Console, result: Comparison, rows: list[Row]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
@@ -232,11 +226,12 @@ def _show(console: Console, result: Comparison, rows: list[Row], recorded: Path 
     }
     if result.provenance["settings"]["device"] != "cpu":
         explained["budget"] += "; with three heads and 2,048 tokens a cache on a GPU takes at least 0.194"
-    earlier = [row.windows for row in rows if row.recorded]
-    if earlier and recorded is not None:
+    earlier = sorted({row.windows for row in rows if row.recorded})
+    if earlier:
+        read = " or ".join(map(str, earlier))
         explained["*"] = (
-            f"transformers' QuantizedCache, recorded earlier on {min(earlier)} of these {windows} windows: "
-            f"{recorded.name}"
+            f"transformers' QuantizedCache, recorded earlier on {read} of these {windows} windows: "
+            f"benchmarks/results/{RECORDED}"
         )
     for word, meaning in explained.items():
         console.print(f"[bold]{word}[/bold]: {meaning}", highlight=False)

@@ -7,6 +7,7 @@ run can show its rows beside its own, on the windows both have read.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,15 +81,22 @@ class Comparison:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{path} does not hold results of `kvlab demo` ({SCHEMA}): {error}") from None
 
-    def rows(self, recorded: Comparison | None = None) -> list[Row]:
-        """Rows of the table; caches of transformers come from an earlier run if this one has none."""
+    def rows(self, recorded: Sequence[Comparison] = ()) -> list[Row]:
+        """Rows of the table; caches of transformers come from earlier runs if this one has none.
+
+        Of a cache that several have read the one with the most of this run's windows counts.
+        """
         rows = summarise(self.scores)
-        if recorded is not None and not any(row.kind == "transformers" for row in rows):
-            kinds = (FULL_PRECISION, "transformers")
-            theirs = [score for score in recorded.scores if score.kind in kinds]
+        if any(row.kind == "transformers" for row in rows):
+            return rows
+        best: dict[str, Row] = {}
+        for earlier in recorded:
+            theirs = [score for score in earlier.scores if score.kind in (FULL_PRECISION, "transformers")]
             theirs = common_windows(theirs, self.scores[0].starts)
-            rows += [row for row in summarise(theirs, recorded=True) if row.kind == "transformers"]
-        return rows
+            for row in summarise(theirs, recorded=True)[1:]:
+                if row.cache not in best or best[row.cache].windows < row.windows:
+                    best[row.cache] = row
+        return [*rows, *best.values()]
 
 
 def write_files(comparison: Comparison, rows: list[Row], folder: Path) -> list[Path]:

@@ -94,11 +94,15 @@ def test_recorded_rows_join_on_the_windows_both_have() -> None:
             score("quanto 4", "transformers", 500, 0.1, starts=starts),
         ]
     )
-    *own, row = comparison(SCORES).rows(recorded)
+    *own, row = comparison(SCORES).rows([recorded])
     assert own == summarise(SCORES)
     assert (row.cache, row.recorded, row.windows) == ("quanto 4", True, 2)
     assert row.kl == pytest.approx((0.1 + 0.3) / 2)
-    assert comparison(recorded.scores).rows(recorded) == summarise(recorded.scores)
+    assert comparison(recorded.scores).rows([recorded]) == summarise(recorded.scores)
+    shorter = comparison(common_windows([recorded.scores[0], score("hqq 4", "transformers", 500, 0.2)], [0]))
+    shorter.scores.append(common_windows(recorded.scores[2:], [0])[0])
+    joined = comparison(SCORES).rows([shorter, recorded, shorter])[len(SCORES) :]
+    assert [(row.cache, row.windows) for row in joined] == [("hqq 4", 1), ("quanto 4", 2)]
     elsewhere = common_windows(recorded.scores, [7])
     assert elsewhere == recorded.scores
 
