@@ -133,9 +133,9 @@ def test_arguments_are_checked() -> None:
         kvlab.pack([1, 2], 4)  # type: ignore[type-var]
     with pytest.raises(ValueError, match="codes must have at least one axis"):
         kvlab.pack(np.array(1, np.uint8), 4)
-    with pytest.raises(ValueError, match="packed has 4 bytes on its last axis, but count=9 codes of 4 bits take 5"):
+    with pytest.raises(ValueError, match=r"packed has 4 bytes on .* but count=9 codes of 4 bits take 5"):
         kvlab.unpack(codes, 4, 9)
-    with pytest.raises(ValueError, match="packed has 4 bytes on its last axis, but count=15 ternary values take 3"):
+    with pytest.raises(ValueError, match=r"packed has 4 bytes on .* but count=15 ternary values take 3"):
         kvlab.unpack_ternary(codes, 15)
     with pytest.raises(ValueError, match="count=-1 must be at least 0"):
         kvlab.unpack(codes, 4, -1)
