@@ -133,6 +133,9 @@ def _allocate(
 ) -> Ints:
     """Rung of every token, given tokens sorted by group, ceiling and weight."""
     start = chunks(group, ceiling, rates.top)
+    if len(start) * rates.cost[0] > room:
+        # As few pages as can be: nothing stands apart from the rest of its head any more.
+        start = chunks(group, ceiling, rates.top + 1)
     length = np.diff(start, append=len(group))
     # A partial chunk is judged as if it were full: the page it opens is for the tokens to come.
     loss = (np.add.reduceat(weight, start) * (TOKENS_PER_PAGE / length))[:, None] * rates.loss

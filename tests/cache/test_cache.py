@@ -373,6 +373,21 @@ def test_a_budget_that_cannot_hold_is_refused_unchanged():
             MixedPrecisionCache(LAYERS, HEADS_Q, HEADS, DIM, bits=(4, 8), budget=budget, max_seqlen=length)
 
 
+@pytest.mark.parametrize("widths", [(2, 3, 4, 8, 16), (2, 8)])
+def test_the_longest_length_is_reached(widths):
+    """A budget that just holds 258 tokens holds them, at the lowest width, however they come."""
+    rng = np.random.default_rng(31)
+    with pytest.raises(BudgetError) as refused:
+        make(bits=widths, budget=5000, max_seqlen=258)
+    cache = make(bits=widths, budget=refused.value.needed_bytes)
+    for count in [230, *[1] * 28]:
+        q, k, v = tokens(rng, 1, count)
+        for layer in range(LAYERS):
+            cache.step(layer, q, k, v)
+        assert cache.nbytes <= refused.value.needed_bytes
+    assert cache.seqlen == 258
+
+
 def test_repeat_under_an_absolute_budget_demotes():
     cache, rng = make(budget=90_000 * LAYERS), np.random.default_rng(10)
     for layer in range(LAYERS):
