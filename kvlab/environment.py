@@ -61,7 +61,8 @@ def report() -> dict[str, Any]:
     return {
         "kvlab": kvlab.__version__,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        # The kernel by its number: what its builder called it means nothing elsewhere.
+        "platform": re.sub(r"(Linux-[\d.]+\d)-.*?(?=-(x86_64|aarch64)\b)", r"\1", platform.platform()),
         "cpu": asdict(device.cpu()),
         "memory": {"total": device.memory_total(), "available": device.memory_available()},
         "gpus": [asdict(gpu) for gpu in gpus],
