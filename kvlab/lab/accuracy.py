@@ -116,7 +116,7 @@ def validate_attention(device: str, shapes: tuple[Shape, ...]) -> tuple[list[Row
     --------
     >>> measured, skipped = validate_attention("cpu", SHAPES[:1])
     >>> [(row["dtype"], row["passed"]) for row in measured]
-    [('float32', True), ('float16', True), ('bfloat16', True)]
+    [('float32', 'yes'), ('float16', 'yes'), ('bfloat16', 'yes')]
     """
     measured: list[Row] = []
     skipped: dict[str, str] = {}
