@@ -126,7 +126,8 @@ def splittings(smollm2: Subject) -> tuple[Splittings, float, int]:
     return found, *found.measure(PREFILL)
 
 
-@pytest.mark.parametrize("size", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (512, 128, 7))])
+@pytest.mark.slow  # half a minute for one shot and as much for each size
+@pytest.mark.parametrize("size", [512, 128, 64, 7])
 def test_parts_of_a_real_prefill_take_equal_bytes_and_cost_little(
     splittings: tuple[Splittings, float, int], size: int
 ) -> None:
