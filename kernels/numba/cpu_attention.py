@@ -23,6 +23,7 @@ from .cpu_simd import LANES, helper
 from .cpu_tiles import (
     CHUNK,
     KEYS,
+    LOWEST,
     MINUS_INFINITY,
     PANEL,
     PANELS,
@@ -38,7 +39,6 @@ from .cpu_tiles import (
     weigh,
 )
 
-_LOWEST = np.float32(-1e30)  # a peak before any key; finite, so that -inf - peak is never NaN
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
@@ -97,7 +97,7 @@ def attend(counter, items, places, q, k, v, dtype, group, left, right, sign, uni
         for p in range(panels):
             read_panel(q[0], q[1], dtype, place, head, group, start + p * PANEL, rows, sign, line, queries[p])
             for i in range(PANEL):
-                peaks[p, i], sums[p, i] = _LOWEST, 0
+                peaks[p, i], sums[p, i] = LOWEST, 0
             for i in range(width * PANEL):
                 totals[p, i] = 0
         behind = place[4] - place[2]

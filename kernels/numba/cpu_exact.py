@@ -16,15 +16,23 @@ import math
 
 import numpy as np
 
+from .cpu_expand import PADDING
 from .cpu_packed import LOG2_E, exp2, serial, take_number
 from .cpu_simd import LANES, helper, load, splat, store, total
-from .cpu_tiles import KEYS, MINUS_INFINITY, PANEL, PANELS, cap, fused, hide, multiply, weigh
-
-_CHUNK = 16  # products that are added one to the other in a score
-_PADDING = (
-    8  # floats behind a row of a tile, so that rows do not crowd into few sets of the first-level cache
+from .cpu_tiles import (
+    CHUNK_OF_STORED,
+    KEYS,
+    LOWEST,
+    MINUS_INFINITY,
+    PANEL,
+    PANELS,
+    cap,
+    fused,
+    hide,
+    multiply,
+    weigh,
 )
-_LOWEST = np.float32(-1e30)  # a peak before any key; finite, so that -inf - peak is never NaN
+
 _ZERO = np.float32(0)
 
 
@@ -44,10 +52,10 @@ def _read_panel(q, head, group, first, scale, queries):
 
 @helper
 def _read_tile(x, visible, head, key, tile):
-    """tile (KEYS, head_dim + _PADDING) = the elements of KEYS keys from `key` on; 0 where there is none."""
+    """tile (KEYS, head_dim + PADDING) = the elements of KEYS keys from `key` on; 0 where there is none."""
     head_dim = x.shape[2]
     for j in range(KEYS):
-        at, seen = j * (head_dim + _PADDING), key + j < x.shape[0] and visible[key + j]
+        at, seen = j * (head_dim + PADDING), key + j < x.shape[0] and visible[key + j]
         for channel in range(head_dim):
             tile[at + channel] = x[key + j, head, channel] if seen else _ZERO
 
@@ -55,7 +63,7 @@ def _read_tile(x, visible, head, key, tile):
 @helper
 def _score(tile, queries, head_dim, first, group, behind, key, visible, softcap, marks, scores):
     """scores (KEYS, PANEL) of a tile and the query rows from `first` on: -inf where a key is not seen."""
-    multiply(tile, head_dim + _PADDING, 1, queries, head_dim, _CHUNK, scores, KEYS, marks, True)
+    multiply(tile, head_dim + PADDING, 1, queries, head_dim, CHUNK_OF_STORED, scores, KEYS, marks, True)
     if softcap > 0:
         cap(scores, KEYS, np.float32(1) / softcap, softcap)
     if first // group + behind < key + KEYS - 1:  # the first row does not see all keys
@@ -77,7 +85,7 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
     group, behind = heads_q // heads, keys - positions
     rows = positions * group
     blocks = (rows + PANELS * PANEL - 1) // (PANELS * PANEL)
-    keys_tile, values_tile = np.zeros((2, KEYS * (head_dim + _PADDING)), np.float32)
+    keys_tile, values_tile = np.zeros((2, KEYS * (head_dim + PADDING)), np.float32)
     queries, totals = np.empty((2, PANELS, head_dim * PANEL), np.float32)
     peaks, sums = np.empty((2, PANELS, PANEL), np.float32)
     scores, marks = np.empty(KEYS * PANEL, np.float32), np.empty(2 * PANEL, np.float32)
@@ -90,7 +98,7 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
             for i in range(head_dim * PANEL):
                 totals[p, i] = 0
             for lane in range(PANEL):
-                peaks[p, lane], sums[p, lane] = _LOWEST, 0
+                peaks[p, lane], sums[p, lane] = LOWEST, 0
         last = min(start + panels * PANEL, rows) - 1
         for key in range(0, last // group + behind + 1, KEYS):
             _read_tile(k[row], visible[row], head, key, keys_tile)
@@ -105,7 +113,7 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
                 )  # fmt: skip
                 weigh(scores, KEYS, LOG2_E, peaks[p], sums[p], marks)
                 multiply(
-                    values_tile, 1, head_dim + _PADDING, scores, KEYS, KEYS, totals[p], head_dim, marks, False
+                    values_tile, 1, head_dim + PADDING, scores, KEYS, KEYS, totals[p], head_dim, marks, False
                 )
         for i in range(start, last + 1):
             p, lane = (i - start) // PANEL, (i - start) % PANEL
@@ -132,7 +140,7 @@ def sum_exact_mass(counter, q, k, visible, scale, softcap, lse, mass):
     keys, heads = k.shape[1:3]
     group, behind = heads_q // heads, keys - positions
     rows = positions * group
-    tile = np.zeros(KEYS * (head_dim + _PADDING), np.float32)
+    tile = np.zeros(KEYS * (head_dim + PADDING), np.float32)
     queries, scores = np.empty(head_dim * PANEL, np.float32), np.empty(KEYS * PANEL, np.float32)
     marks, below = np.empty((2, 2 * PANEL), np.float32)
     item = take_number(counter)

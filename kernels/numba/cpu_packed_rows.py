@@ -40,11 +40,9 @@ from .cpu_packed import (
     take_number,
 )
 from .cpu_simd import F32X8, LANES, helper, load, load_unaligned, pointer_to, splat, store, store_unaligned
-from .cpu_tiles import MINUS_INFINITY, PANEL, PANELS, cap, multiply, weigh
+from .cpu_tiles import CHUNK_OF_STORED, LOWEST, MINUS_INFINITY, PANEL, PANELS, cap, multiply, weigh
 
-_LOWEST = np.float32(-1e30)  # a peak before any token; finite, so that -inf - peak is never NaN
 _ZERO = np.float32(0)
-_CHUNK = 16  # products that are added one to the other in a score; `cpu_packed` adds as many
 
 
 @intrinsic
@@ -170,7 +168,7 @@ def _attend_range(
         for i in range(head_dim * PANEL):
             totals[panel, i] = 0
         for lane in range(PANEL):
-            peaks[panel * PANEL + lane], sums[panel * PANEL + lane] = _LOWEST, 0
+            peaks[panel * PANEL + lane], sums[panel * PANEL + lane] = LOWEST, 0
     for p in range(first, last):
         place, used = places[rung[p]], np.int64(count[p])
         if (place[V_STEPS] < 0) != raw:
@@ -192,7 +190,9 @@ def _attend_range(
         for panel in range(panels):
             query = query_coded[panel] if is_coded else query_raw[panel]
             rows = slice(panel * PANEL, (panel + 1) * PANEL)
-            multiply(keys, head_dim + PADDING, 1, query, head_dim + 1, _CHUNK, scores, PAGE, shrink, True)
+            multiply(
+                keys, head_dim + PADDING, 1, query, head_dim + 1, CHUNK_OF_STORED, scores, PAGE, shrink, True
+            )
             if softcap > 0:
                 cap(scores, PAGE, np.float32(1) / softcap, softcap)
             if used < PAGE:

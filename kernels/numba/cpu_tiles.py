@@ -48,6 +48,12 @@ CHUNK = 8
 """Products that are added one to the other in a score. A score may be much smaller than the sums on the way
 to it; with 32 its error was up to four times that of a dot product in vectors."""
 
+CHUNK_OF_STORED = 16
+"""The same for scores of what a cache holds; decoding (`cpu_packed`) adds as many."""
+
+LOWEST = np.float32(-1e30)
+"""A peak before any key; finite, so that -inf - peak is never NaN."""
+
 MINUS_INFINITY = np.float32(-np.inf)
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
