@@ -124,6 +124,11 @@ class MixedPrecisionCache(CacheOptions):
         if self.max_seqlen is not None and not self._fits(self.max_seqlen, self.batch):
             raise self._refusal(self.max_seqlen, self.batch)
 
+    @property
+    def gpu(self) -> GpuRoad | None:
+        """What serves calls if the cache is on a GPU, for code that calls it once a layer and token."""
+        return self._gpu
+
     # ---- sizes ---------------------------------------------------------------------------------------------
 
     @property

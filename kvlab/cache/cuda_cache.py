@@ -1,9 +1,10 @@
 """The layers of a `MixedPrecisionCache` on a GPU: what a step launches, and when room is made.
 
 A decode step of a layer is two launches: packed attention over the stored tokens, and the append, which adds
-the new ones to its result and stores them in open pages. Open pages count as live as soon as a plan has made
-them, so no decode step changes a byte of the budget. When the open pages of a layer are full, a plan for all
-layers at once chooses widths anew and opens others; the device does all of it and the host waits for nothing.
+the new ones to its result and stores them in open pages. A step whose arrays lie as those of the last one
+takes the host a short way (`repeat`). Open pages count as live as soon as a plan has made them, so no decode
+step changes a byte of the budget. When the open pages of a layer are full, a plan for all layers at once
+chooses widths anew and opens others; the device does all of it and the host waits for nothing.
 Long steps (prefill) attend their own tokens by `kvlab.attention` and are planned and written at once.
 
 The host knows lengths and how much room it has made, nothing else of what lies in pages.
@@ -11,7 +12,7 @@ The host knows lengths and how much room it has made, nothing else of what lies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,14 @@ import numpy as np
 from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, to_device, to_host
 from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache import cuda_score
-from kvlab.cache.cuda_calls import StepCalls
+from kvlab.cache.cuda_calls import Lse, StepCalls
 from kvlab.cache.cuda_changes import MOST_ROOM, Changes
 from kvlab.cache.cuda_collect import Collector
 from kvlab.cache.cuda_exchange import from_layers, to_layers
 from kvlab.cache.cuda_plan import Workspace as Plan
 from kvlab.cache.layer import Layer
 from kvlab.ops.attention import attention, attention_varlen
+from kvlab.ops.packed_cuda import AttendCall
 
 __all__ = ["DeviceCache", "Settings"]
 
@@ -48,6 +50,17 @@ class Settings:
     ema_decay: float
     importance: str
     takes_mean: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """A step of a layer that has run: its result's shape, its launches, and how q, k and v lay."""
+
+    layout: Hashable
+    steps: int
+    shape: tuple[int, ...]
+    views: list[Any]  # CudaViews without their addresses
+    calls: tuple[AttendCall, kernels.AppendCall, Lse]
 
 
 class DeviceCache:
@@ -100,6 +113,7 @@ class DeviceCache:
         heads = settings.num_heads_q
         self._collector = Collector(self.store, heads, settings.importance, settings.ema_decay)
         self._calls = StepCalls(self.store, self.device, heads, self._collector)
+        self._repeated: list[_Repeated | None] = [None] * len(self.layers)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -136,6 +150,46 @@ class DeviceCache:
         append(query, k, v, valid, address, lse.pointer, stored, stream)
         self._collector.after(layer, steps, collects, stream)
         self.count(layer, steps, collects)
+        return out
+
+    def is_short(self, steps: int) -> bool:
+        """Whether a step of so many tokens is launched by `step`, not by `long_step`."""
+        return 0 < steps <= kernels.MAX_STEPS and self.group <= kernels.MAX_GROUP
+
+    def remember(self, layer: int, layout: Hashable, arrays: list[Any], scale: float, softcap: float) -> None:
+        """Let `repeat` serve arrays that lie as these (B, S, H, D), and that it is given the `layout` of."""
+        last = self._repeated[layer]
+        if last is not None and last.layout == layout:
+            return
+        steps, observed = arrays[0].shape[1], OBSERVED_AS[self.observes[layer]]
+        calls = self._calls.step(layer, arrays[0], steps, scale, softcap, observed, False)
+        views = [cuda_view(x, "x") for x in arrays]
+        self._repeated[layer] = _Repeated(layout, steps, views[0].shape, [view[1:] for view in views], calls)
+
+    def repeat(self, layer: int, layout: Hashable, q: Any, k: Any, v: Any) -> Any:
+        """A step like one before, on tensors of torch without padding; None: it is none, so call `step`.
+
+        Of arrays with the `layout` of that step nothing is asked again. Steps that lack room or that collect
+        attention mass are no such steps.
+        """
+        last = self._repeated[layer]
+        if last is None or last.layout != layout or self._collector.pending:
+            return None
+        steps = last.steps
+        if self.room[layer] < steps or self.collects(layer, steps) or not self.lengths[layer]:
+            return None
+        (attend, append, lse), (of_q, of_k, of_v) = last.calls, last.views
+        query = CudaView(q.data_ptr(), *of_q)
+        key, value = CudaView(k.data_ptr(), *of_k), CudaView(v.data_ptr(), *of_v)
+        if (query.pointer | key.pointer | value.pointer) & 3:
+            return None
+        out, stream = q.new_empty(last.shape), current_stream(q)
+        address = out.data_ptr()
+        attend(query, address, lse.pointer, stream)
+        append(query, key, value, 0, address, lse.pointer, True, stream)
+        self.lengths[layer] += steps
+        self.since[layer] += steps
+        self.room[layer] -= steps
         return out
 
     def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:

@@ -43,6 +43,11 @@ class Collector:
         """Bytes of device memory."""
         return sum(int(x.nbytes) for kept in self._kept.values() for x in kept)
 
+    @property
+    def pending(self) -> bool:
+        """Whether scores are kept that importance does not know of yet."""
+        return len(self._pending) > 0
+
     def place(self, layer: int, steps: int) -> tuple[Any, Any]:
         """Where a layer keeps scores, (batch, heads, entries, rows, 64), and lse, (batch, heads_q, steps)."""
         if steps not in self._kept:

@@ -120,7 +120,7 @@ class GpuRoad:
         steps = views[0].shape[1]
         if steps == 0:
             return empty(views[0].shape, views[0].dtype, q)
-        if steps <= MAX_STEPS and device.group <= MAX_GROUP:
+        if device.is_short(steps):
             if device.room[layer] < steps:
                 device.make_room(layer, self._share(layer, steps))
             try:
@@ -132,6 +132,35 @@ class GpuRoad:
                     raise
         with translated_out_of_memory(f"a step of {steps} tokens"):
             return device.long_step(layer, q, k, v, valid, scale, softcap, self._share(layer, steps))
+
+    def step_heads_first(
+        self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
+    ) -> Any:
+        """`MixedPrecisionCache.step` on tensors (B, H, S, D), as transformers has them; the result as there.
+
+        Checks and Python's other work would take longer than the launches of a decode step, so a step like
+        the last one of its layer does without them (`DeviceCache.repeat`).
+        """
+        device, layout = self._device, None
+        plain = valid is None and not (q.requires_grad or k.requires_grad or v.requires_grad)
+        if device is not None and plain:
+            layout = (
+                q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
+                q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap,
+            )  # fmt: skip
+            try:
+                out = device.repeat(layer, layout, q, k, v)
+            except Exception:
+                with translated_out_of_memory("a step"):
+                    raise
+            if out is not None:
+                return out
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = self.step(layer, q, k, v, scale, softcap, valid)
+        if device is not None and layout is not None and device.is_short(q.shape[1]):
+            scale = self._cache.head_dim**-0.5 if scale is None else scale
+            device.remember(layer, layout, [q, k, v], scale, softcap)
+        return out
 
     def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
         """`MixedPrecisionCache.append` on a GPU."""

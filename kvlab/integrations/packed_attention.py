@@ -46,25 +46,26 @@ def register() -> None:
 
 
 class Placeholder(torch.Tensor):
-    """Keys or values of a packed layer, old and new ones: shape, dtype and device, but no data.
+    """Keys and values of a packed layer, old and new ones: shape, dtype and device of keys, but no data.
 
     Attributes
     ----------
     layer : PackedLayer
-    pending : (B, Hkv, S, D) tensor or None
-        The new keys or values; None once they are stored.
+    pending : pair of (B, Hkv, S, D) tensors or None
+        The new keys and values; None once they are stored.
     """
 
     layer: PackedLayer
-    pending: torch.Tensor | None
+    pending: tuple[torch.Tensor, torch.Tensor] | None
 
     @classmethod
-    def of(cls, layer: PackedLayer, pending: torch.Tensor, length: int) -> Placeholder:
-        """Stand for `length` old tokens and the pending ones; a call of the class would take longer."""
-        batch, heads, new, dim = pending.shape
-        shape = (batch, heads, length + new, dim)
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=pending.dtype, device=pending.device)
-        made.layer, made.pending = layer, pending
+    def of(cls, layer: PackedLayer, k: torch.Tensor, v: torch.Tensor, length: int) -> Placeholder:
+        """Stand for `length` old tokens and the new ones; a call of the class would take longer."""
+        batch, heads, new, dim = k.shape
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, (batch, heads, length + new, dim), dtype=k.dtype, device=k.device
+        )
+        made.layer, made.pending = layer, (k, v)
         return made
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -119,25 +120,41 @@ def packed_attention_forward(
     NotImplementedError
         If the model asks for what is not computed here.
     """
-    for name in UNKNOWN_TO_SDPA:
-        _refuse(name, kwargs.get(name) is not None)
     if not isinstance(key, Placeholder):
+        _refuse_unknown(kwargs)
         if softcap:
             return _softcapped(query, key, value, attention_mask, scaling, softcap), None
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
-    _refuse("position_bias", kwargs.get("position_bias") is not None)
-    _refuse("is_causal=False", attention_mask is None and query.shape[2] > 1 and is_causal is False)
-    _refuse("output_attentions=True", bool(kwargs.get("output_attentions")))
-    _refuse(f"dropout={dropout}", dropout > 0, "call model.eval()")
-    if key.pending is None or not isinstance(value, Placeholder) or value.pending is None:
+    if kwargs or dropout or query.shape[2] > 1:
+        _check_packed(module, query, attention_mask, dropout, kwargs)
+    if value is not key or key.pending is None:
         raise NotImplementedError(
             "layers that share keys with another layer need a transformers.DynamicCache, not a KVLabCache"
         )
-    out = key.layer.attend(query, key.pending, value.pending, attention_mask, scaling, softcap or 0.0)
-    key.pending = value.pending = None
-    return out, None
+    (k, v), key.pending = key.pending, None
+    return key.layer.attend(query, k, v, attention_mask, scaling, softcap or 0.0), None
+
+
+def _check_packed(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> None:
+    """Refuse what packed layers do not compute; a decode step of a plain model asks for none of it."""
+    _refuse_unknown(kwargs)
+    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+    _refuse("position_bias", kwargs.get("position_bias") is not None)
+    _refuse("is_causal=False", mask is None and query.shape[2] > 1 and is_causal is False)
+    _refuse("output_attentions=True", bool(kwargs.get("output_attentions")))
+    _refuse(f"dropout={dropout}", dropout > 0, "call model.eval()")
+
+
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    for name in UNKNOWN_TO_SDPA:
+        _refuse(name, kwargs.get(name) is not None)
 
 
 def _refuse(

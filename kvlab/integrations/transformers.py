@@ -210,10 +210,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return placeholders of old and new tokens; `packed_attention_forward` stores the new ones."""
-        self.lazy_initialization(key_states, value_states)
-        length = self.get_seq_length()
-        return Placeholder.of(self, key_states, length), Placeholder.of(self, value_states, length)
+        """Return a placeholder of all tokens, twice; `packed_attention_forward` stores the new ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        both = Placeholder.of(self, key_states, value_states, self._shared.lengths[self._number])
+        return both, both
 
     def attend(
         self,
@@ -225,8 +226,7 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         softcap: float,
     ) -> torch.Tensor:
         """Attend with queries (B, Hq, S, D), store keys and values (B, Hkv, S, D); return (B, S, Hq, D)."""
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return self._shared.step(self._number, q, k, v, mask, scale, softcap)
+        return self._shared.step(self._number, query, key, value, mask, scale, softcap)
 
     def get_seq_length(self) -> int:
         return self._shared.lengths[self._number]
@@ -275,22 +275,29 @@ class _Shared:
         scale: float | None,
         softcap: float,
     ) -> torch.Tensor:
-        batch, new, heads_kv, dim = k.shape
+        batch, heads_kv, new, dim = k.shape
         if self.cache is None:
             dtype = self.dtype or dtype_name(k, "key")
             options = {"batch": batch, "device": str(k.device), "dtype": dtype, **self.options}
-            self.cache = MixedPrecisionCache(len(self.lengths), q.shape[2], heads_kv, dim, **options)
+            self.cache = MixedPrecisionCache(len(self.lengths), q.shape[1], heads_kv, dim, **options)
         if batch != self.cache.batch:
             raise ValueError(
                 f"the batch has {batch} rows, this cache {self.cache.batch}: reset() it or make a new one"
             )
         if number == 0:
             self._check_whole()
-        valid = None if self.unmasked else self.padding.extend(mask, batch, self.lengths[number], new)
-        asked = q.dtype
-        if self.cache.on_gpu and dtype_name(q, "query") != self.cache.dtype:  # there all arrays have one type
-            q, k, v = (x.to(getattr(torch, self.cache.dtype)) for x in (q, k, v))
-        out = self.cache.step(number, q, k, v, scale=scale, softcap=softcap, valid=valid)
+        valid = None
+        if not self.unmasked and (mask is not None or self.padding.steps is not None):
+            valid = self.padding.extend(mask, batch, self.lengths[number], new)
+        asked, gpu = q.dtype, self.cache.gpu
+        if gpu is None:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            out = self.cache.step(number, q, k, v, scale=scale, softcap=softcap, valid=valid)
+        else:
+            wanted = getattr(torch, self.cache.dtype)  # of all arrays, on a GPU
+            if asked != wanted:
+                q, k, v = q.to(wanted), k.to(wanted), v.to(wanted)
+            out = gpu.step_heads_first(number, q, k, v, scale, softcap, valid)
         self.lengths[number] += new
         return out if out.dtype == asked else out.to(asked)
 

@@ -244,6 +244,60 @@ def test_recorded_steps(kernels: Kernels) -> None:
     check_state(cache, [range(114)] * 2)
 
 
+class Tensor(np.ndarray):
+    """What `DeviceCache.repeat` asks of tensors of torch, on arrays that the kernels in NumPy know."""
+
+    kernels: Kernels
+    requires_grad, heads_first = False, False
+    device = "cuda:0"
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(step // self.itemsize for step in self.strides)
+
+    def data_ptr(self) -> int:
+        return self.kernels.view(self.swapaxes(1, 2) if self.heads_first else self, "x").pointer
+
+    def new_empty(self, shape: Any) -> Any:
+        return np.empty(shape, self.dtype).view(type(self))
+
+    def transpose(self, first: int, second: int) -> Any:  # type: ignore[override]
+        return self.swapaxes(first, second)
+
+
+def test_repeated_steps(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short way of a decode step gives what the long one does; only steps like the last one take it."""
+    monkeypatch.setattr(Tensor, "kernels", kernels, raising=False)
+    rng, took = np.random.default_rng(10), []
+    whole = cuda_cache.DeviceCache.repeat
+
+    def repeat(*args: Any) -> Any:
+        took.append(whole(*args))
+        return took[-1]
+
+    monkeypatch.setattr(cuda_cache.DeviceCache, "repeat", repeat)
+    usual = make()
+    tokens = [draw(rng, usual, steps) for steps in [80, *[1] * 30, 2, 2, 2, 1, 1]]
+    want = [[usual.step(layer, *qkv, softcap=5.0) for layer in range(LAYERS)] for qkv in tokens]
+    cache, short = make(), []
+    for qkv, wanted in zip(tokens, want, strict=True):
+        took.clear()
+        turned = [np.ascontiguousarray(x.swapaxes(1, 2)).view(Tensor) for x in qkv]
+        for x in turned:
+            x.heads_first = True
+        got = [cache.gpu.step_heads_first(layer, *turned, None, 5.0, None) for layer in range(LAYERS)]
+        assert np.array_equal(got, wanted)
+        short.append(sum(out is not None for out in took) // LAYERS)
+    # Not: the prompt, steps of another shape than the last one, every 16th, which collects or lacks room.
+    assert short == [0, 0, *[1] * 15, 0, *[1] * 13, 0, 0, 1, 0, 1]
+    check_state(cache, [range(118)] * 2)
+    for old, new in zip(pages_of(usual), pages_of(cache), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
+    turned[0].requires_grad = True
+    took.clear()
+    cache.gpu.step_heads_first(0, *turned, None, 5.0, None)
+    assert not took
+
+
 def test_graphs_follow_memory_and_refuse(kernels: Kernels) -> None:
     cache, rng = make(plan_length=64, budget=None, bits=(8,)), np.random.default_rng(4)
     with pytest.raises(RuntimeError, match="run once"), cache.recording():
