@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -38,6 +37,8 @@ __all__ = [
     "like_first",
     "match_shapes",
     "numpy_dtype",
+    "one_device",
+    "pointer_of",
     "to_device",
     "to_host",
     "to_numpy_view",
@@ -64,15 +65,17 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 13
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(NamedTuple):
     """Where an array lives: `kind` ``"cpu"`` or ``"cuda"``; `index` the number of the GPU, 0 for the CPU."""
 
     kind: str
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of this name; the field hides it
 
     def __str__(self) -> str:
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
+
+
+_CPU = Device("cpu", 0)
 
 
 class CudaView(NamedTuple):
@@ -180,6 +183,12 @@ def dtype_name(x: Any, name: str = "x") -> str:
     return text
 
 
+@cache
+def _device_of_torch(device: Any) -> Device | None:
+    """Return a device of torch as kvlab's, None if it is neither CPU nor GPU; asking it takes longer."""
+    return Device(device.type, device.index or 0) if device.type in ("cpu", "cuda") else None
+
+
 def device_of(x: Any, name: str = "x") -> Device:
     """Return the device that holds an array.
 
@@ -196,17 +205,17 @@ def device_of(x: Any, name: str = "x") -> Device:
     'cpu'
     """
     if isinstance(x, np.ndarray):
-        return Device("cpu", 0)
+        return _CPU
     if _torch_of(x) is not None:
-        kind = x.device.type
-        if kind in ("cpu", "cuda"):
-            return Device(kind, x.device.index or 0)
-        raise TypeError(f"{name} is on device {x.device}; kvlab works on cpu and cuda")
+        device = _device_of_torch(x.device)
+        if device is None:
+            raise TypeError(f"{name} is on device {x.device}; kvlab works on cpu and cuda")
+        return device
     if not hasattr(x, "__dlpack_device__"):
         raise _refuse(x, name)
     code, index = x.__dlpack_device__()
     if code in (_DL_CPU, _DL_CUDA_HOST):
-        return Device("cpu", 0)
+        return _CPU
     if code in (_DL_CUDA, _DL_CUDA_MANAGED):
         return Device("cuda", int(index))
     raise TypeError(f"{name} is on DLPack device type {int(code)}; kvlab works on cpu and cuda")
@@ -232,17 +241,27 @@ def common_device(arrays: Mapping[str, Any]) -> Device:
     >>> common_device({"q": np.zeros(3), "k": np.zeros(4)})
     Device(kind='cpu', index=0)
     """
-    first_name, first_device = "", None
-    for name, array in arrays.items():
-        device = device_of(array, name)
-        if first_device is None:
-            first_name, first_device = name, device
-        elif device != first_device:
+    return one_device({name: device_of(array, name) for name, array in arrays.items()})
+
+
+def one_device(devices: Mapping[str, Device]) -> Device:
+    """`common_device` of arrays whose devices are known.
+
+    Examples
+    --------
+    >>> one_device({"q": Device("cuda", 0), "k": Device("cpu", 0)})
+    Traceback (most recent call last):
+        ...
+    ValueError: all arrays must be on one device: q is on cuda:0, k on cpu
+    """
+    if not devices:
+        raise ValueError("common_device needs at least one array")
+    first_name, first_device = next(iter(devices.items()))
+    for name, device in devices.items():
+        if device != first_device:
             raise ValueError(
                 f"all arrays must be on one device: {first_name} is on {first_device}, {name} on {device}"
             )
-    if first_device is None:
-        raise ValueError("common_device needs at least one array")
     return first_device
 
 
@@ -336,6 +355,11 @@ def cuda_view(x: Any, name: str) -> CudaView:
     itemsize = x.itemsize
     strides = tuple([step // itemsize for step in x.strides])
     return CudaView(x.data.ptr, x.shape, strides, dtype_name(x, name), x.device.id)
+
+
+def pointer_of(x: Any) -> int:
+    """Return the address of an array that `empty` made on a GPU, where nothing else is to be asked."""
+    return int(x.data.ptr if _torch_of(x) is None else x.data_ptr())
 
 
 def current_stream(x: Any) -> int:

@@ -18,7 +18,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["ANY", "BACKENDS", "AtLeast", "Row", "all_rows", "choose", "last_backend", "register", "rows"]
+__all__ = [
+    "ANY",
+    "BACKENDS",
+    "AtLeast",
+    "Row",
+    "all_rows",
+    "check_backend",
+    "choose",
+    "last_backend",
+    "register",
+    "rows",
+]
 
 BACKENDS: dict[str, str] = {"reference": "cpu", "cpu": "cpu", "numba": "cuda", "cuda": "cuda"}
 """Each backend and the kind of device it runs on."""
@@ -181,6 +192,22 @@ def last_backend() -> str | None:
     return _last_backend.get()
 
 
+def check_backend(backend: str | None) -> None:
+    """Refuse what is no backend; None, for the best one, is welcome.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the backends there are.
+
+    Examples
+    --------
+    >>> check_backend("cpu")
+    """
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise (ValueError if isinstance(backend, str) else TypeError)(_unknown_backend(backend))
+
+
 def choose(operation: str, device_kind: str, backend: str | None = None, **facts: Any) -> Row:
     """Return the best row that supports a call on the device its arguments are on.
 
@@ -207,8 +234,7 @@ def choose(operation: str, device_kind: str, backend: str | None = None, **facts
     NotImplementedError
         If no row supports the call; the message says what is not supported, and which rows would support it.
     """
-    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
-        raise (ValueError if isinstance(backend, str) else TypeError)(_unknown_backend(backend))
+    check_backend(backend)
     here = [row for row in rows(operation) if row.device_kind == device_kind]
     if here and set(facts) != set(here[0].supports):
         raise TypeError(

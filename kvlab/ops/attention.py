@@ -9,24 +9,35 @@ and merged with no error but rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kvlab.arguments import flag, number, whole_number
-from kvlab.arrays import Array, ArrayT, Device, common_device, dtype_name, match_shapes, numpy_dtype
+from kvlab.arrays import (
+    Array,
+    ArrayT,
+    Device,
+    common_device,
+    device_of,
+    dtype_name,
+    match_shapes,
+    numpy_dtype,
+    one_device,
+)
 from kvlab.device import enough_memory
-from kvlab.registry import AtLeast, Row, choose, register
+from kvlab.registry import AtLeast, Row, check_backend, choose, register
 
 __all__ = [
+    "Checked",
     "Scores",
     "Sequences",
     "attention",
     "attention_varlen",
-    "check_arrays",
+    "check_call",
     "merge_attention",
     "scores_of",
     "sequences_of",
-    "shape_of",
 ]
 
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -49,6 +60,26 @@ register(
     Row("merge_attention", "cpu", "kvlab.ops.attention_cpu:merge", {"dtype": _FLOATS}),
     Row("merge_attention", "reference", "kvlab.ops.attention_cpu:merge_reference", {"dtype": _FLOATS}),
 )
+
+
+Patterns = tuple[tuple[str, tuple[str, ...]], ...]
+OF_Q, OF_K = ("B", "Sq", "Hq", "D"), ("B", "Sk", "Hk", "D")
+_FIXED: Patterns = (("q", OF_Q), ("k", OF_K), ("v", OF_K))
+RAGGED_Q, RAGGED_K = ("total_q", "Hq", "D"), ("total_k", "Hk", "D")
+BOUNDS: Patterns = (("cu_seqlens_q", ("batch + 1",)), ("cu_seqlens_k", ("batch + 1",)))
+_VARLEN: Patterns = (("q", RAGGED_Q), ("k", RAGGED_K), ("v", RAGGED_K), *BOUNDS)
+
+_DTYPE_OF = {"lse": "float32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}
+"""Arrays that have a dtype of their own; all others have that of q."""
+
+
+class Checked(NamedTuple):
+    """What follows from the arrays of a call: who computes it, the value of each symbol, where, in what."""
+
+    row: Row
+    sizes: dict[str, int]
+    dtype: str
+    device: Device
 
 
 class Sequences(NamedTuple):
@@ -147,15 +178,9 @@ def attention(
     >>> out[0, :, 0, 0], lse[0, 0]
     (array([0., 7.], dtype=float32), array([-inf,   2.], dtype=float32))
     """
-    shapes = {
-        "q": (shape_of(q, "q"), ("B", "Sq", "Hq", "D")),
-        "k": (shape_of(k, "k"), ("B", "Sk", "Hk", "D")),
-        "v": (shape_of(v, "v"), ("B", "Sk", "Hk", "D")),
-    }
-    sizes = match_shapes(shapes)
-    scores = scores_of(sizes["D"], causal, scale, window, softcap)
-    out, lse = _attend(q, k, v, None, scores, sizes, backend)
-    return (out, lse) if flag(return_lse, "return_lse") else out
+    call = check_call("attention", _FIXED, (q, k, v), backend)
+    scores = scores_of(call.sizes["D"], causal, scale, window, softcap)
+    return _attend(call, q, k, v, None, scores, flag(return_lse, "return_lse"))
 
 
 def attention_varlen(
@@ -216,47 +241,18 @@ def attention_varlen(
     array([[2., 3., 4., 5.],
            [0., 0., 0., 0.]], dtype=float32)
     """
-    shapes = {
-        "q": (shape_of(q, "q"), ("total_q", "Hq", "D")),
-        "k": (shape_of(k, "k"), ("total_k", "Hk", "D")),
-        "v": (shape_of(v, "v"), ("total_k", "Hk", "D")),
-    }
-    sequences, sizes = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, shapes)
-    scores = scores_of(sizes["D"], causal, scale, window, softcap)
-    out, lse = _attend(q, k, v, sequences, scores, sizes, backend)
-    return (out, lse) if flag(return_lse, "return_lse") else out
+    call = check_call("attention", _VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k), backend)
+    sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    scores = scores_of(call.sizes["D"], causal, scale, window, softcap)
+    return _attend(call, q, k, v, sequences, scores, flag(return_lse, "return_lse"))
 
 
-def sequences_of(
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    shapes: Mapping[str, tuple[Sequence[int], Sequence[str | int]]],
-) -> tuple[Sequences, dict[str, int]]:
-    """Check what says where sequences lie; `shapes`: of the other arrays, as `match_shapes` takes them."""
-    bounds = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    sizes = match_shapes(
-        {**shapes, **{name: (shape_of(array, name), ("batch + 1",)) for name, array in bounds.items()}}
+def sequences_of(cu_seqlens_q: Array, cu_seqlens_k: Array, max_seqlen_q: int, max_seqlen_k: int) -> Sequences:
+    """Check the lengths beside the prefix sums, which `check_call` has checked."""
+    longest = ((max_seqlen_q, "max_seqlen_q"), (max_seqlen_k, "max_seqlen_k"))
+    return Sequences(
+        cu_seqlens_q, cu_seqlens_k, *(whole_number(value, name, 0, _LONGEST) for value, name in longest)
     )
-    if sizes["batch + 1"] == 0:
-        raise ValueError("cu_seqlens_q is empty: it must have batch + 1 elements, [0] for no sequence")
-    for name, array in bounds.items():
-        if dtype_name(array, name) != "int32":
-            raise TypeError(f"{name} has dtype {dtype_name(array)}; it must be int32")
-    longest = [_length(max_seqlen_q, "max_seqlen_q"), _length(max_seqlen_k, "max_seqlen_k")]
-    return Sequences(cu_seqlens_q, cu_seqlens_k, *longest), sizes
-
-
-def shape_of(x: Any, name: str) -> Sequence[int]:
-    """Return the shape of an array; refuses what is none."""
-    dtype_name(x, name)  # refuses what is no array
-    shape: Sequence[int] = x.shape
-    return shape
-
-
-def _length(value: int, name: str) -> int:
-    return whole_number(value, name, 0, _LONGEST)
 
 
 def scores_of(
@@ -269,47 +265,79 @@ def scores_of(
         whole_number(window[0], "window", -1, _LONGEST),
         whole_number(window[1], "window", -1, _LONGEST),
     )
-    if head_dim == 0:
-        raise ValueError("q has D = 0: head_dim must be at least 1")
     scale = 1 / math.sqrt(head_dim) if scale is None else number(scale, "scale")
     return Scores(left, 0 if flag(causal, "causal") else right, scale, number(softcap, "softcap", least=0))
 
 
 def _attend(
+    call: Checked,
     q: ArrayT,
     k: Array,
     v: Array,
     sequences: Sequences | None,
     scores: Scores,
-    sizes: dict[str, int],
-    backend: str | None,
-) -> tuple[ArrayT, ArrayT]:
-    device = check_arrays({"q": q, "k": k, "v": v}, sequences, sizes)
-    kind = dtype_name(q)
-    row = choose("attention", device.kind, backend, dtype=kind, head_dim=sizes["D"])
+    return_lse: bool,
+) -> ArrayT | tuple[ArrayT, ArrayT]:
+    sizes = call.sizes
     rows = (sizes["B"] * sizes["Sq"] if sequences is None else sizes["total_q"]) * sizes["Hq"]
-    need = rows * (sizes["D"] * numpy_dtype(kind).itemsize + 4)
-    with enough_memory(need, "attention", device.kind):
-        result: tuple[ArrayT, ArrayT] = row.launch(q, k, v, sequences, scores)
-    return result
+    need = rows * (sizes["D"] * numpy_dtype(call.dtype).itemsize + 4)
+    with enough_memory(need, "attention", call.device.kind):
+        result: tuple[ArrayT, ArrayT] = call.row.launch(q, k, v, sequences, scores)
+    return result if return_lse else result[0]
 
 
-def check_arrays(arrays: dict[str, Any], sequences: Sequences | None, sizes: dict[str, int]) -> Device:
-    """Check heads, dtypes and devices of a call; returns the one device of its arrays."""
+def check_call(operation: str, patterns: Patterns, arrays: Sequence[Array], backend: str | None) -> Checked:
+    """Check the arrays of a call, and choose who computes it.
+
+    All of that follows from shapes, dtypes and devices, and calls come again with the same ones: then the
+    answer is remembered, since checking anew takes the host longer than a short kernel runs.
+
+    Parameters
+    ----------
+    operation : str
+    patterns : tuple of (argument name, symbols of its shape)
+        One for each array.
+    arrays : sequence of arrays
+    backend : str, optional
+        As the caller gave it.
+    """
+    facts = tuple(
+        [
+            (dtype_name(array, name), array.shape, device_of(array, name))  # type: ignore[attr-defined]
+            for array, (name, _) in zip(arrays, patterns, strict=True)
+        ]
+    )
+    check_backend(backend)
+    return _checked(operation, patterns, facts, backend)
+
+
+@lru_cache(maxsize=4096)
+def _checked(
+    operation: str,
+    patterns: Patterns,
+    facts: tuple[tuple[str, tuple[int, ...], Device], ...],
+    backend: str | None,
+) -> Checked:
+    named = {name: fact for (name, _), fact in zip(patterns, facts, strict=True)}
+    sizes = match_shapes({name: (named[name][1], pattern) for name, pattern in patterns})
+    if sizes.get("batch + 1") == 0:
+        raise ValueError("cu_seqlens_q is empty: it must have batch + 1 elements, [0] for no sequence")
     if sizes["Hk"] == 0 or sizes["Hq"] % sizes["Hk"]:
         raise ValueError(
             f"q has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and v, "
             "which must be at least one"
         )
-    kind = dtype_name(arrays["q"])
-    for name, array in arrays.items():
-        if name == "lse" and dtype_name(array) != "float32":
-            raise TypeError(f"lse has dtype {dtype_name(array)}; it must be float32")
-        if name != "lse" and dtype_name(array) != kind:
-            raise TypeError(f"{name} has dtype {dtype_name(array)}, q has {kind}: they must be the same")
-    if sequences is not None:
-        arrays = arrays | {"cu_seqlens_q": sequences.cu_q, "cu_seqlens_k": sequences.cu_k}
-    return common_device(arrays)
+    if sizes["D"] == 0:
+        raise ValueError("q has D = 0: head_dim must be at least 1")
+    kind = named["q"][0]
+    for name, (dtype, _, _) in named.items():
+        if name in _DTYPE_OF and dtype != _DTYPE_OF[name]:
+            raise TypeError(f"{name} has dtype {dtype}; it must be {_DTYPE_OF[name]}")
+        if name not in _DTYPE_OF and dtype != kind:
+            raise TypeError(f"{name} has dtype {dtype}, q has {kind}: they must be the same")
+    device = one_device({name: device for name, (_, _, device) in named.items()})
+    row = choose(operation, device.kind, backend, dtype=kind, head_dim=sizes["D"])
+    return Checked(row, sizes, kind, device)
 
 
 def merge_attention(

@@ -14,28 +14,39 @@ References
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 from kvlab.arguments import flag
-from kvlab.arrays import Array, ArrayT, dtype_name, match_shapes, numpy_dtype
+from kvlab.arrays import Array, ArrayT, numpy_dtype
 from kvlab.device import enough_memory
 from kvlab.ops.attention import (
+    BOUNDS,
     CUDA_FACTS,
     FACTS,
+    OF_K,
+    OF_Q,
+    RAGGED_K,
+    RAGGED_Q,
     REFERENCE_FACTS,
+    Checked,
+    Patterns,
     Scores,
     Sequences,
-    check_arrays,
+    check_call,
     scores_of,
     sequences_of,
-    shape_of,
 )
-from kvlab.registry import Row, choose, register
+from kvlab.registry import Row, register
 
 __all__ = ["attention_backward", "attention_varlen_backward"]
 
 _CPU = "kvlab.ops.attention_backward_cpu"
+
+_FIXED: Patterns = (
+    ("q", OF_Q), ("k", OF_K), ("v", OF_K), ("dout", OF_Q), ("out", OF_Q), ("lse", ("B", "Hq", "Sq")),
+)  # fmt: skip
+_VARLEN: Patterns = (
+    ("q", RAGGED_Q), ("k", RAGGED_K), ("v", RAGGED_K), ("dout", RAGGED_Q), ("out", RAGGED_Q),
+    ("lse", ("Hq", "total_q")), *BOUNDS,
+)  # fmt: skip
 
 register(
     Row("attention_backward", "cpu", f"{_CPU}:differentiate", FACTS),
@@ -98,18 +109,9 @@ def attention_backward(
     >>> dq.ravel(), dv.ravel()
     (array([0., 0.], dtype=float32), array([5., 5.], dtype=float32))
     """
-    of_q, of_k = ("B", "Sq", "Hq", "D"), ("B", "Sk", "Hk", "D")
-    shapes = {
-        "q": (shape_of(q, "q"), of_q),
-        "k": (shape_of(k, "k"), of_k),
-        "v": (shape_of(v, "v"), of_k),
-        "dout": (shape_of(dout, "dout"), of_q),
-        "out": (shape_of(out, "out"), of_q),
-        "lse": (shape_of(lse, "lse"), ("B", "Hq", "Sq")),
-    }
-    sizes = match_shapes(shapes)
-    scores = scores_of(sizes["D"], causal, scale, window, softcap)
-    return _differentiate(dout, q, k, v, out, lse, None, scores, sizes, deterministic, backend)
+    call = check_call("attention_backward", _FIXED, (q, k, v, dout, out, lse), backend)
+    scores = scores_of(call.sizes["D"], causal, scale, window, softcap)
+    return _differentiate(call, dout, q, k, v, out, lse, None, scores, deterministic)
 
 
 def attention_varlen_backward(
@@ -166,21 +168,15 @@ def attention_varlen_backward(
     array([[1., 2.],
            [3., 4.]], dtype=float32)
     """
-    of_q, of_k = ("total_q", "Hq", "D"), ("total_k", "Hk", "D")
-    shapes = {
-        "q": (shape_of(q, "q"), of_q),
-        "k": (shape_of(k, "k"), of_k),
-        "v": (shape_of(v, "v"), of_k),
-        "dout": (shape_of(dout, "dout"), of_q),
-        "out": (shape_of(out, "out"), of_q),
-        "lse": (shape_of(lse, "lse"), ("Hq", "total_q")),
-    }
-    sequences, sizes = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, shapes)
-    scores = scores_of(sizes["D"], causal, scale, window, softcap)
-    return _differentiate(dout, q, k, v, out, lse, sequences, scores, sizes, deterministic, backend)
+    arrays = (q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k)
+    call = check_call("attention_backward", _VARLEN, arrays, backend)
+    sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    scores = scores_of(call.sizes["D"], causal, scale, window, softcap)
+    return _differentiate(call, dout, q, k, v, out, lse, sequences, scores, deterministic)
 
 
 def _differentiate(
+    call: Checked,
     dout: ArrayT,
     q: Array,
     k: Array,
@@ -189,18 +185,20 @@ def _differentiate(
     lse: Array,
     sequences: Sequences | None,
     scores: Scores,
-    sizes: dict[str, int],
     deterministic: bool,
-    backend: str | None,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:
-    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-    device = check_arrays(arrays, sequences, sizes)
-    row = choose("attention_backward", device.kind, backend, dtype=dtype_name(q), head_dim=sizes["D"])
-    of_q, of_k = (math.prod(shape_of(x, name)) for x, name in ((q, "q"), (k, "k")))
+    sizes = call.sizes
+    of_q, of_k = (
+        (sizes["B"] * sizes["Sq"], sizes["B"] * sizes["Sk"])
+        if sequences is None
+        else (sizes["total_q"], sizes["total_k"])
+    )
+    of_q *= sizes["Hq"]
     # Results, and a number for each row; on a GPU the workspace too is allocated before any launch.
-    need = (of_q + 2 * of_k) * numpy_dtype(dtype_name(q)).itemsize + 4 * of_q // sizes["D"]
-    with enough_memory(need, "attention_backward", device.kind):
-        gradients: tuple[ArrayT, ArrayT, ArrayT] = row.launch(
+    numbers = (of_q + 2 * of_k * sizes["Hk"]) * sizes["D"]
+    need = numbers * numpy_dtype(call.dtype).itemsize + 4 * of_q
+    with enough_memory(need, "attention_backward", call.device.kind):
+        gradients: tuple[ArrayT, ArrayT, ArrayT] = call.row.launch(
             dout, q, k, v, out, lse, sequences, scores, flag(deterministic, "deterministic")
         )
     return gradients

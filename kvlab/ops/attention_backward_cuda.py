@@ -13,20 +13,26 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvlab.arrays import ArrayT, cuda_view, current_stream, dtype_name, empty
+from kvlab.arrays import ArrayT, CudaView, cuda_view, empty, pointer_of
 from kvlab.build import Kernel, arch_of, build, load
 from kvlab.device import compute_capability
-from kvlab.ops.attention_cuda import (
-    FAR,
+from kvlab.ops.attention_arguments import (
+    ADDRESS,
     TENSOR,
     Layout,
+    Lengths,
+    Template,
+    bounds_of,
     can_be_mapped,
-    check_limits,
+    contiguous_strides,
+    fields_of,
     is_aligned,
-    set_sequences,
-    tensor_fields,
+    is_capped,
+    placed,
+    strides_of,
     tensor_map,
 )
+from kvlab.ops.device_arrays import launch
 
 if TYPE_CHECKING:
     from kvlab.ops.attention import Scores, Sequences
@@ -35,14 +41,14 @@ __all__ = ["attend_backward"]
 
 _CALL = Layout(
     **dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), TENSOR),
-    **dict.fromkeys(("lse", "peaks", "deltas", "sums", "turns", "cu_q", "cu_k"), "q"),
+    **dict.fromkeys(("lse", "peaks", "deltas", "sums", "turns", "cu_q", "cu_k"), ADDRESS),
     **dict.fromkeys(("lse_batch", "lse_head", "rows"), "q"),
     **dict.fromkeys(("seqlen_q", "seqlen_k", "heads_kv", "group", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
     ordered="i",
 )
 _ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence
-_ROWS_OF_END = 32  # of a block of the kernels before and after
+_ROWS_OF_END, _END_THREADS = 32, 128  # of a block of the kernels before and after
 
 
 class Shape(NamedTuple):
@@ -100,7 +106,7 @@ _HOPPER_THREADS = 384
 FLOAT32_BLOCKS = {32: 32, 64: 32, 96: 32, 128: 32, 192: 16, 256: 16}
 
 HOPPER = True
-"""Whether to use those; tests and benchmarks of the portable one turn it off and clear the plans."""
+"""Whether to use those; tests and benchmarks of the portable one turn it off."""
 
 _KIB = 1024
 _SHARED_BYTES = {(8, 0): 163 * _KIB, (8, 7): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB}
@@ -119,6 +125,18 @@ class _Plan:
     box: int  # rows that a tensor copy of q and dout brings; 0 if the kernel does not use them
 
 
+class _Prepared(NamedTuple):
+    """All of a call that does not change while its shapes, strides and options stay the same."""
+
+    plan: _Plan
+    call: Template
+    ends: tuple[int, int, int]  # grid of the kernels before and after
+    grid: tuple[int, int, int]
+    workspace: int  # float32 numbers
+    parts: tuple[int, ...]  # where in it peaks, deltas, sums and turns begin, in bytes
+    boxes: tuple[tuple[int, int], ...]  # of q, k, v, dout: rows that a tensor copy brings, longest sequence
+
+
 def attend_backward(
     dout: Any,
     q: ArrayT,
@@ -131,74 +149,70 @@ def attend_backward(
     deterministic: bool,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:
     """Launcher of backend "cuda": dq, dk and dv, contiguous, in the dtype of q."""
-    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out}
-    views = {name: cuda_view(x, name) for name, x in inputs.items()}
-    *rows, heads, dim = views["q"].shape
-    kv_heads = views["k"].shape[-2]
-    group = heads // kv_heads
-    kind = dtype_name(q)
-    grads = [empty(views[name].shape, kind, q) for name in ("q", "k", "v")]
-    views |= {name: cuda_view(x, name) for name, x in zip(("dq", "dk", "dv"), grads, strict=True)}
-    call: dict[str, Any] = {name: tensor_fields(name, view) for name, view in views.items()}
-    _set_lse(call, lse)
-    if sequences is None:
-        number, longest = rows[0], (rows[1], views["k"].shape[1])
-        call["cu_q"] = call["cu_k"] = 0
-        stored = number * -(-longest[0] // _ALIGNED_ROWS) * _ALIGNED_ROWS
-    else:
-        number, longest = set_sequences(call, sequences)
-        stored = (rows[0] // _ALIGNED_ROWS + number) * _ALIGNED_ROWS
-    check_limits(number, longest, kv_heads, group)
-    call["seqlen_q"], call["seqlen_k"], call["rows"] = *longest, stored
-    call["heads_kv"], call["group"], call["dim"] = kv_heads, group, dim
-    call["left"], call["right"] = (FAR if side < 0 else min(side, FAR) for side in scores[:2])
-    call["scale"], call["softcap"] = scores.scale, scores.softcap
-    capped = scores.softcap > 0 or not scores.scale > 0
-    aligned = dim % 8 == 0 and all(map(is_aligned, views.values()))
-    mapped = aligned and all(can_be_mapped(views[name]) for name in ("q", "k", "v", "dout"))
-    plan = _plan(dim, kind, capped, aligned, mapped, views["q"].device)
-    workspace = _allocate(call, heads * stored, plan.head_dim, deterministic, q)
-    arguments = [_CALL.pack(call)]
-    stream = current_stream(q)
-    ends = (-(-longest[0] // _ALIGNED_ROWS) * _ALIGNED_ROWS // _ROWS_OF_END, heads, number)
-    plan.prepare(ends, (128,), arguments, 0, stream)
-    blocks = -(-longest[1] // plan.keys)
-    grid = (blocks * kv_heads, 1, number) if deterministic else (blocks, kv_heads, number)
-    maps = []
-    if plan.box:
-        sizes = {"q": (plan.box, longest[0]), "k": (plan.keys, longest[1]), "v": (plan.keys, longest[1])}
-        sizes["dout"] = sizes["q"]
-        maps = [tensor_map(views[name], *size) for name, size in sizes.items()]
-    plan.main(grid, (plan.threads,), maps + arguments, plan.shared_bytes, stream)
-    plan.finish(ends, (128,), arguments, 0, stream)
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    views = [cuda_view(x, name) for name, x in inputs.items()]
+    bounds, lengths = bounds_of(sequences, *views[:2])
+    prepared = _prepare(tuple(map(placed, views)), lengths, scores, deterministic, HOPPER)
+    plan = prepared.plan
+    grads = [empty(view.shape, views[0].dtype, q) for view in views[:3]]
+    workspace = empty((prepared.workspace,), "float32", q)
+    start = pointer_of(workspace)
+    of_inputs = [view.pointer for view in views]
+    addresses = [*of_inputs[:5], *map(pointer_of, grads), of_inputs[5]]
+    addresses += [start + part for part in prepared.parts] + [*bounds]
+    arguments = [prepared.call.fill(addresses)]
+    maps = [tensor_map(view, *box) for view, box in zip(views, prepared.boxes, strict=False)]
+    launch(plan.prepare, prepared.ends, (_END_THREADS,), arguments, q)
+    launch(plan.main, prepared.grid, (plan.threads,), maps + arguments, q, plan.shared_bytes)
+    launch(plan.finish, prepared.ends, (_END_THREADS,), arguments, q)
     del workspace  # stream-ordered: what reuses the memory comes after these launches
     return grads[0], grads[1], grads[2]
 
 
-def _set_lse(call: dict[str, Any], lse: Any) -> None:
-    view = cuda_view(lse, "lse")
-    if view.shape[-1] > 1 and view.strides[-1] != 1:
-        raise NotImplementedError(
-            f"lse has strides {view.strides}: its last axis must be contiguous on a GPU"
-        )
-    call["lse"] = view.pointer
-    call["lse_batch"], call["lse_head"] = view.strides[0] if len(view.shape) == 3 else 0, view.strides[-2]
+@lru_cache(maxsize=4096)
+def _prepare(
+    views: tuple[CudaView, ...], lengths: Lengths, scores: Scores, deterministic: bool, hopper: bool
+) -> _Prepared:
+    """Prepare calls of one kind; views of q, k, v, dout, out and lse as `placed` gives them."""
+    q, k, v, dout, out, lse = views
+    heads, kv_heads, dim = q.shape[-2], k.shape[-2], q.shape[-1]
+    number, longest_q, longest_k = lengths
+    aligned_rows = -(-longest_q // _ALIGNED_ROWS) * _ALIGNED_ROWS
+    # What variable lengths take together follows from their number and total alone.
+    rows = (
+        number * aligned_rows if len(q.shape) == 4 else (q.shape[0] // _ALIGNED_ROWS + number) * _ALIGNED_ROWS
+    )
+    aligned = all(map(is_aligned, (q, k, v, dout, out)))
+    mapped = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
+    plan = _plan(dim, q.dtype, is_capped(scores), aligned, mapped, q.device)
+    call = fields_of(q, k, lengths, scores) | _strides_of_lse(lse)
+    call |= {name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))}
+    call |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+    call |= {"rows": rows, "heads_kv": kv_heads, "ordered": deterministic}
+    stored, turns = heads * rows, heads * rows // 16 if deterministic else 0
+    sums = 4 * stored * plan.head_dim
+    blocks = -(-longest_k // plan.keys)
+    of_q, of_k = (plan.box, longest_q), (plan.keys, longest_k)
+    return _Prepared(
+        plan,
+        _CALL.template(call),
+        (aligned_rows // _ROWS_OF_END, heads, number),
+        (blocks * kv_heads, 1, number) if deterministic else (blocks, kv_heads, number),
+        stored * (plan.head_dim + 2) + turns,
+        (sums, sums + 4 * stored, 0, sums + 8 * stored),
+        (of_q, of_k, of_k, of_q) if plan.box else (),
+    )
 
 
-def _allocate(call: dict[str, Any], rows: int, head_dim: int, deterministic: bool, like: Any) -> Any:
-    """Allocate the workspace: sums, then peaks, deltas, and who added to the tiles of sums."""
-    turns = rows // 16 if deterministic else 0
-    workspace = empty((rows * (head_dim + 2) + turns,), "float32", like)
-    start = cuda_view(workspace, "workspace").pointer
-    call["sums"], call["peaks"] = start, start + 4 * rows * head_dim
-    call["deltas"] = start + 4 * rows * (head_dim + 1)
-    call["turns"], call["ordered"] = start + 4 * rows * (head_dim + 2), deterministic
-    return workspace
+def _strides_of_lse(lse: CudaView) -> dict[str, int]:
+    if lse.shape[-1] > 1 and lse.strides[-1] != 1:
+        raise NotImplementedError(f"lse has strides {lse.strides}: its last axis must be contiguous on a GPU")
+    return {"lse_batch": lse.strides[0] if len(lse.shape) == 3 else 0, "lse_head": lse.strides[-2]}
 
 
 @lru_cache(maxsize=256)
 def _plan(dim: int, dtype: str, capped: bool, aligned: bool, mapped: bool, device: int) -> _Plan:
-    """Choose the kernels; `mapped`: whether tensor copies could bring q, k, v and dout."""
+    """Choose the kernels; `mapped`: whether tensor copies may bring q, k, v and dout, where there are any."""
     capability = compute_capability(device)
     if capability < (8, 0):
         raise NotImplementedError(
@@ -208,7 +222,7 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, mapped: bool, devic
     arch = arch_of(*capability)
     if dtype == "float32":
         return _float32_plan(dim, arch, device)
-    hopper = HOPPER and capability == (9, 0) and mapped
+    hopper = capability == (9, 0) and mapped
     head_dim = min(size for size in (HOPPER_SHAPES if hopper else SHAPES) if size >= dim)
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
     ends = build("attention_backward_ends", macros | {"ALIGNED": int(aligned), "FLOAT32": 0}, arch)

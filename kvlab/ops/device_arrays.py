@@ -112,10 +112,15 @@ def numba_kernel(module: str, entry: str, options: tuple[tuple[str, Any], ...], 
 
 
 def launch(
-    kernel: Any, grid: int, block: tuple[int, ...], args: Sequence[Any], like: Any, shared_bytes: int = 0
+    kernel: Any,
+    grid: int | tuple[int, ...],
+    block: tuple[int, ...],
+    args: Sequence[Any],
+    like: Any,
+    shared_bytes: int = 0,
 ) -> None:
     """Launch on the device and the current stream of `like`; returns without waiting."""
     import cupy
 
     with cupy.cuda.Device(kernel.device):
-        kernel((grid,), block, args, shared_bytes, current_stream(like))
+        kernel(grid if isinstance(grid, tuple) else (grid,), block, args, shared_bytes, current_stream(like))

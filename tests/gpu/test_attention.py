@@ -6,7 +6,6 @@ lengths, heads, head dimension, strides and options.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -42,12 +41,9 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> 
 
 
 @pytest.fixture(params=["hopper", "portable"])
-def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels in turn; on other GPUs the portable one twice."""
     monkeypatch.setattr(attention_cuda, "HOPPER", request.param == "hopper")
-    attention_cuda._plan.cache_clear()
-    yield
-    attention_cuda._plan.cache_clear()
 
 
 @pytest.mark.usefixtures("_kernel")

@@ -5,7 +5,6 @@ Inputs lie in memory full of NaN, results and the workspace are allocated where 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,12 +35,9 @@ from tests.gradients import (
 
 
 @pytest.fixture(params=["hopper", "portable"])
-def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels in turn; on other GPUs the portable one twice."""
     monkeypatch.setattr(attention_backward_cuda, "HOPPER", request.param == "hopper")
-    attention_backward_cuda._plan.cache_clear()
-    yield
-    attention_backward_cuda._plan.cache_clear()
 
 
 def gradients(dout: torch.Tensor, *qkv: torch.Tensor, **options: Any) -> list[torch.Tensor]:

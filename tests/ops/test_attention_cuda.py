@@ -7,7 +7,7 @@ from kvlab.arrays import CudaView
 from kvlab.build import build
 from kvlab.compile_gate import specialisations
 from kvlab.cubin import read_resources
-from kvlab.ops import attention_cuda
+from kvlab.ops import attention_arguments, attention_cuda
 
 LEAST_SHARED_BYTES = 99 * 1024  # what a block may have on every GPU from sm_80 on (sm_86, sm_89, sm_120)
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -74,20 +74,36 @@ def view(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int = 256) -
     ],
 )
 def test_which_arrays_are_copied_how(array: CudaView, aligned: bool, mapped: bool) -> None:
-    assert attention_cuda.is_aligned(array) == aligned
-    assert attention_cuda.can_be_mapped(array) == mapped
+    assert attention_arguments.is_aligned(array) == aligned
+    assert attention_arguments.can_be_mapped(array) == mapped
 
 
 def test_strides_of_the_call() -> None:
-    fields = attention_cuda.tensor_fields
-    assert fields("q", view((2, 5, 4, 64), (1280, 256, 64, 1))) == (256, 1280, 256, 64)
-    assert fields("k", view((9, 4, 64), (300, 64, 1))) == (256, 0, 300, 64)
+    fields = attention_arguments.strides_of
+    assert fields("q", view((2, 5, 4, 64), (1280, 256, 64, 1))) == (1280, 256, 64)
+    assert fields("k", view((9, 4, 64), (300, 64, 1))) == (0, 300, 64)
+    assert attention_arguments.contiguous_strides((2, 5, 4, 64)) == (1280, 256, 64)
+    assert attention_arguments.contiguous_strides((9, 4, 64)) == (0, 256, 64)
     with pytest.raises(NotImplementedError, match="the last axis must be contiguous"):
         fields("v", view((2, 5, 4, 64), (1280, 256, 1, 4)))
 
 
-def test_a_layout_packs_fields_in_order() -> None:
-    layout = attention_cuda.Layout(x=attention_cuda.TENSOR, y="i", z="f")
-    packed = layout.pack({"z": 0.5, "y": -3, "x": (1, 2, 3, 1 << 40)})
-    found = np.frombuffer(packed.tobytes(), np.dtype([("x", "<i8", 4), ("y", "<i4"), ("z", "<f4")]))[0]
-    assert (found["x"].tolist(), found["y"], found["z"]) == ([1, 2, 3, 1 << 40], -3, 0.5)
+def test_a_template_takes_addresses_in_the_order_of_fields() -> None:
+    tensor, address = attention_arguments.TENSOR, attention_arguments.ADDRESS
+    layout = attention_arguments.Layout(n="i", m="i", x=tensor, lse=address, cu=address, y="i", z="f")
+    template = layout.template({"z": 0.5, "y": -3, "x": (2, 3, 1 << 40), "n": 8, "m": 9})
+    fields = [("n", "<i4", 2), ("x", "<i8", 4), ("lse", "<i8"), ("cu", "<i8"), ("y", "<i4"), ("z", "<f4")]
+    for addresses in ([1 << 47, 5, 6], [7, 0, 1]):
+        packed = template.fill(addresses)
+        assert packed.nbytes == layout.size
+        found = np.frombuffer(packed.tobytes(), np.dtype(fields))[0]
+        assert found["n"].tolist() == [8, 9]
+        assert found["x"].tolist() == [addresses[0], 2, 3, 1 << 40]
+        assert (found["lse"], found["cu"], found["y"], found["z"]) == (*addresses[1:], -3, 0.5)
+
+
+def test_what_lies_off_16_bytes_is_another_kind_of_call() -> None:
+    views = [view((2, 5, 4, 64), (1280, 256, 64, 1), pointer) for pointer in (256, 512, 520)]
+    first, second, third = map(attention_arguments.placed, views)
+    assert first == second != third
+    assert [attention_arguments.is_aligned(x) for x in (first, third)] == [True, False]

@@ -1,0 +1,189 @@
+"""What the kernels of attention are passed: a struct, and descriptions of tensors for tensor copies.
+
+Of all that a call tells a kernel only addresses change while shapes, strides and options stay the same. So
+the rest of the struct is packed once and kept as a `Template`, which a call fills with its addresses: the
+host must not take longer than a short kernel runs.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvlab.arrays import CudaView, cuda_view
+
+if TYPE_CHECKING:
+    from kvlab.ops.attention import Scores, Sequences
+
+__all__ = [
+    "ADDRESS",
+    "TENSOR",
+    "Layout",
+    "Lengths",
+    "Template",
+    "bounds_of",
+    "can_be_mapped",
+    "contiguous_strides",
+    "fields_of",
+    "is_aligned",
+    "is_capped",
+    "placed",
+    "strides_of",
+    "tensor_map",
+]
+
+ADDRESS, TENSOR = "address", "tensor"
+"""Formats of fields: an address, and an address with the strides of batch, position and head."""
+
+FAR = 1 << 30
+"""A side of the window without limit; and what no length may exceed."""
+
+Lengths = tuple[int, int, int]
+"""Sequences of a call, and at least as many rows and keys as the longest has."""
+
+
+class Layout:
+    """A struct that a kernel takes: names of its fields and their formats, these or `struct`'s, in order."""
+
+    def __init__(self, **fields: str) -> None:
+        self._fields = fields
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        formats = {ADDRESS: "q", TENSOR: "4q"}
+        return struct.calcsize("<" + "".join(formats.get(form, form) for form in self._fields.values()))
+
+    def template(self, call: Mapping[str, Any]) -> Template:
+        """Pack the values of all fields but addresses; of a tensor its three strides."""
+        between = [b""]  # what stands before the first address, and behind each
+        for name, form in self._fields.items():
+            if form in (ADDRESS, TENSOR):
+                between.append(struct.pack("<3q", *call[name]) if form == TENSOR else b"")
+            else:
+                between[-1] += struct.pack("<" + form, call[name])
+        return Template(between)
+
+
+class Template:
+    """A struct without its addresses: the bytes before the first of them, and behind each."""
+
+    def __init__(self, between: Sequence[bytes]) -> None:
+        self._struct = struct.Struct("<" + "q".join(f"{len(part)}s" for part in between))
+        self._parts: list[Any] = [part for known in between for part in (known, 0)][:-1]
+        self._dtype = np.dtype(f"V{self._struct.size}")
+
+    def fill(self, addresses: Sequence[int]) -> Any:
+        """Return the struct with these addresses, in the order of their fields, as one kernel argument."""
+        parts = self._parts.copy()
+        parts[1::2] = addresses
+        return np.frombuffer(self._struct.pack(*parts), self._dtype)[0]
+
+
+def placed(view: CudaView) -> CudaView:
+    """Return a view that says of its address only where it lies between multiples of 16."""
+    return CudaView(view[0] % 16, *view[1:])
+
+
+def strides_of(name: str, view: CudaView) -> tuple[int, int, int]:
+    """Return the strides of batch, position and head."""
+    if view.shape[-1] > 1 and view.strides[-1] != 1:
+        raise NotImplementedError(
+            f"{name} has strides {view.strides}: on a GPU the last axis must be contiguous; pass a copy"
+        )
+    return view.strides[0] if len(view.shape) == 4 else 0, view.strides[-3], view.strides[-2]
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return the strides of batch, position and head of a new array."""
+    *batch, positions, heads, dim = shape
+    return positions * heads * dim if batch else 0, heads * dim, dim
+
+
+def bounds_of(sequences: Sequences | None, q: CudaView, k: CudaView) -> tuple[tuple[int, int], Lengths]:
+    """Return the addresses of cu_seqlens, 0 for a call of fixed length, and what is known of the lengths."""
+    if sequences is None:
+        return (0, 0), (q.shape[0], q.shape[1], k.shape[1])
+    views = cuda_view(sequences.cu_q, "cu_seqlens_q"), cuda_view(sequences.cu_k, "cu_seqlens_k")
+    for name, view in zip(("cu_seqlens_q", "cu_seqlens_k"), views, strict=True):
+        if view.shape[0] > 1 and view.strides[0] != 1:
+            raise NotImplementedError(f"{name} has stride {view.strides[0]}: pass a contiguous copy")
+    lengths = views[0].shape[0] - 1, sequences.max_q, sequences.max_k
+    return (views[0].pointer, views[1].pointer), lengths
+
+
+def fields_of(q: CudaView, k: CudaView, lengths: Lengths, scores: Scores) -> dict[str, Any]:
+    """Return the fields that forward and backward have in common, after a check of their limits."""
+    number, longest_q, longest_k = lengths
+    kv_heads = k.shape[-2]
+    group = q.shape[-2] // kv_heads
+    longest = max(longest_q, longest_k)
+    if longest * group >= FAR or number > 65535 or kv_heads > 65535:
+        raise NotImplementedError(
+            f"attention of {number} sequences of up to {longest} tokens, {kv_heads} KV heads, {group} "
+            "query heads to each: a launch takes at most 65535 sequences and KV heads, and fewer than "
+            f"{FAR} tokens times query heads a sequence; call it for a part of them at a time"
+        )
+    left, right = (FAR if side < 0 else min(side, FAR) for side in scores[:2])
+    return {
+        "q": strides_of("q", q), "seqlen_q": longest_q, "seqlen_k": longest_k, "group": group,
+        "dim": q.shape[-1], "left": left, "right": right, "scale": scores.scale, "softcap": scores.softcap,
+    }  # fmt: skip
+
+
+def is_capped(scores: Scores) -> bool:
+    """Whether a call needs the kernels that cap scores; they take scales that are not positive, too."""
+    return scores.softcap > 0 or not scores.scale > 0
+
+
+def is_aligned(view: CudaView) -> bool:
+    """Whether every row of the last axis begins at a multiple of 16 bytes."""
+    steps = (step for step, size in zip(view.strides[:-1], view.shape[:-1], strict=True) if size > 1)
+    return view.pointer % 16 == 0 and view.shape[-1] % 8 == 0 and all(step % 8 == 0 for step in steps)
+
+
+def can_be_mapped(view: CudaView) -> bool:
+    """Whether tensor copies can read an array of aligned rows."""
+    return 0 not in view.shape and all(
+        0 < 2 * step < 1 << 40 for step, size in zip(view.strides, view.shape, strict=True) if size > 1
+    )
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(view: CudaView, rows: int, longest: int) -> Any:
+    """Describe q, k or v to tensor copies of `rows` positions and 64 channels.
+
+    A copy fills up with zeros what it would read beyond the end of an axis. For variable length that must be
+    the end of a sequence, wherever it lies. So positions get two axes of the same stride, of `longest` and
+    total + 1 elements, in an array that begins `longest` positions earlier: element (longest - length + i,
+    start + length) is position start + i, and the first axis ends with the sequence.
+    """
+    from cuda.bindings import driver
+
+    pointer, shape, strides, dtype, _ = view
+    if len(shape) == 3:
+        longest, step = max(longest, 1), strides[0] if shape[0] > 1 else 8
+        pointer -= 2 * longest * step
+        shape, strides = (shape[0] + 1, longest, *shape[1:]), (step, step, *strides[1:])
+    batch, seqlen, heads, dim = shape
+    steps = [2 * step if size > 1 else 16 for step, size in zip(strides, shape, strict=True)]
+    element = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}")
+    error, tensor_map = driver.cuTensorMapEncodeTiled(
+        element, 4, pointer,
+        [driver.cuuint64_t(size) for size in (dim, seqlen, heads, batch)],
+        [driver.cuuint64_t(steps[axis]) for axis in (1, 2, 0)],
+        [driver.cuuint32_t(size) for size in (64, rows, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    if int(error) != 0:
+        raise RuntimeError(f"cuTensorMapEncodeTiled of {dtype} {shape} with strides {strides}: {error.name}")
+    words = np.array([int(word) for word in tensor_map.opaque], np.uint64)
+    return np.frombuffer(words.tobytes(), "V128")[0]
