@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,15 +62,23 @@ def query(
 
 
 @group.command()
-def expected(folders: Folders, as_json: Json = False, output: Output = None) -> None:
+def expected(
+    folders: Folders,
+    files: Annotated[
+        list[Path],
+        typer.Option("--file", help="Result of kvlab validate or benchmarks/generation/run.py; repeat it."),
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
     """Print every published expectation beside what was measured. Exit code 1 if one fails.
 
-    Example: kvlab report expected results/first
+    Example: kvlab report expected results/first --file validate.json --file generation.json
     """
     from kvlab.lab.expectations import expectations
     from kvlab.lab.tables import read_summary
 
-    rows = expectations(read_summary(*folders))
+    rows = expectations(read_summary(*folders), [json.loads(path.read_bytes()) for path in files])
     emit_json({"rows": rows}, as_json=as_json, output=output)
     if not as_json:
         from kvlab.lab.results import print_table

@@ -27,18 +27,18 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.pages import LayerPages
 from kvlab.errors import BudgetError
 from kvlab.lab import guard
+from kvlab.lab.ablation_cuda import attend_layers
 from kvlab.lab.grid import AblationCase
 from kvlab.lab.results import provenance
+from kvlab.lab.synthetic import fill, new_cache, query
 from kvlab.lab.timing import Timing, time_in_turns
 from kvlab.lab.unpacked import page_nbytes, unpack_pages
-from kvlab.ops.attention import attention
 from kvlab.ops.packed import packed_attention
 from kvlab.registry import last_backend
 
-__all__ = ["SCHEMA", "feasible_budget", "run"]
+__all__ = ["SCHEMA", "feasible_budget", "pages_of", "run"]
 
 SCHEMA = "kvlab ablation 1"
-_PART = 1024  # tokens of a step that fills a synthetic cache
 _TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}  # of attention against float64: float32, bfloat16
 _JOB = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 Tick = Callable[[int, int], None]
@@ -101,7 +101,7 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
 
 def _measure(case: AblationCase, cache: MixedPrecisionCache, result: dict[str, Any]) -> str:
     """Put memory, performance and compression into a result; return the backend that ran."""
-    packed = _pages_of(cache)
+    packed = pages_of(cache)
     pages = packed if case.use_packing else [unpack_pages(layer) for layer in packed]
     nbytes = sum(map(page_nbytes, pages))
     result["memory"] = _memory(case, packed, nbytes)
@@ -113,85 +113,30 @@ def _measure(case: AblationCase, cache: MixedPrecisionCache, result: dict[str, A
 def feasible_budget(case: AblationCase) -> float:
     """Return the smallest budget, as a fraction of float16, that holds the context of a case.
 
-    A cache that a model fills on a GPU needs some pages more than one on the CPU; synthetic ones are filled
-    on the CPU for both.
-
     Examples
     --------
     >>> feasible_budget(AblationCase(0.2, "4,8", 2048)), feasible_budget(AblationCase(0.2, "2,4,8", 2048))
     (0.2703, 0.1453)
     """
     try:
-        device = "cpu" if case.model is None else case.device
-        _new_cache(case, budget=1, max_seqlen=case.context_length, device=device)
+        new_cache(case, budget=1, max_seqlen=case.context_length)
     except BudgetError as error:
         needed = error.needed_bytes or 0
     return math.ceil(1e4 * needed / case.geometry.fp16_nbytes(case.context_length)) / 1e4
 
 
-def _new_cache(case: AblationCase, budget: float | int, **options: Any) -> MixedPrecisionCache:
-    shape = case.geometry
-    return MixedPrecisionCache(
-        shape.num_layers,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        budget=budget,
-        bits=case.bits,
-        plan_length=case.context_length,
-        **options,
-    )
-
-
-# ---- what the cache holds ----------------------------------------------------------------------------------
-
-
 def _filled(case: AblationCase, progress: Tick) -> tuple[dict[str, float | int], MixedPrecisionCache]:
-    """Figures of quality, and the cache of one row at the context of the case."""
+    """Figures of quality, and the cache of one row at the context of the case, on the CPU."""
     if case.model is None:
-        return _filled_synthetically(case, progress)
+        return fill(case, progress)
     from kvlab.lab.reading import read
 
     reading = read(case, progress)
     return dict(reading.quality), reading.cache
 
 
-def _filled_synthetically(
-    case: AblationCase, progress: Tick
-) -> tuple[dict[str, float | int], MixedPrecisionCache]:
-    """Keys around a mean of their head with some large channels, values of unit size, queries that match.
-
-    The quality that such data can tell is the relative error of attention in the first layer, against exact
-    keys and values.
-    """
-    shape, cache = case.geometry, _new_cache(case, case.budget)
-    rng = np.random.default_rng(case.seed)
-    kv_shape = (1, case.context_length, shape.num_kv_heads, shape.head_dim)
-    kept: list[NDArray[np.float32]] = []
-    for layer in range(shape.num_layers):
-        spread = rng.lognormal(0, 0.5, kv_shape[2:]).astype(np.float32)
-        mean = 2 * rng.standard_normal(kv_shape[2:], dtype=np.float32)
-        k = mean + spread * rng.standard_normal(kv_shape, dtype=np.float32)
-        v = rng.standard_normal(kv_shape, dtype=np.float32)
-        q = rng.standard_normal((1, kv_shape[1], shape.num_heads, shape.head_dim), dtype=np.float32)
-        for begin in range(0, case.context_length, _PART):
-            part = np.s_[:, begin : begin + _PART]
-            cache.step(layer, q[part], k[part], v[part])
-        if layer == 0:
-            kept = [k, v]
-        progress(layer + 1, shape.num_layers)
-    q = _query(case)
-    exact = attention(q, *kept, backend="reference")
-    error = np.linalg.norm(cache.attend(0, q) - exact) / np.linalg.norm(exact)
-    return {"attention_error": float(error)}, cache
-
-
-def _query(case: AblationCase) -> NDArray[np.float32]:
-    shape = (1, 1, case.geometry.num_heads, case.geometry.head_dim)
-    return np.random.default_rng(case.seed + 1).standard_normal(shape, dtype=np.float32)
-
-
-def _pages_of(cache: MixedPrecisionCache) -> list[LayerPages]:
+def pages_of(cache: MixedPrecisionCache) -> list[LayerPages]:
+    """The stored pages of every layer of a cache on the CPU."""
     return [layer.store.view() for layer in cache.layers]
 
 
@@ -232,14 +177,12 @@ def _performance(
     case: AblationCase, packed: list[LayerPages], pages: list[LayerPages]
 ) -> tuple[dict[str, float | int], str]:
     """Time the attention of one new token over the stored tokens of all layers, once it is right."""
-    expected = packed_attention(_query(case), packed[0], backend="reference").out
+    expected = packed_attention(query(case), packed[0], backend="reference").out
     repeats = 3 if os.environ.get("KVLAB_TINY") == "1" else 20
     if case.device == "cuda":
-        from kvlab.lab.ablation_cuda import attend_layers
-
-        timing, found, backend = attend_layers(pages, _query(case), repeats)
+        timing, found, backend = attend_layers(pages, query(case), repeats)
     else:
-        timing, found, backend = _attend_layers(pages, _query(case), repeats)
+        timing, found, backend = _attend_layers(pages, query(case), repeats)
     what = f"attention over the pages of {case.name}"
     error = guard.refuse_wrong(found, expected, _TOLERANCE[case.device], what)
     must_read = sum(map(page_nbytes, pages))

@@ -1,30 +1,34 @@
-"""The timed part of an ablation case on a GPU: attention of a token over all layers' pages, in one graph.
+"""What an ablation case does on a GPU beside reading: copies, and attention of a token over all layers.
 
-Pages come from the CPU, where they were filled or copied to: codes are the same bits on both. They are copied
-to the GPU for the attention that is timed.
+A cache that was filled on the GPU is copied to the CPU, where its pages are counted and unpacked: codes are
+the same bits on both. Pages of either kind are copied to the GPU for the attention that is timed.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.pages import LayerPages
 from kvlab.errors import needs_extra
 from kvlab.lab.benchmark_device import time_on_device
 from kvlab.lab.timing import Timing
+from kvlab.lab.turns import gpu_turns
 from kvlab.ops import packed_cuda
 
-__all__ = ["attend_layers", "to_gpu"]
+__all__ = ["attend_layers", "to_cpu", "to_gpu"]
 
 
 def attend_layers(
     pages: list[LayerPages], q: NDArray[np.float32], repeats: int
 ) -> tuple[Timing, NDArray[np.float32], str]:
-    """Time all layers as one CUDA graph.
+    """Time all layers as one CUDA graph, while no other process of the laboratory uses the GPU.
 
     Parameters
     ----------
@@ -67,7 +71,18 @@ def attend_layers(
         for layer in layers:
             attend(layer)
 
-    return time_on_device({"layers": attend_all}, repeats)["layers"], first, "cuda"
+    with gpu_turns().alone():
+        timing = time_on_device({"layers": attend_all}, repeats)["layers"]
+    return timing, first, "cuda"
+
+
+def to_cpu(cache: MixedPrecisionCache) -> MixedPrecisionCache:
+    """Return a cache on the CPU: itself, or a copy."""
+    if cache.device == "cpu":
+        return cache
+    with TemporaryDirectory() as folder:
+        cache.save(Path(folder) / "cache")
+        return MixedPrecisionCache.load(Path(folder) / "cache")
 
 
 def to_gpu(pages: LayerPages) -> SimpleNamespace:

@@ -54,7 +54,7 @@ def provenance(**settings: str | int | float | None) -> dict[str, Any]:
     report, state = environment.report(), gpu_state()
     gpu = {} if state is None else {"gpu": {name: state[name] for name in _GPU}, "cuda": report["cuda"]}
     return gpu | {
-        "command": shlex.join([*_program(), *sys.argv[1:]]),
+        "command": shlex.join([*_program(), *map(_without_folders, sys.argv[1:])]),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "git": _git_state(),
         "settings": settings,
@@ -70,11 +70,29 @@ def _program() -> list[str]:
     return ["python", str(script.relative_to(root))] if is_script else ["kvlab"]
 
 
+def _without_folders(argument: str) -> str:
+    """An argument; of an absolute path, which says where somebody keeps files, only the last part.
+
+    Examples
+    --------
+    >>> _without_folders("--output=/home/me/case.json"), _without_folders("results/first")
+    ('--output=case.json', 'results/first')
+    """
+    option, sign, value = argument.rpartition("=") if argument.startswith("-") else ("", "", argument)
+    return f"{option}{sign}{Path(value).name}" if Path(value).is_absolute() else argument
+
+
 def _git_state() -> dict[str, str | bool] | None:
-    """Return commit and whether the work tree differs from it; None where the source is not under git."""
+    """Return commit and whether the work tree differs from it; None where the source is not under git.
+
+    A copy of the source without its `.git` can be told its commit by `KVLAB_COMMIT` ("<commit>", or
+    "<commit>-modified"), as `git describe --always --abbrev=40 --exclude='*' --dirty=-modified` prints it.
+    """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
-        return None
+        told = os.environ.get("KVLAB_COMMIT")
+        commit, _, modified = (told or "").partition("-")
+        return {"commit": commit, "modified": modified == "modified"} if told else None
     try:
         commit, status = (
             subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout

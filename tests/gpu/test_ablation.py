@@ -21,8 +21,8 @@ SMALL = AblationCase(0.4, "2,4,8", 256, model=None, geometry=Geometry(2, 8, 2, 6
 def test_attention_over_both_layouts_is_that_of_the_cpu(bits: str) -> None:
     case = replace(SMALL, bits=bits, budget=0.6)
     _, cache = ablation._filled(case, lambda done, total: None)
-    q = ablation._query(case)
-    pages = ablation._pages_of(cache)
+    q = ablation.query(case)
+    pages = ablation.pages_of(cache)
     expected = packed_attention(q, pages[0], backend="reference").out
     for layers in (pages, [unpack_pages(layer) for layer in pages]):
         timing, found, backend = attend_layers(layers, q, 3)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -46,8 +47,11 @@ ROWS = [
 ]
 
 
-def verdicts(rows: list[Row]) -> dict[str, str]:
-    return {str(claim["claim"]): str(claim["verdict"]) for claim in expectations(rows)}
+GRAPH = "cache work of 32 layers in one CUDA graph, a token at 2K"
+
+
+def verdicts(rows: list[Row], *files: dict[str, Any]) -> dict[str, str]:
+    return {str(claim["claim"]): str(claim["verdict"]) for claim in expectations(rows, files)}
 
 
 def test_views_answer_what_the_rows_say() -> None:
@@ -88,20 +92,39 @@ def test_claims_pass_and_planted_failures_fail() -> None:
     assert "fail" not in found.values()
     assert found["2-bit codes packed"] == "pass"
     assert found["saved against fp16, budgets up to 0.4"] == "pass"
-    assert found["cache work of 32 layers, a token at 2K"] == "not measured"
+    assert found[GRAPH] == "not measured"
     assert found["GPU against CPU"] == "not measured"
 
     big = [each | {"actual_vs_fp16": 1.5, "actual_vs_int8": 0.75} for each in ROWS]
     assert verdicts(big)["saved against fp16, budgets up to 0.4"] == "fail"
     assert verdicts(big)["saved against int8, budgets up to 0.4"] == "fail"
-    slow = [each | {"num_layers": 32, "p50_latency_ms": 25.0} for each in ROWS]
-    assert verdicts(slow)["cache work of 32 layers, a token at 2K"] == "fail"
+    slow = [each | {"num_layers": 32, "p50_latency_ms": 25.0, "device": "cuda"} for each in ROWS]
+    assert verdicts(slow)[GRAPH] == "fail"
     gpu = [each | {"device": "cuda"} for each in ROWS]
     assert verdicts(ROWS + gpu)["GPU against CPU"] == "fail"
     upside = [each | {"avg_bits": 10 - 10 * float(each["budget"] or 0)} for each in ROWS]
     assert verdicts(upside)["lower budget gives fewer bits"] == "fail"
     flat = [each | {"avg_latency_ms": 1e4 / int(each["context_length"] or 1)} for each in ROWS]
     assert verdicts(flat)["throughput falls with context"] == "fail"
+
+
+def test_claims_of_other_files_pass_and_planted_failures_fail() -> None:
+    step, equal = "end to end, a token at 2K, 32 layers", "CPU equals GPU in float32"
+    assert verdicts([])[step] == verdicts([])[equal] == "not measured"
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    generation, validate = (
+        json.loads((results / f"2026-11-21-h200-{name}.json").read_text())
+        for name in ("generation", "validate")
+    )
+    found = verdicts([], generation, validate)
+    assert found[step] == found[equal] == "pass"
+    case = next(each for each in generation["cases"] if each["name"] == "graph:1x2048")
+    case["ms_median"] = 21.0
+    wrong = next(each for each in validate["rows"] if each["dtype"] == "float32")
+    wrong["from_cpu"] = 2e-5
+    found = verdicts([], generation, validate)
+    assert found[step] == found[equal] == "fail"
+    assert verdicts([], generation | {"layers": 16})[step] == "not measured"
 
 
 class Page(HTMLParser):

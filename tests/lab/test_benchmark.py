@@ -204,3 +204,19 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_result_says_what_made_it(program: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [str(Path(__file__).parents[2] / program), "--size", "1GiB"])
     assert results.provenance()["command"] == f"{command} --size 1GiB"
+
+
+def test_a_result_does_not_say_where_its_machine_keeps_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["sweep", "run", "/home/me/first", "--output=/tmp/out.json", "results/second", "a=/b"]
+    monkeypatch.setattr("sys.argv", ["kvlab", *arguments])
+    command = "kvlab sweep run first --output=out.json results/second a=/b"
+    assert results.provenance()["command"] == command
+
+
+def test_a_copy_without_git_is_told_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "kvlab" / "lab" / "results.py"))
+    monkeypatch.delenv("KVLAB_COMMIT", raising=False)
+    assert results._git_state() is None
+    for told, modified in (("0123abcd", False), ("0123abcd-modified", True)):
+        monkeypatch.setenv("KVLAB_COMMIT", told)
+        assert results._git_state() == {"commit": "0123abcd", "modified": modified}

@@ -1,0 +1,94 @@
+"""Who may use a GPU: many processes that read with it at once, or one that times something alone.
+
+Cases of a sweep run in several processes on one GPU, because a reading leaves most of it idle. A time that
+is taken while others work would be wrong, so whoever times waits until the others pause, which they do
+between two calls of the model, and they wait until it is done. The lock is a file of the machine's temporary
+folder, one for each user and GPU, so jobs that share a GPU take turns too, and the system frees it when a
+process dies. A second file is the gate: without it processes that read could keep one that waits out for
+ever, since each of them takes the lock again before the last has left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+__all__ = ["Turns", "beside_others", "gpu_turns"]
+
+
+class Turns:
+    """Turns of the processes that use one thing.
+
+    Parameters
+    ----------
+    name : str
+        Of what is used, on this machine; letters, digits and hyphens.
+
+    Examples
+    --------
+    >>> turns = Turns("doctest")
+    >>> with turns.together() as pause:
+    ...     pause()
+    >>> with turns.alone():
+    ...     pass
+    """
+
+    def __init__(self, name: str) -> None:
+        stem = Path(tempfile.gettempdir()) / f"kvlab-{os.getuid()}-{name}"
+        self._gate, self._lock = stem.with_suffix(".gate"), stem.with_suffix(".lock")
+
+    @contextmanager
+    def together(self) -> Iterator[Callable[[], None]]:
+        """Use it beside others; yields what is to be called whenever it is idle, to let others be alone."""
+        with self._gate.open("a") as gate, self._lock.open("a") as lock:
+
+            def enter() -> None:
+                fcntl.flock(gate, fcntl.LOCK_SH)  # closed while somebody waits or is alone
+                fcntl.flock(lock, fcntl.LOCK_SH)
+                fcntl.flock(gate, fcntl.LOCK_UN)
+
+            def pause() -> None:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                enter()
+
+            enter()
+            yield pause
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Use it alone, once the others have paused."""
+        with ExitStack() as stack:
+            for path in (self._gate, self._lock):
+                file: IO[str] = stack.enter_context(path.open("a"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def gpu_turns() -> Turns:
+    """Turns on torch's current GPU."""
+    import torch
+
+    return Turns(f"gpu-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
+
+
+@contextmanager
+def beside_others(device: str) -> Iterator[Callable[[], None]]:
+    """A turn with others on torch's current GPU, idle at each pause and at the end; on the CPU, nothing."""
+    if device == "cpu":
+        yield lambda: None
+        return
+    import torch
+
+    with gpu_turns().together() as pause:
+
+        def idle() -> None:
+            torch.cuda.synchronize()
+            pause()
+
+        yield idle
+        torch.cuda.synchronize()
