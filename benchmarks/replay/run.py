@@ -1,0 +1,179 @@
+"""A GPU and a CPU read the same pages: perplexity of the real model, budget by budget.
+
+SmolLM2 reads windows of a book in chunks of 64 tokens through mixed caches on the GPU. Before a chunk that is
+scored the cache is saved and loaded on the CPU, where a copy of the model reads the chunk from the very same
+pages, so that what differs is arithmetic alone: no importance, no plan. With `--runs` two results of
+`kvlab demo`, one a device, whose caches made their allocations themselves, are compared chunk by chunk, too.
+
+    python benchmarks/replay/run.py OUT.json [--windows 4] [--budgets 0.17,0.2,0.3,0.5] [--every 4]
+        [--device cuda] [--tiny] [--runs GPU.json CPU.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvlab import MixedPrecisionCache
+from kvlab.integrations.transformers import KVLabCache
+from kvlab.lab.cases import mixed
+from kvlab.lab.comparison import Comparison
+from kvlab.lab.model import load_smollm2, tiny_llama
+from kvlab.lab.results import provenance
+from kvlab.lab.scores import FULL_PRECISION
+from kvlab.lab.text import cut_windows
+
+CHUNK, LENGTH = 64, 2048
+LIMIT = 0.001
+"""How far the perplexity of the same pages may differ, of one."""
+
+
+def loss(model: Any, tokens: torch.Tensor, cache: KVLabCache, begin: int) -> torch.Tensor:
+    """Negative log-likelihood of the tokens behind those of a chunk, (rows, CHUNK), on the CPU."""
+    seen, wanted = (tokens[:, at : at + CHUNK].to(model.device) for at in (begin, begin + 1))
+    logits: torch.Tensor = model(seen, past_key_values=cache).logits.float()
+    return -logits.log_softmax(-1).gather(-1, wanted[..., None])[..., 0].cpu()
+
+
+def on_cpu(case: Any, cache: KVLabCache) -> KVLabCache:
+    """A cache of a model on the CPU that holds the same pages."""
+    packed = cache.packed
+    assert packed is not None
+    with tempfile.TemporaryDirectory() as folder:
+        packed.save(Path(folder) / "cache")
+        loaded = MixedPrecisionCache.load(Path(folder) / "cache")
+    assert loaded.nbytes == packed.nbytes
+    copied: KVLabCache = case.make()
+    copied._shared.cache, copied._shared.lengths = loaded, [loaded.seqlen] * loaded.num_layers
+    return copied
+
+
+def replay(model: Any, host: Any, tokens: torch.Tensor, case: Any, length: int, every: int) -> dict[str, Any]:
+    """Read windows with a cache, and every so many chunks of the second half from the same pages on a CPU."""
+    cache, losses = case.make(), []
+    start = time.perf_counter()
+    for begin in range(0, length, CHUNK):
+        if begin >= length // 2 and begin // CHUNK % every == every - 1:
+            there = loss(host, tokens, on_cpu(case, cache), begin)
+            losses.append(torch.stack([loss(model, tokens, cache, begin), there]))
+        else:
+            model(tokens[:, begin : begin + CHUNK].to(model.device), past_key_values=cache, logits_to_keep=1)
+    of_gpu, of_cpu = torch.stack(losses).double().unbind(1)
+    ratio = float((of_gpu.mean() - of_cpu.mean()).exp()) - 1
+    return {
+        "budget": case.budget,
+        "scored": of_gpu.numel(),
+        "bits_per_element": cache.packed.bits_per_element,
+        "perplexity_gpu": float(of_gpu.mean().exp()),
+        "perplexity_cpu": float(of_cpu.mean().exp()),
+        "relative_difference": ratio,
+        "largest_of_a_chunk": float(((of_gpu - of_cpu).mean(-1).exp() - 1).abs().max()),
+        "largest_of_a_token": float((of_gpu - of_cpu).abs().max()),
+        "within": abs(ratio) <= LIMIT,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def compare(gpu: Comparison, cpu: Comparison) -> list[dict[str, Any]]:
+    """Cases of both runs: perplexities and divergences, on the windows that both have read.
+
+    Runs agree where perplexities differ by no more than the standard error of what the cache adds to the
+    loss of full precision, on the CPU.
+    """
+    dense, found = cpu.scores[0], []
+    for score in gpu.scores:
+        other = next((theirs for theirs in cpu.scores if theirs.name == score.name), None)
+        starts = [start for start in score.starts if other is not None and start in other.starts]
+        if other is None or not starts:
+            continue
+        nll, its_nll, full = (chunks(of, "nll", starts) for of in (score, other, dense))
+        kl, its_kl = (chunks(of, "kl", starts) for of in (score, other))
+        change, error = float(nll.mean() - its_nll.mean()), standard_error(its_nll - full)
+        found.append(
+            {
+                "name": score.name,
+                "windows": len(starts),
+                "perplexity_gpu": math.exp(nll.mean()),
+                "perplexity_cpu": math.exp(its_nll.mean()),
+                "difference_of_loss": change,
+                "standard_error": error,
+                "within": abs(change) <= error or score.kind == FULL_PRECISION,
+                "kl_gpu": float(kl.mean()),
+                "kl_cpu": float(its_kl.mean()),
+                "kl_standard_error": standard_error(its_kl),
+            }
+        )
+    return found
+
+
+def chunks(score: Any, field: str, starts: list[int]) -> NDArray[np.float64]:
+    """Means of the chunks of some windows, (windows, chunks)."""
+    return np.array([getattr(score, field)[score.starts.index(start)] for start in starts])
+
+
+def standard_error(values: NDArray[np.float64]) -> float:
+    """Of the mean of independent values."""
+    return float(np.std(values, ddof=1) / math.sqrt(values.size))
+
+
+def show(results: dict[str, Any]) -> None:
+    """Print what was found."""
+    for row in results["replayed"]:
+        print(
+            f"replayed {row['budget']:<5} {row['bits_per_element']:.2f} bits, perplexity on the GPU "
+            f"{row['perplexity_gpu']:.4f}, on the CPU {row['perplexity_cpu']:.4f}: "
+            f"{row['relative_difference']:+.4%}, a chunk at most {row['largest_of_a_chunk']:.3%}"
+        )
+    for row in results["own"]:
+        print(
+            f"own {row['name']:<15} perplexity {row['perplexity_gpu']:.3f} and {row['perplexity_cpu']:.3f}, "
+            f"loss {row['difference_of_loss']:+.5f} (standard error {row['standard_error']:.5f}), divergence "
+            f"{row['kl_gpu']:.5f} and {row['kl_cpu']:.5f} +- {row['kl_standard_error']:.5f}"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--budgets", default="0.17,0.2,0.3,0.5")
+    parser.add_argument("--every", type=int, default=4, help="score every so many chunks of the second half")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="a small random model, short windows")
+    parser.add_argument("--runs", nargs=2, type=Path, metavar=("GPU", "CPU"), help="results of kvlab demo")
+    options = parser.parse_args()
+    length = 512 if options.tiny else LENGTH
+    subject = tiny_llama() if options.tiny else load_smollm2()
+    windows = cut_windows(subject.text, subject.encode, options.windows, length + 1)
+    tokens = torch.from_numpy(windows.tokens)
+    host, model = subject.model, copy.deepcopy(subject.model).to(options.device)
+    budgets = [float(word) for word in options.budgets.split(",")]
+    results: dict[str, Any] = {
+        "provenance": provenance(windows=options.windows, budgets=options.budgets, device=options.device),
+        "model": subject.name, "text": subject.text_name, "limit": LIMIT, "replayed": [], "own": [],
+    }  # fmt: skip
+    with torch.inference_mode():
+        for case in mixed(model.config, length, budgets):
+            results["replayed"].append(replay(model, host, tokens, case, length, options.every))
+            options.output.write_text(json.dumps(results, indent=1))
+    if options.runs:
+        results["own"] = compare(*map(Comparison.read, options.runs))
+    options.output.write_text(json.dumps(results, indent=1))
+    show(results)
+    return 0 if all(row["within"] for row in (*results["replayed"], *results["own"])) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
