@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvlab.lab.comparison import Comparison
     from kvlab.lab.journal import Journal
-    from kvlab.lab.reader import Plan
+    from kvlab.lab.plan import Plan
     from kvlab.lab.report import Row
     from kvlab.lab.workers import Outcome
 
@@ -94,8 +94,8 @@ def command(
     journal = Journal(output, plan.settings)
     outcome = _compare(Console(stderr=True), plan, journal, processes or (1 if tiny else processes_for(plan)))
 
-    from kvlab.lab.cases import CACHE_DTYPE
     from kvlab.lab.comparison import Comparison, write_files
+    from kvlab.lab.plan import CACHE_DTYPE
     from kvlab.lab.results import provenance
 
     result = Comparison(
@@ -140,7 +140,7 @@ def _fractions(text: str) -> tuple[float, ...]:
 
 
 def _groups(text: str | None, full: bool, tiny: bool, device: str) -> tuple[str, ...]:
-    from kvlab.lab.reader import GROUPS
+    from kvlab.lab.plan import GROUPS
 
     if text is None:
         # The quantised caches of transformers are compared on the real model only.
@@ -155,15 +155,16 @@ def _groups(text: str | None, full: bool, tiny: bool, device: str) -> tuple[str,
 
 def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, tokens: int, device: str) -> Plan:
     """What to compare, once it is sure that everything it needs is installed."""
-    from kvlab.lab.cases import require
     from kvlab.lab.model import require_smollm2
-    from kvlab.lab.quality import Protocol
-    from kvlab.lab.reader import Plan
+    from kvlab.lab.plan import Plan, Protocol
 
     if not tiny:
         require_smollm2()
-        for library in {"hqq", "quanto"} & set(groups):
-            require(library)
+        if libraries := {"hqq", "quanto"} & set(groups):
+            from kvlab.lab.cases import require
+
+            for library in libraries:
+                require(library)
     # In a long run every window is saved as soon as it is read; a GPU reads more of them at once.
     rows = GPU_ROWS if device == "cuda" else 1 if tokens > LONG else 4
     protocol = Protocol(length=256, scored_from=128, rows=2) if tiny else Protocol(rows=rows)
@@ -181,7 +182,8 @@ def _compare(console: Console, plan: Plan, journal: Journal, processes: int) -> 
     text = TextColumn("{task.description}")
     columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeLeft())
     try:
-        with Progress(*columns, console=console) as bar:
+        # Every drawing takes a little of the processors, which all read.
+        with Progress(*columns, console=console, refresh_per_second=2) as bar:
             shared = f" in {processes} processes" if processes > 1 else ""
             task = bar.add_task(f"{plan.windows} windows{shared}", total=None)
             outcome = compare(

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.errors import MissingExtraError, needs_extra
+from kvlab.lab.plan import CACHE_DTYPE
 from kvlab.lab.quality import Case
 
 with needs_extra("hf", "kvlab.lab.cases"):
@@ -22,12 +23,10 @@ with needs_extra("hf", "kvlab.lab.cases"):
 
     from kvlab.integrations.transformers import KVLabCache
 
-__all__ = ["BUDGETS", "CACHE_DTYPE", "controls", "hqq", "mixed", "quanto", "require", "uniform"]
+__all__ = ["BUDGETS", "controls", "hqq", "mixed", "quanto", "require", "uniform"]
 
 BUDGETS = (0.17, 0.2, 0.3, 0.5)
 """Budgets of the mixed caches, as fractions of the float16 bytes."""
-CACHE_DTYPE = "float16"
-"""What exact tokens are kept in, also for a float32 model."""
 Floats = NDArray[np.float32]
 
 

@@ -17,12 +17,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.errors import needs_extra
+from kvlab.lab.plan import Protocol
 from kvlab.lab.scores import FULL_PRECISION, Blocks, Score
 from kvlab.lab.text import Windows
 
@@ -32,28 +34,9 @@ with needs_extra("hf", "kvlab.lab.quality"):
 
     from kvlab.integrations.transformers import KVLabCache
 
-__all__ = ["Case", "Protocol", "evaluate", "full_precision", "held_bytes", "steps"]
+__all__ = ["Case", "Observe", "evaluate", "full_precision", "held_bytes"]
 
-
-@dataclass(frozen=True, slots=True)
-class Protocol:
-    """How windows are read: length, first scored position, tokens of a chunk, windows read at once."""
-
-    length: int = 2048
-    scored_from: int = 1024
-    chunk: int = 64
-    rows: int = 4
-
-    def __post_init__(self) -> None:
-        if min(self.chunk, self.rows) < 1 or not 0 <= self.scored_from < self.length:
-            raise ValueError(f"{self} must have chunk, rows >= 1 and 0 <= scored_from < length")
-        if self.length % self.chunk or self.scored_from % self.chunk:
-            raise ValueError(f"length and scored_from of {self} must be multiples of chunk")
-
-    @property
-    def scored(self) -> int:
-        """Scored tokens of a window."""
-        return self.length - self.scored_from
+Observe = Callable[[int, str, int, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +73,7 @@ def evaluate(
     protocol: Protocol,
     *,
     progress: Callable[[str], None] = lambda name: None,
+    observe: Observe = lambda first, name, begin, logits: None,
 ) -> list[Score]:
     """Read windows through every cache and through a dense one; score all against the dense one.
 
@@ -102,7 +86,10 @@ def evaluate(
     cases : sequence of Case
     protocol : Protocol
     progress : callable
-        Called with the name of the case after each of its chunks, `steps(...)` times in all.
+        Called with the name of the case after each of its chunks, `kvlab.lab.plan.steps(...)` times in all.
+    observe : callable
+        Shown every scored chunk: number of the first of the windows that are read at once, name of the case,
+        where in the windows the chunk begins, and logits (windows, chunk, vocabulary).
 
     Returns
     -------
@@ -126,13 +113,9 @@ def evaluate(
     runs = [_Run(case) for case in everything]
     with torch.inference_mode():
         for first in range(0, len(windows.tokens), protocol.rows):
-            _read_batch(model, windows.tokens[first : first + protocol.rows], runs, protocol, progress)
+            batch = windows.tokens[first : first + protocol.rows]
+            _read_batch(model, batch, runs, protocol, progress, partial(observe, first))
     return [run.score(list(windows.starts)) for run in runs]
-
-
-def steps(windows: int, cases: int, protocol: Protocol) -> int:
-    """How often `evaluate` calls `progress`."""
-    return -(-windows // protocol.rows) * (protocol.length // protocol.chunk) * (cases + 1)
 
 
 def _read_batch(
@@ -141,6 +124,7 @@ def _read_batch(
     runs: list[_Run],
     protocol: Protocol,
     progress: Callable[[str], None],
+    observe: Callable[[str, int, torch.Tensor], None],
 ) -> None:
     tokens = torch.from_numpy(windows).to(model.device)
     for run in runs:
@@ -162,6 +146,7 @@ def _read_batch(
             if scored:
                 truth = truth or _Truth(logits, tokens[:, begin + 1 : end + 1])
                 run.add(truth, logits, seconds)
+                observe(run.case.name, begin, logits)
             progress(run.case.name)
     dense = runs[0].cache
     elements = sum(tensor.numel() for layer in dense.layers for tensor in _tensors(vars(layer)))

@@ -4,6 +4,9 @@ Windows do not depend on each other, and much of a cache's work on a CPU is plan
 alone. So each process reads its own windows through all caches, with its own copy of the model and its share
 of the threads: no process ever waits for another.
 
+This process counts and draws. What reads (reader.py, with torch and transformers, which take seconds to
+import) is imported by those that read.
+
 The scores of a batch of windows go into a journal (journal.py) when the batch is done, and a run that was
 interrupted goes on from there.
 """
@@ -18,13 +21,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlab.device import memory_available
 from kvlab.lab.journal import Journal
-from kvlab.lab.quality import steps
-from kvlab.lab.reader import About, Plan, Reader, Reading
+from kvlab.lab.plan import About, Plan, Reading, steps
 from kvlab.lab.scores import Continuation, Score, join
+
+if TYPE_CHECKING:
+    from kvlab.lab.reader import Reader
 
 __all__ = ["Outcome", "compare", "processes_for"]
 
@@ -69,7 +74,7 @@ def processes_for(plan: Plan) -> int:
 
     Examples
     --------
-    >>> from kvlab.lab.quality import Protocol
+    >>> from kvlab.lab.plan import Protocol
     >>> processes_for(Plan("smollm2", Protocol(), windows=1, budgets=(0.2,)))
     1
     """
@@ -109,7 +114,7 @@ def compare(
     --------
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> from kvlab.lab.quality import Protocol
+    >>> from kvlab.lab.plan import Protocol
     >>> plan = Plan("tiny", Protocol(length=128, scored_from=64), windows=1, budgets=(0.5,))
     >>> with TemporaryDirectory() as folder:
     ...     outcome = compare(plan, Journal(Path(folder), plan.settings), processes=1)
@@ -131,7 +136,7 @@ def compare(
         saved = len(parts)
         readings = _left(plan, about, parts, processes)
         jobs: list[_Job] = [("read", reading) for reading in readings]
-        jobs += [("write", budget) for budget in (None, BESIDE)]
+        jobs += [("write", budget) for budget in (BESIDE, None)]  # the longer one first
         total = sum(steps(len(windows), about.sizes[group], plan.protocol) for windows, group in readings)
         total += 2 * plan.writing_steps
         prompt, continuations = "", dict[str, Continuation]()
@@ -185,6 +190,8 @@ _Run = Callable[[list[_Job]], Iterator[tuple[str, Any]]]
 def _team(plan: Plan, processes: int, tick: Callable[[int], None]) -> Iterator[_Run]:
     """Readers in `processes` processes, or one in this one; without them when the block ends."""
     if processes == 1:
+        from kvlab.lab.reader import Reader
+
         reader = Reader(plan, tick)
         yield lambda jobs: ((method, getattr(reader, method)(argument)) for method, argument in jobs)
         return
@@ -221,6 +228,8 @@ def _begin(plan: Plan, threads: int, ticks: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one ends it
     import numba
     import torch
+
+    from kvlab.lab.reader import Reader
 
     torch.set_num_threads(threads)
     numba.set_num_threads(threads)

@@ -13,9 +13,10 @@ from transformers import Cache, DynamicCache
 
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.integrations.transformers import KVLabCache
-from kvlab.lab.cases import CACHE_DTYPE, controls, mixed, uniform
+from kvlab.lab.cases import controls, mixed, uniform
 from kvlab.lab.model import Subject, tiny_llama
-from kvlab.lab.quality import Case, Protocol, evaluate, held_bytes, steps
+from kvlab.lab.plan import CACHE_DTYPE, Protocol, steps
+from kvlab.lab.quality import Case, evaluate, held_bytes
 from kvlab.lab.scores import Score, join, mean_and_error
 from kvlab.lab.text import Windows, cut_windows
 

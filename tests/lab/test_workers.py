@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,8 +11,7 @@ import pytest
 
 from kvlab.lab import reader, workers
 from kvlab.lab.journal import Journal
-from kvlab.lab.quality import Protocol
-from kvlab.lab.reader import Plan
+from kvlab.lab.plan import Plan, Protocol
 from kvlab.lab.scores import Score
 from kvlab.lab.workers import compare, processes_for
 
@@ -118,3 +119,11 @@ def test_no_more_processes_than_windows_processors_and_memory(monkeypatch: pytes
     assert processes_for(PLAN) == 2
     monkeypatch.setattr(workers, "memory_available", lambda: 0)
     assert processes_for(PLAN) == 1
+
+
+def test_the_process_that_starts_the_others_needs_neither_torch_nor_transformers() -> None:
+    parts = "kvlab.cli.demo, kvlab.lab.workers, kvlab.lab.model, kvlab.lab.comparison"
+    code = f"import sys, {parts}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "numpy" in run.stdout.split()
+    assert not {"torch", "transformers", "numba"} & set(run.stdout.split())
