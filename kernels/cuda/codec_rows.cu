@@ -1,19 +1,16 @@
 // Quantisation of groups along rows, and back, in one pass: a group has 32 LANES elements, a power of two,
-// and rows are whole groups, so the array is one run of groups and (but for TERNARY) one run of codes.
+// and rows are whole groups, so the array is one run of groups and one run of codes.
 //
-// Threads and data
-//   warp   one tile of 1,024 elements, that is 32 / LANES groups.
-//   lane   32 elements of one group. Element e of a group is, by its bits from the top, e = (j, t, k): load
-//          j of 32 / PER_LOAD, lane t of LANES, element k of the 16 bytes of a load. So lanes of a group read
-//          neighbouring 16 bytes, sums by halves and butterflies run over j and k in registers, over t by
-//          shuffles.
+// Threads and data: a warp takes one tile of 1,024 elements, a lane 32 elements of a group (codec_lanes.cuh);
+// butterflies run over the elements of a load and over loads in registers, over lanes by shuffles.
+//
 // Codes meet in shared memory, those of 1, 2, 4 and 8 bits packed, others one a byte and packed there
 // (bit_stream.cuh). Memory: 1 KiB of shared memory a warp, and the codebook; registers: 32 values a lane.
 //
 // One barrier of the block: thresholds or levels are there. Else only lanes of a warp wait for each other.
 //
-// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric, 2 hadamard, 3 ternary;
-// CODE_BITS (ternary: 2, the bits of a digit); LANES.
+// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric, 2 hadamard; CODE_BITS;
+// LANES.
 //
 // clang-format off
 // gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 LANES=4 registers<=80
@@ -21,81 +18,15 @@
 // gate: DTYPE=0,2 CODEC=2 CODE_BITS=4 LANES=4 registers<=80
 // gate: DTYPE=0 CODEC=2 CODE_BITS=1,2,3,5,6,8 LANES=4 registers<=80 arch=sm_90a
 // gate: DTYPE=0 CODEC=0,2 CODE_BITS=4 LANES=1,2,8,32 registers<=80 arch=sm_90a
-// gate: DTYPE=0,2 CODEC=3 CODE_BITS=2 LANES=4 registers<=80
 // clang-format on
-#include "codec_codes.cuh"
-#include "ternary_bytes.cuh"
+#include "codec_lanes.cuh"
 
 constexpr int WARPS = 8;
-constexpr int GROUP = 32 * LANES;
-constexpr int LOADS = 32 / PER_LOAD;
 constexpr int HALF = 1 << (CODE_BITS - 1);
 constexpr float TOP = (1 << CODE_BITS) - 1;
 constexpr bool CODEBOOK = CODEC == HADAMARD;
-constexpr int TERNARY_BYTES = 240;  // rows of 32 elements have the most: 224, and a word to spare
 
-__host__ __device__ constexpr int log2_of(int x) {
-    return x > 1 ? 1 + log2_of(x / 2) : 0;
-}
 constexpr float ROTATION = root_of_power(log2_of(GROUP));
-
-struct Lane {
-    int lane;     // of the warp
-    int at;       // of its first element in the tile: element k of load j is at + j *
-                  // STRIDE + k
-    i64 group;    // its group in the array
-    bool inside;  // whether there is that group
-    static constexpr int STRIDE = LANES * PER_LOAD;
-};
-
-__device__ __forceinline__ Lane lane_of(i64 first, int here) {
-    Lane me;
-    me.lane = threadIdx.x % 32;
-    const int start = me.lane / LANES * GROUP;
-    me.at = start + me.lane % LANES * PER_LOAD;
-    me.group = (first + start) / GROUP;
-    me.inside = start < here;
-    return me;
-}
-
-__device__ __forceinline__ float of_group(float x, float (*combine)(float, float)) {
-#pragma unroll
-    for (int mask = LANES / 2; mask; mask /= 2) x = combine(x, __shfl_xor_sync(ALL_LANES, x, mask));
-    return x;
-}
-
-__device__ __forceinline__ float sum(float a, float b) {
-    return __fadd_rn(a, b);
-}
-
-// Adds the upper half of the first 2 FROM elements to the lower, and so on down to TO.
-template <int FROM, int TO>
-__device__ __forceinline__ void add_halves(float (&x)[32]) {
-#pragma unroll
-    for (int i = 0; i < FROM; ++i) x[i] = __fadd_rn(x[i], x[i + FROM]);
-    if constexpr (FROM > TO) add_halves<FROM / 2, TO>(x);
-}
-
-// The sum over a group by halves: first element i and i + GROUP / 2, at last the last two; of squares of
-// elements times `down`. Squares of float16 are exact and far from the ends of float32's range, so they need
-// no factor and may be fused with the first addition.
-__device__ __forceinline__ float sum_of_squares(const float (&v)[32], float down) {
-    float squares[32];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        if constexpr (DTYPE == FLOAT16) {
-            squares[i] = __fmaf_rn(v[i], v[i], __fmul_rn(v[i + 16], v[i + 16]));
-        } else {
-            const float x = __fmul_rn(v[i], down), y = __fmul_rn(v[i + 16], down);
-            squares[i] = __fadd_rn(__fmul_rn(x, x), __fmul_rn(y, y));
-        }
-    }
-    add_halves<8, PER_LOAD>(squares);
-#pragma unroll
-    for (int k = 0; k < PER_LOAD; ++k) squares[k] = of_group(squares[k], sum);
-    add_halves<PER_LOAD / 2, 1>(squares);
-    return squares[0];
-}
 
 template <int H>
 __device__ __forceinline__ void butterflies_in_lane(float (&v)[32]) {
@@ -123,45 +54,12 @@ __device__ __forceinline__ void rotate(float (&v)[32], int lane) {
     butterflies_in_lane<16>(v);
 }
 
-// The lowest and highest value of a lane, 16-bit elements two at a time; but for AFFINE, the largest
-// magnitude.
-__device__ __forceinline__ void extremes(const uint4 (&raw)[LOADS], const float (&v)[32], float& low,
-                                         float& high) {
-    if constexpr (DTYPE == FLOAT32) {
-        low = v[0], high = CODEC == AFFINE ? v[0] : fabsf(v[0]);
-#pragma unroll
-        for (int i = 1; i < 32; ++i) {
-            if (CODEC == AFFINE) low = lower(low, v[i]);
-            high = higher(high, CODEC == AFFINE ? v[i] : fabsf(v[i]));
-        }
-    } else {
-        u32 lows = raw[0].x, highs = CODEC == AFFINE ? raw[0].x : absolute_pair(raw[0].x);
-#pragma unroll
-        for (int j = 0; j < LOADS; ++j) {
-            const u32 words[4] = {raw[j].x, raw[j].y, raw[j].z, raw[j].w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (CODEC == AFFINE) lows = lower_pair(lows, words[i]);
-                highs = higher_pair(highs, CODEC == AFFINE ? words[i] : absolute_pair(words[i]));
-            }
-        }
-        const float2 l = pair_values(lows), h = pair_values(highs);
-        low = lower(l.x, l.y), high = higher(h.x, h.y);
-    }
-}
-
 __device__ __forceinline__ Scale measure(const uint4 (&raw)[LOADS], const float (&v)[32]) {
     float low, high;
     extremes(raw, v, low, high);
     high = of_group(high, higher);
     if (CODEC == AFFINE) low = of_group(low, lower);
-    if (CODEC == HADAMARD || CODEC == TERNARY) {
-        float up, down;
-        powers_near(DTYPE == FLOAT16 ? 1.f : high, up, down);
-        const float mean = __fmul_rn(sum_of_squares(v, down),
-                                     1.f / GROUP);  // GROUP is a power of two
-        low = __fmul_rn(__fsqrt_rn(mean), up);
-    }
+    if (CODEC == HADAMARD) low = root_mean_square(v, high);
     return find_scale(low, high, TOP, CODE_BITS <= 4 ? HALF : TOP * .5f);
 }
 
@@ -190,9 +88,6 @@ __device__ __forceinline__ u32 codes_of(float low, float high, const Coder& code
     if constexpr (CODEC == AFFINE || CODEC == SYMMETRIC) {
         return pair_of_codes(spaced_code(low, coder.spacing), spaced_code(high, coder.spacing),
                              coder.highest);
-    } else if constexpr (CODEC == TERNARY) {
-        const u32 pair = ternary_digit(low, coder.s) | ternary_digit(high, coder.s) << 16;
-        return coder.highest ? pair : 0x00010001u;
     } else if constexpr (USUAL) {
         return pair_of_signed<CODE_BITS>(
             code_of_magnitude<CODE_BITS>(low, coder.s, coder.to_cells, coder.cells),
@@ -219,28 +114,12 @@ __device__ __forceinline__ void put_codes(const float (&v)[32], const Coder& cod
     }
 }
 
-// The same for TERNARY and elements of 16 bits, which need no float32 for it.
-__device__ __forceinline__ void put_digits(const uint4 (&raw)[LOADS], const Coder& coder, u8* tile, int at) {
-    const u32 border = coder.highest ? border_bits(__fmul_rn(coder.s, .5f)) : 0x7fff;
-    const u32 pair_of_borders = 0x10001u * (0x10000u - border & 0xffff);
-#pragma unroll
-    for (int j = 0; j < LOADS; ++j) {
-        const u32 pairs[4] = {
-            digits_of_pair(raw[j].x, pair_of_borders), digits_of_pair(raw[j].y, pair_of_borders),
-            digits_of_pair(raw[j].z, pair_of_borders), digits_of_pair(raw[j].w, pair_of_borders)};
-        *(uint2*)(tile + place<shift_of(8)>(at + j * Lane::STRIDE)) =
-            make_uint2(__byte_perm(pairs[0], pairs[1], 0x6420), __byte_perm(pairs[2], pairs[3], 0x6420));
-    }
-}
-
-// x: `count` elements, a multiple of GROUP, 16-byte aligned; `row`: elements of a row (TERNARY: divides
-// 1,024); packed: 16-byte aligned; offset: AFFINE; bad: null, or set to 1 if a group cannot be represented.
+// x: `count` elements, a multiple of GROUP, 16-byte aligned; packed: 16-byte aligned; offset: AFFINE; bad:
+// null, or set to 1 if a group cannot be represented.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    quantize_rows(const void* __restrict__ x, i64 count, int row, u8* __restrict__ packed,
-                  u16* __restrict__ scale, u16* __restrict__ offset, i32* bad,
-                  const __grid_constant__ Codebook book) {
+    quantize_rows(const void* __restrict__ x, i64 count, u8* __restrict__ packed, u16* __restrict__ scale,
+                  u16* __restrict__ offset, i32* bad, const __grid_constant__ Codebook book) {
     __shared__ __align__(16) u8 tiles[WARPS][TILE + 16];
-    __shared__ __align__(4) u8 bytes[WARPS][CODEC == TERNARY ? TERNARY_BYTES : 4];
     __shared__ float thresholds[CODEBOOK ? HALF : 1];
     __shared__ Cell cells[CODEBOOK ? Cells<CODE_BITS>::COUNT + 1 : 1];
     if constexpr (CODEBOOK) {
@@ -255,15 +134,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int here = (int)min((i64)TILE, count - first);
     const Lane me = lane_of(first, here);
     uint4 raw[LOADS];
-#pragma unroll
-    for (int j = 0; j < LOADS; ++j) {
-        raw[j] = make_uint4(0, 0, 0, 0);
-        if (me.inside)
-            raw[j] = *(const uint4*)((const u8*)x + (first + me.at + j * Lane::STRIDE) * ELEMENT_BYTES);
-    }
+    load_lane(x, first, me, raw);
     float v[32];
-#pragma unroll
-    for (int j = 0; j < LOADS; ++j) elements(raw[j], v + j * PER_LOAD);
+    all_elements(raw, v);
     const Scale found = measure(raw, v);
     Coder coder;
     coder.s = found.s, coder.cells = cells, coder.thresholds = thresholds;
@@ -281,9 +154,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (int i = 0; i < 32; ++i) v[i] = __fmaf_rn(v[i], ROTATION, 0.f);  // -0 becomes 0
     }
-    if constexpr (CODEC == TERNARY && DTYPE != FLOAT32) {
-        put_digits(raw, coder, tiles[warp], me.at);
-    } else if (!CODEBOOK || __all_sync(ALL_LANES, usual || !me.inside)) {
+    if (!CODEBOOK || __all_sync(ALL_LANES, usual || !me.inside)) {
         put_codes<true>(v, coder, tiles[warp], me.at);
     } else {
         put_codes<false>(v, coder, tiles[warp], me.at);
@@ -293,10 +164,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         if (CODEC == AFFINE) offset[me.group] = (u16)found.offset_word;
         if (!found.known && bad) *bad = 1;
     }
-    if constexpr (CODEC == TERNARY) {
-        const TernaryTile<true, shift_of(8)> tile = {tiles[warp], bytes[warp], here / row, row};
-        tile.store(packed + first / row * ((row + 4) / 5), me.lane);
-    } else if constexpr (PACKS_LOADS<CODE_BITS>) {
+    if constexpr (PACKS_LOADS<CODE_BITS>) {
         store_words<CODE_BITS, shift_of(CODE_BITS)>(tiles[warp], here, packed + first / 8 * CODE_BITS,
                                                     me.lane);
     } else {
@@ -304,13 +172,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
 }
 
-// Reverse of quantize_rows; bad is set to 1 if a ternary byte is above 242.
+// Reverse of quantize_rows.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    dequantize_rows(const u8* __restrict__ packed, i64 count, int row, const u16* __restrict__ scale,
-                    const u16* __restrict__ offset, void* __restrict__ out, i32* bad,
+    dequantize_rows(const u8* __restrict__ packed, i64 count, const u16* __restrict__ scale,
+                    const u16* __restrict__ offset, void* __restrict__ out,
                     const __grid_constant__ Codebook book) {
     __shared__ __align__(16) u8 tiles[WARPS][TILE + 16];
-    __shared__ __align__(4) u8 bytes[WARPS][CODEC == TERNARY ? TERNARY_BYTES : 4];
     __shared__ float levels[CODEBOOK ? 2 * HALF : 1];
     if constexpr (CODEBOOK) {
         for (int i = threadIdx.x; i < 2 * HALF; i += blockDim.x) levels[i] = level(book, i, HALF);
@@ -327,12 +194,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         if (CODEC == AFFINE) words[1] = offset[me.group];
     }
     u8* tile = tiles[warp];
-    if constexpr (CODEC == TERNARY) {
-        const TernaryTile<true, shift_of(8)> whole = {tile, bytes[warp], here / row, row};
-        if (whole.load(packed + first / row * ((row + 4) / 5), me.lane) && bad) *bad = 1;
-    } else {
-        load_tile<CODE_BITS, shift_of(8)>(packed + first / 8 * CODE_BITS, here, tile, me.lane);
-    }
+    load_tile<CODE_BITS, shift_of(8)>(packed + first / 8 * CODE_BITS, here, tile, me.lane);
     const Scale found = read_scale(words[0], words[1], TOP);
     float v[32];
 #pragma unroll
@@ -344,8 +206,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             float& value = v[j * PER_LOAD + k];
             if constexpr (CODEC == HADAMARD) {
                 value = __fmul_rn(levels[codes[k / 4] >> 8 * (k % 4) & 0xff], found.s);
-            } else if constexpr (CODEC == TERNARY) {
-                value = __fmul_rn(__fsub_rn(byte_number(codes[k / 4], k % 4), 1.f), found.s);
             } else {
                 value = spaced_value(codes[k / 4], k % 4, found);
             }

@@ -27,7 +27,7 @@ __all__ = ["pack", "pack_ternary", "unpack", "unpack_ternary"]
 
 _THREADS = 256
 _FLAT_BLOCK = 8 * 1024  # codes of a block of the flat kernels: 8 warps, a tile each
-_TERNARY_TILE, _TERNARY_BYTES, _TERNARY_WARPS = 2000, 500, 8  # values and bytes of a tile; tiles of a block
+_UNIT, _UNITS, _TERNARY_WARPS = 80, 32, 8  # ternary values of a lane; lanes of a tile; tiles of a block
 
 
 def pack(codes: ArrayT, bits: int, check: bool, backend: str = "cuda") -> ArrayT:
@@ -128,10 +128,10 @@ def _launch_ternary(name: str, source: Any, result: Any, rows: int, n: int, flag
     if n % 5 == 0:  # rows follow each other without gaps: one long row
         rows, n = 1, rows * n
         arguments[1:3] = np.int64(rows), np.int64(n)
-    rows_a_tile = min(_TERNARY_TILE // n, _TERNARY_BYTES // -(-n // 5))
+    rows_a_tile = _UNITS // -(-n // _UNIT)
     if rows_a_tile > 4:
         rows_a_tile -= rows_a_tile % 4  # tiles of bytes begin on a word
-    tiles = -(-rows // rows_a_tile) if rows_a_tile else rows * -(-n // _TERNARY_TILE)
+    tiles = -(-rows // rows_a_tile) if rows_a_tile else rows * -(-n // (_UNIT * _UNITS))
     arguments.insert(3, np.int32(rows_a_tile))
     kernel = cuda_kernel("ternary", name, (), device)
     launch(kernel, -(-tiles // _TERNARY_WARPS), (32 * _TERNARY_WARPS,), arguments, result)

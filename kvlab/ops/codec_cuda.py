@@ -1,6 +1,7 @@
 """Codecs on a GPU: which kernels a layout takes, for backends "cuda" and "numba".
 
-- ``codec_rows.cu``: groups of 32 to 1,024 elements, a power of two, along rows of whole groups. One pass.
+- ``codec_rows.cu``, ``codec_ternary.cu``: groups of 32 to 1,024 elements, a power of two, along rows of whole
+  groups. One pass.
 - ``codec_columns.cu``: affine and symmetric groups of up to 128 rows, one scale a column. One pass.
 - ``codec_groups.cu`` and its Numba counterpart: groups of any size along rows, to codes of one byte, which
   another launch packs. Any other axis is turned to the end by the caller's library first, and back.
@@ -33,8 +34,8 @@ from kvlab.reference import codec as reference
 
 __all__ = ["dequantize", "dequantize_numba", "quantize", "quantize_numba"]
 
-_TILE = 1024  # elements of a warp of codec_rows.cu
-_WARPS = 8
+_TILE = 1024  # elements of a warp of codec_rows.cu, and of a part of codec_ternary.cu
+_BLOCK, _TERNARY_BLOCK = 8 * _TILE, 4 * 2 * _TILE  # elements of a block
 _MAX_COLUMN_GROUP = 128
 _SHARED_FLOATS = 8 * 1024  # of a group of codec_groups.cu; larger ones stand in global memory
 _SCRATCH_FLOATS = 2**26
@@ -56,7 +57,7 @@ def quantize(
         packed = empty(layout.packed_shape, "uint8", source)
         words = [empty(layout.scale_shape, "float16", source) for _ in range(1 + (layout.codec == "affine"))]
         if rows:
-            _launch_rows("quantize_rows", source, packed, words, layout, dtype_name(source), flag)
+            _quantize_rows(source, packed, words, layout, flag)
         elif columns:
             _quantize_columns(source, packed, words, layout, flag)
     if flag.is_raised():
@@ -78,7 +79,7 @@ def dequantize(
     elif backend == "cuda" and _takes_rows(layout):
         out = empty(layout.shape, dtype, packed)
         flag = Flag(packed, check and layout.codec == "ternary", backend)
-        _launch_rows("dequantize_rows", packed, out, words, layout, dtype, flag)
+        _dequantize_rows(packed, words, out, layout, dtype, flag)
         if flag.is_raised():
             refuse_no_ternary_byte(to_host(packed, "packed"))
     elif backend == "cuda" and _takes_columns(layout, layout.shape[layout.axis]):
@@ -108,31 +109,47 @@ def _takes_rows(layout: Layout) -> bool:
     return fits and (layout.codec != "ternary" or _TILE % n == 0)
 
 
-def _launch_rows(
-    entry: str,
-    source: Any,
-    result: Any,
-    words: list[Any],
-    layout: Layout,
-    dtype: str,
-    flag: Flag,
-) -> None:
-    macros = {
-        "DTYPE": FLOATS.index(dtype),
-        "CODEC": reference.CODECS.index(layout.codec),
-        "CODE_BITS": _bits(layout),
-        "LANES": layout.group_size // 32,
-    }
-    kernel = cuda_kernel("codec_rows", entry, tuple(macros.items()), cuda_view(source, "x").device)
-    count = math.prod(layout.shape)
-    addresses = [pointer(words[0]), pointer(words[1]) if len(words) > 1 else 0]
-    shape = [np.int64(count), np.int32(layout.shape[-1])]
-    if entry == "quantize_rows":
-        arguments = [pointer(source), *shape, pointer(result), *addresses]
+def _quantize_rows(x: Any, packed: Any, words: list[Any], layout: Layout, flag: Flag) -> None:
+    kernel, shape, grid = _rows_kernel("quantize", x, layout, dtype_name(x))
+    arguments = [pointer(x), *shape, pointer(packed), *_word_pointers(words, layout), flag.pointer]
+    launch(kernel, *grid, [*arguments, *_books(layout)], x)
+
+
+def _dequantize_rows(packed: Any, words: list[Any], out: Any, layout: Layout, dtype: str, flag: Flag) -> None:
+    kernel, shape, grid = _rows_kernel("dequantize", packed, layout, dtype)
+    arguments = [pointer(packed), *shape, *_word_pointers(words, layout), pointer(out)]
+    last = [flag.pointer] if layout.codec == "ternary" else _books(layout)
+    launch(kernel, *grid, [*arguments, *last], out)
+
+
+def _rows_kernel(
+    name: str, like: Any, layout: Layout, dtype: str
+) -> tuple[Any, list[Any], tuple[int, tuple[int]]]:
+    """Return the kernel, the shape as it takes it, and blocks and threads."""
+    count, row = math.prod(layout.shape), layout.shape[-1]
+    macros = {"DTYPE": FLOATS.index(dtype), "LANES": layout.group_size // 32}
+    if layout.codec == "ternary":
+        source, entry, block, threads = "codec_ternary", f"{name}_ternary", _TERNARY_BLOCK, 128
     else:
-        arguments = [pointer(source), *shape, *addresses, pointer(result)]
-    arguments += [flag.pointer, _codebook(layout)]
-    launch(kernel, -(-count // (_TILE * _WARPS)), (32 * _WARPS,), arguments, result)
+        macros |= {"CODEC": reference.CODECS.index(layout.codec), "CODE_BITS": int(layout.bits)}
+        source, entry, block, threads = "codec_rows", f"{name}_rows", _BLOCK, 256
+    kernel = cuda_kernel(source, entry, tuple(macros.items()), cuda_view(like, "x").device)
+    shape: list[Any] = [np.int64(count)]
+    return (
+        kernel,
+        [*shape, np.int32(row)] if layout.codec == "ternary" else shape,
+        (-(-count // block), (threads,)),
+    )
+
+
+def _word_pointers(words: list[Any], layout: Layout) -> list[int]:
+    """Return addresses of scales and of offsets: null for those of a codec that has none, but the ternary."""
+    addresses = [pointer(array) for array in words]
+    return addresses if layout.codec in ("affine", "ternary") else [*addresses, 0]
+
+
+def _books(layout: Layout) -> list[Any]:
+    return [] if layout.codec == "ternary" else [_codebook(layout)]
 
 
 def _bits(layout: Layout) -> int:

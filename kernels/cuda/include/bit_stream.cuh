@@ -23,6 +23,14 @@ __device__ __forceinline__ i64 quotient(i64 x, i64 by) {
     return (x | by) >> 32 ? x / by : (i64)((u32)x / (u32)by);
 }
 
+// Bytes of two words; the sign of a byte, eight times, where a digit of the selector has its highest bit set
+// (__byte_perm has no such mode).
+__device__ __forceinline__ u32 select_bytes(u32 low, u32 high, u32 selector) {
+    u32 r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(selector));
+    return r;
+}
+
 // A mask of the `count` low bits of every `lane` bits.
 __host__ __device__ constexpr u32 low_bits(int count, int lane) {
     u32 mask = 0;

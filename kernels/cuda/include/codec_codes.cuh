@@ -173,14 +173,6 @@ __device__ __forceinline__ u32 code_of_magnitude(float y, float s, float to_cell
                          __fmul_rn(cell.threshold, s));
 }
 
-// Bytes of two words; the sign of a byte, eight times, where a digit of the selector has its highest bit set
-// (__byte_perm has no such mode).
-__device__ __forceinline__ u32 select_bytes(u32 low, u32 high, u32 selector) {
-    u32 r;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(selector));
-    return r;
-}
-
 // The codes of two values from `code_of_magnitude` of theirs: the same, or all its bits turned for a value
 // below 0. Neither is -0.
 template <int BITS>

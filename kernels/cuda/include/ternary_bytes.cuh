@@ -1,54 +1,45 @@
-// Ternary values, five to a byte: the number d0 + 3 d1 + 9 d2 + 27 d3 + 81 d4 of digits d = value + 1.
+// Ternary values -1, 0, 1, five to a byte: the number d0 + 3 d1 + 9 d2 + 27 d3 + 81 d4 of digits d = value
+// + 1.
+//
+// A warp packs and unpacks a tile of values in shared memory, one a byte: rows of n values, or a part of one
+// row. A lane takes units: up to 80 values of a row, which are 16 bytes, in registers.
 #pragma once
 #include "bit_stream.cuh"
 
-constexpr u32 LAST_TERNARY_BYTE = 242;
+constexpr int UNIT = 80, UNIT_BYTES = 16;
 
-// Values -1, 0, 1, one a byte, to digits 0, 1, 2. A carry out of another value reaches only a neighbour.
-__device__ __forceinline__ u32 digits_of_values(u32 values) {
-    return (values ^ 0x80808080u) + 0x01010101u ^ 0x80808080u;
+// 20 values, or digits, in 5 words to 4 bytes: two dot products a byte. `zeros` is the byte of five zeros.
+__device__ __forceinline__ u32 bytes_of_20(const u32* w, i32 zeros) {
+    const i32 byte0 = __dp4a((i32)w[1], 0x00000051, __dp4a((i32)w[0], 0x1b090301, zeros));
+    const i32 byte1 = __dp4a((i32)w[2], 0x0000511b, __dp4a((i32)w[1], 0x09030100, zeros));
+    const i32 byte2 = __dp4a((i32)w[3], 0x00511b09, __dp4a((i32)w[2], 0x03010000, zeros));
+    const i32 byte3 = __dp4a((i32)w[4], 0x511b0903, __dp4a((i32)w[3], 0x01000000, zeros));
+    return (u32)byte0 + ((u32)byte1 << 8) + ((u32)byte2 << 16) + ((u32)byte3 << 24);
 }
 
-__device__ __forceinline__ u32 values_of_digits(u32 digits) {
-    return digits + 0x7f7f7f7fu ^ 0x80808080u;
+// The first four digits of two bytes up to 242, which stand in the halves of `pair`, as digits of four bits
+// in halves; `fifth`: the last digits in halves. The quotients q by 3, 9, 27 and 81 are products that are
+// exact up to 242; digit i is q[i] - 3 q[i + 1].
+__device__ __forceinline__ u32 digits_of_pair_of_bytes(u32 pair, u32& fifth) {
+    const u32 q1 = pair * 171 >> 9 & 0x007f007fu, q2 = pair * 57 >> 9 & 0x007f007fu;
+    const u32 q3 = pair * 19 >> 9 & 0x007f007fu;
+    fifth = pair * 203 >> 14 & 0x00030003u;
+    return pair + 13 * q1 + 208 * q2 + 3328 * q3 - 12288 * fifth;
 }
 
-// Not 0 if one of four bytes is none of 0, 1, 2.
-__device__ __forceinline__ u32 wrong_digits(u32 digits) {
-    return (digits & 0xfcfcfcfcu) | (digits & digits >> 1 & 0x01010101u);
-}
-
-// Five digits, four in `four`, as a byte.
-__device__ __forceinline__ u32 ternary_byte(u32 four, u32 fifth) {
-    return __dp4a(four, 0x1b090301u, 81 * fifth);
-}
-
-// The five digits of a byte up to 242: four in `four`, the last as the result. Quotients by 3, 9, 27 and 81
-// as products that are exact up to 242.
-__device__ __forceinline__ u32 ternary_digits(u32 byte, u32& four) {
-    const u32 q1 = byte * 171 >> 9, q2 = byte * 57 >> 9, q3 = byte * 19 >> 9, q4 = byte * 203 >> 14;
-    four = byte + q1 * ((1u << 8) - 3) + q2 * ((1u << 16) - (3u << 8)) + q3 * ((1u << 24) - (3u << 16)) -
-           q4 * (3u << 24);
-    return q4;
-}
-
-// 20 digits in 5 words to 4 bytes, and back.
-__device__ __forceinline__ u32 bytes_of_20(const u32 (&w)[5]) {
-    return ternary_byte(w[0], w[1] & 0xff) |
-           ternary_byte(__funnelshift_r(w[1], w[2], 8), w[2] >> 8 & 0xff) << 8 |
-           ternary_byte(__funnelshift_r(w[2], w[3], 16), w[3] >> 16 & 0xff) << 16 |
-           ternary_byte(__funnelshift_r(w[3], w[4], 24), w[4] >> 24) << 24;
-}
-
-__device__ __forceinline__ void digits_of_4(u32 bytes, u32 (&w)[5]) {
-    u32 four[4], fifth[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) fifth[i] = ternary_digits(bytes >> 8 * i & 0xff, four[i]);
-    w[0] = four[0];
-    w[1] = fifth[0] | four[1] << 8;
-    w[2] = four[1] >> 24 | fifth[1] << 8 | four[2] << 16;
-    w[3] = four[2] >> 16 | fifth[2] << 16 | four[3] << 24;
-    w[4] = four[3] >> 8 | fifth[3] << 24;
+// 4 bytes to 20 digits or values in 5 words: byte d of `table` is what stands for digit d.
+__device__ __forceinline__ void unpack_20(u32 bytes, u32 table, u32* w) {
+    u32 fifth_even, fifth_odd;
+    const u32 even = digits_of_pair_of_bytes(bytes & 0x00ff00ffu, fifth_even);
+    const u32 odd = digits_of_pair_of_bytes(bytes >> 8 & 0x00ff00ffu, fifth_odd);
+    const u32 four0 = select_bytes(table, 0, even), four1 = select_bytes(table, 0, odd);
+    const u32 four2 = select_bytes(table, 0, even >> 16), four3 = select_bytes(table, 0, odd >> 16);
+    const u32 fifths = fifth_even + 16 * fifth_odd, last = select_bytes(table, 0, fifths | fifths >> 8);
+    w[0] = four0;
+    w[1] = select_bytes(four1, last, 0x2104);
+    w[2] = select_bytes(select_bytes(four1, last, 0x0053), four2, 0x5410);
+    w[3] = select_bytes(select_bytes(four2, last, 0x0632), four3, 0x4210);
+    w[4] = select_bytes(four3, last, 0x7321);
 }
 
 // Whether one of four bytes is above 242.
@@ -57,24 +48,17 @@ __device__ __forceinline__ bool above_last(u32 bytes) {
     return bytes & excess & 0x80808080u;
 }
 
-// x * inverse_of(y) >> 20 is x / y for x up to 2,000, which a tile has at most, and y up to 400.
-__device__ __forceinline__ u32 inverse_of(int y) {
-    return ((1 << 20) + y - 1) / y;
-}
+// Collects what shows whether bytes are none of -1, 0, 1: bits 1 to 7 differ, or bit 1 is set and bit 0 is
+// not.
+struct OtherValues {
+    u32 differ = 0, even = 0;
 
-// Copies bytes that begin on a multiple of 4 in shared memory, and perhaps in global memory.
-template <bool TO_GLOBAL>
-__device__ __forceinline__ void copy_bytes(u8* shared, u8* global, int count, int lane) {
-    const int words = (u64)global % 4 == 0 ? count / 4 : 0;
-    for (int i = lane; i < words; i += 32) {
-        if (TO_GLOBAL) ((u32*)global)[i] = ((const u32*)shared)[i];
-        if (!TO_GLOBAL) ((u32*)shared)[i] = ((const u32*)global)[i];
+    __device__ __forceinline__ void see(u32 values) {
+        differ |= values ^ values >> 1;
+        even |= values >> 1 & ~values;
     }
-    for (int i = 4 * words + lane; i < count; i += 32) {
-        if (TO_GLOBAL) global[i] = shared[i];
-        if (!TO_GLOBAL) shared[i] = global[i];
-    }
-}
+    __device__ __forceinline__ bool any() const { return (differ & 0x7e7e7e7eu) | (even & 0x01010101u); }
+};
 
 // Four bytes at any place of shared memory; those behind them up to the next word are touched.
 __device__ __forceinline__ u32 word_at(const u8* shared, int at) {
@@ -82,68 +66,144 @@ __device__ __forceinline__ u32 word_at(const u8* shared, int at) {
     return __funnelshift_r(words[0], words[1], 8 * (at % 4));
 }
 
-// A tile of ternary digits, one a byte, and its bytes: `rows` rows of n digits and (n + 4) / 5 bytes. A lane
-// takes four bytes of a row and their 20 digits. WHOLE: n is a multiple of 4, so these are whole words, and
-// digits stand in the order of `place`.
-template <bool WHOLE, int SHIFT = 7>
+// A word of which the first `count` bytes count, 4 or more or 0 or less; the others become `other`.
+__device__ __forceinline__ u32 first_bytes(u32 word, int count, u32 other) {
+    const u32 mask = count >= 4 ? 0 : count <= 0 ? 0xffffffffu : 0xffffffffu << 8 * count;
+    return (word & ~mask) | (other & mask);
+}
+
+// Copies bytes between shared and global memory, in pieces as large as their alignment allows; `shared`
+// begins on 16 bytes.
+template <class Piece, bool TO_GLOBAL>
+__device__ __forceinline__ int copy_pieces(u8* shared, u8* global, int first, int count, int lane) {
+    const int end = count / (int)sizeof(Piece);
+    for (int i = first / (int)sizeof(Piece) + lane; i < end; i += 32) {
+        if (TO_GLOBAL) ((Piece*)global)[i] = ((const Piece*)shared)[i];
+        if (!TO_GLOBAL) ((Piece*)shared)[i] = ((const Piece*)global)[i];
+    }
+    return end * (int)sizeof(Piece);
+}
+
+template <bool TO_GLOBAL>
+__device__ __forceinline__ void copy_bytes(u8* shared, u8* global, int count, int lane) {
+    int done = 0;
+    if ((u64)global % 16 == 0) done = copy_pieces<uint4, TO_GLOBAL>(shared, global, 0, count, lane);
+    if ((u64)global % 4 == 0) done = copy_pieces<u32, TO_GLOBAL>(shared, global, done, count, lane);
+    copy_pieces<u8, TO_GLOBAL>(shared, global, done, count, lane);
+}
+
+// x * inverse_of(y) >> 20 is x / y for x and y up to 1,000.
+__device__ __forceinline__ u32 inverse_of(int y) {
+    return ((1 << 20) + y - 1) / y;
+}
+
+// A tile: its values, or DIGITS, in the order of place<4>, with 20 bytes to spare, and its bytes, with 20 to
+// spare.
+template <bool DIGITS>
 struct TernaryTile {
-    u8 *digits, *bytes;  // in shared memory, with a word to spare behind them
+    static constexpr i32 ZEROS = DIGITS ? 0 : 121;
+    static constexpr u32 LAST = DIGITS ? 0 : 0xffffffffu;  // what stands for digits 0, as bytes have them
+                                                           // beyond a row
+    static constexpr u32 TABLE = DIGITS ? 0x020100 : 0x0100ff;  // byte d stands for digit d
+
+    u8 *values, *bytes;  // in shared memory, on lines of 128 and on 16 bytes
     int rows, n;
 
-    // Packs the digits, which the lanes of this warp have written, to global memory.
-    __device__ __forceinline__ void store(u8* packed, int lane) const {
-        const int row_bytes = (n + 4) / 5, parts = (row_bytes + 3) / 4;
+    // Packs the values, which the lanes of this warp have written, to global memory. Returns whether one is
+    // none of -1, 0, 1; of digits it says nothing.
+    __device__ __forceinline__ bool store(u8* packed, int lane) const {
+        const int row_bytes = (n + 4) / 5, parts = (n + UNIT - 1) / UNIT;
         const u32 inverse = inverse_of(parts);
-        __syncwarp();  // the digits of all lanes are there
-        for (int i = lane; i < rows * parts; i += 32) {
-            const int row = i * inverse >> 20, part = i - row * parts;
-            const int at = row * n + 20 * part, left = n - 20 * part;
-            u32 words[5];
+        OtherValues other;
+        __syncwarp();  // the values of all lanes are there
+        for (int unit = lane; unit < rows * parts; unit += 32) {
+            const int row = unit * inverse >> 20, part = unit - row * parts;
+            const int left = min(n - UNIT * part, UNIT), here = (left + 4) / 5;
+            u32 words[UNIT / 4], found[4];
+            read(row * n + UNIT * part, left, words);
 #pragma unroll
-            for (int k = 0; k < 5; ++k) {
-                const u32 word = 4 * k < left ? !WHOLE ? word_at(digits, at + 4 * k)
-                                                       : *(const u32*)(digits + place<SHIFT>(at + 4 * k))
-                                              : 0;
-                const int beyond = 4 * k + 4 - left;  // digits of the next row
-                words[k] = beyond > 0 && beyond < 4 ? word & 0xffffffffu >> 8 * beyond : word;
-            }
-            const u32 found = bytes_of_20(words);
+            for (int k = 0; k < UNIT / 4; ++k) other.see(words[k]);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                if (5 * k < left) bytes[row * row_bytes + 4 * part + k] = (u8)(found >> 8 * k);
+            for (int i = 0; i < 4; ++i) found[i] = bytes_of_20(words + 5 * i, ZEROS);
+            u8* to = bytes + row * row_bytes + UNIT_BYTES * part;
+            if (row_bytes % 16 == 0) {
+                copy_words<4>(found, (u32*)to);
+            } else {
+#pragma unroll
+                for (int k = 0; k < UNIT_BYTES; ++k) {
+                    if (k < here) to[k] = (u8)(found[k / 4] >> 8 * (k % 4));
+                }
             }
         }
         __syncwarp();  // the bytes of all lanes are there
         copy_bytes<true>(bytes, packed, rows * row_bytes, lane);
+        return other.any();
     }
 
-    // The reverse; afterwards every lane may read all digits. Returns whether a byte is above 242.
+    // The reverse; afterwards every lane may read them all. Returns whether a byte is above 242.
     __device__ __forceinline__ bool load(const u8* packed, int lane) const {
-        const int row_bytes = (n + 4) / 5, parts = (row_bytes + 3) / 4;
+        const int row_bytes = (n + 4) / 5, parts = (n + UNIT - 1) / UNIT;
         const u32 inverse = inverse_of(parts);
         bool wrong = false;
         copy_bytes<false>(bytes, (u8*)packed, rows * row_bytes, lane);
         __syncwarp();  // the bytes of all lanes are there
-        for (int i = lane; i < rows * parts; i += 32) {
-            const int row = i * inverse >> 20, part = i - row * parts;
-            const int at = row * n + 20 * part, left = n - 20 * part, here = row_bytes - 4 * part;
-            u32 found = word_at(bytes, row * row_bytes + 4 * part), words[5];
-            if (here < 4) found &= 0xffffffffu >> 8 * (4 - here);
-            wrong |= above_last(found);
-            digits_of_4(found, words);
-            if constexpr (WHOLE) {
-#pragma unroll
-                for (int k = 0; k < 5; ++k) {
-                    if (4 * k < left) *(u32*)(digits + place<SHIFT>(at + 4 * k)) = words[k];
-                }
+        for (int unit = lane; unit < rows * parts; unit += 32) {
+            const int row = unit * inverse >> 20, part = unit - row * parts;
+            const int left = min(n - UNIT * part, UNIT), here = (left + 4) / 5;
+            const int from = row * row_bytes + UNIT_BYTES * part;
+            u32 words[UNIT / 4], found[4];
+            if (row_bytes % 16 == 0) {
+                copy_words<4>((const u32*)(bytes + from), found);
             } else {
 #pragma unroll
-                for (int k = 0; k < 20; ++k) {
-                    if (k < left) digits[at + k] = (u8)(words[k / 4] >> 8 * (k % 4));
-                }
+                for (int i = 0; i < 4; ++i)
+                    found[i] = first_bytes(word_at(bytes, from + 4 * i), here - 4 * i, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                wrong |= above_last(found[i]);
+                unpack_20(found[i], TABLE, words + 5 * i);
+            }
+            write(words, row * n + UNIT * part, left);
+        }
+        __syncwarp();  // the values of all lanes are there
+        return wrong;
+    }
+
+  private:
+    __device__ __forceinline__ void read(int at, int left, u32 (&words)[UNIT / 4]) const {
+        if (DIGITS || n % 16 == 0) {  // rows of a codec are of 32 and more
+#pragma unroll
+            for (int k = 0; k < UNIT / 16; ++k) {
+                uint4 piece = make_uint4(LAST, LAST, LAST, LAST);
+                if (16 * k < left) piece = *(const uint4*)(values + place<4>(at + 16 * k));
+                words[4 * k] = piece.x, words[4 * k + 1] = piece.y;
+                words[4 * k + 2] = piece.z, words[4 * k + 3] = piece.w;
+            }
+        } else {
+            u32 next = *(const u32*)(values + place<4>(at & ~3));
+#pragma unroll
+            for (int k = 0; k < UNIT / 4; ++k) {
+                const u32 word = next;
+                next = 4 * k < left ? *(const u32*)(values + place<4>((at & ~3) + 4 * k + 4)) : 0;
+                words[k] = first_bytes(__funnelshift_r(word, next, 8 * (at % 4)), left - 4 * k, LAST);
             }
         }
-        __syncwarp();  // the digits of all lanes are there
-        return wrong;
+    }
+
+    __device__ __forceinline__ void write(const u32 (&words)[UNIT / 4], int at, int left) const {
+        if (DIGITS || n % 16 == 0) {  // rows of a codec are of 32 and more
+#pragma unroll
+            for (int k = 0; k < UNIT / 16; ++k) {
+                if (16 * k < left)
+                    *(uint4*)(values + place<4>(at + 16 * k)) =
+                        make_uint4(words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]);
+            }
+        } else {
+#pragma unroll
+            for (int k = 0; k < UNIT; ++k) {
+                if (k < left) values[place<4>(at + k)] = (u8)(words[k / 4] >> 8 * (k % 4));
+            }
+        }
     }
 };
