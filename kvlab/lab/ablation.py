@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -126,13 +127,25 @@ def feasible_budget(case: AblationCase) -> float:
 
 
 def _filled(case: AblationCase, progress: Tick) -> tuple[dict[str, float | int], MixedPrecisionCache]:
-    """Figures of quality, and the cache of one row at the context of the case, on the CPU."""
-    if case.model is None:
-        return fill(case, progress)
-    from kvlab.lab.reading import read
+    """Figures of quality, and the cache of one row at the context of the case, on the CPU.
 
-    reading = read(case, progress)
-    return dict(reading.quality), reading.cache
+    Packed and unpacked cases keep the same codes, so they share both when they follow each other.
+    """
+    key = replace(case, use_packing=True)
+    if key not in _latest:
+        _latest.clear()  # before the next one takes its memory
+        if case.model is None:
+            _latest[key] = fill(key, progress)
+        else:
+            from kvlab.lab.reading import read
+
+            _latest[key] = read(key, progress)
+    quality, cache = _latest[key]
+    return dict(quality), cache
+
+
+_latest: dict[AblationCase, tuple[dict[str, float | int], MixedPrecisionCache]] = {}
+"""What the last case left, for the other half of its pair."""
 
 
 def pages_of(cache: MixedPrecisionCache) -> list[LayerPages]:

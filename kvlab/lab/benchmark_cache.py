@@ -24,6 +24,7 @@ from kvlab.lab.benchmark_decode import HEAD_DIM, NUM_HEADS_KV, NUM_HEADS_Q, WIDT
 from kvlab.lab.grid import Geometry
 from kvlab.lab.results import Row, write
 from kvlab.lab.timing import Timing, time_in_turns
+from kvlab.lab.turns import gpu_turns
 from kvlab.lab.unpacked import page_nbytes
 from kvlab.ops.attention import attention
 from kvlab.ops.packed import packed_attention
@@ -210,7 +211,8 @@ def _dense(context: int, num_layers: int, repeats: int, device: str) -> tuple[_M
     if device == "cuda":
         from kvlab.lab.benchmark_device import time_on_device
 
-        timing = time_on_device({"layers": attend_all}, repeats)["layers"]
+        with gpu_turns().alone():
+            timing = time_on_device({"layers": attend_all}, repeats)["layers"]
     else:
         timing = time_in_turns({"layers": attend_all}, repeats=repeats)["layers"]
     _guard(found, expected, _TOLERANCE[device]["fp16"], nbytes, timing, device)

@@ -15,7 +15,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +68,17 @@ def run_cases(
     """
     if processes < 1 or (processes == 1 and timeout is not None):
         raise ValueError(f"processes={processes} must be at least 1, and at least 2 for timeout={timeout}")
-    waiting = _Waiting(folder, manifest, numbers, report)
     if processes == 1:
+        waiting = _Waiting(folder, manifest, numbers, report)
         for number, case in waiting:
             outcome = _attempt(folder, case, partial(runner, case))
             report(number, outcome)
             if outcome == "gpu":
                 raise RuntimeError(f"{case.name} left the GPU unusable for this process; run the sweep again")
         return
+    # Long ones first, so that no process is left alone with one at the end.
+    numbers = sorted(numbers, key=lambda number: -manifest.cases[number].context_length)
+    waiting = _Waiting(folder, manifest, numbers, report)
     lanes = [_Lane(folder, runner, timeout, max(1, _processors() // processes)) for _ in range(processes)]
     threads = ThreadPoolExecutor(processes)
     working = [threads.submit(lane.work, waiting, report) for lane in lanes]
@@ -102,35 +107,43 @@ def _attempt(folder: Path, case: AblationCase, work: Callable[[], dict[str, Any]
 
 
 class _Waiting:
-    """The cases still to do, handed out one by one to any thread; files are looked at when a turn comes."""
+    """The cases still to do, handed out to any thread; files are looked at when a turn comes.
+
+    Neighbours that share a reading, packed and unpacked, go to one thread.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest, numbers: Sequence[int], report: Report) -> None:
         self._folder, self._manifest, self._report = folder, manifest, report
-        self._numbers = iter(numbers)
+        groups = groupby(numbers, lambda number: replace(manifest.cases[number], use_packing=True))
+        self._groups = iter([list(group) for _, group in groups])
         self._lock = threading.Lock()
         self._closed = False
 
     def __iter__(self) -> Iterator[tuple[int, AblationCase]]:
-        while (following := self._next()) is not None:
-            yield following
+        while (group := self._next()) is not None:
+            for number in group:
+                if self._closed:
+                    return
+                if self._is_left(number):
+                    yield number, self._manifest.cases[number]
 
     def close(self) -> None:
         self._closed = True
 
-    def _next(self) -> tuple[int, AblationCase] | None:
+    def _next(self) -> list[int] | None:
         with self._lock:
-            for number in self._numbers:
-                if self._closed:
-                    return None
-                case = self._manifest.cases[number]
-                failure = failure_of(self._folder, case)
-                if recorded(self._folder, case) is not None:
-                    self._report(number, "done before")
-                elif failure is not None and failure.final:
-                    self._report(number, "failed before")
-                else:
-                    return number, case
-        return None
+            return None if self._closed else next(self._groups, None)
+
+    def _is_left(self, number: int) -> bool:
+        case = self._manifest.cases[number]
+        failure = failure_of(self._folder, case)
+        if recorded(self._folder, case) is not None:
+            self._report(number, "done before")
+        elif failure is not None and failure.final:
+            self._report(number, "failed before")
+        else:
+            return True
+        return False
 
 
 class _Lane:
