@@ -45,7 +45,8 @@ def command(
         Path | None, typer.Option("--output", "-o", help="Also write the result to this .json or .csv file.")
     ] = None,
     figure: Annotated[
-        Path | None, typer.Option(help="Also draw time against context (decode on cuda): .png and .svg.")
+        Path | None,
+        typer.Option(help="Also draw time against length (attention, decode on cuda): .png and .svg."),
     ] = None,
 ) -> None:
     """Measure one part of the library, or several, and print a table of each.
@@ -60,11 +61,17 @@ def command(
     from kvlab.lab.results import write
     from kvlab.lab.targets import Machine, machine
 
-    if figure is not None and (case, device) != ("decode", "cuda"):
-        raise ValueError(f"figure={figure}: only decode on cuda has one, not {case} on {device}")
     names = cases_of(case)
     where = machine(device, min_vram) if device == "auto" or min_vram else Machine((device,))
     pairs = [(name, on) for name in names for on in where.devices]
+    if figure is not None and pairs not in (
+        [("attention", "cpu")],
+        [("attention", "cuda")],
+        [("decode", "cuda")],
+    ):
+        raise ValueError(
+            f"figure={str(figure)!r}: attention, and decode on cuda, have one, not {case} on {device}"
+        )
     if len(names) > 1:  # of several, those that run there
         pairs = [(name, on) for name, on in pairs if on in DEVICES[name]]
     options = Options(array_size, threads, repeats, device, release, baseline, context_lengths)
@@ -75,9 +82,10 @@ def command(
             raise ValueError(f"output={str(output)!r}: several results go into one .json file")
         write(result, output)
     if figure is not None:
-        from kvlab.lab.decode_figure import draw
+        from kvlab.lab import attention_figure, decode_figure
         from kvlab.lab.report import save_figure
 
+        draw = attention_figure.draw if names == ("attention",) else decode_figure.draw
         save_figure(draw(result["rows"]), figure)
     if as_json:
         typer.echo(json.dumps(result, indent=2, ensure_ascii=False))

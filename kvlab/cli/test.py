@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from kvlab.cli.options import Device, Json, MinVram, Output, Release, Target, Verbose, emit_json
@@ -13,6 +15,7 @@ def command(
     min_vram: MinVram = 0.0,
     release: Release = False,
     verbose: Verbose = False,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Processes; several need pytest-xdist.")] = 1,
     as_json: Json = False,
     output: Output = None,
 ) -> None:
@@ -27,7 +30,7 @@ def command(
     from kvlab.lab.targets import machine
     from kvlab.lab.testing import run
 
-    result = run(target, machine(device, min_vram), release=release, verbose=verbose)
+    result = run(target, machine(device, min_vram), release=release, verbose=verbose, jobs=jobs)
     emit_json(result, as_json=as_json, output=output)
     if not as_json:
         print_table(result["rows"], f"tests of {target}")

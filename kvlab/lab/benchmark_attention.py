@@ -1,7 +1,8 @@
 """The attention share of `kvlab benchmark`: forward and backward beside torch's, by length, heads and batch.
 
 Three sweeps through one point (512 tokens, 8 query heads on 4 KV heads, batch 1): lengths, pairs of heads,
-batches, causal, 64 channels on the CPU and 128 on a GPU. The yardstick is torch's
+batches, causal, 64 channels on the CPU and 128 on a GPU; and four other calls of 2,048 tokens, with and
+without a mask. The yardstick is torch's
 `scaled_dot_product_attention` on the same tensors: on the CPU with as many threads, in float32; on a GPU in
 bfloat16 with its cuDNN and its FlashAttention backend, of which the faster one counts. Contestants take
 turns, as a caller would call them: where a GPU waits for the host, the host's time is what is seen. Short
@@ -28,16 +29,22 @@ NOTE = "speedup: median over turns of the time of torch's attention; times cpu: 
 
 
 class Case(NamedTuple):
-    """Shape of a call; causal, as many queries as keys."""
+    """Shape of a call with as many queries as keys; `head_dim` None: 64 on the CPU, 128 on a GPU."""
 
     tokens: int
     heads: tuple[int, int]
     batch: int
+    head_dim: int | None = None
+    causal: bool = True
 
 
 _POINT = Case(512, (8, 4), 1)
 _LENGTHS = (64, 128, 256, 512, 1024, 2048)
 _PAIRS = ((4, 4), (8, 4), (8, 1), (32, 8), (64, 8))
+_OTHERS = (
+    Case(2048, (8, 8), 1, 64, causal=False), Case(2048, (8, 8), 1, 64),
+    Case(2048, (8, 8), 1, 128, causal=False), Case(2048, (8, 2), 1, 128),
+)  # fmt: skip
 _LONGEST = {"cpu": 8192, "cuda": 131_072}
 _BESIDE_CPU = 2048  # tokens up to which a GPU stands beside the CPU
 
@@ -47,6 +54,7 @@ CASES = tuple(
             *(_POINT._replace(tokens=tokens) for tokens in _LENGTHS),
             *(_POINT._replace(heads=heads) for heads in _PAIRS),
             *(_POINT._replace(batch=batch) for batch in (1, 2, 4, 8)),
+            *_OTHERS,
         ]
     )
 )
@@ -69,14 +77,16 @@ def release_cases(device: str) -> tuple[Case, ...]:
 
 
 def flops(case: Case, head_dim: int, backward: bool) -> float:
-    """Return the operations of a causal call.
+    """Return the operations of a call.
 
     Examples
     --------
     >>> flops(Case(2, (1, 1), 1), 1, backward=False)
     12.0
+    >>> flops(Case(2, (1, 1), 1, causal=False), 1, backward=True)
+    40.0
     """
-    seen = case.tokens * (case.tokens + 1) / 2
+    seen = case.tokens * (case.tokens + 1) / 2 if case.causal else case.tokens**2
     return 4.0 * case.batch * case.heads[0] * head_dim * seen * (2.5 if backward else 1.0)
 
 
@@ -92,8 +102,9 @@ def benchmark_attention(cases: tuple[Case, ...], options: Options) -> list[Row]:
     Returns
     -------
     list of dict
-        ``tokens``, ``heads``, ``batch``, ``head_dim``, ``direction``; ``ms``, ``p5_ms``, ``p95_ms``;
-        ``tflops``; ``torch_ms``, ``speedup``; ``times_cpu``, None but on a GPU and for short sequences.
+        ``tokens``, ``heads``, ``batch``, ``head_dim``, ``causal``, ``direction``; ``ms``, ``p5_ms``,
+        ``p95_ms``; ``tflops``; ``torch_ms``, ``speedup``; ``times_cpu``, None but on a GPU and for short
+        sequences.
 
     Raises
     ------
@@ -118,7 +129,7 @@ def benchmark_attention(cases: tuple[Case, ...], options: Options) -> list[Row]:
 
 def _measure(case: Case, backward: bool, options: Options) -> Row:
     on_gpu = options.device == "cuda"
-    head_dim = 128 if on_gpu else 64
+    head_dim = case.head_dim or (128 if on_gpu else 64)
     calls = _contestants(case, head_dim, backward, options.device)
     time = _time_by_events if on_gpu else time_in_turns
     timings = time(calls, repeats=options.repeats)
@@ -134,6 +145,7 @@ def _measure(case: Case, backward: bool, options: Options) -> Row:
         "heads": f"{case.heads[0]}/{case.heads[1]}",
         "batch": case.batch,
         "head_dim": head_dim,
+        "causal": case.causal,
         "direction": "backward" if backward else "forward",
         "ms": 1e3 * ours.median,
         "p5_ms": 1e3 * ours.percentile(5),
@@ -155,10 +167,11 @@ def _contestants(case: Case, head_dim: int, backward: bool, device: str) -> dict
         torch.randn(case.batch, case.tokens, heads, head_dim, dtype=dtype, device=device)
         for heads in (*case.heads, case.heads[1], case.heads[0])
     )
-    out, lse = kvlab.attention(q, k, v, causal=True, return_lse=True)
-    calls: dict[str, Callable[[], object]] = {"kvlab": lambda: kvlab.attention(q, k, v, causal=True)}
+    causal = case.causal
+    out, lse = kvlab.attention(q, k, v, causal=causal, return_lse=True)
+    calls: dict[str, Callable[[], object]] = {"kvlab": lambda: kvlab.attention(q, k, v, causal=causal)}
     if backward:
-        calls["kvlab"] = lambda: kvlab.attention_backward(dout, q, k, v, out, lse, causal=True)
+        calls["kvlab"] = lambda: kvlab.attention_backward(dout, q, k, v, out, lse, causal=causal)
     ours: Any = calls["kvlab"]() if backward else (out,)
     for name, context in _torch_backends(device).items():
         leaves = [x.transpose(1, 2).detach().requires_grad_(backward) for x in (q, k, v)]
@@ -166,7 +179,11 @@ def _contestants(case: Case, head_dim: int, backward: bool, device: str) -> dict
         def forward(leaves: Any = leaves, context: Any = context) -> Any:
             with context():
                 return torch.nn.functional.scaled_dot_product_attention(
-                    leaves[0], leaves[1], leaves[2], is_causal=True, enable_gqa=case.heads[0] != case.heads[1]
+                    leaves[0],
+                    leaves[1],
+                    leaves[2],
+                    is_causal=causal,
+                    enable_gqa=case.heads[0] != case.heads[1],
                 )
 
         try:

@@ -6,6 +6,7 @@ device's memory, so they do not share a process with the others.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+from kvlab.device import cpu
 from kvlab.lab.results import provenance
 from kvlab.lab.targets import ROOT, Machine, resolve
 
@@ -22,7 +24,7 @@ __all__ = ["PATTERNS", "paths", "run"]
 PATTERNS = {
     ("attention", "cpu"): ("ops/test_attention*.py", "ops/test_merge*.py", "reference/test_attention*.py",
                            "integrations/test_flash_attn.py", "integrations/test_torch_autograd.py"),
-    ("attention", "cuda"): ("gpu/test_attention*.py",),
+    ("attention", "cuda"): ("gpu/test_attention*.py", "gpu/test_flash_attn.py"),
     ("packed", "cpu"): ("ops/test_packed*.py", "ops/test_codec*.py", "reference/test_pages.py",
                         "cache/test_*.py", "integrations/test_transformers.py"),
     ("packed", "cuda"): ("gpu/test_cuda_kernels.py", "gpu/test_codec*.py", "gpu/test_cache*.py"),
@@ -32,6 +34,7 @@ PATTERNS = {
 """Test files of each part on each kind of device, below ``tests/``."""
 
 _NOTHING_COLLECTED = 5  # exit code of pytest
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 def paths(target: str, device: str) -> list[str]:
@@ -63,7 +66,9 @@ def paths(target: str, device: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-def run(target: str, where: Machine, *, release: bool = False, verbose: bool = False) -> dict[str, Any]:
+def run(
+    target: str, where: Machine, *, release: bool = False, verbose: bool = False, jobs: int = 1
+) -> dict[str, Any]:
     """Run tests and count them.
 
     Parameters
@@ -74,14 +79,27 @@ def run(target: str, where: Machine, *, release: bool = False, verbose: bool = F
         2,000 examples a property instead of 50, and tests marked slow.
     verbose : bool
         Show the name of every test.
+    jobs : int
+        Processes that share the tests of a device; each takes its share of the threads of the CPU.
 
     Returns
     -------
     dict
         ``target``, ``provenance``; ``rows``: for each device ``passed``, ``failed``, ``skipped`` and
         ``seconds``; ``skipped``: by part, why; ``passed``.
+
+    Raises
+    ------
+    ValueError
+        If `jobs` is not positive.
+    ModuleNotFoundError
+        If there are to be several and pytest-xdist is not installed.
     """
-    rows = [_run(target, device, release=release, verbose=verbose) for device in where.devices]
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} must be at least 1")
+    if jobs > 1 and importlib.util.find_spec("xdist") is None:
+        raise ModuleNotFoundError(f"jobs={jobs} needs pytest-xdist: pip install pytest-xdist")
+    rows = [_run(target, device, release=release, verbose=verbose, jobs=jobs) for device in where.devices]
     return {
         "target": target,
         "provenance": provenance(target=target, release=release),
@@ -91,9 +109,12 @@ def run(target: str, where: Machine, *, release: bool = False, verbose: bool = F
     }
 
 
-def _run(target: str, device: str, *, release: bool, verbose: bool) -> dict[str, Any]:
+def _run(target: str, device: str, *, release: bool, verbose: bool, jobs: int) -> dict[str, Any]:
     environment = os.environ | ({"HYPOTHESIS_PROFILE": "thorough"} if release else {})
     options = ["-v" if verbose else "-q"] + (["-m", ""] if release else [])
+    if jobs > 1:
+        options += ["-n", str(jobs)]
+        environment |= dict.fromkeys(_THREADS, str(max(cpu().threads // jobs, 1)))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *paths(target, device)]

@@ -118,6 +118,14 @@ def test_tests_are_run_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert json.loads(result.stdout)["skipped"] == {"tests on cuda": "there is none in this test"}
 
 
+def test_several_processes_need_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
+        testing.run("ternary", targets.machine("cpu"), jobs=0)
+    monkeypatch.setattr(testing.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="jobs=2 needs pytest-xdist"):
+        testing.run("ternary", targets.machine("cpu"), jobs=2)
+
+
 def test_clean_lists_before_it_deletes_and_leaves_what_is_not_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

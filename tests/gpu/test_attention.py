@@ -33,11 +33,18 @@ def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> 
     out, lse = kvlab.attention(q, k, v, return_lse=True, **options)
     assert kvlab.last_backend() == "cuda"
     arrays = [to_numpy(x) for x in (q, k, v)]
-    expected, expected_lse = reference.attention(*arrays, return_lse=True, **options)
-    low, low_lse = low_precision_attention(*arrays, **options)
-    assert_accurate(to_numpy(out), expected, low)
-    assert_accurate(to_numpy(lse), expected_lse, low_lse, "lse")
+    expected = reference.attention(*arrays, return_lse=True, **options)
+    compare(out, lse, expected, low_precision_attention(*arrays, **options))
     return out
+
+
+def compare(out: torch.Tensor, lse: torch.Tensor, expected: Any, low: Any) -> None:
+    """Promise 2 for both, and no log-sum-exp off by more than 1e-3, or the rounding of scores beyond 500."""
+    assert_accurate(to_numpy(out), expected[0], low[0])
+    assert_accurate(to_numpy(lse), expected[1], low[1], "lse")
+    seen = np.isfinite(expected[1])
+    error = np.abs(to_numpy(lse)[seen] - expected[1][seen])
+    assert (error < np.maximum(1e-3, 2e-6 * np.abs(expected[1][seen]))).all()
 
 
 @pytest.fixture(params=["hopper", "portable"])
@@ -76,15 +83,11 @@ def test_variable_length_grid(dtype: str, seed: int) -> None:
         device_bounds = [torch.from_numpy(x).cuda() for x in bounds]
         out, lse = kvlab.attention_varlen(q, k, v, *device_bounds, *longest, return_lse=True, **options)
         arrays = [to_numpy(x) for x in (q, k, v)]
-        expected, expected_lse = reference.attention_varlen(
-            *arrays, *bounds, *longest, return_lse=True, **options
-        )
-        low, low_lse = each_sequence(low_precision_attention, *arrays, *bounds, **options)
-        assert_accurate(to_numpy(out), expected, low)
-        assert_accurate(to_numpy(lse), expected_lse, low_lse, "lse")
+        expected = reference.attention_varlen(*arrays, *bounds, *longest, return_lse=True, **options)
+        compare(out, lse, expected, each_sequence(low_precision_attention, *arrays, *bounds, **options))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(30))
 def test_float32_grid(seed: int) -> None:
     rng = np.random.default_rng(200 + seed)
     for _ in range(10):

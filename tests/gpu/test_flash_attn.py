@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -115,3 +119,15 @@ def test_a_thousand_calls_leave_nothing_behind() -> None:
         kvlab.attention(q, k, v)
         kvlab.attention_backward(out, q, k, v, out, lse)
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason="needs ring-flash-attn")
+def test_ring_flash_attn_runs_on_it_unmodified_over_nccl() -> None:
+    """Ring, zigzag ring, striped ring and llama3 over all GPUs, forward and backward."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.integrations.ring_attention", "nccl"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "agree with float64 over" in run.stdout

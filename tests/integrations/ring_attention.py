@@ -1,9 +1,10 @@
-"""A program: the functions of ring-flash-attn, unmodified, over processes on one CPU, against float64.
+"""A program: the functions of ring-flash-attn, unmodified, over processes on CPU or GPUs, against float64.
 
-    python -m tests.integrations.ring_attention
+    python -m tests.integrations.ring_attention [nccl]
 
 Everything is imported once, then the process forks four times: groups of 2 and of 4 processes each hold their
 part of a sequence, exchange keys and gradients over gloo, and compare with attention over the whole sequence.
+With `nccl` it forks once for each GPU, and one group of all of them exchanges over NCCL.
 Where ring-flash-attn moves keys around a ring it takes for granted that tensors are 16-bit and gives dq in
 bfloat16, so these functions run in bfloat16; the one that gathers keys runs in float32, to float32's limits.
 Exits with 1, and a traceback, if any result is off.
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from transformers import modeling_flash_attention_utils
 
+import kvlab
 from kvlab.integrations import flash_attn
 from kvlab.reference import attention as forward
 from tests.gradients import each_sequence, exact_gradients
@@ -36,6 +38,8 @@ flash_attn.install()
 
 import ring_flash_attn  # noqa: E402
 
+NCCL = "nccl" in sys.argv[1:]
+DEVICE = "cuda" if NCCL else "cpu"
 HEADS, KV_HEADS, HEAD_DIM, CHUNK = 4, 2, 16, 12
 """CHUNK: tokens of half a process; the zigzag functions split a part in two."""
 
@@ -76,7 +80,7 @@ def check(name: str, actual: list[torch.Tensor], expected: list[np.ndarray]) -> 
     """Compare out, dq, dk and dv with 2 ulp of their dtype at the largest element."""
     for part, got, want in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         limit = 2.0**-6 if got.dtype == torch.bfloat16 else 4e-6
-        error = np.abs(got.detach().double().numpy() - want).max() / np.abs(want).max()
+        error = np.abs(got.detach().double().cpu().numpy() - want).max() / np.abs(want).max()
         if not error <= limit:
             raise AssertionError(f"{name}: {part} is off by {error:.2g} of its largest element")
 
@@ -85,7 +89,7 @@ def differentiate(
     call: Callable[..., torch.Tensor], whole: list[np.ndarray], own: np.ndarray, axis: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Return out, dq, dk and dv of one process, which holds the tokens `own`."""
-    dout, *inputs = (torch.from_numpy(x.take(own, axis)).to(dtype) for x in whole)
+    dout, *inputs = (torch.from_numpy(x.take(own, axis)).to(DEVICE, dtype) for x in whole)
     leaves = [x.requires_grad_() for x in inputs]
     out = call(*leaves)
     out.backward(dout)
@@ -118,7 +122,7 @@ def try_llama3(group: Any, rank: int, world: int) -> None:
     own = contiguous(rank, world, CUTS[-1])
     for causal in (False, True):
         prepared = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
-            torch.from_numpy(bounds), causal, rank, world
+            torch.from_numpy(bounds).to(DEVICE), causal, rank, world
         )
         cu_q, cu_k, max_q, max_k, keys = prepared
         sequences = cu_q, cu_k, max_q, max_k
@@ -136,29 +140,38 @@ def try_llama3(group: Any, rank: int, world: int) -> None:
         check(name, actual, [x[own] for x in (out, *gradients)])
 
 
-def work(rank: int, store: str) -> None:
-    """What one of four processes does; the first two are a group of their own, too."""
+def work(rank: int, world: int, store: str) -> None:
+    """What one of `world` processes does; the first two of more are a group of their own, too."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    pair = dist.new_group([0, 1])
-    for group, world in ((None, 4), (pair, 2)):
-        if rank < world:
+    if NCCL:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if NCCL else "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+    )
+    groups = {world: None}
+    if world > 2:
+        groups[2] = dist.new_group([0, 1])
+    for size, group in groups.items():
+        if rank < size:
             for name in FIXED:
-                try_fixed(name, group, rank, world)
-            try_llama3(group, rank, world)
+                try_fixed(name, group, rank, size)
+            try_llama3(group, rank, size)
+    if kvlab.last_backend() != DEVICE:
+        raise RuntimeError(f"the last call ran on {kvlab.last_backend()}")
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> int:
-    """Fork four processes; 0 if all of them were right."""
+    """Fork the processes; 0 if all of them were right."""
+    world = torch.cuda.device_count() if NCCL else 4
     with tempfile.TemporaryDirectory() as folder:
         children = []
-        for rank in range(4):
+        for rank in range(world):
             child = os.fork()
             if child == 0:
                 try:
-                    work(rank, os.path.join(folder, "store"))
+                    work(rank, world, os.path.join(folder, "store"))
                 except BaseException:
                     traceback.print_exc()
                     sys.stderr.flush()
@@ -166,9 +179,11 @@ def main() -> int:
                 os._exit(0)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    if codes == [0] * 4:
-        print(f"{', '.join(FIXED)} and llama3 of ring-flash-attn agree with float64 over 2 and 4 processes")
-    return int(codes != [0] * 4)
+    if codes == [0] * world and world >= 2:
+        where = f"{world} GPUs" if NCCL else "2 and 4 processes"
+        print(f"{', '.join(FIXED)} and llama3 of ring-flash-attn agree with float64 over {where}")
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvlab
-from kvlab.lab import benchmark, results
+from kvlab.lab import attention_figure, benchmark, results
 from kvlab.lab.benchmark import Options
 from kvlab.lab.timing import Timing, time_in_turns
 
@@ -88,12 +88,43 @@ def test_attention_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         benchmark.run("attention", SMALL)
 
 
+def test_the_figure_of_attention_has_the_calls_that_differ_in_length(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kvlab.cli.benchmark import command
+
+    row = {"heads": "8/4", "batch": 1, "head_dim": 128, "causal": True, "torch_ms": 3.0, "times_cpu": 9.0}
+    rows = [
+        row | {"tokens": tokens, "direction": direction, "ms": 2.0}
+        for tokens in (512, 64)
+        for direction in ("forward", "backward")
+    ]
+    rows.append(rows[0] | {"tokens": 2048, "heads": "64/8"})
+    forward, backward = attention_figure.draw(rows).axes
+    curves = {line.get_label(): line.get_xydata().tolist() for line in forward.lines}
+    assert curves == {
+        "kvlab": [[64, 2], [512, 2]],
+        "torch, its faster backend": [[64, 3], [512, 3]],
+        "kvlab on the CPU beside it": [[64, 18], [512, 18]],
+    }
+    assert len(backward.lines) == 3
+    monkeypatch.setattr(benchmark, "run", lambda case, options: {"rows": rows, "note": ""})
+    command("flash_attention", device="cpu", figure=tmp_path / "figure.png")
+    assert (tmp_path / "figure.svg").stat().st_size > 1000
+    with pytest.raises(ValueError, match="figure='x': attention, and decode on cuda, have one, not packing"):
+        command("packing", device="cpu", figure=Path("x"))
+
+
 def test_cases_of_attention_hold_the_sweeps_and_no_case_twice() -> None:
     from kvlab.lab.benchmark_attention import CASES, release_cases
 
-    assert len(set(CASES)) == len(CASES) == 13
+    assert len(set(CASES)) == len(CASES) == 17
     assert {case.tokens for case in CASES} == {64, 128, 256, 512, 1024, 2048}
-    assert {case.heads for case in CASES} == {(4, 4), (8, 4), (8, 1), (32, 8), (64, 8)}
+    assert {case.heads for case in CASES} >= {(4, 4), (8, 4), (8, 1), (32, 8), (64, 8)}
+    assert {(case.head_dim, case.causal) for case in CASES if case.tokens == 2048} >= {
+        (64, False),
+        (128, True),
+    }
     assert {case.batch for case in CASES} == {1, 2, 4, 8}
     assert max(case.tokens for case in release_cases("cuda")) == 128 * 1024
 
