@@ -11,7 +11,10 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
-__all__ = ["choice", "flag", "number", "whole_number"]
+LONGEST = 2**31 - 1
+"""Largest length and window: kernels count in 32 bits."""
+
+__all__ = ["choice", "flag", "number", "sides_of_window", "whole_number"]
 
 
 def whole_number(value: Any, name: str, least: int | None = None, most: int | None = None) -> int:
@@ -159,3 +162,28 @@ def choice(value: Any, name: str, supported: Collection[str]) -> str:
     if value not in supported:
         raise ValueError(f"{name}={value!r} is not supported; supported are {listed}")
     return value
+
+
+def sides_of_window(window: Any) -> tuple[int, int]:
+    """Return a window of attention as (left, right): -1, no limit, or a number of keys each.
+
+    Raises
+    ------
+    TypeError
+        If it is no pair of whole numbers.
+    ValueError
+        If a number is below -1, or larger than kernels count.
+
+    Examples
+    --------
+    >>> sides_of_window([128, 0])
+    (128, 0)
+    >>> sides_of_window(128)
+    Traceback (most recent call last):
+        ...
+    TypeError: window=128 must be two numbers of keys, left and right; -1 means no limit
+    """
+    if not isinstance(window, list | tuple) or len(window) != 2:
+        raise TypeError(f"window={window!r} must be two numbers of keys, left and right; -1 means no limit")
+    left, right = window
+    return whole_number(left, "window", -1, LONGEST), whole_number(right, "window", -1, LONGEST)

@@ -28,19 +28,21 @@
 // registers at head_dim 128: 32 out, 16 q, 16 scores, 8 steps, and what is being expanded.
 //
 // Macros: HEAD_DIM; BF16; WIDTHS_K, WIDTHS_V: which widths occur, as a sum of 1 (2 bits), 2 (3 bits), 4 (4
-// bits), 8 (8 bits), 16 (16 bits); WARPS; SOFTCAP; KEEP_SCORES: bytes of a score that is kept, 2 (float16) or
-// 4, or 0.
+// bits), 8 (8 bits), 16 (16 bits); WARPS; SOFTCAP; WINDOW; KEEP_SCORES: bytes of a score that is kept, 2
+// (float16) or 4, or 0.
 //
 // clang-format off
-// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 KEEP_SCORES=0 registers<=255 arch=sm_100a,sm_120a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=4 WIDTHS_V=4 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=12 SOFTCAP=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 KEEP_SCORES=0 registers<=255 arch=sm_90a,sm_120a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 KEEP_SCORES=2 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 KEEP_SCORES=2,4 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 KEEP_SCORES=0 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=255 arch=sm_100a,sm_120a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=4 WIDTHS_V=4 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=255 arch=sm_90a,sm_120a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=2,4 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=64,80,96,128,256 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=1 KEEP_SCORES=0 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 registers<=255 arch=sm_90a,sm_100a,sm_120a
 // clang-format on
 #include <cuda_fp16.h>
 
@@ -51,12 +53,14 @@ constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
 #include "packed_state.cuh"
 // These need what is above.
 #include "packed_join.cuh"
+#include "packed_kept.cuh"
 #include "packed_scores.cuh"
 #include "packed_values.cuh"
+#include "packed_window.cuh"
 
 constexpr int MAX_STAGES = 8;
 constexpr bool MAY_BE_ONE = (WIDTHS_K & 7) && (WIDTHS_V & 7), ALL_ARE_ONE = (WIDTHS_K | WIDTHS_V) <= 7;
-constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
+constexpr float LOG2E = 1.44269504089f;
 
 // ---- Queries
 
@@ -119,40 +123,6 @@ __host__ __device__ constexpr int only_width(int flag) {
 
 // ---- The ring
 
-// Scores are read right after a call and written again by the next one, so they stay in the second-level
-// cache.
-__device__ __forceinline__ void store_kept(void* to, u32 x, u32 y, u32 z, u32 w) {
-    asm volatile(
-        "{.reg .b64 last;\ncreatepolicy.fractional.L2::evict_last.b64 last, 1.0;\n"
-        "st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, last;}" ::"l"(to),
-        "r"(x), "r"(y), "r"(z), "r"(w)
-        : "memory");
-}
-
-// Natural scores of the last rows of the queries, of scores less `reference`.
-__device__ __forceinline__ void keep_scores(const Call& call, const Sequence& sequence, u32 entry,
-                                            const float (&reference)[2], const float (&s)[4][4], int lane) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-        const int row = 2 * (lane % 4) + j, kept = sequence.first_row + row - (call.rows - call.kept);
-        if (row >= sequence.rows || kept < 0) continue;
-        float x[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = (s[i / 2][2 * (i % 2) + j] + reference[j]) * LN2;
-        const u64 at = (((u64)sequence.pair * call.entries + entry) * call.kept + kept) * 8 + lane / 4;
-        u8* to = (u8*)call.scores + at * 8 * KEEP_SCORES;
-        if (KEEP_SCORES == 2) {
-            store_kept(to, pack_halves(x[0], x[1]), pack_halves(x[2], x[3]), pack_halves(x[4], x[5]),
-                       pack_halves(x[6], x[7]));
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; i += 4)
-                store_kept(to + 4 * i, __float_as_uint(x[i]), __float_as_uint(x[i + 1]),
-                           __float_as_uint(x[i + 2]), __float_as_uint(x[i + 3]));
-        }
-    }
-}
-
 // A page is one item if it is no larger than 4 bits make it; else K and V are items of their own, in two
 // halves each at width 16.
 __device__ __forceinline__ bool is_one_item(const Rung& rung) {
@@ -203,6 +173,11 @@ __device__ __forceinline__ bool copy_part(const Rung& rung, u32 index, int part,
     return last;
 }
 
+// What a page that is not read adds to its barrier in place of bytes; lane 0.
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
     asm volatile(
         "{.reg .pred p;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra WAIT;}" ::"r"(
@@ -246,6 +221,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     extern __shared__ __align__(128) u8 shared[];
     __shared__ __align__(8) u64 barriers[WARPS * MAX_STAGES];
     __shared__ uint2 notes[WARPS * MAX_STAGES];  // of the page in a slot: entry, rung | count << 8
+    __shared__ u32 indices[WINDOW ? WARPS * MAX_STAGES : 1];  // of the same, in its pool
     __shared__ float rows[8 * ROW_FLOATS];
     __shared__ int arrived;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -267,7 +243,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     if (guessed.parts) {
         const u32 place = b - guessed.first + guessed.parts * (warp + lane * WARPS);
         if (place < call.entries)
-            own = entry_at(call.index, call.rung, call.count, (u64)guessed.number * call.entries, place);
+            own = entry_at(call.index, call.rung, call.count, (u64)guessed.number * call.entries, place,
+                           guessed.number);
     }
     int total, ctas;
     const Share share = divide(call, guessed, blocks, lane, total, ctas);
@@ -284,19 +261,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     int next_page = 0, next_part = 0;
     auto produce = [&](int slot) {
         if (next_page == page_count) return;
-        if (next_page % 32 == 0 && next_part == 0 && (next_page || !known)) {
+        if (next_page % 32 == 0 && next_part == 0 && (WINDOW || next_page || !known)) {
             const int position = begin + warp + (next_page + lane) * WARPS;
-            if (position < end)
+            if (position < end && (next_page || !known))
                 own = share.parts
                           ? entry_at(call.index, call.rung, call.count, (u64)share.number * call.entries,
-                                     b - share.first + share.parts * position)
+                                     b - share.first + share.parts * position, share.number)
                           : find_entry(call.index, call.rung, call.count, call.num_pages, call.entries,
                                        blocks, each, position, share.number, share.start, share.pages);
+            if (WINDOW && position < end) own.note = note_in_window(call, own);
         }
         const u32 index = __shfl_sync(ALL_LANES, own.index, next_page % 32);
         const u32 note = __shfl_sync(ALL_LANES, own.note, next_page % 32);
         const u32 entry = KEEP_SCORES ? __shfl_sync(ALL_LANES, own.place, next_page % 32) : 0;
         if (lane == 0) notes[warp * MAX_STAGES + slot] = {entry, note};
+        if (WINDOW) {
+            if (lane == 0) indices[warp * MAX_STAGES + slot] = index;
+            if (tokens_of(note) == 0) {
+                if (lane == 0) arrive(barrier + 8 * slot);
+                ++next_page;
+                return;
+            }
+        }
         ++next_part;
         if (copy_part(call.rungs[note & 255], index, next_part - 1, ring + slot * call.slot_bytes,
                       barrier + 8 * slot, lane))
@@ -346,7 +332,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         }
 #pragma unroll 1
         for (; filled < call.stages; ++filled) produce(filled);
+        const KeptRows kept = KEEP_SCORES ? kept_rows(call, sequence, lane) : KeptRows{};
         const u16* row = WIDTHS_K & RAW ? q_row(call, sequence, min(lane / 4, sequence.rows - 1)) : nullptr;
+        const int2 lowest = WINDOW ? lowest_of_lane(call, sequence, lane) : int2{};
         State state;
         clear(state, WIDTHS_V & (WIDTHS_V - 1) ? 0 : only_width(WIDTHS_V));
 
@@ -354,15 +342,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         for (; begin + warp + n * WARPS < stop; ++n) {
             const u8* item = wait();
             const uint2 note = notes[warp * MAX_STAGES + slot];
-            const int count = note.y >> 8;
+            const int count = tokens_of(note.y);
             const Rung& rung = call.rungs[note.y & 255];
+            float s[4][4];
+            if (WINDOW && count == 0) {  // no query row sees a token of the page, or it has none
+                hide_page(s);
+                if (KEEP_SCORES) keep_scores(call, kept, note.x, state.reference, s);
+                release();
+                continue;
+            }
+            const bool partly = WINDOW && (note.y & PARTLY);
+            const uint4 offsets =
+                partly ? offsets_of(rung, indices[warp * MAX_STAGES + slot], lane / 4) : uint4{};
             const int bits_k = WIDTHS_K & (WIDTHS_K - 1) ? rung.bits_k : only_width(WIDTHS_K);
             const int bits_v = WIDTHS_V & (WIDTHS_V - 1) ? rung.bits_v : only_width(WIDTHS_V);
             const bool one = is_one_item(rung);
             const int k_bytes = 8 * HEAD_DIM * bits_k, v_bytes = 8 * HEAD_DIM * bits_v;
             const u8* k_steps = item + k_bytes + (one ? v_bytes : 0);
             const float base[2] = {SOFTCAP ? 0.f : state.reference[0], SOFTCAP ? 0.f : state.reference[1]};
-            float s[4][4];
             if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, k_steps, query, base, s, lane);
             if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, k_steps, query, base, s, lane);
             if ((WIDTHS_K & 4) && bits_k == 4) coded_scores<4>(item, k_steps, query, base, s, lane);
@@ -381,7 +378,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             }
             if (SOFTCAP) cap_scores(call.softcap * LOG2E, state.reference, s);
             if (count < 64) clear_unused(count, s, lane);
-            if (KEEP_SCORES) keep_scores(call, sequence, note.x, state.reference, s, lane);
+            if (partly) hide_old(offsets, note.y >> 16 << 16, lowest, s);
+            if (KEEP_SCORES) keep_scores(call, kept, note.x, state.reference, s);
             u32 p[4][2];
             if (state.bits != bits_v) change_frame(state, bits_v, lane);
             if ((WIDTHS_V & RAW) && bits_v == 16) {
@@ -409,7 +407,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             for (int bit = 4; bit < 32; bit *= 2)
                 state.sum[j] += __shfl_xor_sync(ALL_LANES, state.sum[j], bit);
         }
-        if (state.reach == -INFINITE) state.reference[0] = state.reference[1] = LOWEST;
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            if (is_fresh(state, j)) state.reference[j] = LOWEST;
         join_warps(state, sequence.rows, merge, rows);
         bool last = true;
         const int first = share.parts ? share.first : owner(start, total, ctas);

@@ -31,8 +31,8 @@ from .cpu_groups import hadamard_run
 from .cpu_simd import float32x8, helper, highest, load, maximum, splat, store, total
 
 PAGE = 64
-PLACE_FIELDS = 8
-POOL, RECORD, K_CODES, V_CODES, K_STEPS, V_STEPS, K_FUNCTION, V_FUNCTION = range(PLACE_FIELDS)
+PLACE_FIELDS = 9
+POOL, RECORD, K_CODES, V_CODES, K_STEPS, V_STEPS, POSITIONS, K_FUNCTION, V_FUNCTION = range(PLACE_FIELDS)
 """Columns of `places`: an address, bytes of a record, byte offsets in it (K_STEPS and V_STEPS are -1 at width
 16, which has no steps), and the addresses of two functions: of `cpu_fragments`, or for `cpu_packed_rows` of
 `cpu_expand`."""
@@ -296,6 +296,32 @@ def _mask_scores(scores, count, softcap):
 
 
 @helper
+def position_of(positions, base, slot):
+    """Return the position of a slot of a page: `positions` is the address of its offsets."""
+    word = _load_word(positions + 4 * (slot // 2))
+    return (np.int64(base) << 16) + (np.int64(word) >> (16 * (slot % 2)) & 0xFFFF)
+
+
+@helper
+def newest_of(positions, base, count):
+    """Return the last position in a page; -1 if it holds no token."""
+    newest = np.int64(-1)
+    for slot in range(count):
+        newest = max(newest, position_of(positions, base, slot))
+    return newest
+
+
+@helper
+def _hide_old(scores, positions, base, count, lowest):
+    """Hide from each row the tokens before the position lowest[row]."""
+    for slot in range(count):
+        position = position_of(positions, base, slot)
+        for row in range(scores.shape[0]):
+            if position < lowest[row]:
+                scores[row, slot] = _MINUS_INFINITY
+
+
+@helper
 def _raise_peaks(scores, peaks, sums, shrink):
     """Let no score exceed its row's peak by more than HEADROOM; tell whether totals have to shrink."""
     changed = False
@@ -353,11 +379,12 @@ def _add_lanes(totals, out):
 @helper
 def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, kept_from, scratch, result):
     """One item: attend the pages first to last - 1 of a table row with a block of queries."""
-    query_coded, query_raw, bias = queries
-    rung, count, index = table
+    query_coded, query_raw, bias, lowest = queries
+    rung, count, index, base = table
     scores, steps, weights, coded, raw, words, shrink = scratch
     out_coded, out_raw, peaks, sums = result
     rows, head_dim = out_coded.shape
+    oldest, hides = lowest[0], lowest[rows - 1] > 0  # a later row sees no more than an earlier one
     for i in range(coded.size):
         coded[i] = raw[i] = 0
     for row in range(rows):
@@ -368,6 +395,13 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
         used = np.int64(count[p])
         k_steps = page + place[K_STEPS] if place[K_STEPS] >= 0 else -1
         v_steps = page + place[V_STEPS] if place[V_STEPS] >= 0 else -1
+
+        positions = page + place[POSITIONS]
+        if hides and newest_of(positions, base[p], used) < oldest:
+            for row in range(max(0, -kept_from), min(rows, kept.shape[1] - kept_from)):
+                for slot in range(PAGE):
+                    kept[p, kept_from + row, slot] = _MINUS_INFINITY
+            continue
 
         if p + 1 < last:
             following = places[rung[p + 1]]
@@ -383,6 +417,8 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
             _scale_scores(scores, steps, bias)
         if softcap > 0 or used < PAGE:
             _mask_scores(scores, used, softcap)
+        if hides:
+            _hide_old(scores, positions, base[p], used, lowest)
         for row in range(max(0, -kept_from), min(rows, kept.shape[1] - kept_from)):
             for slot in range(PAGE):
                 kept[p, kept_from + row, slot] = scores[row, slot] / LOG2_E
@@ -413,13 +449,14 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
     """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
 
     queries: coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4), patterns of `cpu_fragments` for coded
-    and for raw keys; bias (pairs, blocks, rows), added to the scores of coded keys. table: rung, count,
-    index (pairs, pages); num_pages (pairs,). kept (pairs, pages, kept rows, 64) receives the scores,
+    and for raw keys; bias (pairs, blocks, rows), added to the scores of coded keys; lowest, the same shape:
+    the first position that a row sees (base is read only if one is above 0). table: rung, count, index, base
+    (pairs, pages); num_pages (pairs,). kept (pairs, pages, kept rows, 64) receives the scores,
     natural, of query rows from kept_from on. result: out (2, pairs, blocks, splits, rows, head_dim), what
     coded and raw values add up to, in units of 2^peaks; peaks, sums (pairs, blocks, splits, rows).
     """
-    coded, raw, bias = queries
-    rung, count, index, num_pages = table
+    coded, raw, bias, lowest = queries
+    rung, count, index, base, num_pages = table
     out, peaks, sums = result
     _, pairs, blocks, splits, rows, head_dim = out.shape
     scratch = (
@@ -436,8 +473,8 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
         pair, block, part = item // (blocks * splits), item // splits % blocks, item % splits
         live = np.int64(num_pages[pair])
         _attend_range(
-            (coded[pair, block], raw[pair, block], bias[pair, block]),
-            (rung[pair], count[pair], index[pair]),
+            (coded[pair, block], raw[pair, block], bias[pair, block], lowest[pair, block]),
+            (rung[pair], count[pair], index[pair], base[pair]),
             places,
             live * part // splits,
             live * (part + 1) // splits,

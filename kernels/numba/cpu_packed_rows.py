@@ -31,11 +31,14 @@ from .cpu_packed import (
     K_STEPS,
     LOG2_E,
     POOL,
+    POSITIONS,
     RECORD,
     V_CODES,
     V_FUNCTION,
     V_STEPS,
     double_steps,
+    newest_of,
+    position_of,
     serial,
     take_number,
 )
@@ -128,6 +131,17 @@ def _hide(scores, used):
 
 
 @helper
+def _hide_old(scores, positions, base, used, lowest):
+    """Hide from each row of a panel the tokens before the position lowest[row]."""
+    for p in range(PAGE):
+        if SLOT_AT[p] < used:
+            position = position_of(positions, base, SLOT_AT[p])
+            for lane in range(PANEL):
+                if position < lowest[lane]:
+                    scores[p * PANEL + lane] = MINUS_INFINITY
+
+
+@helper
 def _clear(values, head_dim, used):
     """Zeros for the values of unused slots, which may be NaN."""
     for p in range(PAGE):
@@ -157,13 +171,15 @@ def _attend_range(
 ):
     """One item: the pages first to last - 1 of a table row whose values are raw, or coded; PANELS at most.
 
-    queries: coded, raw (panels, (head_dim + 1) * PANEL); totals (panels, head_dim * PANEL).
+    queries: coded, raw (panels, (head_dim + 1) * PANEL), lowest (panels, PANEL); totals (panels, head_dim *
+    PANEL).
     """
-    query_coded, query_raw = queries
-    rung, count, index = table
+    query_coded, query_raw, lowest = queries
+    rung, count, index, base = table
     keys, values, scores, steps, bytewise, shrink, square = scratch
     peaks, sums = result
     panels, head_dim = totals.shape[0], totals.shape[1] // PANEL
+    oldest, hides = lowest[0, 0], lowest[panels - 1, PANEL - 1] > 0
     for panel in range(panels):
         for i in range(head_dim * PANEL):
             totals[panel, i] = 0
@@ -174,6 +190,12 @@ def _attend_range(
         if (place[V_STEPS] < 0) != raw:
             continue
         page = place[POOL] + np.int64(index[p]) * place[RECORD]
+        positions = page + place[POSITIONS]
+        if hides and newest_of(positions, base[p], used) < oldest:
+            for row in range(max(0, kept_from), min(panels * PANEL, kept.shape[1] + kept_from)):
+                for slot in range(PAGE):
+                    kept[p, row - kept_from, slot] = MINUS_INFINITY
+            continue
         is_coded = place[K_STEPS] >= 0
         if is_coded:
             _read_steps(page + place[K_STEPS], steps, bytewise)
@@ -197,6 +219,8 @@ def _attend_range(
                 cap(scores, PAGE, np.float32(1) / softcap, softcap)
             if used < PAGE:
                 _hide(scores, used)
+            if hides:
+                _hide_old(scores, positions, base[p], used, lowest[panel])
             _keep(scores, panel * PANEL - kept_from, kept[p], square)
             weigh(scores, PAGE, LOG2_E, peaks[rows], sums[rows], shrink)
             multiply(values, PAGE + PADDING, 1, scores, PAGE, PAGE, totals[panel], head_dim, shrink, False)
@@ -206,14 +230,15 @@ def _attend_range(
 def attend_rows(counter, queries, table, places, softcap, kept, kept_from, result):
     """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
 
-    queries: coded, raw of `lay_out_panels`. table: rung, count, index (pairs, pages); num_pages (pairs,).
+    queries: coded, raw of `lay_out_panels`; lowest (pairs, panels, PANEL), the first position that a row sees
+    (base is read only if one is above 0). table: rung, count, index, base (pairs, pages); num_pages (pairs,).
     kept (pairs, pages, kept rows, 64) receives the scores, natural, of query rows from kept_from on. result:
     out (2, pairs, blocks, parts, rows, head_dim), what coded and raw values add up to, zeros before, in units
     of 2^peaks; peaks, sums (pairs, blocks, parts, rows). Part 2 i is range i of the pages with coded values,
     2 i + 1 of those with raw ones; rows are those of PANELS panels.
     """
-    coded, raw = queries
-    rung, count, index, num_pages = table
+    coded, raw, lowest = queries
+    rung, count, index, base, num_pages = table
     out, peaks, sums = result
     _, pairs, blocks, parts, _, head_dim = out.shape
     panels = coded.shape[1]
@@ -234,8 +259,8 @@ def attend_rows(counter, queries, table, places, softcap, kept, kept_from, resul
         own = slice(block * PANELS, min((block + 1) * PANELS, panels))
         used = totals[: own.stop - own.start]
         _attend_range(
-            (coded[pair, own], raw[pair, own]),
-            (rung[pair], count[pair], index[pair]),
+            (coded[pair, own], raw[pair, own], lowest[pair, own]),
+            (rung[pair], count[pair], index[pair], base[pair]),
             places,
             live * (part // 2) // splits,
             live * (part // 2 + 1) // splits,

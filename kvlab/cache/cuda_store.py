@@ -51,6 +51,7 @@ class DevicePages:
     rung: Any
     count: Any
     index: Any
+    base: Any
     num_pages: Any
     k_mean: Any
     dtype: str
@@ -215,6 +216,7 @@ class DeviceStore:
             rung=tables["rung"][layer],
             count=tables["count"][layer],
             index=tables["index"][layer],
+            base=tables["base"][layer],
             num_pages=tables["num_pages"][layer],
             k_mean=tables["k_mean"][layer],
             dtype=store.dtype,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kvlab.arguments import flag, number, whole_number
+from kvlab.arguments import LONGEST, flag, number, sides_of_window, whole_number
 from kvlab.arrays import (
     Array,
     ArrayT,
@@ -41,8 +41,6 @@ __all__ = [
 ]
 
 _FLOATS = ("float16", "bfloat16", "float32")
-_LONGEST = (1 << 31) - 1
-"""Largest length and window: kernels count in 32 bits."""
 FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
 REFERENCE_FACTS: dict[str, Any] = {"dtype": (*_FLOATS, "float64"), "head_dim": AtLeast(1)}
 CUDA_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(1, 257)}
@@ -251,7 +249,7 @@ def sequences_of(cu_seqlens_q: Array, cu_seqlens_k: Array, max_seqlen_q: int, ma
     """Check the lengths beside the prefix sums, which `check_call` has checked."""
     longest = ((max_seqlen_q, "max_seqlen_q"), (max_seqlen_k, "max_seqlen_k"))
     return Sequences(
-        cu_seqlens_q, cu_seqlens_k, *(whole_number(value, name, 0, _LONGEST) for value, name in longest)
+        cu_seqlens_q, cu_seqlens_k, *(whole_number(value, name, 0, LONGEST) for value, name in longest)
     )
 
 
@@ -259,12 +257,7 @@ def scores_of(
     head_dim: int, causal: bool, scale: float | None, window: tuple[int, int], softcap: float
 ) -> Scores:
     """Check mask and score options, and resolve their defaults."""
-    if not isinstance(window, list | tuple) or len(window) != 2:
-        raise TypeError(f"window={window!r} must be two numbers of keys, left and right; -1 means no limit")
-    left, right = (
-        whole_number(window[0], "window", -1, _LONGEST),
-        whole_number(window[1], "window", -1, _LONGEST),
-    )
+    left, right = sides_of_window(window)
     scale = 1 / math.sqrt(head_dim) if scale is None else number(scale, "scale")
     return Scores(left, 0 if flag(causal, "causal") else right, scale, number(softcap, "softcap", least=0))
 

@@ -1,9 +1,9 @@
 """Attention over packed pages: queries attend the stored tokens of a compressed cache without unpacking them.
 
 The pages come as a page table and pools (`kvlab.cache.pages.LayerPages`; only its shape is known here).
-Stored tokens are older than the queries, so there is no mask, and their order does not matter: pages are
-attended in any order and partial results merged by their log-sum-exp. The caller does the same with the
-tokens that are not in pages.
+Stored tokens are older than the queries, so nothing hides them but a window, and their order does not matter:
+pages are attended in any order and partial results merged by their log-sum-exp. The caller does the same with
+the tokens that are not in pages.
 
 Importance is attention mass, and its denominator is known only after that merge. So a call may keep the
 scores of the last query rows, and `mass_from_scores` turns them into probabilities without reading a key
@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.arguments import sides_of_window
 from kvlab.arrays import (
     Array,
     ArrayT,
@@ -41,13 +42,14 @@ __all__ = ["Layout", "PackedAttention", "Pages", "mass_from_scores", "packed_att
 Floats = NDArray[np.float32]
 
 _FLOATS = ("float16", "bfloat16", "float32")
-_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16)}
+_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16), "window": (False, True)}
 _CUDA_FACTS: dict[str, Any] = {
     "dtype": ("float16", "bfloat16"),
     "head_dim": (64, 80, 96, 128, 256),
+    "window": (False, True),
     "compute_capability": AtLeast((9, 0)),
 }
-_NUMBA_FACTS = _FACTS | {"compute_capability": AtLeast((7, 5))}
+_NUMBA_FACTS = _FACTS | {"compute_capability": AtLeast((7, 5)), "window": (False,)}
 
 register(
     Row("packed_attention", "cpu", "kvlab.ops.packed:_attend_cpu", _FACTS),
@@ -90,6 +92,8 @@ class Layout(Protocol):
     @property
     def v_steps(self) -> int: ...
     @property
+    def positions(self) -> int: ...
+    @property
     def nbytes(self) -> int: ...
 
 
@@ -107,11 +111,21 @@ class Pages(Protocol):
     @property
     def index(self) -> Any: ...
     @property
+    def base(self) -> Any: ...
+    @property
     def num_pages(self) -> Any: ...
     @property
     def k_mean(self) -> Any: ...
     @property
     def dtype(self) -> str: ...
+
+
+class Sight(NamedTuple):
+    """How far query tokens see back: token s of row b to position first[b] + s - left."""
+
+    left: int
+    first: Any
+    """int32 (batch,): the position of the first query token of each row."""
 
 
 class PackedAttention(NamedTuple, Generic[ArrayT]):
@@ -128,14 +142,16 @@ def packed_attention(
     *,
     scale: float | None = None,
     softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    first_position: Array | None = None,
     keep_scores: int = 0,
     backend: str | None = None,
 ) -> PackedAttention[ArrayT]:
     """Attend all tokens that the pages of a layer hold.
 
-    Every query sees every stored token of its row. The queries are brought into the frame of the coded keys
-    once, and what coded values add up to is rotated back once, so a page is expanded in registers and no
-    dense key or value is ever written.
+    Every query sees every stored token of its row, or those that its window reaches back to. The queries are
+    brought into the frame of the coded keys once, and what coded values add up to is rotated back once, so a
+    page is expanded in registers and no dense key or value is ever written.
 
     Parameters
     ----------
@@ -147,6 +163,13 @@ def packed_attention(
         Factor on the scores; 1 / sqrt(head_dim) if not given.
     softcap : float
         If positive, scores are softcap * tanh(score / softcap).
+    window : (int, int)
+        (left, right) as for `kvlab.attention`: query token s of row b sees the stored tokens at positions
+        from first_position[b] + s - left on; -1 means no limit. The right side must be -1 or a number, but
+        hides nothing, since stored tokens are older than the queries. A page without a token that some
+        query sees is not read but for its positions.
+    first_position : int32 array, (batch,)
+        With a window: the position of the first query token of each row, on the device of `q`.
     keep_scores : int
         Keep the scores of that many last query rows, for `mass_from_scores`. They take 4 * keep_scores *
         group bytes for each slot of the page table: 16 bytes a token and KV head for one row and a group of
@@ -163,15 +186,15 @@ def packed_attention(
         Log-sum-exp of the scores, natural; -inf where a row holds no token. `kvlab.merge_attention` joins
         out and lse with those of other tokens.
     scores : float32 array, (batch, num_heads_kv, entries, keep_scores * group, 64), or None
-        None unless `keep_scores`. Entries beyond `num_pages` hold anything.
+        None unless `keep_scores`. Entries beyond `num_pages` hold anything, tokens before the window -inf.
 
     Raises
     ------
     ValueError
-        If shapes do not fit, softcap or keep_scores is out of range, or the page table names a page that
-        does not exist.
+        If shapes do not fit, softcap, window or keep_scores is out of range, a window comes without
+        first_position or the other way round, or the page table names a page that does not exist.
     TypeError
-        If q is no array of a supported dtype.
+        If q is no array of a supported dtype or first_position none of int32.
     NotImplementedError
         If no backend on the device of q supports the call.
 
@@ -193,13 +216,17 @@ def packed_attention(
     (array([0.5, 0.5, 0. ], dtype=float32), True)
     """
     group = _check(q, pages, softcap, keep_scores)
-    device = common_device({"q": q, "pages.rung": pages.rung})
+    sight = _sight(window, first_position, q.shape[0])  # type: ignore[attr-defined]
+    device = common_device(
+        {"q": q, "pages.rung": pages.rung} | ({"first_position": sight.first} if sight else {})
+    )
     facts = {"dtype": dtype_name(q, "q"), "head_dim": q.shape[3]}  # type: ignore[attr-defined]
+    facts["window"] = sight is not None
     if device.kind == "cuda":
         facts["compute_capability"] = compute_capability(device.index)
     row = choose("packed_attention", device.kind, backend, **facts)
     scale = 1 / math.sqrt(facts["head_dim"]) if scale is None else scale
-    result: PackedAttention[ArrayT] = row.launch(q, pages, group, scale, softcap, keep_scores)
+    result: PackedAttention[ArrayT] = row.launch(q, pages, group, scale, softcap, keep_scores, sight)
     return result
 
 
@@ -279,15 +306,37 @@ def _check(q: Any, pages: Pages, softcap: float, keep_scores: int) -> int:
     return _group_size(sizes["Hq"], sizes["Hkv"])
 
 
+def _sight(window: tuple[int, int], first_position: Any, batch: int) -> Sight | None:
+    """Return what a window means for the launchers; None if nothing is hidden."""
+    left, _ = sides_of_window(window)
+    if (left == -1) != (first_position is None):
+        raise ValueError(
+            f"window={tuple(window)} {'comes with' if left == -1 else 'needs'} first_position: give both, or "
+            "neither"
+        )
+    if left == -1:
+        return None
+    if dtype_name(first_position, "first_position") != "int32" or tuple(first_position.shape) != (batch,):
+        raise TypeError(
+            f"first_position must be int32 of shape ({batch},), one position for each row of the batch, got "
+            f"{dtype_name(first_position, 'first_position')} {tuple(first_position.shape)}"
+        )
+    return Sight(left, first_position)
+
+
 # Launchers.
 
 
 def _attend_reference(
-    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
+    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, sight: Sight | None
 ) -> PackedAttention[ArrayT]:
     queries = to_numpy_view(q, "q")
+    seen: dict[str, Any] = {}
+    if sight:
+        first = to_numpy_view(sight.first, "first_position")
+        seen = {"window": (sight.left, -1), "first_position": first}
     out, lse, scores = reference.packed_attention(
-        queries, pages, scale=scale, softcap=softcap, keep_scores=keep_scores
+        queries, pages, scale=scale, softcap=softcap, keep_scores=keep_scores, **seen
     )
     kept = like_first(scores.astype(np.float32), q) if keep_scores else None
     return PackedAttention(
@@ -317,6 +366,7 @@ def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.in
         place[cpu_packed.K_CODES], place[cpu_packed.V_CODES] = layout.k_codes, layout.v_codes
         place[cpu_packed.K_STEPS] = layout.k_steps if layout.bits_k < 16 else -1
         place[cpu_packed.V_STEPS] = layout.v_steps if layout.bits_v < 16 else -1
+        place[cpu_packed.POSITIONS] = layout.positions
         if rows:
             functions = cpu_fragments.key_product(k, rows), cpu_fragments.value_product(v, rows)
         else:
@@ -331,6 +381,8 @@ class _CpuCall(NamedTuple):
     queries: NDArray[np.float32]  # (batch, seqlen_q, num_heads_q, head_dim)
     mean: NDArray[np.float32]  # (pairs, head_dim)
     table: tuple[NDArray[Any], ...]  # rung, count, index (pairs, pages); num_pages (pairs,)
+    base: NDArray[np.uint16]  # (pairs, pages), or (pairs, 0) without a window
+    lowest: NDArray[np.int64]  # (batch, seqlen_q): the first position that a query token sees
     rotation: tuple[int, np.float32]
     scale: float
     softcap: np.float32
@@ -352,6 +404,18 @@ class _CpuCall(NamedTuple):
             )
         return places
 
+    @property
+    def places_table(self) -> tuple[NDArray[Any], ...]:
+        """The page table as the kernels take it."""
+        return (*self.table[:3], self.base, self.table[3])
+
+    def lowest_of_rows(self, pairs: int, *shape: int) -> NDArray[np.int64]:
+        """`lowest` of the query rows of each pair, (pairs, *shape); rows beyond the last are as the last."""
+        batch, seqlen_q = self.lowest.shape
+        group = self.queries.shape[2] * batch // max(pairs, 1)
+        token = np.minimum(np.arange(math.prod(shape)) // max(group, 1), seqlen_q - 1)
+        return np.repeat(self.lowest[:, token], pairs // max(batch, 1), axis=0).reshape(pairs, *shape)
+
     def splits(self, items: int, most: int, pages_each: int) -> int:
         """Into how many ranges to cut the pages of a row, so that there are about `most` items of work."""
         entries: int = self.table[0].shape[1]
@@ -359,7 +423,7 @@ class _CpuCall(NamedTuple):
 
 
 def _attend_cpu(
-    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
+    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, sight: Sight | None
 ) -> PackedAttention[ArrayT]:
     from kvlab.numba_kernels.cpu_packed import merge_parts
 
@@ -371,10 +435,16 @@ def _attend_cpu(
     )
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
     block = hadamard_block(head_dim)
+    base, lowest = np.zeros((pairs, 0), np.uint16), np.zeros((batch, seqlen_q), np.int64)
+    if sight:
+        base = np.ascontiguousarray(pages.base).reshape(pairs, entries)
+        lowest += to_numpy_view(sight.first, "first_position")[:, None] + np.arange(seqlen_q) - sight.left
     call = _CpuCall(
         queries=np.ascontiguousarray(view, np.float32),
         mean=np.asarray(pages.k_mean, np.float32).reshape(pairs, head_dim),
         table=(rung, count, index, num_pages),
+        base=base,
+        lowest=lowest,
         rotation=(block, np.float32(1 / math.sqrt(block))),
         scale=scale,
         softcap=np.float32(softcap),
@@ -406,14 +476,14 @@ def _attend_few_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) 
     rows = -(-query_rows // blocks) if 0 < blocks < 3 else ROWS_AT_ONCE
     places = call.places(pages, rows)
     coded, raw = np.empty((2, pairs, blocks, head_dim // 16, 2, 2, rows, 4), np.float32)
-    bias = np.empty((pairs, blocks, rows), np.float32)
+    bias, lowest = np.empty((pairs, blocks, rows), np.float32), call.lowest_of_rows(pairs, blocks, rows)
     unit = np.float32(call.scale if call.softcap else call.scale * kernels.LOG2_E)
     kernels.lay_out_queries(call.queries, unit, call.mean, *call.rotation, coded, raw, bias)
     splits = call.splits(pairs * blocks, _ITEMS, _PAGES_PER_ITEM)
     parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
     peaks, sums = np.empty((2, pairs, blocks, splits, rows), np.float32)
     share(
-        kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias), call.table, places,
+        kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias, lowest), call.places_table, places,
         pages.layouts[0].itemsize, call.softcap, call.kept, call.kept_from, (parts, peaks, sums),
         alone=call.alone,
     )  # fmt: skip
@@ -428,13 +498,14 @@ def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int)
     blocks = -(-panels // kernels.PANELS)
     rows = min(panels, kernels.PANELS) * kernels.PANEL
     coded, raw = np.empty((2, pairs, panels, (head_dim + 1) * kernels.PANEL), np.float32)
+    lowest = call.lowest_of_rows(pairs, panels, kernels.PANEL)
     kernels.lay_out_panels(call.queries, np.float32(call.scale), call.mean, *call.rotation, coded, raw)
     # Two parts for each range of pages: those with coded values and those with raw ones.
     shape = (pairs, blocks, 2 * call.splits(pairs * blocks, _ITEMS // 4, 4 * _PAGES_PER_ITEM), rows)
     parts, (peaks, sums) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)
     share(
-        kernels.attend_rows, np.zeros(1, np.int64), (coded, raw), call.table, places, call.softcap,
-        call.kept, call.kept_from, (parts, peaks, sums), alone=call.alone,
+        kernels.attend_rows, np.zeros(1, np.int64), (coded, raw, lowest), call.places_table, places,
+        call.softcap, call.kept, call.kept_from, (parts, peaks, sums), alone=call.alone,
     )  # fmt: skip
     return parts, peaks, sums
 

@@ -21,7 +21,7 @@ from kvlab.device import compute_capability
 from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew, multiprocessors
 
 if TYPE_CHECKING:
-    from kvlab.ops.packed import Layout, PackedAttention, Pages
+    from kvlab.ops.packed import Layout, PackedAttention, Pages, Sight
 
 __all__ = ["AttendCall", "Workspace", "attend", "make_workspace"]
 
@@ -51,6 +51,9 @@ _CALL = np.dtype(
         *((name, "i4") for name in _INTEGERS),
         ("scale", "f4"),
         ("softcap", "f4"),
+        ("base", "u8"),
+        ("first", "u8"),
+        ("left", "i4"),
     ],
     align=True,
 )
@@ -107,7 +110,14 @@ def item_bytes(layout: Layout) -> int:
 
 @lru_cache(maxsize=256)
 def _plan(
-    layouts: tuple[Layout, ...], dtype: str, rows: int, softcap: bool, kept: int, device: int, warps: int = 0
+    layouts: tuple[Layout, ...],
+    dtype: str,
+    rows: int,
+    softcap: bool,
+    windowed: bool,
+    kept: int,
+    device: int,
+    warps: int = 0,
 ) -> _Plan:
     head_dim = layouts[0].head_dim
     widths = [sum({_FLAG[getattr(layout, side)] for layout in layouts}) for side in ("bits_k", "bits_v")]
@@ -118,13 +128,13 @@ def _plan(
             f"packed_attention copies pages in bulk, which takes compute capability 9.0; device {device} has "
             f"{capability[0]}.{capability[1]}: keep the cache on the CPU"
         )
-    # 12 warps leave 168 registers a thread, too few for larger heads, and for all widths beyond sm_90. Raw
-    # pages take few instructions, and the ring is deeper with 8.
+    # 12 warps leave 168 registers a thread, too few for larger heads, for windows, and for all widths beyond
+    # sm_90. Raw pages take few instructions, and the ring is deeper with 8.
     raw = all(bits == _FLAG[16] for bits in widths)
-    warps = warps or (12 if head_dim <= 128 and capability[0] == 9 and not raw else 8)
+    warps = warps or (12 if head_dim <= 128 and capability[0] == 9 and not raw and not windowed else 8)
     macros = {
         "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
-        "WARPS": warps, "SOFTCAP": int(softcap), "KEEP_SCORES": kept,
+        "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "KEEP_SCORES": kept,
     }  # fmt: skip
     kernel = load(build("packed_attention", macros, arch_of(*capability)), device=device)
     merge = 4 * warps * min(rows, _MERGE_ROWS) * (head_dim + 2)
@@ -156,6 +166,7 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     scores: Any = None,
+    sight: Sight | None = None,
     warps: int = 0,
 ) -> None:
     """Attend all tokens of `pages`; allocates nothing, waits for nothing, launches one kernel.
@@ -174,10 +185,13 @@ def attend(
         As in `kvlab.ops.packed.packed_attention`.
     scores : float32 or float16 array, (batch, num_heads_kv, entries, keep_scores * group, 64), optional
         Receives the scores of the last rows; contiguous.
+    sight : Sight, optional
+        How far queries see back; its positions are read on the device, contiguous. `pages` has `base` then.
     warps : int
         Warps of a thread block; 0 chooses.
     """
-    call = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores, warps=warps)
+    options = {"scale": scale, "softcap": softcap, "scores": scores, "sight": sight, "warps": warps}
+    call = AttendCall(q, pages, workspace, **options)
     call(cuda_view(q, "q"), cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer, current_stream(q))
 
 
@@ -188,7 +202,7 @@ class AttendCall:
     ----------
     q : array
         As the queries of the calls will be: shape, dtype and device.
-    pages, workspace, scale, softcap, scores, warps
+    pages, workspace, scale, softcap, scores, sight, warps
         As for `attend`.
     """
 
@@ -201,6 +215,7 @@ class AttendCall:
         scale: float,
         softcap: float = 0.0,
         scores: Any = None,
+        sight: Sight | None = None,
         warps: int = 0,
     ) -> None:
         batch, seqlen_q, heads, _ = q.shape
@@ -214,7 +229,8 @@ class AttendCall:
         kept, rows = 0 if scores is None else scores.shape[3], seqlen_q * group
         layouts = tuple(pages.layouts)
         kept_bytes = 0 if scores is None else numpy_dtype(dtype_name(scores, "scores")).itemsize
-        plan = _plan(layouts, dtype_name(q), min(rows, _ROWS), softcap > 0, kept_bytes, device, warps)
+        traits = dtype_name(q), min(rows, _ROWS), softcap > 0, sight is not None, kept_bytes, device, warps
+        plan = _plan(layouts, *traits)
         call = np.zeros(1, _CALL)
         unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
         for place, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
@@ -225,6 +241,9 @@ class AttendCall:
             "partial": workspace.partial,
             "arrivals": workspace.arrivals,
         } | ({} if scores is None else {"scores": scores})
+        if sight:
+            arrays |= {"base": pages.base, "first": sight.first}
+            call["left"] = sight.left
         for name, array in arrays.items():
             call[name] = cuda_view(array, name).pointer
         tables = (batch * kv_heads, kv_heads, entries, len(layouts))
@@ -248,7 +267,13 @@ class AttendCall:
 
 
 def launch(
-    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
+    q: ArrayT,
+    pages: Pages,
+    group: int,
+    scale: float,
+    softcap: float,
+    keep_scores: int,
+    sight: Sight | None = None,
 ) -> PackedAttention[ArrayT]:
     """Launcher of backend "cuda" for `kvlab.ops.packed.packed_attention`."""
-    return attend_anew(make_workspace, attend, q, pages, group, scale, softcap, keep_scores)
+    return attend_anew(make_workspace, attend, q, pages, group, scale, softcap, keep_scores, sight)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.arrays import ArrayT, dtype_name, empty
 
 if TYPE_CHECKING:
-    from kvlab.ops.packed import PackedAttention, Pages
+    from kvlab.ops.packed import PackedAttention, Pages, Sight
 
 __all__ = ["MAX_RUNGS", "attend_anew", "multiprocessors"]
 
@@ -34,6 +34,7 @@ def attend_anew(
     scale: float,
     softcap: float,
     keep_scores: int,
+    sight: Sight | None = None,
 ) -> PackedAttention[ArrayT]:
     """Make results and a workspace and call a backend's `attend`: one call of `packed_attention`."""
     from kvlab.ops.packed import PackedAttention
@@ -54,5 +55,6 @@ def attend_anew(
     scores = empty((batch, kv_heads, entries, keep_scores * group, 64), "float32", q) if keep_scores else None
     if batch * seqlen_q * heads:
         workspace = make_workspace(q, batch * kv_heads, seqlen_q * group, head_dim)
-        attend(q, pages, out, lse, workspace, scale=scale, softcap=softcap, scores=scores)
+        options = {"scale": scale, "softcap": softcap, "scores": scores}
+        attend(q, pages, out, lse, workspace, **options, **({"sight": sight} if sight else {}))
     return PackedAttention(out, lse, scores)

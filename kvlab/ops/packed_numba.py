@@ -21,7 +21,7 @@ from kvlab.numba_cuda import build_numba
 from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew, multiprocessors
 
 if TYPE_CHECKING:
-    from kvlab.ops.packed import Layout, PackedAttention, Pages
+    from kvlab.ops.packed import Layout, PackedAttention, Pages, Sight
 
 __all__ = ["Workspace", "attend", "launch", "make_workspace", "options_of", "table_arguments"]
 
@@ -200,7 +200,13 @@ def attend(
 
 
 def launch(
-    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int
+    q: ArrayT,
+    pages: Pages,
+    group: int,
+    scale: float,
+    softcap: float,
+    keep_scores: int,
+    sight: Sight | None = None,
 ) -> PackedAttention[ArrayT]:
     """Launcher of backend "numba" for `kvlab.ops.packed.packed_attention`."""
-    return attend_anew(make_workspace, attend, q, pages, group, scale, softcap, keep_scores)
+    return attend_anew(make_workspace, attend, q, pages, group, scale, softcap, keep_scores, sight)

@@ -1,9 +1,10 @@
 """Attention over packed pages in float64: decode every token, then attend them as any others.
 
 A page table says, for every (row, KV head), which pages hold its tokens (`kvlab.cache.pages.LayerPages`).
-Stored tokens are all older than the queries, so every query sees every token and their order does not
-matter. Keys below width 16 are stored as H(k - k_mean), values below width 16 as H v, where H is the
-orthonormal block Hadamard matrix, its own inverse, and k_mean is a vector of the (row, KV head).
+Stored tokens are all older than the queries, so every query sees every token that its window reaches back
+to, and their order does not matter. Keys below width 16 are stored as H(k - k_mean), values below width 16 as
+H v, where H is the orthonormal block Hadamard matrix, its own inverse, and k_mean is a vector of the (row, KV
+head).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvlab.reference.attention import attend_rows, softmax_rows
 from kvlab.reference.codec import hadamard_block
 from kvlab.reference.pages import decode_page
 
-__all__ = ["hadamard_matrix", "mass_from_scores", "packed_attention", "stored_tokens"]
+__all__ = ["hadamard_matrix", "mass_from_scores", "packed_attention", "stored_positions", "stored_tokens"]
 
 Float64 = NDArray[np.float64]
 
@@ -61,8 +62,26 @@ def stored_tokens(pages: Any, row: int, head: int) -> list[tuple[Float64, Float6
     return tokens
 
 
+def stored_positions(pages: Any, row: int, head: int) -> NDArray[np.int64]:
+    """Return the positions of the tokens of one (row, KV head), in the order of `stored_tokens`."""
+    found = [np.zeros(0, np.int64)]
+    for p in range(pages.num_pages[row, head]):
+        at = row, head, p
+        layout, count = pages.layouts[pages.rung[at]], pages.count[at]
+        offsets = layout.positions_in(pages.pools[pages.rung[at]])[pages.index[at], :count]
+        found.append((int(pages.base[at]) << 16) + offsets.astype(np.int64))
+    return np.concatenate(found)
+
+
 def packed_attention(
-    q: ArrayLike, pages: Any, *, scale: float | None = None, softcap: float = 0.0, keep_scores: int = 0
+    q: ArrayLike,
+    pages: Any,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
+    first_position: ArrayLike | None = None,
+    keep_scores: int = 0,
 ) -> tuple[Float64, Float64, Float64]:
     """Attend all stored tokens of each row; see `kvlab.ops.packed.packed_attention`.
 
@@ -73,7 +92,8 @@ def packed_attention(
     lse : float64, (batch, num_heads_q, seqlen_q)
         -inf where a row holds no token.
     scores : float64, (batch, num_heads_kv, pages, keep_scores * group, 64)
-        Natural logarithms; last rows, positions first and heads of the group within; -inf in unused slots.
+        Natural logarithms; last rows, positions first and heads of the group within; -inf in unused slots and
+        for tokens before the window.
     """
     queries = np.asarray(q, np.float64)
     batch, seqlen_q, heads, head_dim = queries.shape
@@ -90,13 +110,16 @@ def packed_attention(
                 else [np.zeros((0, head_dim))] * 2
             )
             own = slice(h * group, (h + 1) * group)
-            everything = np.ones((seqlen_q, len(k)), np.bool_)
+            visible = np.ones((seqlen_q, len(k)), np.bool_)
+            if window[0] >= 0:
+                lowest = np.asarray(first_position, np.int64)[b] + np.arange(seqlen_q) - window[0]
+                visible = stored_positions(pages, b, h) >= lowest[:, None]
             options: dict[str, Any] = {"scale": scale, "softcap": softcap}
             out[b, :, own], lse[b, own] = attend_rows(
-                queries[b, :, own], k[:, None], v[:, None], everything, **options
+                queries[b, :, own], k[:, None], v[:, None], visible, **options
             )
             if keep_scores:
-                probabilities, _ = softmax_rows(queries[b, :, own], k[:, None], everything, **options)
+                probabilities, _ = softmax_rows(queries[b, :, own], k[:, None], visible, **options)
                 with np.errstate(divide="ignore"):
                     logs = np.log(probabilities) + lse[b, own][..., None]  # (group, positions, tokens)
                 rows = logs[:, seqlen_q - keep_scores :].swapaxes(0, 1).reshape(keep_scores * group, -1)

@@ -6,6 +6,7 @@ that do not exist, and memory around the results holds a canary.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import kvlab
 from kvlab.cache.pages import LayerPages, PageLayout
 from kvlab.ops import packed_cuda, packed_numba
-from kvlab.ops.packed import packed_attention
+from kvlab.ops.packed import Sight, packed_attention
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate, low_precision_attention
@@ -44,6 +45,7 @@ class DevicePages:
     rung: torch.Tensor
     count: torch.Tensor
     index: torch.Tensor
+    base: torch.Tensor
     num_pages: torch.Tensor
     k_mean: torch.Tensor
     dtype: str
@@ -51,7 +53,13 @@ class DevicePages:
 
 def on_device(pages: LayerPages) -> DevicePages:
     put = lambda x: torch.from_numpy(np.array(x)).cuda()  # noqa: E731
-    tables = (put(pages.rung), put(pages.count), put(pages.index.view(np.int32)), put(pages.num_pages))
+    tables = (
+        put(pages.rung),
+        put(pages.count),
+        put(pages.index.view(np.int32)),
+        put(pages.base.view(np.int16)),
+        put(pages.num_pages),
+    )
     return DevicePages(pages.layouts, tuple(map(put, pages.pools)), *tables, put(pages.k_mean), pages.dtype)
 
 
@@ -99,6 +107,14 @@ def poison(record: np.ndarray, layout: PageLayout, dtype: str, count: int) -> No
             elements[bit_address(16, layout.head_dim, side)[count:, :, 0] // 16] = NAN_BITS[dtype]
 
 
+def aligned(pool: np.ndarray) -> np.ndarray:
+    """A copy that starts at a multiple of 64 bytes."""
+    memory = np.zeros(pool.size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    memory[start : start + pool.size] = pool.reshape(-1)
+    return memory[start : start + pool.size].reshape(pool.shape)
+
+
 def draw_pages(
     seed: int,
     dtype: str,
@@ -125,10 +141,7 @@ def draw_pages(
         for at, place in zip(map(tuple, mine), places, strict=True):
             index[at] = place
             poison(pool[place], layout, dtype, int(count[at]))
-        memory = np.zeros(pool.size + 64, np.uint8)
-        start = -memory.ctypes.data % 64
-        memory[start : start + pool.size] = pool.reshape(-1)
-        pools.append(memory[start : start + pool.size].reshape(pool.shape))
+        pools.append(aligned(pool))
     rung[~used], count[~used], index[~used] = 200, 77, 0xFFFFFFFF
     mean = rng.standard_normal((*lengths.shape, head_dim)).astype(np.float16)
     base = np.zeros(shape, np.uint16)
@@ -150,7 +163,13 @@ def draw_queries(seed: int, dtype: str, batch: int, seqlen: int, heads: int, hea
     return rng.standard_normal((batch, seqlen, heads, head_dim)).astype(DTYPES[dtype])
 
 
-def low_precision(q: np.ndarray, pages: LayerPages, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+def low_precision(
+    q: np.ndarray,
+    pages: LayerPages,
+    window: tuple[int, int] = (-1, -1),
+    first_position: np.ndarray | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
     """The same attention with keys, values, scores and probabilities in the dtype of q."""
     batch, seqlen, heads, head_dim = q.shape
     kv_heads = pages.rung.shape[1]
@@ -161,23 +180,35 @@ def low_precision(q: np.ndarray, pages: LayerPages, **options: Any) -> tuple[np.
             tokens = reference.stored_tokens(pages, b, h)
             k, v = (np.concatenate([np.zeros((0, head_dim)), *(t[i] for t in tokens)]) for i in (0, 1))
             own = slice(h * group, (h + 1) * group)
-            out[b : b + 1, :, own], lse[b : b + 1, own] = low_precision_attention(
-                q[b : b + 1, :, own],
-                k.astype(q.dtype)[None, :, None],
-                v.astype(q.dtype)[None, :, None],
-                **options,
-            )
+            blocks = [(slice(0, seqlen), np.ones(len(k), np.bool_))]
+            if first_position is not None:
+                position = reference.stored_positions(pages, b, h)
+                lowest = first_position[b] + np.arange(seqlen) - window[0]
+                blocks = [(slice(s, s + 1), position >= lowest[s]) for s in range(seqlen)]
+            for rows, seen in blocks:
+                out[b : b + 1, rows, own], lse[b : b + 1, own, rows] = low_precision_attention(
+                    q[b : b + 1, rows, own],
+                    k[seen].astype(q.dtype)[None, :, None],
+                    v[seen].astype(q.dtype)[None, :, None],
+                    **options,
+                )
     return out, lse
 
 
 def attend(backend: Any, q: np.ndarray, pages: LayerPages, **options: Any) -> Any:
     group = q.shape[2] // pages.rung.shape[1]
     arguments = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "keep_scores": 0} | options
+    if "window" in arguments:
+        left, _ = arguments.pop("window")
+        arguments["sight"] = Sight(left, to_torch(arguments.pop("first_position")))
     return backend.launch(to_torch(q), on_device(pages), group, **arguments)
 
 
-def check(backend: Any, q: np.ndarray, pages: LayerPages, **options: Any) -> np.ndarray:
-    actual = attend(backend, q, pages, **options)
+def check(
+    backend: Any, q: np.ndarray, pages: LayerPages, hostile: LayerPages | None = None, **options: Any
+) -> np.ndarray:
+    """Compare with float64; the backend gets `hostile`, the same but for what must not matter."""
+    actual = attend(backend, q, hostile or pages, **options)
     out, lse, scores = reference.packed_attention(q, pages, **options)
     options.pop("keep_scores", None)
     low_out, low_lse = low_precision(q, pages, **options)
@@ -245,6 +276,85 @@ def test_scores_kept_in_float16_are_those_of_float32_rounded(group: int) -> None
     assert torch.equal(lse, whole.lse)
     used = torch.from_numpy(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])
     assert torch.equal(kept.cpu()[used], whole.scores.cpu()[used].half())
+
+
+WINDOW_STARTS = (1 << 16) + 30_000
+
+
+def spread(pages: LayerPages, seed: int) -> LayerPages:
+    """Give tokens positions, those of a page near each other: a third of the pages about WINDOW_STARTS."""
+    rng = np.random.default_rng(seed)
+    for at in map(tuple, np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])):
+        near = rng.random() < 0.3
+        pages.base[at] = 1 if near else rng.integers(0, 3)
+        start = 29_980 if near else rng.integers(0, 65_000)
+        record = pages.pools[pages.rung[at]][pages.index[at]]
+        layout = pages.layouts[pages.rung[at]]
+        layout.positions_in(record[None])[0] = start + rng.integers(0, 50 if near else 500, 64)
+    return pages
+
+
+def unread(pages: LayerPages, first_position: np.ndarray, left: int) -> LayerPages:
+    """The same pages, all NaN but for the positions where the window of no query reaches."""
+    hostile = dataclasses.replace(pages, pools=tuple(map(aligned, pages.pools)))
+    hidden = 0
+    for at in map(tuple, np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])):
+        layout, pool = pages.layouts[pages.rung[at]], hostile.pools[pages.rung[at]]
+        offsets = layout.positions_in(pool)[pages.index[at], : pages.count[at]].astype(int)
+        if ((int(pages.base[at]) << 16) + offsets < first_position[at[0]] - left).all():
+            pool[pages.index[at], : layout.positions] = 0xFF
+            hidden += 1
+    assert hidden
+    return hostile
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "seqlen", "group"),
+    [
+        ("float16", 64, 1, 1),
+        ("bfloat16", 128, 1, 4),
+        ("bfloat16", 128, 16, 1),
+        ("bfloat16", 128, 16, 16),
+        ("float16", 80, 4, 7),
+        ("bfloat16", 96, 2, 9),
+        ("float16", 256, 3, 16),
+    ],
+)
+def test_a_window_reads_no_page_before_it(dtype: str, head_dim: int, seqlen: int, group: int) -> None:
+    lengths = np.array([[40, 7], [0, 200]])
+    pages = spread(draw_pages(head_dim, dtype, head_dim, MIXED, lengths), seqlen)
+    first = np.array([100_000, 99_993], np.int32)
+    left = 100_000 - WINDOW_STARTS
+    q = draw_queries(21, dtype, 2, seqlen, 2 * group, head_dim)
+    options = {"window": (left, 0), "first_position": first}
+    check(packed_cuda, q, pages, unread(pages, first, left), **options)
+
+
+def test_a_window_with_softcap_and_kept_scores() -> None:
+    pages = spread(draw_pages(22, "bfloat16", 128, MIXED, np.array([[40, 7], [0, 200]])), 22)
+    first, left = np.array([100_000, 99_993], np.int32), 100_000 - WINDOW_STARTS
+    q = draw_queries(22, "bfloat16", 2, 9, 8, 128)
+    options = {"window": (left, -1), "first_position": first, "softcap": 5.0, "keep_scores": 3}
+    check(packed_cuda, q, pages, unread(pages, first, left), **options)
+
+
+@pytest.mark.parametrize("rungs", [((2, 2),), ((4, 4),), ((16, 16),)], ids=str)
+def test_a_window_over_one_width(rungs: tuple[tuple[int, int], ...]) -> None:
+    """Many sequences: lists that thread blocks share, with pages of several sequences."""
+    lengths = np.random.default_rng(23).integers(0, 9, (30, 8))
+    pages = spread(draw_pages(23, "bfloat16", 128, rungs, lengths), 23)
+    first, left = np.full(30, 100_000, np.int32) - np.arange(30, dtype=np.int32), 100_000 - WINDOW_STARTS
+    q = draw_queries(23, "bfloat16", 30, 3, 32, 128)
+    check(packed_cuda, q, pages, unread(pages, first, left), window=(left, 0), first_position=first)
+
+
+def test_a_window_that_reaches_no_stored_token() -> None:
+    pages = spread(draw_pages(24, "bfloat16", 128, MIXED, np.array([[40, 7]])), 24)
+    first = np.array([1 << 18], np.int32)
+    q = draw_queries(24, "bfloat16", 1, 2, 8, 128)
+    actual = attend(packed_cuda, q, unread(pages, first, 3), window=(3, 0), first_position=first)
+    assert not to_numpy(actual.out).any()
+    assert np.isneginf(to_numpy(actual.lse)).all()
 
 
 def test_many_sequences_share_blocks(backend: Any) -> None:

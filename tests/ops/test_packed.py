@@ -107,7 +107,7 @@ class PackedCase:
 
 @st.composite
 def packed_cases(draw: st.DrawFn) -> PackedCase:
-    """Draw any widths, mixed rungs, ragged rows, empty heads, queries of other dtypes than the pages."""
+    """Draw any widths, mixed rungs, ragged rows, empty heads, windows, queries of another dtype."""
     rng = np.random.default_rng(draw(SEEDS))
     rungs = draw(st.lists(st.sampled_from(RUNGS), min_size=1, max_size=4, unique=True))
     head_dim = draw(st.sampled_from((16, 32, 64, 80, 96, 128)))
@@ -125,7 +125,21 @@ def packed_cases(draw: st.DrawFn) -> PackedCase:
         "softcap": draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))),
         "keep_scores": draw(st.integers(0, seqlen_q)),
     }
+    if draw(st.booleans()):
+        pages.base[...] %= 2
+        left, right = draw(st.tuples(st.integers(0, 1 << 17), st.integers(-1, 3)))
+        first = rng.integers(0, 1 << 18, batch).astype(np.int32)
+        options |= {"window": (left, right), "first_position": first}
     return PackedCase(hostile_view(rng, q) if draw(st.booleans()) else q, pages, options)
+
+
+def seen_keys(case: PackedCase, b: int, h: int) -> list[tuple[slice, Array]]:
+    """Return which stored tokens of a (row, KV head) its query rows see: all rows, or one by one."""
+    seqlen_q, position = case.q.shape[1], reference.stored_positions(case.pages, b, h)
+    if "window" not in case.options:
+        return [(slice(0, seqlen_q), np.full(len(position), True))]
+    lowest = case.options["first_position"][b] + np.arange(seqlen_q) - case.options["window"][0]
+    return [(slice(s, s + 1), position >= lowest[s]) for s in range(seqlen_q)]
 
 
 def low_precision(case: PackedCase, bases: int = 4) -> tuple[Array, Array]:
@@ -145,11 +159,13 @@ def low_precision(case: PackedCase, bases: int = 4) -> tuple[Array, Array]:
         parts = zip(*[(np.zeros((0, head_dim)),) * 2, *reference.stored_tokens(pages, b, h)], strict=True)
         k, v = (np.concatenate(part)[None, :, None] for part in parts)
         own = (slice(b, b + 1), slice(None), slice(h * group, (h + 1) * group))
-        for i, sign in enumerate(signs):
-            basis = sign * reference.hadamard_matrix(head_dim) if i else np.eye(head_dim)
-            qkv = [(x @ basis).astype(q.dtype) for x in (q[own], k, v)]
-            out, lses[i, b, own[2]] = low_precision_attention(*qkv, **options)
-            outs[(i, *own)] = out @ basis.T.astype(np.float32)
+        for tokens, seen in seen_keys(case, b, h):
+            part = (own[0], tokens, own[2])
+            for i, sign in enumerate(signs):
+                basis = sign * reference.hadamard_matrix(head_dim) if i else np.eye(head_dim)
+                qkv = [(x @ basis).astype(q.dtype) for x in (q[part], k[:, seen], v[:, seen])]
+                out, lses[i, b, own[2], tokens] = low_precision_attention(*qkv, **options)
+                outs[(i, *part)] = out @ basis.T.astype(np.float32)
     with np.errstate(invalid="ignore"):  # -inf - -inf
         far = [np.abs(np.nan_to_num(x - x[0])).argmax(axis=0)[None] for x in (outs, lses)]
     return tuple(np.take_along_axis(x, i, 0)[0] for x, i in zip((outs, lses), far, strict=True))
@@ -352,6 +368,14 @@ def test_refuses_calls_that_make_no_sense() -> None:
         packed_attention(q, pages, softcap=float("nan"))
     with pytest.raises(ValueError, match="keep_scores must be from 0 to the 2 query rows, got 3"):
         packed_attention(q, pages, keep_scores=3)
+    with pytest.raises(ValueError, match="needs first_position"):
+        packed_attention(q, pages, window=(5, 0))
+    with pytest.raises(ValueError, match="comes with first_position"):
+        packed_attention(q, pages, first_position=np.zeros(len(q), np.int32))
+    with pytest.raises(ValueError, match="window=-2"):
+        packed_attention(q, pages, window=(-2, 0))
+    with pytest.raises(TypeError, match=r"first_position must be int32 of shape \(2,\)"):
+        packed_attention(q, pages, window=(5, 0), first_position=np.zeros(len(q)))
     with pytest.raises(NotImplementedError, match="float64"):
         packed_attention(q.astype(np.float64), pages)
     with pytest.raises(TypeError, match="q must be an array"):

@@ -27,6 +27,9 @@ struct Call {
     int rows, group, kept;  // rows = seqlen_q * group; the last `kept` of them have their scores kept
     int slot_bytes, stages;
     float scale, softcap;
+    const u16* base;  // [pairs, entries]: the upper 16 bits of positions; with a window only, as what follows
+    const int* first;  // [batch]: the position of the first query token of a row
+    int left;          // query token s of row b sees tokens at positions from first[b] + s - left on
 };
 
 struct Sequence {

@@ -98,14 +98,15 @@ __device__ __forceinline__ Share divide(const Call& call, const Share& guessed, 
     return balanced ? part : whole;
 }
 
-// A page of the list: its index in the pool, rung | count << 8, its place in the table of its pair.
+// A page of the list: its index in the pool, rung | count << 8, its place in the table of its pair, the
+// sequence.
 struct Entry {
-    u32 index, note, place;
+    u32 index, note, place, number;
 };
 
 __device__ __forceinline__ Entry entry_at(const u32* index, const u8* rung, const u8* count, u64 row,
-                                          u32 place) {
-    return {index[row + place], rung[row + place] | (u32)count[row + place] << 8, place};
+                                          u32 place, u32 number) {
+    return {index[row + place], rung[row + place] | (u32)count[row + place] << 8, place, number};
 }
 
 // The entry of a position of the whole list, at or after the cursor (number, start, pages). Each lane its
@@ -120,5 +121,5 @@ __device__ __noinline__ Entry find_entry(const u32* index, const u8* rung, const
     }
     const u64 row = (u64)((u32)number / (u32)blocks) * entries;
     const u32 columns = each ? min(pages, max(4, 2 * pages / each)) : 1;
-    return entry_at(index, rung, count, row, page_at(position - start, pages, columns));
+    return entry_at(index, rung, count, row, page_at(position - start, pages, columns), number);
 }

@@ -1,6 +1,6 @@
 // What a warp keeps while it attends pages, and the frames and units in which it keeps it.
 //
-// Needs HEAD_DIM, WIDTHS_V, CODED, RAW and packed_codes.cuh.
+// Needs HEAD_DIM, WIDTHS_V, CODED, RAW, WINDOW and packed_codes.cuh.
 #pragma once
 
 constexpr int TILES_D = HEAD_DIM / 16, ROW_FLOATS = HEAD_DIM + 2, MERGE_ROWS = 4;
@@ -25,6 +25,7 @@ struct State {
     float reference[2], sum[2];
     float reach;  // by how much scores may exceed the reference: the lift + SLACK; -infinite before the first
     u32 limit;    // the largest step for which the lift is right, as a pair of float16
+    u32 seen;     // bit j: row 2u + j has met a token; kept with a window only, else all rows meet the same
     int bits;
 };
 
@@ -40,7 +41,13 @@ __device__ __forceinline__ void clear(State& state, int bits) {
     state.sum[0] = state.sum[1] = 0.f;
     state.reach = -INFINITE;
     state.limit = NO_LIMIT;
+    state.seen = 0;
     state.bits = bits;
+}
+
+// Whether row 2u + j has not met a token.
+__device__ __forceinline__ bool is_fresh(const State& state, int j) {
+    return WINDOW ? !(state.seen >> j & 1) : state.reach == -INFINITE;
 }
 
 // What codes of `bits` are multiplied by in `out`, as a power of 2: rows g (even) and g + 8 (odd) of a tile.

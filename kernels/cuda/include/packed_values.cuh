@@ -22,7 +22,12 @@ __device__ __forceinline__ void probabilities(float (&s)[4][4], const Steps& ste
         lift_changes = !__hble2(pair, *(const __half2*)&state.limit);
     }
     const bool live = top[0] > -INFINITE || top[1] > -INFINITE;
-    if (__any_sync(ALL_LANES, top[0] > state.reach || top[1] > state.reach || (live && lift_changes))) {
+    bool raise = top[0] > state.reach || top[1] > state.reach || (live && lift_changes);
+    if (WINDOW) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) raise = raise || (is_fresh(state, j) && top[j] > -INFINITE);
+    }
+    if (__any_sync(ALL_LANES, raise)) {
         const bool empty = state.reach == -INFINITE;
         const float lift_before = empty ? 0.f : state.reach - SLACK;
         if (empty) state.reach = SLACK;
@@ -42,10 +47,13 @@ __device__ __forceinline__ void probabilities(float (&s)[4][4], const Steps& ste
 #pragma unroll
             for (int bit = 4; bit < 32; bit *= 2)
                 top[j] = fmaxf(top[j], __shfl_xor_sync(ALL_LANES, top[j], bit));
-            if (!empty) top[j] = fmaxf(top[j], lift_before);
-            const float rise = top[j] - (state.reach - SLACK);
+            const bool fresh = WINDOW ? is_fresh(state, j) : empty;
+            if (!fresh) top[j] = fmaxf(top[j], lift_before);
+            const bool waits = WINDOW && fresh && !(top[j] > -INFINITE);  // all of the page is hidden
+            if (WINDOW && !waits) state.seen |= 1u << j;
+            const float rise = waits ? 0.f : top[j] - (state.reach - SLACK);
             state.reference[j] += rise;
-            factor[j] = empty ? 0.f : power_of_2(-rise);
+            factor[j] = fresh ? 0.f : power_of_2(-rise);
             state.sum[j] *= factor[j];
 #pragma unroll
             for (int i = 0; i < 8; ++i) s[i / 2][2 * (i % 2) + j] -= rise;
