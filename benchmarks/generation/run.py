@@ -156,7 +156,7 @@ def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
     views = [cuda_view(x, "x") for x in (q, k, v)]
     out, lse = torch.empty_like(q), torch.empty(packed.batch, HEADS_Q, 1, device="cuda")
     share = packed._share(packed.seqlen, packed.batch)
-    device.reallocate(share)
+    device.reallocate(1, share)
     calls = [device._calls.step(i, q, 1, DIM**-0.5, 0.0, "mass", False) for i in range(layers)]
 
     def attend(stream: int) -> None:
@@ -173,7 +173,7 @@ def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
         with torch.cuda.graph(graph):
             work(torch.cuda.current_stream().cuda_stream)
         found[f"{name}_us"] = 1e3 * between_events(graph.replay, 8) / layers
-    found["plan_us"] = 1e3 * between_events(lambda: device.reallocate(share), 8) / layers
+    found["plan_us"] = 1e3 * between_events(lambda: device.reallocate(1, share), 8) / layers
     return found
 
 

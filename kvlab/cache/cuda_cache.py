@@ -27,6 +27,7 @@ from kvlab.cache.cuda_changes import MOST_ROOM, Changes
 from kvlab.cache.cuda_collect import Collector
 from kvlab.cache.cuda_exchange import from_layers, to_layers
 from kvlab.cache.cuda_plan import Workspace as Plan
+from kvlab.cache.cuda_tight import reserve_nbytes
 from kvlab.cache.layer import Layer
 from kvlab.ops.attention import attention, attention_varlen
 from kvlab.ops.packed_cuda import AttendCall
@@ -207,7 +208,7 @@ class DeviceCache:
         codes = empty((self.pairs, k.shape[1]), "uint8", k)
         fresh = self._fresh(k, v, valid, codes, layer)
         cuda_score.score_norms(k, codes, self.settings.importance, current_stream(k))
-        self._admit(layer, k, fresh, share, workspace)
+        self._admit(layer, k, valid, fresh, share, workspace)
         self.count(layer, k.shape[1], False)
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
@@ -257,7 +258,7 @@ class DeviceCache:
             cuda_score.score_new(q, k, lse, codes, scale=scale, softcap=softcap, stream=stream)
         else:
             cuda_score.score_norms(k, codes, self.settings.importance, stream)
-        self._admit(layer, k, fresh, share, workspace)
+        self._admit(layer, k, valid, fresh, share, workspace)
         self.count(layer, steps, collects)
         return out
 
@@ -267,7 +268,7 @@ class DeviceCache:
         views = cuda_view(k, "k"), cuda_view(v, "v")
         return kernels.new_tokens(*views, mask, address, k.shape[1], self.lengths[layer])
 
-    def _admit(self, layer: int, k: Any, fresh: Any, share: int | None, workspace: Plan) -> None:
+    def _admit(self, layer: int, k: Any, valid: Any, fresh: Any, share: int | None, workspace: Plan) -> None:
         """Plan and write new tokens of one layer; waits for the device."""
         store, stream, steps = self.layers[layer].store, current_stream(k), int(fresh["steps"])
         if self.lengths[layer] == 0 and self.settings.takes_mean[layer]:
@@ -277,30 +278,48 @@ class DeviceCache:
             )
         self._collector.settle(stream)
         self.changes.set_share(share)
-        self.changes.admit(layer, fresh, workspace, stream)
-        self.room[layer] = self.changes.room + steps  # less these steps, which are counted next
+        length, room = self.lengths[layer], self.changes.room
+        if self.changes.is_tight(layer, length + steps + room):
+            room, use = 0, np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
+            if not self.changes.fits(layer, length, new=use):
+                self._consolidate(steps, share, to_come=False)
+        self.changes.admit(layer, fresh, workspace, stream, room)
+        self.room[layer] = room + steps  # less these steps, which are counted next
 
     # ---- room ----------------------------------------------------------------------------------------------
 
-    def make_room(self, layer: int, share: int | None) -> None:
-        """Plan all layers that stand where this one does, so that each has room for the next tokens."""
+    def make_room(self, layer: int, steps: int, share: int | None) -> None:
+        """Plan all layers that stand where this one does, so that each has room for `steps` tokens."""
         state = self.lengths[layer], self.room[layer]
         together = all((self.lengths[i], self.room[i]) == state for i in range(len(self.layers)))
-        first, n = (0, len(self.layers)) if together or not self.changes.tidy else (layer, 1)
-        self._plan(first, n, share)
-        for i in range(first, first + n):
-            self.room[i] = self.changes.room
+        whole = together or not self.changes.tidy
+        self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, share)
 
-    def reallocate(self, share: int | None) -> None:
-        """Choose widths anew for all layers and make room for the next tokens."""
-        self._plan(0, len(self.layers), share)
-        self.room = [self.changes.room] * len(self.layers)
+    def reallocate(self, steps: int, share: int | None) -> None:
+        """Choose widths anew for all layers and make room for the next `steps` tokens or more."""
+        self._plan(0, len(self.layers), steps, share)
 
-    def _plan(self, first: int, n: int, share: int | None) -> None:
-        stream = current_stream(self.like)
+    def _plan(self, first: int, n: int, steps: int, share: int | None) -> None:
+        stream, room = current_stream(self.like), self.changes.room
         self._collector.settle(stream)
         self.changes.set_share(share)
-        self.changes.make_room(first, n, stream)
+        layers = range(first, first + n)
+        if any(self.changes.is_tight(layer, self.lengths[layer] + room) for layer in layers):
+            room = steps
+            if not all(self.changes.fits(layer, self.lengths[layer], room=room) for layer in layers):
+                self._consolidate(steps, share, to_come=True)
+        self.changes.make_room(first, n, stream, room)
+        for layer in layers:
+            self.room[layer] = room
+
+    def _consolidate(self, steps: int, share: int | None, *, to_come: bool) -> None:
+        """Let the CPU put all tokens into as few pages as leave room for `steps` more."""
+        assert share is not None
+        with self.on_host(lambda: (self.capacity, share), changes=True):
+            for layer, length, ladder in zip(self.layers, self.lengths, self.changes.ladders, strict=True):
+                reserve = reserve_nbytes(length, steps, to_come, layer.store.num_heads_kv, ladder)
+                layer.carry_out(layer.shrink(np.arange(layer.store.batch), share - reserve))
+        self.changes.set_share(share)
 
     # ---- rare operations -----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlab.arrays import to_host
 from kvlab.cache import cuda_kernels as kernels
@@ -23,9 +24,11 @@ from kvlab.cache.cuda_plan import (
     decode_bounds,
     launch_plan,
     make_workspace,
+    smallest_nbytes,
     spare_nbytes,
 )
 from kvlab.cache.cuda_store import STATE, DeviceStore
+from kvlab.cache.cuda_tight import least_nbytes
 from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.cache.store import ERRORS, LayerStore
 from kvlab.device import translated_out_of_memory
@@ -59,6 +62,8 @@ class Changes:
     Attributes
     ----------
     store : DeviceStore
+    ladders : list of Ladder
+        The levels of each layer.
     """
 
     def __init__(
@@ -81,16 +86,16 @@ class Changes:
             "room": room,
             "by_position": by_position,
         }
-        self._ladders = [ladder_of(store) for store in stores]
+        self.ladders = [ladder_of(store) for store in stores]
 
         def spare(layer: int, slab: int) -> int:
             store = stores[layer]
-            return spare_nbytes(store.batch, store.num_heads_kv, self._ladders[layer], slab)
+            return spare_nbytes(store.batch, store.num_heads_kv, self.ladders[layer], slab)
 
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
             self.store = DeviceStore(stores, like, capacity, share, spare)
             shape = self._shape(0)
-            bounds = [decode_bounds(shape, ladder) for ladder in self._ladders]
+            bounds = [decode_bounds(shape, ladder) for ladder in self.ladders]
             births, dropped = (max(found) for found in zip(*bounds, strict=True))
             self._decode = make_workspace(like, shape, len(stores), births, dropped)
         self.restart(tidy=True)
@@ -128,8 +133,27 @@ class Changes:
         """Bits of `Trouble` that a layer has met; waits for the device."""
         return int(to_host(self.store.tables["status"][layer])[0])
 
-    def make_room(self, first: int, n: int, stream: int) -> None:
-        """Choose widths anew for n layers, and open pages for the next tokens."""
+    def is_tight(self, layer: int, length: int) -> bool:
+        """Whether the bytes of a row may be too few for a plan of `length` tokens, wherever they lie."""
+        store, ladder = self.store.stores[layer], self.ladders[layer]
+        needed = smallest_nbytes(length, store.num_heads_kv, ladder, store.fixed_nbytes)
+        return self._share is not None and needed > self._share
+
+    def fits(self, layer: int, length: int, *, new: NDArray[np.bool_] | None = None, room: int = 0) -> bool:
+        """Whether the next plan of a layer can keep to the budget; see `least_nbytes`. Waits."""
+        store = self.store.stores[layer]
+        tables = {
+            name: to_host(self.store.tables[name][layer]) for name in ("rung", "count", "base", "num_pages")
+        }
+        tables["base"] = tables["base"].view(np.uint16)
+        needed = least_nbytes(
+            tables, self.ladders[layer], store.evicts, store.fixed_nbytes, length=length, new=new, room=room
+        )
+        return self._share is None or int(needed.max(initial=0)) <= self._share
+
+    def make_room(self, first: int, n: int, stream: int, room: int | None = None) -> None:
+        """Choose widths anew for n layers, and open pages for the next tokens, `room` or as many as ever."""
+        self._rules["room"] = self.room if room is None else room
         if self.tidy:
             self._plan(first, n, self._decode, stream, None)
             return
@@ -139,7 +163,7 @@ class Changes:
             workspace = make_workspace(self._like, self._shape(0), 1, pages, pages)
         for layer in range(first, first + n):
             self._plan(layer, 1, workspace, stream, None)
-        self._tidy = n == len(self._ladders)
+        self._tidy = n == len(self.ladders)
 
     def admission(self, steps: int, holds_tokens: bool) -> Workspace:
         """Memory for `admit` of so many steps; taken before anything changes."""
@@ -149,8 +173,11 @@ class Changes:
         with translated_out_of_memory(f"the plan of {steps} new tokens"):
             return make_workspace(self._like, shape, 1, births, max(pages, 1))
 
-    def admit(self, layer: int, fresh: Any, workspace: Workspace, stream: int) -> None:
-        """Take in new tokens of a layer, a `NEW_TOKENS` scalar; waits for the device."""
+    def admit(
+        self, layer: int, fresh: Any, workspace: Workspace, stream: int, room: int | None = None
+    ) -> None:
+        """Take in new tokens of a layer, a `NEW_TOKENS` scalar; waits for the device. `room` as above."""
+        self._rules["room"] = self.room if room is None else room
         before: list[int] = []
         while True:
             self._plan(layer, 1, workspace, stream, fresh)
@@ -169,7 +196,7 @@ class Changes:
 
     def _plan(self, first: int, n: int, workspace: Workspace, stream: int, fresh: Any) -> None:
         start = first
-        for ladder, run in groupby(self._ladders[first : first + n]):
+        for ladder, run in groupby(self.ladders[first : first + n]):
             count = len(list(run))
             self._plan_run(start, count, ladder, workspace, stream, fresh)
             start += count

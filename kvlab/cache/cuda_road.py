@@ -101,11 +101,11 @@ class GpuRoad:
     def smallest_nbytes(self, tokens: int) -> int:
         """Bytes with which a row of any layer does for certain."""
         from kvlab.cache.cuda_changes import ladder_of
-        from kvlab.cache.cuda_plan import smallest_nbytes
+        from kvlab.cache.cuda_tight import guaranteed_nbytes
 
         stores = [layer.store for layer in self._cache.layers]
         return max(
-            smallest_nbytes(tokens, store.num_heads_kv, ladder_of(store), store.fixed_nbytes)
+            guaranteed_nbytes(tokens, store.num_heads_kv, ladder_of(store), store.fixed_nbytes)
             for store in stores
         )
 
@@ -122,7 +122,7 @@ class GpuRoad:
             return empty(views[0].shape, views[0].dtype, q)
         if device.is_short(steps):
             if device.room[layer] < steps:
-                device.make_room(layer, self._share(layer, steps))
+                device.make_room(layer, steps, self._share(layer, steps))
             try:
                 return device.step(layer, q, views, mask, scale, softcap)
             except (
@@ -168,7 +168,7 @@ class GpuRoad:
         steps = views[0].shape[1]
         if 0 < steps <= MAX_STEPS:
             if device.room[layer] < steps:
-                device.make_room(layer, self._share(layer, steps))
+                device.make_room(layer, steps, self._share(layer, steps))
             device.append(layer, k, views, mask)
         elif steps:
             with translated_out_of_memory(f"{steps} new tokens"):
@@ -297,7 +297,7 @@ class GpuRoad:
             raise ValueError(f"layers hold different numbers of tokens, {sorted(set(device.lengths))}")
         if min(device.room) < steps:
             self._make_sure(device.lengths[0] + steps)
-            device.reallocate(self._share(0, steps))
+            device.reallocate(steps, self._share(0, steps))
         return device.generation, device.lengths[0] > 0, device.collects(0, steps)
 
     @contextmanager

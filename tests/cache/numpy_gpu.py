@@ -123,7 +123,7 @@ class Kernels:
         return layout.positions_in(page)[0, slot : slot + 1], layout.importance_in(page)[0, slot : slot + 1]
 
     def write_tokens(self, *args: Any) -> None:
-        (plan, phase), fresh = args[5], args[8]
+        (plan, phase), fresh = args[-5], args[-2]
         steps = int(fresh["steps"])
         for number, change in plan.changes.items():
             store, arena = self.store.stores[number], self.store.arenas[number]

@@ -51,17 +51,17 @@ def step(cache: Any, rng: np.random.Generator, steps: int, valid: np.ndarray | N
     """Step all layers; the results are those of attention over what the pages hold and the new tokens."""
     device = cache._gpu._device
     if device is not None and steps <= 16 and min(device.room) < steps:
-        device.make_room(0, cache._share(cache.seqlen + steps, cache.batch))
-    before = None if device is None else pages_of(cache)
+        device.make_room(0, steps, cache._share(cache.seqlen + steps, cache.batch))
     for layer in range(LAYERS):
+        before = None if device is None else pages_of(cache)[layer]  # a layer may take room from others
         q, k, v = draw(rng, cache, steps)
         out = cache.step(layer, q, k, v, valid=valid)
         seen = np.ones(q.shape[:2], bool) if valid is None else valid
         exact = MixedPrecisionCache(1, HEADS * GROUP, HEADS, DIM, batch=cache.batch, budget=None, bits=16)
         wanted = exact.step(0, q, k, v, valid=seen).astype(np.float32)
-        if before is not None and before[layer].num_pages.any():
+        if before is not None and before.num_pages.any():
             lse = _lse(q, k, seen)
-            stored = packed_attention(q.astype(np.float32), before[layer])
+            stored = packed_attention(q.astype(np.float32), before)
             wanted, _ = merge_attention([wanted, stored.out], [lse, stored.lse])
         assert np.abs(out - wanted)[seen].max() < 4e-3
 

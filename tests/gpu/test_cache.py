@@ -64,7 +64,7 @@ def step(
     if device is not None and steps <= 16:  # a step of few tokens that lacks room plans before it attends
         for layer in range(LAYERS):
             if device.room[layer] < steps:
-                device.make_room(layer, cache._share(cache.seqlen + steps, cache.batch))
+                device.make_room(layer, steps, cache._share(cache.seqlen + steps, cache.batch))
     before = pages_of(cache) if device is not None and compared else None
     judged = int(rng.integers(LAYERS)) if compared else -1
     for layer in range(LAYERS):
