@@ -294,7 +294,7 @@ class PreparedLaunch:
     ----------
     kernel : Kernel
     grid, block : tuple of int
-        Blocks and threads in one dimension.
+        Blocks in up to three dimensions, threads in one.
     argument : structured array, (1,)
         The struct; read at each launch.
     shared_bytes : int
@@ -309,7 +309,7 @@ class PreparedLaunch:
     def __init__(
         self,
         kernel: Kernel,
-        grid: tuple[int],
+        grid: tuple[int, ...],
         block: tuple[int],
         argument: NDArray[Any],
         shared_bytes: int = 0,
@@ -320,7 +320,7 @@ class PreparedLaunch:
         self._argument = argument
         self._pointers = np.array([argument.ctypes.data], np.uint64)
         address = int(self._pointers.ctypes.data)
-        self._fixed = (kernel.pointer, *grid, 1, 1, *block, 1, 1, shared_bytes)
+        self._fixed = (kernel.pointer, *(*grid, 1, 1)[:3], *block, 1, 1, shared_bytes)
         self._address, self._launch = address, driver.launchKernel
         self._error: type[Exception] = driver.CUDADriverError
         self._make_context: Any = runtime.free

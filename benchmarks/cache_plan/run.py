@@ -119,14 +119,11 @@ class Model:
             states, first, n, workspace, self.ladder, STATE.itemsize, self.stream, **self.options, **new
         )
         cuda_plan._kernels = kept
-        widest = max(layout.nbytes for layout in self.host.layouts)
         moved = np.zeros(1, kernels.NEW_TOKENS)[0] if fresh is None else fresh
         states += first * STATE.itemsize
         for phase in range(2):
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
-            kernels.write_tokens(
-                HEAD_DIM, "bfloat16", 0, widest, states, lists, n, groups, moved, self.stream
-            )
+            kernels.write_tokens(HEAD_DIM, "bfloat16", 0, states, lists, n, groups, moved, self.stream)
             clock.mark(f"write {phase}")
         kernels.copy_pages(HEAD_DIM, "bfloat16", 0, states, lists, n, workspace.most_dropped, self.stream)
         clock.mark("copy")
@@ -203,6 +200,36 @@ class Model:
                 collector.score(layer, scores[None, (layer + turn) % 4], lse[None], STEPS, 0, stream)
         return graph
 
+    def append(self, repeats: int = 50) -> float:
+        """Microseconds of an append of one token a row, by the layer, in a graph of all."""
+        heads = self.heads * self.group
+        calls = [
+            kernels.AppendCall(
+                self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, steps=1,
+                group=self.group, scale=HEAD_DIM**-0.5, softcap=0.0, observed=kernels.OBSERVED["mass"],
+            )
+            for layer in range(self.layers)
+        ]  # fmt: skip
+        k, v = torch.randn(2, self.batch, 1, self.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        q = torch.randn(self.batch, 1, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+        out, lse = torch.randn_like(q), torch.zeros(self.batch, heads, 1, device="cuda")
+        views = cuda_view(q, "q"), cuda_view(k, "k"), cuda_view(v, "v")
+
+        def body() -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            for call in calls:
+                call(*views, 0, out.data_ptr(), lse.data_ptr(), True, stream)
+
+        tables, pairs = self.store.tables, self.batch * self.heads
+        kept = {name: tables[name].clone() for name in ("count", "seqlen")}
+        open_pages = tables["open"].view(self.layers, pairs, -1).long().clamp(min=0)
+        tables["count"].view(self.layers, pairs, -1).scatter_(2, open_pages, 0)  # room for 64 replays
+        appended = median_of_graph(body, repeats) / self.layers
+        self.check()
+        for name, table in kept.items():
+            tables[name].copy_(table)
+        return appended
+
     def collector(self) -> Collector:
         return Collector(self.store, self.heads * self.group, "attention", 0.9)
 
@@ -260,6 +287,7 @@ def measure(shape: str, ladder: str, cycles: int) -> dict[str, Any]:
     if ladder == "2,3,4,8":
         found["decode_us"] = model.decode(cycles)
         found["workspace_bytes"] = model.bytes
+        found["append_us"] = model.append()
     times = found["collect_us"] = model.collect()
     more = times["collect"] - times["attend"]
     found["collecting"] = more / times["attend"]
@@ -283,7 +311,8 @@ def main() -> None:
         rows.append(row)
         for name in ("prefill_us", "decode_us", "collect_us"):
             print(shape, ladder, name, {k: round(v, 1) for k, v in row.get(name, {}).items()}, flush=True)
-        print(shape, ladder, {k: round(row[k], 4) for k in ("collecting", "share") if k in row}, flush=True)
+        kept = ("collecting", "share", "append_us")
+        print(shape, ladder, {k: round(row[k], 4) for k in kept if k in row}, flush=True)
         torch.cuda.empty_cache()
     options.output.write_text(json.dumps(result | {"rows": rows}, indent=1), encoding="utf-8")
 

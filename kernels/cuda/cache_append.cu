@@ -5,10 +5,14 @@
 // them into the open pages of the top rung. Position and place come from the device, so that a captured graph
 // goes on where it is.
 //
+// What a step waits for here is latency, so work that depends on nothing is done side by side: each of the
+// steps that are tried for a vector has a warp, the one of least error stores its codes, and addresses are
+// asked for while vectors are rotated.
+//
 // Threads and data
-//   CTA   one (row, KV head) = pair; 8 warps
-//   warp  tasks w, w + 8, ...: tasks 0 to 2 steps - 1 are K and V of a new token, each into its slot; the
-//         others are query rows (step, head of the group)
+//   CTA   one (KV head, row) = pair; three teams of a warp for each candidate
+//   team  0: keys of the new tokens, one after another; 1: values; 2: the first query rows (step, head of the
+//         group). The other query rows go to all warps in turn.
 //   lane  of a vector to be stored: elements lane + 32 j; of a query row: pairs of elements lane + 32 i, and
 //         the score of new token `lane`
 // Memory: shared 64 steps group bytes for probabilities, at most 16 KiB.
@@ -22,11 +26,11 @@
 // clang-format on
 #include <cuda_fp16.h>
 #include "packed_codes.cuh"
-constexpr int AT_ONCE = 1;  // a warp encodes one vector, so what it waits for is code it has not met yet
+constexpr int LANES = 32;
 #include "packed_encode.cuh"
 #include "cache_state.cuh"
 
-constexpr int WARPS = 8, MAX_STEPS = 16, MAX_GROUP = 16;
+constexpr int TEAM = CANDIDATES, WARPS = 3 * TEAM, MAX_STEPS = 16, MAX_GROUP = 16;
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
 #define INFINITE __int_as_float(0x7f800000)
@@ -58,84 +62,126 @@ __device__ __forceinline__ bool is_valid(const NewTokens& fresh, int row, int st
     return !fresh.valid || fresh.valid[row * fresh.steps + step];
 }
 
+struct NewToken {
+    int pair, row, head, step, start;  // start: the position of step 0
+};
+
 struct OpenPage {
     int entry, count, base;
     u32 index;
 };
 
-__device__ __forceinline__ OpenPage open_page(const LayerState& s, int pair, int i) {
-    const int entry = s.open[pair * OPEN_PAGES + i];
+__device__ __forceinline__ OpenPage open_page(const LayerState& s, int pair, int entry) {
     const u64 at = (u64)pair * s.entries + max(entry, 0);
     return {entry, s.count[at], s.base[at], s.index[at]};
 }
 
 // Tokens fill the open pages in order; a page takes positions of its own segment only.
-__device__ __forceinline__ Slot slot_of(const Append& call, int pair, int row, int step) {
-    OpenPage page = open_page(call.layer, pair, 0);
-    const OpenPage second = open_page(call.layer, pair, 1);
-    const int start = call.layer.seqlen[pair];
+__device__ __forceinline__ Slot slot_of(const Append& call, OpenPage page, const OpenPage& second,
+                                        const NewToken& at) {
     bool in_second = false;
 #pragma unroll 1
-    for (int t = 0; t <= step; ++t) {
-        if (!is_valid(call.fresh, row, t)) continue;
-        const int segment = (start + t) >> 16;
+    for (int t = 0; t <= at.step; ++t) {
+        if (!is_valid(call.fresh, at.row, t)) continue;
+        const int segment = (at.start + t) >> 16;
         if (!in_second && (page.entry < 0 || page.base != segment || page.count == 64))
             page = second, in_second = true;
         if (page.entry < 0 || page.base != segment || page.count == 64) return {nullptr, -1, 0, 0};
         ++page.count;
     }
-    return {call.layer.arena + (u64)page.index * UNIT, page.entry, page.count - 1, start + step};
+    return {call.layer.arena + (u64)page.index * UNIT, page.entry, page.count - 1, at.start + at.step};
 }
 static_assert(OPEN_PAGES == 2, "a first and a second page");
 
-template <Side SIDE>
-__device__ __forceinline__ void store_token(const Append& call, int pair, int row, int head, int step,
-                                            Slot& taken, int lane) {
-    constexpr int BITS = SIDE == KEYS ? TOP_K : TOP_V;
+// What the warps of a team tell each other.
+struct Meeting {
+    float errors[2][TEAM];  // by turns
+};
+
+// The place of the least error, the first of equals; all warps of a team meet.
+__device__ __forceinline__ int least_of(Meeting& meeting, float error, int team, int rank, int turn,
+                                        int lane) {
+    float* errors = meeting.errors[turn];
+    if (lane == 0) errors[rank] = error;
+    __barrier_sync_count(1 + team, TEAM * 32);  // errors are there; those of the turn before have been read
+    int best = 0;
+    float least = errors[0];
+#pragma unroll
+    for (int i = 1; i < TEAM; ++i)
+        if (errors[i] < least) least = errors[i], best = i;
+    return best;
+}
+
+// Position and importance of a new token that queries do not say anything about.
+__device__ __forceinline__ void store_details(const Append& call, const Slot& slot,
+                                              const float (&x)[PER_LANE], int lane) {
+    u8* tail = slot.page + TAIL;
+    if (lane == 0) ((u16*)tail)[slot.number] = (u16)slot.position;
+    if (call.observed == MASS) return;
+    double squares = 0.;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) squares += (double)x[j] * x[j];
+#pragma unroll
+    for (int h = 16; h > 0; h /= 2) squares += __shfl_xor_sync(ALL_LANES, squares, h);
+    const float norm = (float)sqrt(squares);
+    if (lane == 0)
+        tail[128 + slot.number] =
+            encode_importance(call.observed == ONE ? 1.f : __fdiv_rn(1.f, fmaxf(norm, 1e-6f)));
+}
+
+// Stores one side of a new token; warp `rank` of the team tries one step.
+template <int BITS>
+__device__ __forceinline__ void store_token(const Append& call, bool is_key, const NewToken& at, Slot& taken,
+                                            Meeting& meeting, int rank, int turn, int lane) {
     const NewTokens& n = call.fresh;
-    const u16* from = SIDE == KEYS ? n.k + row * n.k_batch + step * n.k_step + head * n.k_head
-                                   : n.v + row * n.v_batch + step * n.v_step + head * n.v_head;
+    const u16* from = is_key ? n.k + at.row * n.k_batch + at.step * n.k_step + at.head * n.k_head
+                             : n.v + at.row * n.v_batch + at.step * n.v_step + at.head * n.v_head;
+    const int2 open = ((const int2*)call.layer.open)[at.pair];
     u32 raw[PER_LANE];
-    float x[PER_LANE], mean[PER_LANE];
+    float mean[PER_LANE], x[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int channel = lane + 32 * j;
-        const bool there = HEAD_DIM % 32 == 0 || channel < HEAD_DIM;
-        raw[j] = there ? from[channel] : 0;
-        x[j] = raw_value(raw[j]);
-        mean[j] =
-            SIDE == KEYS && there ? __half2float(call.layer.k_mean[(u64)pair * HEAD_DIM + channel]) : 0.f;
+        raw[j] = is_there(lane, j) ? from[channel] : 0;
+        mean[j] = is_key && BITS < 16 && is_there(lane, j)
+                      ? __half2float(call.layer.k_mean[(u64)at.pair * HEAD_DIM + channel])
+                      : 0.f;
     }
-    const Slot slot = slot_of(call, pair, row, step);
-    if (lane == 0) taken = slot;
-    if (slot.entry < 0) {
-        if (lane == 0) atomicOr(call.layer.status, NO_ROOM);
-        return;
-    }
-    u8* codes = slot.page + (SIDE == KEYS ? 0 : K_BYTES);
-    u8* tail = slot.page + TAIL;
-    if constexpr (SIDE == KEYS) {
-        if (lane == 0) ((u16*)tail)[slot.number] = (u16)slot.position;
-        if (call.observed != MASS) {
-            double squares = 0.;
+    const OpenPage first = open_page(call.layer, at.pair, open.x);
+    const OpenPage second = open_page(call.layer, at.pair, open.y);
 #pragma unroll
-            for (int j = 0; j < PER_LANE; ++j) squares += (double)x[j] * x[j];
-#pragma unroll
-            for (int h = 16; h > 0; h /= 2) squares += __shfl_xor_sync(ALL_LANES, squares, h);
-            const float norm = (float)sqrt(squares);
-            if (lane == 0)
-                tail[128 + slot.number] =
-                    encode_importance(call.observed == ONE ? 1.f : __fdiv_rn(1.f, fmaxf(norm, 1e-6f)));
-        }
-    }
-    if constexpr (BITS == 16) {
-        write_codes<SIDE, 16>(codes, slot.number, lane, raw);
-    } else {
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) x[j] = SIDE == KEYS ? __fsub_rn(x[j], mean[j]) : x[j];
+    for (int j = 0; j < PER_LANE; ++j) x[j] = __fsub_rn(raw_value(raw[j]), mean[j]);
+    int best = 0;
+    Grid grid = {};
+    StepRange range = {0, -1};
+    if (BITS < 16) {
         rotate(x, lane);
-        u8* steps = slot.page + (SIDE == KEYS ? K_BYTES + V_BYTES : V_STEPS);
-        encode_vector<SIDE, BITS>(x, codes, steps, slot.number, lane);
+        range = steps_near(x, BITS, lane);
+        grid = grid_of(range.candidate(rank), BITS);
+        best = least_of(meeting, grid_error(x, grid, lane), is_key ? 0 : 1, rank, turn, lane);
+    }
+    if (rank != best && rank != 0) return;
+    const Slot slot = slot_of(call, first, second, at);
+    if (rank == 0 && is_key) {
+        if (lane == 0) taken = slot;
+        if (slot.entry < 0 && lane == 0) atomicOr(call.layer.status, NO_ROOM);
+    }
+    if (slot.entry < 0) return;
+    if (rank == 0 && is_key) {
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) mean[j] = raw_value(raw[j]);
+        store_details(call, slot, mean, lane);
+    }
+    if (rank != best) return;
+    u8* codes = slot.page + (is_key ? 0 : K_BYTES);
+    if (BITS < 16 && lane == 0)
+        slot.page[(is_key ? K_BYTES + V_BYTES : V_STEPS) + slot.number] =
+            (u8)(range.known < 0 ? range.candidate(rank) : range.known);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        if (!is_there(lane, j)) break;
+        const u32 code = BITS == 16 ? raw[j] : range.known < 0 ? grid_code(x[j], grid) : 1u << (BITS - 1);
+        write_code<BITS>(codes, element_at(is_key ? KEYS : VALUES, slot.number, lane + 32 * j), code);
     }
 }
 
@@ -147,104 +193,119 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
     const u32* q = (const u32*)(call.q + row * call.q_batch + step * call.q_step + head_q * call.q_head);
     u32* out = (u32*)(call.out + (((u64)row * n.steps + step) * heads_q + head_q) * HEAD_DIM);
     float* lse = call.lse + ((u64)row * heads_q + head_q) * n.steps + step;
-    const float stored = call.has_stored ? *lse * LOG2E : -INFINITE;
-    float2 x[PAIRS_OF_LANE], sum[PAIRS_OF_LANE];
+    auto load = [&](const u32* from, u32(&words)[PAIRS_OF_LANE]) {
 #pragma unroll
-    for (int i = 0; i < PAIRS_OF_LANE; ++i) {
-        const bool there = HEAD_DIM % 64 == 0 || lane + 32 * i < HEAD_DIM / 2;
-        x[i] = there ? unpack_pair(q[lane + 32 * i]) : float2{0.f, 0.f};
-        sum[i] = there && call.has_stored ? unpack_pair(out[lane + 32 * i]) : float2{0.f, 0.f};
-    }
-    float score = -INFINITE;  // of new token `lane`
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+            const bool there = HEAD_DIM % 64 == 0 || lane + 32 * i < HEAD_DIM / 2;
+            words[i] = there ? from[lane + 32 * i] : 0;
+        }
+    };
+    auto key_of = [&](int t) { return (const u32*)(n.k + row * n.k_batch + t * n.k_step + head * n.k_head); };
+    auto value_of = [&](int t) {
+        return (const u32*)(n.v + row * n.v_batch + t * n.v_step + head * n.v_head);
+    };
+    u32 query[PAIRS_OF_LANE], stored[PAIRS_OF_LANE] = {}, key[PAIRS_OF_LANE], value[PAIRS_OF_LANE];
+    load(q, query), load(key_of(0), key), load(value_of(0), value);  // all on their way at once
+    if (call.has_stored) load(out, stored);
+    float top = call.has_stored ? *lse * LOG2E : -INFINITE, origin = top == -INFINITE ? 0.f : top;
+    float total = top == -INFINITE ? 0.f : 1.f, score = -INFINITE;  // score: of new token `lane`
+    float2 sum[PAIRS_OF_LANE];
+#pragma unroll
+    for (int i = 0; i < PAIRS_OF_LANE; ++i) sum[i] = unpack_pair(stored[i]);
 #pragma unroll 1
     for (int t = 0; t <= step; ++t) {
+        if (t) load(key_of(t), key), load(value_of(t), value);
         if (!is_valid(n, row, t)) continue;
-        const u32* k = (const u32*)(n.k + row * n.k_batch + t * n.k_step + head * n.k_head);
         float dot = 0.f;
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_LANE; ++i) {
-            if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
-            const float2 y = unpack_pair(k[lane + 32 * i]);
-            dot += x[i].x * y.x + x[i].y * y.y;
+            const float2 x = unpack_pair(query[i]), y = unpack_pair(key[i]);
+            dot += x.x * y.x + x.y * y.y;
         }
 #pragma unroll
         for (int h = 16; h > 0; h /= 2) dot += __shfl_xor_sync(ALL_LANES, dot, h);
         dot *= call.scale;
         if (call.softcap > 0.f) dot = call.softcap * tanhf(dot / call.softcap);
-        if (lane == t) score = dot * LOG2E;
-    }
-    float top = fmaxf(score, stored);
-#pragma unroll
-    for (int h = 16; h > 0; h /= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, h));
-    const float origin = top == -INFINITE ? 0.f : top;
-    float weight = exp2f(score - origin), total = weight;
-#pragma unroll
-    for (int h = 16; h > 0; h /= 2) total += __shfl_xor_sync(ALL_LANES, total, h);
-    const float before = exp2f(stored - origin);
-    total += before;
-    const float unit = total == 0.f ? 0.f : 1.f / total;
-    weight *= unit;
-#pragma unroll
-    for (int i = 0; i < PAIRS_OF_LANE; ++i) sum[i].x *= before * unit, sum[i].y *= before * unit;
-#pragma unroll 1
-    for (int t = 0; t <= step; ++t) {
-        if (!is_valid(n, row, t)) continue;
-        const u32* v = (const u32*)(n.v + row * n.v_batch + t * n.v_step + head * n.v_head);
-        const float p = __shfl_sync(ALL_LANES, weight, t);
+        dot *= LOG2E;
+        if (lane == t) score = dot;
+        const float higher = fmaxf(top, dot);
+        origin = higher == -INFINITE ? 0.f : higher;
+        const float keep = power_of_2(top - origin), p = power_of_2(dot - origin);
+        top = higher;
+        total = total * keep + p;
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_LANE; ++i) {
-            if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
-            const float2 y = unpack_pair(v[lane + 32 * i]);
-            sum[i].x += p * y.x, sum[i].y += p * y.y;
+            const float2 y = unpack_pair(value[i]);
+            sum[i].x = sum[i].x * keep + p * y.x;
+            sum[i].y = sum[i].y * keep + p * y.y;
         }
     }
+    const float unit = total == 0.f ? 0.f : __fdividef(1.f, total);  // a finite total is 1 or more
+    const float weight = power_of_2(score - origin) * unit;
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
-        out[lane + 32 * i] = pack_pair(sum[i].x, sum[i].y);
+        out[lane + 32 * i] = pack_pair(sum[i].x * unit, sum[i].y * unit);
     }
-    if (lane == 0) *lse = total == 0.f ? -INFINITE : (origin + log2f(total)) * LN2;
+    if (lane == 0) *lse = total == 0.f ? -INFINITE : (origin + __log2f(total)) * LN2;
     if (lane < MAX_STEPS) probabilities[lane] = weight;
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     append_tokens(const __grid_constant__ Append call) {
     __shared__ float probabilities[MAX_STEPS * MAX_GROUP][MAX_STEPS];
     __shared__ Slot slots[MAX_STEPS];
+    __shared__ Meeting meetings[2];
     const LayerState& layer = call.layer;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, steps = call.fresh.steps;
-    const int pair = blockIdx.x, row = pair / layer.heads, head = pair - row * layer.heads;
-    const int stores = 2 * steps, rows = call.q ? steps * call.group : 0;
+    const int head = blockIdx.x, row = blockIdx.y, pair = row * layer.heads + head;
+    const int rows = call.q ? steps * call.group : 0, team = warp / TEAM, rank = warp % TEAM;
+    const int start = layer.seqlen[pair];
+    if (team < 2) {
+        int turn = 0;
 #pragma unroll 1
-    for (int task = warp; task < stores + rows; task += WARPS) {
-        if (task >= stores) {
-            const int r = task - stores, step = r / call.group;
-            finish_row(call, row, head, step, r - step * call.group, probabilities[r], lane);
-        } else if (!is_valid(call.fresh, row, task / 2)) {
-            if (lane == 0) slots[task / 2].entry = -1;
-        } else if (task % 2 == 0) {
-            store_token<KEYS>(call, pair, row, head, task / 2, slots[task / 2], lane);
-        } else {
-            Slot same;
-            store_token<VALUES>(call, pair, row, head, task / 2, same, lane);
+        for (int step = 0; step < steps; ++step) {
+            if (!is_valid(call.fresh, row, step)) {
+                if (threadIdx.x == 0) slots[step].entry = -1;
+                continue;
+            }
+            const NewToken at = {pair, row, head, step, start};
+            Meeting& meeting = meetings[team];
+            if (TOP_K == TOP_V)  // one copy of the code, for a warp waits for what it has not met yet
+                store_token<TOP_K>(call, team == 0, at, slots[step], meeting, rank, turn, lane);
+            else if (team == 0)
+                store_token<TOP_K>(call, true, at, slots[step], meeting, rank, turn, lane);
+            else
+                store_token<TOP_V>(call, false, at, slots[step], meeting, rank, turn, lane);
+            turn ^= 1;
         }
+    }
+#pragma unroll 1
+    for (int r = team == 2 ? rank : TEAM + warp; r < rows; r = r < TEAM ? TEAM + warp : r + WARPS) {
+        int step = 0, g = r;
+#pragma unroll 1
+        for (; g >= call.group; g -= call.group) ++step;
+        finish_row(call, row, head, step, g, probabilities[r], lane);
     }
     __syncthreads();  // slots and probabilities are whole; nobody looks at counts and length any more
     if (call.observed == MASS) {
 #pragma unroll 1
         for (int t = warp; t < steps; t += WARPS) {
             float mass = 0.f;
+#pragma unroll 1
             for (int r = lane; r < rows; r += 32) mass += probabilities[r][t];
 #pragma unroll
             for (int h = 16; h > 0; h /= 2) mass += __shfl_xor_sync(ALL_LANES, mass, h);
             if (lane == 0 && slots[t].entry >= 0)
-                slots[t].page[TAIL + 128 + slots[t].number] = encode_importance(mass / rows);
+                slots[t].page[TAIL + 128 + slots[t].number] =
+                    encode_importance(__fdividef(mass, (float)rows));
         }
     }
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 32) {
+#pragma unroll 1
         for (int t = 0; t < steps; ++t)
             if (slots[t].entry >= 0)
                 layer.count[(u64)pair * layer.entries + slots[t].entry] = (u8)(slots[t].number + 1);
-        layer.seqlen[pair] += steps;
+        layer.seqlen[pair] = start + steps;
     }
 }

@@ -27,6 +27,7 @@
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, PAGE = 64;
 constexpr int LANES = PAGE / 4, PAGES = THREADS / LANES;  // of a page, of a block
+constexpr int SCORED = 2 * PAGES;                         // by a block of score_stored
 constexpr float LOG2E = 1.44269504089f;
 
 __device__ __forceinline__ float finite(float x) {
@@ -41,48 +42,94 @@ struct Kept {
     int group, positions, seqlen, entries;  // positions: the last query rows, whose scores were kept
 };
 
-__device__ __forceinline__ float4 four_scores(const float* x) {
-    return *(const float4*)x;
-}
-
-__device__ __forceinline__ float4 four_scores(const u16* x) {
-    const uint2 words = *(const uint2*)x;
-    return {half_bits_to_float(words.x & 0xffffu), half_bits_to_float(words.x >> 16),
-            half_bits_to_float(words.y & 0xffffu), half_bits_to_float(words.y >> 16)};
-}
-
-// The mean over the kept rows of the probabilities of slots `slot` to slot + 3 of a page.
+// A read that the compiler may not put off until its result is needed.
 template <class T>
-__device__ __forceinline__ float4 mass_of_page(const Kept& kept, int pair, u64 page, int slot) {
-    constexpr int AT_ONCE = 4;
-    const int rows = kept.positions * kept.group;
-    const T* from = (const T*)kept.scores + page * rows * PAGE + slot;
-    const float* lse = kept.lse + (u64)pair * kept.group * kept.seqlen + kept.seqlen - kept.positions;
-    float4 sum = {0.f, 0.f, 0.f, 0.f};
-    int head = 0, position = 0;
-#pragma unroll 1
-    for (int first = 0; first < rows; first += AT_ONCE) {
-        float4 x[AT_ONCE];
-        float whole[AT_ONCE];
+__device__ __forceinline__ T read_now(const T* from) {
+    return *(const volatile T*)from;
+}
+
+// Four scores of neighbouring slots as they are kept: of float16, of float32.
+struct Halves {
+    u64 words;
+
+    __device__ __forceinline__ void read(const void* scores, u64 at) {
+        words = read_now((const u64*)scores + at);
+    }
+
+    __device__ __forceinline__ float4 floats() const {
+        const u32 low = (u32)words, high = (u32)(words >> 32);
+        return {half_bits_to_float(low & 0xffffu), half_bits_to_float(low >> 16),
+                half_bits_to_float(high & 0xffffu), half_bits_to_float(high >> 16)};
+    }
+};
+
+struct Floats {
+    float4 x;
+
+    __device__ __forceinline__ void read(const void* scores, u64 at) { x = ((const float4*)scores)[at]; }
+
+    __device__ __forceinline__ float4 floats() const { return x; }
+};
+
+// The sum over kept rows first, ... first + AT_ONCE - 1 of the probabilities of four slots of a page; what is
+// read is on its way from where this is made.
+template <class Four>
+struct Rows {
+    static constexpr int AT_ONCE = 4;
+    Four x[AT_ONCE];
+    float whole[AT_ONCE];
+
+    // at: of the first row, in fours of scores; lse: of the first row of the pair.
+    __device__ __forceinline__ Rows(const Kept& kept, u64 at, const float* lse, int first) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) x[i].read(kept.scores, at + min(first + i, rows(kept) - 1) * LANES);
+        int position = first / kept.group, head = first - position * kept.group;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-            const bool there = first + i < rows;
-            x[i] = four_scores(from + min(first + i, rows - 1) * PAGE);
-            whole[i] = there ? lse[head * kept.seqlen + position] : __int_as_float(0x7f800000);
+            const bool there = first + i < rows(kept);
+            whole[i] = lse[there ? head * kept.seqlen + position : 0];
+            if (!there) whole[i] = __int_as_float(0x7f800000);
             head = head + 1 == kept.group ? 0 : head + 1;
             position += head == 0;
         }
+    }
+
+    static __device__ __forceinline__ int rows(const Kept& kept) { return kept.positions * kept.group; }
+
+    __device__ __forceinline__ void add_to(float4& sum) const {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const float base = whole[i] == -__int_as_float(0x7f800000) ? 0.f : whole[i] * -LOG2E;
-            sum.x += power_of_2(fmaf(x[i].x, LOG2E, base));
-            sum.y += power_of_2(fmaf(x[i].y, LOG2E, base));
-            sum.z += power_of_2(fmaf(x[i].z, LOG2E, base));
-            sum.w += power_of_2(fmaf(x[i].w, LOG2E, base));
+            const float4 score = x[i].floats();
+            sum.x += power_of_2(fmaf(score.x, LOG2E, base));
+            sum.y += power_of_2(fmaf(score.y, LOG2E, base));
+            sum.z += power_of_2(fmaf(score.z, LOG2E, base));
+            sum.w += power_of_2(fmaf(score.w, LOG2E, base));
         }
     }
+};
+
+// Their mean over all kept rows, of which `begun` are the first.
+template <class Four>
+__device__ __forceinline__ float4 mean_of_rows(const Kept& kept, u64 at, const float* lse,
+                                               const Rows<Four>& begun) {
+    const int rows = Rows<Four>::rows(kept);
+    float4 sum = {0.f, 0.f, 0.f, 0.f};
+    begun.add_to(sum);
+#pragma unroll 1
+    for (int first = Rows<Four>::AT_ONCE; first < rows; first += Rows<Four>::AT_ONCE)
+        Rows<Four>(kept, at, lse, first).add_to(sum);
     const float share = __fdividef(1.f, (float)rows);
     return {sum.x * share, sum.y * share, sum.z * share, sum.w * share};
+}
+
+// Where the lse of a pair's first kept row is, and the scores of four slots of a page's first.
+__device__ __forceinline__ const float* lse_of(const Kept& kept, int pair) {
+    return kept.lse + (u64)pair * kept.group * kept.seqlen + kept.seqlen - kept.positions;
+}
+
+__device__ __forceinline__ u64 scores_at(const Kept& kept, u64 page, int slot) {
+    return page * (kept.positions * kept.group * LANES) + slot / 4;
 }
 
 // How scores follow what tokens receive, as in kvlab.cache.importance: what is new weighs 1 / (1 + age /
@@ -93,45 +140,97 @@ struct Following {
     int counted;  // tokens of this call that LayerState::seqlen counts already
 };
 
+// Integers up to 2^23 as floats and back by the float that has them as its lowest bits: the conversions
+// proper share their unit with powers and logarithms, of which there are enough here.
+constexpr float TWO_23 = 8388608.f;
+
+__device__ __forceinline__ float small_integer(u32 n) {
+    return __uint_as_float(__float_as_uint(TWO_23) | n) - TWO_23;
+}
+
 // The code of a score after its token received `mass`. Codes are eighths of a binary order, so the special
 // function unit's powers and logarithms are exact enough.
 __device__ __forceinline__ u32 updated(u32 code, float mass, int age, const Following& f) {
-    const float previous = code ? power_of_2(((int)code - 192) * .125f) : 0.f, change = mass - previous;
-    const float take = age < f.old ? __fdividef(1.f, 1.f + (float)(age / f.span)) : f.take;
+    const float power = power_of_2((small_integer(code) - 192.f) * .125f);
+    const float previous = code ? power : 0.f, change = mass - previous;
+    float take = f.take;
+    if (age < f.old) take = __fdividef(1.f, 1.f + (float)(age / f.span));  // few tokens are young
     float level = fmaf(take, change, previous);
     if (f.forecast) level = fmaxf(fmaf(f.take, change, level), 0.f);
-    return level > 0.f ? min(max(__float2int_rn(8.f * __log2f(level)) + 192, 1), 255) : 0;
+    const float eighths = fminf(fmaxf(fmaf(8.f, __log2f(level), 192.f), 1.f), 255.f);
+    return level > 0.f ? __float_as_uint(eighths + TWO_23) & 255 : 0;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 8)
+// A page on its way: table entries, and the scores of the first rows. Most pages are live, so all that is
+// needed of one is asked for before anybody knows which are.
+struct Coming {
+    u64 scores;
+    Rows<Halves> rows;
+    u32 address, rung;
+    int entry, count, base;
+
+    __device__ __forceinline__ Coming(const LayerState& s, const Kept& kept, int pair, int kept_pair,
+                                      int entry, int slot)
+        : scores(scores_at(kept, (u64)kept_pair * kept.entries + entry, slot)),
+          rows(kept, scores, lse_of(kept, kept_pair), 0),
+          entry(entry) {
+        const u64 at = (u64)pair * kept.entries + entry;
+        address = read_now(s.index + at), rung = read_now(s.rung + at) % CACHE_RUNGS;
+        count = read_now(s.count + at), base = read_now(s.base + at) << 16;
+    }
+};
+
+// Positions and codes of the lane's slots.
+struct Slots {
+    u64 positions;
+    u32* codes;
+    u32 word;  // of codes
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     score_stored(const LayerState* layers, const __grid_constant__ Kept kept,
                  const __grid_constant__ Following following) {
     const LayerState& s = layers[blockIdx.z];
-    const int pair = blockIdx.y, entry = blockIdx.x * PAGES + threadIdx.x / LANES;
-    const int slot = threadIdx.x % LANES * 4;
-    if (entry >= kept.entries) return;
-    const u64 at = (u64)pair * kept.entries + entry;
-    const int pages = s.num_pages[pair], count = s.count[at], rung = s.rung[at], base = s.base[at] << 16;
-    const int length = s.seqlen[pair] - following.counted;
-    const u32 address = s.index[at];
-    if (entry >= pages || slot >= count) return;
-    u8* const tail = s.arena + (u64)address * UNIT + s.rungs[rung].tail;
-    u32* const codes = (u32*)(tail + 2 * PAGE + slot);
-    uint2 positions = *(const uint2*)(tail + 2 * slot);
-    u32 word = *codes;
-    const int kept_pair = blockIdx.z * gridDim.y + pair;
-    float4 mass = mass_of_page<u16>(kept, kept_pair, (u64)kept_pair * kept.entries + entry, slot);
+    const int pair = blockIdx.y, kept_pair = blockIdx.z * gridDim.y + pair;
+    const int slot = threadIdx.x % LANES * 4, first = blockIdx.x * SCORED + threadIdx.x / LANES;
+    const int last = kept.entries - 1;
+    if (first > last) return;
+    const Coming pages[2] = {{s, kept, pair, kept_pair, first, slot},
+                             {s, kept, pair, kept_pair, min(first + PAGES, last), slot}};
+    const int live = s.num_pages[pair], length = s.seqlen[pair] - following.counted;
+    Slots slots[2] = {};
+    bool counts[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const Coming& page = pages[i];
+        counts[i] = first + i * PAGES < live && slot < page.count;
+        if (!counts[i]) continue;
+        u8* const tail = s.arena + (u64)page.address * UNIT + s.rungs[page.rung].tail;
+        slots[i].codes = (u32*)(tail + 2 * PAGE + slot);
+        slots[i].positions = read_now((const u64*)(tail + 2 * slot));
+        slots[i].word = read_now(slots[i].codes);
+    }
+    float4 mass[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        mass[i] = mean_of_rows(kept, pages[i].scores, lse_of(kept, kept_pair), pages[i].rows);
     // Not unrolled: between calls of attention the instructions of this kernel have to be fetched anew.
 #pragma unroll 1
-    for (int i = 0; i < 4; ++i) {  // the slot at hand is the lowest, and moves on to the top
-        const u32 code = word & 255;
-        const int age = length - (base | (int)(positions.x & 0xffff));
-        const bool counts = slot + i < count && age > 0;  // not this call's own tokens
-        word = word >> 8 | (counts ? updated(code, finite(mass.x), age, following) : code) << 24;
-        positions = {positions.x >> 16 | positions.y << 16, positions.y >> 16};
-        mass = {mass.y, mass.z, mass.w, 0.f};
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // the slot at hand is the lowest, and moves on to the top
+            u32& word = slots[i].word;
+            const int age = length - (pages[i].base | (int)(slots[i].positions & 0xffff));
+            const bool received = slot + j < pages[i].count && age > 0;  // not this call's own tokens
+            const u32 code = word & 255;
+            word = word >> 8 | (received ? updated(code, finite(mass[i].x), age, following) : code) << 24;
+            slots[i].positions >>= 16;
+            mass[i] = {mass[i].y, mass[i].z, mass[i].w, 0.f};
+        }
     }
-    *codes = word;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        if (counts[i]) *slots[i].codes = slots[i].word;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -142,7 +241,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const u64 at = (u64)pair * kept.entries + entry;
     const int tokens = entry < num_pages[pair] ? count[at] : 0;
     float4 found = {0.f, 0.f, 0.f, 0.f};
-    if (slot < tokens) found = mass_of_page<float>(kept, pair, at, slot);
+    if (slot < tokens) {
+        const u64 scores = scores_at(kept, at, slot);
+        const float* lse = lse_of(kept, pair);
+        found = mean_of_rows(kept, scores, lse, Rows<Floats>(kept, scores, lse, 0));
+    }
     if (slot + 1 >= tokens) found.y = 0.f;
     if (slot + 2 >= tokens) found.z = 0.f;
     if (slot + 3 >= tokens) found.w = 0.f;

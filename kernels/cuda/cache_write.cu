@@ -2,14 +2,17 @@
 // moved bit for bit, whole pages copied.
 //
 // Threads and data
-//   write_tokens  grid (any, layers): a CTA takes destination pages blockIdx.x, + gridDim.x, ...; 8 warps.
-//                 The page is staged in shared memory and stored when all its moves are done, so sources
-//                 may lie in the same page. A warp takes one side (K or V) of one move at a time; lane
-//                 holds elements lane + 32 j.
+//   write_tokens  grid (any, layers): a CTA takes destination pages blockIdx.x, + gridDim.x, ..., first their
+//                 K, then their V. LANES lanes have one vector, lane q elements q + LANES j, so a sum of all
+//                 elements takes two shuffles; the 256 threads have the 64 slots of a page at once. A vector
+//                 has a row of shared memory of its own: what it comes from is put there, and its codes, a
+//                 byte each, take the place of that. Then a warp a group of tiles: all words of the page are
+//                 made from the rows, and stored 128 bytes at a time.
 //   copy_pages    grid (any, layers): a CTA takes copies blockIdx.x, + gridDim.x, ..., 16 bytes a thread.
 //   mean_of_keys  a CTA one (row, KV head), a thread one channel.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
-// Memory: shared one page of the widest rung, dynamic (16.9 KB at 8 bits and head_dim 128).
+// Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes, dynamic (17.4 KB at head_dim 128); registers PER_LANE for
+// a vector, and as many again for what a sum is made of.
 //
 // Macros: HEAD_DIM; BF16.
 //
@@ -18,11 +21,12 @@
 // clang-format on
 #include <cuda_fp16.h>
 #include "packed_codes.cuh"
-constexpr int AT_ONCE = 5;  // sums over lanes are chains of shuffles; those of all candidates overlap
+constexpr int LANES = 4;
 #include "packed_encode.cuh"
 #include "cache_state.cuh"
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 256, SLOTS = 64, ROW_BYTES = 2 * HEAD_DIM + 16;
+static_assert(THREADS == SLOTS * LANES, "a page at once");
 
 // One side (K or V) of a page.
 struct Region {
@@ -38,128 +42,285 @@ __device__ __forceinline__ Region region_of(u8* page, const CacheRung& rung) {
     return {page + k_bytes, steps + (rung.bits_k < 16 ? 64 : 0), rung.bits_v};
 }
 
-// Values of a slot as the page keeps them: raw at width 16, else rotated.
+constexpr u8 NO_MOVE = 254;  // Move::from_rung of threads that have none
+
+__device__ __forceinline__ bool is_new(const Move& move) {
+    return move.from_rung == NEW_TOKEN;
+}
+
+// Rows stand such that neither eight slots in a row nor every eighth of them share banks.
+__device__ __forceinline__ int row_of(int slot) {
+    return slot % 8 * 8 + slot / 8;
+}
+
+// What all threads know of the destination page, and what it gets besides codes.
+struct Details {
+    uint4 moves[SLOTS];    // Move
+    float mean[HEAD_DIM];  // of the keys of its pair
+    u32 named[2];          // which slots are written
+    u16 positions[SLOTS];
+    u8 importance[SLOTS], steps[SLOTS];
+};
+
+// ---- Vectors into rows
+
+// Keys or values of a new token, raw; rows of callers need not begin at multiples of 16 bytes.
 template <Side SIDE>
-__device__ __forceinline__ void read_values(const Region& r, int slot, float (&x)[PER_LANE], int lane) {
-    u32 code[PER_LANE];
-    read_codes<SIDE>(r.bits, r.codes, slot, lane, code);
-    const float step = r.bits < 16 ? step_value(r.steps[slot]) : 0.f, lowest = 1.f - (1 << r.bits);
+__device__ __forceinline__ void take_new(const LayerState& s, const NewTokens& fresh, const Move& move,
+                                         u8* row, int lane) {
+    const int batch = move.token / fresh.steps, step = move.token - batch * fresh.steps;
+    const int head = move.from - batch * s.heads;
+    const u16* from = SIDE == KEYS
+                          ? fresh.k + batch * fresh.k_batch + step * fresh.k_step + head * fresh.k_head
+                          : fresh.v + batch * fresh.v_batch + step * fresh.v_step + head * fresh.v_head;
+    uint4* to = (uint4*)row;
+    if ((u64)from % 16 == 0) {
 #pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) {
-        const bool there = HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM;
-        x[j] = r.bits == 16 ? raw_value(code[j]) : __fmul_rn(fmaf(2.f, (float)code[j], lowest), step);
-        x[j] = there ? x[j] : 0.f;
+        for (int i = lane; i < HEAD_DIM / 8; i += LANES) to[i] = ((const uint4*)from)[i];
+    } else {
+#pragma unroll 4
+        for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = from[i];
     }
 }
 
-// The mean of the keys of a pair, by lanes; 0 for values.
-template <Side SIDE>
-__device__ __forceinline__ void read_mean(const LayerState& s, u32 pair, float (&mean)[PER_LANE], int lane) {
+// Codes of a stored token; each lane asks for AT_ONCE of them before it waits for the first.
+template <Side SIDE, int BITS>
+__device__ __forceinline__ void take_codes(const u8* codes, int slot, u8* row, int lane) {
+    constexpr int AT_ONCE = PER_LANE % 16 == 0 ? 16 : PER_LANE % 8 == 0 ? 8 : 4;
+#pragma unroll 1
+    for (int first = lane; first < HEAD_DIM; first += AT_ONCE * LANES) {
+        u32 code[AT_ONCE];
 #pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) {
-        const bool there = HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM;
-        mean[j] = SIDE == KEYS && there ? __half2float(s.k_mean[(u64)pair * HEAD_DIM + lane + 32 * j]) : 0.f;
+        for (int j = 0; j < AT_ONCE; ++j)
+            code[j] = read_code<BITS>(codes, element_at(SIDE, slot, first + LANES * j));
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            if (BITS == 16)
+                ((u16*)row)[first + LANES * j] = (u16)code[j];
+            else
+                row[first + LANES * j] = (u8)code[j];
+        }
     }
 }
 
-// One side of a token, from where it is into a slot of the staged page.
 template <Side SIDE>
-__device__ __forceinline__ void move_side(const LayerState& s, const NewTokens& fresh, const Move& move,
-                                          u32 pair, u8* staged, int lane) {
-    const Region to = region_of<SIDE>(staged, s.rungs[move.to_rung]);
-    float x[PER_LANE];
-    int bits = 16;
-    if (move.from_rung == NEW_TOKEN) {
-        const int row = move.token / fresh.steps, step = move.token - row * fresh.steps;
-        const int head = pair - row * s.heads;
-        const u16* from = SIDE == KEYS
-                              ? fresh.k + row * fresh.k_batch + step * fresh.k_step + head * fresh.k_head
-                              : fresh.v + row * fresh.v_batch + step * fresh.v_step + head * fresh.v_head;
-        u32 raw[PER_LANE];
+__device__ __forceinline__ void take_stored(const Region& from, int slot, u8* row, int lane) {
+    switch (from.bits) {
+        case 2:
+            return take_codes<SIDE, 2>(from.codes, slot, row, lane);
+        case 3:
+            return take_codes<SIDE, 3>(from.codes, slot, row, lane);
+        case 4:
+            return take_codes<SIDE, 4>(from.codes, slot, row, lane);
+        case 8:
+            return take_codes<SIDE, 8>(from.codes, slot, row, lane);
+        case 16:
+            return take_codes<SIDE, 16>(from.codes, slot, row, lane);
+    }
+}
+
+// One side of a token, from where it is into its row: codes of `to_bits` bits, a byte each, or raw. Lanes
+// without a move go along.
+template <Side SIDE>
+__device__ __forceinline__ void fill_row(const LayerState& s, const NewTokens& fresh, int to_bits,
+                                         Details& page, u8* rows, int lane) {
+    // Moves are dealt such that rows of a warp share no banks.
+    const Move move = (const Move&)page.moves[threadIdx.x % 32 / LANES * (THREADS / 32) + threadIdx.x / 32];
+    const bool moves = move.from_rung != NO_MOVE;
+    u8* const row = rows + row_of(move.to_slot) * ROW_BYTES;
+    Region from = {nullptr, nullptr, 16};
+    if (moves && !is_new(move)) {
+        from = region_of<SIDE>(s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
+        take_stored<SIDE>(from, move.from_slot, row, lane);
+    } else if (moves) {
+        take_new<SIDE>(s, fresh, move, row, lane);
+    }
+    const bool changes = moves && from.bits != to_bits;  // else it goes as it is, bit for bit
+    const u32 old_step = moves && from.bits < 16 ? from.steps[move.from_slot] : 0;
+    if (lane == 0 && moves) page.steps[move.to_slot] = (u8)old_step;
+    __syncwarp();  // rows are whole
+    if (!__any_sync(ALL_LANES, changes)) return;
+    // Lanes whose vector does not change compute something that goes nowhere.
+    float x[PER_LANE] = {};
+    if (__any_sync(ALL_LANES, changes && from.bits == 16)) {
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
-            const bool there = HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM;
-            raw[j] = there ? from[lane + 32 * j] : 0;
-            x[j] = raw_value(raw[j]);
+            const float value = raw_value(((const u16*)row)[lane + LANES * j]);
+            x[j] = SIDE == KEYS ? __fsub_rn(value, page.mean[lane + LANES * j]) : value;
         }
-        if (to.bits == 16) return write_codes<SIDE, 16>(to.codes, move.to_slot, lane, raw);
-    } else {
-        const Region from = region_of<SIDE>(s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
-        bits = from.bits;
-        if (bits == to.bits) {  // as it is, bit for bit
-            u32 code[PER_LANE];
-            read_codes<SIDE>(bits, from.codes, move.from_slot, lane, code);
-            write_codes<SIDE>(bits, to.codes, move.to_slot, lane, code);
-            if (bits < 16 && lane == 0) to.steps[move.to_slot] = from.steps[move.from_slot];
-            return;
-        }
-        read_values<SIDE>(from, move.from_slot, x, lane);
-    }
-    float mean[PER_LANE];
-    if (bits == 16) {
-        read_mean<SIDE>(s, pair, mean, lane);
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) x[j] = SIDE == KEYS ? __fsub_rn(x[j], mean[j]) : x[j];
         rotate(x, lane);
     }
-    if (to.bits == 16) {  // a rung of fewer bits in all may have raw keys or values
-        rotate(x, lane);
-        read_mean<SIDE>(s, pair, mean, lane);
-        u32 raw[PER_LANE];
+    if (from.bits < 16) {
+        const float step = step_value(old_step);
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) raw[j] = raw_bits(x[j] + mean[j]);
-        return write_codes<SIDE, 16>(to.codes, move.to_slot, lane, raw);
+        for (int j = 0; j < PER_LANE; ++j) x[j] = grid_value(row[lane + LANES * j], step, from.bits);
     }
-    encode_vector<SIDE>(to.bits, x, to.codes, to.steps, move.to_slot, lane);
+    if (to_bits == 16) {  // a rung of fewer bits in all may have raw keys or values
+        rotate(x, lane);
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) {
+            const int c = lane + LANES * j;
+            if (changes) ((u16*)row)[c] = (u16)raw_bits(SIDE == KEYS ? x[j] + page.mean[c] : x[j]);
+        }
+        return;
+    }
+    const StepRange range = steps_near(x, to_bits, lane);
+    u32 byte = 0;
+    float least = 0.f;
+#pragma unroll 1
+    for (int i = 0; i < CANDIDATES; ++i) {
+        const u32 candidate = range.candidate(i);
+        const float error = grid_error(x, grid_of(candidate, to_bits), lane);
+        if (i == 0 || error < least) least = error, byte = candidate;
+    }
+    if (!changes) return;
+    if (range.known >= 0) byte = range.known;
+    if (lane == 0) page.steps[move.to_slot] = (u8)byte;
+    const Grid grid = grid_of(byte, to_bits);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) row[lane + LANES * j] = (u8)grid_code(x[j], grid);
+    if (range.known < 0) return;
+#pragma unroll 1
+    for (int c = lane; c < HEAD_DIM; c += LANES) row[c] = (u8)(1 << (to_bits - 1));
 }
 
 // Position and importance.
-__device__ __forceinline__ void move_tail(const LayerState& s, const NewTokens& fresh, const Move& move,
-                                          u8* staged) {
-    u8* to = staged + s.rungs[move.to_rung].tail;
-    u16 position;
-    u8 importance;
-    if (move.from_rung == NEW_TOKEN) {
+__device__ __forceinline__ void take_details(const LayerState& s, const NewTokens& fresh, const Move& move,
+                                             Details& page) {
+    atomicOr(page.named + move.to_slot / 32, 1u << move.to_slot % 32);
+    if (is_new(move)) {
         const int step = move.token % fresh.steps;
-        position = (u16)(fresh.first + step);
-        importance = fresh.importance[(u64)move.from * fresh.steps + step];
+        page.positions[move.to_slot] = (u16)(fresh.first + step);
+        page.importance[move.to_slot] = fresh.importance[(u64)move.from * fresh.steps + step];
     } else {
         const u8* from = s.arena + (u64)move.from * UNIT + s.rungs[move.from_rung].tail;
-        position = ((const u16*)from)[move.from_slot];
-        importance = from[128 + move.from_slot];
+        page.positions[move.to_slot] = ((const u16*)from)[move.from_slot];
+        page.importance[move.to_slot] = from[128 + move.from_slot];
     }
-    ((u16*)to)[move.to_slot] = position;
-    to[128 + move.to_slot] = importance;
+}
+
+// ---- Rows into words
+
+// put(code, slot, 16 half) for both codes of a pair of a group of tiles; pairs as in packed_codes.cuh.
+template <Side SIDE, int BITS, class Put>
+__device__ __forceinline__ void for_pair(const u8* rows, int group, int pair, int lane, Put put) {
+    constexpr int TILES = Fields<BITS>::TILES, PER_BLOCK = HEAD_DIM / 16;
+    const int tile = group * TILES + pair / 4, reg = pair % 4;
+    const int block = SIDE == KEYS ? tile / PER_BLOCK : tile % 4;
+    const int channels = 16 * (SIDE == KEYS ? tile % PER_BLOCK : tile / 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int along = lane / 4, across = 2 * (lane % 4) + half;  // lane's place in the fragment
+        const int low = 2 * block + (SIDE == KEYS ? reg % 2 : reg / 2), high = SIDE == KEYS ? along : across;
+        const int channel = channels + (SIDE == KEYS ? across + 8 * (reg / 2) : along + 8 * (reg % 2));
+        const u8* row = rows + (8 * low + high) * ROW_BYTES;  // row_of(8 high + low)
+        put(BITS == 16 ? (u32)((const u16*)row)[channel] : (u32)row[channel], 8 * high + low, 16 * half);
+    }
+}
+
+// Stores the words of a side of a page; slots that are not named keep their bits.
+template <Side SIDE, int BITS, bool FULL>
+__device__ __forceinline__ void store_words(u32* to, const u8* rows, u64 named, int warp, int lane) {
+    constexpr int TILES = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS, PER_WORD = 16 / BITS;
+    constexpr u32 MASK = BITS == 16 ? 0xffffu : (1u << BITS) - 1u;
+#pragma unroll 1
+    for (int group = warp; group < HEAD_DIM / 4 / TILES; group += THREADS / 32) {
+        u32 word[WORDS] = {}, written[WORDS] = {};
+#pragma unroll
+        for (int pair = 0; pair < WORDS * PER_WORD; ++pair) {
+            const int w = pair / PER_WORD, bit = pair % PER_WORD * BITS + (BITS == 3);
+            for_pair<SIDE, BITS>(rows, group, pair, lane, [&](u32 code, int slot, int half) {
+                word[w] |= (FULL ? code : code & MASK) << (bit + half);  // rows of other slots hold anything
+                if (!FULL) written[w] |= named >> slot & 1 ? MASK << (bit + half) : 0;
+            });
+        }
+        if constexpr (BITS == 3)
+            for_pair<SIDE, BITS>(rows, group, 15, lane, [&](u32 code, int slot, int half) {
+#pragma unroll
+                for (int w = 0; w < 3; ++w) {
+                    word[w] |= (code >> w & 1) << half;
+                    if (!FULL) written[w] |= (named >> slot & 1) << half;
+                }
+            });
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) {
+            u32* at = to + (group * WORDS + w) * 32 + lane;
+            *at = FULL ? word[w] : (*at & ~written[w]) | (word[w] & written[w]);
+        }
+    }
+}
+
+template <Side SIDE, bool FULL>
+__device__ __forceinline__ void store_side(const Region& to, const u8* rows, const Details& page, u64 named,
+                                           int warp, int lane) {
+    u32* words = (u32*)to.codes;
+    switch (to.bits) {
+        case 2:
+            store_words<SIDE, 2, FULL>(words, rows, named, warp, lane);
+            break;
+        case 3:
+            store_words<SIDE, 3, FULL>(words, rows, named, warp, lane);
+            break;
+        case 4:
+            store_words<SIDE, 4, FULL>(words, rows, named, warp, lane);
+            break;
+        case 8:
+            store_words<SIDE, 8, FULL>(words, rows, named, warp, lane);
+            break;
+        case 16:
+            store_words<SIDE, 16, FULL>(words, rows, named, warp, lane);
+            break;
+    }
+    if (to.bits < 16 && threadIdx.x < SLOTS && (FULL || named >> threadIdx.x & 1))
+        to.steps[threadIdx.x] = page.steps[threadIdx.x];
+}
+
+template <Side SIDE>
+__device__ __forceinline__ void write_side(const LayerState& s, const NewTokens& fresh, u8* to_page,
+                                           const CacheRung& rung, u8* rows, Details& page) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Region to = region_of<SIDE>(to_page, rung);
+    fill_row<SIDE>(s, fresh, to.bits, page, rows, lane % LANES);
+    __syncthreads();  // all rows and details are whole, and all sources of this side have been read
+    const u64 named = (u64)page.named[1] << 32 | page.named[0];
+    if (named == ~0ull)
+        store_side<SIDE, true>(to, rows, page, named, warp, lane);
+    else
+        store_side<SIDE, false>(to, rows, page, named, warp, lane);
+    if (SIDE == KEYS && threadIdx.x < SLOTS && named >> threadIdx.x & 1) {
+        ((u16*)(to_page + rung.tail))[threadIdx.x] = page.positions[threadIdx.x];
+        to_page[rung.tail + 2 * SLOTS + threadIdx.x] = page.importance[threadIdx.x];
+    }
+    __syncthreads();  // rows may be filled again
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM <= 128 ? 3 : 2)
     write_tokens(const LayerState* layers, const MoveList* lists, const __grid_constant__ NewTokens fresh) {
-    extern __shared__ __align__(16) u8 staged[];
+    extern __shared__ __align__(16) u8 rows[];  // [SLOTS][ROW_BYTES]
+    __shared__ Details page;
     const LayerState& s = layers[blockIdx.y];
-    const MoveList list = lists[blockIdx.y];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, groups = *list.num_groups;
+    const MoveList& list = lists[blockIdx.y];
 #pragma unroll 1
-    for (int group = blockIdx.x; group < groups; group += gridDim.x) {
-        const u32 begin = list.begins[group], end = list.begins[group + 1];
+    for (int group = blockIdx.x; group < *list.num_groups; group += gridDim.x) {
+        const u32 begin = list.begins[group], moved = list.begins[group + 1] - begin;
         const Move first = list.moves[begin];
-        const u32 chunks = s.rungs[first.to_rung].record * (UNIT / 16);
-        uint4* page = (uint4*)(s.arena + (u64)first.to * UNIT);
-        for (u32 i = threadIdx.x; i < chunks; i += THREADS) ((uint4*)staged)[i] = page[i];
-        __syncthreads();  // the page is staged
-#pragma unroll 1
-        for (u32 task = warp; task < 2 * (end - begin); task += THREADS / 32) {
-            const Move move = list.moves[begin + task / 2];
-            const u32 pair = move.from_rung == NEW_TOKEN ? move.from : move.token;
-            if (task % 2) {
-                move_side<VALUES>(s, fresh, move, pair, staged, lane);
-            } else {
-                move_side<KEYS>(s, fresh, move, pair, staged, lane);
-                if (lane == 0) move_tail(s, fresh, move, staged);
-            }
+        const u64 pair = is_new(first) ? first.from : first.token;
+        for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS)
+            page.mean[c] = __half2float(s.k_mean[pair * HEAD_DIM + c]);
+        if (threadIdx.x < 2) page.named[threadIdx.x] = 0;
+        __syncthreads();  // no slot is named
+        if (threadIdx.x < SLOTS) {
+            Move move = first;
+            move.from_rung = NO_MOVE;
+            if (threadIdx.x < moved) move = list.moves[begin + threadIdx.x];
+            (Move&)page.moves[threadIdx.x] = move;
+            if (threadIdx.x < moved) take_details(s, fresh, move, page);
         }
-        __syncthreads();  // all moves are done
-        for (u32 i = threadIdx.x; i < chunks; i += THREADS) page[i] = ((uint4*)staged)[i];
-        __syncthreads();  // the stage may be filled again
+        __syncthreads();  // moves and the mean are there
+        u8* to = s.arena + (u64)first.to * UNIT;
+        const CacheRung rung = s.rungs[first.to_rung];
+        write_side<KEYS>(s, fresh, to, rung, rows, page);
+        write_side<VALUES>(s, fresh, to, rung, rows, page);
     }
     if (fresh.steps && blockIdx.x == 0)
         for (int i = threadIdx.x; i < s.batch * s.heads; i += THREADS)

@@ -213,13 +213,12 @@ class Changes:
             self.store.states_pointer, first, n, workspace, ladder, STATE.itemsize, stream,
             fixed_nbytes=store.fixed_nbytes, **self._rules, **new,
         )  # fmt: skip
-        widest = max(layout.nbytes for layout in store.layouts)
         states = self.store.states_pointer + first * STATE.itemsize
         nothing = np.zeros(1, kernels.NEW_TOKENS)[0]
         for phase, tokens in enumerate((nothing if fresh is None else fresh, nothing)):
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
             kernels.write_tokens(
-                store.head_dim, store.dtype, self._device, widest, states, lists, n, groups, tokens, stream
+                store.head_dim, store.dtype, self._device, states, lists, n, groups, tokens, stream
             )
         copies = workspace.most_dropped
         kernels.copy_pages(

@@ -17,6 +17,7 @@ from kvlab.arrays import CudaView
 from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.cache.cuda_store import STATE
 from kvlab.cache.ladder import Rung
+from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.device import compute_capability
 
 __all__ = [
@@ -62,7 +63,7 @@ _APPEND = np.dtype(
 _FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "has_stored"))  # type: ignore[index]
 _WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
 _WRITE_STORED = struct.Struct("i").pack_into
-_THREADS = 256
+_THREADS, _APPEND_THREADS = 256, 480
 _BLOCKS_PER_LAYER = 792  # of the write kernel at most: whole waves of 2 or 3 on 132 multiprocessors
 
 
@@ -112,8 +113,8 @@ class AppendCall:
         call["scale"], call["softcap"] = scale, softcap
         call["fresh"]["steps"] = steps
         self._bytes = call.view(np.uint8).data
-        grid = (int(state["batch"]) * int(state["heads"]),)
-        self._launch = PreparedLaunch(kernel, grid, (_THREADS,), call) if grid[0] else None
+        grid = int(state["heads"]), int(state["batch"])
+        self._launch = PreparedLaunch(kernel, grid, (_APPEND_THREADS,), call) if all(grid) else None
 
     def __call__(
         self,
@@ -137,13 +138,17 @@ class AppendCall:
 
 
 def write_tokens(
-    head_dim: int, dtype: str, device: int, page_nbytes: int, states: int, lists: int, layers: int,
-    groups: int, fresh: Any, stream: int,
+    head_dim: int, dtype: str, device: int, states: int, lists: int, layers: int, groups: int, fresh: Any,
+    stream: int,
 ) -> None:  # fmt: skip
-    """Carry out the moves of `layers` lists of at most `groups` destination pages each."""
+    """Carry out the moves of `layers` lists of at most `groups` destination pages each.
+
+    All moves to a page are of one (row, KV head).
+    """
     kernel = _write_kernel(head_dim, dtype, "write_tokens", device)
     grid = (max(1, min(groups, _BLOCKS_PER_LAYER)), layers)
-    kernel(grid, (_THREADS,), (states, lists, fresh), page_nbytes, stream)
+    rows = TOKENS_PER_PAGE * (2 * head_dim + 16)
+    kernel(grid, (_THREADS,), (states, lists, fresh), rows, stream)
 
 
 def copy_pages(

@@ -130,11 +130,12 @@ def test_moves(bits: str, head_dim: int, dtype: str) -> None:
     rows, after = [], before.copy()
     sources, targets = places[: len(places) // 2], places[len(places) // 2 :]
     for _, r, to in targets:
-        taken = rng.choice(64, rng.integers(1, 40), replace=False)
+        taken = rng.choice(64, rng.choice([64, rng.integers(1, 64)]), replace=False)
+        pair = rng.integers(BATCH * HEADS)
         for slot in map(int, taken):
             record = Record(after, to, layouts[r])
             if rng.random() < 0.4:
-                pair, step = rng.integers(BATCH * HEADS), rng.integers(steps)
+                step = rng.integers(steps)
                 row, head = divmod(int(pair), HEADS)
                 rows.append((pair, to, 0, slot, NEW, r, row * steps + step))
                 raw = {"k": k[row, step, head].astype(np.float32), "v": v[row, step, head].astype(np.float32)}
@@ -147,11 +148,7 @@ def test_moves(bits: str, head_dim: int, dtype: str) -> None:
                 if not fits:
                     continue
                 _, source, address = fits[rng.integers(len(fits))]
-                old, at, pair = (
-                    Record(before, address, layouts[source]),
-                    rng.integers(64),
-                    rng.integers(BATCH * HEADS),
-                )
+                old, at = Record(before, address, layouts[source]), rng.integers(64)
                 rows.append((address, to, at, slot, source, r, pair))
                 move_reference(old, at, record, slot, mean[pair], dtype)
                 for part_old, part_new in zip(old.tail(at), record.tail(slot), strict=True):
@@ -203,13 +200,11 @@ def run_moves(
     fresh = kernels.new_tokens(
         cuda_view(keys, "k"), cuda_view(values, "v"), 0, codes.data_ptr(), steps, first
     )
-    widest = max(layout.nbytes for layout in device.stores[0].layouts)
     store = device.stores[0]
     kernels.write_tokens(
         store.head_dim,
         store.dtype,
         0,
-        widest,
         device.states_pointer,
         lists.data_ptr(),
         1,

@@ -1,25 +1,28 @@
-// Vectors into slots of pages and back, one warp a vector: lane holds elements lane, lane + 32, ...
+// Vectors into slots of pages and back, LANES lanes a vector: lane holds elements lane, lane + LANES, ...
 //
 // The codes are those of kvlab/reference/pages.py bit for bit. So every operation is rounded on its own, sums
 // go by halves, and nothing may be contracted: hence the intrinsics. A code is the floor of a quotient; here
-// it comes from a product with the reciprocal, put right by the exact remainder: a step has 4 significant
-// bits and a code 8, so their product is exact and its difference to x has the right sign.
+// it is that of a product with a reciprocal that is rounded away from 0 for positive numbers and towards 0
+// for negative ones: a step has 4 significant bits and a code 8, so no float32 number lies between a
+// multiple of a cell and where the product meets the integer (tests/kernels/test_grid_codes.py tries all).
+// The floor itself is an addition of 2^23, rounded down.
 //
 // Several warps may write slots of one page at the same time, in shared or global memory: codes below 8 bits
-// share words and are changed by exclusive or with what differs. Needs HEAD_DIM, BF16, packed_codes.cuh and
-// AT_ONCE: how many candidates of a step are tried side by side.
+// share words and are changed by exclusive or with what differs. All lanes of a warp call what is here
+// together. Needs HEAD_DIM, BF16, packed_codes.cuh and LANES, a power of 2 up to 32.
 #pragma once
 
-constexpr int PER_LANE = (HEAD_DIM + 31) / 32;
-constexpr int SUM_WIDTH = HEAD_DIM > 128 ? 8 : HEAD_DIM > 64 ? 4 : HEAD_DIM > 32 ? 2 : 1;
-constexpr int ROTATION_BLOCK = HEAD_DIM & -HEAD_DIM;
+constexpr int PER_LANE = (HEAD_DIM + LANES - 1) / LANES;
+constexpr int SUM_WIDTH = (HEAD_DIM > 128 ? 256 : HEAD_DIM > 64 ? 128 : 64) / LANES;
+constexpr int ROTATION_BLOCK = HEAD_DIM & -HEAD_DIM, CANDIDATES = 5;
 constexpr u32 HIGHEST_STEP = 0xf7, NAN_STEP = 0xff;
+constexpr float TWO_23 = 8388608.f, LARGEST = 3.402823466e38f;
 
 __host__ __device__ constexpr float rotation_factor(int block) {
     return block >= 4 ? .5f * rotation_factor(block / 4) : block == 2 ? .70710678118654752f : 1.f;
 }
 
-__host__ __device__ constexpr float half_cell(int bits) {
+__device__ __forceinline__ float half_cell(int bits) {
     return bits == 2 ? .4978f : bits == 3 ? .2930f : bits == 4 ? .1676f : .0135f;
 }
 
@@ -27,18 +30,20 @@ __device__ __forceinline__ float step_value(u32 byte) {
     return half_bits_to_float(byte << 7);
 }
 
+__device__ __forceinline__ bool is_there(int lane, int j) {
+    return HEAD_DIM % LANES == 0 || lane + LANES * j < HEAD_DIM;
+}
+
 // The orthonormal block Hadamard transform, its own inverse up to rounding.
 __device__ __forceinline__ void rotate(float (&x)[PER_LANE], int lane) {
 #pragma unroll
-    for (int h = 1; h < 32 && h < ROTATION_BLOCK; h *= 2) {
+    for (int h = 1; h < LANES && h < ROTATION_BLOCK; h *= 2) {
+        const float sign = lane & h ? -1.f : 1.f;
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) {
-            const float other = __shfl_xor_sync(ALL_LANES, x[j], h);
-            x[j] = lane & h ? __fsub_rn(other, x[j]) : __fadd_rn(x[j], other);
-        }
+        for (int j = 0; j < PER_LANE; ++j) x[j] = fmaf(x[j], sign, __shfl_xor_sync(ALL_LANES, x[j], h));
     }
 #pragma unroll
-    for (int h = 1; h < ROTATION_BLOCK / 32; h *= 2) {
+    for (int h = 1; h < ROTATION_BLOCK / LANES; h *= 2) {
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
             if (j & h) continue;
@@ -51,67 +56,93 @@ __device__ __forceinline__ void rotate(float (&x)[PER_LANE], int lane) {
     for (int j = 0; j < PER_LANE; ++j) x[j] = __fmul_rn(x[j], rotation_factor(ROTATION_BLOCK));
 }
 
-// The sum of all elements in the order of reference.pages.tree_sum; every lane gets it.
-__device__ __forceinline__ float tree_sum(const float (&x)[PER_LANE]) {
-    float a[SUM_WIDTH];
-#pragma unroll
-    for (int j = 0; j < SUM_WIDTH; ++j) a[j] = j < PER_LANE ? x[j] : 0.f;
-#pragma unroll
-    for (int h = SUM_WIDTH / 2; h > 0; h /= 2) {
-#pragma unroll
-        for (int j = 0; j < h; ++j) a[j] = __fadd_rn(a[j], a[j + h]);
+// The sum of term(J), term(J + STRIDE), ... of a lane by halves; what is beyond PER_LANE counts as 0.
+template <int J, int STRIDE, class Term>
+__device__ __forceinline__ float sum_of_lane(const Term& term) {
+    if constexpr (STRIDE >= SUM_WIDTH) {
+        return term(J);
+    } else if constexpr (J + STRIDE >= PER_LANE) {
+        return sum_of_lane<J, 2 * STRIDE>(term);
+    } else {
+        const float first = sum_of_lane<J, 2 * STRIDE>(term);
+        return __fadd_rn(first, sum_of_lane<J + STRIDE, 2 * STRIDE>(term));
     }
-#pragma unroll
-    for (int h = 16; h > 0; h /= 2) a[0] = __fadd_rn(a[0], __shfl_xor_sync(ALL_LANES, a[0], h));
-    return a[0];
 }
 
-// The code of x as a float, for a step and the reciprocal of twice the step.
-template <int BITS>
-__device__ __forceinline__ float grid_code(float x, float cell, float reciprocal) {
-    constexpr float MIDDLE = 1 << (BITS - 1);
-    float code = floorf(__fmul_rn(x, reciprocal));
-    const float rest = fmaf(-code, cell, x);
-    code += rest < 0.f ? -1.f : rest >= cell ? 1.f : 0.f;
-    return fminf(fmaxf(code + MIDDLE, 0.f), 2.f * MIDDLE - 1.f);
+// The sum of all elements, none negative, in the order of reference.pages.tree_sum; every lane gets it.
+template <class Term>
+__device__ __forceinline__ float tree_sum(const Term& term) {
+    float sum = sum_of_lane<0, 1>(term);
+#pragma unroll
+    for (int h = LANES / 2; h > 0; h /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, h));
+    return sum;
 }
 
-template <int BITS>
-__device__ __forceinline__ float grid_value(float code, float step) {
-    return __fmul_rn(fmaf(2.f, code, 1.f - (1 << BITS)), step);
+// How numbers become codes of a step.
+struct Grid {
+    float step, cell, up, down;  // cell = 2 step; 1 / cell rounded up, rounded down
+    float middle;                // 2^(bits - 1)
+};
+
+__device__ __forceinline__ Grid grid_of(u32 byte, int bits) {
+    Grid g;
+    g.step = step_value(byte);
+    g.cell = g.step + g.step;
+    const float nearest = __frcp_rn(g.cell), rest = fmaf(-g.cell, nearest, 1.f);
+    g.up = rest > 0.f ? __uint_as_float(__float_as_uint(nearest) + 1) : nearest;
+    g.down = rest < 0.f ? __uint_as_float(__float_as_uint(nearest) - 1) : nearest;
+    g.middle = 1 << (bits - 1);
+    return g;
 }
 
-// The step byte of a rotated vector; elements beyond HEAD_DIM must be 0.
-template <int BITS>
-__device__ __forceinline__ u32 choose_step(const float (&x)[PER_LANE], int lane) {
-    float squares[PER_LANE];
-    bool finite = true;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) {
-        squares[j] = __fmul_rn(x[j], x[j]);
-        finite = finite && fabsf(x[j]) <= 3.402823466e38f;
+__device__ __forceinline__ u32 grid_code(float x, const Grid& g) {
+    constexpr float ORIGIN = 1.5f * TWO_23;
+    const float code = __fmaf_rd(x, x < 0.f ? g.down : g.up, ORIGIN + g.middle);
+    return __float_as_uint(fminf(fmaxf(code, ORIGIN), ORIGIN + (2.f * g.middle - 1.f))) & 255;
+}
+
+__device__ __forceinline__ float grid_value(u32 code, float step, int bits) {
+    return __fmul_rn(fmaf(2.f, (float)code, 1.f - (1 << bits)), step);
+}
+
+// The squared error of a vector for a step. The grid is symmetric, so magnitudes do.
+__device__ __forceinline__ float grid_error(const float (&x)[PER_LANE], const Grid& g, int lane) {
+    const float last = TWO_23 + (g.middle - 1.f);
+    return tree_sum([&](int j) {
+        const float size = fabsf(x[j]), cells = fminf(__fmaf_rd(size, g.up, TWO_23), last);
+        const float d = fmaf(-__fsub_rn(cells, TWO_23 - .5f), g.cell, size);
+        return is_there(lane, j) ? __fmul_rn(d, d) : 0.f;
+    });
+}
+
+// Which steps are tried for a rotated vector whose elements beyond HEAD_DIM are 0: `nearest` - 2 to + 2
+// within bounds, unless `known` is the answer.
+struct StepRange {
+    int nearest, known;
+
+    __device__ __forceinline__ u32 candidate(int i) const {
+        return min(max(nearest - CANDIDATES / 2 + i, 1), (int)HIGHEST_STEP);
     }
-    const float root = __fsqrt_rn(__fdiv_rn(tree_sum(squares), (float)HEAD_DIM));
-    const u32 guess = __half_as_ushort(__float2half_rn(__fmul_rn(root, half_cell(BITS))));
-    const int nearest = min(max((guess + 63 + (guess >> 7 & 1)) >> 7, 1u), HIGHEST_STEP);
-    u32 byte = 0;
-    float least = 0.f;
-#pragma unroll AT_ONCE
-    for (int i = -2; i <= 2; ++i) {
-        const u32 candidate = min(max(nearest + i, 1), (int)HIGHEST_STEP);
-        const float step = step_value(candidate), cell = step + step, reciprocal = __frcp_rn(cell);
-        float error[PER_LANE];
+};
+
+__device__ __forceinline__ StepRange steps_near(const float (&x)[PER_LANE], int bits, int lane) {
+    const float sum = tree_sum([&](int j) { return __fmul_rn(x[j], x[j]); });
+    constexpr bool IS_POWER = (HEAD_DIM & (HEAD_DIM - 1)) == 0;
+    const float mean = IS_POWER ? __fmul_rn(sum, 1.f / HEAD_DIM) : __fdiv_rn(sum, (float)HEAD_DIM);
+    const float root = __fsqrt_rn(mean);
+    const u32 guess = __half_as_ushort(__float2half_rn(__fmul_rn(root, half_cell(bits))));
+    StepRange range = {(int)min(max((guess + 63 + (guess >> 7 & 1)) >> 7, 1u), HIGHEST_STEP), -1};
+    if (root == 0.f) range.known = 0;
+    if (__any_sync(ALL_LANES, !(sum <= LARGEST))) {  // an element is not finite, or the sum alone
+        bool finite = true;
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) {
-            const float d = __fsub_rn(x[j], grid_value<BITS>(grid_code<BITS>(x[j], cell, reciprocal), step));
-            const bool there = HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM;
-            error[j] = there ? __fmul_rn(d, d) : 0.f;
-        }
-        const float sum = tree_sum(error);
-        if (i == -2 || sum < least) least = sum, byte = candidate;
+        for (int j = 0; j < PER_LANE; ++j) finite = finite && fabsf(x[j]) <= LARGEST;
+        int all = finite;
+#pragma unroll
+        for (int h = LANES / 2; h > 0; h /= 2) all &= __shfl_xor_sync(ALL_LANES, all, h);
+        if (!all) range.known = NAN_STEP;
     }
-    byte = root == 0.f ? 0 : byte;
-    return __all_sync(ALL_LANES, finite) ? byte : NAN_STEP;
+    return range;
 }
 
 // ---- Where codes lie
@@ -120,36 +151,35 @@ enum Side { KEYS, VALUES };
 
 // Of a channel of a slot: its tile, its lane and register there, and which half of the register.
 struct Element {
-    int tile, lane, reg, half;
+    u32 tile, lane, reg, half;
 };
 
-template <Side SIDE>
-__device__ __forceinline__ Element element_at(int slot, int channel) {
-    const int block = slot % 8 / 2, token = slot / 8 + 8 * (slot % 2);
-    const int tile = SIDE == KEYS ? block * (HEAD_DIM / 16) + channel / 16 : channel / 16 * 4 + block;
-    const int row = SIDE == KEYS ? token : channel % 16, column = SIDE == KEYS ? channel % 16 : token;
+__device__ __forceinline__ Element element_at(Side side, u32 slot, u32 channel) {
+    const u32 block = slot % 8 / 2, token = slot / 8 + 8 * (slot % 2);
+    const u32 tile = side == KEYS ? block * (HEAD_DIM / 16) + channel / 16 : channel / 16 * 4 + block;
+    const u32 row = side == KEYS ? token : channel % 16, column = side == KEYS ? channel % 16 : token;
     return {tile, 4 * (row % 8) + column % 8 / 2, row / 8 + 2 * (column / 8), column % 2};
 }
 
 // Of a code below 8 bits: its word, its lowest bit there, and whether bit j of it lies in word j instead.
 struct Field {
-    int word, shift;
+    u32 word, shift;
     bool spread;
 };
 
 template <int BITS>
 __device__ __forceinline__ Field field_of(const Element& e) {
-    constexpr int TILES = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS, PER_WORD = 16 / BITS;
-    const int pair = 4 * (e.tile % TILES) + e.reg, first = e.tile / TILES * WORDS;
+    constexpr u32 TILES = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS, PER_WORD = 16 / BITS;
+    const u32 pair = 4 * (e.tile % TILES) + e.reg, first = e.tile / TILES * WORDS;
     const bool spread = BITS == 3 && pair == 15;
-    const int word = spread ? first : first + pair / PER_WORD;
-    const int bit = spread ? 0 : pair % PER_WORD * BITS + (BITS == 3);
+    const u32 word = spread ? first : first + pair / PER_WORD;
+    const u32 bit = spread ? 0 : pair % PER_WORD * BITS + (BITS == 3);
     return {32 * word + e.lane, bit + 16 * e.half, spread};
 }
 
 // Byte of a code of 8 bits, or the first one of 16.
 template <int BITS>
-__device__ __forceinline__ int byte_of(const Element& e) {
+__device__ __forceinline__ u32 byte_of(const Element& e) {
     if (BITS == 16) return 4 * (32 * (4 * e.tile + e.reg) + e.lane) + 2 * e.half;
     return 4 * (32 * (2 * e.tile + e.reg / 2) + e.lane) + e.reg % 2 + 2 * e.half;
 }
@@ -182,96 +212,6 @@ __device__ __forceinline__ void write_code(u8* codes, const Element& e, u32 code
         } else {
             atomicXor(word, change << f.shift);
         }
-    }
-}
-
-// ---- Vectors
-
-// Encodes a rotated vector into a slot.
-template <Side SIDE, int BITS>
-__device__ __forceinline__ void encode_vector(const float (&x)[PER_LANE], u8* codes, u8* steps, int slot,
-                                              int lane) {
-    const u32 byte = choose_step<BITS>(x, lane);
-    const float step = step_value(byte), cell = step + step, reciprocal = __frcp_rn(cell);
-    const bool usual = byte > 0 && byte <= HIGHEST_STEP;
-    if (lane == 0) steps[slot] = (u8)byte;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) {
-        const int channel = lane + 32 * j;
-        if (HEAD_DIM % 32 && channel >= HEAD_DIM) break;
-        const u32 code = usual ? (u32)grid_code<BITS>(x[j], cell, reciprocal) : 1u << (BITS - 1);
-        write_code<BITS>(codes, element_at<SIDE>(slot, channel), code);
-    }
-}
-
-// The codes of a slot: integers below 2^BITS, or the 16 bits of raw elements.
-template <Side SIDE, int BITS>
-__device__ __forceinline__ void read_codes(const u8* codes, int slot, int lane, u32 (&code)[PER_LANE]) {
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) {
-        const int channel = lane + 32 * j;
-        const bool there = HEAD_DIM % 32 == 0 || channel < HEAD_DIM;
-        code[j] = there ? read_code<BITS>(codes, element_at<SIDE>(slot, channel)) : 0;
-    }
-}
-
-template <Side SIDE, int BITS>
-__device__ __forceinline__ void write_codes(u8* codes, int slot, int lane, const u32 (&code)[PER_LANE]) {
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) {
-        const int channel = lane + 32 * j;
-        if (HEAD_DIM % 32 && channel >= HEAD_DIM) break;
-        write_code<BITS>(codes, element_at<SIDE>(slot, channel), code[j]);
-    }
-}
-
-// The same for a width that is known at run time.
-template <Side SIDE>
-__device__ __forceinline__ void encode_vector(int bits, const float (&x)[PER_LANE], u8* codes, u8* steps,
-                                              int slot, int lane) {
-    switch (bits) {
-        case 2:
-            return encode_vector<SIDE, 2>(x, codes, steps, slot, lane);
-        case 3:
-            return encode_vector<SIDE, 3>(x, codes, steps, slot, lane);
-        case 4:
-            return encode_vector<SIDE, 4>(x, codes, steps, slot, lane);
-        case 8:
-            return encode_vector<SIDE, 8>(x, codes, steps, slot, lane);
-    }
-}
-
-template <Side SIDE>
-__device__ __forceinline__ void read_codes(int bits, const u8* codes, int slot, int lane,
-                                           u32 (&code)[PER_LANE]) {
-    switch (bits) {
-        case 2:
-            return read_codes<SIDE, 2>(codes, slot, lane, code);
-        case 3:
-            return read_codes<SIDE, 3>(codes, slot, lane, code);
-        case 4:
-            return read_codes<SIDE, 4>(codes, slot, lane, code);
-        case 8:
-            return read_codes<SIDE, 8>(codes, slot, lane, code);
-        case 16:
-            return read_codes<SIDE, 16>(codes, slot, lane, code);
-    }
-}
-
-template <Side SIDE>
-__device__ __forceinline__ void write_codes(int bits, u8* codes, int slot, int lane,
-                                            const u32 (&code)[PER_LANE]) {
-    switch (bits) {
-        case 2:
-            return write_codes<SIDE, 2>(codes, slot, lane, code);
-        case 3:
-            return write_codes<SIDE, 3>(codes, slot, lane, code);
-        case 4:
-            return write_codes<SIDE, 4>(codes, slot, lane, code);
-        case 8:
-            return write_codes<SIDE, 8>(codes, slot, lane, code);
-        case 16:
-            return write_codes<SIDE, 16>(codes, slot, lane, code);
     }
 }
 

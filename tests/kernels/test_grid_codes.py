@@ -1,0 +1,51 @@
+"""What packed_encode.cuh takes for granted: products with rounded reciprocals have the floors of quotients.
+
+A step has 4 significant bits, so 8 mantissas stand for all, and a product of two float32 numbers is exact in
+float64. Quotients may only go wrong where they come near an integer, so all numbers next to the multiples of
+a cell are tried, up to twice the largest code.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvlab.reference.pages import STEPS
+
+CELLS = 2 * STEPS[8 * 16 : 9 * 16]  # both exponents of 16 bytes: each mantissa twice
+
+
+def reciprocals(cell: np.float32) -> tuple[np.float32, np.float32]:
+    """1 / cell rounded up and down; a nearest one that is exact is both."""
+    nearest = np.float32(1) / cell
+    rest = np.float64(nearest) * np.float64(cell) - 1
+    up = np.nextafter(nearest, np.float32(np.inf)) if rest < 0 else nearest
+    down = np.nextafter(nearest, np.float32(0)) if rest > 0 else nearest
+    return up, down
+
+
+def magnitudes(cell: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """Float32 numbers next to multiples of the cell, and the floors of their quotients."""
+    n = np.arange(1, 513)
+    multiple = (n * np.float64(cell)).astype(np.float32)
+    near = multiple.view(np.int32)[:, None] + np.arange(-4, 5, dtype=np.int32)
+    floors = np.where(np.arange(-4, 5) < 0, n[:, None] - 1, n[:, None])
+    return near.view(np.float32).astype(np.float64), floors
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_floors(cell: np.float32) -> None:
+    up, down = reciprocals(cell)
+    size, floors = magnitudes(cell)
+    assert np.array_equal(np.floor(size * np.float64(up)), floors)
+    below = -floors - (size != floors * np.float64(cell))  # of the negative numbers
+    assert np.array_equal(np.floor(-size * np.float64(down)), below)
+
+
+def test_the_other_rounding_is_wrong() -> None:
+    """All mantissas but 1 have an inexact reciprocal, and then multiples of the cell fall short."""
+    wrong = 0
+    for cell in CELLS:
+        size, floors = magnitudes(cell)
+        wrong += int((np.floor(size * np.float64(reciprocals(cell)[1])) != floors).any())
+    assert wrong == 14
