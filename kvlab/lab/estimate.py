@@ -1,7 +1,8 @@
 """What a grid will cost, before anything of it runs: memory of the largest case, time, cases that cannot be.
 
 Times are for two processors as the demo was measured on: a reading of SmolLM2 takes about 150 tokens a second
-and cache, synthetic data 3 million elements of K a second. On a GPU there is no estimate.
+and cache, synthetic data 3 million elements of K a second. On a GPU the host decides: a chunk of 64 tokens
+takes it GPU_CHUNK_S through both caches, however many windows are read at once.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from kvlab.sizes import format_size
 __all__ = ["Cost", "estimate"]
 
 READ_TOKENS_PER_S, SYNTHETIC_ELEMENTS_PER_S = 150, 3e6
+GPU_CHUNK_S, GPU_ELEMENTS_PER_S = 0.07, 1.5e7
 _MODEL_BYTES = {"smollm2": 2 << 30, "tiny": 300 << 20, None: 300 << 20}
-_NEEDLES = 4
+_NEEDLES, _CHUNK = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Numbers of cases (all, infeasible, synthetic), seconds in one process (None on a GPU), bytes of one."""
+    """Numbers of cases (all, infeasible, synthetic), seconds in one process, bytes of one."""
 
     cases: int
     infeasible: int
     synthetic: int
-    seconds: float | None
+    seconds: float
+    device: str
     nbytes: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,9 +42,11 @@ class Cost:
 
     def lines(self) -> list[str]:
         """Return what a person wants to know."""
-        found = [f"memory: up to {format_size(self.nbytes)} a process"]
-        if self.seconds is not None:
-            found.append(f"time: about {self.seconds / 3600:.1f} h in one process on two processors")
+        where = "on a GPU" if self.device == "cuda" else "on two processors"
+        found = [
+            f"memory: up to {format_size(self.nbytes)} a process",
+            f"time: about {self.seconds / 3600:.1f} h in one process {where}",
+        ]
         if self.infeasible:
             found.append(f"{self.infeasible} cases are infeasible: recorded as such, at no cost")
         if self.synthetic:
@@ -77,19 +82,24 @@ def estimate(cases: Sequence[AblationCase]) -> Cost:
             f"{worst.name} needs about {format_size(nbytes)} and {format_size(memory_available())} are "
             f"available; leave out its context or use fewer layers"
         )
-    on_gpu = any(case.device == "cuda" for case in cases)
     return Cost(
         len(cases),
         len(cases) - len(feasible),
         sum(case.model is None for case in cases),
-        None if on_gpu else sum(map(_seconds, readings)),
+        sum(map(_seconds, readings)),
+        cases[0].device,
         nbytes,
     )
 
 
 def _seconds(case: AblationCase) -> float:
+    on_gpu = case.device == "cuda"
     if case.model is None:
-        return case.geometry.fp16_nbytes(case.context_length) / 4 / SYNTHETIC_ELEMENTS_PER_S
+        speed = GPU_ELEMENTS_PER_S if on_gpu else SYNTHETIC_ELEMENTS_PER_S
+        return case.geometry.fp16_nbytes(case.context_length) / 4 / speed
+    if on_gpu:
+        batches = -(-(case.windows + _NEEDLES) // case.rows_at_once)
+        return GPU_CHUNK_S * batches * case.context_length / _CHUNK
     # Every window and every needle is read twice: from the dense cache and from the packed one.
     return 2 * case.context_length * (case.windows + _NEEDLES) / READ_TOKENS_PER_S
 

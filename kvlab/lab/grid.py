@@ -152,6 +152,11 @@ class AblationCase:
         """Windows of text that are scored."""
         return self.num_samples or -(-8192 // (self.context_length // 2))
 
+    @property
+    def rows_at_once(self) -> int:
+        """Texts that the model reads at once: on a GPU the host decides how long a call takes, so many."""
+        return 4 if self.device == "cpu" else max((1 << 16) // self.context_length, 1)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the content as plain values."""
         values = {name: getattr(self, name) for name in _NAMES}

@@ -39,8 +39,6 @@ with needs_extra("hf", "kvlab.lab.reading"):
 __all__ = ["Needles", "hide_needles", "read"]
 
 CHUNK = 64
-ROWS_ON_CPU, TOKENS_ON_GPU = 4, 1 << 16
-"""What is read at once: on a GPU the host decides how long a call takes, so as many windows as there are."""
 DEPTHS = (0.1, 0.35, 0.6, 0.85)
 """Where needles lie, as fractions of the context."""
 NEEDLE = " The secret number of the king is {}. Remember it."
@@ -89,8 +87,7 @@ def read(case: AblationCase, progress: Tick) -> tuple[dict[str, float | int], Mi
     needles = hide_needles(subject, length + 1)
     windows = cut_windows(subject.text, subject.encode, case.windows, length + 1)
     rows = Windows(np.concatenate([needles.tokens, windows.tokens]), (*needles.starts, *windows.starts))
-    at_once = ROWS_ON_CPU if case.device == "cpu" else max(TOKENS_ON_GPU // length, 1)
-    protocol = Protocol(length, length // 2, CHUNK, min(at_once, len(rows.tokens)))
+    protocol = Protocol(length, length // 2, CHUNK, min(case.rows_at_once, len(rows.tokens)))
     hits: dict[str, list[bool]] = {FULL_PRECISION: [], case.name: []}
     total, done = steps(len(rows.tokens), 1, protocol), 0
 
