@@ -20,15 +20,24 @@ __device__ __forceinline__ u32 page_at(u32 p, u32 pages, u32 columns) {
     return (from - column * high) * columns + column + (tall ? 0 : taller);
 }
 
+// x / d rounded down, exactly for x < 2^18 and d < 2^9: x + 1/2 over d is never nearer to a whole number than
+// 1/2 over d, and that is more than the quotient is off.
+__device__ __forceinline__ int quotient(int x, int d) {
+    return (int)__fdividef((float)x + .5f, (float)d);
+}
+
 // The CTAs of one sequence if all are equally long: what `divide` finds then, but without reading a length.
+// Sequence n of N has the CTAs from n grid / N to (n + 1) grid / N - 1, both rounded down, so CTA b belongs
+// to
+// ((b + 1) N - 1) / grid. Every CTA has to find the same bounds, or one of them waits for a part that nobody
+// writes: so these are whole numbers.
 __device__ __forceinline__ Share guess(const Call& call, int blocks) {
-    const int b = blockIdx.x;
-    if (blocks > 1 || call.pairs > gridDim.x) return {};
-    const float per_pair = (float)gridDim.x / (float)call.pairs;
+    const int b = blockIdx.x, grid = gridDim.x, pairs = call.pairs;
+    if (blocks > 1 || pairs > grid) return {};
     Share r = {};
-    r.number = min((int)(((float)b + .5f) / per_pair), call.pairs - 1);
-    r.first = __float2int_rn(r.number * per_pair);
-    r.parts = __float2int_rn((r.number + 1) * per_pair) - r.first;
+    r.number = quotient((b + 1) * pairs - 1, grid);
+    r.first = quotient(r.number * grid, pairs);
+    r.parts = quotient((r.number + 1) * grid, pairs) - r.first;
     return r;
 }
 

@@ -1,0 +1,150 @@
+"""How packed attention divides its pages among thread blocks: every page once, every part awaited.
+
+`guess` and `divide` of ``packed_list.cuh`` in NumPy, in the same float32 arithmetic. A block finds its share
+alone, and the last block to arrive at a sequence adds up the parts of all that hold pages of it. So what all
+blocks find has to fit together, whatever the lengths: a block too many or too few leaves a head unwritten and
+a counter that is wrong for the next call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.int64]
+BALANCED = np.float32(1.07)  # by how much the fullest block may exceed the mean if blocks keep to a sequence
+
+
+def quotient(x: Numbers, d: Numbers | int, ulps: int) -> Numbers:
+    """`quotient`, with a division that is off by `ulps`: that of a GPU may be by two."""
+    ratio = (x.astype(np.float32) + np.float32(0.5)) / np.float32(d)
+    for _ in range(abs(ulps)):
+        ratio = np.nextafter(ratio, np.float32(np.inf * ulps))
+    return ratio.astype(np.int64)
+
+
+def guessed(grid: int, pairs: Numbers | int, ulps: int = 0) -> tuple[Numbers, Numbers, Numbers]:
+    """`guess`: sequence, first block and number of blocks, for every block."""
+    number = quotient((np.arange(grid) + 1) * pairs - 1, grid, ulps)
+    first = quotient(number * grid, pairs, ulps)
+    return number, first, quotient((number + 1) * grid, pairs, ulps) - first
+
+
+@pytest.mark.parametrize("ulps", [-2, 0, 2])
+def test_blocks_agree_on_the_bounds_of_sequences(ulps: int) -> None:
+    """All grids to 264 blocks and numbers of pairs to 256: a sequence ends where the next one begins."""
+    for grid in range(1, 265):
+        pairs = np.arange(1, min(grid, 256) + 1)[:, None]
+        number, first, parts = guessed(grid, pairs, ulps)
+        block = np.arange(grid)
+        assert (number[:, 0] == 0).all()
+        assert (number[:, -1] == pairs[:, 0] - 1).all()
+        begins = np.diff(number, axis=1, prepend=-1)
+        assert np.isin(begins, (0, 1)).all()
+        assert (np.where(begins, block, first) == first).all()
+        assert (np.where(begins, 0, first - np.roll(first, 1, axis=1)) == 0).all()
+        ends = np.roll(begins, -1, axis=1) == 1
+        assert (np.where(ends, block + 1, first + parts) == first + parts).all()
+
+
+def test_rounding_halves_would_be_seen() -> None:
+    """132 blocks, 8 sequences: what was wrong once, 16.5 blocks each, rounded by each block for itself."""
+    per_pair = np.float32(132) / np.float32(8)
+    number = ((np.arange(132, dtype=np.float32) + np.float32(0.5)) / per_pair).astype(np.int64)
+    first = np.rint(number.astype(np.float32) * per_pair).astype(np.int64)
+    blocks = np.bincount(number)
+    assert (first != (np.cumsum(blocks) - blocks)[number]).any()
+
+
+@dataclass
+class Share:
+    """What one block finds: positions of the whole list, or with `parts` of its sequence alone."""
+
+    begin: int = 0
+    end: int = 0
+    number: int = 0
+    first: int = 0
+    parts: int = 0
+
+
+def divided(grid: int, lengths: list[int], blocks: int) -> tuple[list[Share], int, int]:
+    """`divide`: the share of every block, the pages in all, and how many blocks have any."""
+    pairs, longest = len(lengths), max(lengths)
+    usual = blocks == 1 and pairs <= min(32, grid) and len(set(lengths)) == 1 and longest * pairs >= grid
+    if usual and np.float32(grid) <= BALANCED * np.float32(grid // pairs * pairs):
+        shares = [Share(0, 0, *map(int, x)) for x in zip(*guessed(grid, pairs), strict=True)]
+        for b, share in enumerate(shares):
+            share.parts = min(share.parts, longest)
+            share.end = int((longest - (b - share.first) + share.parts - 1) / share.parts)
+        return shares, longest * pairs, grid
+    total = sum(lengths) * blocks
+    ctas = min(grid, total)
+    per_page = np.float32(ctas) / np.float32(max(total, 1))
+    whole = [Share(total * b // ctas, total * (b + 1) // ctas) for b in range(ctas)]
+    part: list[Share] = [Share() for _ in range(ctas)]
+    balanced, start = blocks == 1, 0
+    for n, pages in enumerate(lengths):
+        first, beyond = (int(np.rint(np.float32(x) * per_page)) for x in (start, start + pages))
+        balanced = balanced and bool(np.float32(pages) * per_page <= BALANCED * np.float32(beyond - first))
+        for b in range(first, beyond):
+            parts = min(beyond - first, pages)
+            end = int((pages - (b - first) + parts - 1) / parts) if parts else 0
+            part[b] = Share(0, end, n, first, parts)
+        start += pages * blocks
+    shares = part if balanced else whole
+    return shares + [Share() for _ in range(grid - ctas)], total, ctas
+
+
+def work(grid: int, lengths: list[int], blocks: int) -> list[tuple[int, int]]:
+    """Attend as the kernel does: how often each sequence was written, and the arrivals left over."""
+    shares, total, ctas = divided(grid, lengths, blocks)
+    pages = np.repeat(lengths, blocks)
+    starts = np.cumsum(pages) - pages
+    seen = [np.zeros(n, int) for n in pages]
+    arrivals, written = np.zeros(len(pages), int), np.where(pages == 0, 1, 0)
+    owner = lambda position: ((position + 1) * ctas - 1) // total  # noqa: E731
+    for b, share in enumerate(shares):
+        pieces: list[tuple[int, Any, int]] = []
+        if share.parts and share.end > share.begin:
+            own = b - share.first + share.parts * np.arange(share.end)
+            pieces.append((share.number, own, share.parts))
+        elif not share.parts:
+            for n, start in enumerate(starts):
+                begin, end = max(share.begin, start), min(share.end, start + pages[n])
+                if begin < end:
+                    parts = owner(start + pages[n] - 1) - owner(start) + 1
+                    pieces.append((n, np.arange(begin, end) - start, parts))
+        for n, own, parts in pieces:
+            np.add.at(seen[n], own, 1)
+            arrivals[n] += parts > 1
+            if parts == 1 or arrivals[n] == parts:
+                arrivals[n] = 0
+                written[n] += 1
+    assert all((x == 1).all() for x in seen)
+    return list(zip(written.tolist(), arrivals.tolist(), strict=True))
+
+
+@given(
+    grid=st.integers(1, 264),
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=40),
+    equal=st.booleans(),
+    blocks=st.sampled_from((1, 1, 1, 2, 3)),
+)
+def test_every_page_is_attended_once_and_every_sequence_written_once(
+    grid: int, lengths: list[int], equal: bool, blocks: int
+) -> None:
+    if equal:
+        lengths = [lengths[0]] * len(lengths)
+    assert all(outcome == (1, 0) for outcome in work(grid, lengths, blocks))
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 4, 8, 16, 24, 32, 33, 64, 132, 133, 256])
+def test_equal_lengths_on_132_multiprocessors(pairs: int) -> None:
+    for pages in (1, 2, 4, 5, 17, 64):
+        assert all(outcome == (1, 0) for outcome in work(132, [pages] * pairs, 1))
