@@ -371,6 +371,27 @@ def test_equal_lengths(backend: Any, heads: int, entries: int) -> None:
     check(backend, draw_queries(12, "bfloat16", 1, 1, 2 * heads, 64), pages)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 24, 32])
+def test_every_head_is_written_and_no_counter_is_left(backend: Any, batch: int, heads: int) -> None:
+    """Equal lengths from which every thread block finds its share alone, three calls with one workspace."""
+    blocks = torch.cuda.get_device_properties(0).multi_processor_count
+    for entries in (-(-blocks // (batch * heads)), -(-blocks // (batch * heads)) + 5):
+        pages = draw_pages(19, "bfloat16", 64, ((2, 2), (8, 8)), np.full((batch, heads), entries), full=True)
+        q = draw_queries(19, "bfloat16", batch, 1, 2 * heads, 64)
+        expected, low = reference.packed_attention(q, pages), low_precision(q, pages)
+        device, queries = on_device(pages), to_torch(q)
+        workspace = backend.make_workspace(queries, batch * heads, 2, 64)
+        for _ in range(3):
+            out = torch.full_like(queries, float("nan"))
+            lse = torch.full((batch, 2 * heads, 1), float("nan"), device="cuda")
+            backend.attend(queries, device, out, lse, workspace, scale=0.125)
+            assert_accurate(to_numpy(out), expected[0], low[0])
+            assert_accurate(to_numpy(lse), expected[1], low[1], "lse")
+            if backend is packed_cuda:
+                assert not workspace.arrivals.any()
+
+
 @pytest.mark.parametrize(
     ("dtype", "size"), [("float16", 1e-3), ("float16", 1e3), ("bfloat16", 1e-12), ("bfloat16", 1e12)]
 )
