@@ -55,7 +55,9 @@ register(
     Row("attention", "cpu", "kvlab.ops.attention_cpu:attend", FACTS),
     Row("attention", "reference", "kvlab.ops.attention_cpu:attend_reference", REFERENCE_FACTS),
     Row("attention", "cuda", "kvlab.ops.attention_cuda:attend", CUDA_FACTS),
+    Row("attention", "numba", "kvlab.ops.attention_numba:attend", CUDA_FACTS),
     Row("merge_attention", "cpu", "kvlab.ops.attention_cpu:merge", {"dtype": _FLOATS}),
+    Row("merge_attention", "cuda", "kvlab.ops.attention_merge_cuda:merge", {"dtype": _FLOATS}),
     Row("merge_attention", "reference", "kvlab.ops.attention_cpu:merge_reference", {"dtype": _FLOATS}),
 )
 
@@ -137,8 +139,9 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp of the scores.
     backend : str, optional
-        ``"cpu"`` and ``"cuda"`` compute in float32 from the inputs as they are, ``"cuda"`` with
-        probabilities in the dtype of q; ``"reference"`` in float64. By default the fastest on the device.
+        ``"cpu"``, ``"cuda"`` and ``"numba"`` (Numba CUDA, for reading) compute in float32 from the inputs as
+        they are, ``"cuda"`` with probabilities in the dtype of q; ``"reference"`` in float64. By default the
+        fastest on the device.
 
     Returns
     -------
@@ -351,8 +354,8 @@ def merge_attention(
     lses : sequence of arrays
         Their log-sum-exps, each float32, (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q).
     backend : str, optional
-        ``"cpu"`` computes in float32, ``"reference"`` in float64; by default the fastest on the arrays'
-        device.
+        ``"cpu"`` and ``"cuda"`` compute in float32, ``"reference"`` in float64; by default the fastest on the
+        arrays' device.
 
     Returns
     -------
@@ -369,7 +372,8 @@ def merge_attention(
     TypeError
         If an argument is no array, or dtypes are not as above.
     NotImplementedError
-        If no backend on the arrays' device supports the call.
+        If no backend on the arrays' device supports the call; on a GPU also if the last axis of an out is not
+        contiguous, or there are more than 32 parts.
 
     References
     ----------

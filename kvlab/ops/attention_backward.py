@@ -52,6 +52,7 @@ register(
     Row("attention_backward", "cpu", f"{_CPU}:differentiate", FACTS),
     Row("attention_backward", "reference", f"{_CPU}:differentiate_reference", REFERENCE_FACTS),
     Row("attention_backward", "cuda", "kvlab.ops.attention_backward_cuda:attend_backward", CUDA_FACTS),
+    Row("attention_backward", "numba", "kvlab.ops.attention_numba:attend_backward", CUDA_FACTS),
 )
 
 
