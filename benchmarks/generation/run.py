@@ -84,8 +84,7 @@ def packed_cache(config: LlamaConfig, batch: int, n: int) -> KVLabCache:
     )
     for layer in range(config.num_hidden_layers):
         packed.append(layer, *tokens(batch, n))
-    # What KVLabCache does at its first step, which would be a prefill.
-    cache._shared.cache, cache._shared.lengths = packed, [n] * config.num_hidden_layers
+    cache.hold(packed)
     return cache
 
 

@@ -15,7 +15,6 @@ import argparse
 import copy
 import json
 import math
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvlab import MixedPrecisionCache
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.cases import mixed
 from kvlab.lab.comparison import Comparison
 from kvlab.lab.model import load_smollm2, tiny_llama
+from kvlab.lab.replay import on_cpu
 from kvlab.lab.results import provenance
 from kvlab.lab.scores import FULL_PRECISION
 from kvlab.lab.text import cut_windows
@@ -43,19 +42,6 @@ def loss(model: Any, tokens: torch.Tensor, cache: KVLabCache, begin: int) -> tor
     seen, wanted = (tokens[:, at : at + CHUNK].to(model.device) for at in (begin, begin + 1))
     logits: torch.Tensor = model(seen, past_key_values=cache).logits.float()
     return -logits.log_softmax(-1).gather(-1, wanted[..., None])[..., 0].cpu()
-
-
-def on_cpu(case: Any, cache: KVLabCache) -> KVLabCache:
-    """A cache of a model on the CPU that holds the same pages."""
-    packed = cache.packed
-    assert packed is not None
-    with tempfile.TemporaryDirectory() as folder:
-        packed.save(Path(folder) / "cache")
-        loaded = MixedPrecisionCache.load(Path(folder) / "cache")
-    assert loaded.nbytes == packed.nbytes
-    copied: KVLabCache = case.make()
-    copied._shared.cache, copied._shared.lengths = loaded, [loaded.seqlen] * loaded.num_layers
-    return copied
 
 
 def replay(model: Any, host: Any, tokens: torch.Tensor, case: Any, length: int, every: int) -> dict[str, Any]:

@@ -106,6 +106,34 @@ class KVLabCache(Cache):
         """What holds the layers with full attention; None before the first step."""
         return self._shared.cache
 
+    def hold(self, packed: MixedPrecisionCache) -> None:
+        """Go on from what a `MixedPrecisionCache` holds, for example one that was saved and loaded.
+
+        Parameters
+        ----------
+        packed : MixedPrecisionCache
+            With a layer for each layer with full attention; no row of it begins with padding.
+
+        Raises
+        ------
+        ValueError
+            If the number of layers differs.
+
+        Examples
+        --------
+        >>> from transformers import LlamaConfig
+        >>> cache = KVLabCache(LlamaConfig(num_hidden_layers=2))
+        >>> cache.hold(MixedPrecisionCache(2, 32, 32, 128))
+        """
+        if packed.num_layers != len(self._shared.lengths):
+            raise ValueError(
+                f"packed has {packed.num_layers} layers, the model has {len(self._shared.lengths)} with full "
+                f"attention: load the cache of this model"
+            )
+        self._shared.reset()
+        self._shared.cache = packed
+        self._shared.lengths = [packed.seqlen] * packed.num_layers
+
     # A recorded step of the model (decode_graph.py) has one token a row and none of them is padding.
 
     @contextmanager

@@ -40,6 +40,8 @@ class Comparison:
         End of the prompt of the continuations.
     continuations : dict of str to Continuation
         By name of the cache.
+    races : dict of str to (float, float)
+        Tokens a second on a GPU and on the CPU, by tokens that are read.
     """
 
     provenance: dict[str, Any]
@@ -51,6 +53,7 @@ class Comparison:
     scores: list[Score]
     prompt: str = ""
     continuations: dict[str, Continuation] = field(default_factory=dict)
+    races: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def scored(self) -> int:

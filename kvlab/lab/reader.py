@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from kvlab.lab.cases import controls, hqq, mixed, quanto, uniform
 from kvlab.lab.continuation import continue_text
 from kvlab.lab.model import Subject, load_smollm2, tiny_llama
@@ -43,6 +45,17 @@ class Reader:
             self.plan.protocol,
             progress=lambda name: self.tick(1),
         )
+
+    def race(self, _: None) -> dict[str, tuple[float, float]]:
+        """Tokens a second on this device and on the CPU, by tokens that are read; of the largest budget."""
+        from kvlab.lab.replay import speeds
+
+        protocol, config = self.plan.protocol, self.subject.model.config
+        case = mixed(config, protocol.length, [max(self.plan.budgets)])[0]
+        lengths = [protocol.length // 4, protocol.length // 2, protocol.length - protocol.chunk]
+        tokens = torch.from_numpy(self.windows.tokens[:1])
+        found = speeds(self.subject.model, tokens, case, protocol.chunk, lengths)
+        return {str(length): rates for length, rates in found.items()}
 
     def write(self, budget: float | None) -> tuple[str, str, Continuation]:
         """Continue the beginning of the last window; name of the cache, end of the prompt, what it wrote."""

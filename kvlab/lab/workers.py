@@ -54,6 +54,8 @@ class Outcome:
         End of the prompt of the continuations.
     continuations : dict of str to Continuation
         By name of the cache.
+    races : dict of str to (float, float)
+        Tokens a second on a GPU and on the CPU, by tokens that are read; empty for a run on the CPU.
     seconds : float
         From the start of the processes to the last result.
     resumed : int
@@ -65,6 +67,7 @@ class Outcome:
     scores: list[Score]
     prompt: str
     continuations: dict[str, Continuation]
+    races: dict[str, tuple[float, float]]
     seconds: float
     resumed: int
 
@@ -139,11 +142,14 @@ def compare(
         jobs += [("write", budget) for budget in (BESIDE, None)]  # the longer one first
         total = sum(steps(len(windows), about.sizes[group], plan.protocol) for windows, group in readings)
         total += 2 * plan.writing_steps
-        prompt, continuations = "", dict[str, Continuation]()
+        jobs += [("race", None)] if plan.device != "cpu" else []
+        prompt, continuations, races = "", dict[str, Continuation](), dict[str, tuple[float, float]]()
         for method, result in run(jobs):
             if method == "read":
                 journal.add(result)
                 parts.append(result)
+            elif method == "race":
+                races = result
             else:
                 name, prompt, continuations[name] = result
     return Outcome(
@@ -152,6 +158,7 @@ def compare(
         scores=_joined(about, parts),
         prompt=prompt,
         continuations=dict(sorted(continuations.items())),
+        races=races,
         seconds=time.perf_counter() - start,
         resumed=saved,
     )
