@@ -134,26 +134,28 @@ def main() -> int:
     )
     parser.add_argument("output", type=Path)
     parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--budgets", default="0.17,0.2,0.3,0.5")
+    parser.add_argument("--budgets", default="0.17,0.2,0.3,0.5", help="empty: nothing is replayed")
     parser.add_argument("--every", type=int, default=4, help="score every so many chunks of the second half")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a small random model, short windows")
     parser.add_argument("--runs", nargs=2, type=Path, metavar=("GPU", "CPU"), help="results of kvlab demo")
     options = parser.parse_args()
-    length = 512 if options.tiny else LENGTH
-    subject = tiny_llama() if options.tiny else load_smollm2()
-    windows = cut_windows(subject.text, subject.encode, options.windows, length + 1)
-    tokens = torch.from_numpy(windows.tokens)
-    host, model = subject.model, copy.deepcopy(subject.model).to(options.device)
-    budgets = [float(word) for word in options.budgets.split(",")]
+    budgets = [float(word) for word in options.budgets.split(",") if word]
     results: dict[str, Any] = {
         "provenance": provenance(windows=options.windows, budgets=options.budgets, device=options.device),
-        "model": subject.name, "text": subject.text_name, "limit": LIMIT, "replayed": [], "own": [],
+        "limit": LIMIT, "replayed": [], "own": [],
     }  # fmt: skip
-    with torch.inference_mode():
-        for case in mixed(model.config, length, budgets):
-            results["replayed"].append(replay(model, host, tokens, case, length, options.every))
-            options.output.write_text(json.dumps(results, indent=1))
+    if budgets:
+        length = 512 if options.tiny else LENGTH
+        subject = tiny_llama() if options.tiny else load_smollm2()
+        results |= {"model": subject.name, "text": subject.text_name}
+        windows = cut_windows(subject.text, subject.encode, options.windows, length + 1)
+        tokens = torch.from_numpy(windows.tokens)
+        host, model = subject.model, copy.deepcopy(subject.model).to(options.device)
+        with torch.inference_mode():
+            for case in mixed(model.config, length, budgets):
+                results["replayed"].append(replay(model, host, tokens, case, length, options.every))
+                options.output.write_text(json.dumps(results, indent=1))
     if options.runs:
         results["own"] = compare(*map(Comparison.read, options.runs))
     options.output.write_text(json.dumps(results, indent=1))

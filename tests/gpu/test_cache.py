@@ -144,6 +144,19 @@ def test_demotion_under_an_absolute_budget() -> None:
     assert counts["2"].sum() > 0 < counts["8"].sum()
 
 
+@pytest.mark.parametrize("splits", [[64, 128, 64, 44], [190, *[1] * 20, 90], [7, 16, 100, 9, 16, 152]])
+def test_the_promised_budget_suffices_however_tokens_come(splits: list[int]) -> None:
+    options = {"bits": (2, 4, 8), "recent": 20}
+    share = make(**options)._need(300)
+    cache, rng = make(budget=share * LAYERS * 2, max_seqlen=300, **options), np.random.default_rng(10)
+    for steps in splits:
+        step(cache, rng, steps, compared=steps > 60)
+        assert cache.nbytes <= cache.budget_nbytes
+    check_state(cache, [list(range(300))] * 2)
+    with pytest.raises(BudgetError, match="longest length"):
+        make(budget=share * LAYERS * 2 - 1, max_seqlen=300, **options)
+
+
 def test_refusal_changes_nothing() -> None:
     cache = make(budget=600_000, bits=(4, 8))
     rng = np.random.default_rng(4)
