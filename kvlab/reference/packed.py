@@ -9,6 +9,7 @@ head).
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ __all__ = ["hadamard_matrix", "mass_from_scores", "packed_attention", "stored_po
 Float64 = NDArray[np.float64]
 
 
+@lru_cache(maxsize=16)
 def hadamard_matrix(n: int) -> Float64:
-    """Return the orthonormal block Hadamard matrix of `kvlab.reference.codec.hadamard`, (n, n).
+    """Return the orthonormal block Hadamard matrix of `kvlab.reference.codec.hadamard`, (n, n), read-only.
 
     Examples
     --------
@@ -38,7 +40,9 @@ def hadamard_matrix(n: int) -> Float64:
     matrix = np.ones((1, 1))
     while len(matrix) < block:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return np.kron(np.eye(n // block), matrix / np.sqrt(block))
+    whole = np.kron(np.eye(n // block), matrix / np.sqrt(block))
+    whole.setflags(write=False)
+    return whole
 
 
 def stored_tokens(pages: Any, row: int, head: int) -> list[tuple[Float64, Float64]]:

@@ -24,6 +24,7 @@ each bit is; everything else here goes through it.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +69,7 @@ STEPS = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float3
 _HIGHEST_FINITE, _NAN_STEP = 0xF7, 0xFF
 
 
+@lru_cache(maxsize=32)
 def bit_address(bits: int, head_dim: int, side: str) -> Int64:
     """Say where each bit of each code is in the code region of a page.
 
@@ -81,7 +83,7 @@ def bit_address(bits: int, head_dim: int, side: str) -> Int64:
 
     Returns
     -------
-    int64, (64, head_dim, bits)
+    int64, (64, head_dim, bits), read-only
         For (slot, channel, bit of the code, lowest first): its index among all bits of the region. Bit i is
         bit i % 8 of byte i // 8.
 
@@ -113,7 +115,7 @@ def bit_address(bits: int, head_dim: int, side: str) -> Int64:
 
     if bits == 32:
         word = 8 * tile + 2 * register + half
-        return np.stack([address(word, 0 * half + j) for j in range(bits)], axis=-1)
+        return _frozen(np.stack([address(word, 0 * half + j) for j in range(bits)], axis=-1))
     tiles = {2: 2, 3: 4}.get(bits, 1)  # tiles that share words
     words = tiles * bits // 4  # words of a lane for these tiles
     group, pair = tile // tiles, 4 * (tile % tiles) + register
@@ -121,11 +123,17 @@ def bit_address(bits: int, head_dim: int, side: str) -> Int64:
         per_word = 16 // bits
         first_bit = bits * (pair % per_word) + 16 * half
         word = words * group + pair // per_word
-        return np.stack([address(word, first_bit + j) for j in range(bits)], axis=-1)
+        return _frozen(np.stack([address(word, first_bit + j) for j in range(bits)], axis=-1))
     # Five pairs to a word from bit 1 on; of the sixteenth pair, bit j is in bit 0 of word j.
     in_five = [address(words * group + pair // 5, 1 + 3 * (pair % 5) + j + 16 * half) for j in range(3)]
     spread = [address(words * group + j, 16 * half) for j in range(3)]
-    return np.where(pair[..., None] < 15, np.stack(in_five, axis=-1), np.stack(spread, axis=-1))
+    return _frozen(np.where(pair[..., None] < 15, np.stack(in_five, axis=-1), np.stack(spread, axis=-1)))
+
+
+def _frozen(x: Int64) -> Int64:
+    """Make an array read-only, since callers share it."""
+    x.setflags(write=False)
+    return x
 
 
 def tree_sum(x: NDArray[np.float32]) -> NDArray[np.float32]:
