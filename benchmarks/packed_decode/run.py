@@ -54,7 +54,7 @@ def main() -> None:
                 flush=True,
             )
             torch.cuda.empty_cache()
-    options.out.write_text(json.dumps(provenance() | {"rows": rows}, indent=1))
+        options.out.write_text(json.dumps(provenance() | {"rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
