@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvlab.cache.allocator import Method, allocate
 from kvlab.cache.pages import TOKENS_PER_PAGE
 
-__all__ = ["ERRORS", "NewTokens", "Plan", "Rates", "Tokens", "Weigh", "chunks", "plan_row"]
+__all__ = ["ERRORS", "NewTokens", "Plan", "Rates", "Tokens", "Weigh", "plan_row"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -134,6 +134,8 @@ def plan_row(
 
 def _allocate(group: Ints, ceiling: Ints, weight: Floats, room: int, method: Method, rates: Rates) -> Ints:
     """Rung of every token, given tokens sorted by group, ceiling and weight."""
+    from kvlab.numba_kernels.cpu_plan import chunks
+
     start = chunks(group, ceiling, rates.top)
     if len(start) * rates.cost[0] > room:
         # As few pages as can be: nothing stands apart from the rest of its head any more.
@@ -145,24 +147,3 @@ def _allocate(group: Ints, ceiling: Ints, weight: Floats, room: int, method: Met
     limit = ceiling[start] + rates.evicts
     rung = allocate(loss, rates.cost, room, ceiling=limit, method=method) - rates.evicts
     return np.repeat(rung, length)
-
-
-def chunks(group: Ints, ceiling: Ints, top: int) -> Ints:
-    """Where chunks of 64 begin, given tokens sorted by group, ceiling and weight; `top` is the top rung.
-
-    Tokens below the top rung are cut from the bottom up, those of the top rung from the top down, so that
-    sinks, last in the order, share one chunk. What is left between them fills one chunk if it can.
-    """
-    first = np.flatnonzero(np.diff(group, prepend=-1))
-    size = np.diff(first, append=len(group))
-    below = np.add.reduceat(ceiling < top, first, dtype=np.int64)
-    left, over = below % TOKENS_PER_PAGE, (size - below) % TOKENS_PER_PAGE
-    joins = np.where((left > 0) & (size - below >= TOKENS_PER_PAGE), TOKENS_PER_PAGE - left, 0)
-    joins = np.minimum(joins, over)
-    lower, partial = below + joins, over - joins
-    within = np.arange(len(group)) - np.repeat(first, size)
-    above = within - np.repeat(lower, size)
-    rest = above - np.repeat(partial, size)
-    upper = np.where(rest < 0, above, rest % TOKENS_PER_PAGE)
-    begins = np.where(above < 0, within % TOKENS_PER_PAGE, upper)
-    return np.flatnonzero(begins == 0)
