@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvlab.numba_kernels.cpu_plan import chunks, order_tokens
 
 from kvlab.cache.budget import parse_budget
 from kvlab.cache.exact import attend_exact
@@ -15,7 +16,6 @@ from kvlab.cache.ladder import parse_bits
 from kvlab.cache.plan import NewTokens
 from kvlab.cache.store import LayerStore
 from kvlab.cache.window import Window, stack
-from kvlab.numba_kernels.cpu_plan import chunks, order_tokens
 from kvlab.reference.attention import attend_rows, softmax_rows
 
 
