@@ -6,6 +6,7 @@ name pages, rungs and counts that do not exist.
 """
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -339,6 +340,26 @@ def test_batch_mates_and_splitting_the_queries_do_not_matter() -> None:
     alone = packed_attention(case.q[1:, 1:], dataclasses.replace(pages, **only))
     np.testing.assert_allclose(alone.out[0, 0], whole.out[1, 1], rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(alone.lse[0, :, 0], whole.lse[1, :, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seqlen_q", [2, 40])
+def test_pages_before_a_window_are_not_read(seqlen_q: int) -> None:
+    """Every other page is old, and NaN but for its positions: same bits as without those pages' NaN."""
+    rng = np.random.default_rng(6)
+    pages = make_pages(rng, ((4, 2), (16, 16)), 64, "float16", np.array([[6, 5]]), (64,))
+    pages.base[...] = np.arange(pages.base.shape[-1]) % 2
+    q = random_floats(rng, (1, seqlen_q, 4, 64), numpy_dtype("float32"), (-4, 1))
+    options = {"window": (1 << 15, 0), "first_position": np.array([3 << 15], np.int32), "keep_scores": 1}
+    expected = packed_attention(q, pages, **options)
+    for pair, entry in itertools.product(range(2), range(0, 5, 2)):
+        layout, index = pages.layouts[pages.rung[0, pair, entry]], pages.index[0, pair, entry]
+        pages.pools[pages.rung[0, pair, entry]][index, : layout.positions] = 0xFF
+    actual = packed_attention(q, pages, **options)
+    assert np.isfinite(actual.out).all()
+    assert actual.out.tobytes() == expected.out.tobytes()
+    assert actual.lse.tobytes() == expected.lse.tobytes()
+    assert np.isneginf(actual.scores[:, :, 0:5:2]).all()
+    assert actual.scores[:, :, :5].tobytes() == expected.scores[:, :, :5].tobytes()
 
 
 def test_torch_queries_give_torch_results() -> None:
