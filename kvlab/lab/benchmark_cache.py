@@ -218,7 +218,7 @@ def _dense(context: int, num_layers: int, repeats: int, device: str) -> tuple[_M
 
 
 def _ways(q: Any, device: str) -> dict[str, Callable[[Any, Any], Any]]:
-    """Ways to attend a dense cache with one token: heads of a group as queries, or as the GPU's kernels do."""
+    """Ways to attend a dense cache with one token: a group's heads as queries, or as kernels for GPUs do."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
