@@ -294,8 +294,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
             float mass = 0.f;
 #pragma unroll 1
             for (int r = lane; r < rows; r += 32) mass += probabilities[r][t];
-#pragma unroll
-            for (int h = 16; h > 0; h /= 2) mass += __shfl_xor_sync(ALL_LANES, mass, h);
+#pragma unroll 1
+            for (int h = rows > 4 ? 16 : 2; h > 0; h /= 2) mass += __shfl_xor_sync(ALL_LANES, mass, h);
             if (lane == 0 && slots[t].entry >= 0)
                 slots[t].page[TAIL + 128 + slots[t].number] =
                     encode_importance(__fdividef(mass, (float)rows));

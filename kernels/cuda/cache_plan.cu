@@ -6,11 +6,11 @@
 //
 // count_keys    grid (groups, layers): a block counts the keys of its (pair, segment), a warp two pages at
 //               a time, then gives every chunk of 64 tokens its weight. Shared: classes * 1 KB + 2 KB.
-// choose_rungs  grid (batch, layers): a block searches the price of its row's bytes, over the bits of a
-// price,
-//               then over the number of the first chunk that goes without; it asks ASKED questions at a time,
-//               an eighth of the block each. Chunks of a class have rising weights, so those that take a step
-//               are found by halving: a thread has a step. Shared: the weights, if all of a row fit.
+// choose_rungs  grid (batch, layers): a block searches the price of its row's bytes, over the bits of
+//               a price, then over the number of the first chunk that goes without; it asks ASKED questions
+//               at a time, an eighth of the block each. Chunks of a class have rising weights, so those that
+//               take a step are found by halving: a thread has a step, and begins between what it found for
+//               the two prices that are left. Shared: the weights, if all of a row fit.
 // bear_pages    grid (1, layers): a block numbers the pages that are born and takes slabs for them.
 //
 // gate: BF16=0 registers<=64
@@ -148,27 +148,33 @@ struct Step {
     int bytes;  // more of each, 0 if there is no such step
 };
 
-// The first chunk of a run whose slope exceeds the price, or reaches it; their number if none does. `half`:
-// the power of 2 to begin with.
-__device__ __forceinline__ int first_beyond(const Run& run, float rate, float price, int half,
+// What is known of the first chunk beyond a price: it is one of these.
+struct Bounds {
+    int least, most;
+};
+
+// The first chunk of a run whose slope exceeds the price, or reaches it; their number if none does.
+__device__ __forceinline__ int first_beyond(const Run& run, float rate, float price, const Bounds& within,
                                             bool reaching) {
-    int found = 0;
+    int found = within.least, half = within.most - within.least;
+    half = half ? 1 << (31 - __clz(half)) : 0;
 #pragma unroll 1
     for (; half; half /= 2) {
         const int at = found + half;
-        const float slope = at <= run.chunks ? __fmul_rn(run.weights[at - 1], rate) : price;
-        const bool beyond = at > run.chunks || slope > price || (reaching && slope == price);
+        const float slope = at <= within.most ? __fmul_rn(run.weights[at - 1], rate) : price;
+        const bool beyond = at > within.most || slope > price || (reaching && slope == price);
         found = beyond ? found : at;
     }
     return found;
 }
 
-// How many chunks of a run take a step of their hull: those whose slope exceeds the price, and of those at
-// the price the chunks with numbers below `ties`.
-__device__ __forceinline__ int taking(const Run& run, float rate, float price, int half, int ties) {
-    const int above = first_beyond(run, rate, price, half, false);
+// How many chunks of a run take a step of their hull: those whose slope exceeds the price, `above` is the
+// first of them, and of those at the price the chunks with numbers below `ties`.
+__device__ __forceinline__ int taking(const Run& run, float rate, float price, const Bounds& within, int ties,
+                                      int& above) {
+    above = first_beyond(run, rate, price, within, false);
     if (ties <= run.first) return run.chunks - above;
-    const int equal = first_beyond(run, rate, price, half, true);
+    const int equal = first_beyond(run, rate, price, {within.least, above}, true);
     return run.chunks - above + min(max(ties - run.first, equal), above) - equal;
 }
 
@@ -176,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     choose_rungs(const __grid_constant__ PlanCall call) {
     extern __shared__ float held[];  // [call.held]
     __shared__ long long sums[2][ROW_THREADS / 32];
+    __shared__ u16 found[2][ASKED][ANSWERING];  // first chunks beyond the prices asked, of first steps
     __shared__ Hull hulls[MAX_LEVELS];
     __shared__ int cost[MAX_LEVELS];
     const Plan p(call, blockIdx.y);
@@ -229,9 +236,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
             call.weight + p.group(row * own + i) * call.chunks + (run.y - runs[i * p.classes].y);
         return Run{holds ? held + run.y : weights, run.x, run.y};
     };
-    // `longest`: the power of 2 that the search in a run begins with.
     const int tasks = own * p.classes * top, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int asked = threadIdx.x / ANSWERING, longest = 1 << (31 - __clz(call.chunks));
+    const int asked = threadIdx.x / ANSWERING;
     auto step_at = [&](int task) {
         const int n = task / top, i = task - n * top;
         const Hull& hull = hulls[p.ceiling(n % p.classes)];
@@ -240,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     };
     const int first_task = threadIdx.x % ANSWERING;
     const Step mine = first_task < tasks ? step_at(first_task) : Step{};
+    Bounds bounds = {0, mine.run.chunks};  // for `mine` and all prices that are left
     int turn = 0;
     // Whether the row fits, for the questions of all: bits 4 i to 4 i + 3 answer price and ties of the i-th
     // eighth of the block. `never`: this one is known not to fit.
@@ -247,7 +254,10 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         long long bytes = never ? 1ll << 48 : 0;
         for (int task = first_task; task - lane < tasks; task += ANSWERING) {  // whole warps
             const Step step = task == first_task ? mine : task < tasks ? step_at(task) : Step{};
-            const u32 more = step.bytes * taking(step.run, step.rate, price, longest, ties);
+            const Bounds within = task == first_task ? bounds : Bounds{0, step.run.chunks};
+            int above;
+            const u32 more = step.bytes * taking(step.run, step.rate, price, within, ties, above);
+            if (task == first_task) found[turn][asked][first_task] = (u16)above;
             bytes += __reduce_add_sync(ALL_LANES, more);  // a run has 1,024 chunks at most
         }
         if (lane == 0) sums[turn][warp] = bytes;
@@ -268,6 +278,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         const int cheapest = answer(fits(__int_as_float(price), 0, price == low));
         if (cheapest > 0) low = between(before, high, cheapest - 1);
         if (cheapest < ASKED) high = between(before, high, cheapest);
+        // Dearer prices have later first chunks, so searches begin between those of the two that are left.
+        if (cheapest > 0) bounds.least = found[turn ^ 1][cheapest - 1][first_task];
+        if (cheapest < ASKED) bounds.most = found[turn ^ 1][cheapest][first_task];
     }
     const float price = __int_as_float(high);
     int ties = 0, beyond = total + 1;
@@ -283,7 +296,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         const Run run = run_at(n);
         int rising = run.chunks, level = 0;
         for (int i = 0; i < hull.steps && rising; ++i) {
-            const int further = taking(run, hull.rate[i], price, longest, ties);
+            int above;
+            const int further = taking(run, hull.rate[i], price, {0, run.chunks}, ties, above);
             chosen[level] = rising - further;
             rising = further;
             level = hull.level[i];

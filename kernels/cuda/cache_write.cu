@@ -48,39 +48,86 @@ __device__ __forceinline__ bool is_new(const Move& move) {
     return move.from_rung == NEW_TOKEN;
 }
 
-// Rows stand such that neither eight slots in a row nor every eighth of them share banks.
-__device__ __forceinline__ int row_of(int slot) {
-    return slot % 8 * 8 + slot / 8;
-}
-
-// What all threads know of the destination page, and what it gets besides codes.
+// What all threads know of a destination page, and what it gets besides codes.
 struct Details {
-    uint4 moves[SLOTS];    // Move
-    float mean[HEAD_DIM];  // of the keys of its pair
-    u32 named[2];          // which slots are written
+    uint4 moves[2][SLOTS];        // Move, of this page and of the next
+    uint4 mean[HEAD_DIM / 8];     // of the keys of its pair, float16
+    u32 named[2][2];              // which slots are written
+    u32 importance_words[SLOTS];  // by move: what a new token's importance is a byte of
     u16 positions[SLOTS];
     u8 importance[SLOTS], steps[SLOTS];
 };
 
+// ---- Copies that nobody waits for until wait_copies
+
+__device__ __forceinline__ void copy_later(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_word_later(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+// The move of a thread's LANES; dealt such that rows of a warp share no banks.
+__device__ __forceinline__ Move my_move(const uint4* moves) {
+    return (const Move&)moves[threadIdx.x % 32 / LANES * (THREADS / 32) + threadIdx.x / 32];
+}
+
+// Rows stand such that neither eight slots in a row nor every eighth of them share banks.
+__device__ __forceinline__ u8* row_for(u8* rows, const Move& move) {
+    return rows + (move.to_slot % 8 * 8 + move.to_slot / 8) * ROW_BYTES;
+}
+
+// Asks for the moves of a page; threads without one get NO_MOVE.
+__device__ __forceinline__ void ask_for_moves(const MoveList& list, int group, uint4* moves) {
+    if (threadIdx.x >= SLOTS) return;
+    const u32 begin = list.begins[group], moved = list.begins[group + 1] - begin;
+    if (threadIdx.x < moved)
+        copy_later(moves + threadIdx.x, list.moves + begin + threadIdx.x);
+    else
+        moves[threadIdx.x] = {0, 0, (u32)NO_MOVE << 16, 0};
+}
+
 // ---- Vectors into rows
 
-// Keys or values of a new token, raw; rows of callers need not begin at multiples of 16 bytes.
 template <Side SIDE>
-__device__ __forceinline__ void take_new(const LayerState& s, const NewTokens& fresh, const Move& move,
-                                         u8* row, int lane) {
+__device__ __forceinline__ const u16* new_vector(const LayerState& s, const NewTokens& fresh,
+                                                 const Move& move) {
     const int batch = move.token / fresh.steps, step = move.token - batch * fresh.steps;
     const int head = move.from - batch * s.heads;
-    const u16* from = SIDE == KEYS
-                          ? fresh.k + batch * fresh.k_batch + step * fresh.k_step + head * fresh.k_head
-                          : fresh.v + batch * fresh.v_batch + step * fresh.v_step + head * fresh.v_head;
-    uint4* to = (uint4*)row;
-    if ((u64)from % 16 == 0) {
+    return SIDE == KEYS ? fresh.k + batch * fresh.k_batch + step * fresh.k_step + head * fresh.k_head
+                        : fresh.v + batch * fresh.v_batch + step * fresh.v_step + head * fresh.v_head;
+}
+
+// Asks for keys or values of new tokens, raw, as far as they begin at multiples of 16 bytes.
+template <Side SIDE>
+__device__ __forceinline__ void ask_for_rows(const LayerState& s, const NewTokens& fresh, const uint4* moves,
+                                             u8* rows) {
+    const Move move = my_move(moves);
+    if (!is_new(move)) return;
+    const u16* from = new_vector<SIDE>(s, fresh, move);
+    if ((u64)from % 16) return;
 #pragma unroll
-        for (int i = lane; i < HEAD_DIM / 8; i += LANES) to[i] = ((const uint4*)from)[i];
-    } else {
-#pragma unroll 4
-        for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = from[i];
-    }
+    for (int i = threadIdx.x % LANES; i < HEAD_DIM / 8; i += LANES)
+        copy_later(row_for(rows, move) + 16 * i, from + 8 * i);
+}
+
+// Asks for all that the first side of a page needs.
+__device__ __forceinline__ void ask_for_page(const LayerState& s, const NewTokens& fresh, const uint4* moves,
+                                             u8* rows, Details& page) {
+    ask_for_rows<KEYS>(s, fresh, moves, rows);
+    const Move first = (const Move&)moves[0];
+    const uint4* mean = (const uint4*)(s.k_mean + (u64)(is_new(first) ? first.from : first.token) * HEAD_DIM);
+    if (threadIdx.x < HEAD_DIM / 8) copy_later(page.mean + threadIdx.x, mean + threadIdx.x);
+    if (threadIdx.x >= SLOTS) return;
+    const Move move = (const Move&)moves[threadIdx.x];
+    if (!is_new(move)) return;
+    const u64 at = (u64)(fresh.importance + (u64)move.from * fresh.steps + move.token % fresh.steps);
+    copy_word_later(page.importance_words + threadIdx.x, (const void*)(at & ~3ull));
 }
 
 // Codes of a stored token; each lane asks for AT_ONCE of them before it waits for the first.
@@ -119,21 +166,28 @@ __device__ __forceinline__ void take_stored(const Region& from, int slot, u8* ro
     }
 }
 
+__device__ __forceinline__ float mean_of(const Details& page, int channel) {
+    return __half2float(((const __half*)page.mean)[channel]);
+}
+
 // One side of a token, from where it is into its row: codes of `to_bits` bits, a byte each, or raw. Lanes
 // without a move go along.
 template <Side SIDE>
-__device__ __forceinline__ void fill_row(const LayerState& s, const NewTokens& fresh, int to_bits,
-                                         Details& page, u8* rows, int lane) {
-    // Moves are dealt such that rows of a warp share no banks.
-    const Move move = (const Move&)page.moves[threadIdx.x % 32 / LANES * (THREADS / 32) + threadIdx.x / 32];
+__device__ __forceinline__ void fill_row(const LayerState& s, const NewTokens& fresh, const uint4* of_page,
+                                         int to_bits, Details& page, u8* rows, int lane) {
+    const Move move = my_move(of_page);
     const bool moves = move.from_rung != NO_MOVE;
-    u8* const row = rows + row_of(move.to_slot) * ROW_BYTES;
+    u8* const row = row_for(rows, move);
     Region from = {nullptr, nullptr, 16};
     if (moves && !is_new(move)) {
         from = region_of<SIDE>(s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
         take_stored<SIDE>(from, move.from_slot, row, lane);
     } else if (moves) {
-        take_new<SIDE>(s, fresh, move, row, lane);
+        const u16* vector = new_vector<SIDE>(s, fresh, move);
+        if ((u64)vector % 16) {  // nobody has asked for it yet
+#pragma unroll 4
+            for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
+        }
     }
     const bool changes = moves && from.bits != to_bits;  // else it goes as it is, bit for bit
     const u32 old_step = moves && from.bits < 16 ? from.steps[move.from_slot] : 0;
@@ -146,7 +200,7 @@ __device__ __forceinline__ void fill_row(const LayerState& s, const NewTokens& f
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
             const float value = raw_value(((const u16*)row)[lane + LANES * j]);
-            x[j] = SIDE == KEYS ? __fsub_rn(value, page.mean[lane + LANES * j]) : value;
+            x[j] = SIDE == KEYS ? __fsub_rn(value, mean_of(page, lane + LANES * j)) : value;
         }
         rotate(x, lane);
     }
@@ -160,7 +214,7 @@ __device__ __forceinline__ void fill_row(const LayerState& s, const NewTokens& f
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
             const int c = lane + LANES * j;
-            if (changes) ((u16*)row)[c] = (u16)raw_bits(SIDE == KEYS ? x[j] + page.mean[c] : x[j]);
+            if (changes) ((u16*)row)[c] = (u16)raw_bits(SIDE == KEYS ? x[j] + mean_of(page, c) : x[j]);
         }
         return;
     }
@@ -184,14 +238,15 @@ __device__ __forceinline__ void fill_row(const LayerState& s, const NewTokens& f
     for (int c = lane; c < HEAD_DIM; c += LANES) row[c] = (u8)(1 << (to_bits - 1));
 }
 
-// Position and importance.
+// Position and importance of a move; `word` has the importance of a new token.
 __device__ __forceinline__ void take_details(const LayerState& s, const NewTokens& fresh, const Move& move,
-                                             Details& page) {
-    atomicOr(page.named + move.to_slot / 32, 1u << move.to_slot % 32);
+                                             u32 word, u32* named, Details& page) {
+    atomicOr(named + move.to_slot / 32, 1u << move.to_slot % 32);
     if (is_new(move)) {
-        const int step = move.token % fresh.steps;
+        const u32 step = move.token % fresh.steps;
+        const u64 at = (u64)fresh.importance + (u64)move.from * fresh.steps + step;
         page.positions[move.to_slot] = (u16)(fresh.first + step);
-        page.importance[move.to_slot] = fresh.importance[(u64)move.from * fresh.steps + step];
+        page.importance[move.to_slot] = (u8)(word >> at % 4 * 8);
     } else {
         const u8* from = s.arena + (u64)move.from * UNIT + s.rungs[move.from_rung].tail;
         page.positions[move.to_slot] = ((const u16*)from)[move.from_slot];
@@ -213,7 +268,7 @@ __device__ __forceinline__ void for_pair(const u8* rows, int group, int pair, in
         const int along = lane / 4, across = 2 * (lane % 4) + half;  // lane's place in the fragment
         const int low = 2 * block + (SIDE == KEYS ? reg % 2 : reg / 2), high = SIDE == KEYS ? along : across;
         const int channel = channels + (SIDE == KEYS ? across + 8 * (reg / 2) : along + 8 * (reg % 2));
-        const u8* row = rows + (8 * low + high) * ROW_BYTES;  // row_of(8 high + low)
+        const u8* row = rows + (8 * low + high) * ROW_BYTES;  // as row_for
         put(BITS == 16 ? (u32)((const u16*)row)[channel] : (u32)row[channel], 8 * high + low, 16 * half);
     }
 }
@@ -251,8 +306,8 @@ __device__ __forceinline__ void store_words(u32* to, const u8* rows, u64 named, 
 }
 
 template <Side SIDE, bool FULL>
-__device__ __forceinline__ void store_side(const Region& to, const u8* rows, const Details& page, u64 named,
-                                           int warp, int lane) {
+__device__ __forceinline__ void store_side(const Region& to, const u8* rows, const Details& page, u64 named) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32* words = (u32*)to.codes;
     switch (to.bits) {
         case 2:
@@ -275,52 +330,64 @@ __device__ __forceinline__ void store_side(const Region& to, const u8* rows, con
         to.steps[threadIdx.x] = page.steps[threadIdx.x];
 }
 
+// Stores a side of a page from its rows.
 template <Side SIDE>
-__device__ __forceinline__ void write_side(const LayerState& s, const NewTokens& fresh, u8* to_page,
-                                           const CacheRung& rung, u8* rows, Details& page) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Region to = region_of<SIDE>(to_page, rung);
-    fill_row<SIDE>(s, fresh, to.bits, page, rows, lane % LANES);
-    __syncthreads();  // all rows and details are whole, and all sources of this side have been read
-    const u64 named = (u64)page.named[1] << 32 | page.named[0];
+__device__ __forceinline__ void finish_side(const Region& to, u8* tail, const u8* rows, const Details& page,
+                                            const u32* which) {
+    const u64 named = (u64)which[1] << 32 | which[0];
     if (named == ~0ull)
-        store_side<SIDE, true>(to, rows, page, named, warp, lane);
+        store_side<SIDE, true>(to, rows, page, named);
     else
-        store_side<SIDE, false>(to, rows, page, named, warp, lane);
+        store_side<SIDE, false>(to, rows, page, named);
     if (SIDE == KEYS && threadIdx.x < SLOTS && named >> threadIdx.x & 1) {
-        ((u16*)(to_page + rung.tail))[threadIdx.x] = page.positions[threadIdx.x];
-        to_page[rung.tail + 2 * SLOTS + threadIdx.x] = page.importance[threadIdx.x];
+        ((u16*)tail)[threadIdx.x] = page.positions[threadIdx.x];
+        tail[2 * SLOTS + threadIdx.x] = page.importance[threadIdx.x];
     }
-    __syncthreads();  // rows may be filled again
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM <= 128 ? 3 : 2)
     write_tokens(const LayerState* layers, const MoveList* lists, const __grid_constant__ NewTokens fresh) {
-    extern __shared__ __align__(16) u8 rows[];  // [SLOTS][ROW_BYTES]
+    extern __shared__ __align__(16) u8 keys[];  // [SLOTS][ROW_BYTES], and as many behind them
+    u8* const values = keys + SLOTS * ROW_BYTES;
     __shared__ Details page;
     const LayerState& s = layers[blockIdx.y];
     const MoveList& list = lists[blockIdx.y];
+    const int lane = threadIdx.x % LANES;
+    int turn = 0;  // whose moves and named slots are those of this page
+    if (blockIdx.x < *list.num_groups) {
+        ask_for_moves(list, blockIdx.x, page.moves[0]);
+        if (threadIdx.x < 2) page.named[0][threadIdx.x] = 0;
+        wait_copies();
+        __syncthreads();  // the first moves are there
+        ask_for_page(s, fresh, page.moves[0], keys, page);
+    }
 #pragma unroll 1
-    for (int group = blockIdx.x; group < *list.num_groups; group += gridDim.x) {
-        const u32 begin = list.begins[group], moved = list.begins[group + 1] - begin;
-        const Move first = list.moves[begin];
-        const u64 pair = is_new(first) ? first.from : first.token;
-        for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS)
-            page.mean[c] = __half2float(s.k_mean[pair * HEAD_DIM + c]);
-        if (threadIdx.x < 2) page.named[threadIdx.x] = 0;
-        __syncthreads();  // no slot is named
+    for (int group = blockIdx.x; group < *list.num_groups; group += gridDim.x, turn ^= 1) {
+        const uint4* moves = page.moves[turn];
+        u32* const named = page.named[turn];
+        const bool goes_on = group + gridDim.x < *list.num_groups;
+        wait_copies();
+        __syncthreads();  // keys are there; the page before is stored
+        ask_for_rows<VALUES>(s, fresh, moves, values);
+        if (goes_on) ask_for_moves(list, group + gridDim.x, page.moves[turn ^ 1]);
+        if (threadIdx.x < 2) page.named[turn ^ 1][threadIdx.x] = 0;
+        const Move first = (const Move&)moves[0];
+        const CacheRung& rung = s.rungs[first.to_rung];
+        u8* const to = s.arena + (u64)first.to * UNIT;
+        fill_row<KEYS>(s, fresh, moves, rung.bits_k, page, keys, lane);
         if (threadIdx.x < SLOTS) {
-            Move move = first;
-            move.from_rung = NO_MOVE;
-            if (threadIdx.x < moved) move = list.moves[begin + threadIdx.x];
-            (Move&)page.moves[threadIdx.x] = move;
-            if (threadIdx.x < moved) take_details(s, fresh, move, page);
+            const Move move = (const Move&)moves[threadIdx.x];
+            if (move.from_rung != NO_MOVE)
+                take_details(s, fresh, move, page.importance_words[threadIdx.x], named, page);
         }
-        __syncthreads();  // moves and the mean are there
-        u8* to = s.arena + (u64)first.to * UNIT;
-        const CacheRung rung = s.rungs[first.to_rung];
-        write_side<KEYS>(s, fresh, to, rung, rows, page);
-        write_side<VALUES>(s, fresh, to, rung, rows, page);
+        __syncthreads();  // all rows and details are whole, and all sources of this side have been read
+        finish_side<KEYS>(region_of<KEYS>(to, rung), to + rung.tail, keys, page, named);
+        wait_copies();
+        __syncthreads();  // values and the next moves are there; keys are stored
+        if (goes_on) ask_for_page(s, fresh, page.moves[turn ^ 1], keys, page);
+        fill_row<VALUES>(s, fresh, moves, rung.bits_v, page, values, lane);
+        __syncthreads();  // all rows are whole, and all sources have been read
+        finish_side<VALUES>(region_of<VALUES>(to, rung), nullptr, values, page, named);
     }
     if (fresh.steps && blockIdx.x == 0)
         for (int i = threadIdx.x; i < s.batch * s.heads; i += THREADS)

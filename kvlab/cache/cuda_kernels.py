@@ -147,7 +147,7 @@ def write_tokens(
     """
     kernel = _write_kernel(head_dim, dtype, "write_tokens", device)
     grid = (max(1, min(groups, _BLOCKS_PER_LAYER)), layers)
-    rows = TOKENS_PER_PAGE * (2 * head_dim + 16)
+    rows = 2 * TOKENS_PER_PAGE * (2 * head_dim + 16)
     kernel(grid, (_THREADS,), (states, lists, fresh), rows, stream)
 
 
