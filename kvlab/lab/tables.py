@@ -51,8 +51,16 @@ _TEXTS = (
     *("kvlab", "time"),
 )
 """Columns that are text whatever they look like: the ladder 8, a digest of digits, a time."""
+_WHOLE = ("context_length", "scored_tokens", "seed", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 COLUMNS = (*_FIRST, *(name for names in _PARTS.values() for name in names))
 """Columns of the summary."""
+_TYPES = (
+    dict.fromkeys(COLUMNS, "DOUBLE")
+    | dict.fromkeys(_TEXTS, "VARCHAR")
+    | dict.fromkeys(_WHOLE, "BIGINT")
+    | dict.fromkeys(("use_packing", "modified"), "BOOLEAN")
+)
+"""Said for every column: one that is empty in a sweep must join that of another sweep."""
 
 
 def collect(folder: Path, manifest: Manifest) -> tuple[list[Row], list[int]]:
@@ -116,9 +124,7 @@ def write_summary(rows: list[Row], folder: Path) -> list[Path]:
     paths = [folder / SUMMARY, (folder / SUMMARY).with_suffix(".parquet")]
     write_atomically(paths[0], to_csv(rows))
     temporary = paths[1].with_suffix(".tmp")
-    table = _connection().read_csv(
-        str(paths[0]), header=True, sample_size=-1, dtype=dict.fromkeys(_TEXTS, "VARCHAR")
-    )
+    table = _connection().read_csv(str(paths[0]), header=True, dtype=_TYPES)
     table.write_parquet(str(temporary))
     temporary.replace(paths[1])
     return paths
