@@ -4,7 +4,7 @@
 
 Contestants take turns within one loop, since a GPU at its power limit clocks down as it warms up. Every case
 is checked against float64 on a few heads before it is timed. TFLOPS count 4 * batch * heads * rows * keys *
-head_dim operations, half of them under a causal mask. `--variants` times other tilings of the kernel too.
+head_dim operations, half of them under a causal mask. `--variants` times the portable kernel too.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ CASES = {
     "d256 causal 16K mha8": (1, 16384, 8, 8, 256, True),
     "d96 causal 8K mha16": (1, 8192, 16, 16, 96, True),
 }
-VARIANTS: dict[int, list[dict[str, Any]]] = {  # what a variant has another value for in attention_cuda
-    d: [{"HOPPER": False}] for d in (64, 96, 128, 256)
-}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -49,18 +46,8 @@ def contestants(case: tuple[int, int, int, int, int, bool], variants: bool) -> d
         for h in (heads, kv_heads, kv_heads)
     )
 
-    def ours(changes: dict[str, Any]) -> torch.Tensor:
-        if changes != current:
-            current.clear()
-            current.update(changes)
-            for table, default in DEFAULT.items():
-                value = changes.get(table, default)
-                setattr(
-                    attention_cuda,
-                    table,
-                    default | {d: value} if isinstance(default, dict) and table in changes else value,
-                )
-            attention_cuda._plan.cache_clear()
+    def ours(hopper: bool) -> torch.Tensor:
+        attention_cuda.HOPPER = hopper
         return kvlab.attention(q, k, v, causal=causal)
 
     def sdpa(backend: SDPBackend) -> torch.Tensor:
@@ -74,11 +61,10 @@ def contestants(case: tuple[int, int, int, int, int, bool], variants: bool) -> d
             )
         return out.transpose(1, 2)
 
-    current: dict[str, Any] = {}
-    calls = {"kvlab": lambda: ours({})}
+    calls = {"kvlab": lambda: ours(True)}
     calls |= {name: lambda b=backend: sdpa(b) for name, backend in BACKENDS.items()}
     if variants:
-        calls |= {f"kvlab {changes}": lambda c=changes: ours(c) for changes in VARIANTS.get(d, [])}
+        calls["kvlab portable"] = lambda: ours(False)
     want = exact(q, k, v, causal)
     for name in list(calls):
         try:
@@ -91,9 +77,6 @@ def contestants(case: tuple[int, int, int, int, int, bool], variants: bool) -> d
         if not error < 6e-3:
             raise AssertionError(f"{name}: relative error {error:.2e}")
     return calls
-
-
-DEFAULT = {name: getattr(attention_cuda, name) for name in ("SHAPES", "HOPPER_SHAPES", "HOPPER")}
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
