@@ -76,7 +76,7 @@ CASES: list[tuple[int, int, int, int, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [*((case, FLOATS[2]) for case in CASES), *((CASES[1], dtype) for dtype in FLOATS[:2])],
+    [*((case, FLOATS[2]) for case in CASES), *((CASES[3], dtype) for dtype in FLOATS[:2])],
     ids=str,
 )
 def test_one_length(case: Any, dtype: np.dtype[Any]) -> None:
