@@ -27,7 +27,6 @@
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, PAGE = 64;
 constexpr int LANES = PAGE / 4, PAGES = THREADS / LANES;  // of a page, of a block
-constexpr int SCORED = 2 * PAGES;                         // by a block of score_stored
 constexpr float LOG2E = 1.44269504089f;
 
 __device__ __forceinline__ float finite(float x) {
@@ -161,76 +160,36 @@ __device__ __forceinline__ u32 updated(u32 code, float mass, int age, const Foll
     return level > 0.f ? __float_as_uint(eighths + TWO_23) & 255 : 0;
 }
 
-// A page on its way: table entries, and the scores of the first rows. Most pages are live, so all that is
-// needed of one is asked for before anybody knows which are.
-struct Coming {
-    u64 scores;
-    Rows<Halves> rows;
-    u32 address, rung;
-    int entry, count, base;
-
-    __device__ __forceinline__ Coming(const LayerState& s, const Kept& kept, int pair, int kept_pair,
-                                      int entry, int slot)
-        : scores(scores_at(kept, (u64)kept_pair * kept.entries + entry, slot)),
-          rows(kept, scores, lse_of(kept, kept_pair), 0),
-          entry(entry) {
-        const u64 at = (u64)pair * kept.entries + entry;
-        address = read_now(s.index + at), rung = read_now(s.rung + at) % CACHE_RUNGS;
-        count = read_now(s.count + at), base = read_now(s.base + at) << 16;
-    }
-};
-
-// Positions and codes of the lane's slots.
-struct Slots {
-    u64 positions;
-    u32* codes;
-    u32 word;  // of codes
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
     score_stored(const LayerState* layers, const __grid_constant__ Kept kept,
                  const __grid_constant__ Following following) {
     const LayerState& s = layers[blockIdx.z];
     const int pair = blockIdx.y, kept_pair = blockIdx.z * gridDim.y + pair;
-    const int slot = threadIdx.x % LANES * 4, first = blockIdx.x * SCORED + threadIdx.x / LANES;
-    const int last = kept.entries - 1;
-    if (first > last) return;
-    const Coming pages[2] = {{s, kept, pair, kept_pair, first, slot},
-                             {s, kept, pair, kept_pair, min(first + PAGES, last), slot}};
+    const int entry = blockIdx.x * PAGES + threadIdx.x / LANES, slot = threadIdx.x % LANES * 4;
+    if (entry >= kept.entries) return;
+    // Most pages are live, so all that is needed of one is asked for before anybody knows which are.
+    const u64 scores = scores_at(kept, (u64)kept_pair * kept.entries + entry, slot);
+    const Rows<Halves> first_rows(kept, scores, lse_of(kept, kept_pair), 0);
+    const u64 at = (u64)pair * kept.entries + entry;
+    const u32 address = read_now(s.index + at), rung = read_now(s.rung + at) % CACHE_RUNGS;
+    const int count = read_now(s.count + at), base = read_now(s.base + at) << 16;
     const int live = s.num_pages[pair], length = s.seqlen[pair] - following.counted;
-    Slots slots[2] = {};
-    bool counts[2];
+    if (entry >= live || slot >= count) return;
+    u8* const tail = s.arena + (u64)address * UNIT + s.rungs[rung].tail;
+    u32* const codes = (u32*)(tail + 2 * PAGE + slot);
+    const u64 positions = *(const u64*)(tail + 2 * slot);
+    const u32 before = *codes;
+    const float4 mass = mean_of_rows(kept, scores, lse_of(kept, kept_pair), first_rows);
+    u32 after = 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const Coming& page = pages[i];
-        counts[i] = first + i * PAGES < live && slot < page.count;
-        if (!counts[i]) continue;
-        u8* const tail = s.arena + (u64)page.address * UNIT + s.rungs[page.rung].tail;
-        slots[i].codes = (u32*)(tail + 2 * PAGE + slot);
-        slots[i].positions = read_now((const u64*)(tail + 2 * slot));
-        slots[i].word = read_now(slots[i].codes);
+    for (int i = 0; i < 4; ++i) {
+        const u32 code = before >> 8 * i & 255;
+        const int age = length - (base | (int)(positions >> 16 * i & 0xffff));
+        const bool received = slot + i < count && age > 0;  // not this call's own tokens
+        const float x = i == 0 ? mass.x : i == 1 ? mass.y : i == 2 ? mass.z : mass.w;
+        after |= (received ? updated(code, finite(x), age, following) : code) << 8 * i;
     }
-    float4 mass[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-        mass[i] = mean_of_rows(kept, pages[i].scores, lse_of(kept, kept_pair), pages[i].rows);
-    // Not unrolled: between calls of attention the instructions of this kernel have to be fetched anew.
-#pragma unroll 1
-    for (int j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {  // the slot at hand is the lowest, and moves on to the top
-            u32& word = slots[i].word;
-            const int age = length - (pages[i].base | (int)(slots[i].positions & 0xffff));
-            const bool received = slot + j < pages[i].count && age > 0;  // not this call's own tokens
-            const u32 code = word & 255;
-            word = word >> 8 | (received ? updated(code, finite(mass[i].x), age, following) : code) << 24;
-            slots[i].positions >>= 16;
-            mass[i] = {mass[i].y, mass[i].z, mass[i].w, 0.f};
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-        if (counts[i]) *slots[i].codes = slots[i].word;
+    *codes = after;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -69,7 +69,7 @@ def score_stored(
     counted : int
         Tokens of this call that the layers' lengths on the device count already.
     """
-    kept, (blocks, pairs) = kept_scores(scores, lse, lse.shape[2] // scores.shape[2])
+    kept, grid = kept_scores(scores, lse, lse.shape[2] // scores.shape[2])
     following = np.zeros((), _FOLLOWING)
     take, span = weight_of_collection(decay, tokens)
     following["take"], following["span"], following["counted"] = take, span, counted
@@ -77,7 +77,7 @@ def score_stored(
     following["forecast"] = importance == "forecast"
     rule = np.frombuffer(following.tobytes(), f"V{_FOLLOWING.itemsize}")[0]
     kernel = score_kernel("score_stored", cuda_view(scores, "scores").device)
-    kernel((-(-blocks // 2), pairs, len(scores)), (_THREADS,), (states, kept, rule), 0, stream)
+    kernel((*grid, len(scores)), (_THREADS,), (states, kept, rule), 0, stream)
 
 
 def score_new(
