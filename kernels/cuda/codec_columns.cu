@@ -1,45 +1,28 @@
 // Quantisation of groups across rows (one scale a column, "per channel"), and back, in one pass: affine and
-// symmetric codecs, x (outer, length, columns), groups of up to 128 along `length`.
+// symmetric codecs, x (outer, length, columns), groups of up to 128 along `length`, columns a multiple of 32.
 //
-// Threads and data
-//   chunk  16 bytes of neighbouring columns of all rows of a group; chunks of all groups follow each other.
-//   lane   one chunk: PER_LOAD columns.
-//   warp   8 rows of 32 chunks, in registers (8 x 16 bytes a lane); warp y of a block takes rows 8 y to
-//          8 y + 7 of the groups, so a block has whole groups and x is read once.
-// Lowest and highest values of columns meet in shared memory; there a thread finds the scale of a column for
-// all. Codes of 1, 2, 4 and 8 bits are packed by the lane that makes them. Others stand one a byte in shared
-// memory, where 32 of a row are packed by one lane: so `columns` and the length of a row of the stream are
-// multiples of 32.
+// Quantisation. A chunk is 4 neighbouring columns of all rows of a group; chunks of all groups follow each
+// other. A warp takes 16 chunks: it copies them to shared memory, 16 bytes a lane, all rows at once, and from
+// then on is on its own. Two lanes have a chunk, one its even and one its odd rows: they read them for the
+// extremes, find the scales of two columns each, tell them each other, and read them again for the codes.
+// Codes of 2, 4 and 8 bits of a chunk and row are whole bytes, which the lane writes; others stand one a byte
+// in shared memory, where 32 of a row are packed by one lane. Memory: dynamic shared memory of 64 elements
+// and, for those codes, 68 bytes a row and warp; no barrier but those among the lanes of a warp.
 //
-// Memory: dynamic shared memory, per warp 256 PER_LOAD bytes: 1 KiB of extremes, whose place the codes take
-// afterwards; static 16 bytes a column.
+// Dequantisation. A chunk is the columns of 16 bytes of elements; a warp takes 8 rows of 32 chunks, one a
+// lane. Codes stand one a byte in shared memory, 2 or 1 KiB a warp, where one lane unpacks 32 of a row.
 //
 // Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric; CODE_BITS.
 //
 // clang-format off
-// gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 registers<=128
-// gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 registers<=128 arch=sm_90a
+// gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 registers<=80
+// gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 registers<=80 arch=sm_90a
 // clang-format on
 #include "codec_codes.cuh"
+#include "async_copies.cuh"
 
-constexpr int ROWS = 8;                      // of a warp
-constexpr int PITCH = 33;                    // what belongs to column k of a lane stands at k * PITCH + lane
-constexpr int COLUMNS = 32 * PER_LOAD;       // of a block
-constexpr int QUADS = PER_LOAD * ROWS / 32;  // 32 codes of a row that a lane packs
-constexpr int WARP_BYTES = ROWS * COLUMNS;   // of dynamic shared memory
-constexpr int WIDTH = PACKS_LOADS<CODE_BITS> ? CODE_BITS : 8;  // of a code that a lane has made
 constexpr float TOP = (1 << CODE_BITS) - 1;
 constexpr float HALF_LEVELS = CODE_BITS <= 4 ? 1 << (CODE_BITS - 1) : TOP * .5f;
-
-constexpr int PART = DTYPE == BFLOAT16 ? 2 : 4;  // rows whose codes go together: registers are short
-
-// Of 64 registers four blocks of 8 warps fit a multiprocessor. The compiler finds a way within 64 for float32
-// and for affine float16; of 80 three blocks fit.
-#if DTYPE == 2 || DTYPE == 0 && CODEC == 0
-#define KVLAB_BOUNDS __launch_bounds__(512, 2)
-#else
-#define KVLAB_BOUNDS __maxnreg__(80)
-#endif
 
 struct Shape {
     i64 chunks;  // of all groups
@@ -47,33 +30,32 @@ struct Shape {
     i64 group, groups;  // rows of a group, of which the last of `length` may have fewer; groups of `length`
 };
 
-// A chunk: row 0 of its group, its first column, the rows that its group has; 0 rows beyond the last chunk.
+// A chunk of WIDTH columns: row 0 of its group, its first column, the rows that its group has; 0 rows beyond
+// the last chunk.
 struct Chunk {
     i64 row, column;
     i64 rows;
 };
 
+template <int WIDTH>
 __device__ __forceinline__ Chunk chunk_at(const Shape& shape, i64 index) {
-    const i64 in_row = shape.columns / PER_LOAD;
+    const i64 in_row = shape.columns / WIDTH;
     const i64 of_all = quotient(index, in_row), outer = quotient(of_all, shape.groups);
     const i64 start = (of_all - outer * shape.groups) * shape.group;
-    return {outer * shape.length + start, (index - of_all * in_row) * PER_LOAD,
+    return {outer * shape.length + start, (index - of_all * in_row) * WIDTH,
             index < shape.chunks ? min(shape.group, shape.length - start) : 0};
 }
 
-// The chunk of another lane.
-__device__ __forceinline__ Chunk of_lane(const Chunk& mine, int lane) {
-    return {__shfl_sync(ALL_LANES, mine.row, lane), __shfl_sync(ALL_LANES, mine.column, lane),
-            __shfl_sync(ALL_LANES, mine.rows, lane)};
-}
+// ---- Quantisation
 
-// Column k of a load, of which k is known when compiling.
-__device__ __forceinline__ float column_of(const uint4& raw, int k) {
-    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-    if (DTYPE == FLOAT32) return __uint_as_float(words[k % 4]);
-    const float2 pair = pair_values(words[k / 2]);
-    return k % 2 ? pair.y : pair.x;
-}
+constexpr int QUANTIZE_WARPS = 2;
+constexpr int CHUNKS = 16, WIDTH = 4;  // of a warp; columns of a chunk
+constexpr int PIECE_CHUNKS = PER_LOAD / WIDTH,
+              PIECES = CHUNKS / PIECE_CHUNKS;  // of the 16 bytes of a copy; of a row
+constexpr int CHUNK_BYTES = WIDTH * ELEMENT_BYTES, ROW_BYTES = CHUNKS * CHUNK_BYTES;
+constexpr int WORDS = CHUNK_BYTES / 4;  // of the elements of a row of a chunk
+constexpr int CODE_PITCH = CHUNKS + 1;  // words of a row of codes, one a byte
+constexpr bool WHOLE_BYTES = CODE_BITS == 2 || CODE_BITS == 4 || CODE_BITS == 8;
 
 constexpr u32 INFINITY_BITS = DTYPE == FLOAT16 ? 0x7c007c00u : DTYPE == BFLOAT16 ? 0x7f807f80u : 0x7f800000u;
 constexpr u32 SIGN_BITS = DTYPE == FLOAT32 ? 0x80000000u : 0x80008000u;
@@ -88,110 +70,163 @@ __device__ __forceinline__ u32 higher_bits(u32 a, u32 b) {
     return __float_as_uint(higher(__uint_as_float(a), __uint_as_float(b)));
 }
 
-// The lowest and the highest values of the columns of a lane, to shared memory: those of all lanes lie side
-// by side, first the lowest.
-__device__ __forceinline__ void put_extremes(const uint4 (&raw)[ROWS], bool any, uint4* extremes, int lane) {
-    uint4 low = raw[0], high = raw[0];
-#pragma unroll
-    for (int i = 1; i < ROWS; ++i) {
-        low = {lower_bits(low.x, raw[i].x), lower_bits(low.y, raw[i].y), lower_bits(low.z, raw[i].z),
-               lower_bits(low.w, raw[i].w)};
-        high = {higher_bits(high.x, raw[i].x), higher_bits(high.y, raw[i].y), higher_bits(high.z, raw[i].z),
-                higher_bits(high.w, raw[i].w)};
+// Copies all rows of 16 chunks to shared memory and waits for them.
+__device__ __forceinline__ void take_chunks(const void* x, const Shape& shape, i64 first, u8* tile,
+                                            int lane) {
+    const Chunk piece = chunk_at<WIDTH>(shape, first + lane % PIECES * PIECE_CHUNKS);
+    const i64 row_bytes = shape.columns * ELEMENT_BYTES;
+    const int start = lane / PIECES;
+    const u8* from = (const u8*)x + (piece.row + start) * row_bytes + piece.column * ELEMENT_BYTES;
+    u8* to = tile + 16 * lane;
+#pragma unroll 4
+    for (int row = start; row < (int)piece.rows; row += 32 / PIECES) {
+        copy_async(to, from);
+        from += 32 / PIECES * row_bytes, to += 32 * 16;
     }
-    constexpr u32 LEAST = INFINITY_BITS | SIGN_BITS;
-    extremes[lane] = any ? low : make_uint4(INFINITY_BITS, INFINITY_BITS, INFINITY_BITS, INFINITY_BITS);
-    extremes[32 + lane] = any ? high : make_uint4(LEAST, LEAST, LEAST, LEAST);
+    wait_for_copies();
+    __syncwarp();  // the copies of all lanes are there
 }
 
-// The scale of column c of a block, from the extremes of all warps.
-__device__ __forceinline__ Scale scale_of_column(const u8* extremes, int c) {
-    using Element = typename Unsigned<ELEMENT_BYTES>::type;
-    const Element* lows = (const Element*)extremes + c;
-    u32 low = lows[0], high = lows[COLUMNS];
-#pragma unroll 1
-    for (int y = 1; y < blockDim.y; ++y) {
-        lows += WARP_BYTES / ELEMENT_BYTES;
-        low = lower_bits(low, lows[0]), high = higher_bits(high, lows[COLUMNS]);
+// The lowest and the highest elements of the columns of a chunk.
+struct Extremes {
+    u32 low[WORDS], high[WORDS];
+};
+
+__device__ __forceinline__ Extremes extremes_of(const u8* chunk, int rows, int start) {
+    Extremes r;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) r.low[i] = INFINITY_BITS, r.high[i] = INFINITY_BITS | SIGN_BITS;
+#pragma unroll 8
+    for (int row = start; row < rows; row += 2) {
+        u32 words[WORDS];
+        copy_words<WORDS>((const u32*)(chunk + row * ROW_BYTES), words);
+#pragma unroll
+        for (int i = 0; i < WORDS; ++i)
+            r.low[i] = lower_bits(r.low[i], words[i]), r.high[i] = higher_bits(r.high[i], words[i]);
     }
-    const float least = element(&low, 0), most = element(&high, 0);
-    return find_scale(least, CODEC == AFFINE ? most : higher(-least, most), TOP, HALF_LEVELS);
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+        r.low[i] = lower_bits(r.low[i], __shfl_xor_sync(ALL_LANES, r.low[i], 16));
+        r.high[i] = higher_bits(r.high[i], __shfl_xor_sync(ALL_LANES, r.high[i], 16));
+    }
+    return r;
 }
 
-extern "C" __global__ void KVLAB_BOUNDS quantize_columns(const void* __restrict__ x, const Shape shape,
-                                                         u8* __restrict__ packed, u16* __restrict__ scale,
-                                                         u16* __restrict__ offset, i32* bad) {
-    extern __shared__ __align__(16) u8 dynamic[];
-    __shared__ Spacing spacings[PER_LOAD * PITCH];
-    const int lane = threadIdx.x, warp = threadIdx.y;
-    const i64 first = (i64)blockIdx.x * 32;
-    const Chunk chunk = chunk_at(shape, first + lane);
-    const int rows = (int)min(chunk.rows - ROWS * warp, (i64)ROWS);  // of this warp; 0 or less: none
-    const i64 start = (chunk.row + ROWS * warp) * shape.columns + chunk.column;
-    uint4 raw[ROWS];
-    raw[0] = make_uint4(0, 0, 0, 0);
-    const u8* from = (const u8*)x + start * ELEMENT_BYTES;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        if (i < rows) {
-            raw[i] = *(const uint4*)from;
-        } else {
-            raw[i] = raw[0];
-        }
-        from += shape.columns * ELEMENT_BYTES;
-    }
-    put_extremes(raw, rows > 0, (uint4*)(dynamic + warp * WARP_BYTES), lane);
-    __syncthreads();  // the extremes of all rows are there
+// Element k of words, of which k is known when compiling.
+__device__ __forceinline__ float element_of(const u32* words, int k) {
+    if (DTYPE == FLOAT32) return __uint_as_float(words[k]);
+    const float2 pair = pair_values(words[k / 2]);
+    return k % 2 ? pair.y : pair.x;
+}
+
+__device__ __forceinline__ Scale scale_of(float low, float high) {
+    return find_scale(low, CODEC == AFFINE ? high : higher(-low, high), TOP, HALF_LEVELS);
+}
+
+__device__ __forceinline__ Spacing of_lane(const Spacing& mine, int lane) {
+    return {__shfl_sync(ALL_LANES, mine.s, lane), __shfl_sync(ALL_LANES, mine.o, lane),
+            DTYPE == FLOAT16 ? 1.f : __shfl_sync(ALL_LANES, mine.factor, lane),
+            __shfl_sync(ALL_LANES, mine.inverse, lane)};
+}
+
+// Codes of a row of a chunk: packed, or one a byte.
+__device__ __forceinline__ u32 codes_of(const u32* words, const Spacing (&spacing)[WIDTH],
+                                        const u32 (&highest)[2]) {
+    constexpr int BITS = WHOLE_BYTES ? CODE_BITS : 8;
+    const u32 even = pair_of_codes(spaced_code(element_of(words, 0), spacing[0]),
+                                   spaced_code(element_of(words, 2), spacing[2]), highest[0]);
+    const u32 odd = pair_of_codes(spaced_code(element_of(words, 1), spacing[1]),
+                                  spaced_code(element_of(words, 3), spacing[3]), highest[1]);
+    const u32 halves = even + (odd << BITS);  // two codes in each
+    return BITS == 8 ? halves : (halves & low_bits(2 * BITS, 32)) | halves >> (16 - 2 * BITS);
+}
+
+__device__ __forceinline__ void put_whole_bytes(u32 codes, u8* to) {
+    if constexpr (CODE_BITS == 8) *(u32*)to = codes;
+    if constexpr (CODE_BITS == 4) *(u16*)to = (u16)codes;
+    if constexpr (CODE_BITS == 2) *to = (u8)codes;
+}
+
+// Packs the codes, one a byte, 32 of a row a lane. The odd pitch of their rows keeps lanes in different
+// banks.
+__device__ __forceinline__ void give_codes(const u32* codes, const Shape& shape, i64 first, u8* packed,
+                                           int lane) {
+    const Chunk quad = chunk_at<WIDTH>(shape, first + lane % 2 * 8);
+    __syncwarp();  // the codes of all lanes are there
 #pragma unroll 1
-    for (int c = 32 * warp + lane; c < COLUMNS; c += 32 * blockDim.y) {
-        const Scale found = scale_of_column(dynamic, c);
-        spacings[c % PER_LOAD * PITCH + c / PER_LOAD] = spacing_of(found.s, found.o, found.known);
-        if (first + c / PER_LOAD < shape.chunks) {
-            scale[first * PER_LOAD + c] = (u16)found.scale_word;
-            if (CODEC == AFFINE) offset[first * PER_LOAD + c] = (u16)found.offset_word;
-            if (!found.known && bad) *bad = 1;
-        }
-    }
-    __syncthreads();  // the scales are there, the extremes are read
-    using Codes = Packing<WIDTH>;
-    u8 *tile = dynamic + warp * WARP_BYTES + lane * PER_LOAD, *to = packed + (u64)start * CODE_BITS / 8;
-#pragma unroll
-    for (int part = 0; part < ROWS; part += PART) {
-        u32 codes[PART][Codes::WORDS] = {};
-#pragma unroll
-        for (int k = 0; k < PER_LOAD / 2; ++k) {
-            const int low = Codes::first(k), high = low + Codes::IN_HALF;
-            const Spacing of_low = spacings[low * PITCH + lane], of_high = spacings[high * PITCH + lane];
-            const u32 highest = highest_codes(of_low, of_high, (u32)TOP);
-#pragma unroll
-            for (int i = 0; i < PART; ++i) {
-                const u32 pair = pair_of_codes(spaced_code(column_of(raw[part + i], low), of_low),
-                                               spaced_code(column_of(raw[part + i], high), of_high), highest);
-                codes[i][Codes::word(k)] += pair << Codes::bit(k);
-            }
-        }
-#pragma unroll
-        for (int i = part; i < part + PART; ++i) {
-            if (!PACKS_LOADS<CODE_BITS>) Codes::store(codes[i - part], tile + i * COLUMNS);
-            if (PACKS_LOADS<CODE_BITS> && i < rows) Codes::store(codes[i - part], to);
-            to += (u64)shape.columns * CODE_BITS / 8;
-        }
-        __syncwarp();  // the codes of all lanes are there
-    }
-    if constexpr (PACKS_LOADS<CODE_BITS>) return;
-    tile = dynamic + warp * WARP_BYTES;
-    const int first_of_quad = lane % PER_LOAD * (32 / PER_LOAD);
-    const i64 at = __shfl_sync(ALL_LANES, start, first_of_quad);
-    const int rows_there = __shfl_sync(ALL_LANES, rows, first_of_quad);
-#pragma unroll
-    for (int part = 0; part < QUADS; ++part) {
-        const int index = 32 * part + lane, row = index / PER_LOAD;
-        if (row >= rows_there) continue;
+    for (int row = lane / 2; row < (int)quad.rows; row += 16) {
         u32 bytes[8], words[CODE_BITS];
-        copy_words<8>((const u32*)(tile + 32 * index), bytes);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) bytes[k] = codes[row * CODE_PITCH + lane % 2 * 8 + k];
         pack_32<CODE_BITS>(bytes, words);
-        copy_words<CODE_BITS>(words, (u32*)(packed + (at + row * shape.columns) / 8 * CODE_BITS));
+        const i64 at = (quad.row + row) * shape.columns + quad.column;
+        copy_words<CODE_BITS>(words, (u32*)(packed + at / 8 * CODE_BITS));
     }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * QUANTIZE_WARPS)
+    quantize_columns(const void* __restrict__ x, const Shape shape, u8* __restrict__ packed,
+                     u16* __restrict__ scale, u16* __restrict__ offset, i32* bad) {
+    extern __shared__ __align__(16) u8 dynamic[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = lane / 16;
+    const i64 first = ((i64)blockIdx.x * QUANTIZE_WARPS + warp) * CHUNKS;
+    if (first >= shape.chunks) return;
+    const int group = (int)shape.group;
+    u8* tile = dynamic + warp * group * ROW_BYTES;
+    u32* bytes = (u32*)(dynamic + QUANTIZE_WARPS * group * ROW_BYTES) + warp * group * CODE_PITCH;
+    take_chunks(x, shape, first, tile, lane);
+    const Chunk chunk = chunk_at<WIDTH>(shape, first + lane % CHUNKS);
+    const int rows = (int)chunk.rows;
+    u8* own = tile + lane % CHUNKS * CHUNK_BYTES;
+    const Extremes found = extremes_of(own, rows, half);
+    Spacing mine[2], spacing[WIDTH];
+    u32 scale_words = 0, offset_words = 0;
+    bool known = true;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float low = half ? element_of(found.low, 2 + i) : element_of(found.low, i);
+        const float high = half ? element_of(found.high, 2 + i) : element_of(found.high, i);
+        const Scale of_column = scale_of(low, high);
+        mine[i] = spacing_of(of_column.s, of_column.o, of_column.known);
+        scale_words |= of_column.scale_word << 16 * i, offset_words |= of_column.offset_word << 16 * i;
+        known = known && of_column.known;
+    }
+    if (rows) {
+        const i64 at = (first + lane % CHUNKS) * WIDTH + 2 * half;
+        *(u32*)(scale + at) = scale_words;
+        if (CODEC == AFFINE) *(u32*)(offset + at) = offset_words;
+        if (!known && bad) *bad = 1;
+    }
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) spacing[k] = of_lane(mine[k % 2], lane % 16 + k / 2 * 16);
+    const u32 highest[2] = {highest_codes(spacing[0], spacing[2], (u32)TOP),
+                            highest_codes(spacing[1], spacing[3], (u32)TOP)};
+    u8* to = packed + ((chunk.row + half) * shape.columns + chunk.column) * CODE_BITS / 8;
+#pragma unroll 4
+    for (int row = half; row < rows; row += 2) {
+        u32 words[WORDS];
+        copy_words<WORDS>((const u32*)(own + row * ROW_BYTES), words);
+        const u32 codes = codes_of(words, spacing, highest);
+        if constexpr (WHOLE_BYTES) {
+            put_whole_bytes(codes, to);
+            to += shape.columns * CODE_BITS / 4;
+        } else {
+            bytes[row * CODE_PITCH + lane % CHUNKS] = codes;
+        }
+    }
+    if constexpr (!WHOLE_BYTES) give_codes(bytes, shape, first, packed, lane);
+}
+
+// ---- Dequantisation
+
+constexpr int ROWS = 8;                      // of a warp
+constexpr int COLUMNS = 32 * PER_LOAD;       // of a block
+constexpr int QUADS = PER_LOAD * ROWS / 32;  // 32 codes of a row that a lane unpacks
+
+// The chunk of another lane.
+__device__ __forceinline__ Chunk of_lane(const Chunk& mine, int lane) {
+    return {__shfl_sync(ALL_LANES, mine.row, lane), __shfl_sync(ALL_LANES, mine.column, lane),
+            __shfl_sync(ALL_LANES, mine.rows, lane)};
 }
 
 // Reverse of quantize_columns, for groups of any size: warp y of block b takes the rows from 8 (blockDim.y (b
@@ -205,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const i64 first_row = (((i64)blockIdx.x - block * row_blocks) * blockDim.y + threadIdx.y) * ROWS;
     const int lane = threadIdx.x;
     u8* tile = tiles[threadIdx.y];
-    const Chunk chunk = chunk_at(shape, first + lane);
+    const Chunk chunk = chunk_at<PER_LOAD>(shape, first + lane);
     const Chunk quad = of_lane(chunk, lane % PER_LOAD * (32 / PER_LOAD));
 #pragma unroll
     for (int part = 0; part < QUADS; ++part) {

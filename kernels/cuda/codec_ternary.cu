@@ -3,18 +3,20 @@
 //
 // Threads and data: a warp takes a tile of 2,048 elements, whole rows, as two parts of 1,024; a lane 32
 // elements of a group of each part (codec_lanes.cuh), both loaded before the first is used. Digits 0, 1, 2
-// meet in shared memory, one a byte, where a lane packs units of 80 (ternary_bytes.cuh): 2,048 digits are 26
+// meet in shared memory, one a byte, where a lane packs units of 80 (ternary_tile.cuh): 2,048 digits are 26
 // to 64 units. Memory: 2.9 KiB of shared memory a warp; no barrier but those among the lanes of a warp.
 //
 // Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; LANES.
 //
 // clang-format off
-// gate: DTYPE=0,1,2 LANES=4 registers<=128
-// gate: DTYPE=0 LANES=1,32 registers<=128 arch=sm_90a
+// gate: DTYPE=0,1 LANES=4 registers<=64
+// gate: DTYPE=2 LANES=4 registers<=96
+// gate: DTYPE=0 LANES=1,32 registers<=64 arch=sm_90a
 // clang-format on
 #define CODEC 3
 #include "codec_lanes.cuh"
-#include "ternary_bytes.cuh"
+#include "codec_squares.cuh"
+#include "ternary_tile.cuh"
 
 constexpr int WARPS = 4, PARTS = 2;
 constexpr int ROWS_OF_32 = PARTS * TILE / 32;  // bytes of rows of 32 are the most: 7 for 32 digits
@@ -24,16 +26,25 @@ struct Memory {
     __align__(16) u8 bytes[7 * ROWS_OF_32 + 32];
 };
 
+__device__ __forceinline__ Scale measured_exactly(const uint4 (&raw)[LOADS], const float (&v)[32]) {
+    float high = 0.f, low;
+    extremes(raw, v, low, high);
+    high = of_group(high, higher);
+    return find_scale(root_mean_square(v, high), high, 0.f, 0.f);
+}
+
 // The scale of a group from the elements of its lanes.
-__device__ __forceinline__ Scale measure(const uint4 (&raw)[LOADS]) {
-    float v[32], high = 0.f, low;
+__device__ __forceinline__ Scale measure(const uint4 (&raw)[LOADS], bool inside) {
+    float v[32], part[4];
     all_elements(raw, v);
-    if constexpr (DTYPE != FLOAT16) {
-        extremes(raw, v, low, high);
-        high = of_group(high, higher);
-    }
-    low = root_mean_square(v, high);
-    return find_scale(low, DTYPE == FLOAT16 ? low : high, 0.f, 0.f);  // float16: finite as the mean is
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+        part[i % 4] = i < 4 ? __fmul_rn(v[i], v[i]) : __fmaf_rn(v[i], v[i], part[i % 4]);
+    const float total = __fadd_rn(__fadd_rn(part[0], part[1]), __fadd_rn(part[2], part[3]));
+    Scale found;
+    const bool sure = scale_of_squares<8 + 7>(of_group(total, sum), 1.f / GROUP, found);
+    if (!__all_sync(ALL_LANES, sure || !inside)) found = measured_exactly(raw, v);
+    return found;
 }
 
 // The digits of a load, one a byte: of 16-bit elements by comparing their bits, two at a time.
@@ -65,7 +76,7 @@ struct Digits {
 
 // x: `count` elements, a multiple of GROUP, in rows of `row`, 16-byte aligned; bad: null, or set to 1 if a
 // group cannot be represented.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, DTYPE == FLOAT32 ? 5 : 8)
     quantize_ternary(const void* __restrict__ x, i64 count, int row, u8* __restrict__ packed,
                      u16* __restrict__ scale, i32* bad) {
     __shared__ Memory memory[WARPS];
@@ -82,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
         const Lane me = lane_of(first + p * TILE, here - p * TILE);
-        const Scale found = measure(raw[p]);
+        const Scale found = measure(raw[p], me.inside);
         const Digits digits(found);
 #pragma unroll
         for (int j = 0; j < LOADS; ++j)

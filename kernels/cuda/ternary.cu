@@ -1,6 +1,6 @@
 // Packing of ternary values, one a byte, five to a byte, and unpacking.
 //
-// Threads and data: a warp takes a tile, up to 32 units of 80 values, one a lane (ternary_bytes.cuh): some
+// Threads and data: a warp takes a tile, up to 32 units of 80 values, one a lane (ternary_tile.cuh): some
 // whole rows or, of rows longer than that, a part. Values and bytes cross global memory in pieces of
 // neighbouring lanes, 16 bytes where a tile begins on such, and go through shared memory to and from the
 // lanes. Memory: 3.2 KiB of shared memory a warp; no barrier but those among the lanes of a warp.
@@ -8,7 +8,7 @@
 // `bad`, if it is not null, is set to 1 if a value is none of -1, 0, 1, or a byte is above 242.
 //
 // gate: registers<=64
-#include "ternary_bytes.cuh"
+#include "ternary_tile.cuh"
 
 constexpr int WARPS = 8;
 constexpr int TERNARY_TILE = 32 * UNIT;         // values that a tile has at most
@@ -35,7 +35,7 @@ __device__ __forceinline__ bool place_of(i64 rows, i64 n, int rows_a_tile, Place
     } else {
         const i64 parts = (n + TERNARY_TILE - 1) / TERNARY_TILE;
         if (index >= rows * parts) return false;
-        const i64 row = quotient(index, parts), first = (index - row * parts) * TERNARY_TILE;
+        const i64 row = rows == 1 ? 0 : quotient(index, parts), first = (index - row * parts) * TERNARY_TILE;
         tile = {row * n + first, row * row_bytes + first / 5, 1, (int)min((i64)TERNARY_TILE, n - first)};
     }
     return true;

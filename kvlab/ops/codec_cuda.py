@@ -1,7 +1,7 @@
 """Codecs on a GPU: which kernels a layout takes, for backends "cuda" and "numba".
 
-- ``codec_rows.cu``, ``codec_ternary.cu``: groups of 32 to 1,024 elements, a power of two, along rows of whole
-  groups. One pass.
+- ``codec_rows.cu``, ``codec_hadamard.cu``, ``codec_ternary.cu``: groups of 32 to 1,024 elements, a power of
+  two, along rows of whole groups. One pass.
 - ``codec_columns.cu``: affine and symmetric groups of up to 128 rows, one scale a column. One pass.
 - ``codec_groups.cu`` and its Numba counterpart: groups of any size along rows, to codes of one byte, which
   another launch packs. Any other axis is turned to the end by the caller's library first, and back.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from kvlab.ops.device_arrays import (
     pointer,
     to_host,
 )
+from kvlab.ops.packed_gpu import multiprocessors
 from kvlab.reference import codebooks
 from kvlab.reference import codec as reference
 
@@ -110,46 +111,57 @@ def _takes_rows(layout: Layout) -> bool:
 
 
 def _quantize_rows(x: Any, packed: Any, words: list[Any], layout: Layout, flag: Flag) -> None:
-    kernel, shape, grid = _rows_kernel("quantize", x, layout, dtype_name(x))
-    arguments = [pointer(x), *shape, pointer(packed), *_word_pointers(words, layout), flag.pointer]
-    launch(kernel, *grid, [*arguments, *_books(layout)], x)
+    call = _rows_call("quantize", x, layout, dtype_name(x))
+    arguments = [pointer(x), *call.shape, pointer(packed), *call.addresses(words), flag.pointer, *call.book]
+    launch(call.kernel, call.blocks, (call.threads,), arguments, x, call.shared)
 
 
 def _dequantize_rows(packed: Any, words: list[Any], out: Any, layout: Layout, dtype: str, flag: Flag) -> None:
-    kernel, shape, grid = _rows_kernel("dequantize", packed, layout, dtype)
-    arguments = [pointer(packed), *shape, *_word_pointers(words, layout), pointer(out)]
-    last = [flag.pointer] if layout.codec == "ternary" else _books(layout)
-    launch(kernel, *grid, [*arguments, *last], out)
+    call = _rows_call("dequantize", packed, layout, dtype)
+    last = [flag.pointer] if layout.codec == "ternary" else call.book
+    arguments = [pointer(packed), *call.shape, *call.addresses(words), pointer(out), *last]
+    launch(call.kernel, call.blocks, (call.threads,), arguments, out, call.shared)
 
 
-def _rows_kernel(
-    name: str, like: Any, layout: Layout, dtype: str
-) -> tuple[Any, list[Any], tuple[int, tuple[int]]]:
-    """Return the kernel, the shape as it takes it, and blocks and threads."""
-    count, row = math.prod(layout.shape), layout.shape[-1]
-    macros = {"DTYPE": FLOATS.index(dtype), "LANES": layout.group_size // 32}
-    if layout.codec == "ternary":
-        source, entry, block, threads = "codec_ternary", f"{name}_ternary", _TERNARY_BLOCK, 128
-    else:
-        macros |= {"CODEC": reference.CODECS.index(layout.codec), "CODE_BITS": int(layout.bits)}
-        source, entry, block, threads = "codec_rows", f"{name}_rows", _BLOCK, 256
-    kernel = cuda_kernel(source, entry, tuple(macros.items()), cuda_view(like, "x").device)
+class _RowsCall(NamedTuple):
+    """A kernel of codec_rows.cu, codec_hadamard.cu or codec_ternary.cu, and what it is launched with."""
+
+    kernel: Any
+    shape: list[Any]
+    has_offset: bool
+    book: list[Any]
+    blocks: int
+    threads: int
+    shared: int = 0
+
+    def addresses(self, words: list[Any]) -> list[int]:
+        """Return those of scales and, where the kernel has an argument for them, of offsets or null."""
+        given = [pointer(array) for array in words]
+        return [*given, 0] if self.has_offset and len(given) == 1 else given
+
+
+def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
+    count, group, device = math.prod(layout.shape), layout.group_size, cuda_view(like, "x").device
+    macros = {"DTYPE": FLOATS.index(dtype)}
     shape: list[Any] = [np.int64(count)]
-    return (
-        kernel,
-        [*shape, np.int32(row)] if layout.codec == "ternary" else shape,
-        (-(-count // block), (threads,)),
-    )
-
-
-def _word_pointers(words: list[Any], layout: Layout) -> list[int]:
-    """Return addresses of scales and of offsets: null for those of a codec that has none, but the ternary."""
-    addresses = [pointer(array) for array in words]
-    return addresses if layout.codec in ("affine", "ternary") else [*addresses, 0]
-
-
-def _books(layout: Layout) -> list[Any]:
-    return [] if layout.codec == "ternary" else [_codebook(layout)]
+    if layout.codec == "ternary":
+        macros["LANES"] = group // 32
+        kernel = cuda_kernel("codec_ternary", f"{name}_ternary", tuple(macros.items()), device)
+        shape.append(np.int32(layout.shape[-1]))
+        return _RowsCall(kernel, shape, False, [], -(-count // _TERNARY_BLOCK), 128)
+    macros["CODE_BITS"] = int(layout.bits)
+    if layout.codec == "hadamard":
+        # Of 16-bit elements a lane holds twice as many to dequantise: less crosses lanes, and the code still
+        # fits the instruction cache.
+        values = min(group, 128 if name == "dequantize" and dtype != "float32" else 64)
+        macros |= {"GROUP": group, "VALUES": values}
+        kernel = cuda_kernel("codec_hadamard", f"{name}_hadamard", tuple(macros.items()), device)
+        blocks = min(-(-count // (64 * values)), (6 if values > 64 else 10) * multiprocessors(device))
+        lane = values * (2 if dtype != "float32" else 4) + 16 + values * int(layout.bits) // 8
+        return _RowsCall(kernel, shape, False, [_codebook(layout)], blocks, 64, 64 * lane)
+    macros |= {"CODEC": reference.CODECS.index(layout.codec), "LANES": group // 32}
+    kernel = cuda_kernel("codec_rows", f"{name}_rows", tuple(macros.items()), device)
+    return _RowsCall(kernel, shape, True, [], -(-count // _BLOCK), 256)
 
 
 def _bits(layout: Layout) -> int:
@@ -179,34 +191,33 @@ def _takes_columns(layout: Layout, largest: int) -> bool:
     return fits and layout.shape[-1] % 32 == 0 and layout.group_size <= largest
 
 
-def _columns(layout: Layout, dtype: str) -> tuple[dict[str, int], Any, int]:
-    """Return macros, the shape as kernels take it, and blocks of 32 chunks of 16 bytes."""
-    per_load = 4 if dtype == "float32" else 8
+def _columns(layout: Layout, dtype: str, width: int) -> tuple[dict[str, int], Any, int]:
+    """Return macros, the shape as kernels take it, and how many chunks of `width` columns there are."""
     length, columns = layout.shape[layout.axis], math.prod(layout.shape[layout.axis + 1 :])
     groups = -(-length // layout.group_size)
-    chunks = math.prod(layout.shape[: layout.axis]) * groups * columns // per_load
+    chunks = math.prod(layout.shape[: layout.axis]) * groups * columns // width
     shape = np.array((chunks, length, columns, layout.group_size, groups), _SHAPE)
     macros = {
         "DTYPE": FLOATS.index(dtype),
         "CODEC": reference.CODECS.index(layout.codec),
         "CODE_BITS": int(layout.bits),
     }
-    return macros, np.frombuffer(shape.tobytes(), f"V{_SHAPE.itemsize}")[0], -(-chunks // 32)
+    return macros, np.frombuffer(shape.tobytes(), f"V{_SHAPE.itemsize}")[0], chunks
 
 
 def _quantize_columns(x: Any, packed: Any, words: list[Any], layout: Layout, flag: Flag) -> None:
     dtype = dtype_name(x)
-    macros, shape, blocks = _columns(layout, dtype)
+    macros, shape, chunks = _columns(layout, dtype, 4)
     kernel = cuda_kernel("codec_columns", "quantize_columns", tuple(macros.items()), cuda_view(x, "x").device)
-    warps = -(-layout.group_size // 8)
-    per_load = 4 if dtype == "float32" else 8
-    shared = warps * 256 * per_load
+    codes = 0 if layout.bits in (2, 4, 8) else 68  # bytes of a row of codes that are packed last
+    shared = 2 * layout.group_size * (64 * (4 if dtype == "float32" else 2) + codes)
     addresses = [pointer(packed), pointer(words[0]), pointer(words[1]) if len(words) > 1 else 0]
-    launch(kernel, blocks, (32, warps), [pointer(x), shape, *addresses, flag.pointer], x, shared)
+    launch(kernel, -(-chunks // 32), (64,), [pointer(x), shape, *addresses, flag.pointer], x, shared)
 
 
 def _dequantize_columns(packed: Any, words: list[Any], out: Any, layout: Layout, dtype: str) -> None:
-    macros, shape, blocks = _columns(layout, dtype)
+    macros, shape, chunks = _columns(layout, dtype, 4 if dtype == "float32" else 8)
+    blocks = -(-chunks // 32)
     device = cuda_view(packed, "packed").device
     kernel = cuda_kernel("codec_columns", "dequantize_columns", tuple(macros.items()), device)
     warps = min(-(-layout.group_size // 8), 8)

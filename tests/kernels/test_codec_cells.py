@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvlab.build import kernel_root
 from kvlab.reference import codebooks
@@ -33,17 +34,30 @@ def constant(name: str, bits: int) -> float:
     return float(numerator) / float(denominator or 1)
 
 
-@pytest.mark.parametrize("bits", [3, 4, 5, 6, 8])
-def test_no_cell_has_two_thresholds_and_none_has_one_at_its_edge(bits: int) -> None:
+def thresholds_of(bits: int) -> NDArray[np.float64]:
+    """Return the positive ones, as float32 has them."""
     levels = np.array(codebooks.levels(bits), np.float32)
     positive = levels[len(levels) // 2 :]
-    thresholds = ((positive[1:] + positive[:-1]) * np.float32(0.5)).astype(np.float64)
-    in_cells = thresholds * constant("A_UNIT", bits)
+    return ((positive[1:] + positive[:-1]) * np.float32(0.5)).astype(np.float64)
+
+
+@pytest.mark.parametrize("bits", [5, 6, 8])
+def test_no_cell_has_two_thresholds_and_none_has_one_at_its_edge(bits: int) -> None:
+    in_cells = thresholds_of(bits) * constant("A_UNIT", bits)
     last = constant("COUNT", bits) - 1
     cells = np.minimum(np.floor(in_cells), last)
     assert len(np.unique(cells)) == len(cells)
     edges = np.round(in_cells)
     inside = edges <= last  # the last cell has no upper edge
     assert np.all(np.abs(in_cells - edges)[inside] > ROUNDING * in_cells[inside])
-    if bits <= 4:
-        assert np.array_equal(cells, np.arange(len(thresholds)))
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_signed_cells_have_one_threshold_each_and_none_at_its_edge(bits: int) -> None:
+    positive, count = thresholds_of(bits), 2**bits - 1
+    signed = np.concatenate([-positive[::-1], [0], positive])
+    in_cells = signed / constant("CELL_WIDTH", bits) + count / 2
+    assert np.array_equal(np.clip(np.floor(in_cells), 0, count - 1), np.arange(count))
+    edges = np.round(in_cells)
+    inside = (edges > 0) & (edges < count)
+    assert np.all(np.abs(in_cells - edges)[inside] > ROUNDING * count)

@@ -115,12 +115,17 @@ __device__ __forceinline__ u32 codebook_code(float y, float s, const float* thre
 
 // ---- Codes of a codebook at one look-up
 //
-// Magnitudes in units of the scale are cut into cells, so narrow that none has two thresholds: of 1 / A_UNIT,
-// the last one without an end. At 3 and 4 bits cell i has threshold i; at more bits a cell says how many
-// thresholds lie below it, and which one lies in it or comes next. A magnitude so near the edge of a cell
-// that rounding puts it into the neighbour does not matter: no threshold is nearer to an edge than 1e-4 of
-// its size.
+// Values in units of the scale are cut into cells so narrow that none has two thresholds. A value so near the
+// edge of a cell that rounding puts it into the neighbour does not matter: no threshold is nearer to an edge
+// than 1e-4 of its size.
 
+// Codes of 3 and 4 bits: signed values, 2^BITS - 1 cells of this width, 0 in the middle of the middle one,
+// the first and the last without an end. Cell i has threshold i.
+template <int BITS>
+constexpr float CELL_WIDTH = BITS == 3 ? .6f : .3f;
+
+// Codes of 5 bits and more: magnitudes, COUNT cells, A_UNIT to a unit, the last one without an end. A cell
+// says how many thresholds lie below it, and which one lies in it or comes next.
 struct Cell {
     float threshold;
     u32 below;
@@ -129,14 +134,8 @@ struct Cell {
 template <int BITS>
 struct Cells {
     static constexpr int HALF = 1 << (BITS - 1);
-    static constexpr float A_UNIT = BITS <= 2   ? 1.f
-                                    : BITS == 3 ? 1.f / .7f
-                                    : BITS == 4 ? 3.f
-                                    : BITS == 5 ? 9.f
-                                    : BITS == 6 ? 16.f
-                                                : 64.f;
-    static constexpr int COUNT = BITS <= 2 ? 1 : BITS <= 4 ? HALF - 1 : BITS == 5 ? 27 : BITS == 6 ? 56 : 282;
-    static constexpr bool ONE_EACH = BITS <= 4;
+    static constexpr float A_UNIT = BITS == 5 ? 9.f : BITS == 6 ? 16.f : 64.f;
+    static constexpr int COUNT = BITS == 5 ? 27 : BITS == 6 ? 56 : 282;
 };
 
 // Cell i of COUNT, from the thresholds.
@@ -147,7 +146,6 @@ __device__ __forceinline__ Cell cell_at(const Codebook& book, int i) {
     for (u32 step = Own::HALF / 2; step; step /= 2) {
         if (threshold(book, below + step - 1) * Own::A_UNIT < i) below += step;
     }
-    if (Own::ONE_EACH) below = i;
     return {(int)below < Own::HALF - 1 ? threshold(book, below) : __uint_as_float(0x7f800000u), below};
 }
 
@@ -159,32 +157,15 @@ __device__ __forceinline__ u32 more_if_above(u32 x, float a, float b) {
     return x;
 }
 
-// How many thresholds lie below the magnitude of y, above MAGIC_BITS + HALF. `to_cells` is A_UNIT / COUNT
-// over the scale s.
+// How many thresholds lie below the magnitude of y, above HALF. `to_cells` is A_UNIT / COUNT over the scale
+// s.
 template <int BITS>
 __device__ __forceinline__ u32 code_of_magnitude(float y, float s, float to_cells, const Cell* cells) {
     using Own = Cells<BITS>;
-    if constexpr (BITS == 1) return Own::HALF;
-    if constexpr (BITS == 2) return more_if_above(Own::HALF, fabsf(y), __fmul_rn(cells[0].threshold, s));
     const float part = __saturatef(__fmul_rn(fabsf(y), to_cells));
-    const u32 found = __float_as_uint(__fmaf_rd(part, Own::COUNT * (1.f - 1e-6f), MAGIC + Own::HALF));
-    const Cell cell = (cells - (MAGIC_BITS + Own::HALF))[found];  // so an address is one operation
-    return more_if_above(Own::ONE_EACH ? found : cell.below + Own::HALF, fabsf(y),
-                         __fmul_rn(cell.threshold, s));
-}
-
-// The codes of two values from `code_of_magnitude` of theirs: the same, or all its bits turned for a value
-// below 0. Neither is -0.
-template <int BITS>
-__device__ __forceinline__ u32 pair_of_signed(u32 low_code, u32 high_code, float low, float high) {
-    constexpr u32 TURN = (1u << BITS) - 1;
-    if constexpr (BITS ==
-                  8) {  // one by one: ptxas 13.0 takes a mask of whole bytes into the prmt and loses a sign
-        low_code ^= low < 0.f ? TURN : 0, high_code ^= high < 0.f ? TURN : 0;
-        return __byte_perm(low_code, high_code, 0x5410);
-    }
-    const u32 signs = select_bytes(__float_as_uint(low), __float_as_uint(high), 0xffbb);
-    return __byte_perm(low_code, high_code, 0x5410) ^ (signs & 0x10001u * TURN);
+    const u32 found = __float_as_uint(__fmaf_rd(part, Own::COUNT * (1.f - 1e-6f), MAGIC));
+    const Cell cell = (cells - MAGIC_BITS)[found];  // so an address is one operation
+    return more_if_above(cell.below + Own::HALF, fabsf(y), __fmul_rn(cell.threshold, s));
 }
 
 // The digit of x: 0, 1, 2 for -1, 0, 1.
