@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvlab.cache.cuda_window import joined, ladder_on_gpu
+from kvlab.cache.layer import Layer
 from kvlab.cache.pages import LayerPages
+from kvlab.cache.store import LayerStore
 
 
 def pages_of(cache: Any) -> list[LayerPages]:
     with cache._on_host(changes=False):
-        return [layer.store.view() for layer in cache.layers]
+        return [_whole(layer).view() for layer in cache.layers]
+
+
+def _whole(layer: Layer) -> LayerStore:
+    """All pages that the GPU has, those of a residual window among them."""
+    ladder = ladder_on_gpu(layer.store.whole_ladder, layer.residual)
+    return joined(layer, ladder) if layer.residual else layer.store
 
 
 def positions(pages: LayerPages, row: int, head: int) -> list[int]:

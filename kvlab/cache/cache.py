@@ -9,8 +9,9 @@ budget.py (bytes a row may take), importance.py (scores), frame.py (the mean tak
 (which page gets which rung), plan.py (which token), pools.py (memory of pages), store.py (the pages of a
 layer, and moves between them), pages.py (a page, byte by byte), window.py and exact.py (exact tokens),
 layer.py (one layer in all), persistence.py (files). On a GPU the same calls go through cuda_road.py to
-cuda_cache.py (steps), cuda_changes.py (plans and moves), cuda_calls.py and cuda_kernels.py (launches),
-cuda_store.py (memory) and cuda_exchange.py (to the CPU and back, for rare operations and files).
+cuda_cache.py (steps), cuda_repeat.py (their short way), cuda_changes.py (plans and moves), cuda_calls.py and
+cuda_kernels.py (launches), cuda_store.py (memory), cuda_tight.py (small budgets), cuda_host.py with
+cuda_exchange.py and cuda_window.py (what the CPU does for it: rare operations, files, other plans).
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class MixedPrecisionCache(CacheOptions):
         Weight of the old importance after 64 tokens, once a token is no longer young.
     device : str, optional
         "cpu", the default, or "cuda": arrays are on the GPU then (torch, CuPy), and so is the memory, which
-        is taken at the first call from their framework.
+        is taken at the first call from their framework. Other allocators than "greedy" and a residual window
+        are planned by the CPU there, which takes a copy of the pages each way every 48 tokens.
     dtype : {"float16", "bfloat16", "float32"}
         Type of width 16 and of the residual window. On a GPU queries, keys and values have it, too.
 
@@ -87,8 +89,8 @@ class MixedPrecisionCache(CacheOptions):
     BudgetError
         If `max_seqlen` tokens cannot fit the budget even at the lowest rung.
     NotImplementedError
-        On a GPU: for a residual window, dtype "float32", an allocator other than "greedy", an importance that
-        is a function, or a head dimension for which there is no kernel.
+        On a GPU: for dtype "float32", an importance that is a function, a residual window beside width 16, or
+        a head dimension for which there is no kernel.
 
     Examples
     --------

@@ -2,9 +2,9 @@
 
 A decode step of a layer is two launches: packed attention over the stored tokens, and the append, which adds
 the new ones to its result and stores them in open pages. A step whose arrays lie as those of the last one
-takes the host a short way (`repeat`). Open pages count as live as soon as a plan has made them, so no decode
-step changes a byte of the budget. When the open pages of a layer are full, a plan for all layers at once
-chooses widths anew and opens others; the device does all of it and the host waits for nothing.
+takes the host a short way (cuda_repeat.py). Open pages count as live as soon as a plan has made them, so no
+decode step changes a byte of the budget. When the open pages of a layer are full, a plan for all layers at
+once chooses widths anew and opens others; the device does all of it and the host waits for nothing.
 Long steps (prefill) attend their own tokens by `kvlab.attention` and are planned and written at once.
 
 The host knows lengths and how much room it has made, nothing else of what lies in pages.
@@ -12,7 +12,7 @@ The host knows lengths and how much room it has made, nothing else of what lies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,22 +20,23 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, to_device, to_host
+from kvlab.cache import cuda_host, cuda_score
 from kvlab.cache import cuda_kernels as kernels
-from kvlab.cache import cuda_score
-from kvlab.cache.cuda_calls import Lse, StepCalls
+from kvlab.cache.cuda_calls import StepCalls
 from kvlab.cache.cuda_changes import MOST_ROOM, Changes
 from kvlab.cache.cuda_collect import Collector
-from kvlab.cache.cuda_exchange import from_layers, to_layers
 from kvlab.cache.cuda_plan import Workspace as Plan
-from kvlab.cache.cuda_tight import reserve_nbytes
+from kvlab.cache.cuda_repeat import Repeated
+from kvlab.cache.importance import MOST_TOKENS
 from kvlab.cache.layer import Layer
+from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.ops.attention import attention, attention_varlen
-from kvlab.ops.packed_cuda import AttendCall
 
 __all__ = ["DeviceCache", "Settings"]
 
-STORED_ROWS = 16
-"""Last query rows of a long step whose attention to stored tokens is collected; their scores take memory."""
+FEWEST_ROWS, MOST_SCORES = 16, 256 << 20
+"""Of the last 64 query rows of a long step, all those whose attention to stored tokens is collected for which
+scores have room in so many bytes, and at least so many; evenly spread, since neighbours see much the same."""
 OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
 """What the importance of a new token of a step is, by what the policy observes."""
 
@@ -47,21 +48,17 @@ class Settings:
     num_heads_q: int
     sink: int
     recent: int
+    residual: int
+    allocator: str
     realloc_every: int
     ema_decay: float
     importance: str
     takes_mean: tuple[bool, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class _Repeated:
-    """A step of a layer that has run: its result's shape, its launches, and how q, k and v lay."""
-
-    layout: Hashable
-    steps: int
-    shape: tuple[int, ...]
-    views: list[Any]  # CudaViews without their addresses
-    calls: tuple[AttendCall, kernels.AppendCall, Lse]
+    @property
+    def on_host(self) -> bool:
+        """Whether the CPU chooses widths: no kernel knows other allocators or residual windows."""
+        return self.allocator != "greedy" or self.residual > 0
 
 
 class DeviceCache:
@@ -94,27 +91,28 @@ class DeviceCache:
         self.generation = 0
         self._make(capacity, share)
         if any(self.lengths):
-            self._take_from_host()
+            cuda_host.take_back(self)
 
     def _make(self, capacity: int, share: int | None) -> None:
         settings = self.settings
+        often = max(settings.realloc_every, MOST_ROOM if settings.on_host else kernels.MAX_STEPS)
         self.changes = Changes(
-            [layer.store for layer in self.layers],
+            [cuda_host.store_on_gpu(layer) for layer in self.layers],
             self.like,
             self.device,
             capacity,
-            share,
+            cuda_host.arena_share(self.layers, capacity, share),
             sink=settings.sink,
             recent=settings.recent,
-            room=min(max(settings.realloc_every, kernels.MAX_STEPS), MOST_ROOM),
+            room=min(often, MOST_ROOM),
             by_position=settings.importance == "recency",
         )
         self.store, self.capacity = self.changes.store, capacity
         self.generation += 1
         heads = settings.num_heads_q
-        self._collector = Collector(self.store, heads, settings.importance, settings.ema_decay)
-        self._calls = StepCalls(self.store, self.device, heads, self._collector)
-        self._repeated: list[_Repeated | None] = [None] * len(self.layers)
+        self.collector = Collector(self.store, heads, settings.importance, settings.ema_decay)
+        self.calls = StepCalls(self.store, self.device, heads, self.collector)
+        self.repeated: list[Repeated | None] = [None] * len(self.layers)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -125,7 +123,7 @@ class DeviceCache:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of device memory held: arenas, tables and workspaces."""
-        return self.changes.nbytes + self._calls.nbytes + self._collector.nbytes
+        return self.changes.nbytes + self.calls.nbytes + self.collector.nbytes
 
     # ---- what a step does ----------------------------------------------------------------------------------
 
@@ -141,64 +139,32 @@ class DeviceCache:
         """A step of few tokens, for which there is room: `views` of q, k and v, `valid` an address or 0."""
         query, k, v = views
         steps, stream = query.shape[1], current_stream(q)
-        collects, observed = self.collects(layer, steps), OBSERVED_AS[self.observes[layer]]
-        attend, append, lse = self._calls.step(layer, q, steps, scale, softcap, observed, collects)
+        collects, observed = self.collects(layer, steps), self.observed_as(layer)
+        attend, append, lse = self.calls.step(layer, q, steps, scale, softcap, observed, collects)
         out = empty(query.shape, query.dtype, q)
         address, stored = cuda_view(out, "out").pointer, self.lengths[layer] > 0
-        self._collector.before(layer, steps, self.since[layer] + steps, stream)
+        self.collector.before(layer, steps, self.since[layer] + steps, stream)
         if stored:
             attend(query, address, lse.pointer, stream)
         append(query, k, v, valid, address, lse.pointer, stored, stream)
-        self._collector.after(layer, steps, collects, stream)
+        self.collector.after(layer, steps, collects, stream)
         self.count(layer, steps, collects)
         return out
+
+    def observed_as(self, layer: int) -> str:
+        """What the importance of a new token of a step is, one of `cuda_kernels.OBSERVED`."""
+        return OBSERVED_AS[self.observes[layer]]
 
     def is_short(self, steps: int) -> bool:
         """Whether a step of so many tokens is launched by `step`, not by `long_step`."""
         return 0 < steps <= kernels.MAX_STEPS and self.group <= kernels.MAX_GROUP
 
-    def remember(self, layer: int, layout: Hashable, arrays: list[Any], scale: float, softcap: float) -> None:
-        """Let `repeat` serve arrays that lie as these (B, S, H, D), and that it is given the `layout` of."""
-        last = self._repeated[layer]
-        if last is not None and last.layout == layout:
-            return
-        steps, observed = arrays[0].shape[1], OBSERVED_AS[self.observes[layer]]
-        calls = self._calls.step(layer, arrays[0], steps, scale, softcap, observed, False)
-        views = [cuda_view(x, "x") for x in arrays]
-        self._repeated[layer] = _Repeated(layout, steps, views[0].shape, [view[1:] for view in views], calls)
-
-    def repeat(self, layer: int, layout: Hashable, q: Any, k: Any, v: Any) -> Any:
-        """A step like one before, on tensors of torch without padding; None: it is none, so call `step`.
-
-        Of arrays with the `layout` of that step nothing is asked again. Steps that lack room or that collect
-        attention mass are no such steps.
-        """
-        last = self._repeated[layer]
-        if last is None or last.layout != layout or self._collector.pending:
-            return None
-        steps = last.steps
-        if self.room[layer] < steps or self.collects(layer, steps) or not self.lengths[layer]:
-            return None
-        (attend, append, lse), (of_q, of_k, of_v) = last.calls, last.views
-        query = CudaView(q.data_ptr(), *of_q)
-        key, value = CudaView(k.data_ptr(), *of_k), CudaView(v.data_ptr(), *of_v)
-        if (query.pointer | key.pointer | value.pointer) & 3:
-            return None
-        out, stream = q.new_empty(last.shape), current_stream(q)
-        address = out.data_ptr()
-        attend(query, address, lse.pointer, stream)
-        append(query, key, value, 0, address, lse.pointer, True, stream)
-        self.lengths[layer] += steps
-        self.since[layer] += steps
-        self.room[layer] -= steps
-        return out
-
     def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
         """Store few tokens, for which there is room; arguments as in `step`."""
         steps = views[0].shape[1]
         observed = "one" if self.observes[layer] == "nothing" else "norm"
-        call = self._calls.append(layer, steps, 1.0, 0.0, observed)
-        self._collector.settle(current_stream(k))
+        call = self.calls.append(layer, steps, 1.0, 0.0, observed)
+        self.collector.settle(current_stream(k))
         call(None, views[0], views[1], valid, 0, 0, False, current_stream(k))
         self.count(layer, steps, False)
 
@@ -208,12 +174,12 @@ class DeviceCache:
         codes = empty((self.pairs, k.shape[1]), "uint8", k)
         fresh = self._fresh(k, v, valid, codes, layer)
         cuda_score.score_norms(k, codes, self.settings.importance, current_stream(k))
-        self._admit(layer, k, valid, fresh, share, workspace)
+        self._admit(layer, (k, v), valid, None, fresh, share, workspace)
         self.count(layer, k.shape[1], False)
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """See `MixedPrecisionCache.attend`."""
-        return self._calls.attend(layer, q, scale, softcap, 0)[0]
+        return self.calls.attend(layer, q, scale, softcap, 0)[0]
 
     @property
     def counters(self) -> tuple[list[int], list[int], list[int]]:
@@ -240,17 +206,23 @@ class DeviceCache:
         steps, dtype, dim = q.shape[1], self.layers[layer].store.dtype, self.store.head_dim
         stream, workspace = current_stream(q), self.changes.admission(steps, self.lengths[layer] > 0)
         codes = empty((self.pairs, steps), "uint8", k)  # all memory is taken before anything changes
-        self._collector.settle(stream)
+        self.collector.settle(stream)
         out, lse = attend_new(q, k, v, valid, scale, softcap)
         collects = self.collects(layer, steps)
         if self.lengths[layer]:
-            kept = min(steps, STORED_ROWS) if collects else 0
-            stored, stored_lse, scores = self._calls.attend(layer, q, scale, softcap, kept)
+            rows, whole = self._observed_rows(steps) if collects else (slice(0), False)
+            kept = len(range(steps)[rows]) if whole else 0
+            stored, stored_lse, scores = self.calls.attend(layer, q, scale, softcap, kept)
             addresses = [cuda_view(x, "x").pointer for x in (out, lse, stored, stored_lse)]
             kernels.merge_rows(dim, dtype, self.device, addresses, tuple(q.shape[:3]), stream)
             if collects:
+                some = q[:, rows]
+                if not whole:
+                    scores = self.calls.attend(layer, some, scale, softcap, some.shape[1])[2]
+                total = empty((len(q), q.shape[2], some.shape[1]), "float32", q)
+                total[...] = lse[:, :, rows]
                 since = self.since[layer] + steps
-                self._collector.score(layer, scores[None], lse[None], since, 0, stream)
+                self.collector.score(layer, scores[None], total[None], since, 0, stream)
         fresh = self._fresh(k, v, valid, codes, layer)
         if self.observes[layer] == "mass":
             if valid is not None:
@@ -258,9 +230,17 @@ class DeviceCache:
             cuda_score.score_new(q, k, lse, codes, scale=scale, softcap=softcap, stream=stream)
         else:
             cuda_score.score_norms(k, codes, self.settings.importance, stream)
-        self._admit(layer, k, valid, fresh, share, workspace)
+        mass = codes if self.observes[layer] == "mass" else None
+        self._admit(layer, (k, v), valid, mass, fresh, share, workspace)
         self.count(layer, steps, collects)
         return out
+
+    def _observed_rows(self, steps: int) -> tuple[slice, bool]:
+        """Query rows of a long step that are observed, and whether these are its last ones without a gap."""
+        store, last = self.store, min(steps, MOST_TOKENS)
+        nbytes = 2 * self.pairs * store.entries * self.group * TOKENS_PER_PAGE
+        apart = -(-last // min(last, max(FEWEST_ROWS, MOST_SCORES // max(nbytes, 1))))
+        return slice(steps - 1 - (last - 1) // apart * apart, steps, apart), apart == 1
 
     def _fresh(self, k: Any, v: Any, valid: Any, codes: Any, layer: int) -> Any:
         mask = 0 if valid is None else cuda_view(valid, "valid").pointer
@@ -268,21 +248,33 @@ class DeviceCache:
         views = cuda_view(k, "k"), cuda_view(v, "v")
         return kernels.new_tokens(*views, mask, address, k.shape[1], self.lengths[layer])
 
-    def _admit(self, layer: int, k: Any, valid: Any, fresh: Any, share: int | None, workspace: Plan) -> None:
-        """Plan and write new tokens of one layer; waits for the device."""
-        store, stream, steps = self.layers[layer].store, current_stream(k), int(fresh["steps"])
+    def _admit(
+        self,
+        layer: int,
+        new: tuple[Any, Any],
+        valid: Any,
+        mass: Any,
+        fresh: Any,
+        share: int | None,
+        workspace: Plan,
+    ) -> None:
+        """Plan and write new keys and values of one layer; waits for the device."""
+        store, stream, steps = self.layers[layer].store, current_stream(new[0]), int(fresh["steps"])
         if self.lengths[layer] == 0 and self.settings.takes_mean[layer]:
             mean = cuda_view(self.store.tables["k_mean"][layer], "k_mean").pointer
             kernels.mean_of_keys(
                 store.head_dim, store.dtype, self.device, fresh, self.pairs, self.store.heads, mean, stream
             )
-        self._collector.settle(stream)
+        if self.settings.on_host:
+            cuda_host.admit(self, layer, new, valid, mass, share)
+            return
+        self.collector.settle(stream)
         self.changes.set_share(share)
         length, room = self.lengths[layer], self.changes.room
         if self.changes.is_tight(layer, length + steps + room):
             room, use = 0, np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
             if not self.changes.fits(layer, length, new=use):
-                self._consolidate(steps, share, to_come=False)
+                cuda_host.consolidate(self, steps, share, to_come=False)
         self.changes.admit(layer, fresh, workspace, stream, room)
         self.room[layer] = room + steps  # less these steps, which are counted next
 
@@ -301,39 +293,31 @@ class DeviceCache:
 
     def _plan(self, first: int, n: int, steps: int, share: int | None) -> None:
         stream, room = current_stream(self.like), self.changes.room
-        self._collector.settle(stream)
+        self.collector.settle(stream)
         self.changes.set_share(share)
         layers = range(first, first + n)
-        if any(self.changes.is_tight(layer, self.lengths[layer] + room) for layer in layers):
+        if self.settings.on_host and (share is not None or self.settings.residual):
+            cuda_host.choose(self, slice(first, first + n), share)
+        elif any(self.changes.is_tight(layer, self.lengths[layer] + room) for layer in layers):
             room = steps
             if not all(self.changes.fits(layer, self.lengths[layer], room=room) for layer in layers):
-                self._consolidate(steps, share, to_come=True)
+                cuda_host.consolidate(self, steps, share, to_come=True)
         self.changes.make_room(first, n, stream, room)
         for layer in layers:
             self.room[layer] = room
-
-    def _consolidate(self, steps: int, share: int | None, *, to_come: bool) -> None:
-        """Let the CPU put all tokens into as few pages as leave room for `steps` more."""
-        assert share is not None
-        with self.on_host(lambda: (self.capacity, share), changes=True):
-            for layer, length, ladder in zip(self.layers, self.lengths, self.changes.ladders, strict=True):
-                reserve = reserve_nbytes(length, steps, to_come, layer.store.num_heads_kv, ladder)
-                layer.carry_out(layer.shrink(np.arange(layer.store.batch), share - reserve))
-        self.changes.set_share(share)
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
     def grow(self, capacity: int, share: int | None) -> None:
         """Make room for longer sequences, by way of the host."""
-        self._collector.settle(current_stream(self.like))
-        to_layers(self.store, self.layers, self.lengths)
+        cuda_host.lend(self)
         try:
             self._make(capacity, share)
         except BaseException:
             for layer in self.layers:
                 layer.clear()
             raise
-        self._take_from_host()
+        cuda_host.take_back(self)
 
     @contextmanager
     def on_host(self, memory: Callable[[], tuple[int, int | None]], changes: bool) -> Iterator[None]:
@@ -341,10 +325,7 @@ class DeviceCache:
 
         `memory()` gives capacity and share if the batch is another one afterwards.
         """
-        self._collector.settle(current_stream(self.like))
-        to_layers(self.store, self.layers, self.lengths)
-        for layer, since in zip(self.layers, self.since, strict=True):
-            layer.since_collection = since
+        cuda_host.lend(self)
         try:
             yield
         finally:
@@ -355,9 +336,7 @@ class DeviceCache:
                     self.pairs = batch * self.store.heads
                 else:
                     self.store.clear()
-                self.lengths = [layer.seqlen for layer in self.layers]
-                self.since = [layer.since_collection for layer in self.layers]
-                self._take_from_host()
+                cuda_host.take_back(self)
             else:
                 for layer in self.layers:
                     layer.clear()
@@ -372,17 +351,9 @@ class DeviceCache:
                 layer.clear()
             raise
 
-    def _take_from_host(self) -> None:
-        """Move what the layers of the CPU hold to the empty device."""
-        from_layers(self.store, self.layers)
-        for layer in self.layers:
-            layer.clear()
-        self.room = [0] * len(self.layers)
-        self.changes.restart(tidy=False)
-
     def clear(self) -> None:
         """Forget everything."""
-        self._collector.forget()
+        self.collector.forget()
         self.store.clear()
         self.lengths, self.since, self.room = ([0] * len(self.layers) for _ in range(3))
         self.changes.restart(tidy=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import to_device, to_host
 from kvlab.cache.cuda_store import UNIT, DeviceStore
+from kvlab.cache.cuda_window import joined, split
 from kvlab.cache.layer import Layer
 from kvlab.cache.store import LayerStore
 
@@ -23,14 +24,19 @@ __all__ = ["from_layers", "to_layers"]
 _TABLES = {"rung": np.uint8, "count": np.uint8, "index": np.uint32, "base": np.uint16}
 
 
-def to_layers(device: DeviceStore, layers: Sequence[Layer], lengths: Sequence[int]) -> None:
-    """Fill layers on the CPU with what the device holds; waits for the device."""
-    tables = {name: device.read(name)[0].view(dtype) for name, dtype in _TABLES.items()}
-    num_pages, k_mean = device.read("num_pages", "k_mean")
-    for number, layer in enumerate(layers):
+def to_layers(
+    device: DeviceStore, layers: Sequence[Layer], lengths: Sequence[int], which: Sequence[int]
+) -> None:
+    """Fill layers on the CPU, by their numbers, with what the device holds; waits for the device."""
+    for number in which:
+        layer, store = layers[number], device.stores[number]
         arena = to_host(device.arenas[number]).reshape(-1, UNIT)
-        mine = {name: table[number] for name, table in tables.items()}
-        _fill(layer.store, arena, mine, num_pages[number], k_mean[number])
+        mine = {name: to_host(device.tables[name][number]).view(dtype) for name, dtype in _TABLES.items()}
+        num_pages, k_mean = (to_host(device.tables[name][number]) for name in ("num_pages", "k_mean"))
+        _fill(store, arena, mine, num_pages, k_mean)
+        if store is not layer.store:
+            split(store, layer)
+            store.clear()
         layer.has_mean[:] = True
         layer.seqlen = lengths[number]
 
@@ -61,28 +67,30 @@ def _fill(
     store.restore(pools, taken, held, k_mean.copy())
 
 
-def from_layers(device: DeviceStore, layers: Sequence[Layer]) -> None:
-    """Fill an empty device store with layers of the CPU that have no exact tokens.
+def from_layers(device: DeviceStore, layers: Sequence[Layer], which: Sequence[int]) -> None:
+    """Fill layers of the device, by their numbers and empty so far, with those of the CPU.
 
     Raises
     ------
     NotImplementedError
-        If a layer holds exact tokens.
+        If a layer without a residual window holds exact tokens.
     """
-    host = {name: to_host(table) for name, table in device.tables.items()}
-    for number, layer in enumerate(layers):
-        if any(len(window) for window in layer.windows):
+    for number in which:
+        layer, store = layers[number], device.stores[number]
+        if store is not layer.store:
+            store = joined(layer, store.whole_ladder)
+        elif any(len(window) for window in layer.windows):
             raise NotImplementedError(
-                "this cache holds exact tokens (a residual window, or too few tokens for a mean of keys); a "
-                "cache on a GPU keeps all tokens in pages: use device='cpu'"
+                "this cache holds exact tokens (too few for a mean of keys); a cache on a GPU without a "
+                "residual window keeps all tokens in pages: use device='cpu'"
             )
+        host = {name: to_host(table[number]) for name, table in device.tables.items()}
         arena = np.zeros((len(device.arenas[number]) // UNIT, UNIT), np.uint8)
-        _place(device, number, layer.store, {name: table[number] for name, table in host.items()}, arena)
-        host["k_mean"][number] = layer.store.k_mean
-        host["seqlen"][number] = layer.seqlen
+        _place(device, number, store, host, arena)
+        host["k_mean"][...], host["seqlen"][...] = store.k_mean, layer.seqlen
         device.arenas[number][...] = to_device(arena.reshape(-1), device.like)
-    for name, table in host.items():
-        device.tables[name][...] = to_device(table, device.like)
+        for name, table in host.items():
+            device.tables[name][number][...] = to_device(table, device.like)
 
 
 def _place(

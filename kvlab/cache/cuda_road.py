@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, cuda_view, empty, match_shapes
-from kvlab.cache.allocator import Method
 from kvlab.cache.cuda_kernels import MAX_GROUP, MAX_STEPS
+from kvlab.cache.cuda_repeat import remember, repeat
+from kvlab.cache.cuda_window import ladder_on_gpu, window_nbytes
 from kvlab.cache.importance import Importance
+from kvlab.cache.pages import PAGE_TABLE_BYTES, PageLayout
 from kvlab.device import translated_out_of_memory
 
 if TYPE_CHECKING:
@@ -29,12 +31,10 @@ __all__ = ["HEAD_DIMS", "GpuRoad", "check_gpu"]
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
-def check_gpu(residual: int, dtype: str, allocator: Method, importance: Importance, head_dim: int) -> None:
+def check_gpu(dtype: str, importance: Importance, head_dim: int) -> None:
     """Refuse what a cache on a GPU does not do."""
     for name, value, supported in (
-        ("residual", residual, (0,)),
         ("dtype", dtype, ("float16", "bfloat16")),
-        ("allocator", allocator, ("greedy",)),
         ("head_dim", head_dim, HEAD_DIMS),
     ):
         if value not in supported:
@@ -59,6 +59,8 @@ class GpuRoad:
     def __init__(self, cache: MixedPrecisionCache) -> None:
         # A cycle would keep device memory until it is collected.
         self._cache: MixedPrecisionCache = weakref.proxy(cache)
+        for layer in cache.layers:
+            ladder_on_gpu(layer.store.ladder, layer.residual)
         self._device: DeviceCache | None = None
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
 
@@ -103,10 +105,14 @@ class GpuRoad:
         from kvlab.cache.cuda_changes import ladder_of
         from kvlab.cache.cuda_tight import guaranteed_nbytes
 
-        stores = [layer.store for layer in self._cache.layers]
+        residual = self._cache.residual
+        exact = PageLayout(self._cache.head_dim, 16, 16, 2).nbytes + PAGE_TABLE_BYTES
         return max(
-            guaranteed_nbytes(tokens, store.num_heads_kv, ladder_of(store), store.fixed_nbytes)
-            for store in stores
+            guaranteed_nbytes(
+                max(tokens - residual, 0), store.num_heads_kv, ladder_of(store), store.fixed_nbytes
+            )
+            + window_nbytes(residual, store.num_heads_kv, exact)
+            for store in (layer.store for layer in self._cache.layers)
         )
 
     # ---- what a model calls --------------------------------------------------------------------------------
@@ -139,7 +145,7 @@ class GpuRoad:
         """`MixedPrecisionCache.step` on tensors (B, H, S, D), as transformers has them; the result as there.
 
         Checks and Python's other work would take longer than the launches of a decode step, so a step like
-        the last one of its layer does without them (`DeviceCache.repeat`).
+        the last one of its layer does without them (cuda_repeat.py).
         """
         device, layout = self._device, None
         plain = valid is None and not (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -149,7 +155,7 @@ class GpuRoad:
                 q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap,
             )  # fmt: skip
             try:
-                out = device.repeat(layer, layout, q, k, v)
+                out = repeat(device, layer, layout, q, k, v)
             except Exception:
                 with translated_out_of_memory("a step"):
                     raise
@@ -159,7 +165,7 @@ class GpuRoad:
         out = self.step(layer, q, k, v, scale, softcap, valid)
         if device is not None and layout is not None and device.is_short(q.shape[1]):
             scale = self._cache.head_dim**-0.5 if scale is None else scale
-            device.remember(layer, layout, [q, k, v], scale, softcap)
+            remember(device, layer, layout, [q, k, v], scale, softcap)
         return out
 
     def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
@@ -263,6 +269,8 @@ class GpuRoad:
             num_heads_q=cache.num_heads_q,
             sink=cache.sink,
             recent=cache.recent,
+            residual=cache.residual,
+            allocator=cache.allocator,
             realloc_every=cache.realloc_every,
             ema_decay=cache.ema_decay,
             importance=str(cache.importance),

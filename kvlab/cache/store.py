@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.allocator import Method
-from kvlab.cache.ladder import Ladder
+from kvlab.cache.ladder import Ladder, Rung
 from kvlab.cache.pages import (
     PAGE_TABLE_BYTES,
     TOKENS_PER_PAGE,
@@ -80,6 +80,11 @@ class LayerStore:
     def pools(self) -> list[NDArray[np.uint8]]:
         """Pages of each rung, (pages, bytes of a page)."""
         return self._pools.memory
+
+    @property
+    def whole_ladder(self) -> Ladder:
+        """The ladder as it was given, with its rung of width 0."""
+        return (Rung(0, 0), *self.ladder) if self.evicts else self.ladder
 
     def page_bytes(self, rung: int) -> int:
         """Bytes that a page of a rung counts: its record and its entry in the page table."""

@@ -20,7 +20,9 @@ from kvlab.cache import (
     cuda_changes,
     cuda_collect,
     cuda_exchange,
+    cuda_host,
     cuda_kernels,
+    cuda_repeat,
     cuda_road,
     cuda_store,
 )
@@ -277,9 +279,9 @@ def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
 def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Put NumPy in place of the GPU for one test."""
     kernels = Kernels()
-    for module in (cuda_store, cuda_cache, cuda_calls, cuda_road):
+    for module in (cuda_store, cuda_cache, cuda_calls, cuda_road, cuda_repeat):
         monkeypatch.setattr(module, "cuda_view", kernels.view)
-    for module in (cuda_store, cuda_exchange, cuda_cache, cuda_changes):
+    for module in (cuda_store, cuda_exchange, cuda_cache, cuda_changes, cuda_host):
         for name, function in (("to_device", lambda host, like: np.array(host)), ("to_host", np.array)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)
@@ -296,6 +298,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
                         "launch_plan": kernels.launch_plan}),
         (cuda_cache, {"current_stream": lambda x: 0, "cuda_score": scores}),
         (cuda_collect, {"cuda_score": scores}),
+        (cuda_host, {"current_stream": lambda x: 0}),
+        (cuda_repeat, {"current_stream": lambda x: 0}),
         (cuda_calls, {"current_stream": lambda x: 0, "AttendCall": kernels.attend_call,
                       "make_workspace": lambda *args: workspace}),
         (cuda_kernels, {"write_tokens": kernels.write_tokens, "copy_pages": kernels.copy_pages,

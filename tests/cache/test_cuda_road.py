@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.cache import cuda_cache, cuda_calls, cuda_collect, cuda_store
+from kvlab.cache import cuda_cache, cuda_calls, cuda_collect, cuda_repeat, cuda_road, cuda_store
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError, OutOfMemory
 from kvlab.ops.attention import merge_attention
@@ -88,6 +88,79 @@ def test_growth_of_a_row(kernels: Kernels, bits: Any, budget: Any) -> None:
     assert cache.seqlen == length
     decode = [number for number, steps, _ in kernels.plans if steps == 0]
     assert decode[:2] == [0, 1]  # one plan served both layers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allocator": "dp"},
+        {"allocator": "uniform", "importance": "recency"},
+        {"residual": 40, "budget": 0.7},
+        {"residual": 70, "bits": (0, 4), "importance": "key_norm", "budget": 0.7},
+        {"residual": 16, "bits": (4,), "budget": None},
+    ],
+)
+def test_what_the_cpu_plans(kernels: Kernels, options: dict[str, Any]) -> None:
+    """Other allocators and a residual window: nothing is lost, the budget holds, newest tokens are exact."""
+    cache, rng = make(**{"budget": 0.5, "bits": (2, 4, 8), **options}), np.random.default_rng(11)
+    for steps in [150, *[1] * 3, 16, 16, 16, 70, 5]:
+        step(cache, rng, steps)
+        assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
+    if cache.bits != (0, 4):
+        check_state(cache, [range(276)] * 2)
+    counts = {name: int(found.sum()) for name, found in cache.allocation().items()}
+    assert min(counts.values()) >= 0 < sum(counts.values())
+    if cache.allocator == "uniform":
+        assert sum(n > 0 for n in counts.values()) <= 2  # one width, and the open pages
+    residual = cache.residual
+    with cache._on_host(changes=False):
+        windows = [window for layer in cache.layers for window in layer.windows]
+        assert all(residual <= len(window) <= (residual + 53 if residual else 0) for window in windows)
+        assert all(window.position.tolist() == [*range(276)][276 - len(window) :] for window in windows)
+
+
+def test_a_window_crops_and_travels(kernels: Kernels, tmp_path: Any) -> None:
+    cache, rng = make(residual=40), np.random.default_rng(12)
+    for steps in (150, 5, 16):
+        step(cache, rng, steps)
+    cache.crop(12)
+    step(cache, rng, 1)
+    cache.reorder(np.array([1, 0]))
+    cache.repeat(2)
+    cache.select(np.array([0, 3]))
+    step(cache, rng, 2)
+    check_state(cache, [range(162)] * 2)
+    cache.save(tmp_path / "cache")
+    q = draw(rng, cache, 1)[0]
+    wanted = cache.attend(1, q)
+    for device in ("cuda", "cpu"):
+        again = MixedPrecisionCache.load(tmp_path / "cache", device=device)
+        assert again.seqlen == 162
+        assert np.abs(again.attend(1, q) - wanted).max() < 2e-3
+    with pytest.raises(NotImplementedError, match="say recent=8"):
+        make(residual=8, bits=(4, 16))
+
+
+@pytest.mark.parametrize("most", [0, 1 << 30])
+def test_rows_whose_attention_is_collected(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """All of the last 64 where their scores have room, else every fourth of them."""
+    monkeypatch.setattr(cuda_cache, "MOST_SCORES", most)
+    cache, rng, seen = make(), np.random.default_rng(13), []
+    step(cache, rng, 80)
+    monkeypatch.setattr(
+        cache._gpu._device.collector, "score", lambda layer, scores, lse, *rest: seen.append((scores, lse))
+    )
+    q, k, v = draw(rng, cache, 90)
+    cache.step(0, q, k, v)
+    rows = slice(26, 90) if most else slice(29, 90, 4)
+    ((scores, lse),) = seen
+    n = len(range(90)[rows])
+    assert scores.shape[1:3] == (2, HEADS)
+    assert scores.shape[4:] == (n * GROUP, 64)
+    assert lse.shape == (1, 2, HEADS * GROUP, n)
+    assert np.isfinite(lse).all()
 
 
 def test_nothing_stored_and_one_layer_ahead(kernels: Kernels) -> None:
@@ -245,7 +318,7 @@ def test_recorded_steps(kernels: Kernels) -> None:
 
 
 class Tensor(np.ndarray):
-    """What `DeviceCache.repeat` asks of tensors of torch, on arrays that the kernels in NumPy know."""
+    """What `cuda_repeat.repeat` asks of tensors of torch, on arrays that the kernels in NumPy know."""
 
     kernels: Kernels
     requires_grad, heads_first = False, False
@@ -268,13 +341,13 @@ def test_repeated_steps(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> No
     """The short way of a decode step gives what the long one does; only steps like the last one take it."""
     monkeypatch.setattr(Tensor, "kernels", kernels, raising=False)
     rng, took = np.random.default_rng(10), []
-    whole = cuda_cache.DeviceCache.repeat
+    whole = cuda_repeat.repeat
 
     def repeat(*args: Any) -> Any:
         took.append(whole(*args))
         return took[-1]
 
-    monkeypatch.setattr(cuda_cache.DeviceCache, "repeat", repeat)
+    monkeypatch.setattr(cuda_road, "repeat", repeat)
     usual = make()
     tokens = [draw(rng, usual, steps) for steps in [80, *[1] * 30, 2, 2, 2, 1, 1]]
     want = [[usual.step(layer, *qkv, softcap=5.0) for layer in range(LAYERS)] for qkv in tokens]

@@ -1,0 +1,125 @@
+"""The residual window of a cache on a GPU: pages of width 16 beside those of the ladder.
+
+A GPU appends every token to an open page of the top rung. For a cache with a residual window that is one more
+rung, the cache's dtype unchanged, whose pages hold the window and what has come since the last plan. The
+layers on the CPU, which plan for such a cache, know windows and not that rung: `joined` puts a layer's window
+into pages, and `split` takes it out again.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import numpy_dtype
+from kvlab.cache.ladder import Ladder, Rung
+from kvlab.cache.layer import Layer
+from kvlab.cache.pages import (
+    TOKENS_PER_PAGE,
+    decode_importance,
+    encode_importance,
+    read_tokens,
+    write_tokens,
+)
+from kvlab.cache.store import LayerStore
+from kvlab.cache.window import Window
+
+__all__ = ["joined", "ladder_on_gpu", "split", "window_nbytes"]
+
+EXACT = Rung(16, 16)
+
+
+def ladder_on_gpu(ladder: Ladder, residual: int) -> Ladder:
+    """The rungs that pages on a GPU have.
+
+    Raises
+    ------
+    NotImplementedError
+        If the window could not be told from pages of the ladder.
+    """
+    if residual and ladder[-1] == EXACT:
+        raise NotImplementedError(
+            f"residual={residual} beside width 16 in bits is not supported on a GPU: say recent={residual}, "
+            f"with which newest tokens stay at the highest width, or use device='cpu'"
+        )
+    return (*ladder, EXACT) if residual else ladder
+
+
+def window_nbytes(residual: int, heads: int, page_nbytes: int) -> int:
+    """Bytes that the pages of a row's window take: full ones, and two that are not."""
+    return heads * page_nbytes * (-(-residual // TOKENS_PER_PAGE) + 2) if residual else 0
+
+
+def joined(layer: Layer, ladder: Ladder) -> LayerStore:
+    """Return pages and table of a layer whose windows lie in pages of the last rung of `ladder`."""
+    store, top = layer.store, len(layer.store.layouts)
+    wide = LayerStore(ladder, store.batch, store.num_heads_kv, store.head_dim, store.dtype)
+    runs = [_runs(window.position) for window in layer.windows]
+    most, heads = max(map(len, runs), default=0), np.arange(store.num_heads_kv)
+    layout = wide.layouts[top]
+    pool = np.zeros((sum(map(len, runs)) * len(heads), layout.nbytes), np.uint8)
+    names = ("rung", "count", "index", "base")
+    tables = {name: np.pad(getattr(store, name), ((0, 0), (0, 0), (0, most))) for name in names}
+    num_pages, page = store.num_pages.copy(), 0
+    for row, window in enumerate(layer.windows):
+        for first, last in runs[row]:
+            n, entry = last - first, (row, heads, num_pages[row])
+            tables["rung"][entry], tables["count"][entry] = top, n
+            tables["index"][entry], tables["base"][entry] = page + heads, window.position[first] >> 16
+            where, slot = np.repeat(page + heads, n), np.tile(np.arange(n), len(heads))
+            k, v = (
+                x[first:last].swapaxes(0, 1).reshape(-1, store.head_dim).astype(np.float32)
+                for x in (window.k, window.v)
+            )
+            write_tokens(pool, layout, store.dtype, where, slot, k, v)
+            layout.positions_in(pool)[where, slot] = np.tile(window.position[first:last] & 0xFFFF, len(heads))
+            codes = encode_importance(window.observed[:, first:last])
+            layout.importance_in(pool)[where, slot] = codes.ravel()
+            num_pages[row] += 1
+            page += len(heads)
+    wide.restore([*store.pools, pool], tables, num_pages, store.k_mean.copy())
+    return wide
+
+
+def _runs(position: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Cut tokens into pages: none has more than 64, or positions of two runs of 65,536."""
+    found: list[tuple[int, int]] = []
+    borders = [0, *(np.flatnonzero(np.diff(position >> 16)) + 1).tolist(), len(position)]
+    for begin, end in pairwise(borders):
+        starts = range(begin, end, TOKENS_PER_PAGE)
+        found += [(start, min(start + TOKENS_PER_PAGE, end)) for start in starts]
+    return found
+
+
+def split(wide: LayerStore, layer: Layer) -> None:
+    """Fill a layer with pages whose last rung holds its windows; the inverse of `joined`."""
+    top, store = len(layer.store.layouts), layer.store
+    exact = wide.live() & (wide.rung == top)
+    layer.windows = [_window(wide, row, top) for row in range(wide.batch)]
+    kept = wide.live() & ~exact
+    order = np.argsort(~kept, axis=2, kind="stable")
+    num_pages = kept.sum(2).astype(np.int32)
+    most = int(num_pages.max(initial=0))
+    tables: dict[str, NDArray[Any]] = {
+        name: np.take_along_axis(getattr(wide, name), order, 2)[:, :, :most].copy()
+        for name in ("rung", "count", "index", "base")
+    }
+    for table in tables.values():
+        table[np.arange(most) >= num_pages[..., None]] = 0
+    store.restore(wide.pools[:top], tables, num_pages, wide.k_mean.copy())
+
+
+def _window(wide: LayerStore, row: int, top: int) -> Window:
+    tokens = wide.tokens(row)
+    mine = np.flatnonzero(tokens.rung == top)
+    tokens = tokens.part(mine[np.lexsort((tokens.position[mine], tokens.head[mine]))])
+    shape = (wide.num_heads_kv, len(tokens) // wide.num_heads_kv)
+    index = wide.index[row, tokens.head, tokens.page].astype(np.int64)
+    k, v = read_tokens(wide.pools[top], wide.layouts[top], wide.dtype, index, tokens.slot)
+    k, v = (x.reshape(*shape, wide.head_dim).swapaxes(0, 1) for x in (k, v))
+    dtype = numpy_dtype(wide.dtype)
+    observed = decode_importance(tokens.code).reshape(shape)
+    return Window(k.astype(dtype), v.astype(dtype), tokens.position.reshape(shape)[0], observed)
