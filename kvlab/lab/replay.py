@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvlab import MixedPrecisionCache
 from kvlab.errors import needs_extra
@@ -27,13 +28,20 @@ __all__ = ["on_cpu", "speeds"]
 
 def on_cpu(case: Case, cache: KVLabCache) -> KVLabCache:
     """Return a cache for a model on the CPU that holds the pages of another one of the same case."""
-    packed, copied = cache.packed, case.make()
-    if packed is None or not isinstance(copied, KVLabCache):
-        raise ValueError(f"{case.name!r} must make a KVLabCache, and the cache must hold tokens")
+    packed, copied = cache.packed, _packed(case)
+    if packed is None:
+        raise ValueError(f"the cache of {case.name!r} is empty: let a model read with it first")
     with tempfile.TemporaryDirectory() as folder:
         packed.save(Path(folder) / "cache")
         copied.hold(MixedPrecisionCache.load(Path(folder) / "cache"))
     return copied
+
+
+def _packed(case: Case) -> KVLabCache:
+    cache = case.make()
+    if not isinstance(cache, KVLabCache):
+        raise ValueError(f"{case.name!r} must make a KVLabCache, not a {type(cache).__name__}")
+    return cache
 
 
 def speeds(
@@ -57,9 +65,10 @@ def speeds(
     dict of int to (float, float)
         By length: tokens a second on the model's device and on the CPU, the better of two chunks each.
     """
-    host = copy.deepcopy(model).to("cpu")
+    host: Any = copy.deepcopy(model)
+    host.to("cpu")
     found: dict[int, tuple[float, float]] = {}
-    cache = case.make()
+    cache = _packed(case)
     with torch.inference_mode():
         for begin in range(0, max(lengths), chunk):
             model(tokens[:, begin : begin + chunk].to(model.device), past_key_values=cache, logits_to_keep=1)
