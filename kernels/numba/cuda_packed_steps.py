@@ -11,16 +11,12 @@ from numba import cuda
 
 from .cuda_page import device, from_float16, widened
 
-uint32, float32 = np.uint32, np.float32
+uint32, int64, float32 = np.uint32, np.int64, np.float32
 
 MERGE_THREADS = 128
 HEADROOM = float32(6)
 """How far a score may exceed the running maximum of its row before the maximum follows: what is added up then
 has to shrink, which costs more than a few larger weights."""
-
-QUERY_FACTOR, WEIGHT_FACTOR = 2.0**48, 2.0**100
-"""Coded elements come in units of 2**-149, so q and p are multiplied by powers of two that keep the products
-with them within the range of float32, for any step and any q below 2**79."""
 
 
 def make_hadamard(head_dim, threads):
@@ -57,7 +53,7 @@ def make_queries(head_dim, dtype, rows):
     the product with the mean of the keys.
     """
     widen, hadamard, each = widened(dtype), make_hadamard(head_dim, 32), -(-head_dim // 32)
-    norm, query_factor = float32(1 / math.sqrt(head_dim & -head_dim)), float32(QUERY_FACTOR)
+    norm = float32(1 / math.sqrt(head_dim & -head_dim))
 
     @device
     def bring_row(q, source, k_mean, mean_at, scale, row, lane, queries, exchange, own, bias):
@@ -75,7 +71,7 @@ def make_queries(head_dim, dtype, rows):
             channel = lane + 32 * i
             if channel < head_dim:
                 rotated = exchange[own + channel] * norm
-                queries[query_place(channel, row, rows)] = rotated * (scale * query_factor)
+                queries[query_place(channel, row, rows)] = rotated * scale
         cuda.syncwarp()  # the rotated row is read
         exchange[own + lane] = mean_sum
         cuda.syncwarp()  # its 32 parts of the product with the mean are there
@@ -89,14 +85,15 @@ def make_queries(head_dim, dtype, rows):
     return bring_row
 
 
-def make_whole_scores(rows, score_stride, softcap):
+def make_whole_scores(rows, score_stride, softcap, window):
     """Make the device function that adds up the columns of two slots and turns the sums into scores.
 
-    It returns whether a score exceeds the running maximum of its row by more than `HEADROOM`.
+    A row sees positions from lowest[row] on. The result says whether a score exceeds the running maximum of
+    its row by more than `HEADROOM`.
     """
 
     @device
-    def whole_scores(exchange, start, t, factor, bias, coded, cap, unused, peak, sums):
+    def whole_scores(exchange, start, t, factor, bias, coded, cap, unused, position, lowest, peak, sums):
         rises = False
         for row in range(rows):
             s = float32(0)
@@ -107,7 +104,7 @@ def make_whole_scores(rows, score_stride, softcap):
                 s += bias[row]
             if softcap:
                 s = cap * float32(math.tanh(s / cap))
-            if unused:
+            if unused or (window and position < lowest[row]):
                 s = float32(-math.inf)
             rises = rises or s > peak[row] + HEADROOM
             sums[t * rows + row] = s
@@ -164,7 +161,7 @@ def make_result(head_dim, rows, out_stride):
     out_floats, part_floats = head_dim // 8 * rows, head_dim + 2
 
     @device
-    def write_result(exchange, own, lane, out, total_weight, peak, unit, partial, result):
+    def write_result(exchange, own, lane, out, total_weight, peak, partial, result):
         for i in range(out_floats):
             exchange[uint32(own + lane * out_stride + i)] = out[i]
         for row in range(rows):
@@ -177,7 +174,7 @@ def make_result(head_dim, rows, out_stride):
                 for i in range(4):
                     at = own + (4 * (channel % 8) + i) * out_stride
                     x += exchange[uint32(at + (channel // 16 * 2 + channel % 16 // 8) * rows + row)]
-                partial[to + channel] = x * unit
+                partial[to + channel] = x
         if lane < rows:
             total = float32(0)
             for i in range(32):
@@ -190,17 +187,32 @@ def make_result(head_dim, rows, out_stride):
     return write_result
 
 
-def make_page_words(head_dim, dtype):
-    """Make the device function that returns words of K, of V and of both kinds of steps of a page."""
+def make_find_page(head_dim, dtype, widths_k, widths_v):
+    """Make the device function that returns where a page is: its codes of K and of V, and its steps.
+
+    Also its widths, 0 for 16. Steps of V follow those of K, then come the positions.
+    """
     raw_words = head_dim * 64 // (1 if dtype == "float32" else 2)
+    width_of_flag = {1: 2, 2: 3, 4: 4, 8: 8, 16: 0}
+    only_k, only_v = width_of_flag.get(widths_k, -1), width_of_flag.get(widths_v, -1)
 
     @device
-    def page_words(width_k, width_v):
+    def find_page(pool_at, bits_k, bits_v, unit, rung, number):
+        width_k = (bits_k >> (4 * rung)) & 15 if only_k < 0 else only_k
+        width_v = (bits_v >> (4 * rung)) & 15 if only_v < 0 else only_v
         k_words = raw_words if width_k == 0 else 2 * head_dim * width_k
         v_words = raw_words if width_v == 0 else 2 * head_dim * width_v
-        return k_words, v_words, 16 if width_k else 0, 16 if width_v else 0
+        record = k_words + v_words + (16 if width_k else 0) + (16 if width_v else 0) + 48
+        at = pool_at[rung] + number * (unit if unit else record)
+        return width_k, width_v, at, at + k_words, at + k_words + v_words
 
-    return page_words
+    return find_page
+
+
+@device
+def position_of(base, pair, t):
+    """Return the position of one of two slots: `base` has its upper 16 bits, a half of `pair` the others."""
+    return (int64(base) << 16) + int64((pair >> uint32(16 * t)) & uint32(0xFFFF))
 
 
 @device

@@ -17,9 +17,9 @@ both halves of a word, which begin at bits 0 and 16, is at
     8 bits    1 tile, 2 words     bit 8 (p % 2) of word p // 2
     width 16  1 tile, 4 words     word p (float32: 8 words, word 2 p + half)
 
-A code c stands for (2 c + 1 - 2**bits) * step. Read as a float32, the bits of the integer 2 c are the
-denormal number 2 c * 2**-149, with which a GPU computes as fast as with any other: one subtraction makes it
-the odd integer of the grid, exactly, in units of `UNIT`.
+A code c stands for (2 c + 1 - 2**bits) * step. Masked out of its word, c is read as a float32: a denormal
+number, c * 2**(bit - 149), with which a GPU computes as fast as with any other. One multiply-add makes it the
+odd integer of the grid, exactly, in units of `UNIT`; so a code takes two instructions.
 """
 
 import os
@@ -27,10 +27,10 @@ import os
 import numpy as np
 from numba import cuda
 
-uint16, uint32, float16, float32 = np.uint16, np.uint32, np.float16, np.float32
-
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") != "0"
 """Whether this runs in Numba's CUDA simulator, which takes fewer options."""
+
+uint16, uint32, float16, float32 = np.uint16, np.uint32, np.float16, np.float32
 
 device = cuda.jit(device=True) if SIMULATED else cuda.jit(device=True, forceinline=True)
 """Decorator of device functions. Once they are inlined, loops of constant length unroll and local arrays with
@@ -39,8 +39,8 @@ constant indices become registers."""
 ALIGNED = None if SIMULATED else 16
 """Alignment of shared arrays that are read 16 bytes at a time."""
 
-UNIT = 2.0**-149
-"""The smallest float32, and the unit in which `coded_element` gives odd integers."""
+UNIT = 2.0**-23
+"""The unit in which coded elements are odd integers; the factor to it from 2**-149 is a float32."""
 
 BIAS = float32(2.0**112)
 """Between the exponents of float16 and float32."""
@@ -48,76 +48,98 @@ BIAS = float32(2.0**112)
 TILES_THAT_SHARE = {2: 2, 3: 4}
 """How many tiles share words, where it is not one."""
 
+HALVES = uint32(0x00010001)
+"""The lowest bit of both halves of a word."""
+
 
 def stored_bits(bits, dtype):
     """Return how many bits an element of width `bits` takes: those of the cache's dtype at width 16."""
     return 32 if bits == 16 and dtype == "float32" else bits
 
 
-def words_of_tiles(bits):
-    """Return how many words a lane has of the tiles that share words; `bits` are those stored."""
-    return TILES_THAT_SHARE.get(bits, 1) * bits // 4
+def words_of_tiles(bits, dtype):
+    """Return how many words a lane has of the tiles that share words."""
+    return TILES_THAT_SHARE.get(bits, 1) * stored_bits(bits, dtype) // 4
 
 
-def coded_element(bits, spread=True):
-    """Make the device function that reads an element of 2, 3, 4 or 8 bits as an odd integer times `UNIT`.
+def tile_words(bits, dtype):
+    """Return into how many words `load_tile_of` puts what a lane has of a tile."""
+    return max(1, stored_bits(bits, dtype) // 4)
 
-    `spread`: whether pair 15 is among those it is asked for.
+
+def load_tile_of(bits, dtype):
+    """Make the device function that puts what a lane has of a tile into words[to], ...
+
+    `at` is the lane's first word of the tiles that share words, `inside` which of them it is. They are moved,
+    so that the pair of register r has the same place in all of them.
     """
-    tiles, words = TILES_THAT_SHARE.get(bits, 1), words_of_tiles(bits)
-    spread = spread and bits == 3
-    shared = tiles.bit_length() - 1
-    mask = uint32(2 ** (bits + 1) - 2)
-    middle = float32((2**bits - 1) * UNIT)
+    each = tile_words(bits, dtype)
 
     @device
-    def element(memory, at, first, inside, register, half):
-        """Read from tile first + inside; `first` begins shared words. `at`: the lane's first word."""
-        at += 32 * words * (first >> shared)
-        pair = 4 * inside + register
-        if spread and pair == 15:
-            bit0 = (memory[at] >> uint32(16 * half)) & uint32(1)
-            bit1 = (memory[at + 32] >> uint32(16 * half)) & uint32(1)
-            bit2 = (memory[at + 64] >> uint32(16 * half)) & uint32(1)
-            twice = uint32((bit0 << uint32(1)) | (bit1 << uint32(2)) | (bit2 << uint32(3)))
-        elif bits == 3:
-            number = pair * 13 >> 6  # pair // 5 for pairs up to 15, cheaper
-            word = memory[at + 32 * number]
-            twice = uint32((word >> uint32(3 * (pair - 5 * number) + 16 * half)) & mask)
-        elif bits == 2:
-            word = uint32(memory[at] >> uint32(8 * inside))
-            twice = uint32(((word >> uint32(2 * register + 16 * half)) << uint32(1)) & mask)
+    def load_tile(memory, at, inside, words, to):
+        for i in range(each):
+            words[to + i] = memory[at + 32 * i]
+
+    @device
+    def load_one_of_two(memory, at, inside, words, to):
+        words[to] = memory[at] >> uint32(8 * inside)
+
+    @device
+    def load_one_of_four(memory, at, inside, words, to):
+        """Tile i begins with the last i pairs of word i - 1; the rest are the first of word i."""
+        if inside < 3:
+            rest = memory[at + 32 * inside]
         else:
-            bit = 4 * register if bits == 4 else 8 * (register & 1)
-            word = memory[at + 32 * (register >> 1)] if bits == 8 else memory[at]
-            twice = uint32(((word >> uint32(bit + 16 * half)) << uint32(1)) & mask)
-        return twice.view(float32) - middle
+            rest = memory[at] & HALVES
+            rest |= (memory[at + 32] & HALVES) << uint32(1)
+            rest |= (memory[at + 64] & HALVES) << uint32(2)
+            rest <<= uint32(1)
+        first = memory[at + 32 * max(inside - 1, 0)] >> uint32(15 - 3 * inside)
+        firsts = HALVES * uint32((2 << (3 * inside)) - 2)
+        words[to] = (first & firsts) | ((rest << uint32(3 * inside)) & ~firsts)
+
+    return {2: load_one_of_two, 3: load_one_of_four}.get(bits, load_tile)
+
+
+def element_of(bits, dtype):
+    """Make the device function that takes an element from the words of a tile; a coded one in `UNIT`s."""
+    if bits == 16:
+        return raw_element(dtype)
+    mask, middle = 2**bits - 1, float32((2**bits - 1) * UNIT)
+    first_bit, pairs = int(bits == 3), min(4, 16 // bits)
+
+    @device
+    def element(words, at, register, half):
+        bit = first_bit + bits * (register % pairs)
+        code = (words[at + register // pairs] >> uint32(16 * half)) & uint32(mask << bit)
+        return uint32(code).view(float32) * power_of_two(127 - bit) - middle
 
     return element
 
 
 def raw_element(dtype):
-    """Make the device function that reads an element of width 16: the dtype of the cache, unchanged."""
+    """Make the device function that takes an element of width 16: the dtype of the cache, unchanged."""
     if dtype == "float32":
 
         @device
-        def element(memory, at, first, inside, register, half):
-            return uint32(memory[at + 32 * (8 * first + 2 * register + half)]).view(float32)
+        def element(words, at, register, half):
+            return uint32(words[at + 2 * register + half]).view(float32)
 
         return element
 
     widen = widened(dtype)
 
     @device
-    def half_element(memory, at, first, inside, register, half):
-        return widen(memory[at + 32 * (4 * first + register)] >> uint32(16 * half))
+    def half_element(words, at, register, half):
+        return widen(words[at + register] >> uint32(16 * half))
 
     return half_element
 
 
-def element_of(bits, dtype, spread=True):
-    """Make the device function that reads an element of width `bits`; `spread` as for `coded_element`."""
-    return raw_element(dtype) if bits == 16 else coded_element(bits, spread)
+@device
+def power_of_two(exponent):
+    """Return 2**exponent, -126 to 127."""
+    return uint32((127 + exponent) << 23).view(float32)
 
 
 @device
@@ -184,7 +206,7 @@ def narrowed(dtype):
 
 
 @device
-def step_of(memory, at, slot):
-    """Return the step of a slot: its byte is a float16 without sign and without its lower 7 bits."""
-    byte = (memory[at + slot // 4] >> uint32(8 * (slot % 4))) & uint32(0xFF)
+def step_of(word, slot):
+    """Return the step of a slot from the word with those of four: a float16 without sign and lower 7 bits."""
+    byte = (word >> uint32(8 * (slot & 3))) & uint32(0xFF)
     return from_float16(byte << uint32(7))

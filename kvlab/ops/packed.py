@@ -38,7 +38,7 @@ _CUDA_FACTS: dict[str, Any] = {
     "window": (False, True),
     "compute_capability": AtLeast((9, 0)),
 }
-_NUMBA_FACTS = _FACTS | {"compute_capability": AtLeast((7, 5)), "window": (False,)}
+_NUMBA_FACTS = _FACTS | {"compute_capability": AtLeast((7, 5))}
 
 register(
     Row("packed_attention", "cpu", "kvlab.ops.packed_cpu:attend", _FACTS),

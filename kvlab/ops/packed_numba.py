@@ -75,23 +75,30 @@ def options_of(layouts: tuple[Layout, ...], dtype: str, query_rows: int) -> dict
 def blocks_at_once(options: dict[str, Any], capability: tuple[int, int], *, plain: bool) -> int:
     """Return how many blocks of `attend_pages` a multiprocessor holds: fewer where registers run short.
 
-    `plain`: scores are neither capped nor kept.
+    `plain`: scores are neither capped nor kept, and no token is hidden.
     """
     few_widths = all(options[side].bit_count() <= 3 for side in ("widths_k", "widths_v"))
-    enough = capability >= (9, 0) and plain and few_widths and options["dtype"] != "float32"
+    enough = capability[0] == 9 and plain and few_widths and options["dtype"] != "float32"
     return _MOST_BLOCKS if enough else 4
 
 
 @lru_cache(maxsize=256)
 def _kernels(
-    layouts: tuple[Layout, ...], dtype: str, query_rows: int, softcap: bool, kept: bool, device: int
+    layouts: tuple[Layout, ...],
+    dtype: str,
+    query_rows: int,
+    softcap: bool,
+    kept: bool,
+    windowed: bool,
+    device: int,
 ) -> tuple[Kernel, Kernel, int]:
     """Return both kernels and how many blocks of the first one the device runs at a time."""
     capability = compute_capability(device)
     arch = arch_of(*capability)
     options = options_of(layouts, dtype, query_rows)
-    blocks = blocks_at_once(options, capability, plain=not (softcap or kept))
-    attending = options | {"softcap": int(softcap), "kept": int(kept), "blocks": blocks}
+    blocks = blocks_at_once(options, capability, plain=not (softcap or kept or windowed))
+    extra = {"softcap": int(softcap), "kept": int(kept), "window": int(windowed), "blocks": blocks}
+    attending = options | extra
     merging = {name: options[name] for name in options if name != "widths_k"}
     built = (
         build_numba("cuda_packed", "attend_pages", attending, arch),
@@ -139,6 +146,7 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     scores: Any = None,
+    sight: Sight | None = None,
 ) -> None:
     """Attend all tokens of `pages`; allocates nothing, waits for nothing, launches two kernels.
 
@@ -156,6 +164,8 @@ def attend(
         As in `kvlab.ops.packed.packed_attention`.
     scores : float32 array, (batch, num_heads_kv, entries, keep_scores * group, 64), contiguous, optional
         Receives the scores of the last rows.
+    sight : Sight, optional
+        How far the queries see; `first` contiguous, and `pages` with `base`. None: everything.
     """
     batch, seqlen_q, heads, head_dim = q.shape
     kv_heads, entries = pages.rung.shape[1:]
@@ -171,7 +181,7 @@ def attend(
     kept = 0 if scores is None else scores.shape[3]
     layouts = tuple(pages.layouts)
     attend_parts, merge_parts, slots = _kernels(
-        layouts, pages.dtype, query_rows, softcap > 0, kept > 0, view.device
+        layouts, pages.dtype, query_rows, softcap > 0, kept > 0, sight is not None, view.device
     )
     row_blocks = _row_blocks(query_rows, head_dim)
     shares = shares_of(batch * kv_heads * row_blocks, entries, slots)
@@ -183,12 +193,17 @@ def attend(
     ]
     partial = cuda_view(workspace.partial, "workspace").pointer
     kept_scores = 0 if scores is None else cuda_view(scores, "scores").pointer
+    base, first, left = 0, 0, 0
+    if sight:
+        base, left = cuda_view(pages.base, "pages.base").pointer, sight.left
+        first = cuda_view(sight.first, "first_position").pointer
     stream = current_stream(q)
     attend_parts(
         (row_blocks * shares, kv_heads, batch), (32 * _WARPS,),
         (pools[0], *places, np.int32(getattr(pages, "unit", 0) // 4), bits_k, bits_v, *tables,
          view.pointer, *map(np.int64, view.strides[:3]), partial, kept_scores,
-         *map(np.int32, (shares, entries, query_rows, group, kept)), np.float32(scale), np.float32(softcap)),
+         *map(np.int32, (shares, entries, query_rows, group, kept)), np.float32(scale), np.float32(softcap),
+         base, first, np.int32(left)),
         0, stream,
     )  # fmt: skip
     merge_parts(

@@ -320,39 +320,41 @@ def unread(pages: LayerPages, first_position: np.ndarray, left: int) -> LayerPag
         ("float16", 256, 3, 16),
     ],
 )
-def test_a_window_reads_no_page_before_it(dtype: str, head_dim: int, seqlen: int, group: int) -> None:
+def test_a_window_reads_no_page_before_it(
+    backend: Any, dtype: str, head_dim: int, seqlen: int, group: int
+) -> None:
     lengths = np.array([[40, 7], [0, 200]])
     pages = spread(draw_pages(head_dim, dtype, head_dim, MIXED, lengths), seqlen)
     first = np.array([100_000, 99_993], np.int32)
     left = 100_000 - WINDOW_STARTS
     q = draw_queries(21, dtype, 2, seqlen, 2 * group, head_dim)
     options = {"window": (left, 0), "first_position": first}
-    check(packed_cuda, q, pages, unread(pages, first, left), **options)
+    check(backend, q, pages, unread(pages, first, left), **options)
 
 
-def test_a_window_with_softcap_and_kept_scores() -> None:
+def test_a_window_with_softcap_and_kept_scores(backend: Any) -> None:
     pages = spread(draw_pages(22, "bfloat16", 128, MIXED, np.array([[40, 7], [0, 200]])), 22)
     first, left = np.array([100_000, 99_993], np.int32), 100_000 - WINDOW_STARTS
     q = draw_queries(22, "bfloat16", 2, 9, 8, 128)
     options = {"window": (left, -1), "first_position": first, "softcap": 5.0, "keep_scores": 3}
-    check(packed_cuda, q, pages, unread(pages, first, left), **options)
+    check(backend, q, pages, unread(pages, first, left), **options)
 
 
 @pytest.mark.parametrize("rungs", [((2, 2),), ((4, 4),), ((16, 16),)], ids=str)
-def test_a_window_over_one_width(rungs: tuple[tuple[int, int], ...]) -> None:
+def test_a_window_over_one_width(backend: Any, rungs: tuple[tuple[int, int], ...]) -> None:
     """Many sequences: lists that thread blocks share, with pages of several sequences."""
     lengths = np.random.default_rng(23).integers(0, 9, (30, 8))
     pages = spread(draw_pages(23, "bfloat16", 128, rungs, lengths), 23)
     first, left = np.full(30, 100_000, np.int32) - np.arange(30, dtype=np.int32), 100_000 - WINDOW_STARTS
     q = draw_queries(23, "bfloat16", 30, 3, 32, 128)
-    check(packed_cuda, q, pages, unread(pages, first, left), window=(left, 0), first_position=first)
+    check(backend, q, pages, unread(pages, first, left), window=(left, 0), first_position=first)
 
 
-def test_a_window_that_reaches_no_stored_token() -> None:
+def test_a_window_that_reaches_no_stored_token(backend: Any) -> None:
     pages = spread(draw_pages(24, "bfloat16", 128, MIXED, np.array([[40, 7]])), 24)
     first = np.array([1 << 18], np.int32)
     q = draw_queries(24, "bfloat16", 1, 2, 8, 128)
-    actual = attend(packed_cuda, q, unread(pages, first, 3), window=(3, 0), first_position=first)
+    actual = attend(backend, q, unread(pages, first, 3), window=(3, 0), first_position=first)
     assert not to_numpy(actual.out).any()
     assert np.isneginf(to_numpy(actual.lse)).all()
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name, numpy_dtype
 from kvlab.ops import packed_numba
+from kvlab.ops.packed import Sight
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate
@@ -95,11 +96,19 @@ class Gpu:
         return CudaView(x.ctypes.data, x.shape, strides, dtype_name(x), 0)
 
     def kernels(
-        self, layouts: Any, dtype: str, query_rows: int, softcap: bool, kept: bool, device: int
+        self,
+        layouts: Any,
+        dtype: str,
+        query_rows: int,
+        softcap: bool,
+        kept: bool,
+        windowed: bool,
+        device: int,
     ) -> tuple[SimulatedKernel, SimulatedKernel, int]:
         options = packed_numba.options_of(layouts, dtype, query_rows)
-        blocks = packed_numba.blocks_at_once(options, (9, 0), plain=not (softcap or kept))
-        made = cuda_packed.attend_pages(**options, softcap=int(softcap), kept=int(kept), blocks=blocks)
+        blocks = packed_numba.blocks_at_once(options, (9, 0), plain=not (softcap or kept or windowed))
+        extra = {"softcap": int(softcap), "kept": int(kept), "window": int(windowed), "blocks": blocks}
+        made = cuda_packed.attend_pages(**options, **extra)
         del options["widths_k"]
         merging = cuda_packed_merge.merge_parts(**options)
         slots = blocks * self.multiprocessors
@@ -129,7 +138,9 @@ def simulate(case: PackedCase, multiprocessors: int = 1) -> Any:
         patch.setattr(packed_numba, "current_stream", lambda q: 0)
         patch.setattr(packed_numba, "_kernels", gpu.kernels)
         patch.setattr(packed_numba, "multiprocessors", lambda device: multiprocessors)
-        return packed_numba.launch(case.q, pages, group, **options)
+        window, first = options.pop("window", (-1, -1)), options.pop("first_position", None)
+        sight = None if first is None else Sight(window[0], first)
+        return packed_numba.launch(case.q, pages, group, **options, sight=sight)
 
 
 def case_of(
@@ -172,6 +183,15 @@ def test_one_width(bits: int, head_dim: int) -> None:
 def test_all_widths_ragged_rows_and_several_queries(dtype: str) -> None:
     options = {"seqlen_q": 2, "group": 3, "keep_scores": 1, "softcap": 2.0}
     assert_right(case_of(SAME_WIDTHS, [[4, 0], [2, 1]], dtype=dtype, **options), multiprocessors=2)
+
+
+def test_a_window() -> None:
+    """Query tokens see back to positions of their own; whole pages lie before them, or all."""
+    first = np.array([300, 130_000], np.int32)
+    window = {"window": (200, 0), "first_position": first, "keep_scores": 2}
+    case = case_of(((4, 2), (16, 16), (2, 16)), [[6], [3]], seqlen_q=3, group=2, **window)
+    case.pages.base[...] %= 2
+    assert_right(case)
 
 
 def test_unequal_widths_and_strided_queries() -> None:
