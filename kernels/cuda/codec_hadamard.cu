@@ -22,7 +22,8 @@
 // One barrier of the block: thresholds, cells or levels are there. Else only lanes of a warp wait for each
 // other.
 //
-// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODE_BITS; GROUP; VALUES, min(GROUP, 64 or 128).
+// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODE_BITS; GROUP; VALUES, min(GROUP, 64), or 128 of a
+// GROUP of 128 to dequantize.
 //
 // clang-format off
 // gate: DTYPE=0 CODE_BITS=4 GROUP=128 VALUES=64,128 registers<=168
@@ -30,14 +31,14 @@
 // gate: DTYPE=2 CODE_BITS=4 GROUP=128 VALUES=64 registers<=168 arch=sm_90a
 // gate: DTYPE=0 CODE_BITS=1,2,3,5,6,8 GROUP=128 VALUES=64,128 registers<=168 arch=sm_90a
 // gate: DTYPE=0 CODE_BITS=4 GROUP=32 VALUES=32 registers<=168 arch=sm_90a
-// gate: DTYPE=0 CODE_BITS=4 GROUP=1024 VALUES=64,128 registers<=168 arch=sm_90a
+// gate: DTYPE=0 CODE_BITS=4 GROUP=1024 VALUES=64 registers<=168 arch=sm_90a
 // clang-format on
 #define CODEC 2
 #include "codec_squares.cuh"
 #include "codec_tiles.cuh"
 
-constexpr int BLOCKS = VALUES > 64 ? 6 : 10;  // that a multiprocessor shall hold
-constexpr int LANES = GROUP / VALUES;         // of a group
+constexpr int BLOCKS = DTYPE == FLOAT16 ? 10 : DTYPE == BFLOAT16 ? 6 : 8;  // of quantisation, resident
+constexpr int LANES = GROUP / VALUES;                                      // of a group
 constexpr int HALF = 1 << (CODE_BITS - 1);
 constexpr u32 TOP = (1 << CODE_BITS) - 1;
 constexpr bool SIGNED_CELLS = CODE_BITS == 3 || CODE_BITS == 4;
@@ -272,6 +273,8 @@ __device__ __forceinline__ void tame(float (&v)[VALUES], float factor) {
     }
 }
 
+#if VALUES <= 64  // of more the code would not fit the instruction cache
+
 // x: `count` elements, a multiple of GROUP, 16-byte aligned; packed: 16-byte aligned; bad: null, or set to 1
 // if a group cannot be represented.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -329,6 +332,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         give_stream(own.stream, packed, tile, lane);
     }
 }
+
+#endif
 
 // Reverse of quantize_hadamard.
 extern "C" __global__ void __launch_bounds__(THREADS, VALUES > 64 ? 6 : 8)

@@ -9,8 +9,8 @@
 // Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; LANES.
 //
 // clang-format off
-// gate: DTYPE=0,1 LANES=4 registers<=64
-// gate: DTYPE=2 LANES=4 registers<=96
+// gate: DTYPE=0 LANES=4 registers<=64
+// gate: DTYPE=1,2 LANES=4 registers<=96
 // gate: DTYPE=0 LANES=1,32 registers<=64 arch=sm_90a
 // clang-format on
 #define CODEC 3
@@ -76,7 +76,9 @@ struct Digits {
 
 // x: `count` elements, a multiple of GROUP, in rows of `row`, 16-byte aligned; bad: null, or set to 1 if a
 // group cannot be represented.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, DTYPE == FLOAT32 ? 5 : 8)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, DTYPE == FLOAT16    ? 8
+                                                         : DTYPE == BFLOAT16 ? 6
+                                                                             : 5)
     quantize_ternary(const void* __restrict__ x, i64 count, int row, u8* __restrict__ packed,
                      u16* __restrict__ scale, i32* bad) {
     __shared__ Memory memory[WARPS];

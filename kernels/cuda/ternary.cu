@@ -7,7 +7,7 @@
 //
 // `bad`, if it is not null, is set to 1 if a value is none of -1, 0, 1, or a byte is above 242.
 //
-// gate: registers<=64
+// gate: registers<=80
 #include "ternary_tile.cuh"
 
 constexpr int WARPS = 8;
