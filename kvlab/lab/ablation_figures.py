@@ -98,10 +98,11 @@ def _context(rows: Sequence[Row]) -> Figure:
         "Attention of one new token over all layers", "tokens in the cache", "mean latency (ms)"
     )
     scaling = context_scaling(rows)
-    for device, color in zip(sorted({str(row["device"]) for row in scaling}), _COLORS, strict=False):
-        line = [row for row in scaling if row["device"] == device]
+    series = dict.fromkeys((row["device"], row["layers"]) for row in scaling)
+    for (device, layers), color in zip(series, _COLORS * len(series), strict=False):
+        line = [row for row in scaling if (row["device"], row["layers"]) == (device, layers)]
         x, y = ([row[name] for row in line] for name in ("context_length", "avg_latency_ms"))
-        axes.plot(x, y, marker="o", color=color, label=device)
+        axes.plot(x, y, marker="o", color=color, label=f"{device}, {layers} layers")
     axes.set_xscale("log", base=2)
     ticks = sorted({int(row["context_length"] or 0) for row in scaling})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])

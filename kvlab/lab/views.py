@@ -116,18 +116,20 @@ def packing_impact(rows: Sequence[Row]) -> list[Row]:
 
 
 def context_scaling(rows: Sequence[Row]) -> list[Row]:
-    """Mean latency, throughput and bytes by device and context."""
-    groups = _grouped(done(rows, packed=True), lambda row: (row["device"], row["context_length"]))
+    """Mean latency, throughput and bytes by device, layers and context."""
+    names = ("device", "num_layers", "context_length")
+    groups = _grouped(done(rows, packed=True), lambda row: tuple(row[name] for name in names))
     return [
         {
             "device": device,
+            "layers": layers,
             "context_length": context,
             "cases": len(group),
             "avg_latency_ms": mean(_number(row["avg_latency_ms"]) for row in group),
             "throughput_tps": 1e3 / mean(_number(row["avg_latency_ms"]) for row in group),
             "allocated_mb": 1e3 * mean(_number(row["allocated_gb"]) for row in group),
         }
-        for (device, context), group in groups.items()
+        for (device, layers, context), group in groups.items()
     ]
 
 

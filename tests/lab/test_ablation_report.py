@@ -61,6 +61,10 @@ def test_views_answer_what_the_rows_say() -> None:
     scaling = views.context_scaling(ROWS)
     assert [view["context_length"] for view in scaling] == [512, 2048]
     assert scaling[1]["avg_latency_ms"] == pytest.approx(2.048)
+    more = views.context_scaling(ROWS + [each | {"num_layers": 32} for each in ROWS])
+    assert [(view["layers"], view["context_length"]) for view in more] == [
+        (30, 512), (30, 2048), (32, 512), (32, 2048),
+    ]  # fmt: skip
     best = {view["context_length"]: view["budget"] for view in views.best_under(ROWS, 0.006)}
     assert best == {512: 0.4, 2048: 0.4}
     assert views.best_under(ROWS, 0.001) == []
@@ -212,6 +216,17 @@ def test_texts_that_look_like_numbers_and_times_stay_texts(tmp_path: Path) -> No
     assert read["reason"] is None
     assert read["budget"] == 0.6
     assert read["use_packing"] is True
+
+
+def test_a_column_that_is_empty_in_one_sweep_keeps_its_type_beside_another(tmp_path: Path) -> None:
+    folders = [tmp_path / "text", tmp_path / "synthetic"]
+    for folder, values in zip(folders, ({}, {"kl": None, "attention_error": 0.1}), strict=True):
+        folder.mkdir()
+        tables.write_summary([row(0.6, "4", 512, True, **values)], folder)
+    for order in (folders, folders[::-1]):
+        rows = tables.read_summary(*order)
+        assert sorted(each["kl"] or 0 for each in rows) == [0, pytest.approx(1e-3 / 0.36)]
+        assert sorted(each["attention_error"] or 0 for each in rows) == [0, 0.1]
 
 
 def test_the_command_reads_several_sweeps(tmp_path: Path) -> None:

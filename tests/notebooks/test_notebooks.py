@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -36,6 +37,24 @@ def test_it_opens_with_what_one_learns_and_ends_with_what_to_try(path: Path) -> 
     assert re.search(r"^# .+\n\nWhat you learn: ", text, re.MULTILINE)
     assert re.search(r"^## Try\n\n- ", text, re.MULTILINE)
     assert text.index("## Try") > text.rindex("```python")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_pair_has_the_same_cells_and_outputs_without_errors(path: Path) -> None:
+    notebook = json.loads(path.with_suffix(".ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert ["".join(cell["source"]) for cell in code] == [cell.rstrip("\n") for cell in cells(path)]
+    text = path.read_text()
+    for cell in notebook["cells"]:
+        assert "".join(cell["source"]) in text
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert outputs
+    assert "error" not in {output["output_type"] for output in outputs}
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    places = json.dumps(notebook)
+    assert "/home/" not in places
+    assert "/work/" not in places
+    assert "/tmp/" not in places
 
 
 def test_there_are_four() -> None:
