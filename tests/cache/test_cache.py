@@ -434,7 +434,6 @@ def test_what_a_crop_leaves_fits_the_smaller_budget():
         ({"dtype": "int8"}, ValueError, "dtype='int8'"),
         ({"device": "tpu"}, ValueError, "device='tpu'"),
         ({"device": "cuda"}, NotImplementedError, "head_dim=32"),
-        ({"device": "cuda", "residual": 4}, NotImplementedError, "residual=4"),
         ({"residual": -1}, ValueError, "residual=-1"),
     ],
 )
