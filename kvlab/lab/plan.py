@@ -71,8 +71,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.device != "cpu" and "controls" in self.groups:
             raise NotImplementedError(
-                "controls score tokens by functions and choose widths by other allocators, which caches on a "
-                "GPU do not take: leave them out (--groups), or read them on the CPU"
+                "controls score tokens by functions, which caches on a GPU do not take: leave them out "
+                "(--groups), or read them on the CPU"
             )
 
     @property
