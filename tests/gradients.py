@@ -42,7 +42,10 @@ def low_precision_gradients(
 ) -> Gradients:
     """Compute the gradients from an exact forward, its out stored in the dtype of q, its lse in float32.
 
-    Heads are repeated and then summed, which no kernel does.
+    Heads are repeated and then summed, which no kernel does. The order in which float32 sums add their terms
+    is a kernel's own, so those that something cancels in are taken an ulp of their terms' size away from what
+    NumPy finds: scores once, and twice the difference of two sums that makes a slope. (A row that sees one
+    key has slopes of zero; NumPy may happen to find just that, which no kernel needs to.)
     """
     seqlen_q, heads, head_dim = q.shape[1:]
     seqlen_k, kv_heads = k.shape[1:3]
@@ -57,6 +60,8 @@ def low_precision_gradients(
     out, lse = (np.asarray(x) for x in forward.attention(q, k, v, return_lse=True, **options))
     out, lse = stored(out), lse.astype(np.float32)[..., None]
     scores = factor * np.einsum("bqhd,bkhd->bhqk", q_wide, k_wide, optimize=True)
+    sizes = factor * np.einsum("bqhd,bkhd->bhqk", np.abs(q_wide), np.abs(k_wide), optimize=True)
+    scores += np.spacing(np.abs(sizes))
     bend = np.float32(1)
     if softcap > 0:
         scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
@@ -64,7 +69,8 @@ def low_precision_gradients(
     visible = forward.visible_keys(seqlen_q, seqlen_k, causal=causal, window=window)
     scores = np.where(visible, scores, -np.inf).astype(np.float32)
     p = stored(np.exp(scores - np.where(lse == -np.inf, np.float32(0), lse)))
-    delta = (above * out).sum(axis=-1).swapaxes(1, 2)[..., None]
+    terms = above * out
+    delta = (terms.sum(axis=-1) + 2 * np.spacing(np.abs(terms).sum(axis=-1))).swapaxes(1, 2)[..., None]
     slopes = stored(p * (np.einsum("bqhd,bkhd->bhqk", above, v_wide, optimize=True) - delta) * bend)
 
     dq = factor * np.einsum("bhqk,bkhd->bqhd", slopes, k_wide, optimize=True)
