@@ -57,9 +57,10 @@ def command(
 
     Example: kvlab benchmark packing --size 256MiB --threads 2 --output packing.json
     """
-    from kvlab.lab.benchmark import DEVICES, Options, cases_of, run
+    from kvlab.lab.benchmark import DEVICES, cases_of, run
     from kvlab.lab.results import write
     from kvlab.lab.targets import Machine, machine
+    from kvlab.lab.yardstick import Options
 
     names = cases_of(case)
     where = machine(device, min_vram) if device == "auto" or min_vram else Machine((device,))

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import kvlab
 from kvlab.errors import needs_extra
-from kvlab.lab.benchmark import Options, check
 from kvlab.lab.results import Row
 from kvlab.lab.timing import Timing, time_in_turns
+from kvlab.lab.yardstick import Options, check
 
 __all__ = ["CASES", "NOTE", "TINY_CASES", "Case", "benchmark_attention", "flops", "release_cases"]
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvlab
-from kvlab.lab.benchmark import Options, against_copy, check
 from kvlab.lab.benchmark_packing import numpy_pack, numpy_unpack
 from kvlab.lab.results import Row
+from kvlab.lab.yardstick import Options, against_copy, check
 
 __all__ = ["CODECS", "HEAD_DIM", "NOTE", "TOKENS_OF_GROUP", "benchmark_codec"]
 

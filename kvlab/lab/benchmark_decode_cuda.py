@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from kvlab.cache.pages import TOKENS_PER_PAGE, PageLayout
-from kvlab.lab.benchmark import check
 from kvlab.lab.results import Row
+from kvlab.lab.yardstick import check
 from kvlab.ops import packed_cuda
 from kvlab.reference.packed import packed_attention
 

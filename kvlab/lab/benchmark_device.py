@@ -16,10 +16,10 @@ import numpy as np
 
 import kvlab
 from kvlab.errors import needs_extra
-from kvlab.lab.benchmark import Options, check
 from kvlab.lab.benchmark_codec import CODECS, HEAD_DIM, TOKENS_OF_GROUP
 from kvlab.lab.results import Row
 from kvlab.lab.timing import Timing
+from kvlab.lab.yardstick import Options, check
 from kvlab.ops.bits import WIDTHS
 
 __all__ = ["NOTE", "codec_on_device", "packing_on_device", "time_on_device"]

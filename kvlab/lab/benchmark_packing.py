@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvlab
-from kvlab.lab.benchmark import Options, against_copy, check
 from kvlab.lab.results import Row
+from kvlab.lab.yardstick import Options, against_copy, check
 from kvlab.ops.bits import WIDTHS
 
 __all__ = ["NOTE", "benchmark_packing", "numpy_pack", "numpy_unpack"]

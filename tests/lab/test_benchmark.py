@@ -12,8 +12,8 @@ import pytest
 
 import kvlab
 from kvlab.lab import attention_figure, benchmark, results
-from kvlab.lab.benchmark import Options
 from kvlab.lab.timing import Timing, time_in_turns
+from kvlab.lab.yardstick import Options
 
 SMALL = Options(size=2**16, threads=1, repeats=1)
 FIGURES = {"ms", "p5_ms", "p95_ms", "gb_per_s", "copy_gb_per_s", "of_copy", "times_numpy"}

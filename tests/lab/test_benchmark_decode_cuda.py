@@ -13,6 +13,7 @@ import torch
 from kvlab.lab import benchmark
 from kvlab.lab.benchmark_decode_cuda import LADDERS, Shape, draw_pages, relative_error
 from kvlab.lab.decode_figure import draw
+from kvlab.lab.yardstick import Options
 from kvlab.reference.packed import packed_attention
 
 SHAPE = Shape(2, 640, num_heads_q=4, num_heads_kv=2, head_dim=64)
@@ -87,4 +88,4 @@ def test_the_command_draws_decode_on_cuda_only(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu(case: str) -> None:
     with pytest.raises(RuntimeError, match="torch sees no GPU"):
-        benchmark.run(case, benchmark.Options(device="cuda"))
+        benchmark.run(case, Options(device="cuda"))

@@ -1,0 +1,94 @@
+"""What cases of `kvlab benchmark` share: what a run is told, the check before timing, a copy as yardstick.
+
+Cases on the CPU that memory limits use `against_copy`: a call must touch some bytes, so it is compared with
+copying as many bytes by as many threads, to a new array, since the call returns one: of memory that is new to
+a process, every page has to be cleared first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvlab.lab.results import Row
+from kvlab.lab.timing import time_in_turns
+
+__all__ = ["Options", "against_copy", "check"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is told: bytes of the arrays (packing, codec), threads, repeats of a timed call, where.
+
+    release: long sequences too (attention). baseline, contexts (cache): one of its baselines or "all", and
+    stored tokens, divided by commas.
+    """
+
+    size: int = 256 * 2**20
+    threads: int = 2
+    repeats: int = 15
+    device: str = "cpu"
+    release: bool = False
+    baseline: str = "all"
+    contexts: str = "512,1K,2K,4K,8K"
+
+
+def against_copy(
+    call: Callable[[], object],
+    nbytes: int,
+    options: Options,
+    numpy_call: Callable[[], object] | None = None,
+    numpy_part: float = 1.0,
+) -> Row:
+    """Time a call that touches `nbytes` (read and written) beside a copy of as many bytes.
+
+    Parameters
+    ----------
+    call : callable
+    nbytes : int
+        Bytes that must be read plus bytes that must be written.
+    options : Options
+    numpy_call : callable, optional
+        The same as a NumPy expression, on `numpy_part` of the data.
+
+    Returns
+    -------
+    dict
+        ``ms``, ``p5_ms``, ``p95_ms``: of the call; ``gb_per_s``; ``copy_gb_per_s``: of the copy; ``of_copy``:
+        speed relative to the copy; ``times_numpy``: relative to NumPy, None without an expression.
+    """
+    import numba
+
+    from kvlab.numba_kernels.cpu_copy import copy_words
+
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(options.threads, os.cpu_count() or 1))
+    try:
+        source = np.ones(nbytes // 16, np.uint64)
+        copy = lambda: copy_words(source, np.empty_like(source))  # noqa: E731
+        timings = time_in_turns({"call": call, "copy": copy}, repeats=options.repeats)
+        numpy_seconds = None
+        if numpy_call is not None:
+            repeats = min(options.repeats, 3)
+            numpy_seconds = time_in_turns({"numpy": numpy_call}, repeats=repeats, warm_up=1)["numpy"].median
+    finally:
+        numba.set_num_threads(before)
+    taken = timings["call"]
+    return {
+        "ms": 1e3 * taken.median,
+        "p5_ms": 1e3 * taken.percentile(5),
+        "p95_ms": 1e3 * taken.percentile(95),
+        "gb_per_s": nbytes / taken.median / 1e9,
+        "copy_gb_per_s": nbytes / timings["copy"].median / 1e9,
+        "of_copy": taken.ratio_to(timings["copy"]),
+        "times_numpy": None if numpy_seconds is None else numpy_seconds / numpy_part / taken.median,
+    }
+
+
+def check(right: bool, what: str) -> None:
+    """Refuse to time a wrong answer."""
+    if not right:
+        raise RuntimeError(f"{what} is wrong, so it was not timed")
