@@ -22,7 +22,7 @@ from kvlab.lab.timing import Timing
 from kvlab.lab.turns import gpu_turns
 from kvlab.ops import packed_cuda
 
-__all__ = ["attend_layers", "to_cpu", "to_gpu"]
+__all__ = ["attend_layers", "copied_to_cpu", "to_cpu", "to_gpu"]
 
 
 def attend_layers(
@@ -78,8 +78,11 @@ def attend_layers(
 
 def to_cpu(cache: MixedPrecisionCache) -> MixedPrecisionCache:
     """Return a cache on the CPU: itself, or a copy."""
-    if cache.device == "cpu":
-        return cache
+    return cache if cache.device == "cpu" else copied_to_cpu(cache)
+
+
+def copied_to_cpu(cache: MixedPrecisionCache) -> MixedPrecisionCache:
+    """Return a copy on the CPU with the very same pages: a saved cache is the same file on all devices."""
     with TemporaryDirectory() as folder:
         cache.save(Path(folder) / "cache")
         return MixedPrecisionCache.load(Path(folder) / "cache")

@@ -1,20 +1,17 @@
 """A cache of a GPU read by a CPU: the same pages on both, for what differs in results and in speed.
 
-A saved cache is the same file on all devices, so its copy on the CPU holds the very same pages. A copy of the
-model on the CPU reads on from there.
+A copy of the model on the CPU reads on from a copy of the cache that holds the very same pages.
 """
 
 from __future__ import annotations
 
 import copy
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from kvlab import MixedPrecisionCache
 from kvlab.errors import needs_extra
+from kvlab.lab.ablation_cuda import copied_to_cpu
 from kvlab.lab.quality import Case
 
 with needs_extra("hf", "kvlab.lab.replay"):
@@ -31,9 +28,7 @@ def on_cpu(case: Case, cache: KVLabCache) -> KVLabCache:
     packed, copied = cache.packed, _packed(case)
     if packed is None:
         raise ValueError(f"the cache of {case.name!r} is empty: let a model read with it first")
-    with tempfile.TemporaryDirectory() as folder:
-        packed.save(Path(folder) / "cache")
-        copied.hold(MixedPrecisionCache.load(Path(folder) / "cache"))
+    copied.hold(copied_to_cpu(packed))
     return copied
 
 

@@ -24,12 +24,12 @@ from kvlab.ops.device_arrays import (
     contiguous,
     cuda_kernel,
     launch,
+    multiprocessors,
     numba_kernel,
     permuted,
     pointer,
     to_host,
 )
-from kvlab.ops.packed_gpu import multiprocessors
 from kvlab.reference import codebooks
 from kvlab.reference import codec as reference
 

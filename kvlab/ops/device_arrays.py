@@ -18,7 +18,17 @@ from kvlab.build import Kernel, arch_of, build, load
 from kvlab.device import compute_capability
 from kvlab.numba_cuda import build_numba
 
-__all__ = ["Flag", "contiguous", "cuda_kernel", "launch", "numba_kernel", "permuted", "pointer", "to_host"]
+__all__ = [
+    "Flag",
+    "contiguous",
+    "cuda_kernel",
+    "launch",
+    "multiprocessors",
+    "numba_kernel",
+    "permuted",
+    "pointer",
+    "to_host",
+]
 
 _ALIGNMENT = 16  # bytes that a thread reads at once
 _OLDEST = (8, 0)
@@ -109,6 +119,14 @@ def numba_kernel(module: str, entry: str, options: tuple[tuple[str, Any], ...], 
     """Return the kernel that `entry` of ``kernels/numba/<module>.py`` makes, for a device."""
     arch = arch_of(*compute_capability(device))
     return load(build_numba(module, entry, dict(options), arch), entry, device=device)
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: int) -> int:
+    """Return how many multiprocessors a device has."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 def launch(

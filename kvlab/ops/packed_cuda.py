@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype
+from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype
 from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.device import compute_capability
-from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew, multiprocessors
+from kvlab.ops.device_arrays import multiprocessors
+from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
 
 if TYPE_CHECKING:
-    from kvlab.ops.packed import Layout, PackedAttention, Pages, Sight
+    from kvlab.ops.packed import Layout, Pages, Sight
 
 __all__ = ["AttendCall", "Workspace", "attend", "make_workspace"]
 
@@ -266,14 +267,5 @@ class AttendCall:
         self._launch(stream)
 
 
-def launch(
-    q: ArrayT,
-    pages: Pages,
-    group: int,
-    scale: float,
-    softcap: float,
-    keep_scores: int,
-    sight: Sight | None = None,
-) -> PackedAttention[ArrayT]:
-    """Launcher of backend "cuda" for `kvlab.ops.packed.packed_attention`."""
-    return attend_anew(make_workspace, attend, q, pages, group, scale, softcap, keep_scores, sight)
+launch = partial(attend_anew, make_workspace, attend)
+"""Launcher of backend "cuda" for `kvlab.ops.packed.packed_attention`."""

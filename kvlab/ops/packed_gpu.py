@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kvlab.arrays import ArrayT, dtype_name, empty
@@ -11,18 +10,10 @@ from kvlab.arrays import ArrayT, dtype_name, empty
 if TYPE_CHECKING:
     from kvlab.ops.packed import PackedAttention, Pages, Sight
 
-__all__ = ["MAX_RUNGS", "attend_anew", "multiprocessors"]
+__all__ = ["MAX_RUNGS", "attend_anew"]
 
 MAX_RUNGS = 16
 """Rungs that the kernels' arguments have room for."""
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: int) -> int:
-    """Return how many multiprocessors a device has."""
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
 def attend_anew(
@@ -34,7 +25,7 @@ def attend_anew(
     scale: float,
     softcap: float,
     keep_scores: int,
-    sight: Sight | None = None,
+    sight: Sight | None,
 ) -> PackedAttention[ArrayT]:
     """Make results and a workspace and call a backend's `attend`: one call of `packed_attention`."""
     from kvlab.ops.packed import PackedAttention
@@ -55,6 +46,6 @@ def attend_anew(
     scores = empty((batch, kv_heads, entries, keep_scores * group, 64), "float32", q) if keep_scores else None
     if batch * seqlen_q * heads:
         workspace = make_workspace(q, batch * kv_heads, seqlen_q * group, head_dim)
-        options = {"scale": scale, "softcap": softcap, "scores": scores}
-        attend(q, pages, out, lse, workspace, **options, **({"sight": sight} if sight else {}))
+        options = {"scale": scale, "softcap": softcap, "scores": scores, "sight": sight}
+        attend(q, pages, out, lse, workspace, **options)
     return PackedAttention(out, lse, scores)

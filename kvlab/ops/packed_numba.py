@@ -9,19 +9,20 @@ for float32 caches, and for reading; `kvlab.ops.packed_cuda` is the one for spee
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, cuda_view, current_stream, empty
+from kvlab.arrays import cuda_view, current_stream, empty
 from kvlab.build import Kernel, arch_of, load
 from kvlab.device import compute_capability
 from kvlab.numba_cuda import build_numba
-from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew, multiprocessors
+from kvlab.ops.device_arrays import multiprocessors
+from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
 
 if TYPE_CHECKING:
-    from kvlab.ops.packed import Layout, PackedAttention, Pages, Sight
+    from kvlab.ops.packed import Layout, Pages, Sight
 
 __all__ = ["Workspace", "attend", "launch", "make_workspace", "options_of", "table_arguments"]
 
@@ -214,14 +215,5 @@ def attend(
     )  # fmt: skip
 
 
-def launch(
-    q: ArrayT,
-    pages: Pages,
-    group: int,
-    scale: float,
-    softcap: float,
-    keep_scores: int,
-    sight: Sight | None = None,
-) -> PackedAttention[ArrayT]:
-    """Launcher of backend "numba" for `kvlab.ops.packed.packed_attention`."""
-    return attend_anew(make_workspace, attend, q, pages, group, scale, softcap, keep_scores, sight)
+launch = partial(attend_anew, make_workspace, attend)
+"""Launcher of backend "numba" for `kvlab.ops.packed.packed_attention`."""

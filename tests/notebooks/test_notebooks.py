@@ -53,7 +53,8 @@ def test_its_pair_has_the_same_cells_and_outputs_without_errors(path: Path) -> N
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
     places = json.dumps(notebook)
     assert "/home/" not in places
-    assert "/work/" not in places
+    assert not re.search(r"(?<![\w./+])/\w+/", places)  # base64 has slashes, too
+    assert str(path.parents[1]) not in places
     assert "/tmp/" not in places
 
 
