@@ -25,7 +25,7 @@ def attend_anew(
     scale: float,
     softcap: float,
     keep_scores: int,
-    sight: Sight | None,
+    sight: Sight | None = None,
 ) -> PackedAttention[ArrayT]:
     """Make results and a workspace and call a backend's `attend`: one call of `packed_attention`."""
     from kvlab.ops.packed import PackedAttention
