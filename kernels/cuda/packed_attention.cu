@@ -28,8 +28,8 @@
 // registers at head_dim 128: 32 out, 16 q, 16 scores, 8 steps, and what is being expanded.
 //
 // Macros: HEAD_DIM; BF16; WIDTHS_K, WIDTHS_V: which widths occur, as a sum of 1 (2 bits), 2 (3 bits), 4 (4
-// bits), 8 (8 bits), 16 (16 bits); WARPS; SOFTCAP; WINDOW; KEEP_SCORES: bytes of a score that is kept, 2
-// (float16) or 4, or 0.
+// bits), 8 (8 bits), 16 (16 bits); WARPS; SOFTCAP; WINDOW; KEEP_SCORES: bytes of a score that is kept, 1
+// (packed_kept.cuh) or 4, or 0.
 //
 // clang-format off
 // gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
@@ -38,8 +38,8 @@
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=4 WIDTHS_V=4 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=255 arch=sm_90a,sm_120a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=2 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=2,4 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=80,256 BF16=0 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=1 KEEP_SCORES=0 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 registers<=255 arch=sm_90a,sm_100a,sm_120a
@@ -54,12 +54,12 @@ constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
 // These need what is above.
 #include "packed_join.cuh"
 #include "packed_kept.cuh"
+#include "packed_ring.cuh"
 #include "packed_scores.cuh"
 #include "packed_values.cuh"
 #include "packed_window.cuh"
 
 constexpr int MAX_STAGES = 8;
-constexpr bool MAY_BE_ONE = (WIDTHS_K & 7) && (WIDTHS_V & 7), ALL_ARE_ONE = (WIDTHS_K | WIDTHS_V) <= 7;
 constexpr float LOG2E = 1.44269504089f;
 
 // ---- Queries
@@ -119,71 +119,6 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float unit, fl
 
 __host__ __device__ constexpr int only_width(int flag) {
     return flag == 1 ? 2 : flag == 2 ? 3 : flag;
-}
-
-// ---- The ring
-
-// A page is one item if it is no larger than 4 bits make it; else K and V are items of their own, in two
-// halves each at width 16.
-__device__ __forceinline__ bool is_one_item(const Rung& rung) {
-    return ALL_ARE_ONE || (MAY_BE_ONE && rung.bits_k + rung.bits_v <= 8);
-}
-
-// Pages are read once, so they leave the second-level cache first, and tables and weights stay.
-__device__ __forceinline__ void copy_bulk(u8* to, const u8* from, u32 bytes, u32 barrier) {
-    asm volatile(
-        "{.reg .b64 first;\ncreatepolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-        "[%3], "
-        "first;}" ::"r"(shared_address(to)),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
-// Asks for part `part` of a page and says whether it is the last; lane 0 copies.
-__device__ __forceinline__ bool copy_part(const Rung& rung, u32 index, int part, u8* slot, u32 barrier,
-                                          int lane) {
-    const u8* page = rung.pool + (u64)index * rung.record;
-    const u32 k_bytes = 8 * HEAD_DIM * rung.bits_k, v_bytes = 8 * HEAD_DIM * rung.bits_v;
-    const u32 k_steps = rung.bits_k < 16 ? 64 : 0, v_steps = rung.bits_v < 16 ? 64 : 0;
-    u32 bytes = k_bytes + v_bytes + k_steps + v_steps, from = 0, steps = 0, steps_from = 0;
-    bool last = true;
-    if (!is_one_item(rung)) {
-        const int k_parts = k_steps ? 1 : 2, v_parts = v_steps ? 1 : 2;
-        if (part < k_parts) {
-            bytes = k_bytes / k_parts;
-            from = part * bytes;
-            steps = k_steps;
-            steps_from = k_bytes + v_bytes;
-        } else {
-            bytes = v_bytes / v_parts;
-            from = k_bytes + (part - k_parts) * bytes;
-            steps = v_steps;
-            steps_from = k_bytes + v_bytes + k_steps;
-        }
-        last = part + 1 == k_parts + v_parts;
-    }
-    if (lane == 0) {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                     "r"(bytes + steps)
-                     : "memory");
-        copy_bulk(slot, page + from, bytes, barrier);
-        if (!ALL_ARE_ONE && steps) copy_bulk(slot + bytes, page + steps_from, steps, barrier);
-    }
-    return last;
-}
-
-// What a page that is not read adds to its barrier in place of bytes; lane 0.
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
-    asm volatile(
-        "{.reg .pred p;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@!p bra WAIT;}" ::"r"(
-            barrier),
-        "r"(parity)
-        : "memory");
 }
 
 // ---- Results
@@ -347,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             float s[4][4];
             if (WINDOW && count == 0) {  // no query row sees a token of the page, or it has none
                 hide_page(s);
-                if (KEEP_SCORES) keep_scores(call, kept, note.x, state.reference, s);
+                if (KEEP_SCORES) keep_scores(call, kept, note.x, state, s, lane);
                 release();
                 continue;
             }
@@ -379,19 +314,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             if (SOFTCAP) cap_scores(call.softcap * LOG2E, state.reference, s);
             if (count < 64) clear_unused(count, s, lane);
             if (partly) hide_old(offsets, note.y >> 16 << 16, lowest, s);
-            if (KEEP_SCORES) keep_scores(call, kept, note.x, state.reference, s);
             u32 p[4][2];
             if (state.bits != bits_v) change_frame(state, bits_v, lane);
-            if ((WIDTHS_V & RAW) && bits_v == 16) {
-                probabilities<false>(s, {}, state);
+            const bool raw = (WIDTHS_V & RAW) && bits_v == 16;
+            Steps steps = {};
+            if (raw) {
+                raise_reference<false>(s, steps, state);
+            } else {
+                steps = load_steps(v_steps, lane / 4, count);  // that of an unused slot may be NaN
+                raise_reference<true>(s, steps, state);
+            }
+            if (KEEP_SCORES) keep_scores(call, kept, note.x, state, s, lane);
+            probabilities(s, state);
+            if (raw) {
                 fragments_of<false>(s, {}, p);
                 add_raw_values<0>(values, p, count, state, lane);
                 release();
                 add_raw_values<1>(wait(), p, count, state, lane);
             } else {
-                const Steps steps =
-                    load_steps(v_steps, lane / 4, count);  // that of an unused slot may be NaN
-                probabilities<true>(s, steps, state);
                 fragments_of<true>(s, steps, p);
                 if ((WIDTHS_V & 1) && bits_v == 2) add_coded_values<2>(values, p, state, lane);
                 if ((WIDTHS_V & 2) && bits_v == 3) add_coded_values<3>(values, p, state, lane);

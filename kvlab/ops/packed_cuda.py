@@ -24,10 +24,11 @@ from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, Pages, Sight
 
-__all__ = ["AttendCall", "Workspace", "attend", "make_workspace"]
+__all__ = ["AttendCall", "Workspace", "attend", "kept_page_bytes", "make_workspace"]
 
 _ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
 _MERGE_ROWS, _MAX_STAGES = 4, 8
+_KEPT_ROW = 64 + 4  # bytes of a row of a page: a code for each slot, and what they are relative to
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
 _POINTERS = [
     "rung",
@@ -86,6 +87,14 @@ def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Wor
     arrivals = empty((max(sequences, 1),), "int32", like)
     arrivals[...] = 0
     return Workspace(empty((blocks + sequences, _ROWS, head_dim + 2), "float32", like), arrivals)
+
+
+def kept_page_bytes(rows: int) -> int:
+    """Return the bytes that the scores of so many query rows of a KV head take for each page, kept as bytes.
+
+    `kvlab.reference.packed.scores_of_bytes` tells what they hold.
+    """
+    return -(-_KEPT_ROW * rows // 16) * 16
 
 
 @dataclass(frozen=True)
@@ -184,8 +193,10 @@ def attend(
         From `make_workspace` for at least this many sequences.
     scale, softcap : float
         As in `kvlab.ops.packed.packed_attention`.
-    scores : float32 or float16 array, (batch, num_heads_kv, entries, keep_scores * group, 64), optional
-        Receives the scores of the last rows; contiguous.
+    scores : array, optional
+        Receives the scores of the last rows; contiguous. float32 (batch, num_heads_kv, entries, keep_scores *
+        group, 64), or what `cuda_score.score_stored` reads: uint8 (batch, num_heads_kv, entries,
+        kept_page_bytes(keep_scores * group)).
     sight : Sight, optional
         How far queries see back; its positions are read on the device, contiguous. `pages` has `base` then.
     warps : int
@@ -227,9 +238,11 @@ class AttendCall:
                 f"the page table has room for {batch * kv_heads * entries} pages, too many for one call: "
                 "attend fewer rows of the batch at a time"
             )
-        kept, rows = 0 if scores is None else scores.shape[3], seqlen_q * group
+        rows, kept_bytes, kept = seqlen_q * group, 0, 0
+        if scores is not None:
+            kept_bytes = numpy_dtype(dtype_name(scores, "scores")).itemsize
+            kept = scores.shape[3] // (_KEPT_ROW if kept_bytes == 1 else 1)
         layouts = tuple(pages.layouts)
-        kept_bytes = 0 if scores is None else numpy_dtype(dtype_name(scores, "scores")).itemsize
         traits = dtype_name(q), min(rows, _ROWS), softcap > 0, sight is not None, kept_bytes, device, warps
         plan = _plan(layouts, *traits)
         call = np.zeros(1, _CALL)

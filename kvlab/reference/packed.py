@@ -19,7 +19,14 @@ from kvlab.reference.attention import attend_rows, softmax_rows
 from kvlab.reference.codec import hadamard_block
 from kvlab.reference.pages import decode_page
 
-__all__ = ["hadamard_matrix", "mass_from_scores", "packed_attention", "stored_positions", "stored_tokens"]
+__all__ = [
+    "hadamard_matrix",
+    "mass_from_scores",
+    "packed_attention",
+    "scores_of_bytes",
+    "stored_positions",
+    "stored_tokens",
+]
 
 Float64 = NDArray[np.float64]
 
@@ -147,3 +154,23 @@ def mass_from_scores(scores: ArrayLike, lse: ArrayLike) -> Float64:
     whole = last.swapaxes(2, 3).reshape(batch, kv_heads, 1, rows, 1)
     mass: Float64 = np.exp(kept - np.where(whole == -np.inf, 0.0, whole)).mean(axis=3)
     return mass
+
+
+def scores_of_bytes(kept: NDArray[np.uint8], rows: int) -> Float64:
+    """Return the natural scores that a cache on a GPU keeps as bytes, (..., pages, rows, 64).
+
+    kept (..., pages, nbytes): of each page a code a row and slot, then a float32 reference a row. A code c
+    above 0 stands for (c - 255) / 8 above the reference of its row, in base 2; 0 for -inf.
+
+    Examples
+    --------
+    >>> page = np.zeros(80, np.uint8)
+    >>> page[:2], page[64:68] = (255, 239), np.float32([10]).view(np.uint8)
+    >>> scores_of_bytes(page[None], 1)[0, 0, :3] / np.log(2)
+    array([ 10.,   8., -inf])
+    """
+    codes = kept[..., : 64 * rows].reshape(*kept.shape[:-1], rows, 64).astype(np.float64)
+    references = np.ascontiguousarray(kept[..., 64 * rows : 68 * rows]).view("<f4")[..., None]
+    with np.errstate(invalid="ignore"):  # a row that has met no token has no reference
+        scores: Float64 = np.where(codes > 0, ((codes - 255) / 8 + references) * np.log(2), -np.inf)
+    return scores

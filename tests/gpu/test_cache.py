@@ -18,8 +18,8 @@ from kvlab.ops import attention_cuda, packed_cuda
 from kvlab.reference import packed as reference
 from tests.allocations import fail_everywhere
 from tests.compare import assert_accurate
+from tests.gpu.packed_cases import DTYPES, low_precision, to_numpy, to_torch
 from tests.gpu.test_cache_kernels import exact
-from tests.gpu.test_cuda_kernels import DTYPES, low_precision, to_numpy, to_torch
 from tests.held import pages_of, positions
 
 LAYERS, HEADS, GROUP = 2, 2, 4

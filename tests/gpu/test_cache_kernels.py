@@ -20,7 +20,7 @@ from kvlab.cache.pages import PageLayout, encode_importance
 from kvlab.cache.store import LayerStore
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narrow, widen
-from tests.gpu.test_cuda_kernels import DTYPES, to_numpy, to_torch
+from tests.gpu.packed_cases import DTYPES, to_numpy, to_torch
 
 BATCH, HEADS, GROUP = 2, 2, 4
 MIXED = ("2,3,4,8,16", "k2v3,k4v8,k16v8", "8", "k3v16,16")

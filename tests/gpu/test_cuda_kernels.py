@@ -1,227 +1,38 @@
 """Packed attention on a GPU against float64 over the same pages, and what a launch must leave alone.
 
-Pages are drawn as bytes: any codes are valid codes. Unused slots hold NaN, unused table entries name pages
-that do not exist, and memory around the results holds a canary.
+Pages are drawn as `packed_cases` tells; memory around the results holds a canary.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 import kvlab
-from kvlab.cache.pages import LayerPages, PageLayout
+from kvlab.cache.pages import LayerPages
 from kvlab.ops import packed_cuda, packed_numba
-from kvlab.ops.packed import Sight, packed_attention
+from kvlab.ops.packed import packed_attention
 from kvlab.reference import packed as reference
-from kvlab.reference.pages import bit_address
-from tests.compare import assert_accurate, low_precision_attention
+from tests.compare import assert_accurate
+from tests.gpu import packed_cases
+from tests.gpu.packed_cases import (
+    DTYPES,
+    MIXED,
+    attend,
+    check,
+    draw_pages,
+    draw_queries,
+    low_precision,
+    on_device,
+    to_numpy,
+    to_torch,
+)
 
 WIDTHS = (2, 3, 4, 8, 16)
-MIXED = ((2, 2), (3, 3), (4, 4), (8, 8), (16, 16))
-DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-BACKENDS = {"cuda": packed_cuda, "numba": packed_numba}
-NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0}
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Any:
-    """The module that launches a backend."""
-    return BACKENDS[request.param]
-
-
-@dataclass
-class DevicePages:
-    """A `LayerPages` on the GPU."""
-
-    layouts: tuple[PageLayout, ...]
-    pools: tuple[torch.Tensor, ...]
-    rung: torch.Tensor
-    count: torch.Tensor
-    index: torch.Tensor
-    base: torch.Tensor
-    num_pages: torch.Tensor
-    k_mean: torch.Tensor
-    dtype: str
-
-
-def on_device(pages: LayerPages) -> DevicePages:
-    put = lambda x: torch.from_numpy(np.array(x)).cuda()  # noqa: E731
-    tables = (
-        put(pages.rung),
-        put(pages.count),
-        put(pages.index.view(np.int32)),
-        put(pages.base.view(np.int16)),
-        put(pages.num_pages),
-    )
-    return DevicePages(pages.layouts, tuple(map(put, pages.pools)), *tables, put(pages.k_mean), pages.dtype)
-
-
-def to_torch(x: np.ndarray) -> torch.Tensor:
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).cuda()
-    return torch.from_numpy(x).cuda()
-
-
-def to_numpy(x: torch.Tensor) -> np.ndarray:
-    if x.dtype == torch.bfloat16:
-        return x.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.cpu().numpy()
-
-
-def draw_pool(rng: np.random.Generator, layout: PageLayout, dtype: str, pages: int) -> np.ndarray:
-    """Pages of random codes, values of about unit size."""
-    pool = rng.integers(0, 256, (pages, layout.nbytes), np.uint8)
-    parts = {
-        "k": (layout.bits_k, layout.k_codes, layout.v_codes, layout.k_steps),
-        "v": (layout.bits_v, layout.v_codes, layout.k_steps, layout.v_steps),
-    }
-    for bits, begin, end, steps in parts.values():
-        if bits == 16:
-            values = rng.standard_normal((pages, (end - begin) // 2)).astype(DTYPES[dtype])
-            pool[:, begin:end] = values.view(np.uint8)
-        else:
-            step = np.float16(1.7 / 2**bits) * np.exp(0.3 * rng.standard_normal((pages, 64))).astype(
-                np.float16
-            )
-            pool[:, steps : steps + 64] = (step.view(np.uint16) >> 7).astype(np.uint8)
-    return pool
-
-
-def poison(record: np.ndarray, layout: PageLayout, dtype: str, count: int) -> None:
-    """Make the unused slots of a page NaN."""
-    for side, bits, begin, end, steps in (
-        ("k", layout.bits_k, layout.k_codes, layout.v_codes, layout.k_steps),
-        ("v", layout.bits_v, layout.v_codes, layout.k_steps, layout.v_steps),
-    ):
-        if bits < 16:
-            record[steps + count : steps + 64] = 0xFF
-        else:
-            elements = record[begin:end].view(np.uint16)
-            elements[bit_address(16, layout.head_dim, side)[count:, :, 0] // 16] = NAN_BITS[dtype]
-
-
-def aligned(pool: np.ndarray) -> np.ndarray:
-    """A copy that starts at a multiple of 64 bytes."""
-    memory = np.zeros(pool.size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    memory[start : start + pool.size] = pool.reshape(-1)
-    return memory[start : start + pool.size].reshape(pool.shape)
-
-
-def draw_pages(
-    seed: int,
-    dtype: str,
-    head_dim: int,
-    rungs: tuple[tuple[int, int], ...],
-    lengths: np.ndarray,
-    *,
-    full: bool = False,
-) -> LayerPages:
-    """Draw pages: lengths (batch, KV heads) are numbers of pages, rungs and counts random unless `full`."""
-    rng = np.random.default_rng(seed)
-    layouts = tuple(PageLayout(head_dim, k, v, 2) for k, v in rungs)
-    entries = max(1, lengths.max()) + 2
-    shape = (*lengths.shape, entries)
-    rung = rng.integers(0, len(rungs), shape).astype(np.uint8)
-    count = np.full(shape, 64) if full else np.where(rng.random(shape) < 0.6, 64, rng.integers(0, 64, shape))
-    index = np.zeros(shape, np.uint32)
-    used = np.arange(entries) < lengths[..., None]
-    pools = []
-    for r, layout in enumerate(layouts):
-        mine = np.argwhere(used & (rung == r))
-        pool = draw_pool(rng, layout, dtype, len(mine) + 1)
-        places = rng.permutation(len(mine) + 1)[: len(mine)]
-        for at, place in zip(map(tuple, mine), places, strict=True):
-            index[at] = place
-            poison(pool[place], layout, dtype, int(count[at]))
-        pools.append(aligned(pool))
-    rung[~used], count[~used], index[~used] = 200, 77, 0xFFFFFFFF
-    mean = rng.standard_normal((*lengths.shape, head_dim)).astype(np.float16)
-    base = np.zeros(shape, np.uint16)
-    return LayerPages(
-        layouts,
-        tuple(pools),
-        rung,
-        count.astype(np.uint8),
-        index,
-        base,
-        lengths.astype(np.int32),
-        mean,
-        dtype,
-    )
-
-
-def draw_queries(seed: int, dtype: str, batch: int, seqlen: int, heads: int, head_dim: int) -> np.ndarray:
-    rng = np.random.default_rng(seed + 1)
-    return rng.standard_normal((batch, seqlen, heads, head_dim)).astype(DTYPES[dtype])
-
-
-def low_precision(
-    q: np.ndarray,
-    pages: LayerPages,
-    window: tuple[int, int] = (-1, -1),
-    first_position: np.ndarray | None = None,
-    **options: Any,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The same attention with keys, values, scores and probabilities in the dtype of q."""
-    batch, seqlen, heads, head_dim = q.shape
-    kv_heads = pages.rung.shape[1]
-    group = heads // kv_heads
-    out, lse = np.zeros(q.shape, q.dtype), np.full((batch, heads, seqlen), -np.inf, np.float32)
-    for b in range(batch):
-        for h in range(kv_heads):
-            tokens = reference.stored_tokens(pages, b, h)
-            k, v = (np.concatenate([np.zeros((0, head_dim)), *(t[i] for t in tokens)]) for i in (0, 1))
-            own = slice(h * group, (h + 1) * group)
-            blocks = [(slice(0, seqlen), np.ones(len(k), np.bool_))]
-            if first_position is not None:
-                position = reference.stored_positions(pages, b, h)
-                lowest = first_position[b] + np.arange(seqlen) - window[0]
-                blocks = [(slice(s, s + 1), position >= lowest[s]) for s in range(seqlen)]
-            for rows, seen in blocks:
-                out[b : b + 1, rows, own], lse[b : b + 1, own, rows] = low_precision_attention(
-                    q[b : b + 1, rows, own],
-                    k[seen].astype(q.dtype)[None, :, None],
-                    v[seen].astype(q.dtype)[None, :, None],
-                    **options,
-                )
-    return out, lse
-
-
-def attend(backend: Any, q: np.ndarray, pages: LayerPages, **options: Any) -> Any:
-    group = q.shape[2] // pages.rung.shape[1]
-    arguments = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "keep_scores": 0} | options
-    if "window" in arguments:
-        left, _ = arguments.pop("window")
-        arguments["sight"] = Sight(left, to_torch(arguments.pop("first_position")))
-    return backend.launch(to_torch(q), on_device(pages), group, **arguments)
-
-
-def check(
-    backend: Any, q: np.ndarray, pages: LayerPages, hostile: LayerPages | None = None, **options: Any
-) -> np.ndarray:
-    """Compare with float64; the backend gets `hostile`, the same but for what must not matter."""
-    actual = attend(backend, q, hostile or pages, **options)
-    out, lse, scores = reference.packed_attention(q, pages, **options)
-    options.pop("keep_scores", None)
-    low_out, low_lse = low_precision(q, pages, **options)
-    got = to_numpy(actual.out)
-    assert_accurate(got, out, low_out)
-    assert_accurate(to_numpy(actual.lse), lse, low_lse, "lse")
-    if actual.scores is not None:
-        used = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
-        kept = to_numpy(actual.scores)
-        assert np.array_equal(np.isneginf(kept[used]), np.isneginf(scores[used]))
-        finite = np.isfinite(scores) & used[..., None, None]
-        assert np.abs(kept[finite] - scores[finite]).max() < 0.05
-    return got
+backend = packed_cases.each_backend
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -263,100 +74,28 @@ def test_softcap_scale_and_kept_scores(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 4, 11])
-def test_scores_kept_in_float16_are_those_of_float32_rounded(group: int) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_scores_kept_as_bytes_are_those_of_float32_rounded(group: int, softcap: float) -> None:
     pages = draw_pages(18, "bfloat16", 128, MIXED, np.array([[20, 9], [0, 33]]))
-    q = draw_queries(18, "bfloat16", 2, 3, 2 * group, 128)
-    whole = attend(packed_cuda, q, pages, keep_scores=2)
-    assert whole.scores is not None
-    kept = torch.full(whole.scores.shape, float("nan"), dtype=torch.float16, device="cuda")
+    q = draw_queries(18, "bfloat16", 2, 3, 2 * group, 128) * np.float32(3).astype(DTYPES["bfloat16"])
+    whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
+    table = tuple(pages.rung.shape)
+    kept = torch.full((*table, packed_cuda.kept_page_bytes(2 * group)), 77, dtype=torch.uint8, device="cuda")
     out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
     workspace = packed_cuda.make_workspace(out, 4, 3 * group, 128)
-    packed_cuda.attend(to_torch(q), on_device(pages), out, lse, workspace, scale=128**-0.5, scores=kept)
+    options = {"scale": 128**-0.5, "softcap": softcap, "scores": kept}
+    packed_cuda.attend(to_torch(q), on_device(pages), out, lse, workspace, **options)
     assert torch.equal(out, whole.out)
     assert torch.equal(lse, whole.lse)
-    used = torch.from_numpy(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])
-    assert torch.equal(kept.cpu()[used], whole.scores.cpu()[used].half())
-
-
-WINDOW_STARTS = (1 << 16) + 30_000
-
-
-def spread(pages: LayerPages, seed: int) -> LayerPages:
-    """Give tokens positions, those of a page near each other: a third of the pages about WINDOW_STARTS."""
-    rng = np.random.default_rng(seed)
-    for at in map(tuple, np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])):
-        near = rng.random() < 0.3
-        pages.base[at] = 1 if near else rng.integers(0, 3)
-        start = 29_980 if near else rng.integers(0, 65_000)
-        record = pages.pools[pages.rung[at]][pages.index[at]]
-        layout = pages.layouts[pages.rung[at]]
-        layout.positions_in(record[None])[0] = start + rng.integers(0, 50 if near else 500, 64)
-    return pages
-
-
-def unread(pages: LayerPages, first_position: np.ndarray, left: int) -> LayerPages:
-    """The same pages, all NaN but for the positions where the window of no query reaches."""
-    hostile = dataclasses.replace(pages, pools=tuple(map(aligned, pages.pools)))
-    hidden = 0
-    for at in map(tuple, np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])):
-        layout, pool = pages.layouts[pages.rung[at]], hostile.pools[pages.rung[at]]
-        offsets = layout.positions_in(pool)[pages.index[at], : pages.count[at]].astype(int)
-        if ((int(pages.base[at]) << 16) + offsets < first_position[at[0]] - left).all():
-            pool[pages.index[at], : layout.positions] = 0xFF
-            hidden += 1
-    assert hidden
-    return hostile
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "seqlen", "group"),
-    [
-        ("float16", 64, 1, 1),
-        ("bfloat16", 128, 1, 4),
-        ("bfloat16", 128, 16, 1),
-        ("bfloat16", 128, 16, 16),
-        ("float16", 80, 4, 7),
-        ("bfloat16", 96, 2, 9),
-        ("float16", 256, 3, 16),
-    ],
-)
-def test_a_window_reads_no_page_before_it(
-    backend: Any, dtype: str, head_dim: int, seqlen: int, group: int
-) -> None:
-    lengths = np.array([[40, 7], [0, 200]])
-    pages = spread(draw_pages(head_dim, dtype, head_dim, MIXED, lengths), seqlen)
-    first = np.array([100_000, 99_993], np.int32)
-    left = 100_000 - WINDOW_STARTS
-    q = draw_queries(21, dtype, 2, seqlen, 2 * group, head_dim)
-    options = {"window": (left, 0), "first_position": first}
-    check(backend, q, pages, unread(pages, first, left), **options)
-
-
-def test_a_window_with_softcap_and_kept_scores(backend: Any) -> None:
-    pages = spread(draw_pages(22, "bfloat16", 128, MIXED, np.array([[40, 7], [0, 200]])), 22)
-    first, left = np.array([100_000, 99_993], np.int32), 100_000 - WINDOW_STARTS
-    q = draw_queries(22, "bfloat16", 2, 9, 8, 128)
-    options = {"window": (left, -1), "first_position": first, "softcap": 5.0, "keep_scores": 3}
-    check(backend, q, pages, unread(pages, first, left), **options)
-
-
-@pytest.mark.parametrize("rungs", [((2, 2),), ((4, 4),), ((16, 16),)], ids=str)
-def test_a_window_over_one_width(backend: Any, rungs: tuple[tuple[int, int], ...]) -> None:
-    """Many sequences: lists that thread blocks share, with pages of several sequences."""
-    lengths = np.random.default_rng(23).integers(0, 9, (30, 8))
-    pages = spread(draw_pages(23, "bfloat16", 128, rungs, lengths), 23)
-    first, left = np.full(30, 100_000, np.int32) - np.arange(30, dtype=np.int32), 100_000 - WINDOW_STARTS
-    q = draw_queries(23, "bfloat16", 30, 3, 32, 128)
-    check(backend, q, pages, unread(pages, first, left), window=(left, 0), first_position=first)
-
-
-def test_a_window_that_reaches_no_stored_token(backend: Any) -> None:
-    pages = spread(draw_pages(24, "bfloat16", 128, MIXED, np.array([[40, 7]])), 24)
-    first = np.array([1 << 18], np.int32)
-    q = draw_queries(24, "bfloat16", 1, 2, 8, 128)
-    actual = attend(backend, q, unread(pages, first, 3), window=(3, 0), first_position=first)
-    assert not to_numpy(actual.out).any()
-    assert np.isneginf(to_numpy(actual.lse)).all()
+    used = np.arange(table[2]) < pages.num_pages[..., None]
+    exact = whole.scores[torch.from_numpy(used).cuda()].double().cpu().numpy()
+    found = reference.scores_of_bytes(kept.cpu().numpy(), 2 * group)[used]
+    kept_ones = np.isfinite(found)
+    assert kept_ones.sum() > 0.9 * np.isfinite(exact).sum()
+    assert np.abs(found - exact)[kept_ones].max() <= 0.08 * np.log(2)
+    assert exact[~kept_ones].max(initial=-np.inf) <= exact.max() - 23.8 * np.log(2)
+    assert (np.abs(np.roll(found, 1, -1) - exact)[kept_ones] > 0.08).mean() > 0.5
+    assert (kept.cpu().numpy()[~used] == 77).all()
 
 
 def test_many_sequences_share_blocks(backend: Any) -> None:

@@ -1,6 +1,11 @@
 // Scores that a call keeps: where they go, and how.
 //
-// Needs KEEP_SCORES, packed_call.cuh and packed_codes.cuh.
+// As float32, natural, [kept rows][64 slots] a page: what callers get. As bytes, what a cache needs to learn
+// what tokens received: eighths of a binary order below the reference of the (page, row), which follows
+// the codes of all rows as a float. score * log2(e) = (code - 255) / 8 + reference, code 0 means nothing:
+// 2^-24 of the largest probability so far, the least that the importance of a token can be.
+//
+// Needs KEEP_SCORES, packed_call.cuh and packed_state.cuh.
 #pragma once
 
 constexpr float LN2 = 0.69314718056f;
@@ -9,45 +14,79 @@ constexpr float LN2 = 0.69314718056f;
 // of entry 0 at `to`, those of row 2u + 1 behind them.
 struct KeptRows {
     u8* to;
-    u32 has;  // bit j: row 2u + j is kept
+    u32 has;        // bit j: row 2u + j is kept
+    u32 reference;  // of row 2u, of bytes: how far behind `to`
 };
+
+__device__ __forceinline__ u32 bytes_of_kept_page(const Call& call) {
+    return KEEP_SCORES == 1 ? (68u * call.kept + 15u) & ~15u : 64u * KEEP_SCORES * call.kept;
+}
 
 __device__ __forceinline__ KeptRows kept_rows(const Call& call, const Sequence& s, int lane) {
     const int row = 2 * (lane % 4), first = s.first_row + row - (call.rows - call.kept);
-    const u64 rows_before = (u64)s.pair * call.entries * call.kept;
-    KeptRows r = {(u8*)call.scores + ((rows_before + first) * 64 + lane / 4 * 8) * KEEP_SCORES,
-                  (row < s.rows && first >= 0) | (row + 1 < s.rows && first >= -1) << 1};
-    asm volatile("" : "+l"(r.to), "+r"(r.has));  // or it would be computed again for every page
+    const int slot = lane / 4 * 8;
+    u8* const pages = (u8*)call.scores + (u64)s.pair * call.entries * bytes_of_kept_page(call);
+    KeptRows r = {pages + (first * 64 + slot) * KEEP_SCORES,
+                  (row < s.rows && first >= 0) | (row + 1 < s.rows && first >= -1) << 1,
+                  (u32)(64 * call.kept + 4 * first - (first * 64 + slot))};
+    asm volatile("" : "+l"(r.to), "+r"(r.has), "+r"(r.reference));  // or all is computed for every page
     return r;
 }
 
 // Scores are read right after a call and written again by the next one, so they stay in the second-level
 // cache: the policy is what createpolicy.fractional.L2::evict_last gives for all of an access.
+constexpr u64 EVICT_LAST = 0x14f0000000000000ull;
+
 __device__ __forceinline__ void store_kept(void* to, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(x), "r"(y),
-                 "r"(z), "r"(w), "l"(0x14f0000000000000ull)
+                 "r"(z), "r"(w), "l"(EVICT_LAST)
                  : "memory");
 }
 
-// Natural scores of a page, of scores less `reference`.
+__device__ __forceinline__ void store_kept(void* to, u32 x, u32 y) {
+    asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(x), "r"(y),
+                 "l"(EVICT_LAST)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_kept(void* to, float x) {
+    asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(to), "f"(x), "l"(EVICT_LAST) : "memory");
+}
+
+// Two codes, each in the lower byte of a half: scores of float16 at most `reach`, a whole number, become
+// 255 / 256 + (score - reach) / 32, cut at 0, and then whole numbers in the mantissa of 1024 and more.
+__device__ __forceinline__ u32 code_pair(u32 scores, u32 top) {
+    u32 share, code;
+    constexpr u32 BY_32 = 0x28002800u, TIMES_256 = 0x5c005c00u, FROM_1024 = 0x64006400u;
+    asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(share) : "r"(scores), "r"(BY_32), "r"(top));
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(code) : "r"(share), "r"(TIMES_256), "r"(FROM_1024));
+    return code;
+}
+
+// Keeps the scores of a page; `s` is less the reference of the state, which it exceeds by the reach at most.
 __device__ __forceinline__ void keep_scores(const Call& call, const KeptRows& rows, u32 entry,
-                                            const float (&reference)[2], const float (&s)[4][4]) {
-    u8* const page = rows.to + (u64)entry * (64 * KEEP_SCORES * (u32)call.kept);
+                                            const State& state, const float (&s)[4][4], int lane) {
+    u8* const page = rows.to + (u64)entry * bytes_of_kept_page(call);
+    const float share = fmaf(state.reach, -1.f / 32, 255.f / 256);
+    const u32 top = pack_halves(share, share);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-        const float base = reference[j] * LN2;
-        float x[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = fmaf(s[i / 2][2 * (i % 2) + j], LN2, base);
-        u8* const to = page + j * 64 * KEEP_SCORES;
         if (!(rows.has >> j & 1)) continue;
-        if (KEEP_SCORES == 2) {
-            store_kept(to, pack_halves(x[0], x[1]), pack_halves(x[2], x[3]), pack_halves(x[4], x[5]),
-                       pack_halves(x[6], x[7]));
+        if (KEEP_SCORES == 1) {
+            u32 codes[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) codes[i] = code_pair(pack_halves(s[i][j], s[i][2 + j]), top);
+            store_kept(page + 64 * j, __byte_perm(codes[0], codes[1], 0x6420),
+                       __byte_perm(codes[2], codes[3], 0x6420));
+            if (lane < 4) store_kept(page + rows.reference + 4 * j, state.reference[j] + state.reach);
         } else {
+            const float base = state.reference[j] * LN2;
+            float x[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[i] = fmaf(s[i / 2][2 * (i % 2) + j], LN2, base);
 #pragma unroll
             for (int i = 0; i < 8; i += 4)
-                store_kept(to + 4 * i, __float_as_uint(x[i]), __float_as_uint(x[i + 1]),
+                store_kept(page + 256 * j + 4 * i, __float_as_uint(x[i]), __float_as_uint(x[i + 1]),
                            __float_as_uint(x[i + 2]), __float_as_uint(x[i + 3]));
         }
     }

@@ -3,10 +3,11 @@
 // Probabilities lie as scores do: see packed_scores.cuh. Needs packed_state.cuh.
 #pragma once
 
-// Softmax: scores less the state's reference become probabilities, and the state's sums follow.
-// `steps` of the values, if they are coded. What raw values of float16 are multiplied by must have no lift.
+// Raises the state's reference, and all that is relative to it, where a score of a page would exceed its
+// reach. `steps` of the values, if they are coded. What raw values of float16 are multiplied by must have no
+// lift.
 template <bool STEPS>
-__device__ __forceinline__ void probabilities(float (&s)[4][4], const Steps& steps, State& state) {
+__device__ __forceinline__ void raise_reference(float (&s)[4][4], const Steps& steps, State& state) {
     float top[2] = {s[0][0], s[0][1]};
 #pragma unroll
     for (int i = 1; i < 8; ++i) {
@@ -65,6 +66,10 @@ __device__ __forceinline__ void probabilities(float (&s)[4][4], const Steps& ste
             for (int i = 0; i < TILES_D; ++i) state.out[i][r] *= factor[r % 2];
         }
     }
+}
+
+// Scores less the state's reference become probabilities, and the state's sums follow.
+__device__ __forceinline__ void probabilities(float (&s)[4][4], State& state) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         float& p = s[i / 4][i % 4];

@@ -1,0 +1,221 @@
+"""What GPU tests of packed attention share: pages and queries, calls of both backends, the comparison.
+
+Pages are drawn as bytes: any codes are valid codes. Unused slots hold NaN and unused table entries name pages
+that do not exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from kvlab.cache.pages import LayerPages, PageLayout
+from kvlab.ops import packed_cuda, packed_numba
+from kvlab.ops.packed import Sight
+from kvlab.reference import packed as reference
+from kvlab.reference.pages import bit_address
+from tests.compare import assert_accurate, low_precision_attention
+
+MIXED = ((2, 2), (3, 3), (4, 4), (8, 8), (16, 16))
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+BACKENDS = {"cuda": packed_cuda, "numba": packed_numba}
+NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0}
+
+
+@pytest.fixture(params=BACKENDS)
+def each_backend(request: pytest.FixtureRequest) -> Any:
+    """The module that launches a backend."""
+    return BACKENDS[request.param]
+
+
+@dataclass
+class DevicePages:
+    """A `LayerPages` on the GPU."""
+
+    layouts: tuple[PageLayout, ...]
+    pools: tuple[torch.Tensor, ...]
+    rung: torch.Tensor
+    count: torch.Tensor
+    index: torch.Tensor
+    base: torch.Tensor
+    num_pages: torch.Tensor
+    k_mean: torch.Tensor
+    dtype: str
+
+
+def on_device(pages: LayerPages) -> DevicePages:
+    put = lambda x: torch.from_numpy(np.array(x)).cuda()  # noqa: E731
+    tables = (
+        put(pages.rung),
+        put(pages.count),
+        put(pages.index.view(np.int32)),
+        put(pages.base.view(np.int16)),
+        put(pages.num_pages),
+    )
+    return DevicePages(pages.layouts, tuple(map(put, pages.pools)), *tables, put(pages.k_mean), pages.dtype)
+
+
+def to_torch(x: np.ndarray) -> torch.Tensor:
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).cuda()
+    return torch.from_numpy(x).cuda()
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    if x.dtype == torch.bfloat16:
+        return x.cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.cpu().numpy()
+
+
+def draw_pool(rng: np.random.Generator, layout: PageLayout, dtype: str, pages: int) -> np.ndarray:
+    """Pages of random codes, values of about unit size."""
+    pool = rng.integers(0, 256, (pages, layout.nbytes), np.uint8)
+    parts = {
+        "k": (layout.bits_k, layout.k_codes, layout.v_codes, layout.k_steps),
+        "v": (layout.bits_v, layout.v_codes, layout.k_steps, layout.v_steps),
+    }
+    for bits, begin, end, steps in parts.values():
+        if bits == 16:
+            values = rng.standard_normal((pages, (end - begin) // 2)).astype(DTYPES[dtype])
+            pool[:, begin:end] = values.view(np.uint8)
+        else:
+            step = np.float16(1.7 / 2**bits) * np.exp(0.3 * rng.standard_normal((pages, 64))).astype(
+                np.float16
+            )
+            pool[:, steps : steps + 64] = (step.view(np.uint16) >> 7).astype(np.uint8)
+    return pool
+
+
+def poison(record: np.ndarray, layout: PageLayout, dtype: str, count: int) -> None:
+    """Make the unused slots of a page NaN."""
+    for side, bits, begin, end, steps in (
+        ("k", layout.bits_k, layout.k_codes, layout.v_codes, layout.k_steps),
+        ("v", layout.bits_v, layout.v_codes, layout.k_steps, layout.v_steps),
+    ):
+        if bits < 16:
+            record[steps + count : steps + 64] = 0xFF
+        else:
+            elements = record[begin:end].view(np.uint16)
+            elements[bit_address(16, layout.head_dim, side)[count:, :, 0] // 16] = NAN_BITS[dtype]
+
+
+def aligned(pool: np.ndarray) -> np.ndarray:
+    """A copy that starts at a multiple of 64 bytes."""
+    memory = np.zeros(pool.size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    memory[start : start + pool.size] = pool.reshape(-1)
+    return memory[start : start + pool.size].reshape(pool.shape)
+
+
+def draw_pages(
+    seed: int,
+    dtype: str,
+    head_dim: int,
+    rungs: tuple[tuple[int, int], ...],
+    lengths: np.ndarray,
+    *,
+    full: bool = False,
+) -> LayerPages:
+    """Draw pages: lengths (batch, KV heads) are numbers of pages, rungs and counts random unless `full`."""
+    rng = np.random.default_rng(seed)
+    layouts = tuple(PageLayout(head_dim, k, v, 2) for k, v in rungs)
+    entries = max(1, lengths.max()) + 2
+    shape = (*lengths.shape, entries)
+    rung = rng.integers(0, len(rungs), shape).astype(np.uint8)
+    count = np.full(shape, 64) if full else np.where(rng.random(shape) < 0.6, 64, rng.integers(0, 64, shape))
+    index = np.zeros(shape, np.uint32)
+    used = np.arange(entries) < lengths[..., None]
+    pools = []
+    for r, layout in enumerate(layouts):
+        mine = np.argwhere(used & (rung == r))
+        pool = draw_pool(rng, layout, dtype, len(mine) + 1)
+        places = rng.permutation(len(mine) + 1)[: len(mine)]
+        for at, place in zip(map(tuple, mine), places, strict=True):
+            index[at] = place
+            poison(pool[place], layout, dtype, int(count[at]))
+        pools.append(aligned(pool))
+    rung[~used], count[~used], index[~used] = 200, 77, 0xFFFFFFFF
+    mean = rng.standard_normal((*lengths.shape, head_dim)).astype(np.float16)
+    base = np.zeros(shape, np.uint16)
+    return LayerPages(
+        layouts,
+        tuple(pools),
+        rung,
+        count.astype(np.uint8),
+        index,
+        base,
+        lengths.astype(np.int32),
+        mean,
+        dtype,
+    )
+
+
+def draw_queries(seed: int, dtype: str, batch: int, seqlen: int, heads: int, head_dim: int) -> np.ndarray:
+    rng = np.random.default_rng(seed + 1)
+    return rng.standard_normal((batch, seqlen, heads, head_dim)).astype(DTYPES[dtype])
+
+
+def low_precision(
+    q: np.ndarray,
+    pages: LayerPages,
+    window: tuple[int, int] = (-1, -1),
+    first_position: np.ndarray | None = None,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same attention with keys, values, scores and probabilities in the dtype of q."""
+    batch, seqlen, heads, head_dim = q.shape
+    kv_heads = pages.rung.shape[1]
+    group = heads // kv_heads
+    out, lse = np.zeros(q.shape, q.dtype), np.full((batch, heads, seqlen), -np.inf, np.float32)
+    for b in range(batch):
+        for h in range(kv_heads):
+            tokens = reference.stored_tokens(pages, b, h)
+            k, v = (np.concatenate([np.zeros((0, head_dim)), *(t[i] for t in tokens)]) for i in (0, 1))
+            own = slice(h * group, (h + 1) * group)
+            blocks = [(slice(0, seqlen), np.ones(len(k), np.bool_))]
+            if first_position is not None:
+                position = reference.stored_positions(pages, b, h)
+                lowest = first_position[b] + np.arange(seqlen) - window[0]
+                blocks = [(slice(s, s + 1), position >= lowest[s]) for s in range(seqlen)]
+            for rows, seen in blocks:
+                out[b : b + 1, rows, own], lse[b : b + 1, own, rows] = low_precision_attention(
+                    q[b : b + 1, rows, own],
+                    k[seen].astype(q.dtype)[None, :, None],
+                    v[seen].astype(q.dtype)[None, :, None],
+                    **options,
+                )
+    return out, lse
+
+
+def attend(backend: Any, q: np.ndarray, pages: LayerPages, **options: Any) -> Any:
+    group = q.shape[2] // pages.rung.shape[1]
+    arguments = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "keep_scores": 0} | options
+    if "window" in arguments:
+        left, _ = arguments.pop("window")
+        arguments["sight"] = Sight(left, to_torch(arguments.pop("first_position")))
+    return backend.launch(to_torch(q), on_device(pages), group, **arguments)
+
+
+def check(
+    backend: Any, q: np.ndarray, pages: LayerPages, hostile: LayerPages | None = None, **options: Any
+) -> np.ndarray:
+    """Compare with float64; the backend gets `hostile`, the same but for what must not matter."""
+    actual = attend(backend, q, hostile or pages, **options)
+    out, lse, scores = reference.packed_attention(q, pages, **options)
+    options.pop("keep_scores", None)
+    low_out, low_lse = low_precision(q, pages, **options)
+    got = to_numpy(actual.out)
+    assert_accurate(got, out, low_out)
+    assert_accurate(to_numpy(actual.lse), lse, low_lse, "lse")
+    if actual.scores is not None:
+        used = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
+        kept = to_numpy(actual.scores[torch.from_numpy(used).cuda()])  # others may be uninitialised
+        assert np.array_equal(np.isneginf(kept), np.isneginf(scores[used]))
+        finite = np.isfinite(scores[used])
+        assert np.abs(kept[finite] - scores[used][finite]).max() < 0.05
+    return got

@@ -1,0 +1,75 @@
+"""How collecting calls keep scores: packed_kept.cuh in NumPy, read back by the reference.
+
+A score becomes a byte by two multiply-adds of float16. Here is how far that may be from the score, for any
+reach (the lift of packed_values.cuh and its slack), and that nothing becomes another's byte. tests/gpu tells
+whether the kernel does the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvlab.reference.packed import scores_of_bytes
+
+STEP = 0.08  # what a score may be off, in binary orders: half an eighth, and roundings of float16
+
+
+def codes_of(scores: NDArray[np.float32], reach: float) -> NDArray[np.uint8]:
+    """`code_pair`, of scores in base 2 less the reference of the state; a step rounds once, as fma does."""
+    top = np.float16(np.float32(255 / 256) - np.float32(reach) / np.float32(32)).astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        share = (scores.astype(np.float16).astype(np.float64) / 32 + top).astype(np.float16)
+    share = np.clip(np.nan_to_num(share, nan=0.0), 0, 1).astype(np.float64)
+    return (share * 256 + 1024).astype(np.float16).view(np.uint16).astype(np.uint8)
+
+
+def read_back(codes: NDArray[np.uint8], reference: float) -> NDArray[Any]:
+    """Scores in base 2, of rows of 64 codes that are all relative to `reference`."""
+    nbytes = -(-68 * len(codes) // 16) * 16
+    page = np.full(nbytes, 0xFF, np.uint8)
+    page[: codes.size] = codes.reshape(-1)
+    page[codes.size : codes.size + 4 * len(codes)].view(np.float32)[:] = reference
+    return scores_of_bytes(page, len(codes)) / np.log(2)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lift=st.integers(-10, 20),
+    reference=st.sampled_from([0.0, -500.0, 3.7, 4e4]),
+    spread=st.sampled_from([0.1, 3.0, 40.0, 1e6]),
+)
+def test_a_score_comes_back_within_a_step(seed: int, lift: int, reference: float, spread: float) -> None:
+    reach = lift + 8.0
+    scores = reach - spread * np.abs(np.random.default_rng(seed).standard_normal((3, 64))).astype(np.float32)
+    scores[1, 5:9] = reach, -np.inf, np.nan, reach - 31
+    codes = codes_of(scores, reach)
+    found = read_back(codes, np.float32(reference) + np.float32(reach)) - reference
+    kept = codes > 0
+    slack = 4 * np.spacing(np.float32(abs(reference) + 40))
+    assert np.abs(found[kept] - scores[kept]).max() <= STEP + slack
+    assert not (scores[~kept] > reach - 31.8).any()
+    assert codes[1, 5] == 255
+    assert not codes[1, 6:8].any()
+    assert codes[1, 8] == 7
+    order = np.argsort(scores[0])
+    assert (np.diff(codes[0, order].astype(int)) >= 0).all()
+
+
+def test_rounding_prefers_no_side() -> None:
+    """Over many scores the mean of what is read back is right, and so is mass: within a thousandth."""
+    scores = np.random.default_rng(0).uniform(-20, 8, (40, 64)).astype(np.float32)
+    found = read_back(codes_of(scores, 8.0), 8.0)
+    assert abs((found - scores).mean()) < 0.004
+    assert abs(np.exp2(found - scores).mean() - 1) < 0.004
+    assert abs(np.exp2(read_back(codes_of(scores, 8.0), 8.125) - scores).mean() - 1) > 0.05
+
+
+def test_rows_without_a_token_have_no_score() -> None:
+    codes = codes_of(np.full((2, 64), -np.inf, np.float32), -np.inf)
+    assert not codes.any()
+    assert np.isneginf(read_back(codes, -np.inf)).all()
