@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvlab.cache.pages import PageLayout
 from kvlab.errors import OutOfMemory
 
-__all__ = ["PagePools"]
+__all__ = ["PagePools", "new_pool"]
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -52,7 +52,7 @@ class PagePools:
 
     def __init__(self, layouts: Sequence[PageLayout]) -> None:
         self.layouts = tuple(layouts)
-        self.memory = [_room(0, layout) for layout in self.layouts]
+        self.memory = [new_pool(0, layout) for layout in self.layouts]
         self.free: list[list[int]] = [[] for _ in self.layouts]
         self.used = [0] * len(self.layouts)
 
@@ -66,7 +66,7 @@ class PagePools:
         self.free, self.used = free, used
         for r, pages in enumerate(used):
             if pages > len(self.memory[r]):
-                grown = _room(pages + pages // 4, self.layouts[r], used=pages)
+                grown = new_pool(pages + pages // 4, self.layouts[r], used=pages)
                 grown[: len(self.memory[r])] = self.memory[r]
                 self.memory[r] = grown
 
@@ -77,18 +77,18 @@ class PagePools:
 
     def replace(self, rung: int, pages: Bytes) -> None:
         """Let a pool be a copy of these pages, all of them in use."""
-        self.memory[rung] = _room(len(pages), self.layouts[rung])
+        self.memory[rung] = new_pool(len(pages), self.layouts[rung])
         self.memory[rung][:] = pages
         self.free[rung], self.used[rung] = [], len(pages)
 
     def realign(self) -> None:
         """Move the pools of a copy, which `copy.deepcopy` has put at any address, to aligned ones."""
         for r, pool in enumerate(self.memory):
-            self.memory[r] = _room(len(pool), self.layouts[r])
+            self.memory[r] = new_pool(len(pool), self.layouts[r])
             self.memory[r][:] = pool
 
 
-def _room(pages: int, layout: PageLayout, used: int | None = None) -> Bytes:
+def new_pool(pages: int, layout: PageLayout, used: int | None = None) -> Bytes:
     """Room for pages, not initialised, that starts at a multiple of 64 bytes; the first `used` come soon.
 
     These may lie in huge pages of the system, with which attention is up to a fifth faster; what is behind

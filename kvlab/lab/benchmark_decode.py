@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.pages import TOKENS_PER_PAGE, LayerPages, PageLayout, read_tokens
+from kvlab.cache.pools import new_pool
 from kvlab.errors import needs_extra
 from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
@@ -125,8 +126,7 @@ def make_pages(rng: np.random.Generator, widths: Sequence[int], tokens: int) -> 
     for r, layout in enumerate(layouts):
         mine = rung == r
         index[mine] = rng.permutation(mine.sum())
-        memory = np.empty(mine.sum() * layout.nbytes + 64, np.uint8)
-        pool = memory[-memory.ctypes.data % 64 :][: mine.sum() * layout.nbytes].reshape(-1, layout.nbytes)
+        pool = new_pool(int(mine.sum()), layout)
         pool[:] = rng.integers(0, 256, pool.shape, np.uint8)
         # Uniform codes with this step lie within 2, so values have about the variance 4 / 3.
         step = int(np.abs(STEPS[:0xF8] - np.float32(2.0 ** (1 - ladder[r]))).argmin())

@@ -7,15 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from kvlab.cache.pages import LayerPages, PageLayout
-
-
-def aligned(pages: int, nbytes: int) -> NDArray[np.uint8]:
-    buffer = np.zeros(pages * nbytes + 64, np.uint8)
-    start = -buffer.ctypes.data % 64
-    return buffer[start : start + pages * nbytes].reshape(pages, nbytes)
+from kvlab.cache.pools import new_pool
 
 
 def good_layer() -> LayerPages:
@@ -23,7 +17,7 @@ def good_layer() -> LayerPages:
     shape = 2, 3, 4
     return LayerPages(
         layouts=layouts,
-        pools=(aligned(5, layouts[0].nbytes), aligned(2, layouts[1].nbytes)),
+        pools=(new_pool(5, layouts[0]), new_pool(2, layouts[1])),
         rung=np.ones(shape, np.uint8),
         count=np.full(shape, 64, np.uint8),
         index=np.ones(shape, np.uint32),
@@ -74,7 +68,7 @@ def test_tables_that_do_not_fit_together(change: dict[str, Any], message: str) -
 
 def test_pools_that_are_not_aligned() -> None:
     layer = good_layer()
-    shifted = aligned(6, layer.layouts[0].nbytes).reshape(-1)[4:][: layer.pools[0].size]
+    shifted = new_pool(6, layer.layouts[0]).reshape(-1)[4:][: layer.pools[0].size]
     with pytest.raises(ValueError, match="start at a multiple of 64 bytes"):
         dataclasses.replace(layer, pools=(shifted.reshape(layer.pools[0].shape), layer.pools[1]))
 
