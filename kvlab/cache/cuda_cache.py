@@ -5,7 +5,7 @@ the new ones to its result and stores them in open pages. A step whose arrays li
 takes the host a short way (cuda_repeat.py). Open pages count as live as soon as a plan has made them, so no
 decode step changes a byte of the budget. When the open pages of a layer are full, a plan for all layers at
 once chooses widths anew and opens others; the device does all of it and the host waits for nothing.
-Long steps (prefill) attend their own tokens by `kvlab.attention` and are planned and written at once.
+Long steps (prefill) are planned and written at once (cuda_long.py).
 
 The host knows lengths and how much room it has made, nothing else of what lies in pages.
 """
@@ -17,26 +17,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, to_device, to_host
-from kvlab.cache import cuda_host, cuda_score
+from kvlab.arrays import CudaView, cuda_view, current_stream, empty
+from kvlab.cache import cuda_host
 from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.cuda_calls import StepCalls
 from kvlab.cache.cuda_changes import MOST_ROOM, Changes
 from kvlab.cache.cuda_collect import Collector
-from kvlab.cache.cuda_plan import Workspace as Plan
 from kvlab.cache.cuda_repeat import Repeated
-from kvlab.cache.importance import MOST_TOKENS
 from kvlab.cache.layer import Layer
-from kvlab.cache.pages import TOKENS_PER_PAGE
-from kvlab.ops.attention import attention, attention_varlen
 
 __all__ = ["DeviceCache", "Settings"]
 
-FEWEST_ROWS, MOST_SCORES = 16, 256 << 20
-"""Of the last 64 query rows of a long step, all those whose attention to stored tokens is collected for which
-scores have room in so many bytes, and at least so many; evenly spread, since neighbours see much the same."""
 OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
 """What the importance of a new token of a step is, by what the policy observes."""
 
@@ -118,7 +111,12 @@ class DeviceCache:
 
     def used(self) -> Any:
         """Number of live pages, (layers, rungs); waits for the device."""
-        return self.store.read("used")[0]
+        return self.read("used")[0]
+
+    def read(self, *names: str) -> list[NDArray[Any]]:
+        """Copies of tables on the host; waits for the device."""
+        self.changes.confirm()
+        return self.store.read(*names)
 
     @property
     def reserved_nbytes(self) -> int:
@@ -139,6 +137,7 @@ class DeviceCache:
         """A step of few tokens, for which there is room: `views` of q, k and v, `valid` an address or 0."""
         query, k, v = views
         steps, stream = query.shape[1], current_stream(q)
+        self.changes.confirm()
         collects, observed = self.collects(layer, steps), self.observed_as(layer)
         attend, append, lse = self.calls.step(layer, q, steps, scale, softcap, observed, collects)
         out = empty(query.shape, query.dtype, q)
@@ -156,7 +155,7 @@ class DeviceCache:
         return OBSERVED_AS[self.observes[layer]]
 
     def is_short(self, steps: int) -> bool:
-        """Whether a step of so many tokens is launched by `step`, not by `long_step`."""
+        """Whether a step of so many tokens is launched by `step`, not by `cuda_long.step`."""
         return 0 < steps <= kernels.MAX_STEPS and self.group <= kernels.MAX_GROUP
 
     def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
@@ -164,22 +163,24 @@ class DeviceCache:
         steps = views[0].shape[1]
         observed = "one" if self.observes[layer] == "nothing" else "norm"
         call = self.calls.append(layer, steps, 1.0, 0.0, observed)
-        self.collector.settle(current_stream(k))
+        self.settle(current_stream(k))
         call(None, views[0], views[1], valid, 0, 0, False, current_stream(k))
         self.count(layer, steps, False)
 
-    def long_append(self, layer: int, k: Any, v: Any, valid: Any, share: int | None) -> None:
-        """Store many tokens."""
-        workspace = self.changes.admission(k.shape[1], self.lengths[layer] > 0)
-        codes = empty((self.pairs, k.shape[1]), "uint8", k)
-        fresh = self._fresh(k, v, valid, codes, layer)
-        cuda_score.score_norms(k, codes, self.settings.importance, current_stream(k))
-        self._admit(layer, (k, v), valid, None, fresh, share, workspace)
-        self.count(layer, k.shape[1], False)
-
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """See `MixedPrecisionCache.attend`."""
+        self.changes.confirm()
         return self.calls.attend(layer, q, scale, softcap, 0)[0]
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether scores are kept, or new tokens may not be in yet, so that pages must not change."""
+        return self.collector.pending or self.changes.unconfirmed
+
+    def settle(self, stream: int) -> None:
+        """Bring importance up to date and see that new tokens are in, before anything changes pages."""
+        self.collector.settle(stream)
+        self.changes.confirm()
 
     @property
     def counters(self) -> tuple[list[int], list[int], list[int]]:
@@ -197,87 +198,6 @@ class DeviceCache:
         due = self.since[layer] + steps >= self.settings.realloc_every
         return due and self.lengths[layer] > 0 and self.observes[layer] == "mass"
 
-    # ---- long steps ----------------------------------------------------------------------------------------
-
-    def long_step(
-        self, layer: int, q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float, share: int | None
-    ) -> Any:
-        """A step of many tokens; it waits for the device."""
-        steps, dtype, dim = q.shape[1], self.layers[layer].store.dtype, self.store.head_dim
-        stream, workspace = current_stream(q), self.changes.admission(steps, self.lengths[layer] > 0)
-        codes = empty((self.pairs, steps), "uint8", k)  # all memory is taken before anything changes
-        self.collector.settle(stream)
-        out, lse = attend_new(q, k, v, valid, scale, softcap)
-        collects = self.collects(layer, steps)
-        if self.lengths[layer]:
-            rows, whole = self._observed_rows(steps) if collects else (slice(0), False)
-            kept = len(range(steps)[rows]) if whole else 0
-            stored, stored_lse, scores = self.calls.attend(layer, q, scale, softcap, kept)
-            addresses = [cuda_view(x, "x").pointer for x in (out, lse, stored, stored_lse)]
-            kernels.merge_rows(dim, dtype, self.device, addresses, tuple(q.shape[:3]), stream)
-            if collects:
-                some = q[:, rows]
-                if not whole:
-                    scores = self.calls.attend(layer, some, scale, softcap, some.shape[1])[2]
-                total = empty((len(q), q.shape[2], some.shape[1]), "float32", q)
-                total[...] = lse[:, :, rows]
-                since = self.since[layer] + steps
-                self.collector.score(layer, scores[None], total[None], since, 0, stream)
-        fresh = self._fresh(k, v, valid, codes, layer)
-        if self.observes[layer] == "mass":
-            if valid is not None:
-                lse.swapaxes(1, 2)[~valid] = float("-inf")
-            cuda_score.score_new(q, k, lse, codes, scale=scale, softcap=softcap, stream=stream)
-        else:
-            cuda_score.score_norms(k, codes, self.settings.importance, stream)
-        mass = codes if self.observes[layer] == "mass" else None
-        self._admit(layer, (k, v), valid, mass, fresh, share, workspace)
-        self.count(layer, steps, collects)
-        return out
-
-    def _observed_rows(self, steps: int) -> tuple[slice, bool]:
-        """Query rows of a long step that are observed, and whether these are its last ones without a gap."""
-        store, last = self.store, min(steps, MOST_TOKENS)
-        nbytes = 2 * self.pairs * store.entries * self.group * TOKENS_PER_PAGE
-        apart = -(-last // min(last, max(FEWEST_ROWS, MOST_SCORES // max(nbytes, 1))))
-        return slice(steps - 1 - (last - 1) // apart * apart, steps, apart), apart == 1
-
-    def _fresh(self, k: Any, v: Any, valid: Any, codes: Any, layer: int) -> Any:
-        mask = 0 if valid is None else cuda_view(valid, "valid").pointer
-        address = cuda_view(codes, "importance").pointer
-        views = cuda_view(k, "k"), cuda_view(v, "v")
-        return kernels.new_tokens(*views, mask, address, k.shape[1], self.lengths[layer])
-
-    def _admit(
-        self,
-        layer: int,
-        new: tuple[Any, Any],
-        valid: Any,
-        mass: Any,
-        fresh: Any,
-        share: int | None,
-        workspace: Plan,
-    ) -> None:
-        """Plan and write new keys and values of one layer; waits for the device."""
-        store, stream, steps = self.layers[layer].store, current_stream(new[0]), int(fresh["steps"])
-        if self.lengths[layer] == 0 and self.settings.takes_mean[layer]:
-            mean = cuda_view(self.store.tables["k_mean"][layer], "k_mean").pointer
-            kernels.mean_of_keys(
-                store.head_dim, store.dtype, self.device, fresh, self.pairs, self.store.heads, mean, stream
-            )
-        if self.settings.on_host:
-            cuda_host.admit(self, layer, new, valid, mass, share)
-            return
-        self.collector.settle(stream)
-        self.changes.set_share(share)
-        length, room = self.lengths[layer], self.changes.room
-        if self.changes.is_tight(layer, length + steps + room):
-            room, use = 0, np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
-            if not self.changes.fits(layer, length, new=use):
-                cuda_host.consolidate(self, steps, share, to_come=False)
-        self.changes.admit(layer, fresh, workspace, stream, room)
-        self.room[layer] = room + steps  # less these steps, which are counted next
-
     # ---- room ----------------------------------------------------------------------------------------------
 
     def make_room(self, layer: int, steps: int, share: int | None) -> None:
@@ -293,7 +213,7 @@ class DeviceCache:
 
     def _plan(self, first: int, n: int, steps: int, share: int | None) -> None:
         stream, room = current_stream(self.like), self.changes.room
-        self.collector.settle(stream)
+        self.settle(stream)
         self.changes.set_share(share)
         layers = range(first, first + n)
         if self.settings.on_host and (share is not None or self.settings.residual):
@@ -357,24 +277,3 @@ class DeviceCache:
         self.store.clear()
         self.lengths, self.since, self.room = ([0] * len(self.layers) for _ in range(3))
         self.changes.restart(tidy=True)
-
-
-def attend_new(q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float) -> tuple[Any, Any]:
-    """Attend new tokens causally among themselves: out (B, S, Hq, D) and lse (B, Hq, S).
-
-    With padding this waits for the device: rows of unequal length are packed one behind the other.
-    """
-    if valid is None:
-        return attention(q, k, v, causal=True, scale=scale, softcap=softcap, return_lse=True)
-    counts = to_host(valid).sum(1)
-    ends = to_device(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), q)
-    longest = int(counts.max(initial=0))
-    packed_out, packed_lse = attention_varlen(
-        q[valid], k[valid], v[valid], ends, ends, longest, longest,
-        causal=True, scale=scale, softcap=softcap, return_lse=True,
-    )  # fmt: skip
-    out, lse = empty(q.shape, dtype_name(q), q), empty((q.shape[0], q.shape[2], q.shape[1]), "float32", q)
-    out[...], lse[...] = 0, float("-inf")
-    out[valid] = packed_out
-    lse.swapaxes(1, 2)[valid] = packed_lse.T
-    return out, lse

@@ -3,18 +3,18 @@
 A decode step repeats the same two launches a layer, token after token, so their arguments are laid down once
 and kept for as long as the store's memory stays where it is. Memory for the scores of a collecting step and
 for parts of results serves all layers, which run one after the other on one stream. Long steps are rare and
-need more of it, so they take theirs for the call alone.
+need more of it, so they take theirs for the call alone; of their launches those of the last shape are kept.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kvlab.arrays import cuda_view, current_stream, empty
+from kvlab.arrays import cuda_view, current_stream, empty, pointer_of
 from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.cuda_collect import Collector
 from kvlab.cache.cuda_store import DeviceStore
-from kvlab.ops.packed_cuda import AttendCall, Workspace, make_workspace
+from kvlab.ops.packed_cuda import AttendCall, Workspace, kept_page_bytes, make_workspace
 
 __all__ = ["StepCalls"]
 
@@ -46,11 +46,17 @@ class StepCalls:
         self._appends: dict[Any, kernels.AppendCall] = {}
         self._lse: dict[int, Lse] = {}
         self._workspaces: dict[int, Workspace] = {}
+        self._last_shape: Any = (
+            None  # of a call of `attend`, whose launches are kept: the next is often like it
+        )
+        self._attends: dict[int, AttendCall] = {}
+        self._arrivals: Any = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that is kept."""
         kept = [lse.array for lse in self._lse.values()]
+        kept += [] if self._arrivals is None else [self._arrivals]
         kept += [
             x for workspace in self._workspaces.values() for x in (workspace.partial, workspace.arrivals)
         ]
@@ -108,16 +114,26 @@ class StepCalls:
         out = empty(q.shape, self._store.stores[layer].dtype, q)
         lse = empty((q.shape[0], q.shape[2], steps), "float32", q)
         scores = self._new_scores(kept) if kept else None
-        pages, workspace = self._store.pages(layer), self._new_workspace(steps)
-        call = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
-        addresses = cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer
-        call(cuda_view(q, "q"), *addresses, current_stream(q))
+        workspace = self._new_workspace(steps, self._arrivals)
+        self._arrivals = workspace.arrivals
+        shape = q.shape, scale, softcap, kept
+        if shape != self._last_shape:
+            self._last_shape, self._attends = shape, {}
+        call = self._attends.get(layer)
+        if call is None:
+            pages = self._store.pages(layer)
+            call = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
+            self._attends[layer] = call
+        else:
+            call.use(workspace, scores)
+        call(cuda_view(q, "q"), pointer_of(out), pointer_of(lse), current_stream(q))
         return out, lse, scores
 
     def _new_scores(self, kept: int) -> Any:
         store = self._store
-        shape = (store.batch, store.heads, store.entries, kept * self._group, 64)
-        return empty(shape, "float16", store.like)
+        shape = (store.batch, store.heads, store.entries, kept_page_bytes(kept * self._group))
+        return empty(shape, "uint8", store.like)
 
-    def _new_workspace(self, steps: int) -> Workspace:
-        return make_workspace(self._store.like, self._pairs, steps * self._group, self._store.head_dim)
+    def _new_workspace(self, steps: int, arrivals: Any = None) -> Workspace:
+        store = self._store
+        return make_workspace(store.like, self._pairs, steps * self._group, store.head_dim, arrivals)

@@ -2,14 +2,15 @@
 
 At decode a plan serves any number of layers at once, and the host waits for nothing. New tokens of long steps
 are admitted layer by layer: where the arena cannot hold old and new pages at the same time, a plan demotes
-what it can and says so, and the next one takes the tokens in; for that word the host waits.
+what it can and says so, and the next one takes the tokens in. For that word the host waits, once for all
+layers of a step (`confirm`): waiting for each took as long as its launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,19 @@ __all__ = ["MOST_ROOM", "Changes", "ladder_of"]
 MOST_ROOM = 48
 """Tokens that a plan makes room for at most: with the 63 that a page may hold, they fit two pages."""
 NO_LIMIT = 1 << 62
+MOST_KEPT = 64 << 20
+"""Bytes of new tokens that may wait for the word that they were taken in."""
+
+
+class Admission(NamedTuple):
+    """New tokens of a layer that a plan was asked to take in."""
+
+    layer: int
+    fresh: Any
+    workspace: Workspace
+    stream: int
+    room: int
+    arrays: tuple[Any, ...]  # what `fresh` has the addresses of
 
 
 class Changes:
@@ -80,12 +94,7 @@ class Changes:
         by_position: bool,
     ) -> None:
         self._like, self._device, self._longest, self.room = like, device, capacity + room, room
-        self._rules: dict[str, Any] = {
-            "sink": sink,
-            "recent": recent,
-            "room": room,
-            "by_position": by_position,
-        }
+        self._rules: dict[str, Any] = {"sink": sink, "recent": recent, "by_position": by_position}
         self.ladders = [ladder_of(store) for store in stores]
 
         def spare(layer: int, slab: int) -> int:
@@ -117,6 +126,8 @@ class Changes:
         """Say that the store's tables are others: whether the pages in them have no holes."""
         self._tidy = tidy
         self._share: int | None = -1
+        self._unconfirmed: list[Admission] = []
+        self._admission: tuple[tuple[int, bool], Workspace] | None = None  # for the layers of one step
 
     @property
     def tidy(self) -> bool:
@@ -126,6 +137,7 @@ class Changes:
     def set_share(self, share: int | None) -> None:
         """Set the bytes that a row of a layer may take."""
         if share != self._share:
+            self.confirm()
             self.store.tables["budget"][...] = NO_LIMIT if share is None else share
             self._share = share
 
@@ -153,56 +165,89 @@ class Changes:
 
     def make_room(self, first: int, n: int, stream: int, room: int | None = None) -> None:
         """Choose widths anew for n layers, and open pages for the next tokens, `room` or as many as ever."""
-        self._rules["room"] = self.room if room is None else room
+        room = self.room if room is None else room
         if self.tidy:
-            self._plan(first, n, self._decode, stream, None)
+            self._plan(first, n, self._decode, stream, None, room)
             return
         # Any page may have holes, and any tokens may have to move: a workspace for the worst, for one layer.
         pages = self.store.batch * self.store.heads * self.store.entries
         with translated_out_of_memory("a plan of all pages"):
             workspace = make_workspace(self._like, self._shape(0), 1, pages, pages)
         for layer in range(first, first + n):
-            self._plan(layer, 1, workspace, stream, None)
+            self._plan(layer, 1, workspace, stream, None, room)
         self._tidy = n == len(self.ladders)
 
     def admission(self, steps: int, holds_tokens: bool) -> Workspace:
-        """Memory for `admit` of so many steps; taken before anything changes."""
-        pairs, shape = self.store.batch * self.store.heads, self._shape(steps)
-        pages = pairs * self.store.entries if holds_tokens else 0
-        births = pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
-        with translated_out_of_memory(f"the plan of {steps} new tokens"):
-            return make_workspace(self._like, shape, 1, births, max(pages, 1))
+        """Memory for `admit` of so many steps, the same until `confirm`; taken before anything changes."""
+        if self._admission is None or self._admission[0] != (steps, holds_tokens):
+            pairs, shape = self.store.batch * self.store.heads, self._shape(steps)
+            pages = pairs * self.store.entries if holds_tokens else 0
+            births = pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
+            with translated_out_of_memory(f"the plan of {steps} new tokens"):
+                workspace = make_workspace(self._like, shape, 1, births, max(pages, 1))
+            self._admission = (steps, holds_tokens), workspace
+        return self._admission[1]
 
-    def admit(
-        self, layer: int, fresh: Any, workspace: Workspace, stream: int, room: int | None = None
-    ) -> None:
-        """Take in new tokens of a layer, a `NEW_TOKENS` scalar; waits for the device. `room` as above."""
-        self._rules["room"] = self.room if room is None else room
+    def admit(self, new: Admission, *, last: bool) -> None:
+        """Take in new tokens of a layer; `last`: of a step, so that the host waits for all of them.
+
+        Until `confirm`, which is called where many bytes wait for it, too, `new` keeps its arrays.
+        """
+        if not self._unconfirmed:
+            self.store.tables["status"][...] &= ~UNFINISHED
+        self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, new.room)
+        self._unconfirmed.append(new)
+        kept = sum(int(x.nbytes) for waiting in self._unconfirmed for x in waiting.arrays)
+        if last or kept > MOST_KEPT:
+            self.confirm()
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether new tokens may not be in yet, so that nothing may be done with their layers."""
+        return len(self._unconfirmed) > 0
+
+    def awaits(self, layer: int) -> bool:
+        """Whether new tokens of a layer may not be in yet."""
+        return any(new.layer == layer for new in self._unconfirmed)
+
+    def confirm(self) -> None:
+        """See to it that all new tokens are in; waits for the device if there are any."""
+        waiting, self._unconfirmed, self._admission = self._unconfirmed, [], None
+        if not waiting:
+            return
+        status = to_host(self.store.tables["status"])
+        for new in waiting:
+            trouble = int(status[new.layer, 0])
+            if trouble == UNFINISHED:
+                trouble = self._admit_again(new)
+            if trouble:
+                raise RuntimeError(
+                    f"layer {new.layer} is in trouble {trouble}: its tables or its arena are too small"
+                )
+
+    def _admit_again(self, new: Admission) -> int:
+        """Plan until new tokens are in, or nothing is left to be demoted; return the layer's trouble."""
         before: list[int] = []
-        while True:
-            self._plan(layer, 1, workspace, stream, fresh)
-            trouble = self.trouble(layer)
-            if trouble != UNFINISHED:
-                break
-            used = to_host(self.store.tables["used"][layer]).tolist()
+        trouble = UNFINISHED
+        while trouble == UNFINISHED:
+            used = to_host(self.store.tables["used"][new.layer]).tolist()
             if used == before:
                 break  # nothing was demoted, and nothing would be the next time
             before = used
-            self.store.tables["status"][layer] = 0
-        if trouble:
-            raise RuntimeError(
-                f"layer {layer} is in trouble {trouble}: its tables or its arena are too small"
-            )
+            self.store.tables["status"][new.layer] = 0
+            self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, new.room)
+            trouble = self.trouble(new.layer)
+        return trouble
 
-    def _plan(self, first: int, n: int, workspace: Workspace, stream: int, fresh: Any) -> None:
+    def _plan(self, first: int, n: int, workspace: Workspace, stream: int, fresh: Any, room: int) -> None:
         start = first
         for ladder, run in groupby(self.ladders[first : first + n]):
             count = len(list(run))
-            self._plan_run(start, count, ladder, workspace, stream, fresh)
+            self._plan_run(start, count, ladder, workspace, stream, fresh, room)
             start += count
 
     def _plan_run(
-        self, first: int, n: int, ladder: Ladder, workspace: Workspace, stream: int, fresh: Any
+        self, first: int, n: int, ladder: Ladder, workspace: Workspace, stream: int, fresh: Any, room: int
     ) -> None:
         """Plan layers of one ladder, and move tokens and pages as the plan says."""
         store, new = self.store.stores[first], dict[str, Any]()
@@ -211,7 +256,7 @@ class Changes:
             new |= {"steps": int(fresh["steps"]), "first_position": int(fresh["first"])}
         launch_plan(
             self.store.states_pointer, first, n, workspace, ladder, STATE.itemsize, stream,
-            fixed_nbytes=store.fixed_nbytes, **self._rules, **new,
+            fixed_nbytes=store.fixed_nbytes, room=room, **self._rules, **new,
         )  # fmt: skip
         states = self.store.states_pointer + first * STATE.itemsize
         nothing = np.zeros(1, kernels.NEW_TOKENS)[0]

@@ -68,7 +68,7 @@ def arena_share(layers: Sequence[Layer], capacity: int, share: int | None) -> in
 
 def lend(cache: DeviceCache, which: slice = ALL) -> None:
     """Fill layers of the CPU with what the device holds."""
-    cache.collector.settle(current_stream(cache.like))
+    cache.settle(current_stream(cache.like))
     numbers = range(len(cache.layers))[which]
     to_layers(cache.store, cache.layers, cache.lengths, numbers)
     for number in numbers:

@@ -8,7 +8,7 @@ has carried out before anything else reads the pages, and in each layer's status
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import cuda_view, empty, to_device
-from kvlab.build import Kernel, arch_of, build, load
+from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.device import compute_capability
 from kvlab.reference.cache_layer import Ladder
 
@@ -105,6 +105,12 @@ class Workspace:
         Most pages of a layer that a call may add and drop.
     memory, lists : uint8 arrays
         The memory, and the MoveList structs of both phases.
+    call : structured array, (1,)
+        The argument of the kernels; its addresses are laid down.
+    lists_pointer : int
+        Address of `lists`.
+    launches : dict
+        By number of layers, what `launch_plan` launches.
     """
 
     shape: PlanShape
@@ -114,6 +120,8 @@ class Workspace:
     memory: Any
     lists: Any
     call: Any
+    lists_pointer: int
+    launches: dict[int, list[PreparedLaunch]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +130,7 @@ class Workspace:
 
     def move_lists(self, phase: int) -> int:
         """Return the address of MoveList[layers] of a phase; entry i is of the last call's i-th layer."""
-        return cuda_view(self.lists, "lists").pointer + phase * self.layers * _LIST.itemsize
+        return self.lists_pointer + phase * self.layers * _LIST.itemsize
 
     def max_groups(self, phase: int) -> int:
         """Most destination pages of a layer in a phase."""
@@ -145,11 +153,11 @@ def make_workspace(
         total += -(-layers * size // 256) * 256
     memory = empty((total,), "uint8", like)
     start = cuda_view(memory, "memory").pointer
-    call = np.zeros((), _CALL)
+    call = np.zeros(1, _CALL)
     for name in _FIELDS:
         call[name] = start + offsets[name]
     call["segments"], call["chunks"] = shape.segments, shape.chunks
-    call["most_births"], call["most_dropped"] = most_births, most_dropped
+    call["most_births"], call["most_dropped"], call["held"] = most_births, most_dropped, _held(shape)
     lists = np.zeros((2, layers), _LIST)
     for phase in range(2):
         for layer in range(layers):
@@ -162,7 +170,15 @@ def make_workspace(
                 at["head"] + 8,
             )
     on_device = to_device(lists.reshape(-1).view(np.uint8), like)
-    return Workspace(shape, layers, most_births, most_dropped, memory, on_device, call)
+    return Workspace(
+        shape, layers, most_births, most_dropped, memory, on_device, call, cuda_view(on_device, "x").pointer
+    )
+
+
+def _held(shape: PlanShape) -> int:
+    """Chunks of a row that a block holds in shared memory; 0 if they are too many."""
+    chunks = shape.heads * shape.segments * shape.chunks
+    return chunks if chunks <= _MOST_HELD else 0
 
 
 def _sizes(shape: PlanShape, most_births: int, most_dropped: int) -> dict[str, int]:
@@ -297,19 +313,32 @@ def launch_plan(
             f"the workspace serves {workspace.layers} layers and {shape.new_tokens} new tokens; "
             f"{layers} and {steps} were asked for: make a larger one"
         )
-    call = workspace.call.copy()
+    call = workspace.call[0]
     call["hulls"], call["cost"][: len(ladder.cost)] = _hulls(ladder), ladder.cost
     call["layers"], call["codes"], call["valid"] = states + first * state_nbytes, codes, valid
     call["fixed_bytes"], call["steps"], call["first_position"] = fixed_nbytes, steps, first_position
     call["sink"], call["recent"], call["room"], call["by_position"] = sink, recent, room, by_position
-    held = shape.heads * shape.segments * shape.chunks
-    held = call["held"] = held if held <= _MOST_HELD else 0
-    argument = (np.frombuffer(call.tobytes(), f"V{_CALL.itemsize}")[0],)
-    kernels = _kernels(cuda_view(workspace.memory, "memory").device)
+    if layers not in workspace.launches:
+        workspace.launches[layers] = _launches(workspace, layers)
+    for launch in workspace.launches[layers]:
+        launch(stream)
+
+
+def _launches(workspace: Workspace, layers: int) -> list[PreparedLaunch]:
+    """The launches of a plan of so many layers, in their order."""
+    shape = workspace.shape
     groups = shape.batch * shape.heads * shape.segments
+    if not groups:
+        return []
+    kernels = _kernels(cuda_view(workspace.memory, "memory").device)
     counters = 4 * (shape.num_rungs + 1) * _KEYS
-    kernels["count_keys"]((groups, layers), (256,), argument, counters, stream)
-    kernels["choose_rungs"]((shape.batch, layers), (1024,), argument, 4 * held, stream)
-    kernels["bear_pages"]((1, layers), (1024,), argument, 0, stream)
-    kernels["plan_moves"]((groups, layers), (256,), argument, 0, stream)
-    kernels["make_tables"]((1, layers), (1024,), argument, 0, stream)
+    return [
+        PreparedLaunch(kernels[entry], (blocks, layers), (threads,), workspace.call, shared_bytes)
+        for entry, blocks, threads, shared_bytes in (
+            ("count_keys", groups, 256, counters),
+            ("choose_rungs", shape.batch, 1024, 4 * _held(shape)),
+            ("bear_pages", 1, 1024, 0),
+            ("plan_moves", groups, 256, 0),
+            ("make_tables", 1, 1024, 0),
+        )
+    ]

@@ -50,7 +50,7 @@ def repeat(cache: DeviceCache, layer: int, layout: Hashable, q: Any, k: Any, v: 
     Steps that lack room or that collect attention mass are none.
     """
     last = cache.repeated[layer]
-    if last is None or last.layout != layout or cache.collector.pending:
+    if last is None or last.layout != layout or cache.unsettled:
         return None
     steps = last.steps
     if cache.room[layer] < steps or cache.collects(layer, steps) or not cache.lengths[layer]:

@@ -25,6 +25,7 @@ from kvlab.device import translated_out_of_memory
 if TYPE_CHECKING:
     from kvlab.cache.cache import MixedPrecisionCache
     from kvlab.cache.cuda_cache import DeviceCache
+    from kvlab.reference.cache_layer import Ladder
 
 __all__ = ["HEAD_DIMS", "GpuRoad", "check_gpu"]
 
@@ -63,6 +64,7 @@ class GpuRoad:
             ladder_on_gpu(layer.store.ladder, layer.residual)
         self._device: DeviceCache | None = None
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
+        self._found_kinds: set[tuple[Ladder, int]] = set()
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -85,7 +87,7 @@ class GpuRoad:
         """Tokens held, over layers, rows and heads; waits for the device."""
         if self._device is None:
             return sum(layer.tokens() for layer in self._cache.layers)
-        count, num_pages = self._device.store.read("count", "num_pages")
+        count, num_pages = self._device.read("count", "num_pages")
         live = np.arange(count.shape[-1]) < num_pages[..., None]
         return int(count[live].sum(dtype=np.int64))
 
@@ -94,7 +96,7 @@ class GpuRoad:
         store = self._cache.layers[layer].store
         if self._device is None:
             return store.page_counts()
-        rung, num_pages = (table[layer] for table in self._device.store.read("rung", "num_pages"))
+        rung, num_pages = (table[layer] for table in self._device.read("rung", "num_pages"))
         live = np.arange(rung.shape[-1]) < num_pages[..., None]
         rungs = np.arange(len(store.ladder))
         counts: NDArray[np.int64] = ((rung[..., None] == rungs) & live[..., None]).sum(2)
@@ -102,18 +104,21 @@ class GpuRoad:
 
     def smallest_nbytes(self, tokens: int) -> int:
         """Bytes with which a row of any layer does for certain."""
-        from kvlab.cache.cuda_changes import ladder_of
         from kvlab.cache.cuda_tight import guaranteed_nbytes
 
-        residual = self._cache.residual
+        residual, heads = self._cache.residual, self._cache.num_heads_kv
         exact = PageLayout(self._cache.head_dim, 16, 16, 2).nbytes + PAGE_TABLE_BYTES
-        return max(
-            guaranteed_nbytes(
-                max(tokens - residual, 0), store.num_heads_kv, ladder_of(store), store.fixed_nbytes
-            )
-            + window_nbytes(residual, store.num_heads_kv, exact)
-            for store in (layer.store for layer in self._cache.layers)
-        )
+        paged, window = max(tokens - residual, 0), window_nbytes(residual, heads, exact)
+        return max(guaranteed_nbytes(paged, heads, *kind) for kind in self._kinds()) + window
+
+    def _kinds(self) -> set[tuple[Ladder, int]]:
+        """Levels of a layer's pages and the bytes of a row beside them, of every kind of layer."""
+        from kvlab.cache.cuda_changes import ladder_of
+
+        if not self._found_kinds:
+            stores = [layer.store for layer in self._cache.layers]
+            self._found_kinds = {(ladder_of(store), store.fixed_nbytes) for store in stores}
+        return self._found_kinds
 
     # ---- what a model calls --------------------------------------------------------------------------------
 
@@ -137,7 +142,10 @@ class GpuRoad:
                 with translated_out_of_memory(f"a step of {steps} tokens"):
                     raise
         with translated_out_of_memory(f"a step of {steps} tokens"):
-            return device.long_step(layer, q, k, v, valid, scale, softcap, self._share(layer, steps))
+            from kvlab.cache import cuda_long
+
+            share = self._share(layer, steps)
+            return cuda_long.step(device, layer, [q, k, v], views, valid, scale, softcap, share)
 
     def step_heads_first(
         self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
@@ -178,7 +186,9 @@ class GpuRoad:
             device.append(layer, k, views, mask)
         elif steps:
             with translated_out_of_memory(f"{steps} new tokens"):
-                device.long_append(layer, k, v, valid, self._share(layer, steps))
+                from kvlab.cache import cuda_long
+
+                cuda_long.append(device, layer, [k, v], views, valid, self._share(layer, steps))
 
     def attend(self, layer: int, q: Any, scale: float | None, softcap: float) -> Any:
         """`MixedPrecisionCache.attend` on a GPU."""

@@ -100,6 +100,8 @@ class DeviceStore:
     ----------
     tables : dict of str to array
         (layers, ...) arrays by the names of `LayerState`.
+    states_pointer : int
+        Address of the array of `LayerState` on the device.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class DeviceStore:
         self.clear()
         self.host_states = np.array([self._state(layer) for layer in range(len(stores))], STATE)
         self.states = to_device(self.host_states.view(np.uint8), like)
+        self.states_pointer = cuda_view(self.states, "states").pointer
 
     def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         table = (self.batch, self.heads, self.entries)
@@ -197,11 +200,6 @@ class DeviceStore:
         for name, number in zip(_NUMBERS, numbers, strict=True):
             state[name] = number
         return state
-
-    @property
-    def states_pointer(self) -> int:
-        """Address of the array of `LayerState` on the device."""
-        return cuda_view(self.states, "states").pointer
 
     @property
     def reserved_nbytes(self) -> int:

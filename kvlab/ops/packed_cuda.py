@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype
+from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype, pointer_of
 from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.device import compute_capability
 from kvlab.ops.device_arrays import multiprocessors
@@ -80,12 +80,16 @@ class Workspace:
     arrivals: Any
 
 
-def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Workspace:
-    """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group)."""
+def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int, arrivals: Any = None) -> Workspace:
+    """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group).
+
+    `arrivals` may be those of another workspace, whose calls do not overlap in time with these.
+    """
     sequences = pairs * -(-query_rows // _ROWS)
     blocks = multiprocessors(cuda_view(like, "q").device)
-    arrivals = empty((max(sequences, 1),), "int32", like)
-    arrivals[...] = 0
+    if arrivals is None or len(arrivals) < sequences:
+        arrivals = empty((max(sequences, 1),), "int32", like)
+        arrivals[...] = 0
     return Workspace(empty((blocks + sequences, _ROWS, head_dim + 2), "float32", like), arrivals)
 
 
@@ -265,8 +269,15 @@ class AttendCall:
         for name, value in zip(_INTEGERS, numbers, strict=True):
             call[name] = value
         call["scale"], call["softcap"] = scale, softcap
-        self._bytes = call.view(np.uint8).data
+        self._call, self._bytes = call[0], call.view(np.uint8).data
         self._launch = PreparedLaunch(plan.kernel, (plan.grid,), (32 * plan.warps,), call, plan.shared_bytes)
+
+    def use(self, workspace: Workspace, scores: Any) -> None:
+        """Work in other memory from now on, of the shapes of the first."""
+        self._call["partial"], self._call["arrivals"] = map(
+            pointer_of, (workspace.partial, workspace.arrivals)
+        )
+        self._call["scores"] = 0 if scores is None else pointer_of(scores)
 
     def __call__(self, q: CudaView, out: int, lse: int, stream: int) -> None:
         """Launch; `out` and `lse` are the addresses of contiguous arrays."""

@@ -22,6 +22,7 @@ from kvlab.cache import (
     cuda_exchange,
     cuda_host,
     cuda_kernels,
+    cuda_long,
     cuda_repeat,
     cuda_road,
     cuda_store,
@@ -46,6 +47,7 @@ class Kernels:
         self.arrays: dict[int, np.ndarray] = {}
         self.store: DeviceStore
         self.plans: list[tuple[int, int, int]] = []  # (layer, new tokens, status) of every plan so far
+        self.most_births: list[int] = []  # of the next plans, in place of what their workspace has room for
         self.scored: list[list[tuple[int, int]]] = []  # of every launch: (layer, tokens before the step)
 
     def view(self, x: np.ndarray, name: str) -> CudaView:
@@ -99,7 +101,8 @@ class Kernels:
             if steps:
                 mask = self.arrays[valid] if valid else np.ones((self.store.batch, steps), bool)
                 new = cache_layer.Tokens(self.arrays[codes], mask, first_position)
-            change = cache_plan.plan(layer, ladder, new, most_births=workspace.most_births, **rules)
+            most = self.most_births.pop(0) if self.most_births else workspace.most_births
+            change = cache_plan.plan(layer, ladder, new, most_births=most, **rules)
             self.store.tables["num_free"][number] = layer.num_free
             self.store.tables["status"][number] |= change.status
             workspace.changes[number] = change
@@ -236,7 +239,10 @@ class Kernels:
 
     def attend_call(self, q: Any, pages: Any, workspace: Any, **options: Any) -> Any:
         number = next(i for i, arena in enumerate(self.store.arenas) if arena is pages.pools[0])
-        scores = options.pop("scores", None)
+        used = [options.pop("scores", None)]
+
+        def use(workspace: Any, scores: Any) -> None:
+            used[0] = scores
 
         def attend(view: CudaView, out: int, lse: int, stream: int) -> None:
             host = self.store.stores[number]
@@ -249,9 +255,10 @@ class Kernels:
             cuda_exchange._fill(held, arena, tables, *others)
             found = packed_attention(self.arrays[view.pointer], held.view(), **options)
             self.arrays[out][...], self.arrays[lse][...] = found.out, found.lse
-            if scores is not None:
-                scores[...] = -np.inf
+            if used[0] is not None:
+                used[0][...] = 0
 
+        attend.use = use  # type: ignore[attr-defined]
         return attend
 
 
@@ -281,7 +288,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     kernels = Kernels()
     for module in (cuda_store, cuda_cache, cuda_calls, cuda_road, cuda_repeat):
         monkeypatch.setattr(module, "cuda_view", kernels.view)
-    for module in (cuda_store, cuda_exchange, cuda_cache, cuda_changes, cuda_host):
+    for module in (cuda_calls, cuda_long):
+        monkeypatch.setattr(module, "pointer_of", lambda x: kernels.view(x, "x").pointer)
+    for module in (cuda_store, cuda_exchange, cuda_changes, cuda_host, cuda_long):
         for name, function in (("to_device", lambda host, like: np.array(host)), ("to_host", np.array)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)
@@ -296,7 +305,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     for module, names in (
         (cuda_changes, {"DeviceStore": device_store, "make_workspace": kernels.make_workspace,
                         "launch_plan": kernels.launch_plan}),
-        (cuda_cache, {"current_stream": lambda x: 0, "cuda_score": scores}),
+        (cuda_cache, {"current_stream": lambda x: 0}),
+        (cuda_long, {"current_stream": lambda x: 0, "cuda_score": scores}),
         (cuda_collect, {"cuda_score": scores}),
         (cuda_host, {"current_stream": lambda x: 0}),
         (cuda_repeat, {"current_stream": lambda x: 0}),

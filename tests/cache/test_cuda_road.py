@@ -10,11 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.cache import cuda_cache, cuda_calls, cuda_collect, cuda_repeat, cuda_road, cuda_store
+from kvlab.cache import (
+    cuda_cache,
+    cuda_calls,
+    cuda_changes,
+    cuda_collect,
+    cuda_long,
+    cuda_repeat,
+    cuda_road,
+    cuda_store,
+)
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError, OutOfMemory
 from kvlab.ops.attention import merge_attention
 from kvlab.ops.packed import packed_attention
+from kvlab.ops.packed_cuda import kept_page_bytes
 from tests.allocations import fail_everywhere
 from tests.cache.numpy_gpu import Kernels, install
 from tests.held import pages_of, positions
@@ -146,7 +156,7 @@ def test_rows_whose_attention_is_collected(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """All of the last 64 where their scores have room, else every fourth of them."""
-    monkeypatch.setattr(cuda_cache, "MOST_SCORES", most)
+    monkeypatch.setattr(cuda_long, "MOST_SCORES", most)
     cache, rng, seen = make(), np.random.default_rng(13), []
     step(cache, rng, 80)
     monkeypatch.setattr(
@@ -158,7 +168,7 @@ def test_rows_whose_attention_is_collected(
     ((scores, lse),) = seen
     n = len(range(90)[rows])
     assert scores.shape[1:3] == (2, HEADS)
-    assert scores.shape[4:] == (n * GROUP, 64)
+    assert scores.shape[4:] == (kept_page_bytes(n * GROUP),)
     assert lse.shape == (1, 2, HEADS * GROUP, n)
     assert np.isfinite(lse).all()
 
@@ -202,6 +212,32 @@ def test_a_prompt_that_needs_several_plans(kernels: Kernels) -> None:
         step(cache, rng, 300)
     check_state(cache, [range(900)] * 2)
     assert cache.allocation()["2"].sum() > 0
+
+
+def test_the_word_that_tokens_are_in_is_waited_for_once(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the last layer, or before anything is done with a layer whose tokens may not be in."""
+    words: list[int] = []
+    read = cuda_changes.to_host
+    monkeypatch.setattr(cuda_changes, "to_host", lambda x: (words.append(x.ndim), read(x))[1])
+    cache, rng = make(budget=480_000, bits=(2, 8), plan_length=64), np.random.default_rng(3)
+    q, k, v = draw(rng, cache, 300)
+    for _ in range(2):
+        for layer in range(LAYERS):
+            cache.step(layer, q, k, v)
+    assert words == [2, 2]
+    kernels.most_births = [3]
+    cache.step(0, q, k, v)
+    assert words == [2, 2]
+    assert kernels.plans[-1] == (0, 300, 8)
+    assert cache._gpu._device.unsettled
+    cache.attend(0, q)
+    assert kernels.plans[-1] == (0, 300, 0)
+    assert not cache._gpu._device.unsettled
+    cache.step(1, *draw(rng, cache, 1))
+    cache.step(1, *draw(rng, cache, 299))
+    check_state(cache, [range(900)] * 2)
 
 
 def test_refusal_changes_nothing(kernels: Kernels) -> None:
@@ -416,7 +452,7 @@ def test_lack_of_memory_at_any_allocation(kernels: Kernels) -> None:
             for old, new in zip(before, pages_of(cache), strict=True):
                 assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
 
-        modules = (cuda_cache, cuda_calls, cuda_collect, cuda_store)
+        modules = (cuda_cache, cuda_calls, cuda_collect, cuda_long, cuda_store)
         found.append(fail_everywhere(modules, MemoryError("no memory"), work, unchanged))
     assert found[0] > 0
     assert min(found[2:]) > 0

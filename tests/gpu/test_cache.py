@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvlab
-from kvlab.cache import cuda_cache, cuda_calls, cuda_collect, cuda_plan, cuda_store
+from kvlab.cache import cuda_cache, cuda_calls, cuda_collect, cuda_long, cuda_plan, cuda_store
 from kvlab.errors import BudgetError
 from kvlab.ops import attention_cuda, packed_cuda
 from kvlab.reference import packed as reference
@@ -316,7 +316,8 @@ def test_lack_of_memory_at_any_allocation() -> None:
             for old, new in zip(before, pages_of(cache), strict=True):
                 assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
 
-        modules = (attention_cuda, cuda_cache, cuda_calls, cuda_collect, cuda_plan, cuda_store, packed_cuda)
+        modules: list[Any] = [attention_cuda, packed_cuda, cuda_long, cuda_plan]
+        modules += [cuda_cache, cuda_calls, cuda_collect, cuda_store]
         error = torch.OutOfMemoryError("CUDA out of memory")
         found.append(fail_everywhere(modules, error, work, unchanged))
     assert found[0] > 0
