@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvlab.cache.pages import LayerPages, PageLayout
+from kvlab.cache.pools import new_pool
 from kvlab.ops import packed_cuda, packed_numba
 from kvlab.ops.packed import Sight
 from kvlab.reference import packed as reference
@@ -104,12 +105,11 @@ def poison(record: np.ndarray, layout: PageLayout, dtype: str, count: int) -> No
             elements[bit_address(16, layout.head_dim, side)[count:, :, 0] // 16] = NAN_BITS[dtype]
 
 
-def aligned(pool: np.ndarray) -> np.ndarray:
-    """A copy that starts at a multiple of 64 bytes."""
-    memory = np.zeros(pool.size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    memory[start : start + pool.size] = pool.reshape(-1)
-    return memory[start : start + pool.size].reshape(pool.shape)
+def own_pool(pool: np.ndarray, layout: PageLayout) -> np.ndarray:
+    """A copy that lies as pools do."""
+    copy = new_pool(len(pool), layout)
+    copy[...] = pool
+    return copy
 
 
 def draw_pages(
@@ -138,7 +138,7 @@ def draw_pages(
         for at, place in zip(map(tuple, mine), places, strict=True):
             index[at] = place
             poison(pool[place], layout, dtype, int(count[at]))
-        pools.append(aligned(pool))
+        pools.append(own_pool(pool, layout))
     rung[~used], count[~used], index[~used] = 200, 77, 0xFFFFFFFF
     mean = rng.standard_normal((*lengths.shape, head_dim)).astype(np.float16)
     base = np.zeros(shape, np.uint16)

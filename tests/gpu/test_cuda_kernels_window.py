@@ -10,7 +10,7 @@ import pytest
 
 from kvlab.cache.pages import LayerPages
 from tests.gpu import packed_cases
-from tests.gpu.packed_cases import MIXED, aligned, attend, check, draw_pages, draw_queries, to_numpy
+from tests.gpu.packed_cases import MIXED, attend, check, draw_pages, draw_queries, own_pool, to_numpy
 
 backend = packed_cases.each_backend
 
@@ -32,7 +32,7 @@ def spread(pages: LayerPages, seed: int) -> LayerPages:
 
 def unread(pages: LayerPages, first_position: np.ndarray, left: int) -> LayerPages:
     """The same pages, all NaN but for the positions where the window of no query reaches."""
-    hostile = dataclasses.replace(pages, pools=tuple(map(aligned, pages.pools)))
+    hostile = dataclasses.replace(pages, pools=tuple(map(own_pool, pages.pools, pages.layouts)))
     hidden = 0
     for at in map(tuple, np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])):
         layout, pool = pages.layouts[pages.rung[at]], hostile.pools[pages.rung[at]]
