@@ -7,14 +7,17 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvlab.cli.options import Json, Output, emit_json
+
+if TYPE_CHECKING:
+    from kvlab.lab.grid import AblationCase
 
 __all__ = ["group"]
 
@@ -78,7 +81,8 @@ def run(
     folder: Folder,
     cases: Cases = None,
     share: Annotated[
-        str | None, typer.Option(help="I/N: only cases I, I+N, ...; a task of an array of N takes its share.")
+        str | None,
+        typer.Option(help="I/N: the share of task I of N; cases that share a reading stay together."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
     timeout: Annotated[
@@ -101,7 +105,7 @@ def run(
 
     os.environ.setdefault("TQDM_DISABLE", "1")
     manifest = Manifest.read(folder)
-    numbers = _chosen(cases, share, len(manifest.cases))
+    numbers = _chosen(cases, share, manifest.cases)
     outcomes: Counter[str] = Counter()
 
     def report(number: int, outcome: str) -> None:
@@ -189,23 +193,29 @@ def submit(
     as_json: Json = False,
     output: Output = None,
 ) -> None:
-    """Submit what is left to Slurm: arrays of single cases, and the collection after them.
+    """Submit what is left to Slurm: arrays of cases, and the collection after them.
 
-    What follows the folder goes to sbatch. Submitting again submits what is still left.
+    A task does the cases that share a reading (packed or not, and the budgets of a context and ladder). What
+    follows the folder goes to sbatch. Submitting again submits what is still left.
 
     Example: kvlab sweep submit results/first --throttle 4 --gpus=1 --time=2:00:00
     """
+    from kvlab.lab.groups import in_groups
     from kvlab.lab.slurm import submit as send
     from kvlab.lab.sweep import Manifest
     from kvlab.lab.sweep import status as look
 
-    left = look(folder, Manifest.read(folder)).left
+    manifest = Manifest.read(folder)
+    left = look(folder, manifest).left
     if not left:
         typer.echo(f"nothing is left to do; kvlab sweep collect {folder}")
         return
-    arrays, collection = send(folder, left, throttle=throttle, options=context.args)
+    tasks = len(in_groups(manifest.cases, left, 2 * throttle))
+    arrays, collection = send(folder, left, tasks, throttle=throttle, options=context.args)
     emit_json(
-        {"arrays": arrays, "collection": collection, "cases": len(left)}, as_json=as_json, output=output
+        {"arrays": arrays, "collection": collection, "cases": len(left), "tasks": tasks},
+        as_json=as_json,
+        output=output,
     )
     if not as_json:
         typer.echo(f"{len(left)} cases in jobs {', '.join(arrays)}, collected by job {collection}")
@@ -236,16 +246,18 @@ def _signals_stop() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _chosen(cases: str | None, share: str | None, count: int) -> list[int]:
+def _chosen(cases: str | None, share: str | None, among: Sequence[AblationCase]) -> list[int]:
+    from kvlab.lab.groups import in_groups
     from kvlab.lab.sweep import parse_numbers
 
-    chosen = list(range(count)) if cases is None else list(parse_numbers(cases, count))
+    chosen = list(range(len(among))) if cases is None else list(parse_numbers(cases, len(among)))
     if share is None:
         return chosen
     first, _, step = share.partition("/")
     if not (first.isdigit() and step.isdigit() and int(first) < int(step)):
         raise ValueError(f"share={share!r}: write I/N with 0 <= I < N, for example 0/4")
-    return chosen[int(first) :: int(step)]
+    groups = in_groups(among, chosen, int(step))
+    return [number for group in groups[int(first) :: int(step)] for number in group]
 
 
 def _number(word: str) -> float:

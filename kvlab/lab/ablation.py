@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -31,13 +31,13 @@ from kvlab.lab import guard
 from kvlab.lab.ablation_cuda import attend_layers
 from kvlab.lab.grid import AblationCase
 from kvlab.lab.results import provenance
-from kvlab.lab.synthetic import fill, new_cache, query
+from kvlab.lab.synthetic import Filled, fill, new_cache, query
 from kvlab.lab.timing import Timing, time_in_turns
 from kvlab.lab.unpacked import page_nbytes, unpack_pages
 from kvlab.ops.packed import packed_attention
 from kvlab.registry import last_backend
 
-__all__ = ["SCHEMA", "feasible_budget", "pages_of", "run"]
+__all__ = ["SCHEMA", "feasible_budget", "pages_of", "read_ahead", "run"]
 
 SCHEMA = "kvlab ablation 1"
 _TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}  # of attention against float64: float32, bfloat16
@@ -90,11 +90,13 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
     backend = None
     if result["status"] == "ok":
         try:
-            result["quality"], cache = _filled(case, progress)
+            filled = _filled(case, progress)
         except BudgetError as error:  # on the way: partly filled pages take a page more than the least
             result |= {"status": "infeasible", "smallest_feasible_budget": None, "reason": str(error)}
         else:
-            backend = _measure(case, cache, result)
+            start = time.perf_counter() - filled.seconds  # of this case alone, whatever was read beside it
+            result["quality"] = dict(filled.quality)
+            backend = _measure(case, filled.cache, result)
     result["provenance"] = _provenance(case, backend, time.perf_counter() - start)
     guard.require_provenance(result)
     return result
@@ -126,26 +128,55 @@ def feasible_budget(case: AblationCase) -> float:
     return math.ceil(1e4 * needed / case.geometry.fp16_nbytes(case.context_length)) / 1e4
 
 
-def _filled(case: AblationCase, progress: Tick) -> tuple[dict[str, float | int], MixedPrecisionCache]:
+def read_ahead(cases: Sequence[AblationCase]) -> None:
+    """Read several cases of one context together, so that full precision is read once; `run` finds it.
+
+    Parameters
+    ----------
+    cases : sequence of AblationCase
+        That differ in budget, ladder and packing alone. Infeasible ones and those without a model are left
+        to `run`.
+    """
+    keys = dict.fromkeys(replace(case, use_packing=True) for case in cases)
+    missing = [key for key in keys if key.model is not None and feasible_budget(key) <= key.budget]
+    if not set(missing) <= set(_latest):
+        _read(missing, lambda done, total: None)
+
+
+def _filled(case: AblationCase, progress: Tick) -> Filled:
     """Figures of quality, and the cache of one row at the context of the case, on the CPU.
 
-    Packed and unpacked cases keep the same codes, so they share both when they follow each other.
+    Packed and unpacked cases keep the same codes, so they share both when they follow each other. The time
+    of filling is the first one's.
+
+    Raises
+    ------
+    BudgetError
+        If the budget does not hold on the way.
     """
     key = replace(case, use_packing=True)
     if key not in _latest:
-        _latest.clear()  # before the next one takes its memory
         if case.model is None:
+            _latest.clear()  # before the next one takes its memory
             _latest[key] = fill(key, progress)
         else:
-            from kvlab.lab.reading import read
+            _read([key], progress)
+    found = _latest[key]
+    if isinstance(found, BudgetError):
+        raise found
+    _latest[key] = found._replace(seconds=0.0)
+    return found
 
-            _latest[key] = read(key, progress)
-    quality, cache = _latest[key]
-    return dict(quality), cache
+
+def _read(keys: Sequence[AblationCase], progress: Tick) -> None:
+    from kvlab.lab.reading import read
+
+    _latest.clear()
+    _latest.update(read(keys, progress))
 
 
-_latest: dict[AblationCase, tuple[dict[str, float | int], MixedPrecisionCache]] = {}
-"""What the last case left, for the other half of its pair."""
+_latest: dict[AblationCase, Filled | BudgetError] = {}
+"""What the last reading left, for the cases that share it."""
 
 
 def pages_of(cache: MixedPrecisionCache) -> list[LayerPages]:

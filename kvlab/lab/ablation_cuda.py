@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.pages import LayerPages
 from kvlab.errors import needs_extra
-from kvlab.lab.benchmark_device import time_on_device
+from kvlab.lab.benchmark_device import captured, time_graphs
 from kvlab.lab.timing import Timing
-from kvlab.lab.turns import gpu_turns
+from kvlab.lab.turns import beside_others, gpu_turns
 from kvlab.ops import packed_cuda
 
 __all__ = ["attend_layers", "copied_to_cpu", "to_cpu", "to_gpu"]
@@ -54,25 +54,27 @@ def attend_layers(
         import torch
     if not torch.cuda.is_available():
         raise RuntimeError("device='cuda': torch sees no GPU; kvlab env says what is here. Use --device cpu")
-    query = torch.from_numpy(q).cuda().to(torch.float16)
-    layers = [to_gpu(layer) for layer in pages]
     num_heads_kv, head_dim = pages[0].num_pages.shape[1], q.shape[3]
-    out = torch.empty_like(query)
-    lse = torch.empty(1, q.shape[2], 1, device="cuda")
-    workspace = packed_cuda.make_workspace(query, num_heads_kv, q.shape[2] // num_heads_kv, head_dim)
+    with beside_others("cuda"):
+        query = torch.from_numpy(q).cuda().to(torch.float16)
+        layers = [to_gpu(layer) for layer in pages]
+        out = torch.empty_like(query)
+        lse = torch.empty(1, q.shape[2], 1, device="cuda")
+        workspace = packed_cuda.make_workspace(query, num_heads_kv, q.shape[2] // num_heads_kv, head_dim)
 
-    def attend(layer: SimpleNamespace) -> None:
-        packed_cuda.attend(query, layer, out, lse, workspace, scale=head_dim**-0.5)
+        def attend(layer: SimpleNamespace) -> None:
+            packed_cuda.attend(query, layer, out, lse, workspace, scale=head_dim**-0.5)
 
-    attend(layers[0])
-    first = out.float().cpu().numpy()
+        attend(layers[0])
+        first = out.float().cpu().numpy()
 
-    def attend_all() -> None:
-        for layer in layers:
-            attend(layer)
+        def attend_all() -> None:
+            for layer in layers:
+                attend(layer)
 
+        graphs = captured({"layers": attend_all})
     with gpu_turns().alone():
-        timing = time_on_device({"layers": attend_all}, repeats)["layers"]
+        timing = time_graphs(graphs, repeats)["layers"]
     return timing, first, "cuda"
 
 

@@ -22,7 +22,7 @@ from kvlab.lab.timing import Timing
 from kvlab.lab.yardstick import Options, check
 from kvlab.ops.bits import WIDTHS
 
-__all__ = ["NOTE", "codec_on_device", "packing_on_device", "time_on_device"]
+__all__ = ["NOTE", "captured", "codec_on_device", "packing_on_device", "time_graphs", "time_on_device"]
 
 NOTE = "of copy: speed relative to a copy on the GPU of the bytes that the call must read and write"
 
@@ -45,6 +45,11 @@ def time_on_device(calls: Mapping[str, Callable[[], object]], repeats: int) -> d
     dict of name to Timing
         Seconds of one call.
     """
+    return time_graphs(captured(calls), repeats)
+
+
+def captured(calls: Mapping[str, Callable[[], object]]) -> dict[str, Any]:
+    """Return CUDA graphs of several calls each, for `time_graphs`."""
     with needs_extra("hf", "kvlab benchmark --device cuda"):
         import torch
     graphs = {name: torch.cuda.CUDAGraph() for name in calls}
@@ -55,7 +60,15 @@ def time_on_device(calls: Mapping[str, Callable[[], object]], repeats: int) -> d
             for _ in range(_CALLS):
                 call()
         graphs[name].replay()
-    marks: dict[str, list[Any]] = {name: [] for name in calls}
+    torch.cuda.synchronize()
+    return graphs
+
+
+def time_graphs(graphs: Mapping[str, Any], repeats: int) -> dict[str, Timing]:
+    """Replay what `captured` made in turns; seconds of one call."""
+    import torch
+
+    marks: dict[str, list[Any]] = {name: [] for name in graphs}
     for _ in range(repeats):
         for name, graph in graphs.items():
             pair = [

@@ -123,11 +123,15 @@ def refuse_wrong(found: NDArray[Any], expected: NDArray[Any], tolerance: float, 
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Return driver, clocks, power, temperature and reasons for slower clocks; None without a GPU."""
+    """Return driver, clocks, power, temperature and reasons for slower clocks; None without a GPU.
+
+    It is the first GPU that this process may use (CUDA_VISIBLE_DEVICES).
+    """
     if shutil.which("nvidia-smi") is None:
         return None
     names = (*_QUERY, *(f"clocks_throttle_reasons.{reason}" for reason in _BAD_REASONS))
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    command = ["nvidia-smi", f"--id={first}", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode:
         return None

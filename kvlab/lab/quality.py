@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.errors import needs_extra
+from kvlab.errors import BudgetError, needs_extra
 from kvlab.lab.plan import Protocol
 from kvlab.lab.scores import FULL_PRECISION, Blocks, Score
 from kvlab.lab.text import Windows
@@ -74,6 +74,7 @@ def evaluate(
     *,
     progress: Callable[[str], None] = lambda name: None,
     observe: Observe = lambda first, name, begin, logits: None,
+    give_up: Callable[[str, BudgetError], None] | None = None,
 ) -> list[Score]:
     """Read windows through every cache and through a dense one; score all against the dense one.
 
@@ -90,6 +91,9 @@ def evaluate(
     observe : callable
         Shown every scored chunk: number of the first of the windows that are read at once, name of the case,
         where in the windows the chunk begins, and logits (windows, chunk, vocabulary).
+    give_up : callable, optional
+        Told the name of a case that its budget does not hold, and the error; the case is read no further and
+        gets no score. Without it such an error ends the comparison.
 
     Returns
     -------
@@ -100,6 +104,8 @@ def evaluate(
     ------
     ValueError
         If two cases have one name or the windows have another length.
+    BudgetError
+        If a budget does not hold the windows, unless `give_up` is told.
     RuntimeError
         If a cache took more bytes than its budget.
     """
@@ -114,7 +120,7 @@ def evaluate(
     with torch.inference_mode():
         for first in range(0, len(windows.tokens), protocol.rows):
             batch = windows.tokens[first : first + protocol.rows]
-            _read_batch(model, batch, runs, protocol, progress, partial(observe, first))
+            _read_batch(model, batch, runs, protocol, progress, partial(observe, first), give_up)
     return [run.score(list(windows.starts)) for run in runs]
 
 
@@ -125,7 +131,9 @@ def _read_batch(
     protocol: Protocol,
     progress: Callable[[str], None],
     observe: Callable[[str, int, torch.Tensor], None],
+    give_up: Callable[[str, BudgetError], None] | None,
 ) -> None:
+    """Read the next windows through all runs; those that are given up leave the list."""
     tokens = torch.from_numpy(windows).to(model.device)
     for run in runs:
         run.begin()
@@ -133,12 +141,19 @@ def _read_batch(
         end = begin + protocol.chunk
         scored = begin >= protocol.scored_from
         truth = None
-        for run in runs:
+        for run in list(runs):
             start = time.perf_counter()
             # Without scores the logits are not needed; transformers makes those of one token at least.
-            logits = model(
-                tokens[:, begin:end], past_key_values=run.cache, logits_to_keep=0 if scored else 1
-            ).logits
+            try:
+                logits = model(
+                    tokens[:, begin:end], past_key_values=run.cache, logits_to_keep=0 if scored else 1
+                ).logits
+            except BudgetError as error:
+                if give_up is None:
+                    raise
+                runs.remove(run)
+                give_up(run.case.name, error)
+                continue
             if logits.is_cuda:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start

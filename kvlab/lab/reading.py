@@ -1,17 +1,19 @@
-"""Quality of one ablation case: a model reads text and looks for needles through the case's cache.
+"""Quality of ablation cases: a model reads text and looks for needles through the cache of each.
 
 Text: as `kvlab demo` does it (kvlab.lab.quality), in windows as long as the context, the second half of each
 scored. Needles: a sentence with a number is hidden in the text, a question at the end asks for it, and what
 counts is the share of the number's tokens that are the most probable ones, each given those before it. Texts
 with needles are read beside the windows, as further rows, and not scored. The dense cache reads the same, so
-that what the model cannot do is not laid at the cache's door.
+that what the model cannot do is not laid at the cache's door. Cases of one context can be read together: all
+caches advance chunk by chunk, the dense one once for all of them.
 
-Model and caches are on the device of the case; the cache that is handed on is a copy on the CPU.
+Model and caches are on the device of the cases; the caches that are handed on are copies on the CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,19 +22,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.errors import needs_extra
+from kvlab.errors import BudgetError, needs_extra
 from kvlab.lab.ablation_cuda import to_cpu
 from kvlab.lab.grid import AblationCase
 from kvlab.lab.model import Subject, load_smollm2, tiny_llama
 from kvlab.lab.plan import CACHE_DTYPE, Protocol, steps
 from kvlab.lab.quality import Case, evaluate
-from kvlab.lab.report import summarise
+from kvlab.lab.report import Row, summarise
 from kvlab.lab.scores import FULL_PRECISION, common_windows
+from kvlab.lab.synthetic import Filled
 from kvlab.lab.text import Windows, cut_windows
 from kvlab.lab.turns import beside_others
 
 with needs_extra("hf", "kvlab.lab.reading"):
     import torch
+    from transformers import PreTrainedConfig
 
     from kvlab.integrations.transformers import KVLabCache
 
@@ -52,76 +56,132 @@ def _subject(model: str) -> Subject:
     return {"smollm2": load_smollm2, "tiny": tiny_llama}[model]()
 
 
-def read(case: AblationCase, progress: Tick) -> tuple[dict[str, float | int], MixedPrecisionCache]:
-    """Read with the model of a case.
+def read(cases: Sequence[AblationCase], progress: Tick) -> dict[AblationCase, Filled | BudgetError]:
+    """Read with the model of some cases.
 
     Parameters
     ----------
-    case : AblationCase
-        With a model.
+    cases : sequence of AblationCase
+        With a model. They differ in budget and ladder alone, all packed.
     progress : callable
         Told the number of steps done and their total.
 
     Returns
     -------
-    quality : dict
-        Perplexity, divergence, agreement and retrieval, of the cache and of full precision.
-    cache : MixedPrecisionCache
-        That of the last window, on the CPU.
+    dict
+        Of every case perplexity, divergence, agreement and retrieval, of the cache and of full precision; the
+        cache of the last window; the seconds of its own chunks and its part of all else. An error where the
+        budget does not hold on the way.
 
     Raises
     ------
     MissingExtraError
         If the model's packages are not installed.
     """
-    subject = _subject(str(case.model))
-    subject.model.to(case.device)
-    length = case.context_length
-    made: list[KVLabCache] = []
-
-    def make() -> KVLabCache:
-        options: dict[str, Any] = {"budget": case.budget, "bits": case.bits, "plan_length": length}
-        made[:] = [KVLabCache(subject.model.config, dtype=CACHE_DTYPE, **options)]
-        return made[0]
-
+    like = cases[0]
+    reading = _Reading(cases, progress)
+    subject = _subject(str(like.model))
+    subject.model.to(like.device)
+    length = like.context_length
     needles = hide_needles(subject, length + 1)
-    windows = cut_windows(subject.text, subject.encode, case.windows, length + 1)
+    windows = cut_windows(subject.text, subject.encode, like.windows, length + 1)
     rows = Windows(np.concatenate([needles.tokens, windows.tokens]), (*needles.starts, *windows.starts))
-    protocol = Protocol(length, length // 2, CHUNK, min(case.rows_at_once, len(rows.tokens)))
-    hits: dict[str, list[bool]] = {FULL_PRECISION: [], case.name: []}
-    total, done = steps(len(rows.tokens), 1, protocol), 0
-
-    def tick(name: str) -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-        pause()
+    protocol = Protocol(length, length // 2, CHUNK, min(like.rows_at_once, len(rows.tokens)))
+    reading.total = steps(len(rows.tokens), len(cases), protocol)
+    hits: dict[str, list[bool]] = {name: [] for name in (FULL_PRECISION, *(case.name for case in cases))}
 
     def look(first: int, name: str, begin: int, logits: torch.Tensor) -> None:
         if begin + CHUNK == length:
             hits[name] += needles.found(first, logits)
 
-    cases = [Case(case.name, "mixed", make, case.budget)]
-    with beside_others(case.device) as pause:
-        scores = evaluate(subject.model, rows, cases, protocol, progress=tick, observe=look)
-        packed = made[0].packed
-        if packed is None:
-            raise RuntimeError(f"{case.name}: the model stored nothing in its cache")
-        packed.select(np.arange(packed.batch - 1, packed.batch))
-        cache = to_cpu(packed)
-    exact, row = summarise(common_windows(scores, windows.starts))
-    quality: dict[str, float | int] = {
+    caches = [Case(case.name, "mixed", reading.maker(case, subject.model.config)) for case in cases]
+    with beside_others(like.device) as pause:
+        scores = evaluate(
+            subject.model,
+            rows,
+            caches,
+            protocol,
+            progress=lambda name: reading.tick(name, pause),
+            observe=look,
+            give_up=reading.failed.__setitem__,
+        )
+        copies = {score.name: _last_row(reading.made.pop(score.name)) for score in scores[1:]}
+        reading.made.clear()
+        if like.device != "cpu":
+            torch.cuda.empty_cache()  # other processes of the sweep share this memory
+    found = {row.cache: row for row in summarise(common_windows(scores, windows.starts))}
+    shared = reading.shared_seconds() / len(cases)
+    filled: dict[AblationCase, Filled | BudgetError] = {}
+    for case in cases:
+        if case.name in reading.failed:
+            filled[case] = reading.failed[case.name]
+        else:
+            quality = _quality(case, found, hits)
+            filled[case] = Filled(quality, copies[case.name], reading.seconds[case.name] + shared)
+    return filled
+
+
+def _quality(
+    case: AblationCase, found: dict[str, Row], hits: dict[str, list[bool]]
+) -> dict[str, float | int]:
+    row, exact = found[case.name], found[FULL_PRECISION]
+    return {
         "perplexity": row.perplexity,
         "perplexity_full_precision": exact.perplexity,
         "perplexity_change": row.change,
         "kl": row.kl,
         "kl_error": row.kl_error,
         "top1_agreement": row.agreement,
-        "scored_tokens": case.windows * protocol.scored,
+        "scored_tokens": case.windows * (case.context_length // 2),
         "needle_retrieval": float(np.mean(hits[case.name])),
         "needle_retrieval_full_precision": float(np.mean(hits[FULL_PRECISION])),
     }
-    return quality, cache
+
+
+class _Reading:
+    """Caches, failures and seconds of cases that are read together."""
+
+    def __init__(self, cases: Sequence[AblationCase], progress: Tick) -> None:
+        self._progress, self._done, self.total = progress, 0, 1
+        self.made: dict[str, KVLabCache] = {}
+        self.failed: dict[str, BudgetError] = {}
+        self.seconds = {case.name: 0.0 for case in cases}
+        self._start = self._last = time.perf_counter()
+
+    def maker(self, case: AblationCase, config: PreTrainedConfig) -> Callable[[], KVLabCache]:
+        """What makes the caches of a case; the latest one is kept."""
+        options: dict[str, Any] = {
+            "budget": case.budget, "bits": case.bits, "plan_length": case.context_length
+        }  # fmt: skip
+
+        def make() -> KVLabCache:
+            self.made[case.name] = KVLabCache(config, dtype=CACHE_DTYPE, **options)
+            return self.made[case.name]
+
+        return make
+
+    def tick(self, name: str, pause: Callable[[], None]) -> None:
+        """Count a chunk; what passed since the last one is the time of its cache."""
+        now = time.perf_counter()
+        if name in self.seconds:
+            self.seconds[name] += now - self._last
+        self._done += 1
+        self._progress(self._done, self.total)
+        pause()
+        self._last = time.perf_counter()
+
+    def shared_seconds(self) -> float:
+        """Seconds since the beginning that are no single case's: full precision, the model, waiting."""
+        return time.perf_counter() - self._start - sum(self.seconds.values())
+
+
+def _last_row(cache: KVLabCache) -> MixedPrecisionCache:
+    """The last window of a cache, on the CPU."""
+    packed = cache.packed
+    if packed is None:
+        raise RuntimeError("the model stored nothing in its cache")
+    packed.select(np.arange(packed.batch - 1, packed.batch))
+    return to_cpu(packed)
 
 
 @dataclass(frozen=True, slots=True)

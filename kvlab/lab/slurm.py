@@ -1,9 +1,9 @@
 """A sweep on Slurm: arrays of the cases that are left, and a job that collects after them.
 
-Every case is one task, its number in the manifest being the index of the task, so a list of indices is all
-that a submission is. Results lie in the sweep's folder under the name of the case, never of the job: a task
-that is requeued, or submitted twice, fills the same place. Clusters limit indices (MaxArraySize), so a long
-sweep becomes several arrays, each with an offset.
+A task takes its share of these cases, a group that shares a reading (groups.py): all tasks are told the same
+list of cases and number of tasks, and find the same groups. Results lie in the sweep's folder under the name
+of the case, never of the job: a task that is requeued, or submitted twice, fills the same place. Clusters
+limit indices (MaxArraySize), so a long sweep becomes several arrays, each with an offset.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 
 from kvlab.lab.sweep import array_list
@@ -28,7 +27,7 @@ _DEFAULT_ARRAY = 1001
 
 
 def submit(
-    folder: Path, numbers: Sequence[int], *, throttle: int, options: Sequence[str] = ()
+    folder: Path, numbers: Sequence[int], tasks: int, *, throttle: int, options: Sequence[str] = ()
 ) -> tuple[list[str], str]:
     """Submit cases of a sweep as arrays, and the collection after them.
 
@@ -38,6 +37,8 @@ def submit(
         Of the sweep.
     numbers : sequence of int
         Cases to run, at least one.
+    tasks : int
+        How many share them.
     throttle : int
         Tasks of an array that run at the same time.
     options : sequence of str
@@ -66,16 +67,15 @@ def submit(
     (folder / "logs").mkdir(parents=True, exist_ok=True)  # without it tasks fail before their first line
     limit = max_array_size(_call(["scontrol", "show", "config"]))
     arrays = []
-    for block, group in groupby(sorted(numbers), lambda number: number // limit):
-        offset = block * limit
-        indices = array_list(number - offset for number in group)
+    cases = {"KVLAB_SWEEP": str(folder), "KVLAB_CASES": array_list(numbers), "KVLAB_TASKS": str(tasks)}
+    for offset in range(0, tasks, limit):
+        indices = array_list(range(min(limit, tasks - offset)))
         command = [
             *("sbatch", "--parsable", "--job-name=kvlab-sweep", f"--array={indices}%{throttle}"),
             *("--requeue", "--open-mode=append", f"--signal=B:USR1@{GRACE_S}", "--export=ALL"),
             *(f"--output={folder}/logs/%A_%a.out", *options, str(SCRIPTS / "ablate_memory.sbatch")),
         ]
-        environment = {"KVLAB_SWEEP": str(folder), "KVLAB_OFFSET": str(offset)}
-        arrays.append(_call(command, environment).partition(";")[0])
+        arrays.append(_call(command, {**cases, "KVLAB_OFFSET": str(offset)}).partition(";")[0])
     command = [
         *("sbatch", "--parsable", "--job-name=kvlab-collect", f"--dependency=afterany:{':'.join(arrays)}"),
         *("--export=ALL", f"--output={folder}/logs/collect_%j.out", str(SCRIPTS / "collect.sbatch")),

@@ -1,9 +1,13 @@
 """Working through the cases of a sweep, in this process or in several.
 
-A case is checked for a result right before it starts, so processes that are given the same cases do little
-twice. With several processes each lane has a worker of its own: one that dies or hangs costs its case, which
-is recorded, and is replaced; the other lanes do not notice. An interrupt (Ctrl-C, a signal before the time
-limit) drops the cases that are being worked on and leaves complete results.
+Cases come in groups that share a reading (groups.py). What is left of a group is read together, then each of
+its cases is measured and recorded by itself; where reading together fails, each case is read alone, so that
+a failure is that of one case. A case is checked for a result right before it starts, so processes that are
+given the same cases do little twice.
+
+With several processes each lane has a worker of its own: one that dies or hangs costs its case, which is
+recorded, and is replaced; the other lanes do not notice. Workers are spread over the GPUs. An interrupt
+(Ctrl-C, a signal before the time limit) drops the cases that are being worked on and leaves complete results.
 """
 
 from __future__ import annotations
@@ -12,22 +16,25 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvlab.device import gpus
 from kvlab.lab import ablation
 from kvlab.lab.grid import AblationCase
+from kvlab.lab.groups import in_groups
 from kvlab.lab.sweep import Manifest, WorkerDied, classify, failure_of, record, record_failure, recorded
 
 __all__ = ["run_cases"]
 
 Runner = Callable[[AblationCase], dict[str, Any]]
+Reader = Callable[[Sequence[AblationCase]], None]
 Report = Callable[[int, str], None]
 
 
@@ -39,6 +46,7 @@ def run_cases(
     processes: int = 1,
     timeout: float | None = None,
     runner: Runner = ablation.run,
+    reader: Reader = ablation.read_ahead,
     report: Report = lambda number, outcome: None,
 ) -> None:
     """Run cases of a sweep that have no result yet.
@@ -55,6 +63,8 @@ def run_cases(
         Seconds that a case may take in a worker; then the worker is ended.
     runner : callable
         Case to result; pickled if there are workers.
+    reader : callable
+        Told the cases of a group that are left, before the runner gets each, unless it is one reading.
     report : callable
         Told the number of each case and what became of it: "ok", "infeasible", "done before", "failed
         before", or the class of a failure.
@@ -68,18 +78,15 @@ def run_cases(
     """
     if processes < 1 or (processes == 1 and timeout is not None):
         raise ValueError(f"processes={processes} must be at least 1, and at least 2 for timeout={timeout}")
+    groups = in_groups(manifest.cases, numbers, 1 if processes == 1 else 2 * processes)
+    waiting = _Waiting(folder, manifest, groups, report)
     if processes == 1:
-        waiting = _Waiting(folder, manifest, numbers, report)
-        for number, case in waiting:
-            outcome = _attempt(folder, case, partial(runner, case))
-            report(number, outcome)
-            if outcome == "gpu":
-                raise RuntimeError(f"{case.name} left the GPU unusable for this process; run the sweep again")
+        _Lane(folder, runner, reader).work(waiting, report)
         return
-    # Long ones first, so that no process is left alone with one at the end.
-    numbers = sorted(numbers, key=lambda number: -manifest.cases[number].context_length)
-    waiting = _Waiting(folder, manifest, numbers, report)
-    lanes = [_Lane(folder, runner, timeout, max(1, _processors() // processes)) for _ in range(processes)]
+    threads_of_each = max(1, len(os.sched_getaffinity(0)) // processes)
+    found = _visible_gpus() if any(manifest.cases[number].device == "cuda" for number in numbers) else []
+    places = [_Place(threads_of_each, found[i % len(found)] if found else None) for i in range(processes)]
+    lanes = [_WorkerLane(folder, runner, reader, timeout, place) for place in places]
     threads = ThreadPoolExecutor(processes)
     working = [threads.submit(lane.work, waiting, report) for lane in lanes]
     try:
@@ -92,8 +99,10 @@ def run_cases(
         threads.shutdown()
 
 
-def _processors() -> int:
-    return len(os.sched_getaffinity(0))
+def _visible_gpus() -> list[str]:
+    """The GPUs of this process, by the names that CUDA_VISIBLE_DEVICES has for them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(i) if chosen is None else chosen.split(",")[i].strip() for i in range(len(gpus()))]
 
 
 def _attempt(folder: Path, case: AblationCase, work: Callable[[], dict[str, Any]]) -> str:
@@ -107,34 +116,29 @@ def _attempt(folder: Path, case: AblationCase, work: Callable[[], dict[str, Any]
 
 
 class _Waiting:
-    """The cases still to do, handed out to any thread; files are looked at when a turn comes.
+    """The groups still to do, handed out to any thread; files are looked at when a turn comes."""
 
-    Neighbours that share a reading, packed and unpacked, go to one thread.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest, numbers: Sequence[int], report: Report) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, groups: Sequence[Sequence[int]], report: Report
+    ) -> None:
         self._folder, self._manifest, self._report = folder, manifest, report
-        groups = groupby(numbers, lambda number: replace(manifest.cases[number], use_packing=True))
-        self._groups = iter([list(group) for _, group in groups])
+        self._groups = iter(groups)
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
 
-    def __iter__(self) -> Iterator[tuple[int, AblationCase]]:
+    def __iter__(self) -> Iterator[dict[int, AblationCase]]:
         while (group := self._next()) is not None:
-            for number in group:
-                if self._closed:
-                    return
-                if self._is_left(number):
-                    yield number, self._manifest.cases[number]
+            yield {number: self._manifest.cases[number] for number in group if self.is_left(number)}
 
     def close(self) -> None:
-        self._closed = True
+        self.closed = True
 
-    def _next(self) -> list[int] | None:
+    def _next(self) -> Sequence[int] | None:
         with self._lock:
-            return None if self._closed else next(self._groups, None)
+            return None if self.closed else next(self._groups, None)
 
-    def _is_left(self, number: int) -> bool:
+    def is_left(self, number: int) -> bool:
+        """Whether a case is to be done; if not, that is reported."""
         case = self._manifest.cases[number]
         failure = failure_of(self._folder, case)
         if recorded(self._folder, case) is not None:
@@ -147,33 +151,69 @@ class _Waiting:
 
 
 class _Lane:
-    """One worker process and the thread that feeds it."""
+    """What works through groups, in this process."""
 
-    def __init__(self, folder: Path, runner: Runner, timeout: float | None, threads: int) -> None:
-        self._folder, self._runner, self._timeout, self._threads = folder, runner, timeout, threads
+    def __init__(self, folder: Path, runner: Runner, reader: Reader) -> None:
+        self._folder, self._runner, self._reader = folder, runner, reader
+
+    def work(self, waiting: _Waiting, report: Report) -> None:
+        for group in waiting:
+            cases = list(group.values())
+            if len({replace(case, use_packing=True) for case in cases}) > 1:
+                try:
+                    self._call(self._reader, cases, len(cases))
+                except Exception as error:
+                    what = f"{len(cases)} cases could not be read together, so each is by itself: {error}"
+                    warnings.warn(what, RuntimeWarning, stacklevel=2)
+            for number, case in group.items():
+                if waiting.closed:
+                    return
+                if len(cases) == 1 or waiting.is_left(number):
+                    outcome = _attempt(self._folder, case, partial(self._call, self._runner, case))
+                    report(number, outcome)
+                    self._after(case, outcome)
+
+    def _call(self, work: Callable[[Any], Any], argument: Any, count: int = 1) -> Any:
+        """Do something for so many cases."""
+        return work(argument)
+
+    def _after(self, case: AblationCase, outcome: str) -> None:
+        if outcome == "gpu":
+            raise RuntimeError(f"{case.name} left the GPU unusable for this process; run the sweep again")
+
+
+class _WorkerLane(_Lane):
+    """A worker process and the thread that feeds it."""
+
+    def __init__(
+        self, folder: Path, runner: Runner, reader: Reader, timeout: float | None, place: _Place
+    ) -> None:
+        super().__init__(folder, runner, reader)
+        self._timeout, self._place = timeout, place
         self._pool: ProcessPoolExecutor | None = None
         self._ended = False
 
-    def work(self, waiting: _Waiting, report: Report) -> None:
-        for number, case in waiting:
-            report(number, _attempt(self._folder, case, partial(self._in_worker, case)))
-
-    def _in_worker(self, case: AblationCase) -> dict[str, Any]:
+    def _call(self, work: Callable[[Any], Any], argument: Any, count: int = 1) -> Any:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
-            self._pool = ProcessPoolExecutor(1, context, _begin, (self._threads,))
+            self._pool = ProcessPoolExecutor(1, context, _begin, (self._place,))
+        allowed = None if self._timeout is None else count * self._timeout
         try:
-            return self._pool.submit(self._runner, case).result(self._timeout)
+            return self._pool.submit(work, argument).result(allowed)
         except Exception as error:
             if self._ended:
                 raise _Ended from None
+            what = argument.name if isinstance(argument, AblationCase) else f"{count} cases"
             if isinstance(error, BrokenProcessPool):
-                error = WorkerDied(f"the process that ran {case.name} died, as it does without memory")
+                error = WorkerDied(f"the process that ran {what} died, as it does without memory")
             elif isinstance(error, TimeoutError):
-                error = TimeoutError(f"{case.name} took longer than {self._timeout} s")
+                error = TimeoutError(f"{what} took longer than {allowed} s")
             if classify(error) in ("died", "timeout", "gpu"):  # this worker can do no more
                 self._replace()
             raise error from None
+
+    def _after(self, case: AblationCase, outcome: str) -> None:
+        pass  # a worker that can do no more was replaced
 
     def _replace(self) -> None:
         pool, self._pool = self._pool, None
@@ -193,7 +233,16 @@ class _Ended(BaseException):
     """The run was interrupted while a worker was busy: its case is dropped, and has not failed."""
 
 
-def _begin(threads: int) -> None:
+class _Place(NamedTuple):
+    """What a worker may use: threads, and a GPU by its name in CUDA_VISIBLE_DEVICES (None: as it is)."""
+
+    threads: int
+    gpu: str | None
+
+
+def _begin(place: _Place) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one ends it
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):  # read when torch and Numba are imported
-        os.environ.setdefault(name, str(threads))
+        os.environ.setdefault(name, str(place.threads))
+    if place.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu

@@ -6,8 +6,9 @@ GPU's cache is filled on the GPU, in parts of a context, as a prefill would be.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,18 @@ from kvlab.lab.grid import AblationCase
 from kvlab.lab.turns import beside_others
 from kvlab.ops.attention import attention
 
-__all__ = ["fill", "new_cache", "query"]
+__all__ = ["Filled", "fill", "new_cache", "query"]
 
 _PART = 1024  # tokens of a step
 Floats = NDArray[np.float32]
+
+
+class Filled(NamedTuple):
+    """What filling the cache of a case left: figures of quality, one row on the CPU, seconds that it took."""
+
+    quality: dict[str, float | int]
+    cache: MixedPrecisionCache
+    seconds: float
 
 
 def new_cache(case: AblationCase, budget: float | int, **options: Any) -> MixedPrecisionCache:
@@ -47,9 +56,7 @@ def query(case: AblationCase) -> Floats:
     return np.random.default_rng(case.seed + 1).standard_normal(shape, dtype=np.float32)
 
 
-def fill(
-    case: AblationCase, progress: Callable[[int, int], None]
-) -> tuple[dict[str, float | int], MixedPrecisionCache]:
+def fill(case: AblationCase, progress: Callable[[int, int], None]) -> Filled:
     """Fill a cache with random tokens.
 
     Parameters
@@ -60,12 +67,11 @@ def fill(
 
     Returns
     -------
-    quality : dict
-        ``attention_error``, all that such data can tell: the relative error of attention in the first layer,
-        against exact keys and values.
-    cache : MixedPrecisionCache
-        On the CPU.
+    Filled
+        Its quality is ``attention_error``, all that such data can tell: the relative error of attention in
+        the first layer, against exact keys and values.
     """
+    start = time.perf_counter()
     shape, cache = case.geometry, new_cache(case, case.budget)
     rng = np.random.default_rng(case.seed)
     kv_shape = (1, case.context_length, shape.num_kv_heads, shape.head_dim)
@@ -86,7 +92,8 @@ def fill(
         found = out if case.device == "cpu" else to_host(out).astype(np.float32)
         cache = to_cpu(cache)
     exact = attention(query(case), *first, backend="reference")
-    return {"attention_error": float(np.linalg.norm(found - exact) / np.linalg.norm(exact))}, cache
+    error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+    return Filled({"attention_error": error}, cache, time.perf_counter() - start)
 
 
 def _send(x: Floats, device: str) -> Any:

@@ -25,6 +25,7 @@ __all__ = ["page_nbytes", "unpack_pages"]
 
 Bytes = NDArray[np.uint8]
 _PAGES_AT_ONCE = 256
+_SHIFTS = np.arange(8, dtype=np.uint8)[:, None]
 
 
 def unpack_pages(pages: LayerPages) -> LayerPages:
@@ -77,21 +78,23 @@ def _unpack_pool(source: Bytes, layout: PageLayout, wide: PageLayout) -> Bytes:
         if bits in (8, 16):
             pool[:, slice(*end)] = source[:, slice(*start)]
             continue
-        from_bit, to_byte = _places(bits, layout.head_dim, side)
+        from_bit = _places(bits, layout.head_dim, side)
         for first in range(0, len(source), _PAGES_AT_ONCE):
             part = slice(first, first + _PAGES_AT_ONCE)
-            stream = np.unpackbits(source[part, slice(*start)], axis=1, bitorder="little")
-            codes = np.full((len(stream), len(to_byte)), 128 - 2 ** (bits - 1), np.uint8)
+            # A row for every bit of the pages: a code is a sum of rows, which are copied faster than columns.
+            narrow = np.ascontiguousarray(source[part, slice(*start)].T)
+            stream = (narrow[:, None] >> _SHIFTS) & np.uint8(1)
+            rows = stream.reshape(-1, narrow.shape[1])
+            codes = np.full((len(from_bit), narrow.shape[1]), 128 - 2 ** (bits - 1), np.uint8)
             for j in range(bits):
-                codes += stream[:, from_bit[:, j]] << np.uint8(j)
-            region = np.empty_like(codes)
-            region[:, to_byte] = codes
-            pool[part, slice(*end)] = region
+                codes += rows[from_bit[:, j]] << np.uint8(j)
+            pool[part, slice(*end)] = codes.T
     return pool
 
 
 @lru_cache(maxsize=32)
-def _places(bits: int, head_dim: int, side: str) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Bits of every code in a narrow page, and the byte of its 8-bit code."""
+def _places(bits: int, head_dim: int, side: str) -> NDArray[Any]:
+    """Bits of the code in a narrow page that each byte of an 8-bit page holds, lowest first."""
     narrow = bit_address(bits, head_dim, side).reshape(-1, bits)
-    return narrow, bit_address(8, head_dim, side)[..., 0].ravel() // 8
+    to_byte = bit_address(8, head_dim, side)[..., 0].ravel() // 8
+    return narrow[np.argsort(to_byte)]

@@ -111,9 +111,9 @@ def test_a_signal_leaves_complete_results_and_the_next_run_goes_on(
 
 
 SLURM = """#!/bin/bash
-echo "$(basename "$0") $* | $KVLAB_SWEEP $KVLAB_OFFSET" >> {log}
+echo "$(basename "$0") $* | $KVLAB_SWEEP $KVLAB_CASES $KVLAB_OFFSET/$KVLAB_TASKS" >> {log}
 case $(basename "$0") in
-  scontrol) echo "MaxArraySize = 3" ;;
+  scontrol) echo "MaxArraySize = 2" ;;
   sbatch) [ -z "${{REFUSE:-}}" ] || {{ echo "sbatch: error: no such partition" >&2; exit 1; }}
           echo "$(wc -l < {log});local" ;;
 esac
@@ -132,13 +132,13 @@ def test_submission_splits_above_the_limit_of_the_cluster(
     call("plan", folder, *SMALL, *GEOMETRY)
     call("run", folder, "--cases", "1")
     answer = json.loads(call("submit", folder, "--throttle", 2, "--json", "--gpus=1"))
-    assert answer == {"arrays": ["2", "3"], "collection": "4", "cases": 3}
+    assert answer == {"arrays": ["2", "3"], "collection": "4", "cases": 3, "tasks": 3}
     lines = log.read_text().splitlines()
-    assert "--array=0,2%2" in lines[1]
+    assert "--array=0-1%2" in lines[1]
     assert "--array=0%2" in lines[2]
     assert all("--requeue" in line and "--gpus=1" in line for line in lines[1:3])
-    assert lines[1].endswith(f"ablate_memory.sbatch | {folder} 0")
-    assert lines[2].endswith(f"ablate_memory.sbatch | {folder} 3")
+    assert lines[1].endswith(f"ablate_memory.sbatch | {folder} 0,2-3 0/3")
+    assert lines[2].endswith(f"ablate_memory.sbatch | {folder} 0,2-3 2/3")
     assert "--dependency=afterany:2:3" in lines[3]
     assert "--gpus=1" not in lines[3]
     assert (folder / "logs").is_dir()

@@ -144,6 +144,27 @@ def test_a_model_gives_all_figures_of_quality() -> None:
     assert ablation.run(replace(case, use_packing=False))["quality"] == quality
 
 
+def test_cases_that_are_read_together_have_the_figures_of_cases_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    like = within_model(replace(SMALL, model="tiny", geometry=Geometry(2, 2, 1, 64), num_samples=2), 512)
+    cases = make_grid(like, (0.1, 0.45, 0.7), ("2,4,8",), (512,))
+    ablation._latest.clear()
+    alone = [ablation.run(case) for case in cases]
+    assert [result["status"] for result in alone] == ["infeasible"] * 2 + ["ok"] * 4
+    ablation.read_ahead(cases)
+    assert len(ablation._latest) == 2
+    first = next(iter(ablation._latest.values())).seconds
+    monkeypatch.setattr(ablation, "_read", None)  # nothing is read again
+    together = [ablation.run(case) for case in cases]
+    for part in ("status", "memory", "quality", "compression"):
+        assert [result[part] for result in together] == [result[part] for result in alone]
+    # The seconds of a reading were given to the first of each pair.
+    assert [filled.seconds for filled in ablation._latest.values()] == [0, 0]
+    seconds = [result["provenance"]["seconds"] for result in together]
+    assert seconds[2] >= first > 0
+
+
 # ---- guards ------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from scipy.special import log_softmax
 from transformers import Cache, DynamicCache
 
 from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.errors import BudgetError
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.cases import controls, mixed, uniform
 from kvlab.lab.model import Subject, tiny_llama
@@ -131,6 +132,24 @@ def test_a_broken_budget_is_an_error(
     monkeypatch.setattr(MixedPrecisionCache, "budget_nbytes", property(lambda self: 1))
     with pytest.raises(RuntimeError, match=r"'mixed 0.5' takes \d+ bytes; its budget is 1"):
         evaluate(subject.model, windows, mixed(subject.model.config, PROTOCOL.length, [0.5]), PROTOCOL)
+
+
+def test_a_cache_whose_budget_does_not_hold_is_given_up_alone(subject: Subject, windows: Windows) -> None:
+    class Full(DynamicCache):
+        def update(self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any) -> Any:
+            if self.get_seq_length() >= 96:
+                raise BudgetError("no room for 128 tokens")
+            return super().update(keys, values, layer, *args)
+
+    cases = [Case("full", "other", Full), *uniform(subject.model.config, (8,))]
+    failed: dict[str, BudgetError] = {}
+    found = evaluate(subject.model, windows, cases, PROTOCOL, give_up=failed.__setitem__)
+    alone = evaluate(subject.model, windows, cases[1:], PROTOCOL)
+    assert [score.name for score in found] == ["full precision", "uniform 8"]
+    assert [score.kl for score in found] == [score.kl for score in alone]
+    assert list(map(str, failed.values())) == ["no room for 128 tokens"]
+    with pytest.raises(BudgetError, match="no room"):
+        evaluate(subject.model, windows, cases, PROTOCOL)
 
 
 def test_controls_take_the_bytes_of_the_mixed_cache(subject: Subject, windows: Windows) -> None:

@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvlab.errors import FormatError
-from kvlab.lab import ablation, results, sweep, tables
-from kvlab.lab.grid import AblationCase, Geometry, make_grid
+from kvlab.lab import ablation, results, sweep, sweep_run, tables
+from kvlab.lab.grid import MODELS, AblationCase, Geometry, make_grid
+from kvlab.lab.groups import in_groups, seconds
 from kvlab.lab.guard import Refused
 from kvlab.lab.sweep import Manifest, Status, classify, failure_of, record, recorded, status
 from kvlab.lab.sweep_run import run_cases
@@ -53,6 +56,20 @@ def hanging(case: AblationCase) -> dict[str, Any]:
     if case.budget == 0.3:
         time.sleep(60)
     return fake(case)
+
+
+def told(cases: Sequence[AblationCase], folder: Path) -> None:
+    """Write down which cases were to be read together."""
+    with (folder / "read.txt").open("a") as file:
+        file.write(" ".join(f"{case.budget:g}{'pu'[not case.use_packing]}" for case in cases) + "\n")
+
+
+def unreadable(cases: Sequence[AblationCase]) -> None:
+    raise MemoryError("too many caches")
+
+
+def deadly(cases: Sequence[AblationCase]) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -166,6 +183,71 @@ def test_a_worker_that_hangs_is_ended(tmp_path: Path) -> None:
     run_cases(tmp_path, manifest, [1, 0], processes=2, timeout=8, runner=hanging, report=outcomes.__setitem__)
     assert outcomes == {0: "timeout", 1: "ok"}
     assert time.monotonic() - start < 50
+
+
+def where(case: AblationCase) -> dict[str, Any]:
+    time.sleep(0.3)  # so that both workers get a case
+    return fake(case) | {"reason": os.environ["CUDA_VISIBLE_DEVICES"]}
+
+
+def test_workers_are_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlab.lab.sweep_run.gpus", lambda: ["one", "another"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert sweep_run._visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    manifest = Manifest(make_grid(replace(LIKE, device="cuda"), (0.3, 0.4, 0.5, 0.6), ("2,4",), (128,)))
+    manifest.write(tmp_path)
+    run_cases(tmp_path, manifest, range(8), processes=2, runner=where)
+    assert {recorded(tmp_path, case)["reason"] for case in manifest.cases} == {"3", "5"}
+
+
+# ---- groups ------------------------------------------------------------------------------------------------
+
+READ = replace(LIKE, model="tiny", geometry=MODELS["tiny"].geometry)
+TOGETHER = make_grid(READ, (0.3, 0.4, 0.5, 0.6), ("2,4",), (128, 256))
+
+
+@pytest.mark.parametrize("least", [1, 2, 3, 4, 7, 8, 100])
+def test_groups_are_all_cases_once_and_as_many_as_workers_need(least: int) -> None:
+    groups = in_groups(TOGETHER, range(len(TOGETHER)), least)
+    assert sorted(number for group in groups for number in group) == list(range(16))
+    assert len(groups) == max(2, min(least, 8))  # 2 contexts; 8 readings
+    for group in groups:
+        assert {number ^ 1 for number in group} == set(group)  # packed and unpacked stay together
+        assert len({TOGETHER[number].context_length for number in group}) == 1
+    costs = [seconds([TOGETHER[number] for number in group]) for group in groups]
+    assert costs == sorted(costs, reverse=True)
+    assert in_groups(TOGETHER, [3], least) == [[3]]
+    assert in_groups(TOGETHER, [], least) == []
+
+
+def test_synthetic_cases_share_no_reading_but_that_of_their_pair() -> None:
+    assert sorted(in_groups(GRID, range(8))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_what_is_left_of_a_group_is_read_together(tmp_path: Path) -> None:
+    manifest = Manifest(TOGETHER)
+    manifest.write(tmp_path)
+    for number in (0, 1, 3):
+        record(tmp_path, TOGETHER[number], fake(TOGETHER[number]))
+    for number in (8, 9, 10, 11, 12, 13):
+        record(tmp_path, TOGETHER[number], fake(TOGETHER[number]))
+    run_cases(tmp_path, manifest, range(16), runner=fake, reader=partial(told, folder=tmp_path))
+    assert len(status(tmp_path, manifest).done) == 16
+    # Of the longer context one pair is left, which is one reading.
+    assert (tmp_path / "read.txt").read_text() == "0.4p 0.5p 0.5u 0.6p 0.6u\n"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_where_reading_together_fails_each_case_is_by_itself(tmp_path: Path, processes: int) -> None:
+    manifest = Manifest(TOGETHER)
+    manifest.write(tmp_path)
+    reader = unreadable if processes == 1 else deadly
+    with pytest.warns(RuntimeWarning, match="cases could not be read together, so each is by itself"):
+        run_cases(tmp_path, manifest, range(16), processes=processes, runner=failing, reader=reader)
+    assert status(tmp_path, manifest).done == (4, 5, 6, 7, 12, 13, 14, 15)
+    kinds = [failure_of(tmp_path, TOGETHER[number]).kind for number in (0, 1, 2, 3)]
+    assert kinds == ["out_of_memory"] * 2 + ["wrong_answer"] * 2
 
 
 SCRIPT = """
