@@ -20,7 +20,7 @@ import hashlib
 import importlib.util
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cubin import Resources, read_resources
+from kvlab.device import compute_capability
 from kvlab.errors import needs_extra
 from kvlab.filecache import FileCache, cache_folder
 from kvlab.nvrtc import arch_of, check_arch, compile_cubin, compiler
@@ -299,6 +300,10 @@ class PreparedLaunch:
         The struct; read at each launch.
     shared_bytes : int
         Dynamic shared memory per block.
+    early : bool
+        Whether blocks may come to the device while the kernel before them in the stream still runs; they wait
+        for it by ``begin_early`` of ``early_launch.cuh``, so no more than the launch is saved. Only from
+        compute capability 9.0 on; elsewhere it changes nothing.
 
     Raises
     ------
@@ -313,6 +318,8 @@ class PreparedLaunch:
         block: tuple[int],
         argument: NDArray[Any],
         shared_bytes: int = 0,
+        *,
+        early: bool = False,
     ) -> None:
         from cupy.cuda import driver, runtime
 
@@ -320,18 +327,44 @@ class PreparedLaunch:
         self._argument = argument
         self._pointers = np.array([argument.ctypes.data], np.uint64)
         address = int(self._pointers.ctypes.data)
-        self._fixed = (kernel.pointer, *(*grid, 1, 1)[:3], *block, 1, 1, shared_bytes)
-        self._address, self._launch = address, driver.launchKernel
+        shape = (*(*grid, 1, 1)[:3], *block, 1, 1, shared_bytes)
+        if early and compute_capability(kernel.device) >= (9, 0):
+            self._launch: Callable[[int], None] = _early_launch(kernel.pointer, shape, address)
+        else:
+            fixed, launch = (kernel.pointer, *shape), driver.launchKernel
+            self._launch = lambda stream: launch(*fixed, stream, address, 0)
         self._error: type[Exception] = driver.CUDADriverError
         self._make_context: Any = runtime.free
 
     def __call__(self, stream_pointer: int) -> None:
         """Launch on a stream of the kernel's device, which is the current one."""
         try:
-            self._launch(*self._fixed, stream_pointer, self._address, 0)
+            self._launch(stream_pointer)
         except self._error:  # a thread that has not used CUDA yet has no context
             self._make_context(0)
-            self._launch(*self._fixed, stream_pointer, self._address, 0)
+            self._launch(stream_pointer)
+
+
+def _early_launch(function: int, shape: tuple[int, ...], address: int) -> Callable[[int], None]:
+    """Return a launch that need not wait for what runs before it; CuPy's launches do not offer that."""
+    from cuda.bindings import driver
+    from cupy.cuda.driver import CUDADriverError
+
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    names = [f"{what}Dim{axis}" for what in ("grid", "block") for axis in "XYZ"]
+    for name, value in zip((*names, "sharedMemBytes"), shape, strict=True):
+        setattr(config, name, value)
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.attrs, config.numAttrs = [attribute], 1
+
+    def launch(stream_pointer: int) -> None:
+        config.hStream = stream_pointer
+        (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
+        if error:
+            raise CUDADriverError(int(error))
+
+    return launch
 
 
 def load(built: Built, entry: str | None = None, *, device: int | None = None) -> Kernel:

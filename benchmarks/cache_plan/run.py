@@ -37,6 +37,7 @@ from kvlab.cache.ladder import parse_bits
 from kvlab.cache.store import ERRORS, LayerStore
 from kvlab.lab.results import provenance
 from kvlab.ops import packed_cuda
+from kvlab.ops.packed_cuda import kept_page_bytes
 from kvlab.ops.packed_mass_cuda import score_kernel
 
 SHAPES = {  # layers, batch, tokens, KV heads, group
@@ -163,8 +164,9 @@ class Model:
         ]  # fmt: skip
         k = 500 * torch.randn(self.batch, STEPS, self.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         view = cuda_view(k, "k")
-        shape = (4, self.batch, self.heads, self.store.entries, self.group, 64)
-        scores = torch.randn(shape, device="cuda").mul_(1.5).half()
+        shape = (4, self.batch, self.heads, self.store.entries, kept_page_bytes(self.group))
+        scores = torch.randn(shape, device="cuda").mul_(17).add_(200).clamp_(0, 255).byte()
+        scores[..., 64 * self.group : 68 * self.group].view(torch.float32)[...] = 55 / 8  # their references
         lse = torch.full((self.batch, self.heads * self.group, 1), float(np.log(self.tokens)), device="cuda")
         found: list[dict[str, float]] = []
         moved = []

@@ -29,6 +29,7 @@
 constexpr int LANES = 32;
 #include "packed_encode.cuh"
 #include "cache_state.cuh"
+#include "early_launch.cuh"
 
 constexpr int TEAM = CANDIDATES, WARPS = 3 * TEAM, MAX_STEPS = 16, MAX_GROUP = 16;
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
@@ -260,6 +261,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, steps = call.fresh.steps;
     const int head = blockIdx.x, row = blockIdx.y, pair = row * layer.heads + head;
     const int rows = call.q ? steps * call.group : 0, team = warp / TEAM, rank = warp % TEAM;
+    begin_early();
     const int start = layer.seqlen[pair];
     if (team < 2) {
         int turn = 0;

@@ -1,11 +1,11 @@
 // How important tokens are: attention mass, from kept scores or from queries and keys, and norms of keys.
 //
 // Threads and data
-//   score_stored    grid z = layers; half a warp one page, a lane four slots of it. Reads the scores of the
-//   kept rows in
-//                   float16 (128 bytes a row), and brings the importance bytes of the page up to date.
-//   mass_of_scores  the same from scores in float32, but writes the mass: what
-//                   kvlab.ops.packed.mass_from_scores is on a GPU.
+//   score_stored    grid (blocks of pages, pairs, layers): 8 lanes have a page, each 8 slots of it. Reads the
+//                   scores of the kept rows, a byte each, and brings the importance bytes of the page up to
+//                   date.
+//   mass_of_scores  from scores in float32, and writes the mass: what kvlab.ops.packed.mass_from_scores is on
+//                   a GPU.
 //   score_new       grid (tiles of keys, pairs): a warp holds KEYS keys as B operands of mma.m16n8k16 in
 //                   registers and multiplies them with all query rows, 16 at a time, which lie in shared
 //                   memory in chunks of ROWS. Only the sum over rows of exp(score - lse) remains.
@@ -24,10 +24,11 @@
 #include <cuda_fp16.h>
 #include "packed_codes.cuh"
 #include "cache_state.cuh"
+#include "early_launch.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, PAGE = 64;
-constexpr int LANES = PAGE / 4, PAGES = THREADS / LANES;  // of a page, of a block
 constexpr float LOG2E = 1.44269504089f;
+#define INFINITE __int_as_float(0x7f800000)
 
 __device__ __forceinline__ float finite(float x) {
     return x != x ? 0.f : x;
@@ -36,99 +37,20 @@ __device__ __forceinline__ float finite(float x) {
 // ---- From kept scores
 
 struct Kept {
-    const void* scores;                     // [pairs][entries][positions * group][PAGE]
+    const void* scores;                     // [pairs][entries] blocks, or float [pairs][entries][rows][PAGE]
     const float* lse;                       // [batch][heads * group][seqlen]
     int group, positions, seqlen, entries;  // positions: the last query rows, whose scores were kept
+
+    __device__ __forceinline__ int rows() const { return positions * group; }
 };
 
-// A read that the compiler may not put off until its result is needed.
-template <class T>
-__device__ __forceinline__ T read_now(const T* from) {
-    return *(const volatile T*)from;
-}
-
-// Four scores of neighbouring slots as they are kept: of float16, of float32.
-struct Halves {
-    u64 words;
-
-    __device__ __forceinline__ void read(const void* scores, u64 at) {
-        words = read_now((const u64*)scores + at);
-    }
-
-    __device__ __forceinline__ float4 floats() const {
-        const u32 low = (u32)words, high = (u32)(words >> 32);
-        return {half_bits_to_float(low & 0xffffu), half_bits_to_float(low >> 16),
-                half_bits_to_float(high & 0xffffu), half_bits_to_float(high >> 16)};
-    }
-};
-
-struct Floats {
-    float4 x;
-
-    __device__ __forceinline__ void read(const void* scores, u64 at) { x = ((const float4*)scores)[at]; }
-
-    __device__ __forceinline__ float4 floats() const { return x; }
-};
-
-// The sum over kept rows first, ... first + AT_ONCE - 1 of the probabilities of four slots of a page; what is
-// read is on its way from where this is made.
-template <class Four>
-struct Rows {
-    static constexpr int AT_ONCE = 4;
-    Four x[AT_ONCE];
-    float whole[AT_ONCE];
-
-    // at: of the first row, in fours of scores; lse: of the first row of the pair.
-    __device__ __forceinline__ Rows(const Kept& kept, u64 at, const float* lse, int first) {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) x[i].read(kept.scores, at + min(first + i, rows(kept) - 1) * LANES);
-        int position = first / kept.group, head = first - position * kept.group;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const bool there = first + i < rows(kept);
-            whole[i] = lse[there ? head * kept.seqlen + position : 0];
-            if (!there) whole[i] = __int_as_float(0x7f800000);
-            head = head + 1 == kept.group ? 0 : head + 1;
-            position += head == 0;
-        }
-    }
-
-    static __device__ __forceinline__ int rows(const Kept& kept) { return kept.positions * kept.group; }
-
-    __device__ __forceinline__ void add_to(float4& sum) const {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const float base = whole[i] == -__int_as_float(0x7f800000) ? 0.f : whole[i] * -LOG2E;
-            const float4 score = x[i].floats();
-            sum.x += power_of_2(fmaf(score.x, LOG2E, base));
-            sum.y += power_of_2(fmaf(score.y, LOG2E, base));
-            sum.z += power_of_2(fmaf(score.z, LOG2E, base));
-            sum.w += power_of_2(fmaf(score.w, LOG2E, base));
-        }
-    }
-};
-
-// Their mean over all kept rows, of which `begun` are the first.
-template <class Four>
-__device__ __forceinline__ float4 mean_of_rows(const Kept& kept, u64 at, const float* lse,
-                                               const Rows<Four>& begun) {
-    const int rows = Rows<Four>::rows(kept);
-    float4 sum = {0.f, 0.f, 0.f, 0.f};
-    begun.add_to(sum);
-#pragma unroll 1
-    for (int first = Rows<Four>::AT_ONCE; first < rows; first += Rows<Four>::AT_ONCE)
-        Rows<Four>(kept, at, lse, first).add_to(sum);
-    const float share = __fdividef(1.f, (float)rows);
-    return {sum.x * share, sum.y * share, sum.z * share, sum.w * share};
-}
-
-// Where the lse of a pair's first kept row is, and the scores of four slots of a page's first.
-__device__ __forceinline__ const float* lse_of(const Kept& kept, int pair) {
-    return kept.lse + (u64)pair * kept.group * kept.seqlen + kept.seqlen - kept.positions;
-}
-
-__device__ __forceinline__ u64 scores_at(const Kept& kept, u64 page, int slot) {
-    return page * (kept.positions * kept.group * LANES) + slot / 4;
+// What a score times log2(e) has added to be the exponent of a probability; row = position * group + head.
+// Rows of nothing have lse -inf, and those that give nobody anything +inf.
+__device__ __forceinline__ float base_of(const Kept& kept, int pair, int row) {
+    int head = row, position = kept.seqlen - kept.positions;
+    for (; head >= kept.group; head -= kept.group) ++position;
+    const float lse = kept.lse[((u64)pair * kept.group + head) * kept.seqlen + position];
+    return lse == -INFINITE ? 0.f : lse * -LOG2E;
 }
 
 // How scores follow what tokens receive, as in kvlab.cache.importance: what is new weighs 1 / (1 + age /
@@ -139,76 +61,176 @@ struct Following {
     int counted;  // tokens of this call that LayerState::seqlen counts already
 };
 
-// Integers up to 2^23 as floats and back by the float that has them as its lowest bits: the conversions
-// proper share their unit with powers and logarithms, of which there are enough here.
-constexpr float TWO_23 = 8388608.f;
+// The layers of score_stored. The block of a page has a byte for each slot, row after row, and then for each
+// row a float, its reference: the score, base 2, is (code - 255) / 8 + reference, and code 0 is nothing.
+struct Scoring {
+    const LayerState* layers;
+    Kept kept;
+    Following following;
+};
 
-__device__ __forceinline__ float small_integer(u32 n) {
-    return __uint_as_float(__float_as_uint(TWO_23) | n) - TWO_23;
+constexpr int LANES = 8, PAGES = THREADS / LANES, OWN = PAGE / LANES;  // of a page, of a block, of a lane
+constexpr int AT_ONCE = 4;                                             // rows
+constexpr float LEAST = 3.7252903e-9f;  // 2^-28: less has no importance code, nor do sums of code 0
+
+// Byte i of x as 128 + x / 256, and the exponent of 2 that it is as eighths.
+constexpr float EIGHTHS = 32.f, ZERO_EIGHTHS = -4096.f;
+
+__device__ __forceinline__ float byte_as_float(u32 x, int i) {
+    return __uint_as_float(__byte_perm(x, 0x43000000u, 0x7404 | i << 4));
 }
 
-// The code of a score after its token received `mass`. Codes are eighths of a binary order, so the special
-// function unit's powers and logarithms are exact enough.
-__device__ __forceinline__ u32 updated(u32 code, float mass, int age, const Following& f) {
-    const float power = power_of_2((small_integer(code) - 192.f) * .125f);
-    const float previous = code ? power : 0.f, change = mass - previous;
+__device__ __forceinline__ float log2_of(float x) {
+    float r;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+// A read that the compiler may not put off until its result is needed.
+template <class T>
+__device__ __forceinline__ T read_now(const T* from) {
+    return *(const volatile T*)from;
+}
+
+__device__ __forceinline__ u64 read_words(const void* from) {
+    return read_now((const u64*)from);
+}
+
+// Rows first to first + AT_ONCE - 1 of a page, of the slots of a lane; on their way from where this is made.
+struct Rows {
+    u64 codes[AT_ONCE];
+    float base;  // of row first + lane
+
+    __device__ __forceinline__ Rows(const Kept& kept, const u8* block, int pair, int first, int lane) {
+        const int rows = kept.rows(), row = first + lane;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            codes[i] = read_words(block + PAGE * min(first + i, rows - 1) + OWN * lane);
+        base = -INFINITE;
+        if (lane < AT_ONCE && row < rows)
+            base = read_now((const float*)(block + PAGE * rows) + row) + base_of(kept, pair, row);
+    }
+
+    // All lanes of a warp.
+    __device__ __forceinline__ void add_to(float (&sum)[OWN]) const {
+        const float lowest = base + (ZERO_EIGHTHS - 255.f / 8.f);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const float from = __shfl_sync(ALL_LANES, lowest, i, LANES);
+#pragma unroll
+            for (int j = 0; j < OWN; ++j) {
+                const u32 word = j < 4 ? (u32)codes[i] : (u32)(codes[i] >> 32);
+                sum[j] += power_of_2(fmaf(byte_as_float(word, j % 4), EIGHTHS, from));
+            }
+        }
+    }
+};
+
+// The code of a score after its token received `mass`, as the lowest byte. Codes are eighths of a binary
+// order, so the special function unit's powers and logarithms are exact enough.
+template <bool YOUNG>
+__device__ __forceinline__ u32 updated(u32 codes, int i, float mass, int age, const Following& f) {
+    constexpr float TWO_23 = 8388608.f;
+    const float power = power_of_2(fmaf(byte_as_float(codes, i), EIGHTHS, ZERO_EIGHTHS - 24.f));
+    const float previous = codes & 255u << 8 * i ? power : 0.f, change = mass - previous;
     float take = f.take;
-    if (age < f.old) take = __fdividef(1.f, 1.f + (float)(age / f.span));  // few tokens are young
+    if (YOUNG && age < f.old) take = __fdividef(1.f, 1.f + (float)(age / f.span));
     float level = fmaf(take, change, previous);
     if (f.forecast) level = fmaxf(fmaf(f.take, change, level), 0.f);
-    const float eighths = fminf(fmaxf(fmaf(8.f, __log2f(level), 192.f), 1.f), 255.f);
-    return level > 0.f ? __float_as_uint(eighths + TWO_23) & 255 : 0;
+    const float eighths = fminf(fmaxf(fmaf(8.f, log2_of(level), 192.f), 1.f), 255.f);
+    return level > 0.f ? __float_as_uint(eighths + TWO_23) : 0;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 5)
-    score_stored(const LayerState* layers, const __grid_constant__ Kept kept,
-                 const __grid_constant__ Following following) {
-    const LayerState& s = layers[blockIdx.z];
-    const int pair = blockIdx.y, kept_pair = blockIdx.z * gridDim.y + pair;
-    const int entry = blockIdx.x * PAGES + threadIdx.x / LANES, slot = threadIdx.x % LANES * 4;
-    if (entry >= kept.entries) return;
+// New codes of four slots, of which the first `live` hold tokens.
+template <bool YOUNG>
+__device__ __forceinline__ u32 four_updated(u32 codes, u64 positions, const float* mass, int live, int length,
+                                            const Following& f) {
+    u32 result = codes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int age = length - (int)(positions >> 16 * i & 0xffff);
+        const u32 code = updated<YOUNG>(codes, i, mass[i], age, f);
+        if (i < live && (!YOUNG || age > 0))  // not this call's own tokens
+            result = __byte_perm(result, code, 0x3210 ^ (i ^ 4) << 4 * i);
+    }
+    return result;
+}
+
+// Whether one of four tokens is younger than `old`.
+__device__ __forceinline__ bool any_young(u64 positions, int length, int old) {
+    bool young = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) young |= length - (int)(positions >> 16 * i & 0xffff) < old;
+    return young;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 5) score_stored(const __grid_constant__ Scoring call) {
+    begin_early();
+    const Kept& kept = call.kept;
+    const Following& following = call.following;
+    const LayerState& s = call.layers[blockIdx.z];
+    const int pair = blockIdx.y, kept_pair = blockIdx.z * gridDim.y + pair, lane = threadIdx.x % LANES;
+    const int place = blockIdx.x * PAGES + threadIdx.x / LANES, entry = min(place, kept.entries - 1);
     // Most pages are live, so all that is needed of one is asked for before anybody knows which are.
-    const u64 scores = scores_at(kept, (u64)kept_pair * kept.entries + entry, slot);
-    const Rows<Halves> first_rows(kept, scores, lse_of(kept, kept_pair), 0);
+    const int rows = kept.rows(), block_bytes = PAGE * rows + 16 * ((rows + 3) / 4);
+    const u8* block = (const u8*)kept.scores + ((u64)kept_pair * kept.entries + entry) * (u32)block_bytes;
+    const Rows first_rows(kept, block, kept_pair, 0, lane);
     const u64 at = (u64)pair * kept.entries + entry;
     const u32 address = read_now(s.index + at), rung = read_now(s.rung + at) % CACHE_RUNGS;
     const int count = read_now(s.count + at), base = read_now(s.base + at) << 16;
-    const int live = s.num_pages[pair], length = s.seqlen[pair] - following.counted;
-    if (entry >= live || slot >= count) return;
+    const int live = place < s.num_pages[pair] ? count - OWN * lane : 0;
+    const int length = s.seqlen[pair] - following.counted - base;
+    if (!__any_sync(ALL_LANES, live > 0)) return;
     u8* const tail = s.arena + (u64)address * UNIT + s.rungs[rung].tail;
-    u32* const codes = (u32*)(tail + 2 * PAGE + slot);
-    const u64 positions = *(const u64*)(tail + 2 * slot);
-    const u32 before = *codes;
-    const float4 mass = mean_of_rows(kept, scores, lse_of(kept, kept_pair), first_rows);
-    u32 after = 0;
+    uint2* const codes = (uint2*)(tail + 2 * PAGE + OWN * lane);
+    ulonglong2 positions = {};
+    uint2 before = {};
+    if (live > 0) positions = *(const ulonglong2*)(tail + 2 * OWN * lane), before = *codes;
+    float mass[OWN] = {};
+    first_rows.add_to(mass);
+#pragma unroll 1
+    for (int first = AT_ONCE; first < rows; first += AT_ONCE)
+        Rows(kept, block, kept_pair, first, lane).add_to(mass);
+    const float share = __fdividef(1.f, (float)rows);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 code = before >> 8 * i & 255;
-        const int age = length - (base | (int)(positions >> 16 * i & 0xffff));
-        const bool received = slot + i < count && age > 0;  // not this call's own tokens
-        const float x = i == 0 ? mass.x : i == 1 ? mass.y : i == 2 ? mass.z : mass.w;
-        after |= (received ? updated(code, finite(x), age, following) : code) << 8 * i;
+    for (int i = 0; i < OWN; ++i) mass[i] = mass[i] * share > LEAST ? mass[i] * share : 0.f;
+    if (live <= 0) return;
+    uint2 after;
+    if (any_young(positions.x, length, following.old) || any_young(positions.y, length, following.old)) {
+        after.x = four_updated<true>(before.x, positions.x, mass, live, length, following);
+        after.y = four_updated<true>(before.y, positions.y, mass + 4, live - 4, length, following);
+    } else {
+        after.x = four_updated<false>(before.x, positions.x, mass, live, length, following);
+        after.y = four_updated<false>(before.y, positions.y, mass + 4, live - 4, length, following);
     }
     *codes = after;
 }
 
+// A thread four slots of a page.
 extern "C" __global__ void __launch_bounds__(THREADS)
     mass_of_scores(const u8* count, const int* num_pages, float* mass, const __grid_constant__ Kept kept) {
-    const int pair = blockIdx.y, entry = blockIdx.x * PAGES + threadIdx.x / LANES;
-    const int slot = threadIdx.x % LANES * 4;
+    constexpr int FOURS = PAGE / 4;
+    const int pair = blockIdx.y, entry = blockIdx.x * (THREADS / FOURS) + threadIdx.x / FOURS;
+    const int slot = threadIdx.x % FOURS * 4, rows = kept.rows();
     if (entry >= kept.entries) return;
     const u64 at = (u64)pair * kept.entries + entry;
     const int tokens = entry < num_pages[pair] ? count[at] : 0;
-    float4 found = {0.f, 0.f, 0.f, 0.f};
-    if (slot < tokens) {
-        const u64 scores = scores_at(kept, at, slot);
-        const float* lse = lse_of(kept, pair);
-        found = mean_of_rows(kept, scores, lse, Rows<Floats>(kept, scores, lse, 0));
-    }
-    if (slot + 1 >= tokens) found.y = 0.f;
-    if (slot + 2 >= tokens) found.z = 0.f;
-    if (slot + 3 >= tokens) found.w = 0.f;
-    *(float4*)(mass + at * PAGE + slot) = found;
+    const float4* scores = (const float4*)kept.scores + at * rows * FOURS + slot / 4;
+    float found[4] = {};
+    if (slot < tokens)
+#pragma unroll 4
+        for (int row = 0; row < rows; ++row) {
+            const float4 score = scores[row * FOURS];
+            const float base = base_of(kept, pair, row);
+            found[0] += power_of_2(fmaf(score.x, LOG2E, base));
+            found[1] += power_of_2(fmaf(score.y, LOG2E, base));
+            found[2] += power_of_2(fmaf(score.z, LOG2E, base));
+            found[3] += power_of_2(fmaf(score.w, LOG2E, base));
+        }
+    const float share = __fdividef(1.f, (float)rows);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found[i] = slot + i < tokens ? found[i] * share : 0.f;
+    *(float4*)(mass + at * PAGE + slot) = {found[0], found[1], found[2], found[3]};
 }
 
 // ---- From queries and keys

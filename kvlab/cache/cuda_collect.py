@@ -8,11 +8,13 @@ before that, so whoever is about to calls `settle`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvlab.arrays import empty
 from kvlab.cache import cuda_score
 from kvlab.cache.cuda_store import STATE, DeviceStore
+from kvlab.ops.packed_cuda import kept_page_bytes
 
 __all__ = ["Collector"]
 
@@ -49,11 +51,11 @@ class Collector:
         return len(self._pending) > 0
 
     def place(self, layer: int, steps: int) -> tuple[Any, Any]:
-        """Where a layer keeps scores, (batch, heads, entries, rows, 64), and lse, (batch, heads_q, steps)."""
+        """Where a layer keeps scores, (batch, heads, entries, nbytes), and lse, (batch, heads_q, steps)."""
         if steps not in self._kept:
             group, store = self._group(steps), self._store
             lse = empty((group, store.batch, self._num_heads_q, steps), "float32", store.like)
-            self._kept[steps] = empty((group, *self._shape(steps)), "float16", store.like), lse
+            self._kept[steps] = empty((group, *self._shape(steps)), "uint8", store.like), lse
         scores, lse = self._kept[steps]
         return scores[layer % len(scores)], lse[layer % len(lse)]
 
@@ -103,10 +105,13 @@ class Collector:
 
     def _shape(self, steps: int) -> tuple[int, ...]:
         store = self._store
-        return store.batch, store.heads, store.entries, steps * (self._num_heads_q // store.heads), 64
+        return (
+            store.batch,
+            store.heads,
+            store.entries,
+            kept_page_bytes(steps * (self._num_heads_q // store.heads)),
+        )
 
     def _group(self, steps: int) -> int:
-        nbytes = 2
-        for size in self._shape(steps):
-            nbytes *= size
+        nbytes = math.prod(self._shape(steps))
         return max(1, min(_MOST_LAYERS, len(self._store.stores), _MOST_BYTES // nbytes))

@@ -114,7 +114,9 @@ class AppendCall:
         call["fresh"]["steps"] = steps
         self._bytes = call.view(np.uint8).data
         grid = int(state["heads"]), int(state["batch"])
-        self._launch = PreparedLaunch(kernel, grid, (_APPEND_THREADS,), call) if all(grid) else None
+        self._launch = (
+            PreparedLaunch(kernel, grid, (_APPEND_THREADS,), call, early=True) if all(grid) else None
+        )
 
     def __call__(
         self,

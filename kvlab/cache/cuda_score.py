@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import CudaView, cuda_view, dtype_name
+from kvlab.build import PreparedLaunch
 from kvlab.cache.importance import MOST_TOKENS, POLICIES, Importance, weight_of_collection
-from kvlab.ops.packed_mass_cuda import kept_scores, score_kernel
+from kvlab.ops.packed_mass_cuda import KEPT, kept_scores, score_kernel
 
 __all__ = ["check_policy", "score_new", "score_norms", "score_stored"]
 
@@ -28,7 +29,10 @@ _SIGHT = np.dtype(
     align=True,
 )
 _FOLLOWING = np.dtype([("take", "f4"), *((name, "i4") for name in ("span", "old", "forecast", "counted"))])
+_SCORING = np.dtype([("layers", "u8"), ("kept", KEPT), ("following", _FOLLOWING)], align=True)
 _THREADS, _WARPS = 256, 8
+_PAGES = 32  # of a block of score_stored
+_ROW_BYTES = 68  # a code a slot, and a reference
 _KINDS = {"attention": 0, "forecast": 0, "key_norm": 0, "recency": 1, "uniform": 2}
 
 
@@ -58,8 +62,8 @@ def score_stored(
     ----------
     states : int
         Address of the LayerState structs of the layers.
-    scores : float16 array, (layers, batch, num_heads_kv, entries, rows, 64), contiguous
-        What packed attention kept of the last query rows; rows counts positions times heads of a group.
+    scores : uint8 array, (layers, batch, num_heads_kv, entries, nbytes), contiguous
+        What packed attention kept of the last query rows, `kvlab.ops.packed_cuda.kept_page_bytes` a page.
     lse : float32 array, (layers, batch, num_heads_q, seqlen), contiguous
         Of every query row over all its keys, stored or not.
     importance : {"attention", "forecast"}
@@ -69,15 +73,20 @@ def score_stored(
     counted : int
         Tokens of this call that the layers' lengths on the device count already.
     """
-    kept, grid = kept_scores(scores, lse, lse.shape[2] // scores.shape[2])
-    following = np.zeros((), _FOLLOWING)
+    layers, batch, heads, entries, nbytes = scores.shape
+    group, rows = lse.shape[2] // heads, nbytes // _ROW_BYTES  # there is less than a row of padding
+    call = np.zeros(1, _SCORING)
+    call["layers"] = states
+    call["kept"] = kept_scores(scores, lse, group, rows, entries)
+    following = call["following"]
     take, span = weight_of_collection(decay, tokens)
     following["take"], following["span"], following["counted"] = take, span, counted
     following["old"] = min(span * (math.ceil(1 / take) - 1), 1 << 30) if take > 0 else 1 << 30
     following["forecast"] = importance == "forecast"
-    rule = np.frombuffer(following.tobytes(), f"V{_FOLLOWING.itemsize}")[0]
-    kernel = score_kernel("score_stored", cuda_view(scores, "scores").device)
-    kernel((*grid, len(scores)), (_THREADS,), (states, kept, rule), 0, stream)
+    grid = -(-entries // _PAGES), batch * heads, layers
+    if all(grid):
+        kernel = score_kernel("score_stored", cuda_view(scores, "scores").device)
+        PreparedLaunch(kernel, grid, (_THREADS,), call, early=True)(stream)
 
 
 def score_new(

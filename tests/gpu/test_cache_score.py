@@ -18,6 +18,7 @@ from kvlab.cache import cuda_score
 from kvlab.cache.importance import SPAN, make_policy
 from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.ops.packed import mass_from_scores
+from kvlab.ops.packed_cuda import kept_page_bytes
 from kvlab.reference import packed as reference
 from kvlab.reference.cache_layer import Layer
 from tests.gpu.test_cache_plan import Device
@@ -152,16 +153,31 @@ def test_mass_of_kept_scores() -> None:
     assert np.abs(found - np.roll(expected, 1, 3)).max() > 1e-3 * expected.max()
 
 
+def kept_bytes(scores: np.ndarray, unused: np.ndarray) -> np.ndarray:
+    """Scores (..., rows, 64) as attention keeps them, with anything in slots that are not used."""
+    log2 = scores / np.log(2)
+    reference = log2.max(-1, initial=-60.0, where=np.isfinite(log2)).astype(np.float32)
+    codes = np.where(
+        unused[..., None, :], 77, np.clip(np.rint(255 + 8 * (log2 - reference[..., None])), 0, 255)
+    )
+    rows = scores.shape[-2]
+    kept = np.full((*scores.shape[:-2], kept_page_bytes(rows)), 255, np.uint8)
+    kept[..., : 64 * rows] = codes.reshape(*kept.shape[:-1], -1)
+    kept[..., 64 * rows : 68 * rows] = reference.view(np.uint8)
+    return kept
+
+
 @pytest.mark.parametrize("importance", ["attention", "forecast"])
 @pytest.mark.parametrize("own", [0, 3])
 def test_stored_tokens_follow_what_they_receive(importance: str, own: int) -> None:
     """Two layers in one launch; the newest `own` tokens came with the call and received nothing yet."""
-    simulation, _, scores, exact, lse, exact_lse = stored_layer()
+    simulation, _, hostile, exact, lse, exact_lse = stored_layer()
     device = Device([simulation.layer, simulation.layer])
-    half = torch.stack([scores.half(), scores.half() - 2])
+    unused = np.isnan(hostile.cpu().numpy()[:, :, :, 0])
+    kept = np.stack([kept_bytes(exact, unused), kept_bytes(exact - 2, unused)])
     cuda_score.score_stored(
         device.states.data_ptr(),
-        half,
+        torch.from_numpy(kept).cuda(),
         torch.stack([lse, lse]),
         importance=importance,
         decay=0.75,
@@ -170,7 +186,7 @@ def test_stored_tokens_follow_what_they_receive(importance: str, own: int) -> No
         stream=stream(),
     )
     for number in range(2):
-        rounded = np.where(np.isneginf(exact), exact, half[number].float().cpu().numpy())
+        rounded = np.where(np.isneginf(exact), exact, reference.scores_of_bytes(kept[number], 6))
         mass = reference.mass_from_scores(rounded, exact_lse).reshape(4, 30, 64).astype(np.float32)
         check_following(simulation.layer, device.table(number, "arena"), mass, importance, own)
 
