@@ -50,7 +50,6 @@ class Admission(NamedTuple):
     fresh: Any
     workspace: Workspace
     stream: int
-    room: int
     arrays: tuple[Any, ...]  # what `fresh` has the addresses of
 
 
@@ -195,7 +194,7 @@ class Changes:
         """
         if not self._unconfirmed:
             self.store.tables["status"][...] &= ~UNFINISHED
-        self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, new.room)
+        self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, 0)
         self._unconfirmed.append(new)
         kept = sum(int(x.nbytes) for waiting in self._unconfirmed for x in waiting.arrays)
         if last or kept > MOST_KEPT:
@@ -235,7 +234,7 @@ class Changes:
                 break  # nothing was demoted, and nothing would be the next time
             before = used
             self.store.tables["status"][new.layer] = 0
-            self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, new.room)
+            self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, 0)
             trouble = self.trouble(new.layer)
         return trouble
 

@@ -165,13 +165,14 @@ def _admit(
     if cache.settings.on_host:
         cuda_host.admit(cache, layer, (new[0], new[1]), valid, mass, share)
         return
-    changes, room = cache.changes, cache.changes.room
+    changes = cache.changes
     changes.set_share(share)
-    if changes.is_tight(layer, length + steps + room):
-        room, use = 0, np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
+    if changes.is_tight(layer, length + steps):
+        use = np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
         if not changes.fits(layer, length, new=use):
             cuda_host.consolidate(cache, steps, share, to_come=False)
     arrays = (*new, codes) if valid is None else (*new, codes, valid)
+    # No room for tokens to come: if long steps follow, open pages would have taken bytes from these tokens.
     last = layer == len(cache.layers) - 1
-    changes.admit(Admission(layer, fresh, workspace, stream, room, arrays), last=last)
-    cache.room[layer] = room + steps  # less these steps, which are counted next
+    changes.admit(Admission(layer, fresh, workspace, stream, arrays), last=last)
+    cache.room[layer] = steps  # less these steps, which are counted next

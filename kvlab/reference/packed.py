@@ -62,7 +62,8 @@ def stored_tokens(pages: Any, row: int, head: int) -> list[tuple[Float64, Float6
         at = row, head, p
         layout = pages.layouts[pages.rung[at]]
         record, count = pages.pools[pages.rung[at]][pages.index[at]], pages.count[at]
-        page = decode_page(record, layout.head_dim, layout.bits_k, layout.bits_v, pages.dtype)
+        with np.errstate(invalid="ignore"):  # slots without a token may hold anything
+            page = decode_page(record, layout.head_dim, layout.bits_k, layout.bits_v, pages.dtype)
         k, v = page.k[:count].astype(np.float64), page.v[:count].astype(np.float64)
         rotation = hadamard_matrix(layout.head_dim)
         if layout.bits_k < 16:
