@@ -48,6 +48,7 @@
 
 constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
 
+#include "early_launch.cuh"
 #include "packed_codes.cuh"
 #include "packed_list.cuh"
 #include "packed_state.cuh"
@@ -170,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();  // the barriers of this warp are ready
+    begin_early();
 
     // The lane's entry among the first 32 pages of the warp, read together with the lengths.
     const int blocks = (call.rows + 7) / 8, b = blockIdx.x;

@@ -270,7 +270,9 @@ class AttendCall:
             call[name] = value
         call["scale"], call["softcap"] = scale, softcap
         self._call, self._bytes = call[0], call.view(np.uint8).data
-        self._launch = PreparedLaunch(plan.kernel, (plan.grid,), (32 * plan.warps,), call, plan.shared_bytes)
+        self._launch = PreparedLaunch(
+            plan.kernel, (plan.grid,), (32 * plan.warps,), call, plan.shared_bytes, early=True
+        )
 
     def use(self, workspace: Workspace, scores: Any) -> None:
         """Work in other memory from now on, of the shapes of the first."""
