@@ -75,9 +75,12 @@ def command(
     fractions = _fractions(budgets)
     from rich.console import Console
 
+    from kvlab.lab import targets
     from kvlab.lab.journal import Journal
     from kvlab.lab.workers import processes_for
 
+    if device == "cuda":
+        targets.machine("cuda")  # or say why not
     tiny = os.environ.get("KVLAB_TINY") == "1"
     wanted = tokens or ((400 if tiny else 40_000) if full else (200 if tiny else 4_000))
     if device == "cuda":

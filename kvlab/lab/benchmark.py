@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvlab import environment
-from kvlab.errors import needs_extra
+from kvlab.lab import targets
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.yardstick import Options
 from kvlab.sizes import parse_size
@@ -155,9 +155,9 @@ def run(case: str, options: Options) -> dict[str, Any]:
     ValueError
         If the case is unknown, or size, threads or repeats are not positive.
     NotImplementedError
-        If the case does not run on that device.
+        If the case does not run on that device, or there is no GPU that can be used.
     RuntimeError
-        If a result is wrong, or torch sees no GPU.
+        If a result is wrong.
     """
     if case not in CASES:
         raise ValueError(f"case={case!r} is unknown; known are {', '.join(CASES)}")
@@ -168,7 +168,7 @@ def run(case: str, options: Options) -> dict[str, Any]:
         supported = " and ".join(DEVICES[case])
         raise NotImplementedError(f"device={options.device!r}: the case {case} runs on {supported}")
     if options.device == "cuda":
-        _needs_gpu()
+        targets.machine("cuda")
     if _tiny():
         options = replace(options, size=min(options.size, _TINY_SIZE), repeats=1)
     measured = CASES[case](options)
@@ -181,10 +181,3 @@ def run(case: str, options: Options) -> dict[str, Any]:
         "rows": measured.rows,
         "note": measured.note,
     }
-
-
-def _needs_gpu() -> None:
-    with needs_extra("hf", "kvlab benchmark --device cuda"):
-        import torch
-    if not torch.cuda.is_available():
-        raise RuntimeError("device='cuda': torch sees no GPU; kvlab env says what is here. Use --device cpu")

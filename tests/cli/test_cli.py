@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvlab import cli, environment
+from kvlab import cli, device, environment
 from kvlab.cli import options
 
 RUNNER = CliRunner()
@@ -85,6 +85,14 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_1(tmp_path: Path) -> Non
     assert "No such file or directory" in result.stderr
     command.insert(3, "--traceback")
     assert "Traceback" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+
+@pytest.mark.skipif(device.gpus() != (), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("call", ["demo", "benchmark attention", "profile", "test", "validate"])
+def test_without_a_gpu_cuda_is_refused_with_the_reason(call: str) -> None:
+    result = RUNNER.invoke(cli.app(), [*call.split(), "--device", "cuda"])
+    assert isinstance(result.exception, NotImplementedError)
+    assert f"device='cuda': {device.gpus_missing_because()}; --device cpu" in str(result.exception)
 
 
 def test_size_option_names_the_units() -> None:
