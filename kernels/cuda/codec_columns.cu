@@ -147,20 +147,39 @@ __device__ __forceinline__ void put_whole_bytes(u32 codes, u8* to) {
     if constexpr (CODE_BITS == 2) *to = (u8)codes;
 }
 
-// Packs the codes, one a byte, 32 of a row a lane. The odd pitch of their rows keeps lanes in different
-// banks.
-__device__ __forceinline__ void give_codes(const u32* codes, const Shape& shape, i64 first, u8* packed,
-                                           int lane) {
-    const Chunk quad = chunk_at<WIDTH>(shape, first + lane % 2 * 8);
+// Packs the codes, one a byte, 32 of a row a lane, in place, and writes them, neighbouring words by
+// neighbouring lanes. The odd pitch of their rows keeps lanes in different banks.
+__device__ __forceinline__ void give_codes(u32* codes, const Shape& shape, i64 first, u8* packed, int lane) {
+    constexpr int QUAD = 8, STEP = 2 * CODE_BITS;  // words of 32 codes, one a byte; packed words of a row
+    const Chunk quad = chunk_at<WIDTH>(shape, first + lane % 2 * QUAD);
+    const int rows = (int)quad.rows;
     __syncwarp();  // the codes of all lanes are there
 #pragma unroll 1
-    for (int row = lane / 2; row < (int)quad.rows; row += 16) {
-        u32 bytes[8], words[CODE_BITS];
+    for (int row = lane / 2; row < rows; row += 16) {
+        u32 bytes[QUAD], words[CODE_BITS];
+        u32* own = codes + row * CODE_PITCH + lane % 2 * QUAD;
 #pragma unroll
-        for (int k = 0; k < 8; ++k) bytes[k] = codes[row * CODE_PITCH + lane % 2 * 8 + k];
+        for (int k = 0; k < QUAD; ++k) bytes[k] = own[k];
         pack_32<CODE_BITS>(bytes, words);
-        const i64 at = (quad.row + row) * shape.columns + quad.column;
-        copy_words<CODE_BITS>(words, (u32*)(packed + at / 8 * CODE_BITS));
+#pragma unroll
+        for (int k = 0; k < CODE_BITS; ++k) own[k] = words[k];
+    }
+    __syncwarp();  // the words of all lanes are there
+    // Where the words of the two quads go, of which one may have fewer rows than the other, or none.
+    const i64 at = (quad.row * shape.columns + quad.column) / 32 * CODE_BITS,
+              pitch = shape.columns / 32 * CODE_BITS;
+    const i64 starts[2] = {__shfl_sync(ALL_LANES, at, 0), __shfl_sync(ALL_LANES, at, 1)};
+    const int ends[2] = {__shfl_sync(ALL_LANES, rows, 0), __shfl_sync(ALL_LANES, rows, 1)};
+    int row = lane / STEP, word = lane % STEP;
+#pragma unroll 4
+    while (row < max(ends[0], ends[1])) {
+        const bool second = word >= CODE_BITS;
+        const int k = second ? word - CODE_BITS : word;
+        if (row < (second ? ends[1] : ends[0]))
+            ((u32*)packed)[(second ? starts[1] : starts[0]) + row * pitch + k] =
+                codes[row * CODE_PITCH + (second ? QUAD : 0) + k];
+        row += 32 / STEP, word += 32 % STEP;
+        if (word >= STEP) ++row, word -= STEP;
     }
 }
 

@@ -2,8 +2,9 @@
 // power of two, and rows are whole groups, so the array is one run of groups and one run of codes.
 //
 // Threads and data: a warp takes one tile of 1,024 elements, a lane 32 elements of a group (codec_lanes.cuh).
-// Codes meet in shared memory, those of 1, 2, 4 and 8 bits packed, others one a byte and packed there
-// (bit_stream.cuh). Memory: 1 KiB of shared memory a warp; no barrier but those among the lanes of a warp.
+// Codes meet in shared memory, those of 1, 2, 4 and 8 bits packed, and so those of 3 bits of 16-bit elements;
+// others one a byte, packed there (bit_stream.cuh). Memory: 1 KiB of shared memory a warp; no barrier but
+// those among the lanes of a warp.
 //
 // Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric; CODE_BITS; LANES.
 //
@@ -26,7 +27,8 @@ __device__ __forceinline__ Scale measure(const uint4 (&raw)[LOADS], const float 
     return find_scale(low, high, TOP, CODE_BITS <= 4 ? HALF : TOP * .5f);
 }
 
-constexpr int WIDTH = PACKS_LOADS<CODE_BITS> ? CODE_BITS : 8;  // of a code in the tile
+constexpr bool THREE_BYTES = CODE_BITS == 3 && PER_LOAD == 8;                 // a load has 24 bits of codes
+constexpr int WIDTH = PACKS_LOADS<CODE_BITS> || THREE_BYTES ? CODE_BITS : 8;  // of a code in the tile
 
 // The order of a tile (see `place`) in which the groups' loads j of codes of `width` bits meet different
 // banks.
@@ -48,7 +50,22 @@ __device__ __forceinline__ void put_codes(const float (&v)[32], const Spacing& s
             const u32 low = spaced_code(v[k], spacing), high = spaced_code(v[k + Codes::IN_HALF], spacing);
             words[Codes::word(i)] += pair_of_codes(low, high, highest) << Codes::bit(i);
         }
-        Codes::store(words, tile + place<shift_of(WIDTH)>((at + j * Lane::STRIDE) * WIDTH / 8));
+        const int byte = (at + j * Lane::STRIDE) * WIDTH / 8;
+        if constexpr (THREE_BYTES) {
+            const u32 all = (words[0] & 0xfff) | words[0] >> 16 << 12;
+            tile[byte] = (u8)all, tile[byte + 1] = (u8)(all >> 8), tile[byte + 2] = (u8)(all >> 16);
+        } else {
+            Codes::store(words, tile + place<shift_of(WIDTH)>(byte));
+        }
+    }
+}
+
+// Copies the codes of `here` elements, groups of 32 and more and so whole words, from the tile.
+__device__ __forceinline__ void copy_stream(const u8* tile, int here, u8* to, int lane) {
+#pragma unroll
+    for (int i = 0; i < CODE_BITS; ++i) {
+        const int word = 32 * i + lane;
+        if (word < here / 32 * CODE_BITS) ((u32*)to)[word] = ((const u32*)tile)[word];
     }
 }
 
@@ -78,6 +95,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     if constexpr (PACKS_LOADS<CODE_BITS>) {
         store_words<CODE_BITS, shift_of(CODE_BITS)>(tiles[warp], here, packed + first / 8 * CODE_BITS,
                                                     me.lane);
+    } else if constexpr (THREE_BYTES) {
+        __syncwarp();  // the codes of all lanes are there
+        copy_stream(tiles[warp], here, packed + first / 8 * CODE_BITS, me.lane);
     } else {
         store_tile<CODE_BITS, shift_of(8)>(tiles[warp], here, packed + first / 8 * CODE_BITS, me.lane);
     }

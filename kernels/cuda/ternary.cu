@@ -3,7 +3,8 @@
 // Threads and data: a warp takes a tile, up to 32 units of 80 values, one a lane (ternary_tile.cuh): some
 // whole rows or, of rows longer than that, a part. Values and bytes cross global memory in pieces of
 // neighbouring lanes, 16 bytes where a tile begins on such, and go through shared memory to and from the
-// lanes. Memory: 3.2 KiB of shared memory a warp; no barrier but those among the lanes of a warp.
+// lanes. To unpack rows of a multiple of 16, a lane takes 16 values at a time, which are part of 4 bytes, and
+// no shared memory. Memory: 3.2 KiB of shared memory a warp; no barrier but those among the lanes of a warp.
 //
 // `bad`, if it is not null, is set to 1 if a value is none of -1, 0, 1, or a byte is above 242.
 //
@@ -81,6 +82,39 @@ __device__ __forceinline__ void give(const u8* tile, u8* to, int count, int lane
     for (int i = done + lane; i < count; i += 32) to[i] = tile[place<4>(i)];
 }
 
+// Unpacks the pieces of 16 values of a tile of `rows` rows of n values, a multiple of 16. Returns whether a
+// byte is above 242.
+__device__ __forceinline__ bool unpack_pieces(const u8* packed, u8* values, int rows, int n, int lane) {
+    const int in_row = n / 16, pieces = rows * in_row, row_bytes = (n + 4) / 5;
+    const u32 inverse = inverse_of(in_row);
+    const u32* words = (const u32*)((u64)packed & ~3ull);
+    u32 low[PIECES], high[PIECES];
+    int begin[PIECES], skipped[PIECES];  // in bytes; values of the first byte that the piece before has
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const int piece = 32 * i + lane, row = piece * inverse >> 20, value = 16 * (piece - row * in_row);
+        begin[i] = (int)((u64)packed % 4) + row * row_bytes + value / 5, skipped[i] = value % 5;
+        low[i] = high[i] = 0;
+        if (piece >= pieces) continue;
+        low[i] = words[begin[i] / 4];
+        if (begin[i] % 4) high[i] = words[begin[i] / 4 + 1];
+    }
+    bool wrong = false;
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        if (32 * i + lane >= pieces) break;
+        const u32 bytes = __funnelshift_r(low[i], high[i], 8 * (begin[i] % 4));
+        const u32 selector = 0x3210 + 0x1111 * skipped[i];
+        u32 w[5];
+        unpack_20(bytes, TernaryTile<false>::TABLE, w);
+        wrong |= above_last(bytes);
+        ((uint4*)values)[32 * i + lane] =
+            make_uint4(__byte_perm(w[0], w[1], selector), __byte_perm(w[1], w[2], selector),
+                       __byte_perm(w[2], w[3], selector), __byte_perm(w[3], w[4], selector));
+    }
+    return wrong;
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     pack_ternary(const u8* __restrict__ values, i64 rows, i64 n, int rows_a_tile, u8* __restrict__ packed,
                  i32* bad) {
@@ -102,6 +136,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int lane = threadIdx.x % 32;
     Place tile;
     if (!place_of(rows, n, rows_a_tile, tile)) return;
+    if (n % 16 == 0) {
+        const bool wrong = unpack_pieces(packed + tile.byte, values + tile.value, tile.rows, tile.n, lane);
+        if (wrong && bad) *bad = 1;
+        return;
+    }
     const TernaryTile<false> whole = {own.values, own.bytes, tile.rows, tile.n};
     if (whole.load(packed + tile.byte, lane) && bad) *bad = 1;
     give(own.values, values + tile.value, tile.rows * tile.n, lane);

@@ -37,6 +37,7 @@ __all__ = ["dequantize", "dequantize_numba", "quantize", "quantize_numba"]
 
 _TILE = 1024  # elements of a warp of codec_rows.cu, and of a part of codec_ternary.cu
 _BLOCK, _TERNARY_BLOCK = 8 * _TILE, 4 * 2 * _TILE  # elements of a block
+_TENSOR_BLOCKS = 6  # of codec_hadamard_mma.cu that a multiprocessor holds
 _MAX_COLUMN_GROUP = 128
 _SHARED_FLOATS = 8 * 1024  # of a group of codec_groups.cu; larger ones stand in global memory
 _SCRATCH_FLOATS = 2**26
@@ -151,6 +152,8 @@ def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
         return _RowsCall(kernel, shape, False, [], -(-count // _TERNARY_BLOCK), 128)
     macros["CODE_BITS"] = int(layout.bits)
     if layout.codec == "hadamard":
+        if name == "quantize" and dtype != "float32" and group == 128 and layout.bits <= 4:
+            return _tensor_call(macros, count // group, layout, device)
         # A group of 128 16-bit elements is dequantised by one lane: nothing crosses lanes, and the code still
         # fits the instruction cache.
         values = 128 if name == "dequantize" and dtype != "float32" and group == 128 else min(group, 64)
@@ -166,6 +169,14 @@ def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
     macros |= {"CODEC": reference.CODECS.index(layout.codec), "LANES": group // 32}
     kernel = cuda_kernel("codec_rows", f"{name}_rows", tuple(macros.items()), device)
     return _RowsCall(kernel, shape, True, [], -(-count // _BLOCK), 256)
+
+
+def _tensor_call(macros: dict[str, int], groups: int, layout: Layout, device: Any) -> _RowsCall:
+    """Return the call of codec_hadamard_mma.cu; its shared memory is `Memory` there."""
+    kernel = cuda_kernel("codec_hadamard_mma", "quantize_hadamard_mma", tuple(macros.items()), device)
+    blocks = min(-(-groups // 32), _TENSOR_BLOCKS * multiprocessors(device))
+    shared = 4 * (2 * 8 * 272 + (128 * 2 ** int(layout.bits) if layout.bits >= 3 else 128))
+    return _RowsCall(kernel, [np.int64(groups)], False, [_codebook(layout)], blocks, 128, shared)
 
 
 def _bits(layout: Layout) -> int:
