@@ -26,8 +26,8 @@ __device__ __forceinline__ KeptRows kept_rows(const Call& call, const Sequence& 
     const int row = 2 * (lane % 4), first = s.first_row + row - (call.rows - call.kept);
     const int slot = lane / 4 * 8;
     u8* const pages = (u8*)call.scores + (u64)s.pair * call.entries * bytes_of_kept_page(call);
-    KeptRows r = {pages + (first * 64 + slot) * KEEP_SCORES,
-                  (row < s.rows && first >= 0) | (row + 1 < s.rows && first >= -1) << 1,
+    const u32 has = (row < s.rows && first >= 0) + 2 * (row + 1 < s.rows && first >= -1);
+    KeptRows r = {pages + (first * 64 + slot) * KEEP_SCORES, has,
                   (u32)(64 * call.kept + 4 * first - (first * 64 + slot))};
     asm volatile("" : "+l"(r.to), "+r"(r.has), "+r"(r.reference));  // or all is computed for every page
     return r;
