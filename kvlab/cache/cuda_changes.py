@@ -196,8 +196,8 @@ class Changes:
             self.store.tables["status"][...] &= ~UNFINISHED
         self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, 0)
         self._unconfirmed.append(new)
-        kept = sum(int(x.nbytes) for waiting in self._unconfirmed for x in waiting.arrays)
-        if last or kept > MOST_KEPT:
+        kept = sum([int(x.nbytes) for x in new.arrays])  # as much as that of every layer before
+        if last or kept * len(self._unconfirmed) > MOST_KEPT:
             self.confirm()
 
     @property

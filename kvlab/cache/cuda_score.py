@@ -7,27 +7,21 @@ collection, so caches on a GPU refuse it (`check_policy`).
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import numpy as np
 
-from kvlab.arrays import CudaView, cuda_view, dtype_name
+from kvlab.arrays import CudaView, cuda_view, dtype_name, pointer_of
 from kvlab.build import PreparedLaunch
 from kvlab.cache.importance import MOST_TOKENS, POLICIES, Importance, weight_of_collection
 from kvlab.ops.packed_mass_cuda import KEPT, kept_scores, score_kernel
 
 __all__ = ["check_policy", "score_new", "score_norms", "score_stored"]
 
-_SIGHT = np.dtype(
-    [
-        *((name, "u8") for name in ("q", "k", "lse", "codes")),
-        *((name, "i8") for name in ("q_batch", "q_step", "q_head", "k_batch", "k_step", "k_head")),
-        *((name, "i4") for name in ("heads", "group", "seqlen", "window")),
-        ("scale", "f4"),
-        ("softcap", "f4"),
-    ],
-    align=True,
-)
+_SIGHT = struct.Struct("4Q6q4i2f")
+"""`Sight` of cache_score.cu: addresses of q, k, lse, codes; strides of q and k; heads, group, seqlen, window;
+scale, softcap."""
 _FOLLOWING = np.dtype([("take", "f4"), *((name, "i4") for name in ("span", "old", "forecast", "counted"))])
 _SCORING = np.dtype([("layers", "u8"), ("kept", KEPT), ("following", _FOLLOWING)], align=True)
 _THREADS, _WARPS = 256, 8
@@ -114,27 +108,28 @@ def score_new(
     """
     views = {"q": cuda_view(q, "q"), "k": cuda_view(k, "k")}
     for name, view in views.items():
-        if view.strides[3] != 1 or view.pointer % 16 or any(step % 8 for step in view.strides[:3]):
+        rows, steps, vectors, last = view.strides
+        if last != 1 or view.pointer % 16 or (rows | steps | vectors) % 8:
             raise ValueError(
                 f"{name} must have a contiguous last axis and vectors at multiples of 16 bytes, got strides "
                 f"{view.strides} at address {view.pointer}: pass a contiguous copy"
             )
     batch, seqlen, heads_q, head_dim = q.shape
     heads, whole = k.shape[2], cuda_view(lse, "lse")
-    dense = zip(whole.shape, whole.strides, (heads_q * seqlen, seqlen, 1), strict=True)
-    if any(size > 1 and step != wanted for size, step, wanted in dense):
+    dense = heads_q * seqlen, seqlen, 1
+    if whole.strides != dense and any(
+        size > 1 and step != wanted
+        for size, step, wanted in zip(whole.shape, whole.strides, dense, strict=True)
+    ):
         raise ValueError(f"lse must be contiguous, got shape {tuple(lse.shape)}, strides {whole.strides}")
-    sight = np.zeros((), _SIGHT)
-    sight["q"], sight["k"] = views["q"].pointer, views["k"].pointer
-    sight["lse"], sight["codes"] = whole.pointer, cuda_view(codes, "codes").pointer
-    for name, view in views.items():
-        sight[f"{name}_batch"], sight[f"{name}_step"], sight[f"{name}_head"] = view.strides[:3]
-    sight["heads"], sight["group"], sight["seqlen"] = heads, heads_q // heads, seqlen
-    sight["window"], sight["scale"], sight["softcap"] = min(seqlen, MOST_TOKENS), scale, softcap
+    sight = _SIGHT.pack(
+        *(view.pointer for view in (*views.values(), whole)), pointer_of(codes),
+        *views["q"].strides[:3], *views["k"].strides[:3],
+        heads, heads_q // heads, seqlen, min(seqlen, MOST_TOKENS), scale, softcap,
+    )  # fmt: skip
     kernel = score_kernel("score_new", views["q"].device, head_dim, dtype_name(q, "q"))
     keys_per_block = _WARPS * (32 if head_dim <= 128 else 16)
-    argument = np.frombuffer(sight.tobytes(), f"V{_SIGHT.itemsize}")[0]
-    kernel((-(-seqlen // keys_per_block), batch * heads), (_THREADS,), (argument,), 0, stream)
+    kernel((-(-seqlen // keys_per_block), batch * heads), (_THREADS,), (np.void(sight),), 0, stream)
 
 
 def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
