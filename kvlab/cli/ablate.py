@@ -54,9 +54,11 @@ def command(
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
     from kvlab.cli.progress import bar
     from kvlab.lab.ablation import run
+    from kvlab.lab.targets import machine
 
     shape = (num_layers, num_heads, num_kv_heads, head_dim)
     case = make_case(budget, bits, context_length, use_bit_packing, device, num_samples, shape, seed)
+    machine(case.device)  # or an error that says what is missing
     with bar(case.name) as tick:
         result = run(case, tick)
     emit_json(result, as_json=as_json, output=output)

@@ -58,7 +58,7 @@ def query(
     if not as_json and rows:
         from kvlab.lab.results import print_table
 
-        print_table(answer["rows"], sql)
+        print_table(answer["rows"], "Answer")
 
 
 @group.command()

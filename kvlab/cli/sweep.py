@@ -102,10 +102,13 @@ def run(
     from kvlab.lab.slurm import requeue_this_job
     from kvlab.lab.sweep import Manifest
     from kvlab.lab.sweep_run import run_cases
+    from kvlab.lab.targets import machine
 
     os.environ.setdefault("TQDM_DISABLE", "1")
     manifest = Manifest.read(folder)
     numbers = _chosen(cases, share, manifest.cases)
+    if any(manifest.cases[number].device == "cuda" for number in numbers):
+        machine("cuda")  # or an error that says what is missing
     outcomes: Counter[str] = Counter()
 
     def report(number: int, outcome: str) -> None:
@@ -127,6 +130,8 @@ def run(
         raise typer.Exit(128 + stopped.args[0]) from None
     result: dict[str, Any] = {"folder": str(folder), "outcomes": dict(outcomes)}
     emit_json(result, as_json=as_json, output=output)
+    if not as_json:
+        typer.echo(f"next: kvlab sweep collect {folder}")
     if set(outcomes) - {"ok", "infeasible", "done before"}:
         raise typer.Exit(1)
 

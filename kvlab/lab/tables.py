@@ -137,8 +137,13 @@ def read_summary(*folders: Path) -> list[Row]:
     ------
     FileNotFoundError
         If the folder has none; the message says how to make one.
+    ValueError
+        If there is no case in them.
     """
     columns, rows = query("select * from results", *folders)
+    if not rows:
+        where = " ".join(map(str, folders))
+        raise ValueError(f"no case of {where} has a result: kvlab sweep run, then kvlab sweep collect")
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 

@@ -88,7 +88,7 @@ def test_what_a_user_can_mend_is_one_line_and_exit_code_1(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(device.gpus() != (), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("call", ["demo", "benchmark attention", "profile", "test", "validate"])
+@pytest.mark.parametrize("call", ["ablate", "demo", "benchmark attention", "profile", "test", "validate"])
 def test_without_a_gpu_cuda_is_refused_with_the_reason(call: str) -> None:
     result = RUNNER.invoke(cli.app(), [*call.split(), "--device", "cuda"])
     assert isinstance(result.exception, NotImplementedError)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvlab import cli
+from kvlab import cli, device
 from kvlab.lab.sweep import Manifest, status
 
 RUNNER = CliRunner()
@@ -65,6 +65,22 @@ def test_a_wrong_grid_is_refused_as_a_whole(options: list[str], message: str, tm
     result = RUNNER.invoke(cli.app(), ["sweep", "plan", str(tmp_path / "sweep"), *options])
     assert message in str(result.exception)
     assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.skipif(device.gpus() != (), reason="needs a machine without a GPU")
+def test_a_sweep_for_a_gpu_is_planned_anywhere_and_run_where_one_is(tmp_path: Path) -> None:
+    call("plan", tmp_path, *SMALL, *GEOMETRY[:-1], "64", "--device", "cuda")
+    result = RUNNER.invoke(cli.app(), ["sweep", "run", str(tmp_path)])
+    assert isinstance(result.exception, NotImplementedError)
+    assert len(status(tmp_path, Manifest.read(tmp_path)).left) == 4
+
+
+def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
+    call("plan", tmp_path, *SMALL, *GEOMETRY)
+    RUNNER.invoke(cli.app(), ["sweep", "collect", str(tmp_path)])
+    for command in ("show", "write"):
+        result = RUNNER.invoke(cli.app(), ["report", command, str(tmp_path)])
+        assert "has a result: kvlab sweep run, then" in str(result.exception)
 
 
 def test_wrong_choices_of_cases_are_refused(tmp_path: Path) -> None:
