@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvlab.errors import needs_extra
+from kvlab.lab.length_axes import label, new_figure
 from kvlab.lab.results import Row
 
 if TYPE_CHECKING:
@@ -37,15 +37,11 @@ def draw(rows: Sequence[Row]) -> Figure:
     MissingExtraError
         If matplotlib is not installed.
     """
-    with needs_extra("lab", "the figure"):
-        from matplotlib.figure import Figure
-
     names = ("heads", "batch", "head_dim", "causal")
     same = [row for row in rows if all(row[name] == rows[0][name] for name in names)]
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = new_figure(10, 4.2)
     for axes, direction in zip(figure.subplots(1, 2, sharey=True), ("forward", "backward"), strict=True):
-        _panel(axes, [row for row in same if row["direction"] == direction])
-        axes.set_title(direction, loc="left", fontsize=11)
+        _panel(axes, direction, [row for row in same if row["direction"] == direction])
     figure.axes[0].set_ylabel("milliseconds a call")
     figure.axes[0].legend(frameon=False, fontsize=9)
     first = rows[0]
@@ -57,18 +53,12 @@ def draw(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def _panel(axes: Axes, rows: Sequence[Row]) -> None:
-    for label, (style, value) in _CURVES.items():
+def _panel(axes: Axes, direction: str, rows: Sequence[Row]) -> None:
+    for name, (style, value) in _CURVES.items():
         points = sorted((_number(row, "tokens"), y) for row in rows if (y := value(row)) is not None)
         if points:
-            axes.plot(*zip(*points, strict=True), style, ms=4, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    tokens = sorted({_number(row, "tokens") for row in rows})
-    axes.set_xticks(tokens, [f"{x / 1024:g}K" if x >= 1024 else f"{x:g}" for x in tokens], fontsize=8)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("tokens")
-    axes.grid(which="major", alpha=0.3)
+            axes.plot(*zip(*points, strict=True), style, ms=4, label=name)
+    label(axes, direction, "tokens", [_number(row, "tokens") for row in rows], base=10)
 
 
 def _number(row: Row, name: str) -> float:

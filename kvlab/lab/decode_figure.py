@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvlab.errors import needs_extra
+from kvlab.lab.length_axes import label, new_figure
 from kvlab.lab.results import Row
 
 if TYPE_CHECKING:
@@ -27,26 +27,16 @@ def draw(rows: Sequence[Row]) -> Figure:
     MissingExtraError
         If matplotlib is not installed.
     """
-    with needs_extra("lab", "the figure"):
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    figure = new_figure(8, 5.5)
     axes = figure.subplots()
     axes.plot(*_curve(rows, "dense_us"), "k-o", ms=4, label="dense bfloat16")
     for color, name in enumerate(dict.fromkeys(row["widths"] for row in rows)):
         own = [row for row in rows if row["widths"] == name]
         axes.plot(*_curve(own, "packed_us"), f"C{color}-o", ms=4, label=f"{name} bits")
         axes.plot(*_curve(own, "floor_us"), f"C{color}--", lw=1)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    contexts = _curve(rows, "dense_us")[0]
-    axes.set_xticks(contexts, [f"{c / 1024:g}K" for c in contexts])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("stored tokens")
-    axes.set_ylabel("microseconds a layer and step (dashed: bytes at read bandwidth)")
     title = "Decode attention: 32 query heads, 8 KV heads of 128 channels, batch 1"
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.grid(which="major", alpha=0.3)
+    label(axes, title, "stored tokens", _curve(rows, "dense_us")[0], base=2)
+    axes.set_ylabel("microseconds a layer and step (dashed: bytes at read bandwidth)")
     axes.legend(frameon=False, fontsize=9)
     return figure
 
