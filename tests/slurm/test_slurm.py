@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from kvlab.lab import tables
-from kvlab.lab.grid import AblationCase, Geometry, make_grid
+from kvlab.lab.grid import MODELS, AblationCase, Geometry, make_grid
 from kvlab.lab.sweep import Manifest, status
 from kvlab.lab.sweep_run import run_cases
 
@@ -29,14 +29,16 @@ pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).parents[2]
 LIKE = AblationCase(0.4, "2,4", 128, model=None, geometry=Geometry(1, 2, 1, 32))
-GRID = make_grid(LIKE, (0.25, 0.3, 0.4, 0.5, 0.6), ("2,4", "4,8"), (128,))
+BUDGETS = (0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7)
+GRID = make_grid(LIKE, BUDGETS, ("2,4", "4,8"), (128,), (True,))
+"""Each case is a task of its own, since synthetic data share no reading."""
 FAULT = """
 import os, signal, sys, time
-fault, _, mark = os.environ.get("KVLAB_TEST_FAULT", "").partition(":")
+fault, mark, case = (os.environ.get("KVLAB_TEST_FAULT", "") + "::").split(":")[:3]
 if fault and "sweep" in sys.argv and not os.path.exists(mark):
     real = os.replace
     def replace(source, target):
-        if ".json" in str(target):
+        if ".json" in str(target) and case in str(target):
             open(mark, "w").close()
             if fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -44,7 +46,8 @@ if fault and "sweep" in sys.argv and not os.path.exists(mark):
         real(source, target)
     os.replace = replace
 """
-"""At the first result: be killed, or hang, between writing and renaming; only once, as the mark remembers."""
+"""At the first result, or that of a case: be killed, or hang, between writing and renaming; only once, as the
+mark remembers."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,9 +86,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return table(folder)
 
 
-def table(folder: Path, count: int = len(GRID)) -> str:
+def table(folder: Path) -> str:
     """The collected table without times; a commit in the meantime is no difference."""
-    rows, missing = tables.collect(folder, Manifest(GRID[:count]))
+    rows, missing = tables.collect(folder, Manifest.read(folder))
     assert missing == []
     varying = dict.fromkeys((*tables.TIMES, "commit", "modified"))
     return tables.to_csv([row | varying for row in rows])
@@ -163,7 +166,26 @@ def test_a_task_killed_amid_a_write(tmp_path: Path, expected: str, monkeypatch: 
     assert len(status(folder, Manifest(GRID[:4])).left) == 1
     assert list(folder.glob(".*.tmp"))  # what the killed task had written: no result
     wait(submit(folder))
-    assert table(folder, 4) == head(expected, 4)
+    assert table(folder) == head(expected, 4)
+
+
+def test_a_task_killed_amid_cases_that_it_reads_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like = AblationCase(0.4, "2,4", 256, True, "tiny", MODELS["tiny"].geometry, num_samples=1)
+    manifest = Manifest(make_grid(like, (0.3, 0.4, 0.5), ("2,4",), (256,)))
+    folder, mark = tmp_path / "sweep", tmp_path / "mark"
+    manifest.write(folder)
+    monkeypatch.setenv("KVLAB_TEST_FAULT", f"kill:{mark}:b0.4_bits2_4_ctx256_unpacked")
+    call("kvlab", "sweep", "run", folder, "--cases", "5")  # one of the group is there before
+    wait(submit(folder, throttle=1))
+    assert mark.exists()
+    assert status(folder, manifest).left == (3, 4)
+    wait(submit(folder, throttle=1))
+    once = tmp_path / "once"
+    manifest.write(once)
+    run_cases(once, manifest, range(6))
+    assert table(folder) == table(once)
 
 
 @pytest.mark.parametrize("how", ["requeue", "USR1"])
@@ -176,7 +198,7 @@ def test_a_requeued_task(tmp_path: Path, expected: str, how: str, monkeypatch: p
     command = ["scontrol", "requeue"] if how == "requeue" else ["scancel", "--batch", "--signal=USR1"]
     call(*command, f"{jobs[0]}_0")
     wait(jobs)
-    assert table(folder, 2) == head(expected, 2)
+    assert table(folder) == head(expected, 2)
     result = json.loads((folder / f"{GRID[0].name}.json").read_text())
     assert result["provenance"]["job"]["SLURM_RESTART_COUNT"] == "1"
 
@@ -192,13 +214,13 @@ def test_an_array_cancelled_and_submitted_again(
     wait(jobs)
     assert status(folder, Manifest(GRID[:8])).left
     wait(submit(folder))
-    assert table(folder, 8) == head(expected, 8)
+    assert table(folder) == head(expected, 8)
 
 
 def test_two_tasks_given_the_same_case(tmp_path: Path, expected: str) -> None:
     folder = planned(tmp_path / "sweep", 3)
     wait([*submit(folder), *submit(folder)])
-    assert table(folder, 3) == head(expected, 3)
+    assert table(folder) == head(expected, 3)
     assert len(list(folder.glob("b0*.json"))) == 3
 
 
@@ -217,7 +239,7 @@ def test_a_full_disk(tmp_path: Path, expected: str) -> None:
         filler.unlink()
         call("mount", "-o", "remount,size=1m", folder)
         wait(submit(folder))
-        assert table(folder, 4) == head(expected, 4)
+        assert table(folder) == head(expected, 4)
     finally:
         call("umount", "-l", folder)
 
