@@ -38,7 +38,10 @@
 #include "codec_tiles.cuh"
 
 constexpr int BLOCKS = DTYPE == FLOAT16 ? 10 : DTYPE == BFLOAT16 ? 6 : 8;  // of quantisation, resident
-constexpr int LANES = GROUP / VALUES;                                      // of a group
+#ifndef DEQUANTIZE_BLOCKS
+#define DEQUANTIZE_BLOCKS (DTYPE == FLOAT32 ? 8 : 10)
+#endif
+constexpr int LANES = GROUP / VALUES;  // of a group
 constexpr int HALF = 1 << (CODE_BITS - 1);
 constexpr u32 TOP = (1 << CODE_BITS) - 1;
 constexpr bool SIGNED_CELLS = CODE_BITS == 3 || CODE_BITS == 4;
@@ -335,8 +338,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
 #endif
 
+// Code i of the words of a lane, times 2^SHIFT.
+template <int SHIFT>
+__device__ __forceinline__ u32 code_at(const u32 (&words)[WORDS], int i) {
+    const int at = i * CODE_BITS / 32, bit = i * CODE_BITS % 32;
+    u32 x = bit < SHIFT ? words[at] << (SHIFT - bit) : words[at] >> (bit - SHIFT);
+    if (bit + CODE_BITS > 32)
+        x = __funnelshift_r(words[at], words[at + 1 < WORDS ? at + 1 : at], bit) << SHIFT;
+    return x & TOP << SHIFT;
+}
+
+// Levels times smaller scales may be -0, whose sign rotate_in_order loses.
+constexpr float LEAST_LEVELS = 1e-36f;
+
 // Reverse of quantize_hadamard.
-extern "C" __global__ void __launch_bounds__(THREADS, VALUES > 64 ? 6 : 8)
+extern "C" __global__ void __launch_bounds__(THREADS, VALUES > 64 ? 6 : DEQUANTIZE_BLOCKS)
     dequantize_hadamard(const u8* __restrict__ packed, i64 count, const u16* __restrict__ scale,
                         void* __restrict__ out, const __grid_constant__ Codebook book) {
     extern __shared__ __align__(128) u8 dynamic[];
@@ -348,7 +364,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, VALUES > 64 ? 6 : 8)
     const int lane = threadIdx.x % 32;
     Memory& own = ((Memory*)dynamic)[threadIdx.x / 32];
     Tiles tile(count);
-    u32 word = 0;  // the scale of the group of this lane
+    static_assert(4 * THREADS == 1 << 8, "code_at<8> is a row of levels");
+    const u32 column = 4 * threadIdx.x;  // of levels, in bytes
+    u32 word = 0;                        // the scale of the group of this lane
     if (tile.here()) fetch_stream(packed, tile, own.stream, lane);
     if (lane * VALUES < tile.here()) word = scale[(tile.first() + lane * VALUES) / GROUP];
     for (; tile.here(); tile = tile.next()) {
@@ -375,18 +393,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, VALUES > 64 ? 6 : 8)
         float v[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
-            const int at = i * CODE_BITS / 32, bit = i * CODE_BITS % 32;
-            u32 code = words[at] >> bit;
-            if (bit + CODE_BITS > 32) code |= words[at + 1 < WORDS ? at + 1 : at] << (32 - bit);
-            code &= TOP;
-            v[i] = OWN_LEVELS ? levels[code * THREADS + threadIdx.x] : __fmul_rn(levels[code], s);
+            v[i] = OWN_LEVELS ? *(const float*)((const u8*)levels + (code_at<8>(words, i) | column))
+                              : __fmul_rn(levels[code_at<0>(words, i)], s);
         }
-        rotate(v, lane);
+        // Where the two halves of the elements of this lane stand.
+        u8* halves[2] = {own.elements + lane * PITCH, own.elements + lane * PITCH + 8 * PIECES};
+        if (LANES == 1 || __any_sync(ALL_LANES, s < LEAST_LEVELS)) {
+            rotate(v, lane);
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) v[i] = __fmul_rn(v[i], ROTATION);
+            for (int i = 0; i < VALUES; ++i) v[i] = __fmul_rn(v[i], ROTATION);
+        } else {
+            rotate_in_order(v, lane);
+            u8* place = own.elements + (lane & ~(LANES / 2)) * PITCH + (lane & LANES / 2 ? 8 * PIECES : 0);
+            halves[0] = place, halves[1] = place + LANES / 2 * PITCH;
+        }
 #pragma unroll
         for (int j = 0; j < PIECES; ++j)
-            *(uint4*)(own.elements + lane * PITCH + 16 * j) = raw_elements(v + PER_LOAD * j);
+            *(uint4*)(halves[2 * j / PIECES] + 16 * (j % (PIECES / 2))) = raw_elements(v + PER_LOAD * j);
         give_elements(own.elements, out, tile, lane);
     }
 }

@@ -18,17 +18,22 @@
 //
 // Macros: DTYPE 0 float16, 1 bfloat16; CODE_BITS 1 to 4.
 //
-// gate: DTYPE=0,1 CODE_BITS=2,3,4 registers<=80
+// gate: DTYPE=0,1 CODE_BITS=2,3,4 registers<=96
 // gate: DTYPE=0 CODE_BITS=1 registers<=80 arch=sm_90a
 #define CODEC 2
 #include "async_copies.cuh"
 #include "codec_codes.cuh"
 #include "codec_squares.cuh"
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, BLOCKS = 6;  // BLOCKS: resident
-constexpr int GROUP = 128, GROUPS = 8;                      // of a tile
-constexpr int PITCH = 2 * GROUP + 16;                       // bytes of a group in shared memory
-constexpr int VALUES = 32;                                  // of a lane
+constexpr int WARPS = 4, THREADS = 32 * WARPS;
+#if __CUDA_ARCH__ >= 1200
+constexpr int BLOCKS = 3;  // resident: shared memory holds no more
+#else
+constexpr int BLOCKS = 6;
+#endif
+constexpr int GROUP = 128, GROUPS = 8;  // of a tile
+constexpr int PITCH = 2 * GROUP + 16;   // bytes of a group in shared memory
+constexpr int VALUES = 32;              // of a lane
 constexpr int HALF = 1 << (CODE_BITS - 1), THRESHOLDS = 2 * HALF;
 constexpr u32 TOP = (1 << CODE_BITS) - 1;
 constexpr bool IN_CELLS = CODE_BITS >= 3;

@@ -154,15 +154,11 @@ def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
     if layout.codec == "hadamard":
         if name == "quantize" and dtype != "float32" and group == 128 and layout.bits <= 4:
             return _tensor_call(macros, count // group, layout, device)
-        # A group of 128 16-bit elements is dequantised by one lane: nothing crosses lanes, and the code still
-        # fits the instruction cache.
-        values = 128 if name == "dequantize" and dtype != "float32" and group == 128 else min(group, 64)
+        values = min(group, 64)
         macros |= {"GROUP": group, "VALUES": values}
         kernel = cuda_kernel("codec_hadamard", f"{name}_hadamard", tuple(macros.items()), device)
         # As many blocks as a multiprocessor holds of the kernel: each takes an equal share of the tiles.
-        resident = 6 if values > 64 else 8
-        if name == "quantize":
-            resident = {"float16": 10, "bfloat16": 6, "float32": 8}[dtype]
+        resident = {"float16": 10, "bfloat16": 6 if name == "quantize" else 10, "float32": 8}[dtype]
         blocks = min(-(-count // (64 * values)), resident * multiprocessors(device))
         lane = values * (2 if dtype != "float32" else 4) + 16 + values * int(layout.bits) // 8
         return _RowsCall(kernel, shape, False, [_codebook(layout)], blocks, 64, 64 * lane)
