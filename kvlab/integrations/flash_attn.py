@@ -4,9 +4,9 @@ Code written for flash-attn runs unchanged after
 
     kvlab.integrations.flash_attn.install()
 
-which makes ``import flash_attn`` find this module, and ``flash_attn.flash_attn_interface`` too. Beside the
-public functions stand the four that other libraries import although they are private,
-``_flash_attn_forward`` and its kin (flash_attn_private.py).
+which makes ``import flash_attn`` find this module, and ``flash_attn.flash_attn_interface`` and
+``flash_attn.bert_padding`` too (flash_attn_padding.py). Beside the public functions stand the four that other
+libraries import although they are private, ``_flash_attn_forward`` and its kin (flash_attn_private.py).
 
 Gradients are those of `kvlab.integrations.torch_autograd`. What differs from flash-attn: float32 is accepted,
 on the CPU float64; every head dimension that kvlab supports; scratch results that only flash-attn's own
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kvlab.integrations import flash_attn_padding
 from kvlab.integrations.flash_attn_cache import append, attend_cache, attend_paged, gather_pages
 from kvlab.integrations.flash_attn_private import (
     _flash_attn_backward,
@@ -79,6 +80,8 @@ def install() -> None:
     )  # fmt: skip
     interface = vars(package) | {function.__name__: function for function in private}
     package.flash_attn_interface = _module("flash_attn.flash_attn_interface", interface)  # type: ignore[attr-defined]
+    padding = {name: getattr(flash_attn_padding, name) for name in flash_attn_padding.__all__}
+    package.bert_padding = _module("flash_attn.bert_padding", padding)  # type: ignore[attr-defined]
 
 
 def _module(name: str, contents: dict[str, Any]) -> ModuleType:

@@ -48,7 +48,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
         monkeypatch.delitem(sys.modules, name)
     flash_attn.install()
-    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+    for name in ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding"):
         monkeypatch.setitem(sys.modules, name, sys.modules[name])  # so that it goes away again
 
 
@@ -58,6 +58,28 @@ def test_names_and_arguments_are_those_of_flash_attn(name: str) -> None:
     interface = importlib.import_module("flash_attn.flash_attn_interface")
     assert list(inspect.signature(getattr(interface, name)).parameters) == SIGNATURES[name].split()
     assert hasattr(importlib.import_module("flash_attn"), name) == (not name.startswith("_"))
+
+
+@pytest.mark.usefixtures("_installed")
+def test_a_padded_batch_there_and_back() -> None:
+    package, padding = (importlib.import_module(f"flash_attn{name}") for name in ("", ".bert_padding"))
+    mask = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1]])
+    qkv = _draw(3, 4, 3, 2, 8)
+    tokens, indices, cu_seqlens, longest, used = padding.unpad_input(qkv, mask)
+    assert (indices.tolist(), cu_seqlens.tolist()) == ([0, 1, 2, 8, 10, 11], [0, 3, 3, 6])
+    assert (longest, used.tolist(), cu_seqlens.dtype) == (3, [3, 0, 3], torch.int32)
+    out = package.flash_attn_varlen_qkvpacked_func(tokens, cu_seqlens, longest, causal=True)
+    padded = padding.pad_input(out, indices, 3, 4)
+    for row in range(3):
+        present = mask[row].bool()
+        q, k, v = (x[present][None].numpy() for x in qkv[row].detach().unbind(1))
+        _close(padded[row][present], reference.attention(q, k, v, causal=True)[0])
+        assert not padded[row][~present].any()
+    padded.sum().backward()
+    assert bool((qkv.grad.abs().sum((2, 3, 4)) > 0).eq(mask.bool()).all())
+    kept, _, starts, longest, used = padding.unpad_input(qkv, mask, 1 - mask)
+    assert torch.equal(kept, qkv.flatten(0, 1))
+    assert (starts.tolist(), longest, used.tolist()) == ([0, 4, 8, 12], 4, [3, 0, 3])
 
 
 def test_install_does_not_replace_what_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
