@@ -78,7 +78,7 @@ def run_cases(
     """
     if processes < 1 or (processes == 1 and timeout is not None):
         raise ValueError(f"processes={processes} must be at least 1, and at least 2 for timeout={timeout}")
-    groups = in_groups(manifest.cases, numbers, 1 if processes == 1 else 2 * processes)
+    groups = in_groups(manifest.cases, numbers, processes)
     waiting = _Waiting(folder, manifest, groups, report)
     if processes == 1:
         _Lane(folder, runner, reader).work(waiting, report)
