@@ -9,15 +9,14 @@
 //          attention_rows.cuh says. Q is in shared memory; P goes from registers into the product with V.
 //
 // A step of a warpgroup begins S of tile j and, behind it, O += P V of tile j - 1, and computes the weights
-// of tile j while that product runs. The two warpgroups take turns (PINGPONG): one begins its products while
-// the other computes weights.
+// of tile j while that product runs, and while the products of the other warpgroup do.
 //
 // Memory: shared, from a multiple of 1024 on: Q 128 rows in two parts of 64 * PITCH elements (later O), then
 // K and V, 2 stages of BLOCK_N * HEAD_DIM each; mbarriers. Registers at HEAD_DIM 128, BLOCK_N 128: 64 of O,
 // 64 of S, 32 of P.
 //
 // Macros: HEAD_DIM, 64, 128 or 256, that the channels are filled up to with zeros; BF16; BLOCK_N; CAPPED as
-// in attention.cu; PINGPONG.
+// in attention.cu.
 //
 // clang-format off
 // gate: HEAD_DIM=64,128 BF16=1,0 BLOCK_N=128 CAPPED=0 registers<=168 arch=sm_90a
@@ -44,7 +43,8 @@ struct Memory {
 };
 
 __device__ __forceinline__ void load_tiles(const Memory& m, const TensorMap* k, const TensorMap* v,
-                                           const Work& w) {
+                                           const Call& call, const Work& w) {
+    const Origin keys = find_origin(call.cu_k, blockIdx.z);
     int stage = 0;
     u32 parity = 1;  // a stage is empty before the first phase of its barrier
     for (int key = w.first; key < w.last; key += BLOCK_N) {
@@ -52,14 +52,14 @@ __device__ __forceinline__ void load_tiles(const Memory& m, const TensorMap* k, 
         expect_bytes(m.full_k + 8 * stage, TILE_BYTES);
 #pragma unroll
         for (int block = 0; block < HEAD_DIM / 64; ++block)
-            copy_box(m.k + stage * TILE_BYTES + block * BLOCK_BYTES, k, m.full_k + 8 * stage, 64 * block,
-                     w.map_key + key, blockIdx.y, w.map_row);
+            copy_box(m.k + stage * TILE_BYTES + block * BLOCK_BYTES, k, m.full_k + 8 * stage, keys,
+                     64 * block, key, blockIdx.y);
         wait_barrier(m.empty_v + 8 * stage, parity);
         expect_bytes(m.full_v + 8 * stage, TILE_BYTES);
 #pragma unroll
         for (int block = 0; block < HEAD_DIM / 64; ++block)
-            copy_box(m.v + stage * TILE_BYTES + block * BLOCK_BYTES, v, m.full_v + 8 * stage, 64 * block,
-                     w.map_key + key, blockIdx.y, w.map_row);
+            copy_box(m.v + stage * TILE_BYTES + block * BLOCK_BYTES, v, m.full_v + 8 * stage, keys,
+                     64 * block, key, blockIdx.y);
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
 }
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();  // barriers are initialised
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) load_tiles(m, &k_map, &v_map, w);
+        if (threadIdx.x == 0) load_tiles(m, &k_map, &v_map, call, w);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler

@@ -42,6 +42,9 @@ ADDRESS, TENSOR = "address", "tensor"
 FAR = 1 << 30
 """A side of the window without limit; and what no length may exceed."""
 
+_END = 1 << 30  # of the axis of a tensor map that ends with a sequence; kernels know it, too
+_WRAP = (1 << 64) // _END  # bytes: so many steps of it are none
+
 Lengths = tuple[int, int, int]
 """Sequences of a call, and at least as many rows and keys as the longest has."""
 
@@ -148,36 +151,41 @@ def is_aligned(view: CudaView) -> bool:
 
 def can_be_mapped(view: CudaView) -> bool:
     """Whether tensor copies can read an array of aligned rows."""
+    farthest = [_WRAP if len(view.shape) == 3 else 1 << 40, 1 << 40, 1 << 40, 1 << 40]
     return 0 not in view.shape and all(
-        0 < 2 * step < 1 << 40 for step, size in zip(view.strides, view.shape, strict=True) if size > 1
+        0 < 2 * step < most
+        for step, size, most in zip(view.strides, view.shape, farthest, strict=False)
+        if size > 1
     )
 
 
 @lru_cache(maxsize=4096)
-def tensor_map(view: CudaView, rows: int, longest: int) -> Any:
-    """Describe q, k or v to tensor copies of `rows` positions and 64 channels.
+def tensor_map(view: CudaView, rows: int) -> Any:
+    """Describe q, k, v or dout to tensor copies of `rows` positions and 64 channels.
 
-    A copy fills up with zeros what it would read beyond the end of an axis. For variable length that must be
-    the end of a sequence, wherever it lies. So positions get two axes of the same stride, of `longest` and
-    total + 1 elements, in an array that begins `longest` positions earlier: element (longest - length + i,
-    start + length) is position start + i, and the first axis ends with the sequence.
+    Axes are channels, positions, heads, rows of the batch, and one of size 1. A copy fills up with zeros what
+    it would read beyond the end of an axis. For variable length that must be the end of a sequence, wherever
+    it lies. So axes 1 and 3 have the stride of positions, of END = 2^30 and total + 1 elements: coordinates
+    END - length + i and start + length are position start + i, and END positions further; and axis 1 ends
+    with the sequence. Axis 4 goes END positions back, as END times its stride is that modulo 2^64. The base
+    stays the array's own address: hardware wants it in mapped memory even if nothing is read there.
     """
     from cuda.bindings import driver
 
     pointer, shape, strides, dtype, _ = view
-    if len(shape) == 3:
-        longest, step = max(longest, 1), strides[0] if shape[0] > 1 else 8
-        pointer -= 2 * longest * step
-        shape, strides = (shape[0] + 1, longest, *shape[1:]), (step, step, *strides[1:])
-    batch, seqlen, heads, dim = shape
+    heads, dim = shape[-2:]
     steps = [2 * step if size > 1 else 16 for step, size in zip(strides, shape, strict=True)]
+    sizes, of_axes = [dim, shape[-3], heads, shape[0], 1], [steps[-3], steps[-2], steps[0], 16]
+    if len(shape) == 3:
+        sizes[1], sizes[3], sizes[4] = _END, shape[0] + 1, _END + 1
+        of_axes[3] = _WRAP - steps[0]
     element = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}")
     error, tensor_map = driver.cuTensorMapEncodeTiled(
-        element, 4, pointer,
-        [driver.cuuint64_t(size) for size in (dim, seqlen, heads, batch)],
-        [driver.cuuint64_t(steps[axis]) for axis in (1, 2, 0)],
-        [driver.cuuint32_t(size) for size in (64, rows, 1, 1)],
-        [driver.cuuint32_t(1)] * 4,
+        element, 5, pointer,
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(step) for step in of_axes],
+        [driver.cuuint32_t(size) for size in (64, rows, 1, 1, 1)],
+        [driver.cuuint32_t(1)] * 5,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

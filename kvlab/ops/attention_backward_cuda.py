@@ -134,7 +134,7 @@ class _Prepared(NamedTuple):
     grid: tuple[int, int, int]
     workspace: int  # float32 numbers
     parts: tuple[int, ...]  # where in it peaks, deltas, sums and turns begin, in bytes
-    boxes: tuple[tuple[int, int], ...]  # of q, k, v, dout: rows that a tensor copy brings, longest sequence
+    boxes: tuple[int, ...]  # of q, k, v, dout: rows that a tensor copy brings
 
 
 def attend_backward(
@@ -161,7 +161,7 @@ def attend_backward(
     addresses = [*of_inputs[:5], *map(pointer_of, grads), of_inputs[5]]
     addresses += [start + part for part in prepared.parts] + [*bounds]
     arguments = [prepared.call.fill(addresses)]
-    maps = [tensor_map(view, *box) for view, box in zip(views, prepared.boxes, strict=False)]
+    maps = [tensor_map(view, box) for view, box in zip(views, prepared.boxes, strict=False)]
     launch(plan.prepare, prepared.ends, (_END_THREADS,), arguments, q)
     launch(plan.main, prepared.grid, (plan.threads,), maps + arguments, q, plan.shared_bytes)
     launch(plan.finish, prepared.ends, (_END_THREADS,), arguments, q)
@@ -192,7 +192,6 @@ def _prepare(
     stored, turns = heads * rows, heads * rows // 16 if deterministic else 0
     sums = 4 * stored * plan.head_dim
     blocks = -(-longest_k // plan.keys)
-    of_q, of_k = (plan.box, longest_q), (plan.keys, longest_k)
     return _Prepared(
         plan,
         _CALL.template(call),
@@ -200,7 +199,7 @@ def _prepare(
         (blocks * kv_heads, 1, number) if deterministic else (blocks, kv_heads, number),
         stored * (plan.head_dim + 2) + turns,
         (sums, sums + 4 * stored, 0, sums + 8 * stored),
-        (of_q, of_k, of_k, of_q) if plan.box else (),
+        (plan.box, plan.keys, plan.keys, plan.box) if plan.box else (),
     )
 
 

@@ -86,7 +86,6 @@ class _Prepared(NamedTuple):
     grid: tuple[int, int, int]
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
-    longest_k: int
 
 
 def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Scores) -> tuple[ArrayT, ArrayT]:
@@ -100,7 +99,7 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     addresses = [view.pointer for view in views] + [pointer_of(out), pointer_of(lse), *bounds]
     arguments = [prepared.call.fill(addresses)]
     if plan.box:
-        arguments = [tensor_map(view, plan.box, prepared.longest_k) for view in views[1:]] + arguments
+        arguments = [tensor_map(view, plan.box) for view in views[1:]] + arguments
     launch(plan.kernel, prepared.grid, (plan.threads,), arguments, q, plan.shared_bytes)
     return out, lse
 
@@ -117,9 +116,9 @@ def _prepare(
     aligned = all(map(is_aligned, (q, k, v)))
     tensor_copies = hopper and aligned and can_be_mapped(k) and can_be_mapped(v)
     plan = _plan(dim, q.dtype, is_capped(scores), aligned, tensor_copies, q.device)
-    number, longest_q, longest_k = lengths
+    number, longest_q, _ = lengths
     grid = -(-longest_q * call["group"] // plan.rows), k.shape[-2], number
-    return _Prepared(plan, _CALL.template(call), grid, q.shape, (*rows[:-1], heads, rows[-1]), longest_k)
+    return _Prepared(plan, _CALL.template(call), grid, q.shape, (*rows[:-1], heads, rows[-1]))
 
 
 @lru_cache(maxsize=256)

@@ -1,5 +1,9 @@
 """The launcher of backend "cuda" as far as it goes without a GPU: what it passes, and what it may ask for."""
 
+import itertools
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 
@@ -71,6 +75,7 @@ def view(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int = 256) -
         (view((2, 5, 4, 64), (-1280, 256, 64, 1)), True, False),
         (view((2, 5, 4, 64), (1 << 39, 256, 64, 1)), True, False),
         (view((9, 4, 64), (256, 64, 1)), True, True),
+        (view((9, 4, 64), (1 << 33, 64, 1)), True, False),
     ],
 )
 def test_which_arrays_are_copied_how(array: CudaView, aligned: bool, mapped: bool) -> None:
@@ -107,3 +112,58 @@ def test_what_lies_off_16_bytes_is_another_kind_of_call() -> None:
     first, second, third = map(attention_arguments.placed, views)
     assert first == second != third
     assert [attention_arguments.is_aligned(x) for x in (first, third)] == [True, False]
+
+
+class Map(NamedTuple):
+    """What a tensor map was encoded from."""
+
+    base: int
+    sizes: list[int]
+    strides: list[int]  # bytes, of all axes
+
+    def element(self, coordinates: tuple[int, ...]) -> int | None:
+        """Address, as hardware finds it; None beyond the end of an axis."""
+        if any(not 0 <= at < size for at, size in zip(coordinates, self.sizes, strict=True)):
+            return None
+        return (
+            self.base + sum(at * step for at, step in zip(coordinates, self.strides, strict=True))
+        ) % 2**64
+
+
+def encoded(monkeypatch: pytest.MonkeyPatch, array: CudaView) -> Map:
+    """Let `tensor_map` encode an array where there may be no driver."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    found: list[Map] = []
+
+    def encode(_: object, rank: int, base: int, sizes: list, strides: list, *rest: object) -> tuple[int, Any]:
+        found.append(Map(base, [int(x) for x in sizes], [2, *(int(x) for x in strides)]))
+        assert rank == 5
+        assert all(0 < step < 2**40 and step % 16 == 0 for step in found[0].strides[1:])
+        return 0, SimpleNamespace(opaque=[0] * 16)
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    attention_arguments.tensor_map.__wrapped__(array, 128)
+    return found[0]
+
+
+@pytest.mark.parametrize("strides", [(256, 64, 1), (64, 64 * 60, 1), (72 * 5, 72, 1), (1 << 32, 64, 1)])
+def test_tensor_copies_end_with_each_sequence(
+    monkeypatch: pytest.MonkeyPatch, strides: tuple[int, ...]
+) -> None:
+    heads, end, bounds = 4, 1 << 30, (0, 0, 7, 8, 50, 60)
+    array = view((bounds[-1], heads, 64), strides, pointer=0x7F0000000100)
+    of = encoded(monkeypatch, array)
+    assert of.base == array.pointer  # hardware wants it in mapped memory
+    for first, last in itertools.pairwise(bounds):
+        for position, head in itertools.product(range(last - first + 128), range(heads)):
+            at = (3, end - (last - first) + position, head, last, end)  # find_origin in hopper.cuh
+            inside = array.pointer + 2 * (strides[0] * (first + position) + strides[1] * head + 3)
+            assert of.element(at) == (inside if position < last - first else None)
+
+
+def test_tensor_copies_of_one_length_and_of_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = encoded(monkeypatch, view((2, 5, 4, 64), (1280, 64, 320, 1)))
+    assert of.element((1, 4, 3, 1, 0)) == 256 + 2 * (1 + 4 * 64 + 3 * 320 + 1280)
+    assert of.element((1, 5, 3, 1, 0)) is None
+    of = encoded(monkeypatch, view((1, 1, 64), (7, 9, 1)))
+    assert of.element((1, (1 << 30) - 1, 0, 1, 1 << 30)) == 258

@@ -35,8 +35,6 @@ struct Span {
     int rows, keys;
     int behind;  // key at which query row 0 stands
     i64 stored;  // its first row in the workspace of a head
-    int map_q, map_q_row, map_k,
-        map_k_row;  // where tensor copies find row 0, key 0: position, row of the batch
 };
 
 __device__ __forceinline__ Span find_span(const Call& call, int z) {
@@ -49,8 +47,6 @@ __device__ __forceinline__ Span find_span(const Call& call, int z) {
     const i64 blocks =
         call.cu_q ? s.q0 / ALIGNED_ROWS + z : (i64)z * ((s.rows + ALIGNED_ROWS - 1) / ALIGNED_ROWS);
     s.stored = blocks * ALIGNED_ROWS;
-    s.map_q = call.cu_q ? call.seqlen_q - s.rows : 0, s.map_q_row = call.cu_q ? s.q0 + s.rows : z;
-    s.map_k = call.cu_k ? call.seqlen_k - s.keys : 0, s.map_k_row = call.cu_k ? s.k0 + s.keys : z;
     return s;
 }
 

@@ -52,23 +52,25 @@ struct Maps {
 
 // Loads a tile of rows of q or dout, and their peaks or deltas, when the stage is empty.
 __device__ __forceinline__ void load_rows(u32 to, const TensorMap* map, u32 stats_to, const float* stats,
-                                          u32 full, u32 empty, u32 parity, const Span& s, const Tile& at) {
+                                          u32 full, u32 empty, u32 parity, const Origin& origin,
+                                          const Tile& at) {
     wait_barrier(empty, parity);
     expect_bytes(full, ROW_BYTES + STAT_BYTES);
 #pragma unroll
     for (int block = 0; block < D_BLOCKS; ++block)
-        copy_box(to + block * ROW_BLOCK, map, full, 64 * block, s.map_q + at.row, at.head, s.map_q_row);
+        copy_box(to + block * ROW_BLOCK, map, full, origin, 64 * block, at.row, at.head);
     copy_bytes(stats_to, stats, STAT_BYTES, full);
 }
 
 __device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, const Call& call, const Span& s,
                                            const Rows& rows, int kv_head, int first_key) {
+    const Origin of_rows = find_origin(call.cu_q, blockIdx.z), of_keys = find_origin(call.cu_k, blockIdx.z);
     expect_bytes(m.full_keys, 2 * KEY_BYTES);
 #pragma unroll
     for (int block = 0; block < D_BLOCKS; ++block) {
         const u32 at = block * KEY_BLOCK;
-        copy_box(m.k + at, maps.k, m.full_keys, 64 * block, s.map_k + first_key, kv_head, s.map_k_row);
-        copy_box(m.v + at, maps.v, m.full_keys, 64 * block, s.map_k + first_key, kv_head, s.map_k_row);
+        copy_box(m.k + at, maps.k, m.full_keys, of_keys, 64 * block, first_key, kv_head);
+        copy_box(m.v + at, maps.v, m.full_keys, of_keys, 64 * block, first_key, kv_head);
     }
     Turn<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
     Turn<DOUT_STAGES> dout = {0, 1};
@@ -76,10 +78,10 @@ __device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, co
     for (Tile at = first_tile(call, rows, kv_head); at.head < last_head; at = next_tile(at, rows)) {
         const i64 stored = at.head * call.rows + s.stored + at.row;
         load_rows(m.q + q.stage * ROW_BYTES, maps.q, m.peaks + q.stage * STAT_BYTES, call.peaks + stored,
-                  m.full_q + 8 * q.stage, m.empty_q + 8 * q.stage, q.parity, s, at);
+                  m.full_q + 8 * q.stage, m.empty_q + 8 * q.stage, q.parity, of_rows, at);
         load_rows(m.dout + dout.stage * ROW_BYTES, maps.dout, m.deltas + dout.stage * STAT_BYTES,
                   call.deltas + stored, m.full_dout + 8 * dout.stage, m.empty_dout + 8 * dout.stage,
-                  dout.parity, s, at);
+                  dout.parity, of_rows, at);
         q.next(), dout.next();
     }
 }

@@ -22,13 +22,12 @@ struct Call {
 // The part of a call that a CTA works on: rows of one (sequence, KV head). A row is (query position, head of
 // the group), heads fastest. blockIdx: x block of rows, the last first, y KV head, z sequence.
 struct Work {
-    int q0, k0;            // first query and key of the sequence
-    int batch;             // row of the batch
-    int row0, rows;        // first row of the CTA, and all rows of the sequence
-    int keys, behind;      // behind: key at which query position 0 stands
-    int map_key, map_row;  // where tensor copies find key 0: position and row of the batch
-    int first, last;       // keys [first, last) are seen by some row
-    int low, high;         // keys [low, high] are seen by all: a tile within is not masked
+    int q0, k0;        // first query and key of the sequence
+    int batch;         // row of the batch
+    int row0, rows;    // first row of the CTA, and all rows of the sequence
+    int keys, behind;  // behind: key at which query position 0 stands
+    int first, last;   // keys [first, last) are seen by some row
+    int low, high;     // keys [low, high] are seen by all: a tile within is not masked
 };
 
 __device__ __forceinline__ Work find_work(const Call& call) {
@@ -38,7 +37,6 @@ __device__ __forceinline__ Work find_work(const Call& call) {
     w.q0 = call.cu_q ? call.cu_q[z] : 0, w.k0 = call.cu_k ? call.cu_k[z] : 0;
     const int positions = call.cu_q ? call.cu_q[z + 1] - w.q0 : call.seqlen_q;
     w.keys = call.cu_k ? call.cu_k[z + 1] - w.k0 : call.seqlen_k;
-    w.map_key = call.cu_k ? call.seqlen_k - w.keys : 0, w.map_row = call.cu_k ? w.k0 + w.keys : z;
     w.rows = positions * call.group;
     w.row0 = (gridDim.x - 1 - blockIdx.x) * BLOCK_M;
     w.behind = w.keys - positions;

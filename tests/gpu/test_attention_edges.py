@@ -1,0 +1,154 @@
+"""Attention touches nothing beyond its arrays: they begin or end where mapped memory does.
+
+An allocator gives every array mapped memory of its own with unmapped memory on both sides, so that the first
+byte read or written beyond it is an illegal address, whatever else the process has allocated. Hardware asks
+more than that of tensor copies: the base of a tensor map must be mapped memory, too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvlab
+from tests.gpu.attention_cases import HEAD_DIMS, HEADS, LENGTHS, draw_options
+
+cupy = pytest.importorskip("cupy")
+driver = pytest.importorskip("cuda.bindings.driver")
+
+
+def check(answer: tuple[Any, ...]) -> Any:
+    assert int(answer[0]) == 0, answer[0]
+    return answer[1] if len(answer) > 1 else None
+
+
+class Area:
+    """Mapped memory between two unmapped pieces; goes back to where it came from when nobody holds it."""
+
+    def __init__(self, start: int, size: int, idle: list[int]) -> None:
+        self.start, self.size, self._idle = start, size, idle
+
+    def __del__(self) -> None:
+        self._idle.append(self.start)
+
+
+class Edges:
+    """Allocator for CuPy; arrays begin at the first byte of an area, or end at its last."""
+
+    def __init__(self, first: bool) -> None:
+        self._first, self._idle = first, defaultdict[int, list[int]](list)
+        cupy.cuda.Device().synchronize()  # there is a context then
+        self._kind = driver.CUmemAllocationProp()
+        self._kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._kind.location.id = cupy.cuda.runtime.getDevice()
+        flags = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self._piece = int(check(driver.cuMemGetAllocationGranularity(self._kind, flags)))
+        self._mapped: list[tuple[int, int, Any]] = []
+
+    def allocate(self, size: int) -> Any:
+        whole = self._piece
+        while whole < size:
+            whole *= 2
+        idle = self._idle[whole]
+        area = Area(idle.pop() if idle else self._map(whole), whole, idle)
+        at = area.start if self._first else area.start + whole - -(-size // 16) * 16
+        device = self._kind.location.id
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(at, size, area, device), 0)
+
+    def _map(self, size: int) -> int:
+        reserved = int(check(driver.cuMemAddressReserve(size + 2 * self._piece, 0, 0, 0)))
+        start = reserved + self._piece
+        handle = check(driver.cuMemCreate(size, self._kind, 0))
+        check(driver.cuMemMap(start, size, 0, handle, 0))
+        access = driver.CUmemAccessDesc()
+        access.location = self._kind.location
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        check(driver.cuMemSetAccess(start, size, [access], 1))
+        self._mapped.append((start, size, handle))
+        return start
+
+    def close(self) -> None:
+        cupy.cuda.Device().synchronize()
+        for start, size, handle in self._mapped:
+            check(driver.cuMemUnmap(start, size))
+            check(driver.cuMemRelease(handle))
+            check(driver.cuMemAddressFree(start - self._piece, size + 2 * self._piece))
+
+
+@pytest.fixture(params=["first", "last"])
+def edges(request: pytest.FixtureRequest) -> Iterator[Edges]:
+    edges = Edges(request.param == "first")
+    yield edges
+    edges.close()
+
+
+class Drawn:
+    """Normal numbers in NaN, axes in one of two orders, rows on 16 bytes or off them; on the host."""
+
+    def __init__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> None:
+        axes = list(range(len(shape)))
+        if rng.integers(2):
+            axes[-3], axes[-2] = axes[-2], axes[-3]
+        self.axes, self.dim, gap = axes, shape[-1], int(rng.choice([0, 0, 8, 3]))
+        outer = [shape[axis] for axis in axes[:-1]]
+        self.stored = np.full((*outer, shape[-1] + gap), np.nan, np.float16)
+        self.view(self.stored)[...] = rng.standard_normal(shape)
+
+    def view(self, stored: Any) -> Any:
+        return stored.transpose(self.axes)[..., : self.dim]  # an exchange of two axes undoes itself
+
+    def placed(self) -> Any:
+        """On the GPU, in memory of CuPy's allocator."""
+        return self.view(uploaded(self.stored))
+
+
+def uploaded(host: np.ndarray) -> Any:
+    array = cupy.empty(host.shape, host.dtype)
+    array.set(host)
+    return array
+
+
+def draw_call(rng: np.random.Generator, variable: bool) -> tuple[list[Drawn], list[np.ndarray], list[int]]:
+    """Return q, k, v and dout, and of variable length the bounds and longest sequences."""
+    heads, kv_heads = HEADS[rng.integers(len(HEADS))]
+    dim, number = int(rng.choice(HEAD_DIMS)), int(rng.integers(1, 5))
+    if variable:
+        bounds = [np.cumsum([0, *rng.choice(LENGTHS, number)]).astype(np.int32) for _ in range(2)]
+        outer: list[tuple[int, ...]] = [(int(x[-1]),) for x in bounds]
+        longest = [int(np.diff(x).max()) for x in bounds]
+    else:
+        bounds, longest = [], []
+        outer = [(number, int(length)) for length in rng.choice(LENGTHS, 2)]
+    shapes = [(*outer[i], heads if i == 0 else kv_heads, dim) for i in (0, 1, 1, 0)]
+    return [Drawn(rng, shape) for shape in shapes], bounds, longest
+
+
+def results(
+    drawn: list[Drawn], bounds: list[np.ndarray], longest: list[int], options: dict[str, Any]
+) -> list[np.ndarray]:
+    """out, lse and the gradients of a call whose arrays lie where CuPy's allocator puts them."""
+    q, k, v, dout = (x.placed() for x in drawn)
+    lengths = [*map(uploaded, bounds), *longest]
+    forward = kvlab.attention_varlen if bounds else kvlab.attention
+    backward = kvlab.attention_varlen_backward if bounds else kvlab.attention_backward
+    out, lse = forward(q, k, v, *lengths, return_lse=True, **options)
+    found = [out, lse, *backward(dout, q, k, v, out, lse, *lengths, deterministic=True, **options)]
+    cupy.cuda.Device().synchronize()
+    return [x.get() for x in found]
+
+
+@pytest.mark.parametrize("variable", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_beyond_the_arrays_is_touched(edges: Edges, seed: int, variable: bool) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(30):
+        call, options = draw_call(rng, variable), draw_options(rng)
+        with cupy.cuda.using_allocator(edges.allocate):
+            found = results(*call, options)
+        for x, y in zip(found, results(*call, options), strict=True):
+            assert x.tobytes() == y.tobytes()  # as in ordinary memory
