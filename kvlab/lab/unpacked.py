@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.pages import PAGE_TABLE_BYTES, LayerPages, PageLayout
+from kvlab.cache.pools import new_pool
 from kvlab.reference.pages import bit_address
 
 __all__ = ["page_nbytes", "unpack_pages"]
@@ -68,8 +69,7 @@ def _widened(bits: int) -> int:
 
 
 def _unpack_pool(source: Bytes, layout: PageLayout, wide: PageLayout) -> Bytes:
-    memory = np.empty(len(source) * wide.nbytes + 64, np.uint8)
-    pool = memory[-memory.ctypes.data % 64 :][: len(source) * wide.nbytes].reshape(-1, wide.nbytes)
+    pool = new_pool(len(source), wide)
     pool[:, wide.k_steps :] = source[:, layout.k_steps :]
     for side, bits, start, end in (
         ("k", layout.bits_k, (layout.k_codes, layout.v_codes), (wide.k_codes, wide.v_codes)),
