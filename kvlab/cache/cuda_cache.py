@@ -36,7 +36,11 @@ OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What a cache is told once; names as for `MixedPrecisionCache`."""
+    """What a cache is told once; names as for `MixedPrecisionCache`.
+
+    `by_function`: importance is a function of attention mass, called on the host, and `importance` that of
+    kernels which give the mass.
+    """
 
     num_heads_q: int
     sink: int
@@ -46,6 +50,7 @@ class Settings:
     realloc_every: int
     ema_decay: float
     importance: str
+    by_function: bool
     takes_mean: tuple[bool, ...]
 
     @property
@@ -103,7 +108,8 @@ class DeviceCache:
         self.store, self.capacity = self.changes.store, capacity
         self.generation += 1
         heads = settings.num_heads_q
-        self.collector = Collector(self.store, heads, settings.importance, settings.ema_decay)
+        decay = 0.0 if settings.by_function else settings.ema_decay  # only what was received last counts
+        self.collector = Collector(self.store, heads, settings.importance, decay)
         self.calls = StepCalls(self.store, self.device, heads, self.collector)
         self.repeated: list[Repeated | None] = [None] * len(self.layers)
 
@@ -156,7 +162,8 @@ class DeviceCache:
 
     def is_short(self, steps: int) -> bool:
         """Whether a step of so many tokens is launched by `step`, not by `cuda_long.step`."""
-        return 0 < steps <= kernels.MAX_STEPS and self.group <= kernels.MAX_GROUP
+        fits = 0 < steps <= kernels.MAX_STEPS and self.group <= kernels.MAX_GROUP
+        return fits and not self.settings.by_function
 
     def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
         """Store few tokens, for which there is room; arguments as in `step`."""

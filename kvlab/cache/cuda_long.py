@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlab.arrays import CudaView, current_stream, dtype_name, empty, pointer_of, to_device, to_host
-from kvlab.cache import cuda_host, cuda_score
+from kvlab.cache import cuda_function, cuda_host, cuda_score
 from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.cuda_changes import Admission
 from kvlab.cache.cuda_plan import Workspace
@@ -130,7 +130,10 @@ def _attend_stored(
             scores = cache.calls.attend(layer, some, scale, softcap, some.shape[1])[2]
         total = empty((len(q), q.shape[2], some.shape[1]), "float32", q)
         total[...] = lse[:, :, rows]
-    cache.collector.score(layer, scores[None], total[None], cache.since[layer] + steps, 0, stream)
+    if cache.settings.by_function:
+        cuda_function.score_stored(cache, layer, scores[None], total[None], stream)
+    else:
+        cache.collector.score(layer, scores[None], total[None], cache.since[layer] + steps, 0, stream)
 
 
 def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
@@ -155,6 +158,8 @@ def _admit(
 ) -> None:
     """Plan and write new keys and values of one layer."""
     store, steps, length = cache.layers[layer].store, views[0].shape[1], cache.lengths[layer]
+    if cache.settings.by_function and cache.observes[layer] == "mass" and not cache.settings.on_host:
+        cuda_function.score_new(cache, layer, codes, valid)
     mask = 0 if valid is None else pointer_of(valid)
     fresh = kernels.new_tokens(views[0], views[1], mask, pointer_of(codes), steps, length)
     if length == 0 and cache.settings.takes_mean[layer]:

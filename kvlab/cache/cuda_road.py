@@ -18,7 +18,6 @@ from kvlab.arrays import CudaView, cuda_view, empty, match_shapes
 from kvlab.cache.cuda_kernels import MAX_GROUP, MAX_STEPS
 from kvlab.cache.cuda_repeat import remember, repeat
 from kvlab.cache.cuda_window import ladder_on_gpu, window_nbytes
-from kvlab.cache.importance import Importance
 from kvlab.cache.pages import PAGE_TABLE_BYTES, PageLayout
 from kvlab.device import translated_out_of_memory
 
@@ -32,7 +31,7 @@ __all__ = ["HEAD_DIMS", "GpuRoad", "check_gpu"]
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
-def check_gpu(dtype: str, importance: Importance, head_dim: int) -> None:
+def check_gpu(dtype: str, head_dim: int) -> None:
     """Refuse what a cache on a GPU does not do."""
     for name, value, supported in (
         ("dtype", dtype, ("float16", "bfloat16")),
@@ -43,10 +42,6 @@ def check_gpu(dtype: str, importance: Importance, head_dim: int) -> None:
             raise NotImplementedError(
                 f"{name}={value!r} is not supported on a GPU, {listed} is; use that or device='cpu'"
             )
-    if callable(importance):
-        raise NotImplementedError(
-            "importance as a function is not supported on a GPU: name a policy, or use device='cpu'"
-        )
 
 
 class GpuRoad:
@@ -180,7 +175,7 @@ class GpuRoad:
         """`MixedPrecisionCache.append` on a GPU."""
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
         steps = views[0].shape[1]
-        if 0 < steps <= MAX_STEPS:
+        if device.is_short(steps):
             if device.room[layer] < steps:
                 device.make_room(layer, steps, self._share(layer, steps))
             device.append(layer, k, views, mask)
@@ -283,7 +278,8 @@ class GpuRoad:
             allocator=cache.allocator,
             realloc_every=cache.realloc_every,
             ema_decay=cache.ema_decay,
-            importance=str(cache.importance),
+            importance="attention" if callable(cache.importance) else cache.importance,
+            by_function=callable(cache.importance),
             takes_mean=tuple(layer._takes_mean for layer in cache.layers),
         )
         capacity = self._capacity(self.seqlen(0) + steps)
@@ -306,7 +302,11 @@ class GpuRoad:
         device = self._device
         if device is None:
             return None
-        if device.group > MAX_GROUP or steps > MAX_STEPS:
+        if device.settings.by_function:
+            raise NotImplementedError(
+                "importance as a function runs on the host at every step, which a graph cannot: name a policy"
+            )
+        if not device.is_short(steps):
             raise NotImplementedError(
                 f"steps of {steps} tokens with {device.group} query heads a KV head are planned by the host; "
                 f"graphs take {MAX_STEPS} tokens and {MAX_GROUP} heads at most"

@@ -1,7 +1,7 @@
 """Importance of tokens on a GPU: three launchers for ``kernels/cuda/cache_score.cu``; none waits.
 
-The policies are those of `kvlab.cache.importance` by name; a user's function would need the host at every
-collection, so caches on a GPU refuse it (`check_policy`).
+The policies are those of `kvlab.cache.importance` by name; a user's function is called by the host
+(cuda_function.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 
 from kvlab.arrays import CudaView, cuda_view, dtype_name, pointer_of
 from kvlab.build import PreparedLaunch
-from kvlab.cache.importance import MOST_TOKENS, POLICIES, Importance, weight_of_collection
+from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.ops.packed_mass_cuda import KEPT, kept_scores, score_kernel
 
-__all__ = ["check_policy", "score_new", "score_norms", "score_stored"]
+__all__ = ["score_new", "score_norms", "score_stored"]
 
 _SIGHT = struct.Struct("4Q6q4i2f")
 """`Sight` of cache_score.cu: addresses of q, k, lse, codes; strides of q and k; heads, group, seqlen, window;
@@ -28,15 +28,6 @@ _THREADS, _WARPS = 256, 8
 _PAGES = 32  # of a block of score_stored
 _ROW_BYTES = 68  # a code a slot, and a reference
 _KINDS = {"attention": 0, "forecast": 0, "key_norm": 0, "recency": 1, "uniform": 2}
-
-
-def check_policy(importance: Importance) -> None:
-    """Raise NotImplementedError unless a cache on a GPU can follow this policy."""
-    if callable(importance):
-        raise NotImplementedError(
-            f"importance={importance!r} is a function, which would run on the host at every collection; on a "
-            f"GPU choose one of {', '.join(POLICIES)}, or keep the cache on the CPU"
-        )
 
 
 def score_stored(

@@ -81,7 +81,7 @@ class CacheOptions:
         if self.device != "cpu" and not self.on_gpu:
             raise ValueError(f"device={self.device!r} is not supported; 'cpu' and 'cuda' are")
         if self.on_gpu:
-            check_gpu(self.dtype, self.importance, self.head_dim)
+            check_gpu(self.dtype, self.head_dim)
 
     @property
     def on_gpu(self) -> bool:

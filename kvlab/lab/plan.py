@@ -58,7 +58,7 @@ class Plan:
     groups : tuple of str
         Of `GROUPS`: kvlab's own caches, controls at equal bytes, quantised caches of transformers.
     device : {"cpu", "cuda"}
-        Where model and caches are. Controls need what caches on a GPU do not have.
+        Where model and caches are.
     """
 
     subject: str
@@ -67,13 +67,6 @@ class Plan:
     budgets: tuple[float, ...]
     groups: tuple[str, ...] = GROUPS[:1]
     device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        if self.device != "cpu" and "controls" in self.groups:
-            raise NotImplementedError(
-                "controls score tokens by functions, which caches on a GPU do not take: leave them out "
-                "(--groups), or read them on the CPU"
-            )
 
     @property
     def settings(self) -> str:

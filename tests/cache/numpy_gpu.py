@@ -20,6 +20,7 @@ from kvlab.cache import (
     cuda_changes,
     cuda_collect,
     cuda_exchange,
+    cuda_function,
     cuda_host,
     cuda_kernels,
     cuda_long,
@@ -290,7 +291,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         monkeypatch.setattr(module, "cuda_view", kernels.view)
     for module in (cuda_calls, cuda_long):
         monkeypatch.setattr(module, "pointer_of", lambda x: kernels.view(x, "x").pointer)
-    for module in (cuda_store, cuda_exchange, cuda_changes, cuda_host, cuda_long):
+    for module in (cuda_store, cuda_exchange, cuda_changes, cuda_function, cuda_host, cuda_long):
         for name, function in (("to_device", lambda host, like: np.array(host)), ("to_host", np.array)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)

@@ -21,6 +21,7 @@ from kvlab.cache import (
     cuda_store,
 )
 from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError, OutOfMemory
 from kvlab.ops.attention import merge_attention
 from kvlab.ops.packed import packed_attention
@@ -127,6 +128,46 @@ def test_what_the_cpu_plans(kernels: Kernels, options: dict[str, Any]) -> None:
         windows = [window for layer in cache.layers for window in layer.windows]
         assert all(residual <= len(window) <= (residual + 53 if residual else 0) for window in windows)
         assert all(window.position.tolist() == [*range(276)][276 - len(window) :] for window in windows)
+
+
+@pytest.mark.parametrize("allocator", ["greedy", "dp"])
+def test_importance_as_a_function(kernels: Kernels, allocator: str) -> None:
+    """The host calls it for new tokens and for all stored ones, and what it says lies in the pages."""
+    calls: list[tuple[bool, int, int]] = []
+
+    def by_place(previous: Any, observed: Any, positions: Any, seqlen: int) -> Any:
+        calls.append((previous is None, observed.size, seqlen))
+        assert observed.shape == positions.shape
+        return np.exp2(-(positions % 7.0) - (previous is None))
+
+    cache, rng = make(importance=by_place, allocator=allocator), np.random.default_rng(14)
+    valid = np.ones((2, 90), bool)
+    valid[1, :17] = False
+    step(cache, rng, 90, valid)
+    assert calls == [(True, HEADS * 90, 90), (True, HEADS * 73, 90)] * LAYERS
+    calls.clear()
+    for steps in (1, 3, 20):  # the second does not collect
+        step(cache, rng, steps)
+    new = [(True, HEADS * n, length) for n, length in ((1, 91), (3, 94), (20, 114)) for _ in range(4)]
+    assert [call for call in calls if call[0] and call[1]] == new
+    stored = [
+        (False, HEADS * n, length)
+        for length in (90, 94)
+        for _ in range(LAYERS)
+        for n in (length, length - 17)
+    ]
+    assert [call for call in calls if not call[0]] == stored
+    check_state(cache, [range(114), [*range(17, 114)]])
+    for pages in pages_of(cache):
+        for at in np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]):
+            place = tuple(at)
+            layout, count = pages.layouts[pages.rung[place]], int(pages.count[place])
+            pool, index = pages.pools[pages.rung[place]], pages.index[place]
+            position = layout.positions_in(pool)[index, :count].astype(int)
+            wanted = np.exp2(-(position % 7.0) - (position >= 94))
+            assert np.array_equal(layout.importance_in(pool)[index, :count], encode_importance(wanted))
+    with pytest.raises(NotImplementedError, match="name a policy"):
+        cache.prepare()
 
 
 def test_a_window_crops_and_travels(kernels: Kernels, tmp_path: Any) -> None:

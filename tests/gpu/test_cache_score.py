@@ -225,9 +225,3 @@ def test_norms_ages_and_ones(dtype: torch.dtype) -> None:
     assert np.array_equal(codes.cpu().numpy()[3], encode_importance(1 / np.arange(70, 0, -1)))
     cuda_score.score_norms(k, codes, "uniform", stream())
     assert bool((codes == 192).all())
-
-
-def test_functions_of_users_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="keep the cache on the CPU"):
-        cuda_score.check_policy(lambda previous, observed, positions, seqlen: observed)
-    cuda_score.check_policy("attention")
