@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvlab import cli, device, environment
@@ -47,6 +51,23 @@ def test_every_command_shows_an_example_of_itself(call: list[str]) -> None:
     assert f"Example: kvlab {' '.join(call)}" in result.output
     assert "--json" in result.output
     assert "--output" in result.output
+
+
+def test_the_docs_use_options_that_exist() -> None:
+    root = Path(__file__).parents[2]
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("notebooks/*.md")]
+    commands: Any = get_command(cli.app())
+    seen = set()
+    for line in itertools.chain.from_iterable(page.read_text().splitlines() for page in pages):
+        for words in re.findall(r"\bkvlab ((?:[a-z]+ ?){1,2})([^`#]*)", line):
+            command, options = commands, re.findall(r"(?<!\S)--[a-z-]+", words[1])
+            for name in words[0].split():
+                command = getattr(command, "commands", {}).get(name, command)
+            known = {name for part in command.params for name in (*part.opts, *part.secondary_opts)}
+            if command.name != "submit":  # which hands the rest to sbatch
+                assert {*options} <= {*known, "--help"}, line
+            seen |= {*options}
+    assert {"--device", "--budgets", "--contexts"} <= seen
 
 
 def test_env_prints_json_and_writes_it(tmp_path: Path) -> None:
