@@ -81,37 +81,18 @@ def command(
 
     if device == "cuda":
         targets.machine("cuda")  # or say why not
+        processes = 1
     tiny = os.environ.get("KVLAB_TINY") == "1"
     wanted = tokens or ((400 if tiny else 40_000) if full else (200 if tiny else 4_000))
-    if device == "cuda":
-        processes = 1
     plan = _plan(fractions, _groups(groups, full, tiny, device), tiny, wanted, device)
     output.mkdir(parents=True, exist_ok=True)
     journal = Journal(output, plan.settings)
     outcome = _compare(Console(stderr=True), plan, journal, processes or (1 if tiny else processes_for(plan)))
 
     from kvlab.lab.comparison import Comparison, write_files
-    from kvlab.lab.plan import CACHE_DTYPE
-    from kvlab.lab.results import provenance
 
-    result = Comparison(
-        provenance=provenance(
-            tokens=wanted,
-            budgets=budgets,
-            groups=",".join(plan.groups),
-            device=_device_name(device),
-            resumed=outcome.resumed,
-        ),
-        model=outcome.model,
-        text=outcome.text,
-        cache_dtype=CACHE_DTYPE,
-        protocol=asdict(plan.protocol),
-        seconds=outcome.seconds,
-        scores=outcome.scores,
-        prompt=outcome.prompt,
-        continuations=outcome.continuations,
-        races=outcome.races,
-    )
+    settings: dict[str, str | int] = {"tokens": wanted, "budgets": budgets, "groups": ",".join(plan.groups)}
+    result = _comparison(outcome, plan, settings)
     rows = result.rows([] if tiny else [Comparison.read(path) for path in sorted(RESULTS.glob(RECORDED))])
     paths = write_files(result, rows, output)
     journal.remove()
@@ -193,6 +174,27 @@ def _compare(console: Console, plan: Plan, journal: Journal, processes: int) -> 
         )
         raise typer.Exit(130) from None
     return outcome
+
+
+def _comparison(outcome: Outcome, plan: Plan, settings: dict[str, str | int]) -> Comparison:
+    """What was found, with all that says where it comes from."""
+    from kvlab.lab.comparison import Comparison
+    from kvlab.lab.plan import CACHE_DTYPE
+    from kvlab.lab.results import provenance
+
+    source = provenance(**settings, device=_device_name(plan.device), resumed=outcome.resumed)
+    return Comparison(
+        provenance=source,
+        model=outcome.model,
+        text=outcome.text,
+        cache_dtype=CACHE_DTYPE,
+        protocol=asdict(plan.protocol),
+        seconds=outcome.seconds,
+        scores=outcome.scores,
+        prompt=outcome.prompt,
+        continuations=outcome.continuations,
+        races=outcome.races,
+    )
 
 
 def _device_name(device: str) -> str:
