@@ -348,7 +348,7 @@ class PreparedLaunch:
 def _early_launch(function: int, shape: tuple[int, ...], address: int) -> Callable[[int], None]:
     """Return a launch that need not wait for what runs before it; CuPy's launches do not offer that."""
     from cuda.bindings import driver
-    from cupy.cuda.driver import CUDADriverError
+    from cupy.cuda import driver as cupy_driver
 
     config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     names = [f"{what}Dim{axis}" for what in ("grid", "block") for axis in "XYZ"]
@@ -362,7 +362,7 @@ def _early_launch(function: int, shape: tuple[int, ...], address: int) -> Callab
         config.hStream = stream_pointer
         (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
         if error:
-            raise CUDADriverError(int(error))
+            raise cupy_driver.CUDADriverError(int(error))
 
     return launch
 
