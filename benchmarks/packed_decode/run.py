@@ -17,7 +17,8 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from kvlab.lab.benchmark_decode_cuda import LADDERS, Shape, read_bandwidth, time_dense, time_packed
+from kvlab.lab.benchmark_decode_cuda import LADDERS, read_bandwidth, time_dense, time_packed
+from kvlab.lab.device_pages import Shape
 from kvlab.lab.results import provenance
 
 SHAPES = {

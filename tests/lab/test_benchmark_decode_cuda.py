@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kvlab.lab import benchmark
-from kvlab.lab.benchmark_decode_cuda import LADDERS, Shape, draw_pages, relative_error
+from kvlab.lab.benchmark_decode_cuda import LADDERS
 from kvlab.lab.decode_figure import draw
+from kvlab.lab.device_pages import Shape, draw_pages, relative_error
 from kvlab.lab.yardstick import Options
 from kvlab.reference.packed import packed_attention
 

@@ -1,0 +1,127 @@
+"""Pages on a GPU for benchmarks of decode attention, and what its results are checked with.
+
+Pages hold random codes and lie in random order; the table of each sequence is sorted by width, the worst
+order for a division of the work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvlab.cache.pages import TOKENS_PER_PAGE, PageLayout
+from kvlab.reference.packed import packed_attention
+
+__all__ = ["Shape", "attended_apart", "draw_pages", "relative_error"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One decode step of one layer: `tokens` stored tokens in each of `batch` rows."""
+
+    batch: int
+    tokens: int
+    num_heads_q: int = 32
+    num_heads_kv: int = 8
+    head_dim: int = 128
+
+    @property
+    def pairs(self) -> int:
+        """Sequences of pages: (row, KV head) pairs."""
+        return self.batch * self.num_heads_kv
+
+
+def draw_pages(shape: Shape, ladder: Mapping[int, float], device: str = "cuda") -> SimpleNamespace:
+    """Return full pages of random codes in random order; the table of each sequence is sorted by width."""
+    import torch
+
+    entries, widths = shape.tokens // TOKENS_PER_PAGE, sorted(ladder)
+    layouts = tuple(PageLayout(shape.head_dim, bits, bits, 2) for bits in widths)
+    bounds = np.round(np.cumsum([0.0, *(ladder[bits] for bits in widths)]) * entries).astype(int)
+    rung = torch.empty(shape.pairs, entries, dtype=torch.uint8, device=device)
+    index = torch.empty(shape.pairs, entries, dtype=torch.int32, device=device)
+    pools = []
+    for r, layout in enumerate(layouts):
+        count = shape.pairs * int(bounds[r + 1] - bounds[r])
+        pools.append(_draw_pool(layout, count, device))
+        rung[:, bounds[r] : bounds[r + 1]] = r
+        order = torch.randperm(count, device=device).to(torch.int32)
+        index[:, bounds[r] : bounds[r + 1]] = order.view(shape.pairs, -1)
+    table = (shape.batch, shape.num_heads_kv, entries)
+    return SimpleNamespace(
+        layouts=layouts,
+        pools=tuple(pools),
+        rung=rung.view(table),
+        index=index.view(table),
+        count=torch.full(table, TOKENS_PER_PAGE, dtype=torch.uint8, device=device),
+        num_pages=torch.full(table[:2], entries, dtype=torch.int32, device=device),
+        k_mean=torch.randn(*table[:2], shape.head_dim, device=device, dtype=torch.float16),
+        dtype="bfloat16",
+    )
+
+
+def _draw_pool(layout: PageLayout, count: int, device: str) -> Any:
+    """Pages whose values are of about unit size."""
+    import torch
+
+    words = torch.randint(-(2**31), 2**31 - 1, (count, layout.nbytes // 4), dtype=torch.int32, device=device)
+    pool = words.view(torch.uint8)
+    if layout.bits_k == 16:
+        for begin in range(0, count, 1024):
+            size = (min(1024, count - begin), layout.positions // 2)
+            values = torch.randn(size, device=device, dtype=torch.bfloat16)
+            pool[begin : begin + 1024, : layout.positions] = values.view(torch.uint8)
+    else:
+        step = torch.exp(torch.randn(count, 128, device=device) * 0.3) * (1.7 / 2**layout.bits_k)
+        pool[:, layout.k_steps : layout.positions] = (step.half().view(torch.int16) >> 7).to(torch.uint8)
+    return pool
+
+
+def relative_error(pages: SimpleNamespace, q: Any, out: Any, pair: int) -> float:
+    """Return the relative error of the heads of one (row, KV head) against float64."""
+    heads, kv_heads = q.shape[2], pages.rung.shape[1]
+    group, b, h = heads // kv_heads, pair // kv_heads, pair % kv_heads
+    rung, index = pages.rung[b, h].cpu(), pages.index[b, h].cpu().long()
+    pools, place = [], index.numpy().copy()
+    for r, pool in enumerate(pages.pools):
+        mine = rung == r
+        pools.append(pool[index[mine].to(pool.device)].cpu().numpy())
+        place[mine.numpy()] = np.arange(int(mine.sum()))
+    one = SimpleNamespace(
+        layouts=pages.layouts,
+        pools=pools,
+        rung=rung.numpy()[None, None],
+        index=place[None, None],
+        count=np.full((1, 1, len(rung)), TOKENS_PER_PAGE),
+        num_pages=np.array([[len(rung)]]),
+        k_mean=pages.k_mean[b, h].cpu().numpy()[None, None],
+        dtype=pages.dtype,
+    )
+    own = slice(h * group, (h + 1) * group)
+    options = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "keep_scores": 0}
+    want = packed_attention(q[b : b + 1, :, own].float().cpu().numpy(), one, **options)[0]
+    got = out[b : b + 1, :, own].float().cpu().numpy()
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def attended_apart(pages: SimpleNamespace, q: Any, backend: Any) -> Any:
+    """Return what `backend.attend` gives if every (row, KV head) is a call of its own."""
+    import torch
+
+    batch, kv_heads = pages.num_pages.shape
+    group, out = q.shape[2] // kv_heads, torch.full_like(q, float("nan"))
+    workspace = backend.make_workspace(q, 1, group, q.shape[3])
+    lse = torch.empty(1, group, 1, device=q.device)
+    part = torch.empty(1, 1, group, q.shape[3], dtype=q.dtype, device=q.device)
+    for b, h in itertools.product(range(batch), range(kv_heads)):
+        own, heads = (slice(b, b + 1), slice(h, h + 1)), slice(h * group, (h + 1) * group)
+        tables = {name: getattr(pages, name)[own] for name in ("rung", "index", "count", "num_pages")}
+        alone = SimpleNamespace(**vars(pages) | tables | {"k_mean": pages.k_mean[own]})
+        backend.attend(q[own[0], :, heads], alone, part, lse, workspace, scale=q.shape[3] ** -0.5)
+        out[own[0], :, heads] = part
+    return out
