@@ -104,22 +104,24 @@ class Model:
         new = {}
         if fresh is not None:
             new = {"codes": int(fresh["importance"]), "steps": int(fresh["steps"])}
-        real = cuda_plan._kernels(0)
+        prepare = cuda_plan._launches
 
-        def timed(name: str) -> Any:
-            def call(*arguments: Any) -> None:
-                real[name](*arguments)
+        def timed(name: str, launch: Any) -> Any:
+            def call(stream: int) -> None:
+                launch(stream)
                 clock.mark(name)
 
             return call
 
-        cuda_plan._kernels, kept = lambda _: {name: timed(name) for name in PLAN}, cuda_plan._kernels
+        cuda_plan._launches = lambda *of: list(itertools.starmap(timed, zip(PLAN, prepare(*of), strict=True)))
+        workspace.launches.clear()
         states = self.store.states_pointer
         clock.mark("start")
         cuda_plan.launch_plan(
             states, first, n, workspace, self.ladder, STATE.itemsize, self.stream, **self.options, **new
         )
-        cuda_plan._kernels = kept
+        cuda_plan._launches = prepare
+        workspace.launches.clear()
         moved = np.zeros(1, kernels.NEW_TOKENS)[0] if fresh is None else fresh
         states += first * STATE.itemsize
         for phase in range(2):
