@@ -1,32 +1,33 @@
-// Attention forward for Hopper (sm_90a): TMA, wgmma, a warpgroup that loads beside two that compute.
+// Attention forward for Hopper (sm_90a): TMA, wgmma, a warpgroup that loads beside two or three that compute.
 //
 // Threads and data
-//   CTA    BLOCK_M = 128 rows of one (sequence, KV head), as in attention_rows.cuh.
-//   warps 0-3   the first lane of warp 0 loads: tiles of BLOCK_N keys and values, two stages of each. It
-//   gives
-//          its registers away.
-//   warps 4-7, 8-11   a warpgroup each has 64 rows, all keys, all channels; 16 rows a warp, laid out as
+//   CTA    BLOCK_M = 64 * GROUPS rows of one (sequence, KV head), as in attention_rows.cuh.
+//   warps 0-3   the first lane of warp 0 loads: tiles of BLOCK_N keys and values, two stages of each. They
+//          give their registers away.
+//   warps 4-7, 8-11 ...   a warpgroup each has 64 rows, all keys, all channels; 16 rows a warp, laid out as
 //          attention_rows.cuh says. Q is in shared memory; P goes from registers into the product with V.
 //
 // A step of a warpgroup begins S of tile j and, behind it, O += P V of tile j - 1, and computes the weights
-// of tile j while that product runs, and while the products of the other warpgroup do.
+// of tile j while that product runs, and while those of other warpgroups do.
 //
-// Memory: shared, from a multiple of 1024 on: Q 128 rows in two parts of 64 * PITCH elements (later O), then
-// K and V, 2 stages of BLOCK_N * HEAD_DIM each; mbarriers. Registers at HEAD_DIM 128, BLOCK_N 128: 64 of O,
-// 64 of S, 32 of P.
+// Memory: shared, from a multiple of 1024 on: Q in GROUPS parts of 64 * PITCH elements (later O), then K and
+// V, 2 stages of BLOCK_N * HEAD_DIM each; mbarriers. Registers at BLOCK_N 128: HEAD_DIM / 2 of O, 64 of S, 32
+// of P, so three warpgroups fit at HEAD_DIM 64.
 //
 // Macros: HEAD_DIM, 64, 128 or 256, that the channels are filled up to with zeros; BF16; BLOCK_N; CAPPED as
-// in attention.cu.
+// in attention.cu; GROUPS, warpgroups that compute.
 //
 // clang-format off
-// gate: HEAD_DIM=64,128 BF16=1,0 BLOCK_N=128 CAPPED=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 BLOCK_N=128 CAPPED=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=256 BF16=1 BLOCK_N=64 CAPPED=0,1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=128 CAPPED=0 GROUPS=3 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 CAPPED=0 GROUPS=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=1 BLOCK_N=128 CAPPED=1 GROUPS=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1 BLOCK_N=64 CAPPED=0,1 GROUPS=2 registers<=168 arch=sm_90a
 // clang-format on
 #include "pairs.cuh"
 
-constexpr int BLOCK_M = 128, THREADS = 384, ALIGNED = 1;
-constexpr int PITCH = HEAD_DIM + 8;  // elements of a row of out in shared memory
+constexpr int BLOCK_M = 64 * GROUPS, THREADS = 128 + 128 * GROUPS, ALIGNED = 1;
+constexpr int REGISTERS = GROUPS == 2 ? 240 : 160;  // of a thread that computes
+constexpr int PITCH = HEAD_DIM + 8;                 // elements of a row of out in shared memory
 constexpr int GROUP_BYTES = 64 * PITCH * 2, TILE_BYTES = BLOCK_N * HEAD_DIM * 2, STAGES = 2;
 constexpr int BLOCK_BYTES = BLOCK_N * 128;  // of 64 columns of a tile
 constexpr int SUMS_S = BLOCK_N / 2, SUMS_O = HEAD_DIM / 2;
@@ -186,14 +187,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ unsigned char memory[];
     __shared__ __align__(8) u64 barriers[4 * STAGES];
     unsigned char* const aligned = memory + (-shared_address(memory) & 1023);
-    const u32 start = shared_address(aligned), tiles = start + 2 * GROUP_BYTES, at = shared_address(barriers);
+    const u32 start = shared_address(aligned), tiles = start + GROUPS * GROUP_BYTES,
+              at = shared_address(barriers);
     const Memory m = {
         start, tiles, tiles + STAGES * TILE_BYTES, at, at + 8 * STAGES, at + 16 * STAGES, at + 24 * STAGES};
     const Work w = find_work(call);
     if (w.row0 >= w.rows) return;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * STAGES; ++i) init_barrier(m.full_k + 8 * i, 1);   // the loader's
-        for (int i = 0; i < 2 * STAGES; ++i) init_barrier(m.empty_k + 8 * i, 8);  // of the computing warps
+        for (int i = 0; i < 2 * STAGES; ++i) init_barrier(m.full_k + 8 * i, 1);  // the loader's
+        // The computing warps'.
+        for (int i = 0; i < 2 * STAGES; ++i) init_barrier(m.empty_k + 8 * i, 4 * GROUPS);
         fence_async();
     }
     __syncthreads();  // barriers are initialised
@@ -201,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (threadIdx.x == 0) load_tiles(m, &k_map, &v_map, call, w);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
         compute(m, aligned + group * GROUP_BYTES, call, w, group);
     }

@@ -57,9 +57,9 @@ SHAPES = {
     256: (1, 4, 64, 2),
 }
 
-# The kernel for Hopper: by head dimension, keys of a tile.
-HOPPER_SHAPES = {64: 128, 128: 128, 256: 64}
-_HOPPER_ROWS, _HOPPER_THREADS = 128, 384
+# The kernel for Hopper: by head dimension, keys of a tile, warpgroups of 64 rows that compute. There are two
+# where scores are capped: three leave too few registers for that.
+HOPPER_SHAPES = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
 
 # The kernel for float32: head dimensions that there is one for.
 FLOAT32_DIMS = (32, 64, 96, 128, 192, 256)
@@ -137,10 +137,10 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, tensor_copies: bool
     macros = {"BF16": int(dtype == "bfloat16"), "CAPPED": int(capped)}
     if capability == (9, 0) and tensor_copies:
         head_dim = min(size for size in HOPPER_SHAPES if size >= dim)
-        keys = HOPPER_SHAPES[head_dim]
-        macros |= {"HEAD_DIM": head_dim, "BLOCK_N": keys}
+        keys, groups = hopper_shape(head_dim, capped)
+        macros |= {"HEAD_DIM": head_dim, "BLOCK_N": keys, "GROUPS": groups}
         kernel = load(build("attention_sm90", macros, "sm_90a"), device=device)
-        return _Plan(kernel, _HOPPER_ROWS, _HOPPER_THREADS, hopper_shared_bytes(head_dim), keys)
+        return _Plan(kernel, 64 * groups, 128 + 128 * groups, hopper_shared_bytes(head_dim, capped), keys)
     head_dim = min(size for size in SHAPES if size >= dim)
     tiles, warps, keys, blocks = SHAPES[head_dim]
     macros |= {"HEAD_DIM": head_dim, "M_TILES": tiles, "WARPS": warps, "BLOCK_N": keys, "BLOCKS": blocks}
@@ -154,9 +154,16 @@ def portable_shared_bytes(head_dim: int) -> int:
     return 2 * (16 * tiles * warps + 2 * keys) * (head_dim + 8)
 
 
-def hopper_shared_bytes(head_dim: int) -> int:
+def hopper_shape(head_dim: int, capped: bool) -> tuple[int, int]:
+    """Keys of a tile, and warpgroups that compute."""
+    keys, groups = HOPPER_SHAPES[head_dim]
+    return keys, 2 if capped else groups
+
+
+def hopper_shared_bytes(head_dim: int, capped: bool) -> int:
     """Q, or out, rows 8 elements longer; two stages of K and V; room to begin at a multiple of 1024."""
-    return 1024 + 2 * (_HOPPER_ROWS * (head_dim + 8) + 4 * HOPPER_SHAPES[head_dim] * head_dim)
+    keys, groups = hopper_shape(head_dim, capped)
+    return 1024 + 2 * (64 * groups * (head_dim + 8) + 4 * keys * head_dim)
 
 
 def float32_shared_bytes(head_dim: int) -> int:

@@ -31,13 +31,15 @@ def test_shapes_of_the_portable_kernel_are_gated_and_fit(head_dim: int) -> None:
     assert attention_cuda.portable_shared_bytes(head_dim) <= LEAST_SHARED_BYTES
 
 
+@pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("head_dim", attention_cuda.HOPPER_SHAPES)
-def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int) -> None:
-    keys = str(attention_cuda.HOPPER_SHAPES[head_dim])
-    wanted = {"HEAD_DIM": str(head_dim), "BLOCK_N": keys, "CAPPED": "0", "BF16": "1"}
+def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int, capped: bool) -> None:
+    keys, groups = map(str, attention_cuda.hopper_shape(head_dim, capped))
+    wanted = {"HEAD_DIM": str(head_dim), "BLOCK_N": keys, "GROUPS": groups, "BF16": "1"}
+    wanted["CAPPED"] = str(int(capped))
     assert wanted in declared("attention_sm90.cu")
     static = 128  # its mbarriers, and parts
-    assert attention_cuda.hopper_shared_bytes(head_dim) + static <= HOPPER_SHARED_BYTES
+    assert attention_cuda.hopper_shared_bytes(head_dim, capped) + static <= HOPPER_SHARED_BYTES
 
 
 @pytest.mark.parametrize("head_dim", attention_cuda.FLOAT32_DIMS)
@@ -48,7 +50,7 @@ def test_shapes_of_the_float32_kernel_are_gated_and_fit(head_dim: int) -> None:
 
 def test_the_call_has_the_layout_of_the_kernels() -> None:
     portable = {"HEAD_DIM": 128, "BF16": 1, "M_TILES": 2, "WARPS": 4, "BLOCK_N": 64, "BLOCKS": 2}
-    hopper = {"HEAD_DIM": 64, "BF16": 1, "BLOCK_N": 128, "CAPPED": 0}
+    hopper = {"HEAD_DIM": 64, "BF16": 1, "BLOCK_N": 128, "CAPPED": 0, "GROUPS": 3}
     for name, macros, maps in (
         ("attention", portable | {"CAPPED": 0, "ALIGNED": 1}, ()),
         ("attention_sm90", hopper, (128, 128)),
