@@ -148,7 +148,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def print_table(rows: Sequence[Row], title: str, hidden: Sequence[str] = ()) -> None:
-    """Print rows as a table, numbers to three digits, without the columns in `hidden`."""
+    """Print rows as a table, numbers to three digits, without the columns in `hidden`.
+
+    Nothing is cut off: narrow terminals fold cells, pipes and logs are as wide as the table.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -159,10 +162,13 @@ def print_table(rows: Sequence[Row], title: str, hidden: Sequence[str] = ()) -> 
     shown = [name for name in rows[0] if name not in hidden]
     for name in shown:
         is_text = isinstance(rows[0][name], str)
-        table.add_column(name.replace("_", " "), justify="left" if is_text else "right")
+        table.add_column(name.replace("_", " "), justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in shown))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 1_000
+    console.print(table)
 
 
 def _cell(value: str | int | float | None) -> str:
