@@ -284,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             float s[4][4];
             if (WINDOW && count == 0) {  // no query row sees a token of the page, or it has none
                 hide_page(s);
-                if (KEEP_SCORES) keep_scores(call, kept, note.x, state, s, lane);
+                if (KEEP_SCORES) keep_scores(kept, note.x, state, s);
                 release();
                 continue;
             }
@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
                 steps = load_steps(v_steps, lane / 4, count);  // that of an unused slot may be NaN
                 raise_reference<true>(s, steps, state);
             }
-            if (KEEP_SCORES) keep_scores(call, kept, note.x, state, s, lane);
+            if (KEEP_SCORES) keep_scores(kept, note.x, state, s);
             probabilities(s, state);
             if (raw) {
                 fragments_of<false>(s, {}, p);

@@ -1,10 +1,9 @@
 // How the pages of a warp reach shared memory: bulk copies into the slots of its ring, each with a barrier.
 //
-// Needs HEAD_DIM, WIDTHS_K, WIDTHS_V, KEEP_SCORES, packed_call.cuh and pairs.cuh.
+// Needs HEAD_DIM, WIDTHS_K, WIDTHS_V, packed_call.cuh and pairs.cuh.
 #pragma once
 
 constexpr bool MAY_BE_ONE = (WIDTHS_K & 7) && (WIDTHS_V & 7), ALL_ARE_ONE = (WIDTHS_K | WIDTHS_V) <= 7;
-constexpr u32 TAIL_BYTES = 64 * 3;  // positions and importance of a page, behind its codes and steps
 
 // A page is one item if it is no larger than 4 bits make it; else K and V are items of their own, in two
 // halves each at width 16.
@@ -21,11 +20,6 @@ __device__ __forceinline__ void copy_bulk(u8* to, const u8* from, u32 bytes, u32
         "first;}" ::"r"(shared_address(to)),
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
-}
-
-// Brings bytes, a multiple of 16, into the second-level cache.
-__device__ __forceinline__ void prefetch_bulk(const u8* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // Asks for part `part` of a page and says whether it is the last; lane 0 copies.
@@ -57,9 +51,6 @@ __device__ __forceinline__ bool copy_part(const Rung& rung, u32 index, int part,
                      : "memory");
         copy_bulk(slot, page + from, bytes, barrier);
         if (!ALL_ARE_ONE && steps) copy_bulk(slot + bytes, page + steps_from, steps, barrier);
-        // Who turns kept scores into importance reads the positions and the importance of the page next.
-        if (KEEP_SCORES == 1 && part == 0)
-            prefetch_bulk(page + k_bytes + v_bytes + k_steps + v_steps, TAIL_BYTES);
     }
     return last;
 }
