@@ -4,11 +4,11 @@
 // ever.
 #pragma once
 
-// Lets the next launch of the stream come, and waits until all that was launched before has ended and what it
-// wrote can be seen. All threads call it before they touch global memory: a launch that ends has then waited
-// for the one before, so whoever waits for it waits for all.
+// Waits until all that was launched before has ended and what it wrote can be seen, and lets the next launch
+// of the stream come. All threads call it before they touch global memory. In this order no more than one
+// launch waits on the device: several would share its multiprocessors with blocks of the one that runs.
 __device__ __forceinline__ void begin_early() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
