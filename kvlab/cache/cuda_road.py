@@ -26,22 +26,7 @@ if TYPE_CHECKING:
     from kvlab.cache.cuda_cache import DeviceCache
     from kvlab.reference.cache_layer import Ladder
 
-__all__ = ["HEAD_DIMS", "GpuRoad", "check_gpu"]
-
-HEAD_DIMS = (64, 80, 96, 128, 256)
-
-
-def check_gpu(dtype: str, head_dim: int) -> None:
-    """Refuse what a cache on a GPU does not do."""
-    for name, value, supported in (
-        ("dtype", dtype, ("float16", "bfloat16")),
-        ("head_dim", head_dim, HEAD_DIMS),
-    ):
-        if value not in supported:
-            listed = ", ".join(map(repr, supported))
-            raise NotImplementedError(
-                f"{name}={value!r} is not supported on a GPU, {listed} is; use that or device='cpu'"
-            )
+__all__ = ["GpuRoad"]
 
 
 class GpuRoad:
@@ -258,7 +243,11 @@ class GpuRoad:
     def _make_sure(self, length: int) -> None:
         """Make sure that rows of so many tokens fit the budget and the tables."""
         cache, device = self._cache, self._device
-        if not cache._fits(length, cache.batch):
+        if (length, cache.batch) != self._fitting:
+            if not cache._fits(length, cache.batch):
+                raise cache._refusal(length, cache.batch)
+            self._fitting = length, cache.batch  # the same for every layer of a step
+        if False:
             raise cache._refusal(length, cache.batch)
         if device is not None and length > device.capacity:
             capacity = self._capacity(length)

@@ -12,13 +12,13 @@ from typing import Any
 
 from kvlab.arguments import choice, number, whole_number
 from kvlab.cache.allocator import METHODS, Method
-from kvlab.cache.cuda_road import check_gpu
 from kvlab.cache.importance import Importance
 from kvlab.cache.ladder import Bits
 
 __all__ = ["MOST", "CacheOptions"]
 
 DTYPES = ("float16", "bfloat16", "float32")
+_ON_GPU = {"dtype": ("float16", "bfloat16"), "head_dim": (64, 80, 96, 128, 256)}
 _LEAST = {
     "num_layers": 1,
     "num_heads_q": 1,
@@ -81,7 +81,17 @@ class CacheOptions:
         if self.device != "cpu" and not self.on_gpu:
             raise ValueError(f"device={self.device!r} is not supported; 'cpu' and 'cuda' are")
         if self.on_gpu:
-            check_gpu(self.dtype, self.head_dim)
+            self._check_gpu()
+
+    def _check_gpu(self) -> None:
+        """Refuse what a cache on a GPU does not do."""
+        for name, supported in _ON_GPU.items():
+            if getattr(self, name) not in supported:
+                listed = ", ".join(map(repr, supported))
+                raise NotImplementedError(
+                    f"{name}={getattr(self, name)!r} is not supported on a GPU, {listed} is; "
+                    f"use that or device='cpu'"
+                )
 
     @property
     def on_gpu(self) -> bool:
