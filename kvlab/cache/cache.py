@@ -8,10 +8,12 @@ What lies where: options.py (what a cache is told once), inputs.py (arrays of ca
 budget.py (bytes a row may take), importance.py (scores), frame.py (the mean taken off keys), allocator.py
 (which page gets which rung), plan.py (which token), pools.py (memory of pages), store.py (the pages of a
 layer, and moves between them), pages.py (a page, byte by byte), window.py and exact.py (exact tokens),
-layer.py (one layer in all), persistence.py (files). On a GPU the same calls go through cuda_road.py to
-cuda_cache.py (steps), cuda_repeat.py (their short way), cuda_changes.py (plans and moves), cuda_calls.py and
-cuda_kernels.py (launches), cuda_store.py (memory), cuda_tight.py (small budgets), cuda_host.py with
-cuda_exchange.py and cuda_window.py (what the CPU does for it: rare operations, files, other plans).
+layer.py (one layer in all), persistence.py (files). On a GPU the same calls go through cuda_road.py (checks,
+sizes) to cuda_cache.py (steps; cuda_repeat.py their short way, cuda_long.py those of many tokens), which uses
+cuda_changes.py with cuda_plan.py and cuda_tight.py (plans and moves), cuda_collect.py with cuda_score.py
+(importance), cuda_calls.py and cuda_kernels.py (launches), cuda_store.py (memory), and cuda_host.py with
+cuda_exchange.py, cuda_window.py and cuda_function.py (what the CPU does for it: rare operations, files, other
+plans, functions as importance).
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class MixedPrecisionCache(CacheOptions):
     device : str, optional
         "cpu", the default, or "cuda": arrays are on the GPU then (torch, CuPy), and so is the memory, which
         is taken at the first call from their framework. Other allocators than "greedy" and a residual window
-        are planned by the CPU there, which takes a copy of the pages each way every 48 tokens.
+        are planned by the CPU there, which takes a copy of the pages each way every 48 tokens; a function as
+        importance runs on the CPU, and steps wait for it, so no CUDA graph can hold them.
     dtype : {"float16", "bfloat16", "float32"}
         Type of width 16 and of the residual window. On a GPU queries, keys and values have it, too.
 
@@ -89,8 +92,8 @@ class MixedPrecisionCache(CacheOptions):
     BudgetError
         If `max_seqlen` tokens cannot fit the budget even at the lowest rung.
     NotImplementedError
-        On a GPU: for dtype "float32", an importance that is a function, a residual window beside width 16, or
-        a head dimension for which there is no kernel.
+        On a GPU: for dtype "float32", a residual window beside width 16, or a head dimension for which there
+        is no kernel.
 
     Examples
     --------
