@@ -92,7 +92,8 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
         try:
             filled = _filled(case, progress)
         except BudgetError as error:  # on the way: partly filled pages take a page more than the least
-            result |= {"status": "infeasible", "smallest_feasible_budget": None, "reason": str(error)}
+            sure = feasible_budget(case, surely=True)
+            result |= {"status": "infeasible", "smallest_feasible_budget": sure, "reason": str(error)}
         else:
             start = time.perf_counter() - filled.seconds  # of this case alone, whatever was read beside it
             result["quality"] = dict(filled.quality)
@@ -113,11 +114,15 @@ def _measure(case: AblationCase, cache: MixedPrecisionCache, result: dict[str, A
     return backend
 
 
-def feasible_budget(case: AblationCase) -> float:
+def feasible_budget(case: AblationCase, *, surely: bool = False) -> float:
     """Return the smallest budget, as a fraction of float16, that holds the context of a case.
 
-    A cache on a GPU that is built for a longest context asks for some pages more, with which it never has to
-    repack tokens on the way; a case has no such wish.
+    Parameters
+    ----------
+    case : AblationCase
+    surely : bool
+        Whether it is to do for certain: a cache on a GPU may need some pages more than full pages of the
+        smallest width take, as tokens on their way to them are in pages of their own.
 
     Examples
     --------
@@ -126,7 +131,7 @@ def feasible_budget(case: AblationCase) -> float:
     """
     new_cache(case, case.budget)  # or an error that says what its device does not have
     try:
-        new_cache(replace(case, device="cpu"), budget=1, max_seqlen=case.context_length)
+        new_cache(case if surely else replace(case, device="cpu"), budget=1, max_seqlen=case.context_length)
     except BudgetError as error:
         needed = error.needed_bytes or 0
     return math.ceil(1e4 * needed / case.geometry.fp16_nbytes(case.context_length)) / 1e4

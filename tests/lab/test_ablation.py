@@ -120,6 +120,13 @@ def test_an_infeasible_budget_is_a_result_that_names_the_smallest_that_fits() ->
     assert ablation.run(replace(case, budget=least - 2e-4))["status"] == "infeasible"
 
 
+def test_a_gpu_needs_more_to_be_sure() -> None:
+    case = replace(SMALL, device="cuda")
+    assert ablation.feasible_budget(case) == ablation.feasible_budget(SMALL)
+    assert ablation.feasible_budget(case, surely=True) > ablation.feasible_budget(SMALL, surely=True)
+    assert ablation.feasible_budget(SMALL, surely=True) == ablation.feasible_budget(SMALL)
+
+
 def test_a_budget_that_fails_on_the_way_is_infeasible_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(case: AblationCase, progress: Any) -> Any:
         raise BudgetError("258 tokens need more")
@@ -127,7 +134,8 @@ def test_a_budget_that_fails_on_the_way_is_infeasible_too(monkeypatch: pytest.Mo
     monkeypatch.setattr(ablation, "_filled", refuse)
     result = ablation.run(SMALL)
     assert (result["status"], result["reason"]) == ("infeasible", "258 tokens need more")
-    assert result["memory"] is result["smallest_feasible_budget"] is None
+    assert result["memory"] is None
+    assert result["smallest_feasible_budget"] == ablation.feasible_budget(SMALL)
 
 
 def test_a_model_gives_all_figures_of_quality() -> None:
