@@ -177,7 +177,9 @@ class DeviceCache:
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """See `MixedPrecisionCache.attend`."""
         self.changes.confirm()
-        return self.calls.attend(layer, q, scale, softcap, 0)[0]
+        out: Any = self.calls.attend(layer, q, cuda_view(q, "q"), scale, softcap, 0)[0]
+        self.calls.forget()
+        return out
 
     @property
     def unsettled(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kvlab.arrays import cuda_view, current_stream, empty, pointer_of
+from kvlab.arrays import CudaView, cuda_view, current_stream, empty, pointer_of
 from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.cuda_collect import Collector
 from kvlab.cache.cuda_store import DeviceStore
@@ -51,12 +51,15 @@ class StepCalls:
         )
         self._attends: dict[int, AttendCall] = {}
         self._arrivals: Any = None
+        self._memory: tuple[Any, Any, Any, Workspace] | None = None  # for the layers of a long step
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that is kept."""
         kept = [lse.array for lse in self._lse.values()]
         kept += [] if self._arrivals is None else [self._arrivals]
+        if self._memory is not None:
+            kept += [x for x in (*self._memory[:3], self._memory[3].partial) if x is not None]
         kept += [
             x for workspace in self._workspaces.values() for x in (workspace.partial, workspace.arrivals)
         ]
@@ -108,17 +111,20 @@ class StepCalls:
             self._lse[steps] = Lse(lse, cuda_view(lse, "lse").pointer)
         return self._lse[steps]
 
-    def attend(self, layer: int, q: Any, scale: float, softcap: float, kept: int) -> tuple[Any, Any, Any]:
-        """Attend stored tokens with any number of queries: out, lse, scores of the last `kept` rows."""
-        steps = q.shape[1]
-        out = empty(q.shape, self._store.stores[layer].dtype, q)
-        lse = empty((q.shape[0], q.shape[2], steps), "float32", q)
-        scores = self._new_scores(kept) if kept else None
-        workspace = self._new_workspace(steps, self._arrivals)
-        self._arrivals = workspace.arrivals
-        shape = q.shape, scale, softcap, kept
+    def attend(
+        self, layer: int, q: Any, view: CudaView, scale: float, softcap: float, kept: int
+    ) -> tuple[Any, Any, Any]:
+        """Attend stored tokens with any number of queries: out, lse, scores of the last `kept` rows.
+
+        The next call for as many queries gives the same arrays again, until `forget`.
+        """
+        shape = view.shape, scale, softcap, kept
         if shape != self._last_shape:
             self._last_shape, self._attends = shape, {}
+            self.forget()
+        if self._memory is None:
+            self._memory = self._for_attend(q, view, kept)
+        out, lse, scores, workspace = self._memory
         call = self._attends.get(layer)
         if call is None:
             pages = self._store.pages(layer)
@@ -126,8 +132,20 @@ class StepCalls:
             self._attends[layer] = call
         else:
             call.use(workspace, scores)
-        call(cuda_view(q, "q"), pointer_of(out), pointer_of(lse), current_stream(q))
+        call(view, pointer_of(out), pointer_of(lse), current_stream(q))
         return out, lse, scores
+
+    def _for_attend(self, q: Any, view: CudaView, kept: int) -> tuple[Any, Any, Any, Workspace]:
+        batch, steps, heads, _ = view.shape
+        out, lse = empty(view.shape, view.dtype, q), empty((batch, heads, steps), "float32", q)
+        scores = self._new_scores(kept) if kept else None
+        workspace = self._new_workspace(steps, self._arrivals)
+        self._arrivals = workspace.arrivals
+        return out, lse, scores, workspace
+
+    def forget(self) -> None:
+        """Give back what `attend` has used."""
+        self._memory = None
 
     def _new_scores(self, kept: int) -> Any:
         store = self._store

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import CudaView, current_stream, dtype_name, empty, pointer_of, to_device, to_host
+from kvlab.arrays import (
+    CudaView,
+    cuda_view,
+    current_stream,
+    dtype_name,
+    empty,
+    pointer_of,
+    to_device,
+    to_host,
+)
 from kvlab.cache import cuda_function, cuda_host, cuda_score
 from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.cuda_changes import Admission
@@ -48,17 +57,19 @@ def step(
     out, lse = attend_new(q, k, v, valid, scale, softcap)
     collects = cache.collects(layer, steps)
     if cache.lengths[layer]:
-        _attend_stored(cache, layer, arrays[0], out, lse, scale, softcap, collects, stream)
+        _attend_stored(cache, layer, q, views[0], out, lse, scale, softcap, collects, stream)
     mass = None
     if cache.observes[layer] == "mass":
         if valid is not None:
             lse.swapaxes(1, 2)[~valid] = float("-inf")
-        cuda_score.score_new(q, k, lse, codes, scale=scale, softcap=softcap, stream=stream)
+        cuda_score.score_new(views[0], views[1], lse, codes, scale=scale, softcap=softcap, stream=stream)
         mass = codes
     else:
         cuda_score.score_norms(k, codes, cache.settings.importance, stream)
     _admit(cache, layer, arrays[1:], views[1:], valid, codes, mass, share, workspace, stream)
     cache.count(layer, steps, collects)
+    if layer == len(cache.layers) - 1:
+        cache.calls.forget()
     return out
 
 
@@ -107,6 +118,7 @@ def _attend_stored(
     cache: DeviceCache,
     layer: int,
     q: Any,
+    view: CudaView,
     out: Any,
     lse: Any,
     scale: float,
@@ -118,7 +130,7 @@ def _attend_stored(
     steps, store = q.shape[1], cache.layers[layer].store
     rows, whole = _observed_rows(cache, steps) if collects else (slice(0), False)
     kept = len(range(steps)[rows]) if whole else 0
-    stored, stored_lse, scores = cache.calls.attend(layer, q, scale, softcap, kept)
+    stored, stored_lse, scores = cache.calls.attend(layer, q, view, scale, softcap, kept)
     addresses = [pointer_of(x) for x in (out, lse, stored, stored_lse)]
     kernels.merge_rows(store.head_dim, store.dtype, cache.device, addresses, tuple(q.shape[:3]), stream)
     if not collects:
@@ -127,7 +139,7 @@ def _attend_stored(
     if kept != steps:
         some = q[:, rows]
         if not whole:
-            scores = cache.calls.attend(layer, some, scale, softcap, some.shape[1])[2]
+            scores = cache.calls.attend(layer, some, cuda_view(some, "q"), scale, softcap, some.shape[1])[2]
         total = empty((len(q), q.shape[2], some.shape[1]), "float32", q)
         total[...] = lse[:, :, rows]
     if cache.settings.by_function:

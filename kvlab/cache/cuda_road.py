@@ -45,6 +45,7 @@ class GpuRoad:
         self._device: DeviceCache | None = None
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
         self._found_kinds: set[tuple[Ladder, int]] = set()
+        self._fitting = (0, 0)  # tokens of a row and rows that were found to fit
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -247,8 +248,6 @@ class GpuRoad:
             if not cache._fits(length, cache.batch):
                 raise cache._refusal(length, cache.batch)
             self._fitting = length, cache.batch  # the same for every layer of a step
-        if False:
-            raise cache._refusal(length, cache.batch)
         if device is not None and length > device.capacity:
             capacity = self._capacity(length)
             device.grow(capacity, cache._share(capacity, cache.batch))

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, cuda_view, dtype_name, pointer_of
+from kvlab.arrays import CudaView, cuda_view, device_of, dtype_name, pointer_of
 from kvlab.build import PreparedLaunch
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
-from kvlab.ops.packed_mass_cuda import KEPT, kept_scores, score_kernel
+from kvlab.ops.packed_mass_cuda import KEPT, score_kernel
 
 __all__ = ["score_new", "score_norms", "score_stored"]
 
@@ -60,28 +62,33 @@ def score_stored(
     """
     layers, batch, heads, entries, nbytes = scores.shape
     group, rows = lse.shape[2] // heads, nbytes // _ROW_BYTES  # there is less than a row of padding
-    call = np.zeros(1, _SCORING)
-    call["layers"] = states
-    call["kept"] = kept_scores(scores, lse, group, rows, entries)
-    following = call["following"]
-    take, span = weight_of_collection(decay, tokens)
-    following["take"], following["span"], following["counted"] = take, span, counted
-    following["old"] = min(span * (math.ceil(1 / take) - 1), 1 << 30) if take > 0 else 1 << 30
-    following["forecast"] = importance == "forecast"
     grid = -(-entries // _PAGES), batch * heads, layers
-    if all(grid):
-        kernel = score_kernel("score_stored", cuda_view(scores, "scores").device)
-        PreparedLaunch(kernel, grid, (_THREADS,), call, early=True)(stream)
+    if not all(grid):
+        return
+    call, launch = _scoring(grid, device_of(scores).index)
+    take, span = weight_of_collection(decay, tokens)
+    old = min(span * (math.ceil(1 / take) - 1), 1 << 30) if take > 0 else 1 << 30
+    kept = pointer_of(scores), pointer_of(lse), group, rows // group, lse.shape[-1], entries
+    call[0] = states, kept, (take, span, old, importance == "forecast", counted)
+    launch(stream)
+
+
+@lru_cache(maxsize=64)
+def _scoring(grid: tuple[int, int, int], device: int) -> tuple[NDArray[Any], PreparedLaunch]:
+    """The argument of `score_stored`, to be filled in, and its launch."""
+    call = np.zeros(1, _SCORING)
+    kernel = score_kernel("score_stored", device)
+    return call, PreparedLaunch(kernel, grid, (_THREADS,), call, early=True)
 
 
 def score_new(
-    q: Any, k: Any, lse: Any, codes: Any, *, scale: float, softcap: float = 0.0, stream: int
+    q: CudaView, k: CudaView, lse: Any, codes: Any, *, scale: float, softcap: float = 0.0, stream: int
 ) -> None:
     """Importance of the tokens of a long step: the attention they get from its last rows.
 
     Parameters
     ----------
-    q, k : arrays, (batch, seqlen, num_heads_q or num_heads_kv, head_dim)
+    q, k : CudaView, (batch, seqlen, num_heads_q or num_heads_kv, head_dim)
         float16 or bfloat16; by strides, the last axis contiguous and all vectors at multiples of 16 bytes.
         Row i sees keys 0 to i.
     lse : float32 array, (batch, num_heads_q, seqlen)
@@ -97,8 +104,7 @@ def score_new(
     ValueError
         If q or k does not lie at multiples of 16 bytes.
     """
-    views = {"q": cuda_view(q, "q"), "k": cuda_view(k, "k")}
-    for name, view in views.items():
+    for name, view in (("q", q), ("k", k)):
         rows, steps, vectors, last = view.strides
         if last != 1 or view.pointer % 16 or (rows | steps | vectors) % 8:
             raise ValueError(
@@ -114,11 +120,10 @@ def score_new(
     ):
         raise ValueError(f"lse must be contiguous, got shape {tuple(lse.shape)}, strides {whole.strides}")
     sight = _SIGHT.pack(
-        *(view.pointer for view in (*views.values(), whole)), pointer_of(codes),
-        *views["q"].strides[:3], *views["k"].strides[:3],
+        q.pointer, k.pointer, whole.pointer, pointer_of(codes), *q.strides[:3], *k.strides[:3],
         heads, heads_q // heads, seqlen, min(seqlen, MOST_TOKENS), scale, softcap,
     )  # fmt: skip
-    kernel = score_kernel("score_new", views["q"].device, head_dim, dtype_name(q, "q"))
+    kernel = score_kernel("score_new", q.device, head_dim, q.dtype)
     keys_per_block = _WARPS * (32 if head_dim <= 128 else 16)
     kernel((-(-seqlen // keys_per_block), batch * heads), (_THREADS,), (np.void(sight),), 0, stream)
 

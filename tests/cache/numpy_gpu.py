@@ -287,7 +287,7 @@ def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
 def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Put NumPy in place of the GPU for one test."""
     kernels = Kernels()
-    for module in (cuda_store, cuda_cache, cuda_calls, cuda_road, cuda_repeat):
+    for module in (cuda_store, cuda_cache, cuda_calls, cuda_long, cuda_road, cuda_repeat):
         monkeypatch.setattr(module, "cuda_view", kernels.view)
     for module in (cuda_calls, cuda_long):
         monkeypatch.setattr(module, "pointer_of", lambda x: kernels.view(x, "x").pointer)
@@ -301,7 +301,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         kernels.store = made(*args)
         return kernels.store
 
-    scores = SimpleNamespace(score_new=score_new, score_norms=score_norms, score_stored=kernels.score_stored)
+    def by_view(q: CudaView, k: CudaView, *rest: Any, **options: Any) -> None:
+        score_new(kernels.arrays[q.pointer], kernels.arrays[k.pointer], *rest, **options)
+
+    scores = SimpleNamespace(score_new=by_view, score_norms=score_norms, score_stored=kernels.score_stored)
     workspace = SimpleNamespace(partial=np.zeros(1), arrivals=np.zeros(1))
     for module, names in (
         (cuda_changes, {"DeviceStore": device_store, "make_workspace": kernels.make_workspace,

@@ -13,6 +13,7 @@ import torch
 
 import kvlab
 from kvlab.cache import cuda_cache, cuda_calls, cuda_collect, cuda_long, cuda_plan, cuda_store
+from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
 from kvlab.ops import attention_cuda, packed_cuda
 from kvlab.reference import packed as reference
@@ -134,6 +135,30 @@ def test_policies_and_an_empty_cache(importance: str) -> None:
     for i in range(40):
         step(cache, rng, 4, compared=i % 8 == 7)
     check_state(cache, [list(range(163))] * 2)
+
+
+def test_importance_as_a_function() -> None:
+    """The host calls it, and what it says of every token lies in the pages."""
+    seen = []
+
+    def by_place(previous: Any, observed: Any, positions: Any, seqlen: int) -> Any:
+        if previous is not None:
+            seen.append(float(observed.sum()))
+        return np.exp2(-(positions % 7.0))
+
+    cache, rng = make(bits=(2, 4, 8), importance=by_place), np.random.default_rng(5)
+    for steps in (130, 1, 3, 70):
+        step(cache, rng, steps)
+    check_state(cache, [list(range(204))] * 2)
+    assert len(seen) == 2 * 2 * LAYERS
+    assert min(seen) > 0.1
+    for pages in pages_of(cache):
+        for at in map(tuple, np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])):
+            layout, count = pages.layouts[pages.rung[at]], int(pages.count[at])
+            pool, index = pages.pools[pages.rung[at]], pages.index[at]
+            position = layout.positions_in(pool)[index, :count].astype(int)
+            wanted = encode_importance(np.exp2(-(position % 7.0)))
+            assert np.array_equal(layout.importance_in(pool)[index, :count], wanted)
 
 
 def test_padding() -> None:
@@ -330,7 +355,6 @@ def test_lack_of_memory_at_any_allocation() -> None:
     [
         ({"residual": 16, "bits": (4, 16)}, "recent=16"),
         ({"dtype": "float32"}, "device='cpu'"),
-        ({"importance": lambda *a: a[1]}, "name a policy"),
         ({"head_dim": 48}, "device='cpu'"),
     ],
 )
