@@ -11,8 +11,8 @@
 // of tile j while that product runs, and while those of other warpgroups do.
 //
 // Memory: shared, from a multiple of 1024 on: Q in GROUPS parts of 64 * PITCH elements (later O), then K and
-// V, 2 stages of BLOCK_N * HEAD_DIM each; mbarriers. Registers at BLOCK_N 128: HEAD_DIM / 2 of O, 64 of S, 32
-// of P, so three warpgroups fit at HEAD_DIM 64.
+// V, 2 stages of BLOCK_N * HEAD_DIM each; mbarriers. Registers: HEAD_DIM / 2 of O, BLOCK_N / 2 of S, half as
+// many of P; three warpgroups fit where these are 128 or fewer, but for those of a cap.
 //
 // Macros: HEAD_DIM, 64, 128 or 256, that the channels are filled up to with zeros; BF16; BLOCK_N; CAPPED as
 // in attention.cu; GROUPS, warpgroups that compute.
@@ -20,6 +20,7 @@
 // clang-format off
 // gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=128 CAPPED=0 GROUPS=3 registers<=128 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 CAPPED=0 GROUPS=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=64 CAPPED=0 GROUPS=3 registers<=128 arch=sm_90a
 // gate: HEAD_DIM=64,128 BF16=1 BLOCK_N=128 CAPPED=1 GROUPS=2 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1 BLOCK_N=64 CAPPED=0,1 GROUPS=2 registers<=168 arch=sm_90a
 // clang-format on

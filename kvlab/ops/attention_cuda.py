@@ -58,8 +58,11 @@ SHAPES = {
 }
 
 # The kernel for Hopper: by head dimension, keys of a tile, warpgroups of 64 rows that compute. There are two
-# where scores are capped: three leave too few registers for that.
+# where scores are capped: three leave too few registers for that. Where no sequence has more than SHORT keys,
+# what a block does once weighs more than what it does for a key, so fewer blocks of more rows are faster.
 HOPPER_SHAPES = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
+SHORT_SHAPES = HOPPER_SHAPES | {128: (64, 3)}
+SHORT = 2048
 
 # The kernel for float32: head dimensions that there is one for.
 FLOAT32_DIMS = (32, 64, 96, 128, 192, 256)
@@ -115,14 +118,17 @@ def _prepare(
     call |= {"lse_batch": heads * rows[-1], "lse_head": rows[-1]}
     aligned = all(map(is_aligned, (q, k, v)))
     tensor_copies = hopper and aligned and can_be_mapped(k) and can_be_mapped(v)
-    plan = _plan(dim, q.dtype, is_capped(scores), aligned, tensor_copies, q.device)
-    number, longest_q, _ = lengths
+    number, longest_q, longest_k = lengths
+    short = longest_k <= SHORT
+    plan = _plan(dim, q.dtype, is_capped(scores), aligned, tensor_copies, short, q.device)
     grid = -(-longest_q * call["group"] // plan.rows), k.shape[-2], number
     return _Prepared(plan, _CALL.template(call), grid, q.shape, (*rows[:-1], heads, rows[-1]))
 
 
 @lru_cache(maxsize=256)
-def _plan(dim: int, dtype: str, capped: bool, aligned: bool, tensor_copies: bool, device: int) -> _Plan:
+def _plan(
+    dim: int, dtype: str, capped: bool, aligned: bool, tensor_copies: bool, short: bool, device: int
+) -> _Plan:
     """Choose the kernel; `tensor_copies`: whether they may bring K and V, on a GPU that has them."""
     capability = compute_capability(device)
     if capability < (8, 0):
@@ -137,10 +143,11 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, tensor_copies: bool
     macros = {"BF16": int(dtype == "bfloat16"), "CAPPED": int(capped)}
     if capability == (9, 0) and tensor_copies:
         head_dim = min(size for size in HOPPER_SHAPES if size >= dim)
-        keys, groups = hopper_shape(head_dim, capped)
+        keys, groups = hopper_shape(head_dim, capped, short)
         macros |= {"HEAD_DIM": head_dim, "BLOCK_N": keys, "GROUPS": groups}
         kernel = load(build("attention_sm90", macros, "sm_90a"), device=device)
-        return _Plan(kernel, 64 * groups, 128 + 128 * groups, hopper_shared_bytes(head_dim, capped), keys)
+        shared_bytes = hopper_shared_bytes(head_dim, keys, groups)
+        return _Plan(kernel, 64 * groups, 128 + 128 * groups, shared_bytes, keys)
     head_dim = min(size for size in SHAPES if size >= dim)
     tiles, warps, keys, blocks = SHAPES[head_dim]
     macros |= {"HEAD_DIM": head_dim, "M_TILES": tiles, "WARPS": warps, "BLOCK_N": keys, "BLOCKS": blocks}
@@ -154,15 +161,15 @@ def portable_shared_bytes(head_dim: int) -> int:
     return 2 * (16 * tiles * warps + 2 * keys) * (head_dim + 8)
 
 
-def hopper_shape(head_dim: int, capped: bool) -> tuple[int, int]:
+def hopper_shape(head_dim: int, capped: bool, short: bool) -> tuple[int, int]:
     """Keys of a tile, and warpgroups that compute."""
-    keys, groups = HOPPER_SHAPES[head_dim]
-    return keys, 2 if capped else groups
+    if capped:
+        return HOPPER_SHAPES[head_dim][0], 2
+    return (SHORT_SHAPES if short else HOPPER_SHAPES)[head_dim]
 
 
-def hopper_shared_bytes(head_dim: int, capped: bool) -> int:
+def hopper_shared_bytes(head_dim: int, keys: int, groups: int) -> int:
     """Q, or out, rows 8 elements longer; two stages of K and V; room to begin at a multiple of 1024."""
-    keys, groups = hopper_shape(head_dim, capped)
     return 1024 + 2 * (64 * groups * (head_dim + 8) + 4 * keys * head_dim)
 
 

@@ -6,6 +6,7 @@ lengths, heads, head dimension, strides and options.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,15 @@ def compare(out: torch.Tensor, lse: torch.Tensor, expected: Any, low: Any) -> No
     assert (error < np.maximum(1e-3, 2e-6 * np.abs(expected[1][seen]))).all()
 
 
-@pytest.fixture(params=["hopper", "portable"])
-def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kernels in turn; on other GPUs the portable one twice."""
-    monkeypatch.setattr(attention_cuda, "HOPPER", request.param == "hopper")
+@pytest.fixture(params=["hopper", "hopper as for long sequences", "portable"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each kernel in turn; on other GPUs the portable one every time."""
+    monkeypatch.setattr(attention_cuda, "HOPPER", request.param != "portable")
+    if "long" in request.param:
+        monkeypatch.setattr(attention_cuda, "SHORT", -1)
+    attention_cuda._prepare.cache_clear()
+    yield
+    attention_cuda._prepare.cache_clear()
 
 
 @pytest.mark.usefixtures("_kernel")

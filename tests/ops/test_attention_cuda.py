@@ -31,15 +31,15 @@ def test_shapes_of_the_portable_kernel_are_gated_and_fit(head_dim: int) -> None:
     assert attention_cuda.portable_shared_bytes(head_dim) <= LEAST_SHARED_BYTES
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("head_dim", attention_cuda.HOPPER_SHAPES)
-def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int, capped: bool) -> None:
-    keys, groups = map(str, attention_cuda.hopper_shape(head_dim, capped))
-    wanted = {"HEAD_DIM": str(head_dim), "BLOCK_N": keys, "GROUPS": groups, "BF16": "1"}
-    wanted["CAPPED"] = str(int(capped))
-    assert wanted in declared("attention_sm90.cu")
+def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int, capped: bool, short: bool) -> None:
+    keys, groups = attention_cuda.hopper_shape(head_dim, capped, short)
+    wanted = {"HEAD_DIM": head_dim, "BLOCK_N": keys, "GROUPS": groups, "BF16": 1, "CAPPED": int(capped)}
+    assert {name: str(value) for name, value in wanted.items()} in declared("attention_sm90.cu")
     static = 128  # its mbarriers, and parts
-    assert attention_cuda.hopper_shared_bytes(head_dim, capped) + static <= HOPPER_SHARED_BYTES
+    assert attention_cuda.hopper_shared_bytes(head_dim, keys, groups) + static <= HOPPER_SHARED_BYTES
 
 
 @pytest.mark.parametrize("head_dim", attention_cuda.FLOAT32_DIMS)
@@ -137,7 +137,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch, array: CudaView) -> Map:
     driver = pytest.importorskip("cuda.bindings.driver")
     found: list[Map] = []
 
-    def encode(_: object, rank: int, base: int, sizes: list, strides: list, *rest: object) -> tuple[int, Any]:
+    def encode(
+        _: object, rank: int, base: int, sizes: list[Any], strides: list[Any], *rest: object
+    ) -> tuple[int, Any]:
         found.append(Map(base, [int(x) for x in sizes], [2, *(int(x) for x in strides)]))
         assert rank == 5
         assert all(0 < step < 2**40 and step % 16 == 0 for step in found[0].strides[1:])
