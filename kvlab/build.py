@@ -321,6 +321,11 @@ class PreparedLaunch:
         for it by ``begin_early`` of ``early_launch.cuh``, so no more than the launch is saved. Only from
         compute capability 9.0 on; elsewhere it changes nothing.
 
+    Attributes
+    ----------
+    kernel, grid, block, shared_bytes
+        As given.
+
     Raises
     ------
     TypeError, ValueError
@@ -340,6 +345,7 @@ class PreparedLaunch:
         from cupy.cuda import driver, runtime
 
         kernel.accept((argument[0],), shared_bytes)
+        self.kernel, self.grid, self.block, self.shared_bytes = kernel, grid, block, shared_bytes
         self._argument = argument
         self._pointers = np.array([argument.ctypes.data], np.uint64)
         address = int(self._pointers.ctypes.data)

@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 
 import kvlab
-from kvlab.build import Kernel
+from kvlab.build import Kernel, PreparedLaunch
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.targets import Machine, resolve
 from kvlab.lab.timing import time_in_turns
@@ -141,12 +141,14 @@ def run(target: str, where: Machine, *, repeats: int = 10) -> dict[str, Any]:
     skipped = {f"everything on {device}": reason for device, reason in where.skipped.items()}
     for device in where.devices:
         for part in resolve(target):
+            launched: list[Row] = []
             for call in calls_of(part, device):
                 rows.append(_time(call, device, repeats))
                 if device == "cuda":
-                    kernels += _launches(call)
+                    launched += _launches(call)
             if device == "cuda":
-                measured, reason = _count(part)
+                kernels += launched
+                measured, reason = _count(part, {str(row["kernel"]) for row in launched})
                 counters += measured
                 skipped |= {} if reason is None else {f"counters of {part}": reason}
     return {
@@ -187,7 +189,7 @@ def recorded(
     launches: list[tuple[Kernel, tuple[int, ...], tuple[int, ...], int, Any, Any]],
 ) -> Iterator[None]:
     """Record every launch: kernel, grid, block, dynamic shared bytes, events before and after."""
-    launch = Kernel.__call__
+    launch, launch_prepared = Kernel.__call__, PreparedLaunch.__call__
 
     def record(
         kernel: Kernel,
@@ -203,7 +205,17 @@ def recorded(
         marks[1].record()
         launches.append((kernel, grid, block, shared_bytes, *marks))
 
-    with mock.patch.object(Kernel, "__call__", record):
+    def record_prepared(prepared: PreparedLaunch, stream_pointer: int) -> None:
+        marks = [_event(), _event()]
+        marks[0].record()
+        launch_prepared(prepared, stream_pointer)
+        marks[1].record()
+        launches.append((prepared.kernel, prepared.grid, prepared.block, prepared.shared_bytes, *marks))
+
+    with (
+        mock.patch.object(Kernel, "__call__", record),
+        mock.patch.object(PreparedLaunch, "__call__", record_prepared),
+    ):
         yield
 
 
@@ -244,13 +256,14 @@ def _launches(call: Call) -> list[Row]:
     return rows
 
 
-def _count(part: str) -> tuple[list[Row], str | None]:
-    """Ask ncu for its counters of the calls of a part; rows, or why there are none."""
+def _count(part: str, names: set[str]) -> tuple[list[Row], str | None]:
+    """Ask ncu for its counters of a part's calls, in kernels of these names; rows, or why there are none."""
     program = shutil.which("ncu")
     if program is None:
         return [], "ncu (Nsight Compute) is not on the path"
     command = [
         program, "--csv", "--clock-control", "none", "--metrics", ",".join(_METRICS), "--launch-count", "20",
+        "--kernel-name", f"regex:^({'|'.join(sorted(names))})$",
         sys.executable, "-m", "kvlab.lab.profiling", part,
     ]  # fmt: skip
     answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import kvlab
 from kvlab import cli, device
-from kvlab.build import Kernel
+from kvlab.build import Kernel, PreparedLaunch
 from kvlab.cubin import Resources
 from kvlab.lab import accuracy, cleaning, profiling, targets, testing
 
@@ -181,11 +181,15 @@ def test_launches_are_recorded_and_still_happen(monkeypatch: pytest.MonkeyPatch)
     launched: list[Any] = []
     kernel = Kernel(lambda *launch: launched.append(launch), "attend", 0, Resources(40, 0, 0, (8,)))
     seen: list[Any] = []
+    prepared: Any = object.__new__(PreparedLaunch)
+    prepared.kernel, prepared.grid, prepared.block, prepared.shared_bytes = kernel, (4,), (32,), 16
+    prepared._launch, prepared._error = lambda stream: launched.append(("prepared", stream)), ValueError
     with profiling.recorded(seen):
         kernel((2,), (128,), [1], 64)
+        prepared(5)
     kernel((3,), (128,), [1])
-    assert [launch[0] for launch in launched] == [(2,), (3,)]
-    assert [launch[:4] for launch in seen] == [(kernel, (2,), (128,), 64)]
+    assert [launch[0] for launch in launched] == [(2,), "prepared", (3,)]
+    assert [launch[:4] for launch in seen] == [(kernel, (2,), (128,), 64), (kernel, (4,), (32,), 16)]
 
 
 def test_counters_of_ncu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -194,18 +198,19 @@ def test_counters_of_ncu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     lines = ['"ID","Kernel Name","Metric Name","Metric Value"']
     lines += [f'"0","attend","{name}","{value}"' for name, value in zip(metrics, (81, 12, 25), strict=True)]
     answer = "\n".join(["==PROF== Connected", *lines])
-    ncu.write_text(f"#!/bin/sh\ncat << 'END'\n{answer}\nEND\n")
+    ncu.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\ncat << 'END'\n{answer}\nEND\n")
     ncu.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    rows, reason = profiling._count("attention")
+    rows, reason = profiling._count("attention", {"prepare", "attend"})
     assert reason is None
+    assert "--kernel-name regex:^(attend|prepare)$" in (tmp_path / "asked").read_text()
     assert rows == [
         {"kernel": "attend", "compute_percent": 81.0, "memory_percent": 12.0, "warps_percent": 25.0}
     ]
     ncu.write_text("#!/bin/sh\necho '==ERROR== no permission'; exit 1\n")
-    assert profiling._count("attention") == ([], "==ERROR== no permission")
+    assert profiling._count("attention", {"attend"}) == ([], "==ERROR== no permission")
     monkeypatch.setenv("PATH", "/nowhere")
-    assert profiling._count("attention") == ([], "ncu (Nsight Compute) is not on the path")
+    assert profiling._count("attention", {"attend"}) == ([], "ncu (Nsight Compute) is not on the path")
 
 
 def test_the_shell_alias_takes_the_same_words() -> None:
