@@ -84,7 +84,7 @@ def command(
         processes = 1
     tiny = os.environ.get("KVLAB_TINY") == "1"
     wanted = tokens or ((400 if tiny else 40_000) if full else (200 if tiny else 4_000))
-    plan = _plan(fractions, _groups(groups, full, tiny, device), tiny, wanted, device)
+    plan = _plan(fractions, _groups(groups, full, tiny), tiny, wanted, device)
     output.mkdir(parents=True, exist_ok=True)
     journal = Journal(output, plan.settings)
     outcome = _compare(Console(stderr=True), plan, journal, processes or (1 if tiny else processes_for(plan)))
@@ -117,15 +117,13 @@ def _fractions(text: str) -> tuple[float, ...]:
     return found
 
 
-def _groups(text: str | None, full: bool, tiny: bool, device: str) -> tuple[str, ...]:
+def _groups(text: str | None, full: bool, tiny: bool) -> tuple[str, ...]:
     from kvlab.lab.plan import GROUPS
 
     if text is None:
         # The quantised caches of transformers are compared on the real model only.
         whole = GROUPS[:2] if tiny else GROUPS
-        return (
-            tuple(group for group in whole if group != "controls" or device == "cpu") if full else GROUPS[:1]
-        )
+        return whole if full else GROUPS[:1]
     if unknown := set(text.split(",")) - set(GROUPS):
         raise typer.BadParameter(f"--groups {text!r}: {min(unknown)!r} is none of {', '.join(GROUPS)}")
     return tuple(group for group in GROUPS if group in text.split(","))
