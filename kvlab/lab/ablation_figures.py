@@ -59,23 +59,33 @@ def _quality(rows: Sequence[Row]) -> Figure:
         "KL divergence (nats a token), or relative error\nof attention for synthetic data",
     )
     packed = done(rows, packed=True)
-    ladders = sorted({str(row["bits"]) for row in packed})
+    ladders = dict(zip(sorted({str(row["bits"]) for row in packed}), _MARKERS * len(packed), strict=False))
     contexts = sorted({int(row["context_length"] or 0) for row in packed})
-    for ladder, marker in zip(ladders, _MARKERS * len(ladders), strict=False):
-        for context, color in zip(contexts, _COLORS * len(contexts), strict=False):
-            group = [row for row in packed if (row["bits"], row["context_length"]) == (ladder, context)]
-            x, y = [row["bits_per_element"] for row in group], [loss_of(row) for row in group]
-            label = f"{ladder} bits" if context == contexts[0] else None
-            axes.scatter(x, y, marker=marker, color=color, s=28, alpha=0.8, label=label)
+    synthetic = {row["context_length"] for row in packed if row["model"] is None}
     bits = {(row["context_length"], row["bits"], row["budget"]): row["bits_per_element"] for row in packed}
     front = pareto(rows)
-    for context, color in zip(contexts, _COLORS * len(contexts), strict=False):
+    for context, color in zip(contexts, _shades(len(contexts)), strict=True):
+        for row in packed:
+            if row["context_length"] == context:
+                marker = ladders[str(row["bits"])]
+                axes.scatter(row["bits_per_element"], loss_of(row), marker=marker, color=color, s=22)
         line = [row for row in front if row["context_length"] == context]
         x = [bits[row["context_length"], row["bits"], row["budget"]] for row in line]
-        axes.plot(x, [row["loss"] for row in line], color=color, linewidth=1, label=f"{context} tokens")
+        style, note = ("--", ", synthetic") if context in synthetic else ("-", "")
+        name = f"{context:,} tokens{note}"
+        axes.plot(x, [row["loss"] for row in line], style, color=color, linewidth=1, label=name)
+    for ladder, marker in ladders.items():
+        axes.scatter([], [], marker=marker, color="#555555", s=22, label=f"{ladder} bits")
     axes.set_yscale("log")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+def _shades(count: int) -> list[tuple[float, ...]]:
+    """Colors in an order that the eye sees, from dark to light."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](0.9 * i / max(count - 1, 1)) for i in range(count)]
 
 
 def _packing(rows: Sequence[Row]) -> Figure:
@@ -106,6 +116,11 @@ def _context(rows: Sequence[Row]) -> Figure:
     axes.set_xscale("log", base=2)
     ticks = sorted({int(row["context_length"] or 0) for row in scaling})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set_yscale("log")
+    latencies = [float(row["avg_latency_ms"] or 0) for row in scaling]
+    if max(latencies) > 5 * min(latencies):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    else:
+        axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8)
     return figure
