@@ -45,7 +45,7 @@ class GpuRoad:
         self._device: DeviceCache | None = None
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
         self._found_kinds: set[tuple[Ladder, int]] = set()
-        self._fitting = (0, 0)  # tokens of a row and rows that were found to fit
+        self._fitting: tuple[int, int] = (0, 0)  # tokens of a row and rows that were found to fit
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
