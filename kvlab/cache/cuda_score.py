@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ _FOLLOWING = np.dtype([("take", "f4"), *((name, "i4") for name in ("span", "old"
 _SCORING = np.dtype([("layers", "u8"), ("kept", KEPT), ("following", _FOLLOWING)], align=True)
 _THREADS, _WARPS = 256, 8
 _PAGES = 32  # of a block of score_stored
+_FILLING = Lock()  # caches of several threads may share a launch
 _ROW_BYTES = 68  # a code a slot, and a reference
 _KINDS = {"attention": 0, "forecast": 0, "key_norm": 0, "recency": 1, "uniform": 2}
 
@@ -69,8 +71,9 @@ def score_stored(
     take, span = weight_of_collection(decay, tokens)
     old = min(span * (math.ceil(1 / take) - 1), 1 << 30) if take > 0 else 1 << 30
     kept = pointer_of(scores), pointer_of(lse), group, rows // group, lse.shape[-1], entries
-    call[0] = states, kept, (take, span, old, importance == "forecast", counted)
-    launch(stream)
+    with _FILLING:
+        call[0] = states, kept, (take, span, old, importance == "forecast", counted)
+        launch(stream)
 
 
 @lru_cache(maxsize=64)
