@@ -26,8 +26,9 @@
 // clang-format on
 #include <cuda_fp16.h>
 #include "packed_codes.cuh"
-constexpr int LANES = 32;
+constexpr int LANES = 32, RUN = 1;
 #include "packed_encode.cuh"
+#include "packed_places.cuh"
 #include "cache_state.cuh"
 #include "early_launch.cuh"
 
@@ -181,7 +182,9 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         if (!is_there(lane, j)) break;
-        const u32 code = BITS == 16 ? raw[j] : range.known < 0 ? grid_code(x[j], grid) : 1u << (BITS - 1);
+        const u32 code = BITS == 16        ? raw[j]
+                         : range.known < 0 ? grid_code(x[j], grid) & 255
+                                           : 1u << (BITS - 1);
         write_code<BITS>(codes, element_at(is_key ? KEYS : VALUES, slot.number, lane + 32 * j), code);
     }
 }

@@ -134,7 +134,10 @@ __device__ __forceinline__ u32 updated(u32 codes, int i, float mass, int age, co
     const float power = power_of_2(fmaf(byte_as_float(codes, i), EIGHTHS, ZERO_EIGHTHS - 24.f));
     const float previous = codes & 255u << 8 * i ? power : 0.f, change = mass - previous;
     float take = f.take;
-    if (YOUNG && age < f.old) take = __fdividef(1.f, 1.f + (float)(age / f.span));
+    if (YOUNG && age < f.old) {  // age / span, rounded down
+        const float spans = floorf(((float)age + .5f) * __fdividef(1.f, (float)f.span));
+        take = __fdividef(1.f, 1.f + spans);
+    }
     float level = fmaf(take, change, previous);
     if (f.forecast) level = fmaxf(fmaf(f.take, change, level), 0.f);
     const float eighths = fminf(fmaxf(fmaf(8.f, log2_of(level), 192.f), 1.f), 255.f);

@@ -21,12 +21,17 @@
 // clang-format on
 #include <cuda_fp16.h>
 #include "packed_codes.cuh"
-constexpr int LANES = 4;
+constexpr int LANES = 4, RUN = 2;
 #include "packed_encode.cuh"
+#include "packed_places.cuh"
 #include "cache_state.cuh"
+
+#define INFINITE __int_as_float(0x7f800000)
 
 constexpr int THREADS = 256, SLOTS = 64, ROW_BYTES = 2 * HEAD_DIM + 16;
 static_assert(THREADS == SLOTS * LANES, "a page at once");
+constexpr int BLOCKS = HEAD_DIM == 64 || HEAD_DIM == 128 ? 3 : 2;  // of a multiprocessor
+#include "cache_words.cuh"
 
 // One side (K or V) of a page.
 struct Region {
@@ -34,11 +39,10 @@ struct Region {
     int bits;
 };
 
-template <Side SIDE>
-__device__ __forceinline__ Region region_of(u8* page, const CacheRung& rung) {
+__device__ __forceinline__ Region region_of(Side side, u8* page, const CacheRung& rung) {
     const int k_bytes = 8 * HEAD_DIM * rung.bits_k, v_bytes = 8 * HEAD_DIM * rung.bits_v;
     u8* steps = page + k_bytes + v_bytes;
-    if (SIDE == KEYS) return {page, steps, rung.bits_k};
+    if (side == KEYS) return {page, steps, rung.bits_k};
     return {page + k_bytes, steps + (rung.bits_k < 16 ? 64 : 0), rung.bits_v};
 }
 
@@ -56,6 +60,7 @@ struct Details {
     u32 importance_words[SLOTS];  // by move: what a new token's importance is a byte of
     u16 positions[SLOTS];
     u8 importance[SLOTS], steps[SLOTS];
+    float2 grids[HIGHEST_STEP + 1];  // of every step: Grid::cell and up
 };
 
 // ---- Copies that nobody waits for until wait_copies
@@ -77,9 +82,8 @@ __device__ __forceinline__ Move my_move(const uint4* moves) {
     return (const Move&)moves[threadIdx.x % 32 / LANES * (THREADS / 32) + threadIdx.x / 32];
 }
 
-// Rows stand such that neither eight slots in a row nor every eighth of them share banks.
 __device__ __forceinline__ u8* row_for(u8* rows, const Move& move) {
-    return rows + (move.to_slot % 8 * 8 + move.to_slot / 8) * ROW_BYTES;
+    return rows + row_of(move.to_slot) * ROW_BYTES;
 }
 
 // Asks for the moves of a page; threads without one get NO_MOVE.
@@ -94,22 +98,20 @@ __device__ __forceinline__ void ask_for_moves(const MoveList& list, int group, u
 
 // ---- Vectors into rows
 
-template <Side SIDE>
-__device__ __forceinline__ const u16* new_vector(const LayerState& s, const NewTokens& fresh,
+__device__ __forceinline__ const u16* new_vector(Side side, const LayerState& s, const NewTokens& fresh,
                                                  const Move& move) {
     const int batch = move.token / fresh.steps, step = move.token - batch * fresh.steps;
     const int head = move.from - batch * s.heads;
-    return SIDE == KEYS ? fresh.k + batch * fresh.k_batch + step * fresh.k_step + head * fresh.k_head
+    return side == KEYS ? fresh.k + batch * fresh.k_batch + step * fresh.k_step + head * fresh.k_head
                         : fresh.v + batch * fresh.v_batch + step * fresh.v_step + head * fresh.v_head;
 }
 
 // Asks for keys or values of new tokens, raw, as far as they begin at multiples of 16 bytes.
-template <Side SIDE>
-__device__ __forceinline__ void ask_for_rows(const LayerState& s, const NewTokens& fresh, const uint4* moves,
-                                             u8* rows) {
+__device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, const NewTokens& fresh,
+                                             const uint4* moves, u8* rows) {
     const Move move = my_move(moves);
     if (!is_new(move)) return;
-    const u16* from = new_vector<SIDE>(s, fresh, move);
+    const u16* from = new_vector(side, s, fresh, move);
     if ((u64)from % 16) return;
 #pragma unroll
     for (int i = threadIdx.x % LANES; i < HEAD_DIM / 8; i += LANES)
@@ -119,7 +121,7 @@ __device__ __forceinline__ void ask_for_rows(const LayerState& s, const NewToken
 // Asks for all that the first side of a page needs.
 __device__ __forceinline__ void ask_for_page(const LayerState& s, const NewTokens& fresh, const uint4* moves,
                                              u8* rows, Details& page) {
-    ask_for_rows<KEYS>(s, fresh, moves, rows);
+    ask_for_rows(KEYS, s, fresh, moves, rows);
     const Move first = (const Move&)moves[0];
     const uint4* mean = (const uint4*)(s.k_mean + (u64)(is_new(first) ? first.from : first.token) * HEAD_DIM);
     if (threadIdx.x < HEAD_DIM / 8) copy_later(page.mean + threadIdx.x, mean + threadIdx.x);
@@ -131,15 +133,15 @@ __device__ __forceinline__ void ask_for_page(const LayerState& s, const NewToken
 }
 
 // Codes of a stored token; each lane asks for AT_ONCE of them before it waits for the first.
-template <Side SIDE, int BITS>
-__device__ __forceinline__ void take_codes(const u8* codes, int slot, u8* row, int lane) {
+template <int BITS>
+__device__ __forceinline__ void take_codes(Side side, const u8* codes, int slot, u8* row, int lane) {
     constexpr int AT_ONCE = PER_LANE % 16 == 0 ? 16 : PER_LANE % 8 == 0 ? 8 : 4;
 #pragma unroll 1
     for (int first = lane; first < HEAD_DIM; first += AT_ONCE * LANES) {
         u32 code[AT_ONCE];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j)
-            code[j] = read_code<BITS>(codes, element_at(SIDE, slot, first + LANES * j));
+            code[j] = read_code<BITS>(codes, element_at(side, slot, first + LANES * j));
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j) {
             if (BITS == 16)
@@ -150,40 +152,78 @@ __device__ __forceinline__ void take_codes(const u8* codes, int slot, u8* row, i
     }
 }
 
-template <Side SIDE>
-__device__ __forceinline__ void take_stored(const Region& from, int slot, u8* row, int lane) {
+__device__ __forceinline__ void take_stored(Side side, const Region& from, int slot, u8* row, int lane) {
     switch (from.bits) {
         case 2:
-            return take_codes<SIDE, 2>(from.codes, slot, row, lane);
+            return take_codes<2>(side, from.codes, slot, row, lane);
         case 3:
-            return take_codes<SIDE, 3>(from.codes, slot, row, lane);
+            return take_codes<3>(side, from.codes, slot, row, lane);
         case 4:
-            return take_codes<SIDE, 4>(from.codes, slot, row, lane);
+            return take_codes<4>(side, from.codes, slot, row, lane);
         case 8:
-            return take_codes<SIDE, 8>(from.codes, slot, row, lane);
+            return take_codes<8>(side, from.codes, slot, row, lane);
         case 16:
-            return take_codes<SIDE, 16>(from.codes, slot, row, lane);
+            return take_codes<16>(side, from.codes, slot, row, lane);
     }
 }
 
-__device__ __forceinline__ float mean_of(const Details& page, int channel) {
-    return __half2float(((const __half*)page.mean)[channel]);
+__device__ __forceinline__ float2 unpack_halves(u32 x) {
+    return {half_bits_to_float(x & 0xffffu), half_bits_to_float(x >> 16)};
 }
+
+// The step of the candidates with the least error, the first of equals. All steps are tried with sums in any
+// order, whose rounding changes an error by no more than 45 parts of 2^24; only if two come as near as that
+// does the order of reference.pages.tree_sum decide.
+__device__ __forceinline__ u32 best_step(const float (&x)[PER_LANE], const StepRange& range, int bits,
+                                         const float2* grids, int lane) {
+    const auto grid = [&](int i) {
+        const float2 known = grids[range.candidate(i)];
+        return Grid{known.x, known.y, (float)(1 << (bits - 1))};
+    };
+    float least = INFINITE, second = INFINITE;
+    int best = 0;
+#pragma unroll 1
+    for (int i = 0; i < CANDIDATES; ++i) {
+        const Grid g = grid(i);
+        float sums[2] = {};
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) {
+            const float d = grid_distance(x[j], g);
+            sums[j % 2] = fmaf(d, d, sums[j % 2]);
+        }
+        float error = sums[0] + sums[1];
+#pragma unroll
+        for (int h = LANES / 2; h > 0; h /= 2) error += __shfl_xor_sync(ALL_LANES, error, h);
+        second = fminf(second, fmaxf(error, least));
+        if (error < least) least = error, best = i;
+    }
+    if (__any_sync(ALL_LANES, !(second > least * (1.f + 1.f / (1 << 17))))) {
+#pragma unroll 1
+        for (int i = 0; i < CANDIDATES; ++i) {
+            const float error = grid_error(x, grid(i), lane);
+            if (i == 0 || error < least) least = error, best = i;
+        }
+    }
+    return range.candidate(best);
+}
+static_assert(HEAD_DIM % (LANES * RUN) == 0, "lanes without gaps, as best_step");
 
 // One side of a token, from where it is into its row: codes of `to_bits` bits, a byte each, or raw. Lanes
 // without a move go along.
-template <Side SIDE>
-__device__ __forceinline__ void fill_row(const LayerState& s, const NewTokens& fresh, const uint4* of_page,
-                                         int to_bits, Details& page, u8* rows, int lane) {
+__device__ __forceinline__ void fill_row(Side side, const LayerState& s, const NewTokens& fresh,
+                                         const uint4* of_page, int to_bits, Details& page, u8* rows,
+                                         int lane) {
     const Move move = my_move(of_page);
     const bool moves = move.from_rung != NO_MOVE;
     u8* const row = row_for(rows, move);
+    u32* const pairs = (u32*)row + lane;
+    const u32* const means = (const u32*)page.mean + lane;
     Region from = {nullptr, nullptr, 16};
     if (moves && !is_new(move)) {
-        from = region_of<SIDE>(s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
-        take_stored<SIDE>(from, move.from_slot, row, lane);
+        from = region_of(side, s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
+        take_stored(side, from, move.from_slot, row, lane);
     } else if (moves) {
-        const u16* vector = new_vector<SIDE>(s, fresh, move);
+        const u16* vector = new_vector(side, s, fresh, move);
         if ((u64)vector % 16) {  // nobody has asked for it yet
 #pragma unroll 4
             for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
@@ -197,45 +237,50 @@ __device__ __forceinline__ void fill_row(const LayerState& s, const NewTokens& f
     // Lanes whose vector does not change compute something that goes nowhere.
     float x[PER_LANE] = {};
     if (__any_sync(ALL_LANES, changes && from.bits == 16)) {
+        if (changes)  // else the row is somebody else's, or codes
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) {
-            const float value = raw_value(((const u16*)row)[lane + LANES * j]);
-            x[j] = SIDE == KEYS ? __fsub_rn(value, mean_of(page, lane + LANES * j)) : value;
+            for (int j = 0; j < PER_LANE; j += 2) {
+                const float2 pair = unpack_pair(pairs[j / 2 * LANES]);
+                x[j] = pair.x, x[j + 1] = pair.y;
+            }
+        if (side == KEYS) {
+#pragma unroll
+            for (int j = 0; j < PER_LANE; j += 2) {
+                const float2 mean = unpack_halves(means[j / 2 * LANES]);
+                x[j] = __fsub_rn(x[j], mean.x), x[j + 1] = __fsub_rn(x[j + 1], mean.y);
+            }
         }
         rotate(x, lane);
     }
     if (from.bits < 16) {
         const float step = step_value(old_step);
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) x[j] = grid_value(row[lane + LANES * j], step, from.bits);
+        for (int j = 0; j < PER_LANE; ++j) x[j] = grid_value(row[element_of(lane, j)], step, from.bits);
     }
     if (to_bits == 16) {  // a rung of fewer bits in all may have raw keys or values
         rotate(x, lane);
+        __syncwarp();  // likewise
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) {
-            const int c = lane + LANES * j;
-            if (changes) ((u16*)row)[c] = (u16)raw_bits(SIDE == KEYS ? x[j] + mean_of(page, c) : x[j]);
+        for (int j = 0; j < PER_LANE; j += 2) {
+            const float2 mean = side == KEYS ? unpack_halves(means[j / 2 * LANES]) : float2{0.f, 0.f};
+            if (changes) pairs[j / 2 * LANES] = pack_pair(x[j] + mean.x, x[j + 1] + mean.y);
         }
         return;
     }
     const StepRange range = steps_near(x, to_bits, lane);
-    u32 byte = 0;
-    float least = 0.f;
-#pragma unroll 1
-    for (int i = 0; i < CANDIDATES; ++i) {
-        const u32 candidate = range.candidate(i);
-        const float error = grid_error(x, grid_of(candidate, to_bits), lane);
-        if (i == 0 || error < least) least = error, byte = candidate;
-    }
+    u32 byte = best_step(x, range, to_bits, page.grids, lane);
+    __syncwarp();  // all lanes have read their rows before codes take their place
     if (!changes) return;
+    const Grid grid = {page.grids[byte].x, page.grids[byte].y, (float)(1 << (to_bits - 1))};
     if (range.known >= 0) byte = range.known;
     if (lane == 0) page.steps[move.to_slot] = (u8)byte;
-    const Grid grid = grid_of(byte, to_bits);
 #pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) row[lane + LANES * j] = (u8)grid_code(x[j], grid);
+    for (int j = 0; j < PER_LANE; j += 2)
+        ((u16*)row)[element_of(lane, j) / 2] =
+            (u16)__byte_perm(grid_code(x[j], grid), grid_code(x[j + 1], grid), 0x0040);
     if (range.known < 0) return;
 #pragma unroll 1
-    for (int c = lane; c < HEAD_DIM; c += LANES) row[c] = (u8)(1 << (to_bits - 1));
+    for (int j = 0; j < PER_LANE; ++j) row[element_of(lane, j)] = (u8)(1 << (to_bits - 1));
 }
 
 // Position and importance of a move; `word` has the importance of a new token.
@@ -256,78 +301,24 @@ __device__ __forceinline__ void take_details(const LayerState& s, const NewToken
 
 // ---- Rows into words
 
-// put(code, slot, 16 half) for both codes of a pair of a group of tiles; pairs as in packed_codes.cuh.
-template <Side SIDE, int BITS, class Put>
-__device__ __forceinline__ void for_pair(const u8* rows, int group, int pair, int lane, Put put) {
-    constexpr int TILES = Fields<BITS>::TILES, PER_BLOCK = HEAD_DIM / 16;
-    const int tile = group * TILES + pair / 4, reg = pair % 4;
-    const int block = SIDE == KEYS ? tile / PER_BLOCK : tile % 4;
-    const int channels = 16 * (SIDE == KEYS ? tile % PER_BLOCK : tile / 4);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int along = lane / 4, across = 2 * (lane % 4) + half;  // lane's place in the fragment
-        const int low = 2 * block + (SIDE == KEYS ? reg % 2 : reg / 2), high = SIDE == KEYS ? along : across;
-        const int channel = channels + (SIDE == KEYS ? across + 8 * (reg / 2) : along + 8 * (reg % 2));
-        const u8* row = rows + (8 * low + high) * ROW_BYTES;  // as row_for
-        put(BITS == 16 ? (u32)((const u16*)row)[channel] : (u32)row[channel], 8 * high + low, 16 * half);
-    }
-}
-
-// Stores the words of a side of a page; slots that are not named keep their bits.
-template <Side SIDE, int BITS, bool FULL>
-__device__ __forceinline__ void store_words(u32* to, const u8* rows, u64 named, int warp, int lane) {
-    constexpr int TILES = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS, PER_WORD = 16 / BITS;
-    constexpr u32 MASK = BITS == 16 ? 0xffffu : (1u << BITS) - 1u;
-#pragma unroll 1
-    for (int group = warp; group < HEAD_DIM / 4 / TILES; group += THREADS / 32) {
-        u32 word[WORDS] = {}, written[WORDS] = {};
-#pragma unroll
-        for (int pair = 0; pair < WORDS * PER_WORD; ++pair) {
-            const int w = pair / PER_WORD, bit = pair % PER_WORD * BITS + (BITS == 3);
-            for_pair<SIDE, BITS>(rows, group, pair, lane, [&](u32 code, int slot, int half) {
-                word[w] |= (FULL ? code : code & MASK) << (bit + half);  // rows of other slots hold anything
-                if (!FULL) written[w] |= named >> slot & 1 ? MASK << (bit + half) : 0;
-            });
-        }
-        if constexpr (BITS == 3)
-            for_pair<SIDE, BITS>(rows, group, 15, lane, [&](u32 code, int slot, int half) {
-#pragma unroll
-                for (int w = 0; w < 3; ++w) {
-                    word[w] |= (code >> w & 1) << half;
-                    if (!FULL) written[w] |= (named >> slot & 1) << half;
-                }
-            });
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-            u32* at = to + (group * WORDS + w) * 32 + lane;
-            *at = FULL ? word[w] : (*at & ~written[w]) | (word[w] & written[w]);
-        }
-    }
-}
-
 template <Side SIDE, bool FULL>
 __device__ __forceinline__ void store_side(const Region& to, const u8* rows, const Details& page, u64 named) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u32* words = (u32*)to.codes;
-    switch (to.bits) {
-        case 2:
-            store_words<SIDE, 2, FULL>(words, rows, named, warp, lane);
-            break;
-        case 3:
-            store_words<SIDE, 3, FULL>(words, rows, named, warp, lane);
-            break;
-        case 4:
-            store_words<SIDE, 4, FULL>(words, rows, named, warp, lane);
-            break;
-        case 8:
-            store_words<SIDE, 8, FULL>(words, rows, named, warp, lane);
-            break;
-        case 16:
-            store_words<SIDE, 16, FULL>(words, rows, named, warp, lane);
-            break;
-    }
     if (to.bits < 16 && threadIdx.x < SLOTS && (FULL || named >> threadIdx.x & 1))
         to.steps[threadIdx.x] = page.steps[threadIdx.x];
+    switch (to.bits) {
+        case 2:
+            return store_words<SIDE, 2, FULL>(words, rows, named, warp, lane);
+        case 3:
+            return store_words<SIDE, 3, FULL>(words, rows, named, warp, lane);
+        case 4:
+            return store_words<SIDE, 4, FULL>(words, rows, named, warp, lane);
+        case 8:
+            return store_words<SIDE, 8, FULL>(words, rows, named, warp, lane);
+        case 16:
+            return store_words<SIDE, 16, FULL>(words, rows, named, warp, lane);
+    }
 }
 
 // Stores a side of a page from its rows.
@@ -345,7 +336,7 @@ __device__ __forceinline__ void finish_side(const Region& to, u8* tail, const u8
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM <= 128 ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     write_tokens(const LayerState* layers, const MoveList* lists, const __grid_constant__ NewTokens fresh) {
     extern __shared__ __align__(16) u8 keys[];  // [SLOTS][ROW_BYTES], and as many behind them
     u8* const values = keys + SLOTS * ROW_BYTES;
@@ -353,7 +344,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM <= 128 ? 3 : 2)
     const LayerState& s = layers[blockIdx.y];
     const MoveList& list = lists[blockIdx.y];
     const int lane = threadIdx.x % LANES;
-    int turn = 0;  // whose moves and named slots are those of this page
+    if (threadIdx.x <= HIGHEST_STEP) {
+        const Grid grid = grid_of(max(threadIdx.x, 1), 2);
+        page.grids[threadIdx.x] = {grid.cell, grid.up};
+    }
     if (blockIdx.x < *list.num_groups) {
         ask_for_moves(list, blockIdx.x, page.moves[0]);
         if (threadIdx.x < 2) page.named[0][threadIdx.x] = 0;
@@ -361,33 +355,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, HEAD_DIM <= 128 ? 3 : 2)
         __syncthreads();  // the first moves are there
         ask_for_page(s, fresh, page.moves[0], keys, page);
     }
+    // One copy of the code for keys (even n) and values: what warps wait for is the way of the instructions.
 #pragma unroll 1
-    for (int group = blockIdx.x; group < *list.num_groups; group += gridDim.x, turn ^= 1) {
+    for (u32 n = 0; blockIdx.x + n / 2 * gridDim.x < *list.num_groups; ++n) {
+        const Side side = n % 2 ? VALUES : KEYS;
+        const u32 turn = n / 2 % 2;  // whose moves and named slots are those of this page
+        const int next = blockIdx.x + (n / 2 + 1) * gridDim.x;
+        const bool goes_on = next < *list.num_groups;
         const uint4* moves = page.moves[turn];
-        u32* const named = page.named[turn];
-        const bool goes_on = group + gridDim.x < *list.num_groups;
+        u8* const rows = side == KEYS ? keys : values;
         wait_copies();
-        __syncthreads();  // keys are there; the page before is stored
-        ask_for_rows<VALUES>(s, fresh, moves, values);
-        if (goes_on) ask_for_moves(list, group + gridDim.x, page.moves[turn ^ 1]);
-        if (threadIdx.x < 2) page.named[turn ^ 1][threadIdx.x] = 0;
+        __syncthreads();  // rows, moves and grids are there; what was made of the side before is stored
+        if (side == KEYS) {
+            ask_for_rows(VALUES, s, fresh, moves, values);
+            if (goes_on) ask_for_moves(list, next, page.moves[turn ^ 1]);
+            if (threadIdx.x < 2) page.named[turn ^ 1][threadIdx.x] = 0;
+        } else if (goes_on) {
+            ask_for_page(s, fresh, page.moves[turn ^ 1], keys, page);
+        }
         const Move first = (const Move&)moves[0];
         const CacheRung& rung = s.rungs[first.to_rung];
-        u8* const to = s.arena + (u64)first.to * UNIT;
-        fill_row<KEYS>(s, fresh, moves, rung.bits_k, page, keys, lane);
-        if (threadIdx.x < SLOTS) {
+        fill_row(side, s, fresh, moves, side == KEYS ? rung.bits_k : rung.bits_v, page, rows, lane);
+        if (side == KEYS && threadIdx.x < SLOTS) {
             const Move move = (const Move&)moves[threadIdx.x];
             if (move.from_rung != NO_MOVE)
-                take_details(s, fresh, move, page.importance_words[threadIdx.x], named, page);
+                take_details(s, fresh, move, page.importance_words[threadIdx.x], page.named[turn], page);
         }
         __syncthreads();  // all rows and details are whole, and all sources of this side have been read
-        finish_side<KEYS>(region_of<KEYS>(to, rung), to + rung.tail, keys, page, named);
-        wait_copies();
-        __syncthreads();  // values and the next moves are there; keys are stored
-        if (goes_on) ask_for_page(s, fresh, page.moves[turn ^ 1], keys, page);
-        fill_row<VALUES>(s, fresh, moves, rung.bits_v, page, values, lane);
-        __syncthreads();  // all rows are whole, and all sources have been read
-        finish_side<VALUES>(region_of<VALUES>(to, rung), nullptr, values, page, named);
+        u8* const to = s.arena + (u64)first.to * UNIT;
+        const Region region = region_of(side, to, rung);
+        if (side == KEYS)
+            finish_side<KEYS>(region, to + rung.tail, rows, page, page.named[turn]);
+        else
+            finish_side<VALUES>(region, nullptr, rows, page, page.named[turn]);
     }
     if (fresh.steps && blockIdx.x == 0)
         for (int i = threadIdx.x; i < s.batch * s.heads; i += THREADS)

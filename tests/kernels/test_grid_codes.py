@@ -16,12 +16,11 @@ CELLS = 2 * STEPS[8 * 16 : 9 * 16]  # both exponents of 16 bytes: each mantissa 
 
 
 def reciprocals(cell: np.float32) -> tuple[np.float32, np.float32]:
-    """1 / cell rounded up and down; a nearest one that is exact is both."""
+    """1 / cell rounded up, and the number below it."""
     nearest = np.float32(1) / cell
     rest = np.float64(nearest) * np.float64(cell) - 1
     up = np.nextafter(nearest, np.float32(np.inf)) if rest < 0 else nearest
-    down = np.nextafter(nearest, np.float32(0)) if rest > 0 else nearest
-    return up, down
+    return up, np.nextafter(up, np.float32(0))
 
 
 def magnitudes(cell: np.float32) -> tuple[np.ndarray, np.ndarray]:
@@ -42,10 +41,15 @@ def test_floors(cell: np.float32) -> None:
     assert np.array_equal(np.floor(-size * np.float64(down)), below)
 
 
-def test_the_other_rounding_is_wrong() -> None:
-    """All mantissas but 1 have an inexact reciprocal, and then multiples of the cell fall short."""
-    wrong = 0
+def test_one_reciprocal_does_not_do() -> None:
+    """Multiples of the cell fall short by the lower one, and below themselves, negative, by the upper one."""
+    wrong = np.zeros(2, int)
     for cell in CELLS:
         size, floors = magnitudes(cell)
-        wrong += int((np.floor(size * np.float64(reciprocals(cell)[1])) != floors).any())
-    assert wrong == 14
+        up, down = reciprocals(cell)
+        below = -floors - (size != floors * np.float64(cell))
+        wrong += (
+            (np.floor(size * np.float64(down)) != floors).any(),
+            (np.floor(-size * np.float64(up)) != below).any(),
+        )
+    assert np.array_equal(wrong, (16, 14))  # 1 / cell is exact for the two powers of 2
