@@ -17,17 +17,18 @@ list, so that every part sees the same mixture of widths, however the table is s
 Coded keys and values are rotated, so q is rotated, once a block, and later the sum of coded values, once a
 row. Raw values are not: a part attends its pages in two rounds, those of coded values first, and writes a
 result for each. Lanes exchange within their warp only, so pages need no barrier of the block. With a window,
-a warp looks at the positions of a page first, and reads the rest only if a row sees one of its tokens.
+a warp looks at the positions of a page first, and reads the rest only if a row sees one of its tokens;
+without one, it asks for its next page while it computes with this one.
 
-Shared memory of a block: q, twice (rotated and raw), 8 rows head_dim bytes; of a warp: 32 (head_dim / 8 + 1)
+Shared memory of a block: q, for each width, 4 rows head_dim bytes; of a warp: 32 (head_dim / 8 + 2)
 rows floats for exchange, 64 rows for probabilities. Registers at head_dim 128 and 4 rows: 64 out, 16 sums,
-16 of q or p, 2 to 16 words of tiles.
+8 of q or p, 8 to 16 words of tiles, 12 of the softmax.
 """
 
 import numpy as np
 from numba import cuda, types
 
-from .cuda_packed_products import make_by_width, make_scores, make_values
+from .cuda_packed_products import make_by_width, make_scores, make_values, place_of
 from .cuda_packed_steps import (
     make_find_page,
     make_queries,
@@ -37,7 +38,7 @@ from .cuda_packed_steps import (
     make_whole_scores,
     position_of,
 )
-from .cuda_page import ALIGNED, UNIT, step_of
+from .cuda_page import ALIGNED, SUNK, ask_for, factor_of, is_exact, largest_code, power_of_two, step_of
 
 uint8, int32, uint32, float32, int64 = np.uint8, np.int32, np.uint32, np.float32, np.int64
 
@@ -46,8 +47,8 @@ uint8, int32, uint32, float32, int64 = np.uint8, np.int32, np.uint32, np.float32
 
 WARPS = 2
 MAX_RUNGS = 16
+LINE = 32  # words of memory that one request for the second-level cache brings
 LOWEST = float32(-1e30)
-IN_UNITS = float32(1 / UNIT)
 
 
 def rounds_of(widths_v):
@@ -80,7 +81,9 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     # gate: head_dim=256 dtype=float16 widths_k=31 widths_v=31 rows=2 blocks=4 registers<=255 arch=sm_90a
     # gate: head_dim=80 dtype=float32 widths_k=31 widths_v=31 rows=4 blocks=4 registers<=255 arch=sm_80
     common = (dtype, head_dim, rows)
-    scores_2, scores_3, scores_4, scores_8, scores_16 = make_by_width(make_scores, widths_k, *common)
+    scores_2, scores_3, scores_4, scores_8, scores_16 = make_by_width(
+        make_scores, widths_k, *common, widths_k
+    )
     values_2, values_3, values_4, values_8, values_16 = make_by_width(make_values, widths_v, *common)
     coded_k, both_rounds = widths_k & 15 != 0, len(rounds_of(widths_v)) == 2
     first_round, end_round = (int(raw) for raw in (rounds_of(widths_v)[0], rounds_of(widths_v)[-1]))
@@ -88,12 +91,13 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     rounds = end_round - first_round
 
     channels, tokens = head_dim // 8, 8  # that a lane adds up
-    score_stride, out_stride = tokens * rows + 4, channels * rows + rows + 1
+    score_stride, out_stride = tokens * rows + 4, (channels + 2) * rows + 1
     exchange_floats = 32 * max(score_stride, out_stride)
-    queries_floats, weights_floats = 2 * rows * head_dim, 64 * rows
+    queries_floats, weights_floats = widths_k.bit_count() * rows * head_dim, 64 * rows
     all_exchange, all_weights = WARPS * exchange_floats, WARPS * weights_floats
+    exact = is_exact(dtype)
     sums_floats, out_floats = 2 * rows, channels * rows
-    bring_row = make_queries(head_dim, dtype, rows)
+    bring_row = make_queries(head_dim, dtype, rows, widths_k)
     find_page = make_find_page(head_dim, dtype, widths_k, widths_v)
     whole_scores = make_whole_scores(rows, score_stride, softcap, window)
     raise_peaks = make_raise(rows, score_stride, out_floats)
@@ -104,10 +108,14 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
         q_head, partial, scores, shares, entries, query_rows, group, keep, scale, cap,
         base, first, left,
     ):  # fmt: skip
-        queries = cuda.shared.array(queries_floats, float32, alignment=ALIGNED)  # [2][c][u][rows][4 columns]
+        queries = cuda.shared.array(
+            queries_floats, float32, alignment=ALIGNED
+        )  # [width][c][later]: `place_of`
         exchange = cuda.shared.array(all_exchange, float32, alignment=ALIGNED)
-        weights = cuda.shared.array(all_weights, float32, alignment=ALIGNED)  # [warp][b][u][rows][4 tokens]
-        bias = cuda.shared.array(4, float32)
+        weights = cuda.shared.array(all_weights, float32, alignment=ALIGNED)  # [warp][b][later]: `place_of`
+        terms = cuda.shared.array(
+            sums_floats, float32
+        )  # of q: its product with the mean of the keys, its sum
         pool_at = cuda.shared.array(MAX_RUNGS, int64)
         raised = cuda.shared.array(WARPS, int32)  # the last page at which maxima rose
         sees = cuda.shared.array(WARPS, int32)  # the last page with a token that a row sees
@@ -117,6 +125,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
         warp, lane = thread >> 5, thread & 31
         g, u = lane >> 2, lane & 3
         own, own_weights = warp * exchange_floats, warp * weights_floats
+        mine = own + lane * score_stride  # [8 tokens][rows]
         row_block = int64(uint32(cuda.blockIdx.x) // uint32(shares))
         share = cuda.blockIdx.x - row_block * shares
         head_kv, batch = cuda.blockIdx.y, cuda.blockIdx.z
@@ -129,7 +138,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
             head = head_kv * group + int64(at) - position * group
             source = batch * q_batch + position * q_position + head * q_head
             bring_row(
-                q, source, k_mean, int64(pair) * head_dim, scale, row, lane, queries, exchange, own, bias
+                q, source, k_mean, int64(pair) * head_dim, scale, row, lane, queries, exchange, own, terms
             )
             if window and lane == 0:
                 lowest[row] = int64(first[batch]) + int64(position) - left
@@ -141,30 +150,32 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
             raised[warp] = sees[warp] = -1
             sequence = int64(pair) * ((query_rows + rows - 1) // rows) + row_block
             result_at[warp] = (sequence * parts + part) * rounds * rows
-        cuda.syncthreads()  # all query rows, biases and addresses are there
+        cuda.syncthreads()  # all query rows, their terms and addresses are there
 
-        pages = num_pages[pair]
-        first_entry = int64(pair) * entries
+        first_entry = int32(pair * entries)
+        end = int32(first_entry + num_pages[pair])
         sums = cuda.local.array(sums_floats, float32)  # whole scores of two tokens
         out = cuda.local.array(out_floats, float32)
         peak = cuda.local.array(rows, float32)
         total_weight = cuda.local.array(rows, float32)
+        x_sum = cuda.local.array(rows, float32)
         for values_are_raw in range(first_round, end_round):
             for i in range(out_floats):
                 out[i] = float32(0)
             for row in range(rows):
                 peak[row] = LOWEST
-                total_weight[row] = float32(0)
-            page = part - parts
-            while page + parts < pages:
-                page = int32(page + parts)
-                entry = first_entry + page
+                total_weight[row] = x_sum[row] = float32(0)
+            entry = int32(first_entry + part - parts)
+            while entry + parts < end:
+                entry = int32(entry + parts)
                 width_k, width_v, k_at, v_at, steps_at = find_page(
                     pool_at, bits_k, bits_v, unit, int64(rung[entry]), int64(index[entry])
                 )
                 if both_rounds and (width_v == 0) != (values_are_raw == 1):
                     continue
                 tokens_here = int32(count[entry])
+                next_entry = min(entry + parts, end - 1)
+                next_rung, next_index = int64(rung[next_entry]), int64(index[next_entry])
 
                 # Lane l will take slots 2 l and 2 l + 1. Their steps are asked for now; raw tiles have none.
                 v_steps_at = steps_at + (16 if width_k else 0)
@@ -176,57 +187,71 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
                     for t in range(2):
                         position = position_of(base[entry], pair_of_positions, t)
                         if 2 * lane + t < tokens_here and position >= lowest[0]:
-                            sees[warp] = page
+                            sees[warp] = entry
                     cuda.syncwarp()  # whether the page has a token that a row sees is known
-                    seen = sees[warp] == page
+                    seen = sees[warp] == entry
 
                 # Scores: every lane its columns of its 8 tokens.
-                mine = own + lane * score_stride
                 if not seen:
                     pass
                 elif width_k == 2:
-                    scores_2(memory, k_at + lane, lane, queries, 0, exchange, mine)
+                    scores_2(memory, k_at + lane, lane, queries, exchange, mine)
                 elif width_k == 3:
-                    scores_3(memory, k_at + lane, lane, queries, 0, exchange, mine)
+                    scores_3(memory, k_at + lane, lane, queries, exchange, mine)
                 elif width_k == 4:
-                    scores_4(memory, k_at + lane, lane, queries, 0, exchange, mine)
+                    scores_4(memory, k_at + lane, lane, queries, exchange, mine)
                 elif width_k == 8:
-                    scores_8(memory, k_at + lane, lane, queries, 0, exchange, mine)
+                    scores_8(memory, k_at + lane, lane, queries, exchange, mine)
                 else:
-                    scores_16(memory, k_at + lane, lane, queries, rows * head_dim, exchange, mine)
+                    scores_16(memory, k_at + lane, lane, queries, exchange, mine)
                 cuda.syncwarp()  # all columns of all tokens are in shared memory
+
+                # The next page is asked for while this one is computed with; the last one, once more itself.
+                if not window:
+                    next_k, next_v, next_at, _, next_steps = find_page(
+                        pool_at, bits_k, bits_v, unit, next_rung, next_index
+                    )
+                    if next_k and next_v:  # raw pages of all warps would not fit the second-level cache
+                        for i in range(lane, (next_steps + 32 - next_at) // LINE, 32):
+                            ask_for(memory, next_at + LINE * i)
 
                 start = uint32(own + 4 * g * score_stride + 2 * u * rows)
                 coded = coded_k and width_k != 0
                 for t in range(2):
                     slot = 2 * lane + t
                     position = position_of(base[entry], pair_of_positions, t) if window else 0
-                    factor = float32(1)
-                    if coded:
-                        factor = step_of(k_step, slot) * IN_UNITS
+                    step = step_of(k_step, slot)
+                    factor = step * power_of_two(SUNK - width_k * t)
+                    level = float32(0) if exact else step * largest_code(width_k)
                     unused = slot >= tokens_here
                     if whole_scores(
-                        exchange, start, t, factor, bias, coded, cap, unused, position, lowest, peak, sums
-                    ):
-                        raised[warp] = page
+                        exchange, start, t, factor, level, terms, coded, cap, unused, position, lowest,
+                        peak, sums
+                    ):  # fmt: skip
+                        raised[warp] = entry
                     if kept:
                         for row in range(rows):
                             kept_row = first_row + row - (query_rows - keep)
                             if kept_row >= 0 and first_row + row < query_rows:
-                                scores[(entry * keep + kept_row) * 64 + slot] = sums[t * rows + row]
+                                scores[(int64(entry) * keep + kept_row) * 64 + slot] = sums[t * rows + row]
                 cuda.syncwarp()  # whether a maximum rises is known, and the columns are read
-                if raised[warp] == page:
-                    raise_peaks(exchange, own, mine, sums, peak, total_weight, out)
+                if raised[warp] == entry:
+                    raise_peaks(exchange, own, mine, sums, peak, total_weight, x_sum, out)
 
-                # Probabilities relative to the running maximum, times the steps of V.
+                # Probabilities relative to the running maximum, times the steps of V. In V's tile of block u
+                # a token is column g + 8 t.
                 for t in range(2):
-                    slot = 2 * lane + t
-                    factor = float32(1)
+                    factor, level = float32(1), float32(0)
                     if width_v:
-                        factor = step_of(v_step, slot) * IN_UNITS
-                    # In V's tile of block u this token is column g, in registers 2 and 3 if t is 1.
-                    to = own_weights + (4 * u + g // 2) * rows * 4 + 2 * t + g % 2
-                    write_weights(sums, t, peak, total_weight, factor, slot >= tokens_here, weights, to)
+                        step = step_of(v_step, 2 * lane + t)
+                        if g & 1:
+                            step = -step
+                        factor = step * factor_of(width_v, g + 8 * t, exact)
+                        level = float32(0) if exact else step * largest_code(width_v)
+                    if 2 * lane + t >= tokens_here:
+                        factor = level = float32(0)  # the step of an unused slot may be NaN
+                    to = own_weights + (2 * u + t) * 8 * rows + place_of(g, 0, rows)
+                    write_weights(sums, t, peak, total_weight, factor, level, x_sum, weights, to)
                 cuda.syncwarp()  # all probabilities are there, and the largest scores are read
 
                 if not seen:
@@ -243,7 +268,8 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
                     values_16(memory, v_at + lane, lane, weights, own_weights, tokens_here, out)
 
             result = result_at[warp] + (values_are_raw - first_round) * rows
-            write_result(exchange, own, lane, out, total_weight, peak, partial, result)
+            factor = float32(1) if values_are_raw else power_of_two(SUNK)
+            write_result(exchange, own, lane, out, total_weight, x_sum, factor, peak, partial, result)
 
     pointer, whole = types.CPointer, types.int32
     element = pointer(types.uint32 if dtype == "float32" else types.uint16)

@@ -9,7 +9,8 @@ import math
 import numpy as np
 from numba import cuda
 
-from .cuda_page import device, from_float16, widened
+from .cuda_packed_products import FLAGS, place_of
+from .cuda_page import device, factor_of, from_float16, is_exact, widened
 
 uint32, int64, float32 = np.uint32, np.int64, np.float32
 
@@ -46,40 +47,52 @@ def make_hadamard(head_dim, threads):
     return hadamard
 
 
-def make_queries(head_dim, dtype, rows):
-    """Make the device function that brings the query rows to shared memory: rotated, and raw behind them.
+def make_queries(head_dim, dtype, rows, widths):
+    """Make the device function that brings the query rows to shared memory, once for each of the `widths`.
 
-    A warp takes a row at a time. Rows are scaled, in the order in which lanes want them; bias[row] becomes
-    the product with the mean of the keys.
+    A warp takes a row at a time. Rows are scaled, in the order in which lanes want them; for coded widths
+    they are rotated, and each x is what `factor_of` wants. In terms[2][rows] come the product with the mean
+    of the keys, and the sum of x.
     """
     widen, hadamard, each = widened(dtype), make_hadamard(head_dim, 32), -(-head_dim // 32)
     norm = float32(1 / math.sqrt(head_dim & -head_dim))
+    occurring = [bits % 16 for bits, flag in FLAGS.items() if widths & flag]
+    copies, raw, row_floats, exact = len(occurring), widths & 16 != 0, rows * head_dim, is_exact(dtype)
+    all_bits = sum(bits << 4 * i for i, bits in enumerate(occurring))
 
     @device
-    def bring_row(q, source, k_mean, mean_at, scale, row, lane, queries, exchange, own, bias):
-        mean_sum = float32(0)
+    def bring_row(q, source, k_mean, mean_at, scale, row, lane, queries, exchange, own, terms):
+        mean_sum, x_sum = float32(0), float32(0)
         for i in range(each):
             channel = lane + 32 * i
             if channel < head_dim:
                 x = widen(q[source + channel])
                 exchange[own + channel] = x
                 mean_sum += x * from_float16(k_mean[mean_at + channel])
-                queries[query_place(channel, row, rows) + rows * head_dim] = x * scale
+                if raw:
+                    queries[query_place(channel, row, rows) + (copies - 1) * row_floats] = x * scale
         cuda.syncwarp()  # the row is in shared memory
         hadamard(exchange, own, lane)
         for i in range(each):
             channel = lane + 32 * i
             if channel < head_dim:
-                rotated = exchange[own + channel] * norm
-                queries[query_place(channel, row, rows)] = rotated * scale
+                x = exchange[own + channel] * norm
+                if channel & 1:
+                    x = -x
+                x_sum += x
+                for copy in range(copies):
+                    bits = (all_bits >> (4 * copy)) & 15
+                    if bits:
+                        place = query_place(channel, row, rows) + copy * row_floats
+                        queries[place] = x * scale * factor_of(bits, channel % 16, exact)
         cuda.syncwarp()  # the rotated row is read
-        exchange[own + lane] = mean_sum
-        cuda.syncwarp()  # its 32 parts of the product with the mean are there
-        if lane == 0:
+        exchange[own + lane], exchange[own + 32 + lane] = mean_sum, x_sum
+        cuda.syncwarp()  # the 32 parts of both sums are there
+        if lane < 2:
             total = float32(0)
             for i in range(32):
-                total += exchange[own + i]
-            bias[row] = total * scale
+                total += exchange[own + 32 * lane + i]
+            terms[lane * rows + row] = total * scale
         cuda.syncwarp()  # the parts are read before the next row comes
 
     return bring_row
@@ -88,20 +101,22 @@ def make_queries(head_dim, dtype, rows):
 def make_whole_scores(rows, score_stride, softcap, window):
     """Make the device function that adds up the columns of two slots and turns the sums into scores.
 
-    A row sees positions from lowest[row] on. The result says whether a score exceeds the running maximum of
+    Those of coded keys are multiplied by `factor`, the sums of x by `level`. A row sees positions from
+    lowest[row] on. The result says whether a score exceeds the running maximum of
     its row by more than `HEADROOM`.
     """
 
     @device
-    def whole_scores(exchange, start, t, factor, bias, coded, cap, unused, position, lowest, peak, sums):
+    def whole_scores(
+        exchange, start, t, factor, level, terms, coded, cap, unused, position, lowest, peak, sums
+    ):
         rises = False
         for row in range(rows):
             s = float32(0)
             for i in range(4):
                 s += exchange[start + uint32(i * score_stride + t * rows + row)]
-            s *= factor
             if coded:
-                s += bias[row]
+                s = s * factor + (terms[row] - level * terms[rows + row])
             if softcap:
                 s = cap * float32(math.tanh(s / cap))
             if unused or (window and position < lowest[row]):
@@ -117,23 +132,22 @@ def make_raise(rows, score_stride, out_floats):
     """Make the device function that lets running maxima follow the scores, and shrinks what is added up."""
 
     @device
-    def raise_peaks(exchange, own, mine, sums, peak, total_weight, out):
+    def raise_peaks(exchange, own, mine, sums, peak, total_weight, x_sum, out):
         before = cuda.local.array(rows, float32)
         shrink = cuda.local.array(rows, float32)
         for row in range(rows):
-            largest = peak[row]
+            before[row] = largest = peak[row]
             for t in range(2):
                 largest = max_number(largest, sums[t * rows + row])
             exchange[uint32(mine + row)] = largest
         cuda.syncwarp()  # the largest scores of all lanes are in shared memory
-        for row in range(rows):
-            before[row] = peak[row]
         for i in range(32):
             for row in range(rows):
                 peak[row] = max_number(peak[row], exchange[uint32(own + i * score_stride + row)])
         for row in range(rows):
             shrink[row] = math.exp(before[row] - peak[row])
             total_weight[row] *= shrink[row]
+            x_sum[row] *= shrink[row]
         for i in range(out_floats):
             out[i] *= shrink[i % rows]
 
@@ -141,47 +155,53 @@ def make_raise(rows, score_stride, out_floats):
 
 
 def make_weights(rows):
-    """Make the device function that turns scores of a slot into probabilities, times the step of V."""
+    """Make the device function that turns scores of a slot into probabilities, and these into x of V."""
 
     @device
-    def write_weights(sums, t, peak, total_weight, factor, unused, weights, to):
+    def write_weights(sums, t, peak, total_weight, factor, level, x_sum, weights, to):
         for row in range(rows):
             p = float32(math.exp(sums[t * rows + row] - peak[row]))
             total_weight[row] += p
-            p *= factor
-            if unused:
-                p = float32(0)  # the step of an unused slot may be NaN
-            weights[uint32(to + 4 * row)] = p
+            x_sum[row] += p * level
+            weights[uint32(to) + uint32(place_of(0, row, rows))] = p * factor
 
     return write_weights
 
 
 def make_result(head_dim, rows, out_stride):
-    """Make the device function that writes the result of a part: sums over lanes, through shared memory."""
+    """Make the device function that writes the result of a part: sums over lanes, through shared memory.
+
+    A channel's is multiplied by `factor`, after which the sum of x is taken off.
+    """
     out_floats, part_floats = head_dim // 8 * rows, head_dim + 2
 
     @device
-    def write_result(exchange, own, lane, out, total_weight, peak, partial, result):
+    def write_result(exchange, own, lane, out, total_weight, x_sum, factor, peak, partial, result):
         for i in range(out_floats):
             exchange[uint32(own + lane * out_stride + i)] = out[i]
         for row in range(rows):
-            exchange[uint32(own + lane * out_stride + out_floats + row)] = total_weight[row]
+            at = own + lane * out_stride + out_floats + row
+            exchange[uint32(at)], exchange[uint32(at + rows)] = total_weight[row], x_sum[row]
         cuda.syncwarp()  # the sums of all lanes are in shared memory
+        total = float32(0)
+        if lane < 2 * rows:
+            for i in range(32):
+                total += exchange[own + i * out_stride + out_floats + lane]
+        if lane < rows:
+            partial[(result + lane) * part_floats + head_dim + 1] = total
+        cuda.syncwarp()  # they are read before totals take the place of those of lane 0
+        if lane < 2 * rows:
+            exchange[own + out_floats + lane] = total
+        cuda.syncwarp()  # the totals are in shared memory
         for row in range(rows):
             to = (result + row) * part_floats
+            partial[to + head_dim] = peak[row]
             for channel in range(lane, head_dim, 32):
                 x = float32(0)
                 for i in range(4):
                     at = own + (4 * (channel % 8) + i) * out_stride
                     x += exchange[uint32(at + (channel // 16 * 2 + channel % 16 // 8) * rows + row)]
-                partial[to + channel] = x
-        if lane < rows:
-            total = float32(0)
-            for i in range(32):
-                total += exchange[own + i * out_stride + out_floats + lane]
-            partial[(result + lane) * part_floats + head_dim + 1] = total
-        for row in range(rows):
-            partial[(result + row) * part_floats + head_dim] = peak[row]
+                partial[to + channel] = x * factor - exchange[own + out_floats + rows + row]
         cuda.syncwarp()  # the sums are read before the next round exchanges anything
 
     return write_result
@@ -217,10 +237,8 @@ def position_of(base, pair, t):
 
 @device
 def query_place(channel, row, rows):
-    """Return where an element of q is: [block of channels][u][rows][columns 2 u, 2 u + 1, and 8 later]."""
-    column = channel % 16
-    u, i = column % 8 // 2, column // 8 * 2 + column % 2
-    return ((channel // 16 * 4 + u) * rows + row) * 4 + i
+    """Return where an element of q is: [channel // 8][place of the column and row]."""
+    return channel // 8 * 8 * rows + place_of(channel % 8, row, rows)
 
 
 @device

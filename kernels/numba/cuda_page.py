@@ -17,9 +17,14 @@ both halves of a word, which begin at bits 0 and 16, is at
     8 bits    1 tile, 2 words     bit 8 (p % 2) of word p // 2
     width 16  1 tile, 4 words     word p (float32: 8 words, word 2 p + half)
 
-A code c stands for (2 c + 1 - 2**bits) * step. Masked out of its word, c is read as a float32: a denormal
-number, c * 2**(bit - 149), with which a GPU computes as fast as with any other. One multiply-add makes it the
-odd integer of the grid, exactly, in units of `UNIT`; so a code takes two instructions.
+A code c stands for n = 2 c - m, m being 2**bits - 1, times a step. Masked out of its word where it is, c is
+read as a float32: a denormal number, c * 2**(bit - 149), with which a GPU computes as fast as with any other.
+So a code takes one instruction; all else is done to the factors x of the columns, of which there are fewer:
+
+    sum of x n = 2 (sum of x c) - m (sum of x)
+
+Codes of odd columns are complemented, which makes n negative, and their x are, too: so the sum of x is small,
+and both sums are as exact as the difference has to be.
 """
 
 import os
@@ -32,6 +37,29 @@ SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") != "0"
 
 uint16, uint32, float16, float32 = np.uint16, np.uint32, np.float16, np.float32
 
+if SIMULATED:
+
+    def ask_for(pointer, index):
+        """Do nothing: a simulated memory has no caches."""
+
+else:
+    from llvmlite import ir
+    from numba import types
+    from numba.cuda.extending import intrinsic
+
+    @intrinsic
+    def ask_for(context, pointer, index):
+        """Bring what pointer[index] is part of to the second-level cache, without waiting for it."""
+
+        def generate(context, builder, signature, arguments):
+            address = builder.gep(arguments[0], [arguments[1]])
+            kind = ir.FunctionType(ir.VoidType(), [address.type])
+            builder.call(ir.InlineAsm(kind, "prefetch.global.L2 [$0];", "l", side_effect=True), [address])
+            return context.get_dummy_value()
+
+        return types.void(pointer, index), generate
+
+
 device = cuda.jit(device=True) if SIMULATED else cuda.jit(device=True, forceinline=True)
 """Decorator of device functions. Once they are inlined, loops of constant length unroll and local arrays with
 constant indices become registers."""
@@ -39,8 +67,14 @@ constant indices become registers."""
 ALIGNED = None if SIMULATED else 16
 """Alignment of shared arrays that are read 16 bytes at a time."""
 
-UNIT = 2.0**-23
-"""The unit in which coded elements are odd integers; the factor to it from 2**-149 is a float32."""
+LIFT = 60
+"""Exponent by which x are raised, so that their products with denormal numbers are none."""
+
+SUNK = 149 - LIFT
+"""Exponent by which sums of such products are raised in the end."""
+
+EXACT_LIFT = 100
+"""How much of both is done to the codes where these are made exact."""
 
 BIAS = float32(2.0**112)
 """Between the exponents of float16 and float32."""
@@ -70,24 +104,24 @@ def tile_words(bits, dtype):
 def load_tile_of(bits, dtype):
     """Make the device function that puts what a lane has of a tile into words[to], ...
 
-    `at` is the lane's first word of the tiles that share words, `inside` which of them it is. They are moved,
-    so that the pair of register r has the same place in all of them.
+    `at` is the lane's first word of the tiles that share words, `inside` which of them it is, `last` whether
+    it is the last of four. They are moved, so that the pair of register r has the same place in all of them.
     """
     each = tile_words(bits, dtype)
 
     @device
-    def load_tile(memory, at, inside, words, to):
+    def load_tile(memory, at, inside, last, words, to):
         for i in range(each):
             words[to + i] = memory[at + 32 * i]
 
     @device
-    def load_one_of_two(memory, at, inside, words, to):
+    def load_one_of_two(memory, at, inside, last, words, to):
         words[to] = memory[at] >> uint32(8 * inside)
 
     @device
-    def load_one_of_four(memory, at, inside, words, to):
+    def load_one_of_four(memory, at, inside, last, words, to):
         """Tile i begins with the last i pairs of word i - 1; the rest are the first of word i."""
-        if inside < 3:
+        if not last:
             rest = memory[at + 32 * inside]
         else:
             rest = memory[at] & HALVES
@@ -101,20 +135,45 @@ def load_tile_of(bits, dtype):
     return {2: load_one_of_two, 3: load_one_of_four}.get(bits, load_tile)
 
 
-def element_of(bits, dtype):
-    """Make the device function that takes an element from the words of a tile; a coded one in `UNIT`s."""
+def element_of(bits, dtype, move):
+    """Make the device function that takes an element from the words of a tile.
+
+    A code comes as a denormal number, complemented in odd columns; in `is_exact` caches as n / 2, normal.
+    Those of odd registers, which are other rows, weigh 2**bits times as much, unless `move` is 1.
+    """
     if bits == 16:
         return raw_element(dtype)
-    mask, middle = 2**bits - 1, float32((2**bits - 1) * UNIT)
-    first_bit, pairs = int(bits == 3), min(4, 16 // bits)
+    mask, first_bit, pairs, exact = 2**bits - 1, int(bits == 3), min(4, 16 // bits), is_exact(dtype)
+    middle = float32(mask * 2.0 ** (EXACT_LIFT - 150))
 
     @device
     def element(words, at, register, half):
-        bit = first_bit + bits * (register % pairs)
-        code = (words[at + register // pairs] >> uint32(16 * half)) & uint32(mask << bit)
-        return uint32(code).view(float32) * power_of_two(127 - bit) - middle
+        moved = register & move
+        word = words[at + register // pairs] >> uint32(16 * half + bits * moved)
+        if half:
+            word = ~word
+        bit = first_bit + bits * (register % pairs - moved)
+        code = uint32(word & uint32(mask << bit)).view(float32)
+        if exact:
+            return code * power_of_two(EXACT_LIFT) - middle * power_of_two(bit)
+        return code
 
     return element
+
+
+def is_exact(dtype):
+    """Return whether codes are made n / 2 by a second instruction, so that the sum of x is not needed.
+
+    That sum costs the last bit of a float32, which counts only if the cache is of that dtype.
+    """
+    return dtype == "float32"
+
+
+@device
+def factor_of(bits, column, exact):
+    """Return what x of a column is multiplied by: undoes what bit its codes are at, and takes them twice."""
+    first_bit, later = 1 if bits == 3 else 0, 2 * bits if column >= 8 and bits < 8 else 0
+    return power_of_two(LIFT + 1 - first_bit - later - (EXACT_LIFT if exact else 0))
 
 
 def raw_element(dtype):
@@ -134,6 +193,12 @@ def raw_element(dtype):
         return widen(words[at + register] >> uint32(16 * half))
 
     return half_element
+
+
+@device
+def largest_code(bits):
+    """Return 2**bits - 1 as a float32."""
+    return float32((1 << bits) - 1)
 
 
 @device
