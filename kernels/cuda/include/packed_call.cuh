@@ -21,7 +21,7 @@ struct Call {
     float* lse;            // [batch, heads_q, seqlen_q]
     float* partial;        // [grid + sequences, 8, ROW_FLOATS]: sum of p v, maximum, sum of p
     u32* arrivals;         // [sequences], zero between calls
-    void* scores;          // [pairs, entries, kept, 64] of float16 or float32
+    void* scores;          // [pairs, entries]: see packed_kept.cuh
     long long q_batch, q_position, q_head;    // strides of q in elements
     int pairs, heads_kv, entries, num_rungs;  // pair = (batch row, KV head)
     int rows, group, kept;  // rows = seqlen_q * group; the last `kept` of them have their scores kept
