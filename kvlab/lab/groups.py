@@ -7,6 +7,7 @@ there are, the smaller are the groups: a group is the least that one of them doe
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -55,15 +56,23 @@ def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int 
         for pool in pools.values()
         for first in range(0, len(pool), MOST_TOGETHER)
     ]
-    while len(groups) < least and len(large := max(groups, key=_splittable, default=[])) > 1:
-        groups.remove(large)
-        groups += [large[: len(large) // 2], large[len(large) // 2 :]]
-    groups.sort(key=seconds, reverse=True)
+
+    def place(group: list[AblationCase]) -> tuple[float, int]:
+        return -seconds(group), readings[group[0]][0]
+
+    heap = [(place(group), group) for group in groups if len(group) > 1]
+    groups = [group for group in groups if len(group) == 1]
+    heapq.heapify(heap)
+    while heap and len(heap) + len(groups) < least:
+        _, large = heapq.heappop(heap)
+        for half in (large[: len(large) // 2], large[len(large) // 2 :]):
+            if len(half) == 1:
+                groups.append(half)
+            else:
+                heapq.heappush(heap, (place(half), half))
+    groups += [group for _, group in heap]
+    groups.sort(key=place)
     return [[number for case in group for number in readings[case]] for group in groups]
-
-
-def _splittable(group: Sequence[AblationCase]) -> float:
-    return seconds(group) if len(group) > 1 else 0.0
 
 
 def seconds(group: Sequence[AblationCase]) -> float:
