@@ -18,7 +18,7 @@ __all__ = ["NEEDLES", "in_groups", "seconds"]
 MOST_TOGETHER = 6
 """Caches that are read together; each takes its memory."""
 READ_TOKENS_PER_S, SYNTHETIC_ELEMENTS_PER_S = 150, 3e6
-GPU_CHUNK_S, GPU_DENSE_CHUNK_S, GPU_ELEMENTS_PER_S = 0.05, 0.02, 1.5e7
+GPU_CHUNK_S, GPU_DENSE_CHUNK_S, GPU_ELEMENTS_PER_S = 0.037, 0.018, 1.5e7
 NEEDLES, _CHUNK = 4, 64
 
 
