@@ -1,13 +1,15 @@
 // Quantisation of groups across rows (one scale a column, "per channel"), and back, in one pass: affine and
 // symmetric codecs, x (outer, length, columns), groups of up to 128 along `length`, columns a multiple of 32.
 //
-// Quantisation. A chunk is 4 neighbouring columns of all rows of a group; chunks of all groups follow each
-// other. A warp takes 16 chunks: it copies them to shared memory, 16 bytes a lane, all rows at once, and from
-// then on is on its own. Two lanes have a chunk, one its even and one its odd rows: they read them for the
-// extremes, find the scales of two columns each, tell them each other, and read them again for the codes.
-// Codes of 2, 4 and 8 bits of a chunk and row are whole bytes, which the lane writes; others stand one a byte
-// in shared memory, where 32 of a row are packed by one lane. Memory: dynamic shared memory of 64 elements
-// and, for those codes, 68 bytes a row and warp; no barrier but those among the lanes of a warp.
+// Quantisation. A chunk is WIDTH neighbouring columns of all rows of a group, 4 or, of 3 bits, 8; chunks of
+// all groups follow each other. A warp takes 64 columns: it copies them to shared memory, 16 bytes a lane,
+// all rows at once, and from then on is on its own. WIDTH / 2 lanes have a chunk, each every so manieth row:
+// they read them for the extremes, find the scales of two columns each, tell them each other, and read them
+// again for the codes. Codes of 2, 4 and 8 bits of a chunk and row are whole bytes, which the lane writes; so
+// are those of 3 bits, which go through shared memory to lanes that write neighbouring words; others stand
+// one a byte there, where 32 of a row are packed by one lane. Memory: dynamic shared memory of 64 elements
+// and, of 3 bits 24, of those one a byte 68 bytes a row and warp; no barrier but those among the lanes of a
+// warp.
 //
 // Dequantisation. A chunk is the columns of 16 bytes of elements; a warp takes 8 rows of 32 chunks, one a
 // lane. Codes stand one a byte in shared memory, 2 or 1 KiB a warp, where one lane unpacks 32 of a row.
@@ -49,12 +51,13 @@ __device__ __forceinline__ Chunk chunk_at(const Shape& shape, i64 index) {
 // ---- Quantisation
 
 constexpr int QUANTIZE_WARPS = 2;
-constexpr int CHUNKS = 16, WIDTH = 4;  // of a warp; columns of a chunk
-constexpr int PIECE_CHUNKS = PER_LOAD / WIDTH,
-              PIECES = CHUNKS / PIECE_CHUNKS;  // of the 16 bytes of a copy; of a row
+constexpr int WIDTH = CODE_BITS == 3 ? 8 : 4;            // columns of a chunk
+constexpr int CHUNKS = 64 / WIDTH, PARTS = 32 / CHUNKS;  // chunks of a warp; lanes of a chunk
+constexpr int PIECES = 64 / PER_LOAD;                    // of the 16 bytes of a copy, of a row
 constexpr int CHUNK_BYTES = WIDTH * ELEMENT_BYTES, ROW_BYTES = CHUNKS * CHUNK_BYTES;
 constexpr int WORDS = CHUNK_BYTES / 4;  // of the elements of a row of a chunk
-constexpr int CODE_PITCH = CHUNKS + 1;  // words of a row of codes, one a byte
+constexpr int CODE_PITCH =
+    CODE_BITS == 3 ? 6 : CHUNKS + 1;  // words of a row of codes: of 3 bits, or one a byte
 constexpr bool WHOLE_BYTES = CODE_BITS == 2 || CODE_BITS == 4 || CODE_BITS == 8;
 
 constexpr u32 INFINITY_BITS = DTYPE == FLOAT16 ? 0x7c007c00u : DTYPE == BFLOAT16 ? 0x7f807f80u : 0x7f800000u;
@@ -73,10 +76,12 @@ __device__ __forceinline__ u32 higher_bits(u32 a, u32 b) {
 // Copies all rows of 16 chunks to shared memory and waits for them.
 __device__ __forceinline__ void take_chunks(const void* x, const Shape& shape, i64 first, u8* tile,
                                             int lane) {
-    const Chunk piece = chunk_at<WIDTH>(shape, first + lane % PIECES * PIECE_CHUNKS);
+    const int column = lane % PIECES * PER_LOAD;
+    const Chunk piece = chunk_at<WIDTH>(shape, first + column / WIDTH);
     const i64 row_bytes = shape.columns * ELEMENT_BYTES;
     const int start = lane / PIECES;
-    const u8* from = (const u8*)x + (piece.row + start) * row_bytes + piece.column * ELEMENT_BYTES;
+    const u8* from =
+        (const u8*)x + (piece.row + start) * row_bytes + (piece.column + column % WIDTH) * ELEMENT_BYTES;
     u8* to = tile + 16 * lane;
 #pragma unroll 4
     for (int row = start; row < (int)piece.rows; row += 32 / PIECES) {
@@ -97,7 +102,7 @@ __device__ __forceinline__ Extremes extremes_of(const u8* chunk, int rows, int s
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) r.low[i] = INFINITY_BITS, r.high[i] = INFINITY_BITS | SIGN_BITS;
 #pragma unroll 8
-    for (int row = start; row < rows; row += 2) {
+    for (int row = start; row < rows; row += PARTS) {
         u32 words[WORDS];
         copy_words<WORDS>((const u32*)(chunk + row * ROW_BYTES), words);
 #pragma unroll
@@ -106,8 +111,11 @@ __device__ __forceinline__ Extremes extremes_of(const u8* chunk, int rows, int s
     }
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
-        r.low[i] = lower_bits(r.low[i], __shfl_xor_sync(ALL_LANES, r.low[i], 16));
-        r.high[i] = higher_bits(r.high[i], __shfl_xor_sync(ALL_LANES, r.high[i], 16));
+#pragma unroll
+        for (int mask = 16; mask >= CHUNKS; mask /= 2) {
+            r.low[i] = lower_bits(r.low[i], __shfl_xor_sync(ALL_LANES, r.low[i], mask));
+            r.high[i] = higher_bits(r.high[i], __shfl_xor_sync(ALL_LANES, r.high[i], mask));
+        }
     }
     return r;
 }
@@ -129,10 +137,9 @@ __device__ __forceinline__ Spacing of_lane(const Spacing& mine, int lane) {
             __shfl_sync(ALL_LANES, mine.inverse, lane)};
 }
 
-// Codes of a row of a chunk: packed, or one a byte.
-__device__ __forceinline__ u32 codes_of(const u32* words, const Spacing (&spacing)[WIDTH],
-                                        const u32 (&highest)[2]) {
-    constexpr int BITS = WHOLE_BYTES ? CODE_BITS : 8;
+// Codes of 4 columns of a row: packed, or one a byte.
+__device__ __forceinline__ u32 codes_of(const u32* words, const Spacing* spacing, const u32* highest) {
+    constexpr int BITS = WHOLE_BYTES || CODE_BITS == 3 ? CODE_BITS : 8;
     const u32 even = pair_of_codes(spaced_code(element_of(words, 0), spacing[0]),
                                    spaced_code(element_of(words, 2), spacing[2]), highest[0]);
     const u32 odd = pair_of_codes(spaced_code(element_of(words, 1), spacing[1]),
@@ -147,39 +154,38 @@ __device__ __forceinline__ void put_whole_bytes(u32 codes, u8* to) {
     if constexpr (CODE_BITS == 2) *to = (u8)codes;
 }
 
-// Packs the codes, one a byte, 32 of a row a lane, in place, and writes them, neighbouring words by
-// neighbouring lanes. The odd pitch of their rows keeps lanes in different banks.
-__device__ __forceinline__ void give_codes(u32* codes, const Shape& shape, i64 first, u8* packed, int lane) {
-    constexpr int QUAD = 8, STEP = 2 * CODE_BITS;  // words of 32 codes, one a byte; packed words of a row
-    const Chunk quad = chunk_at<WIDTH>(shape, first + lane % 2 * QUAD);
-    const int rows = (int)quad.rows;
+// Writes codes of 3 bits, which stand as in the stream, 24 bytes a row: a lane has every 32nd word, so every
+// third one is 16 rows further in the same place of a row.
+__device__ __forceinline__ void give_words(const u32* words, const Shape& shape, const Chunk& chunk,
+                                           u8* packed, int lane) {
+    const i64 pitch = shape.columns / 32 * 3;
+    const i64 at = (chunk.row * shape.columns + chunk.column) / 32 * 3;
+    __syncwarp();  // the codes of all lanes are there
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const int from = 32 * i + lane, start = from / CODE_PITCH, word = from % CODE_PITCH;
+        const int first = word / 3 * (CHUNKS / 2);  // the lane that has the first chunk of these 32 columns
+        const int rows = __shfl_sync(ALL_LANES, (int)chunk.rows, first);
+        u32* to = (u32*)packed + __shfl_sync(ALL_LANES, at, first) + start * pitch + word % 3;
+#pragma unroll 4
+        for (int k = 0; start + 16 * k < rows; ++k, to += 16 * pitch) *to = words[from + 16 * CODE_PITCH * k];
+    }
+}
+
+// Packs the codes, one a byte, 32 of a row a lane. The odd pitch of their rows keeps lanes in different
+// banks.
+__device__ __forceinline__ void give_codes(const u32* codes, const Shape& shape, i64 first, u8* packed,
+                                           int lane) {
+    const Chunk quad = chunk_at<WIDTH>(shape, first + lane % 2 * 8);
     __syncwarp();  // the codes of all lanes are there
 #pragma unroll 1
-    for (int row = lane / 2; row < rows; row += 16) {
-        u32 bytes[QUAD], words[CODE_BITS];
-        u32* own = codes + row * CODE_PITCH + lane % 2 * QUAD;
+    for (int row = lane / 2; row < (int)quad.rows; row += 16) {
+        u32 bytes[8], words[CODE_BITS];
 #pragma unroll
-        for (int k = 0; k < QUAD; ++k) bytes[k] = own[k];
+        for (int k = 0; k < 8; ++k) bytes[k] = codes[row * CODE_PITCH + lane % 2 * 8 + k];
         pack_32<CODE_BITS>(bytes, words);
-#pragma unroll
-        for (int k = 0; k < CODE_BITS; ++k) own[k] = words[k];
-    }
-    __syncwarp();  // the words of all lanes are there
-    // Where the words of the two quads go, of which one may have fewer rows than the other, or none.
-    const i64 at = (quad.row * shape.columns + quad.column) / 32 * CODE_BITS,
-              pitch = shape.columns / 32 * CODE_BITS;
-    const i64 starts[2] = {__shfl_sync(ALL_LANES, at, 0), __shfl_sync(ALL_LANES, at, 1)};
-    const int ends[2] = {__shfl_sync(ALL_LANES, rows, 0), __shfl_sync(ALL_LANES, rows, 1)};
-    int row = lane / STEP, word = lane % STEP;
-#pragma unroll 4
-    while (row < max(ends[0], ends[1])) {
-        const bool second = word >= CODE_BITS;
-        const int k = second ? word - CODE_BITS : word;
-        if (row < (second ? ends[1] : ends[0]))
-            ((u32*)packed)[(second ? starts[1] : starts[0]) + row * pitch + k] =
-                codes[row * CODE_PITCH + (second ? QUAD : 0) + k];
-        row += 32 / STEP, word += 32 % STEP;
-        if (word >= STEP) ++row, word -= STEP;
+        const i64 at = (quad.row + row) * shape.columns + quad.column;
+        copy_words<CODE_BITS>(words, (u32*)(packed + at / 8 * CODE_BITS));
     }
 }
 
@@ -187,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZE_WARPS)
     quantize_columns(const void* __restrict__ x, const Shape shape, u8* __restrict__ packed,
                      u16* __restrict__ scale, u16* __restrict__ offset, i32* bad) {
     extern __shared__ __align__(16) u8 dynamic[];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = lane / 16;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = lane / CHUNKS;
     const i64 first = ((i64)blockIdx.x * QUANTIZE_WARPS + warp) * CHUNKS;
     if (first >= shape.chunks) return;
     const int group = (int)shape.group;
@@ -197,43 +203,64 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZE_WARPS)
     const Chunk chunk = chunk_at<WIDTH>(shape, first + lane % CHUNKS);
     const int rows = (int)chunk.rows;
     u8* own = tile + lane % CHUNKS * CHUNK_BYTES;
-    const Extremes found = extremes_of(own, rows, half);
+    const Extremes found = extremes_of(own, rows, part);
     Spacing mine[2], spacing[WIDTH];
     u32 scale_words = 0, offset_words = 0;
     bool known = true;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const float low = half ? element_of(found.low, 2 + i) : element_of(found.low, i);
-        const float high = half ? element_of(found.high, 2 + i) : element_of(found.high, i);
+        float low = element_of(found.low, i), high = element_of(found.high, i);
+#pragma unroll
+        for (int k = 1; k < PARTS; ++k) {
+            if (part == k) low = element_of(found.low, 2 * k + i), high = element_of(found.high, 2 * k + i);
+        }
         const Scale of_column = scale_of(low, high);
         mine[i] = spacing_of(of_column.s, of_column.o, of_column.known);
         scale_words |= of_column.scale_word << 16 * i, offset_words |= of_column.offset_word << 16 * i;
         known = known && of_column.known;
     }
     if (rows) {
-        const i64 at = (first + lane % CHUNKS) * WIDTH + 2 * half;
+        const i64 at = (first + lane % CHUNKS) * WIDTH + 2 * part;
         *(u32*)(scale + at) = scale_words;
         if (CODEC == AFFINE) *(u32*)(offset + at) = offset_words;
         if (!known && bad) *bad = 1;
     }
 #pragma unroll
-    for (int k = 0; k < WIDTH; ++k) spacing[k] = of_lane(mine[k % 2], lane % 16 + k / 2 * 16);
-    const u32 highest[2] = {highest_codes(spacing[0], spacing[2], (u32)TOP),
-                            highest_codes(spacing[1], spacing[3], (u32)TOP)};
-    u8* to = packed + ((chunk.row + half) * shape.columns + chunk.column) * CODE_BITS / 8;
-#pragma unroll 4
-    for (int row = half; row < rows; row += 2) {
-        u32 words[WORDS];
-        copy_words<WORDS>((const u32*)(own + row * ROW_BYTES), words);
-        const u32 codes = codes_of(words, spacing, highest);
-        if constexpr (WHOLE_BYTES) {
-            put_whole_bytes(codes, to);
-            to += shape.columns * CODE_BITS / 4;
-        } else {
-            bytes[row * CODE_PITCH + lane % CHUNKS] = codes;
-        }
+    for (int k = 0; k < WIDTH; ++k) spacing[k] = of_lane(mine[k % 2], lane % CHUNKS + k / 2 * CHUNKS);
+    u32 highest[WIDTH / 2];
+#pragma unroll
+    for (int k = 0; k < WIDTH / 2; ++k) {
+        const int low = k / 2 * 4 + k % 2;
+        highest[k] = highest_codes(spacing[low], spacing[low + 2], (u32)TOP);
     }
-    if constexpr (!WHOLE_BYTES) give_codes(bytes, shape, first, packed, lane);
+    if constexpr (CODE_BITS == 3) {
+        u8* to = (u8*)bytes + lane % CHUNKS * 3;
+#pragma unroll 4
+        for (int row = part; row < rows; row += PARTS) {
+            u32 words[WORDS];
+            copy_words<WORDS>((const u32*)(own + row * ROW_BYTES), words);
+            const u32 codes = codes_of(words, spacing, highest) |
+                              codes_of(words + WORDS / 2, spacing + WIDTH / 2, highest + WIDTH / 4) << 12;
+            u8* at = to + row * (4 * CODE_PITCH);
+            at[0] = (u8)codes, at[1] = (u8)(codes >> 8), at[2] = (u8)(codes >> 16);
+        }
+        give_words(bytes, shape, chunk, packed, lane);
+    } else {
+        u8* to = packed + ((chunk.row + part) * shape.columns + chunk.column) * CODE_BITS / 8;
+#pragma unroll 4
+        for (int row = part; row < rows; row += PARTS) {
+            u32 words[WORDS];
+            copy_words<WORDS>((const u32*)(own + row * ROW_BYTES), words);
+            const u32 codes = codes_of(words, spacing, highest);
+            if constexpr (WHOLE_BYTES) {
+                put_whole_bytes(codes, to);
+                to += shape.columns * CODE_BITS / 4;
+            } else {
+                bytes[row * CODE_PITCH + lane % CHUNKS] = codes;
+            }
+        }
+        if constexpr (!WHOLE_BYTES) give_codes(bytes, shape, first, packed, lane);
+    }
 }
 
 // ---- Dequantisation

@@ -3,14 +3,13 @@
 //
 // Threads and data: a lane takes VALUES elements that follow each other; a warp 32 VALUES, its tile. Most
 // butterflies run in registers; across lanes go those of the last levels of groups of more than VALUES
-// elements. Blocks stay: their warps take tile after tile, and as soon as a tile is in registers the copy of
-// the next one begins. The elements of a tile pass through shared memory, where those of neighbouring lanes
-// lie an odd number of 16 bytes apart, and so do codes, in the order of place<4>. All code is written out for
-// VALUES elements: with 128 that of quantisation exceeds the instruction cache and takes a third longer than
-// with 64.
+// elements. A warp takes some tiles, and as soon as one is in registers the copy of the next one begins. The
+// elements of a tile pass through shared memory, where those of neighbouring lanes lie an odd number of 16
+// bytes apart, and so do codes, in the order of place<4>. All code is written out for VALUES elements: with
+// 128 that of quantisation exceeds the instruction cache and takes a third longer than with 64.
 //
-// Scale: codec_squares.cuh; where its answer is not sure, in one warp of twenty, squares are added as the
-// reference does.
+// Scale: codec_squares.cuh; where its answer is not sure, one group in a few hundred, the warp adds the
+// squares of that group as the reference does.
 //
 // Codes of 3 and 4 bits: signed values in units of the scale are cut into cells, one for each threshold;
 // thresholds times scale stand in shared memory, a column a lane, so that one look-up without bank conflicts
@@ -22,24 +21,26 @@
 // One barrier of the block: thresholds, cells or levels are there. Else only lanes of a warp wait for each
 // other.
 //
-// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODE_BITS; GROUP; VALUES, min(GROUP, 64), or 128 of a
-// GROUP of 128 to dequantize.
+// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODE_BITS; GROUP; VALUES, min(GROUP, 64).
 //
 // clang-format off
-// gate: DTYPE=0 CODE_BITS=4 GROUP=128 VALUES=64,128 registers<=168
-// gate: DTYPE=1 CODE_BITS=4 GROUP=128 VALUES=64,128 registers<=168 arch=sm_90a
-// gate: DTYPE=2 CODE_BITS=4 GROUP=128 VALUES=64 registers<=168 arch=sm_90a
-// gate: DTYPE=0 CODE_BITS=1,2,3,5,6,8 GROUP=128 VALUES=64,128 registers<=168 arch=sm_90a
-// gate: DTYPE=0 CODE_BITS=4 GROUP=32 VALUES=32 registers<=168 arch=sm_90a
-// gate: DTYPE=0 CODE_BITS=4 GROUP=1024 VALUES=64 registers<=168 arch=sm_90a
+// gate: DTYPE=0 CODE_BITS=4 GROUP=128 VALUES=64 registers<=128
+// gate: DTYPE=1 CODE_BITS=4 GROUP=128 VALUES=64 registers<=128 arch=sm_90a
+// gate: DTYPE=2 CODE_BITS=4 GROUP=128 VALUES=64 registers<=128 arch=sm_90a
+// gate: DTYPE=0 CODE_BITS=1,2,3,5,6,8 GROUP=128 VALUES=64 registers<=128 arch=sm_90a
+// gate: DTYPE=0 CODE_BITS=4 GROUP=32 VALUES=32 registers<=128 arch=sm_90a
+// gate: DTYPE=0 CODE_BITS=4 GROUP=1024 VALUES=64 registers<=128 arch=sm_90a
 // clang-format on
 #define CODEC 2
 #include "codec_squares.cuh"
 #include "codec_tiles.cuh"
 
-constexpr int BLOCKS = DTYPE == FLOAT16 ? 10 : DTYPE == BFLOAT16 ? 6 : 8;  // of quantisation, resident
-#ifndef DEQUANTIZE_BLOCKS
-#define DEQUANTIZE_BLOCKS (DTYPE == FLOAT32 ? 8 : 10)
+// Resident blocks: 10 where that does not spill registers.
+constexpr int QUANTIZE_BLOCKS = DTYPE == FLOAT16 && GROUP <= 128 ? 10 : 8;
+#if __CUDA_ARCH__ == 900
+constexpr int DEQUANTIZE_BLOCKS = DTYPE == FLOAT32 ? 8 : 10;
+#else
+constexpr int DEQUANTIZE_BLOCKS = 8;
 #endif
 constexpr int LANES = GROUP / VALUES;  // of a group
 constexpr int HALF = 1 << (CODE_BITS - 1);
@@ -124,33 +125,43 @@ __device__ __forceinline__ void rotate_in_order(float (&v)[VALUES], int lane) {
 
 // ---- Scales
 
-// The sum of squares of elements times `down` whose numbers are FIRST modulo EACH, as the reference adds: the
-// second half to the first until one is left.
+// Element 32 j + lane of the group whose first element stands in row `row` of the elements.
+__device__ __forceinline__ float element_of(const u8* elements, int row, int j, int lane) {
+    const int at = 32 * j + lane;
+    return element(elements + (row + at / VALUES) * PITCH, at % VALUES);
+}
+
+// The sum of squares of elements j of a lane times `down`, as the reference adds: the second half to the
+// first until one is left. Of j those count that are FIRST modulo EACH.
 template <int FIRST, int EACH>
-__device__ __forceinline__ float squares(const float (&v)[VALUES], float down) {
-    if constexpr (EACH == VALUES) {
-        const float x = __fmul_rn(v[FIRST], down);
-        return of_group(__fmul_rn(x, x), sum);
+__device__ __forceinline__ float squares(const u8* elements, int row, int lane, float down) {
+    if constexpr (EACH == GROUP / 32) {
+        const float x = __fmul_rn(element_of(elements, row, FIRST, lane), down);
+        return __fmul_rn(x, x);
     } else {
-        return __fadd_rn(squares<FIRST, 2 * EACH>(v, down), squares<FIRST + EACH, 2 * EACH>(v, down));
+        return __fadd_rn(squares<FIRST, 2 * EACH>(elements, row, lane, down),
+                         squares<FIRST + EACH, 2 * EACH>(elements, row, lane, down));
     }
 }
 
-__device__ __forceinline__ Scale scale_of_root(float root, float high) {
-    return find_scale(root, high, 0.f, 0.f);
-}
-
-__device__ __forceinline__ Scale measured_exactly(const float (&v)[VALUES]) {
+// The scale of such a group in the order of the reference, by all lanes.
+__device__ __forceinline__ Scale exact_scale(const u8* elements, int row, int lane) {
     float high = 0.f, up, down;
+#pragma unroll 1
+    for (int j = 0; j < GROUP / 32; ++j) high = higher(high, fabsf(element_of(elements, row, j, lane)));
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) high = higher(high, fabsf(v[i]));
-    high = of_group(high, higher);
+    for (int mask = 16; mask; mask /= 2) high = higher(high, __shfl_xor_sync(ALL_LANES, high, mask));
     powers_near(high, up, down);
-    const float mean = __fmul_rn(squares<0, 1>(v, down), 1.f / GROUP);  // GROUP is a power of two
-    return scale_of_root(__fmul_rn(__fsqrt_rn(mean), up), high);
+    float sum = squares<0, 1>(elements, row, lane, down);
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(ALL_LANES, sum, mask));
+    const float mean = __fmul_rn(sum, 1.f / GROUP);  // GROUP is a power of two
+    return find_scale(__fmul_rn(__fsqrt_rn(mean), up), high, 0.f, 0.f);
 }
 
-__device__ __forceinline__ Scale measure(const float (&v)[VALUES], bool inside) {
+// The scale of the group of this lane, whose elements are v and stand in `elements`.
+__device__ __forceinline__ Scale measure(const float (&v)[VALUES], const u8* elements, bool inside,
+                                         int lane) {
     float part[8];
 #pragma unroll
     for (int i = 0; i < VALUES; ++i)
@@ -163,7 +174,13 @@ __device__ __forceinline__ Scale measure(const float (&v)[VALUES], bool inside) 
     Scale found;
     const bool sure =
         scale_of_squares<VALUES / 8 + 3 + log2_of(LANES)>(of_group(part[0], sum), 1.f / GROUP, found);
-    if (!__all_sync(ALL_LANES, sure || !inside)) found = measured_exactly(v);
+    u32 unsure = __ballot_sync(ALL_LANES, !sure && inside && lane % LANES == 0);
+#pragma unroll 1
+    for (; unsure; unsure &= unsure - 1) {
+        const int row = __ffs(unsure) - 1;
+        const Scale exact = exact_scale(elements, row, lane);
+        if (lane / LANES == row / LANES) found = exact;
+    }
     return found;
 }
 
@@ -276,11 +293,9 @@ __device__ __forceinline__ void tame(float (&v)[VALUES], float factor) {
     }
 }
 
-#if VALUES <= 64  // of more the code would not fit the instruction cache
-
 // x: `count` elements, a multiple of GROUP, 16-byte aligned; packed: 16-byte aligned; bad: null, or set to 1
 // if a group cannot be represented.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, QUANTIZE_BLOCKS)
     quantize_hadamard(const void* __restrict__ x, i64 count, u8* __restrict__ packed, u16* __restrict__ scale,
                       i32* bad, const __grid_constant__ Codebook book) {
     extern __shared__ __align__(128) u8 dynamic[];
@@ -299,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int lane = threadIdx.x % 32;
     Memory& own = ((Memory*)dynamic)[threadIdx.x / 32];
     float* table = thresholds + threadIdx.x;
-    Tiles tile(count);
+    Tiles tile(count, CODE_BITS <= 4 ? 8 : 16);
     if (tile.here()) fetch_elements(x, tile, own.elements, lane);
     for (; tile.here(); tile = tile.next()) {
         const bool inside = lane * VALUES < tile.here();
@@ -310,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int j = 0; j < PIECES; ++j)
             elements(*(const uint4*)(own.elements + lane * PITCH + 16 * j), v + PER_LOAD * j);
-        const Scale found = measure(v, inside);
+        const Scale found = measure(v, own.elements, inside, lane);
         __syncwarp();  // all elements are read
         if (tile.next().here()) fetch_elements(x, tile.next(), own.elements, lane);
         if (inside && lane % LANES == 0) {
@@ -336,8 +351,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 }
 
-#endif
-
 // Code i of the words of a lane, times 2^SHIFT.
 template <int SHIFT>
 __device__ __forceinline__ u32 code_at(const u32 (&words)[WORDS], int i) {
@@ -352,7 +365,7 @@ __device__ __forceinline__ u32 code_at(const u32 (&words)[WORDS], int i) {
 constexpr float LEAST_LEVELS = 1e-36f;
 
 // Reverse of quantize_hadamard.
-extern "C" __global__ void __launch_bounds__(THREADS, VALUES > 64 ? 6 : DEQUANTIZE_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, DEQUANTIZE_BLOCKS)
     dequantize_hadamard(const u8* __restrict__ packed, i64 count, const u16* __restrict__ scale,
                         void* __restrict__ out, const __grid_constant__ Codebook book) {
     extern __shared__ __align__(128) u8 dynamic[];
@@ -363,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, VALUES > 64 ? 6 : DEQUANTI
     }
     const int lane = threadIdx.x % 32;
     Memory& own = ((Memory*)dynamic)[threadIdx.x / 32];
-    Tiles tile(count);
+    Tiles tile(count, 4);
     static_assert(4 * THREADS == 1 << 8, "code_at<8> is a row of levels");
     const u32 column = 4 * threadIdx.x;  // of levels, in bytes
     u32 word = 0;                        // the scale of the group of this lane

@@ -3,8 +3,9 @@
 // Threads and data: a warp takes a tile, up to 32 units of 80 values, one a lane (ternary_tile.cuh): some
 // whole rows or, of rows longer than that, a part. Values and bytes cross global memory in pieces of
 // neighbouring lanes, 16 bytes where a tile begins on such, and go through shared memory to and from the
-// lanes. To unpack rows of a multiple of 16, a lane takes 16 values at a time, which are part of 4 bytes, and
-// no shared memory. Memory: 3.2 KiB of shared memory a warp; no barrier but those among the lanes of a warp.
+// lanes. To unpack whole rows of a multiple of 16, a lane takes 16 values at a time, which are part of 4
+// bytes, and no shared memory. Memory: 3.2 KiB of shared memory a warp; no barrier but those among the lanes
+// of a warp.
 //
 // `bad`, if it is not null, is set to 1 if a value is none of -1, 0, 1, or a byte is above 242.
 //
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const int lane = threadIdx.x % 32;
     Place tile;
     if (!place_of(rows, n, rows_a_tile, tile)) return;
-    if (n % 16 == 0) {
+    if (rows_a_tile && n % 16 == 0) {
         const bool wrong = unpack_pieces(packed + tile.byte, values + tile.value, tile.rows, tile.n, lane);
         if (wrong && bad) *bad = 1;
         return;

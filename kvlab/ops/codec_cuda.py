@@ -24,7 +24,6 @@ from kvlab.ops.device_arrays import (
     contiguous,
     cuda_kernel,
     launch,
-    multiprocessors,
     numba_kernel,
     permuted,
     pointer,
@@ -37,7 +36,6 @@ __all__ = ["dequantize", "dequantize_numba", "quantize", "quantize_numba"]
 
 _TILE = 1024  # elements of a warp of codec_rows.cu, and of a part of codec_ternary.cu
 _BLOCK, _TERNARY_BLOCK = 8 * _TILE, 4 * 2 * _TILE  # elements of a block
-_TENSOR_BLOCKS = 6  # of codec_hadamard_mma.cu that a multiprocessor holds
 _MAX_COLUMN_GROUP = 128
 _SHARED_FLOATS = 8 * 1024  # of a group of codec_groups.cu; larger ones stand in global memory
 _SCRATCH_FLOATS = 2**26
@@ -152,27 +150,16 @@ def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
         return _RowsCall(kernel, shape, False, [], -(-count // _TERNARY_BLOCK), 128)
     macros["CODE_BITS"] = int(layout.bits)
     if layout.codec == "hadamard":
-        if name == "quantize" and dtype != "float32" and group == 128 and layout.bits <= 4:
-            return _tensor_call(macros, count // group, layout, device)
         values = min(group, 64)
         macros |= {"GROUP": group, "VALUES": values}
         kernel = cuda_kernel("codec_hadamard", f"{name}_hadamard", tuple(macros.items()), device)
-        # As many blocks as a multiprocessor holds of the kernel: each takes an equal share of the tiles.
-        resident = {"float16": 10, "bfloat16": 6 if name == "quantize" else 10, "float32": 8}[dtype]
-        blocks = min(-(-count // (64 * values)), resident * multiprocessors(device))
+        turns = 4 if name == "dequantize" else 8 if layout.bits <= 4 else 16  # tiles of a warp
+        blocks = -(-count // (64 * values * turns))
         lane = values * (2 if dtype != "float32" else 4) + 16 + values * int(layout.bits) // 8
         return _RowsCall(kernel, shape, False, [_codebook(layout)], blocks, 64, 64 * lane)
     macros |= {"CODEC": reference.CODECS.index(layout.codec), "LANES": group // 32}
     kernel = cuda_kernel("codec_rows", f"{name}_rows", tuple(macros.items()), device)
     return _RowsCall(kernel, shape, True, [], -(-count // _BLOCK), 256)
-
-
-def _tensor_call(macros: dict[str, int], groups: int, layout: Layout, device: Any) -> _RowsCall:
-    """Return the call of codec_hadamard_mma.cu; its shared memory is `Memory` there."""
-    kernel = cuda_kernel("codec_hadamard_mma", "quantize_hadamard_mma", tuple(macros.items()), device)
-    blocks = min(-(-groups // 32), _TENSOR_BLOCKS * multiprocessors(device))
-    shared = 4 * (2 * 8 * 272 + (128 * 2 ** int(layout.bits) if layout.bits >= 3 else 128))
-    return _RowsCall(kernel, [np.int64(groups)], False, [_codebook(layout)], blocks, 128, shared)
 
 
 def _bits(layout: Layout) -> int:
@@ -218,12 +205,14 @@ def _columns(layout: Layout, dtype: str, width: int) -> tuple[dict[str, int], An
 
 def _quantize_columns(x: Any, packed: Any, words: list[Any], layout: Layout, flag: Flag) -> None:
     dtype = dtype_name(x)
-    macros, shape, chunks = _columns(layout, dtype, 4)
+    width = 8 if layout.bits == 3 else 4
+    macros, shape, chunks = _columns(layout, dtype, width)
     kernel = cuda_kernel("codec_columns", "quantize_columns", tuple(macros.items()), cuda_view(x, "x").device)
-    codes = 0 if layout.bits in (2, 4, 8) else 68  # bytes of a row of codes that are packed last
+    codes = {2: 0, 4: 0, 8: 0, 3: 24}.get(int(layout.bits), 68)  # bytes of a row of codes on the way
     shared = 2 * layout.group_size * (64 * (4 if dtype == "float32" else 2) + codes)
     addresses = [pointer(packed), pointer(words[0]), pointer(words[1]) if len(words) > 1 else 0]
-    launch(kernel, -(-chunks // 32), (64,), [pointer(x), shape, *addresses, flag.pointer], x, shared)
+    blocks = -(-chunks * width // 128)
+    launch(kernel, blocks, (64,), [pointer(x), shape, *addresses, flag.pointer], x, shared)
 
 
 def _dequantize_columns(packed: Any, words: list[Any], out: Any, layout: Layout, dtype: str) -> None:

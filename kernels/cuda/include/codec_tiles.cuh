@@ -26,14 +26,14 @@ __device__ __forceinline__ float shared_float(u32 address) {
     return r;
 }
 
-// The tiles that a warp takes: from `index` on in steps of `stride`.
+// The tiles that a warp takes: `turns`, from `index` on in steps of WARPS. With few of them no multiprocessor
+// is done long before the others.
 struct Tiles {
-    i64 index, stride, count;  // count: elements
+    i64 index, count;  // count: elements up to the last tile of the block
 
-    __device__ __forceinline__ Tiles(i64 elements)
-        : index((i64)blockIdx.x * WARPS + threadIdx.x / 32),
-          stride((i64)gridDim.x * WARPS),
-          count(elements) {}
+    __device__ __forceinline__ Tiles(i64 elements, int turns)
+        : index((i64)blockIdx.x * (turns * WARPS) + threadIdx.x / 32),
+          count(min(elements, ((i64)blockIdx.x + 1) * (turns * WARPS * TILE_ELEMENTS))) {}
 
     __device__ __forceinline__ i64 first() const { return index * TILE_ELEMENTS; }
     __device__ __forceinline__ int here() const {
@@ -41,7 +41,7 @@ struct Tiles {
     }
     __device__ __forceinline__ Tiles next() const {
         Tiles r = *this;
-        r.index += stride;
+        r.index += WARPS;
         return r;
     }
 };

@@ -143,7 +143,7 @@ struct TernaryTile {
     }
 
     __device__ __forceinline__ void write(const u32 (&words)[UNIT / 4], int at, int left) const {
-        if constexpr (DIGITS) {  // rows of a codec are of 32 and more
+        if (DIGITS || n % 16 == 0) {  // rows of a codec are of 32 and more
 #pragma unroll
             for (int k = 0; k < UNIT / 16; ++k) {
                 if (16 * k < left)
