@@ -38,13 +38,18 @@ class Cost:
         where = "on a GPU" if self.device == "cuda" else "on two processors"
         found = [
             f"memory: up to {format_size(self.nbytes)} a process",
-            f"time: about {self.seconds / 3600:.1f} h in one process {where}",
+            f"time: about {_duration(self.seconds)} in one process {where}",
         ]
         if self.infeasible:
             found.append(f"{self.infeasible} cases are infeasible: recorded as such, at no cost")
         if self.synthetic:
             found.append(f"{self.synthetic} cases have synthetic keys and values, so no text is scored")
         return found
+
+
+def _duration(seconds: float) -> str:
+    hours, minutes = seconds / 3600, seconds / 60
+    return f"{hours:.1f} h" if hours >= 1 else f"{minutes:.0f} min" if minutes >= 1 else f"{seconds:.0f} s"
 
 
 def estimate(cases: Sequence[AblationCase]) -> Cost:
