@@ -144,7 +144,7 @@ def seen_keys(case: PackedCase, b: int, h: int) -> list[tuple[slice, Array]]:
     return [(slice(s, s + 1), position >= lowest[s]) for s in range(seqlen_q)]
 
 
-def low_precision(case: PackedCase, bases: int = 4) -> tuple[Array, Array]:
+def low_precision(case: PackedCase, bases: int = 32) -> tuple[Array, Array]:
     """Return the same attention over decoded keys and values in the dtype of q.
 
     In float32 a single key that dominates a row may be lucky, so the sums are formed in several orthonormal
@@ -204,7 +204,6 @@ def assert_right(case: PackedCase, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=60)
 @given(case=packed_cases())
 def test_agrees_with_the_reference(backend: str, case: PackedCase) -> None:
     assert_right(case, backend)
