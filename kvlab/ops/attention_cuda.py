@@ -58,11 +58,12 @@ SHAPES = {
 }
 
 # The kernel for Hopper: by head dimension, keys of a tile, warpgroups of 64 rows that compute. There are two
-# where scores are capped: three leave too few registers for that. Where no sequence has more than SHORT keys,
-# what a block does once weighs more than what it does for a key, so fewer blocks of more rows are faster.
+# where scores are capped: three leave too few registers for that. Where no sequence has more than SHORT keys to
+# a query head of the group, what a block does once weighs more than what it does for a key, so fewer blocks of
+# more rows are faster.
 HOPPER_SHAPES = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
 SHORT_SHAPES = HOPPER_SHAPES | {128: (64, 3)}
-SHORT = 2048
+SHORT = 1024
 
 # The kernel for float32: head dimensions that there is one for.
 FLOAT32_DIMS = (32, 64, 96, 128, 192, 256)
@@ -119,7 +120,7 @@ def _prepare(
     aligned = all(map(is_aligned, (q, k, v)))
     tensor_copies = hopper and aligned and can_be_mapped(k) and can_be_mapped(v)
     number, longest_q, longest_k = lengths
-    short = longest_k <= SHORT
+    short = longest_k <= SHORT * call["group"]
     plan = _plan(dim, q.dtype, is_capped(scores), aligned, tensor_copies, short, q.device)
     grid = -(-longest_q * call["group"] // plan.rows), k.shape[-2], number
     return _Prepared(plan, _CALL.template(call), grid, q.shape, (*rows[:-1], heads, rows[-1]))
