@@ -58,9 +58,9 @@ SHAPES = {
 }
 
 # The kernel for Hopper: by head dimension, keys of a tile, warpgroups of 64 rows that compute. There are two
-# where scores are capped: three leave too few registers for that. Where no sequence has more than SHORT keys to
-# a query head of the group, what a block does once weighs more than what it does for a key, so fewer blocks of
-# more rows are faster.
+# where scores are capped: three leave too few registers for that. Where no sequence has more than SHORT keys
+# to a query head of the group, what a block does once weighs more than what it does for a key, so fewer
+# blocks of more rows are faster.
 HOPPER_SHAPES = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
 SHORT_SHAPES = HOPPER_SHAPES | {128: (64, 3)}
 SHORT = 1024
