@@ -248,8 +248,8 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
                             step = -step
                         factor = step * factor_of(width_v, g + 8 * t, exact)
                         level = float32(0) if exact else step * largest_code(width_v)
-                    if 2 * lane + t >= tokens_here:
-                        factor = level = float32(0)  # the step of an unused slot may be NaN
+                    if 2 * lane + t >= tokens_here or not seen:
+                        factor = level = float32(0)  # the step of what nobody sees may be NaN
                     to = own_weights + (2 * u + t) * 8 * rows + place_of(g, 0, rows)
                     write_weights(sums, t, peak, total_weight, factor, level, x_sum, weights, to)
                 cuda.syncwarp()  # all probabilities are there, and the largest scores are read

@@ -28,7 +28,6 @@ __all__ = ["Workspace", "attend", "launch", "make_workspace", "options_of", "tab
 
 _WARPS, _MERGE_THREADS = 2, 128
 _MOST_BLOCKS = 6  # of a multiprocessor
-_WAVES = 1  # blocks that a multiprocessor runs one after another
 _MOST_ROWS, _MOST_ROUNDS = 4, 2
 
 
@@ -48,7 +47,7 @@ class Workspace:
 def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Workspace:
     """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group)."""
     sequences = pairs * _row_blocks(query_rows, head_dim)
-    blocks = max(sequences, _WAVES * _MOST_BLOCKS * multiprocessors(cuda_view(like, "q").device))
+    blocks = max(sequences, _MOST_BLOCKS * multiprocessors(cuda_view(like, "q").device))
     shape = (blocks * _WARPS, _MOST_ROUNDS, rows_at_once(query_rows, head_dim), head_dim + 2)
     return Workspace(empty(shape, "float32", like))
 
@@ -107,7 +106,7 @@ def _kernels(
         build_numba("cuda_packed_merge", "merge_parts", merging, arch),
     )
     attend_kernel, merge_kernel = (load(each, device=device) for each in built)
-    return attend_kernel, merge_kernel, _WAVES * blocks * multiprocessors(device)
+    return attend_kernel, merge_kernel, blocks * multiprocessors(device)
 
 
 def shares_of(sequences: int, entries: int, slots: int) -> int:
