@@ -194,6 +194,22 @@ def test_a_window() -> None:
     assert_right(case)
 
 
+def test_a_page_that_no_row_sees_may_hold_anything() -> None:
+    window = {"window": (20, 0), "first_position": np.array([150], np.int32)}
+    case = case_of(((4, 2),), [[3]], dtype="float16", **window)
+    (layout,), (pool,), pages = case.pages.layouts, case.pages.pools, case.pages.index[0, 0, :3]
+    case.pages.count[...], case.pages.base[...] = 64, 0
+    for entry, page in enumerate(pages):
+        pool[page], positions = pool[pages[0]], layout.positions_in(pool)[page]
+        positions[:] = 64 * entry + np.arange(64)
+    expected, expected_lse, _ = reference.packed_attention(case.q, case.pages, **case.options)
+    low_out, low_lse = low_precision(case)
+    pool[pages[:2], : layout.positions] = 0xFF  # NaN
+    result = simulate(case)
+    assert_accurate(result.out, expected, low_out)
+    assert_accurate(result.lse, expected_lse, low_lse, "lse")
+
+
 def test_unequal_widths_and_strided_queries() -> None:
     case = case_of(RUNGS[1:24:6], [[7]], group=2)
     hostile = np.full((1, 2, 1, 20), np.nan, np.float32)
