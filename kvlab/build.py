@@ -37,9 +37,8 @@ __all__ = ["Built", "Kernel", "arch_of", "build", "content_key", "kernel_folder"
 
 _SHARED_BYTES_UNASKED = 48 * 1024  # static and dynamic together; a kernel that wants more has to ask
 _MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_...: MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_...
-_MUCH_SHARED = (
-    16 * 1024
-)  # of a block: from here on shared memory may be what bounds the blocks that run at once
+# Bytes of a block: from here on shared memory may be what bounds how many blocks run at once.
+_MUCH_SHARED = 16 * 1024
 
 Macros = Mapping[str, SupportsIndex | str]
 
