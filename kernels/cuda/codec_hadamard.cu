@@ -32,6 +32,7 @@
 // gate: DTYPE=0 CODE_BITS=4 GROUP=1024 VALUES=64 registers<=128 arch=sm_90a
 // clang-format on
 #define CODEC 2
+#include "codec_reduce.cuh"
 #include "codec_squares.cuh"
 #include "codec_tiles.cuh"
 
@@ -48,23 +49,9 @@ constexpr u32 TOP = (1 << CODE_BITS) - 1;
 constexpr bool SIGNED_CELLS = CODE_BITS == 3 || CODE_BITS == 4;
 constexpr bool OWN_LEVELS = CODE_BITS <= 4;  // levels times scale, a column a lane
 constexpr int TABLE = CODE_BITS <= 4 ? 1 << CODE_BITS : 1;
-
-__host__ __device__ constexpr int log2_of(int x) {
-    return x > 1 ? 1 + log2_of(x / 2) : 0;
-}
 constexpr float ROTATION = root_of_power(log2_of(GROUP));
 
 // ---- The transform
-
-__device__ __forceinline__ float of_group(float x, float (*combine)(float, float)) {
-#pragma unroll
-    for (int mask = LANES / 2; mask; mask /= 2) x = combine(x, __shfl_xor_sync(ALL_LANES, x, mask));
-    return x;
-}
-
-__device__ __forceinline__ float sum(float a, float b) {
-    return __fadd_rn(a, b);
-}
 
 // Butterflies of distances from H up to below END.
 template <int H, int END>
@@ -173,7 +160,7 @@ __device__ __forceinline__ Scale measure(const float (&v)[VALUES], const u8* ele
     }
     Scale found;
     const bool sure =
-        scale_of_squares<VALUES / 8 + 3 + log2_of(LANES)>(of_group(part[0], sum), 1.f / GROUP, found);
+        scale_of_squares<VALUES / 8 + 3 + log2_of(LANES)>(of_lanes<LANES>(part[0], sum), 1.f / GROUP, found);
     u32 unsure = __ballot_sync(ALL_LANES, !sure && inside && lane % LANES == 0);
 #pragma unroll 1
     for (; unsure; unsure &= unsure - 1) {

@@ -22,8 +22,8 @@ constexpr float TOP = (1 << CODE_BITS) - 1;
 __device__ __forceinline__ Scale measure(const uint4 (&raw)[LOADS], const float (&v)[32]) {
     float low, high;
     extremes(raw, v, low, high);
-    high = of_group(high, higher);
-    if (CODEC == AFFINE) low = of_group(low, lower);
+    high = of_lanes<LANES>(high, higher);
+    if (CODEC == AFFINE) low = of_lanes<LANES>(low, lower);
     return find_scale(low, high, TOP, CODE_BITS <= 4 ? HALF : TOP * .5f);
 }
 

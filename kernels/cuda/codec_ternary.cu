@@ -29,7 +29,7 @@ struct Memory {
 __device__ __forceinline__ Scale measured_exactly(const uint4 (&raw)[LOADS], const float (&v)[32]) {
     float high = 0.f, low;
     extremes(raw, v, low, high);
-    high = of_group(high, higher);
+    high = of_lanes<LANES>(high, higher);
     return find_scale(root_mean_square(v, high), high, 0.f, 0.f);
 }
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ Scale measure(const uint4 (&raw)[LOADS], bool inside)
         part[i % 4] = i < 4 ? __fmul_rn(v[i], v[i]) : __fmaf_rn(v[i], v[i], part[i % 4]);
     const float total = __fadd_rn(__fadd_rn(part[0], part[1]), __fadd_rn(part[2], part[3]));
     Scale found;
-    const bool sure = scale_of_squares<8 + 7>(of_group(total, sum), 1.f / GROUP, found);
+    const bool sure = scale_of_squares<8 + 7>(of_lanes<LANES>(total, sum), 1.f / GROUP, found);
     if (!__all_sync(ALL_LANES, sure || !inside)) found = measured_exactly(raw, v);
     return found;
 }

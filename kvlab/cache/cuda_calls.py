@@ -46,9 +46,8 @@ class StepCalls:
         self._appends: dict[Any, kernels.AppendCall] = {}
         self._lse: dict[int, Lse] = {}
         self._workspaces: dict[int, Workspace] = {}
-        self._last_shape: Any = (
-            None  # of a call of `attend`, whose launches are kept: the next is often like it
-        )
+        # Of the last call of `attend`, whose launches are kept: the next one is often like it.
+        self._last_shape: Any = None
         self._attends: dict[int, AttendCall] = {}
         self._arrivals: Any = None
         self._memory: tuple[Any, Any, Any, Workspace] | None = None  # for the layers of a long step

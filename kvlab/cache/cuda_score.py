@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView, cuda_view, device_of, dtype_name, pointer_of
 from kvlab.build import PreparedLaunch
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
+from kvlab.ops.packed_cuda import KEPT_ROW_BYTES
 from kvlab.ops.packed_mass_cuda import KEPT, score_kernel
 
 __all__ = ["score_new", "score_norms", "score_stored"]
@@ -30,7 +31,6 @@ _SCORING = np.dtype([("layers", "u8"), ("kept", KEPT), ("following", _FOLLOWING)
 _THREADS, _WARPS = 256, 8
 _PAGES = 32  # of a block of score_stored
 _FILLING = Lock()  # caches of several threads may share a launch
-_ROW_BYTES = 68  # a code a slot, and a reference
 _KINDS = {"attention": 0, "forecast": 0, "key_norm": 0, "recency": 1, "uniform": 2}
 
 
@@ -63,7 +63,7 @@ def score_stored(
         Tokens of this call that the layers' lengths on the device count already.
     """
     layers, batch, heads, entries, nbytes = scores.shape
-    group, rows = lse.shape[2] // heads, nbytes // _ROW_BYTES  # there is less than a row of padding
+    group, rows = lse.shape[2] // heads, nbytes // KEPT_ROW_BYTES  # there is less than a row of padding
     grid = -(-entries // _PAGES), batch * heads, layers
     if not all(grid):
         return

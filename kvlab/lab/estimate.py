@@ -10,11 +10,12 @@ from kvlab.device import memory_available
 from kvlab.errors import OutOfMemory
 from kvlab.lab.ablation import feasible_budget
 from kvlab.lab.grid import AblationCase
-from kvlab.lab.groups import NEEDLES, in_groups, seconds
+from kvlab.lab.groups import in_groups, seconds
 from kvlab.sizes import format_size
 
 __all__ = ["Cost", "estimate"]
 
+_READ_AT_ONCE = 4  # windows, on a CPU; a GPU reads more, in memory of its own
 _MODEL_BYTES = {"smollm2": 2 << 30, "tiny": 300 << 20, None: 300 << 20}
 
 
@@ -66,12 +67,9 @@ def estimate(cases: Sequence[AblationCase]) -> Cost:
     >>> cost.cases, cost.infeasible, cost.synthetic
     (2, 1, 0)
     """
-    least: dict[AblationCase, float] = {}
-    for case in cases:
-        key = replace(case, budget=1.0, use_packing=True)
-        if key not in least:
-            least[key] = feasible_budget(key)
-    feasible = [case for case in cases if least[replace(case, budget=1.0, use_packing=True)] <= case.budget]
+    of_case = {case: replace(case, budget=1.0, use_packing=True) for case in cases}
+    least = {key: feasible_budget(key) for key in dict.fromkeys(of_case.values())}
+    feasible = [case for case in cases if least[of_case[case]] <= case.budget]
     groups = [
         list({replace(feasible[number], use_packing=True): None for number in group})
         for group in in_groups(feasible, range(len(feasible)))
@@ -97,7 +95,7 @@ def _nbytes(group: Sequence[AblationCase]) -> int:
     """Float32 keys and values of the windows read at once, the packed caches, and one code a byte."""
     like = group[0]
     fp16 = like.geometry.fp16_nbytes(like.context_length)
-    windows = 1 if like.model is None else NEEDLES  # needles and windows are read four at once
+    windows = 1 if like.model is None else _READ_AT_ONCE
     dense = 2 * fp16 * windows if like.model is not None else 2 * fp16 // like.geometry.num_layers
     packed = windows * fp16 * sum(case.budget for case in group)
     return int(_MODEL_BYTES[like.model] + dense + packed + fp16 // 2)

@@ -22,8 +22,12 @@ __all__ = ["BITS", "BUDGETS", "CONTEXTS", "MODELS", "AblationCase", "Geometry", 
 BUDGETS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 BITS = ("2,3,4,8", "4,8", "2,4,8")
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
-MULTIPLE = 128
-"""Contexts are multiples of it: half a context is unscored, and both halves are read in chunks of 64."""
+CHUNK = 64
+"""Tokens that a model reads at a time."""
+MULTIPLE = 2 * CHUNK
+"""Contexts are multiples of it: half a context is unscored, and both halves are read in chunks."""
+NEEDLE_DEPTHS = (0.1, 0.35, 0.6, 0.85)
+"""Where needles lie in texts that are read beside the windows, one a text, as fractions of the context."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,14 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvlab.lab.grid import AblationCase
+from kvlab.lab.grid import CHUNK, NEEDLE_DEPTHS, AblationCase
 
-__all__ = ["NEEDLES", "in_groups", "seconds"]
+__all__ = ["in_groups", "seconds"]
 
 MOST_TOGETHER = 6
 """Caches that are read together; each takes its memory."""
 READ_TOKENS_PER_S, SYNTHETIC_ELEMENTS_PER_S = 150, 3e6
 GPU_CHUNK_S, GPU_DENSE_CHUNK_S, GPU_ELEMENTS_PER_S = 0.037, 0.018, 1.5e7
-NEEDLES, _CHUNK = 4, 64
 
 
 def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int = 1) -> list[list[int]]:
@@ -87,8 +86,8 @@ def seconds(group: Sequence[AblationCase]) -> float:
     if like.model is None:
         speed = GPU_ELEMENTS_PER_S if on_gpu else SYNTHETIC_ELEMENTS_PER_S
         return len(group) * like.geometry.fp16_nbytes(like.context_length) / 4 / speed
-    rows = like.windows + NEEDLES
+    rows = like.windows + len(NEEDLE_DEPTHS)
     if on_gpu:
-        chunks = -(-rows // like.rows_at_once) * like.context_length / _CHUNK
+        chunks = -(-rows // like.rows_at_once) * like.context_length / CHUNK
         return chunks * (GPU_DENSE_CHUNK_S + len(group) * GPU_CHUNK_S)
     return (1 + len(group)) * like.context_length * rows / READ_TOKENS_PER_S

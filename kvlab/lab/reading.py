@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError, needs_extra
 from kvlab.lab.ablation_cuda import to_cpu
-from kvlab.lab.grid import AblationCase
+from kvlab.lab.grid import CHUNK, NEEDLE_DEPTHS, AblationCase
 from kvlab.lab.model import Subject, load_smollm2, tiny_llama
 from kvlab.lab.plan import CACHE_DTYPE, Protocol, steps
 from kvlab.lab.quality import Case, evaluate
@@ -42,9 +42,6 @@ with needs_extra("hf", "kvlab.lab.reading"):
 
 __all__ = ["Needles", "hide_needles", "read"]
 
-CHUNK = 64
-DEPTHS = (0.1, 0.35, 0.6, 0.85)
-"""Where needles lie, as fractions of the context."""
 NEEDLE = " The secret number of the king is {}. Remember it."
 QUESTION = "\nQuestion: what is the secret number of the king?\nThe secret number of the king is"
 
@@ -211,7 +208,7 @@ class Needles:
 
 
 def hide_needles(subject: Subject, length: int) -> Needles:
-    """Hide a number at each of `DEPTHS` in texts of so many tokens.
+    """Hide a number at each of `NEEDLE_DEPTHS` in texts of so many tokens.
 
     Raises
     ------
@@ -230,7 +227,7 @@ def hide_needles(subject: Subject, length: int) -> Needles:
     book = subject.encode(subject.text[: 12 * length])
     ask = subject.encode(QUESTION)
     texts = []
-    for number, depth in enumerate(DEPTHS):
+    for number, depth in enumerate(NEEDLE_DEPTHS):
         digits = f" {72613 + 4337 * number}"
         question = subject.encode(QUESTION + digits)
         needle = subject.encode(NEEDLE.format(digits.strip()))

@@ -218,9 +218,8 @@ class _WorkerLane(_Lane):
     def _replace(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
-            for process in list(
-                (pool._processes or {}).values()
-            ):  # there is no public way before Python 3.14
+            # There is no public way before Python 3.14.
+            for process in list((pool._processes or {}).values()):
                 process.kill()
             pool.shutdown(cancel_futures=True)
 

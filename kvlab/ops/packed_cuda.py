@@ -24,11 +24,13 @@ from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, Pages, Sight
 
-__all__ = ["AttendCall", "Workspace", "attend", "kept_page_bytes", "make_workspace"]
+__all__ = ["KEPT_ROW_BYTES", "AttendCall", "Workspace", "attend", "kept_page_bytes", "make_workspace"]
+
+KEPT_ROW_BYTES = 64 + 4
+"""Of a row of a page, kept as bytes: a code for each slot, and what they are relative to."""
 
 _ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
 _MERGE_ROWS, _MAX_STAGES = 4, 8
-_KEPT_ROW = 64 + 4  # bytes of a row of a page: a code for each slot, and what they are relative to
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
 _POINTERS = [
     "rung",
@@ -98,7 +100,7 @@ def kept_page_bytes(rows: int) -> int:
 
     `kvlab.reference.packed.scores_of_bytes` tells what they hold.
     """
-    return -(-_KEPT_ROW * rows // 16) * 16
+    return -(-KEPT_ROW_BYTES * rows // 16) * 16
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ class AttendCall:
         rows, kept_bytes, kept = seqlen_q * group, 0, 0
         if scores is not None:
             kept_bytes = numpy_dtype(dtype_name(scores, "scores")).itemsize
-            kept = scores.shape[3] // (_KEPT_ROW if kept_bytes == 1 else 1)
+            kept = scores.shape[3] // (KEPT_ROW_BYTES if kept_bytes == 1 else 1)
         layouts = tuple(pages.layouts)
         traits = dtype_name(q), min(rows, _ROWS), softcap > 0, sight is not None, kept_bytes, device, warps
         plan = _plan(layouts, *traits)

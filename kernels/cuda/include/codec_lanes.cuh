@@ -9,13 +9,10 @@
 // Macro: LANES, a power of two.
 #pragma once
 #include "codec_codes.cuh"
+#include "codec_reduce.cuh"
 
 constexpr int GROUP = 32 * LANES;
 constexpr int LOADS = 32 / PER_LOAD;
-
-__host__ __device__ constexpr int log2_of(int x) {
-    return x > 1 ? 1 + log2_of(x / 2) : 0;
-}
 
 struct Lane {
     int lane;     // of the warp
@@ -34,16 +31,6 @@ __device__ __forceinline__ Lane lane_of(i64 first, int here) {
     me.group = (first + start) / GROUP;
     me.inside = start < here;
     return me;
-}
-
-__device__ __forceinline__ float of_group(float x, float (*combine)(float, float)) {
-#pragma unroll
-    for (int mask = LANES / 2; mask; mask /= 2) x = combine(x, __shfl_xor_sync(ALL_LANES, x, mask));
-    return x;
-}
-
-__device__ __forceinline__ float sum(float a, float b) {
-    return __fadd_rn(a, b);
 }
 
 // Adds the upper half of the first 2 FROM elements to the lower, and so on down to TO.
@@ -70,7 +57,7 @@ __device__ __forceinline__ float sum_of_squares(const float (&v)[32], float down
     }
     add_halves<8, PER_LOAD>(squares);
 #pragma unroll
-    for (int k = 0; k < PER_LOAD; ++k) squares[k] = of_group(squares[k], sum);
+    for (int k = 0; k < PER_LOAD; ++k) squares[k] = of_lanes<LANES>(squares[k], sum);
     add_halves<PER_LOAD / 2, 1>(squares);
     return squares[0];
 }
