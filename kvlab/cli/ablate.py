@@ -26,7 +26,9 @@ def command(
             "--use-bit-packing/--no-bit-packing", help="Without: the same allocation, one code a byte."
         ),
     ] = True,
-    device: Annotated[str, typer.Option(help="Where attention is timed: cpu, cuda or cuda:0.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where the model reads and attention is timed: cpu, cuda or cuda:0.")
+    ] = "cpu",
     num_samples: Annotated[
         int, typer.Option(min=0, help="Windows of text to score; 0: as many as make 8,192 scored tokens.")
     ] = 0,

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvlab.device import memory_available
+from kvlab.device import gpus, memory_available
 from kvlab.errors import OutOfMemory
 from kvlab.lab.ablation import feasible_budget
-from kvlab.lab.grid import AblationCase
+from kvlab.lab.grid import CHUNK, MODELS, AblationCase
 from kvlab.lab.groups import in_groups, seconds
 from kvlab.sizes import format_size
 
 __all__ = ["Cost", "estimate"]
 
-_READ_AT_ONCE = 4  # windows, on a CPU; a GPU reads more, in memory of its own
-_MODEL_BYTES = {"smollm2": 2 << 30, "tiny": 300 << 20, None: 300 << 20}
+_MODEL_BYTES = {"smollm2": 3 << 29, "tiny": 300 << 20, None: 300 << 20}
+_GPU_MODEL_BYTES = {"smollm2": 3 << 29, "tiny": 1 << 30, None: 1 << 30}
+"""Weights and libraries; on a GPU its context and the kernels."""
+
+
+Group = Sequence[AblationCase]
+"""Cases that are read together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Numbers of cases (all, infeasible, synthetic), seconds in one process, bytes of one."""
+    """Numbers of cases (all, infeasible, synthetic), seconds in one process, its bytes on CPU and GPU."""
 
     cases: int
     infeasible: int
@@ -29,6 +34,7 @@ class Cost:
     seconds: float
     device: str
     nbytes: int
+    gpu_nbytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers by name."""
@@ -37,8 +43,9 @@ class Cost:
     def lines(self) -> list[str]:
         """Return what a person wants to know."""
         where = "on a GPU" if self.device == "cuda" else "on two processors"
+        of_gpu = f", and {format_size(self.gpu_nbytes)} of a GPU" if self.gpu_nbytes else ""
         found = [
-            f"memory: up to {format_size(self.nbytes)} a process",
+            f"memory: up to {format_size(self.nbytes)} a process{of_gpu}",
             f"time: about {_duration(self.seconds)} in one process {where}",
         ]
         if self.infeasible:
@@ -59,7 +66,7 @@ def estimate(cases: Sequence[AblationCase]) -> Cost:
     Raises
     ------
     OutOfMemory
-        If a case needs more memory than is available here.
+        If a case needs more memory than is available here, or than a GPU that is visible has.
 
     Examples
     --------
@@ -74,12 +81,11 @@ def estimate(cases: Sequence[AblationCase]) -> Cost:
         list({replace(feasible[number], use_packing=True): None for number in group})
         for group in in_groups(feasible, range(len(feasible)))
     ]
-    worst = max(groups, key=_nbytes, default=[cases[0]])
-    nbytes = _nbytes(worst)
-    if nbytes > memory_available():
-        raise OutOfMemory(
-            f"{worst[0].name} needs about {format_size(nbytes)} with the cases that are read beside it and "
-            f"{format_size(memory_available())} are available; leave out its context or use fewer layers"
+    groups = groups or [[cases[0]]]
+    _refuse(max(groups, key=_nbytes), _nbytes, memory_available(), "memory")
+    if cases[0].device == "cuda" and gpus():
+        _refuse(
+            max(groups, key=_gpu_nbytes), _gpu_nbytes, min(gpu.memory_total for gpu in gpus()), "GPU memory"
         )
     return Cost(
         len(cases),
@@ -87,15 +93,53 @@ def estimate(cases: Sequence[AblationCase]) -> Cost:
         sum(case.model is None for case in cases),
         sum(map(seconds, groups)),
         cases[0].device,
-        nbytes,
+        max(map(_nbytes, groups)),
+        max(map(_gpu_nbytes, groups)),
     )
 
 
-def _nbytes(group: Sequence[AblationCase]) -> int:
-    """Float32 keys and values of the windows read at once, the packed caches, and one code a byte."""
+def _refuse(group: Group, nbytes: Callable[[Group], int], available: int, kind: str) -> None:
+    if nbytes(group) > available:
+        raise OutOfMemory(
+            f"{group[0].name} needs about {format_size(nbytes(group))} of {kind} with the cases read "
+            f"beside it and {format_size(available)} are available; leave out its context or use fewer layers"
+        )
+
+
+def _nbytes(group: Group) -> int:
+    """Bytes of a process on the CPU: the model; what is read, or a row of each cache; one code a byte."""
     like = group[0]
     fp16 = like.geometry.fp16_nbytes(like.context_length)
-    windows = 1 if like.model is None else _READ_AT_ONCE
-    dense = 2 * fp16 * windows if like.model is not None else 2 * fp16 // like.geometry.num_layers
-    packed = windows * fp16 * sum(case.budget for case in group)
-    return int(_MODEL_BYTES[like.model] + dense + packed + fp16 // 2)
+    if like.device == "cpu":
+        held = _read_nbytes(group)
+    else:
+        held = int(fp16 * sum(case.budget for case in group)) + _synthetic_nbytes(like)
+    return _MODEL_BYTES[like.model] + held + fp16 // 2
+
+
+def _gpu_nbytes(group: Group) -> int:
+    """Bytes of a process on its GPU."""
+    like = group[0]
+    if like.device == "cpu":
+        return 0
+    fp16 = like.geometry.fp16_nbytes(like.context_length)
+    return _GPU_MODEL_BYTES[like.model] + _read_nbytes(group) + fp16 // 2
+
+
+def _read_nbytes(group: Group) -> int:
+    """Of all texts that are read at once: float32 keys and values, packed caches, predictions of a chunk."""
+    like = group[0]
+    fp16 = like.geometry.fp16_nbytes(like.context_length)
+    packed = fp16 * sum(case.budget for case in group)
+    if like.model is None:
+        return int(packed) + _synthetic_nbytes(like)
+    predictions = 3 * 4 * CHUNK * MODELS[like.model].vocabulary  # two of full precision, one of a cache
+    return int(like.texts_at_once * (2 * fp16 + packed + predictions))
+
+
+def _synthetic_nbytes(case: AblationCase) -> int:
+    """Float32 keys and values of a layer, and as many queries as its heads take."""
+    if case.model is not None:
+        return 0
+    shape = case.geometry
+    return 4 * case.context_length * shape.head_dim * (2 * shape.num_kv_heads + shape.num_heads)

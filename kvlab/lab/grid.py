@@ -52,15 +52,16 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that cases read text with: its shape, and the longest context it was made for."""
+    """A model that cases read text with: its shape, the longest context it was made for, its vocabulary."""
 
     geometry: Geometry
     longest: int
+    vocabulary: int
 
 
 MODELS = {
-    "smollm2": Model(Geometry(30, 9, 3, 64), 8192),
-    "tiny": Model(Geometry(2, 2, 1, 64), 4096),
+    "smollm2": Model(Geometry(30, 9, 3, 64), 8192, 49152),
+    "tiny": Model(Geometry(2, 2, 1, 64), 4096, 256),
 }
 """SmolLM2-135M-Instruct, and a random Llama for tests."""
 
@@ -157,9 +158,22 @@ class AblationCase:
         return self.num_samples or -(-8192 // (self.context_length // 2))
 
     @property
-    def rows_at_once(self) -> int:
-        """Texts that the model reads at once: on a GPU the host decides how long a call takes, so many."""
-        return 4 if self.device == "cpu" else max((1 << 16) // self.context_length, 1)
+    def texts(self) -> int:
+        """Texts that the model reads: windows, and those with needles; without a model none."""
+        return 0 if self.model is None else self.windows + len(NEEDLE_DEPTHS)
+
+    @property
+    def texts_at_once(self) -> int:
+        """As many of them as are read at once: on a GPU the host decides how long a call takes, so many.
+
+        Examples
+        --------
+        >>> on_cpu = AblationCase(0.5, "4,8", 512)
+        >>> on_cpu.texts, on_cpu.texts_at_once, replace(on_cpu, device="cuda").texts_at_once
+        (36, 4, 36)
+        """
+        most = 4 if self.device == "cpu" else max((1 << 16) // self.context_length, 1)
+        return min(most, self.texts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content as plain values."""

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvlab.lab.grid import CHUNK, NEEDLE_DEPTHS, AblationCase
+from kvlab.lab.grid import CHUNK, AblationCase
 
 __all__ = ["in_groups", "seconds"]
 
@@ -86,8 +86,7 @@ def seconds(group: Sequence[AblationCase]) -> float:
     if like.model is None:
         speed = GPU_ELEMENTS_PER_S if on_gpu else SYNTHETIC_ELEMENTS_PER_S
         return len(group) * like.geometry.fp16_nbytes(like.context_length) / 4 / speed
-    rows = like.windows + len(NEEDLE_DEPTHS)
     if on_gpu:
-        chunks = -(-rows // like.rows_at_once) * like.context_length / CHUNK
+        chunks = -(-like.texts // like.texts_at_once) * like.context_length / CHUNK
         return chunks * (GPU_DENSE_CHUNK_S + len(group) * GPU_CHUNK_S)
-    return (1 + len(group)) * like.context_length * rows / READ_TOKENS_PER_S
+    return (1 + len(group)) * like.context_length * like.texts / READ_TOKENS_PER_S

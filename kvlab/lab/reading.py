@@ -83,7 +83,7 @@ def read(cases: Sequence[AblationCase], progress: Tick) -> dict[AblationCase, Fi
     needles = hide_needles(subject, length + 1)
     windows = cut_windows(subject.text, subject.encode, like.windows, length + 1)
     rows = Windows(np.concatenate([needles.tokens, windows.tokens]), (*needles.starts, *windows.starts))
-    protocol = Protocol(length, length // 2, CHUNK, min(like.rows_at_once, len(rows.tokens)))
+    protocol = Protocol(length, length // 2, CHUNK, like.texts_at_once)
     reading.total = steps(len(rows.tokens), len(cases), protocol)
     hits: dict[str, list[bool]] = {name: [] for name in (FULL_PRECISION, *(case.name for case in cases))}
 

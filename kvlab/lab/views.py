@@ -7,6 +7,7 @@ without text are compared apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
@@ -82,18 +83,25 @@ def loss_of(row: Row) -> float:
 
 
 def by_budget(rows: Sequence[Row]) -> list[Row]:
-    """Bits and loss of every packed case, by context, ladder and budget; infeasible cases say so."""
+    """Bits and loss of every packed case, by context, ladder and budget; what infeasible ones need."""
     names = ("context_length", "bits", "budget")
     chosen = [row for row in rows if row["use_packing"] and row["status"] in ("ok", "infeasible")]
     shown = ("avg_bits", "bits_per_element", "perplexity_change", "top1_agreement", "needle_retrieval")
     answer: list[Row] = []
     for row in sorted(chosen, key=lambda row: tuple(_sortable(row[name]) for name in names)):
-        loss = loss_of(row) if row["status"] == "ok" else None
+        ok = row["status"] == "ok"
         answer.append(
-            {name: row[name] for name in names} | {"status": row["status"], "loss": loss}
+            {name: row[name] for name in names}
+            | {"status": row["status"], "loss": loss_of(row) if ok else None}
             | {name: row[name] for name in shown}
-        )  # fmt: skip
+            | {"smallest_feasible_budget": None if ok else _rounded_up(row["smallest_feasible_budget"])}
+        )
     return answer
+
+
+def _rounded_up(budget: Any) -> float | None:
+    """A budget of four decimals with three, as many as tables show, so that what stands there does."""
+    return None if budget is None else math.ceil(round(1e4 * _number(budget)) / 10) / 1e3
 
 
 def packing_impact(rows: Sequence[Row]) -> list[Row]:

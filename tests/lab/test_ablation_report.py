@@ -86,10 +86,11 @@ def test_the_pareto_front_leaves_out_what_is_beaten() -> None:
 
 def test_cases_without_figures_stay_out() -> None:
     broken = row(0.3, "4,8", 512, True, status="failed: gpu", kl=None, allocated_gb=None)
-    infeasible = row(0.2, "8", 512, True, status="infeasible", kl=None, allocated_gb=None)
+    infeasible = row(0.2, "8", 512, True, status="infeasible", kl=None, smallest_feasible_budget=0.2703)
     assert len(views.by_budget([*ROWS, broken, infeasible])) == 13
     assert views.pareto([*ROWS, broken, infeasible]) == views.pareto(ROWS)
-    assert views.views([infeasible])[0].rows[0]["status"] == "infeasible"
+    (shown,) = views.by_budget([infeasible])
+    assert (shown["status"], shown["smallest_feasible_budget"]) == ("infeasible", 0.271)
 
 
 def test_claims_pass_and_planted_failures_fail() -> None:
