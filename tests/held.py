@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from kvlab.cache.cuda_window import joined, ladder_on_gpu
 from kvlab.cache.layer import Layer
 from kvlab.cache.pages import LayerPages
 from kvlab.cache.store import LayerStore
+from tests.allocations import fail_everywhere
 
 
 def pages_of(cache: Any) -> list[LayerPages]:
-    with cache._on_host(changes=False):
+    with cache._road.on_host(changes=False):
         return [_whole(layer).view() for layer in cache.layers]
 
 
@@ -29,3 +34,21 @@ def positions(pages: LayerPages, row: int, head: int) -> list[int]:
         held = layout.positions_in(pages.pools[pages.rung[at]])[pages.index[at], :count]
         found += [(int(pages.base[at]) << 16) + int(offset) for offset in held]
     return sorted(found)
+
+
+def failures_of_cache(
+    cache: Any, works: Iterable[Callable[[], Any]], modules: Iterable[ModuleType], error: BaseException
+) -> list[int]:
+    """Do each work after letting each of its allocations fail once, which changes nothing; count them."""
+    found = []
+    for work in works:
+        batch, lengths, before = cache.batch, list(cache._gpu._device.lengths), pages_of(cache)
+
+        def unchanged(batch: int = batch, lengths: Any = lengths, before: Any = before) -> None:
+            assert cache._gpu._device.lengths == lengths
+            assert cache.batch == cache._gpu._device.store.batch == batch
+            for old, new in zip(before, pages_of(cache), strict=True):
+                assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
+
+        found.append(fail_everywhere(modules, error, work, unchanged))
+    return found

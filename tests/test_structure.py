@@ -109,17 +109,16 @@ def test_every_part_of_the_package_has_a_layer() -> None:
     assert parts <= set(LAYER_OF), "name the layer of a new part in LAYERS"
 
 
-def test_modules_do_not_import_each_other_in_a_circle() -> None:
-    """Only imports that run when a module is loaded can close a circle."""
+def test_modules_do_not_need_each_other_in_a_circle() -> None:
+    """Imports inside functions and for type checkers count, too: two files that need each other are one."""
     trees = source_modules()
     graph: dict[str, set[str]] = {}
     for name, tree in trees.items():
-        statements = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        names = imports_of(ast.Module(statements, []), name)
+        names = imports_of(tree, name)
         graph[name] = {
             known for known in trees for item in names if item == known or item.rpartition(".")[0] == known
         }
-        graph[name] -= {name}
+        graph[name] -= {name, "kvlab"}  # the public names, of which one is of every layer
     assert list(TopologicalSorter(graph).static_order())
 
 

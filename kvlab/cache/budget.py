@@ -3,16 +3,20 @@
 An absolute budget (`"6GiB"`, an int) is a cap on all live buffers of the cache. A relative one (`0.35`,
 `"4.25bpe"`) is a fraction of the bytes that a float16 cache would take at `max(present length, plan_length)`,
 so that it grows with the sequence; 1 bpe is a sixteenth. Either way each row owns 1/batch of it and each
-layer an equal share, so that a row never depends on its batch mates.
+layer an equal share, so that a row never depends on its batch mates. `Limit` is the budget of one cache: it
+says which lengths fit, and refuses the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvlab.cache.options import CacheOptions
+from kvlab.errors import BudgetError
 from kvlab.sizes import parse_size
 
-__all__ = ["Budget", "parse_budget"]
+__all__ = ["Budget", "Limit", "parse_budget"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +78,46 @@ def parse_budget(budget: float | int | str | None) -> Budget:
     if not 0 < fraction < float("inf"):
         raise ValueError(f"budget={budget!r} must be positive and finite")
     return Budget(fraction=fraction)
+
+
+class Limit:
+    """The budget of one cache, for rows of any length.
+
+    Parameters
+    ----------
+    options : CacheOptions
+    smallest_nbytes : callable
+        From the tokens of a row to the bytes with which it does in any layer, at the lowest widths.
+    """
+
+    def __init__(self, options: CacheOptions, smallest_nbytes: Callable[[int], int]) -> None:
+        self.budget = parse_budget(options.budget)
+        self.smallest_nbytes = smallest_nbytes
+        self._num_layers, self._plan_length = options.num_layers, options.plan_length
+        self._fp16_token = 2 * 2 * options.num_heads_kv * options.head_dim
+
+    def share(self, seqlen: int, batch: int) -> int | None:
+        """Bytes that one row of one layer may take at a length; None: no limit."""
+        fp16 = self._fp16_token * max(seqlen, self._plan_length)
+        return self.budget.share(self._num_layers, max(batch, 1), fp16)
+
+    def fits(self, seqlen: int, batch: int) -> bool:
+        """Whether rows of a length fit for certain."""
+        share = self.share(seqlen, batch)
+        return share is None or self.smallest_nbytes(seqlen) <= share
+
+    def refusal(self, seqlen: int, batch: int) -> BudgetError:
+        """The error for a length that does not fit: it names the longest that does and the bytes needed."""
+        low, high = 0, seqlen
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(middle, batch) else (low, middle)
+        parts = self._num_layers * max(batch, 1)
+        needed, given = self.smallest_nbytes(seqlen) * parts, (self.share(seqlen, batch) or 0) * parts
+        return BudgetError(
+            f"{seqlen} tokens in {batch} rows need at least {needed} bytes at the lowest widths and the "
+            f"budget gives {given}; the longest length that fits is {low}. Raise the budget, add a lower "
+            f"width to bits (0 evicts) or shorten the sequence",
+            needed_bytes=needed,
+            longest_length=low,
+        )

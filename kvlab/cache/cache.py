@@ -8,12 +8,12 @@ What lies where: options.py (what a cache is told once), inputs.py (arrays of ca
 budget.py (bytes a row may take), importance.py (scores), frame.py (the mean taken off keys), allocator.py
 (which page gets which rung), plan.py (which token), pools.py (memory of pages), store.py (the pages of a
 layer, and moves between them), pages.py (a page, byte by byte), window.py and exact.py (exact tokens),
-layer.py (one layer in all), persistence.py (files). On a GPU the same calls go through cuda_road.py (checks,
-sizes) to cuda_cache.py (steps; cuda_repeat.py their short way, cuda_long.py those of many tokens), which uses
-cuda_changes.py with cuda_plan.py and cuda_tight.py (plans and moves), cuda_collect.py with cuda_score.py
-(importance), cuda_calls.py and cuda_kernels.py (launches), cuda_store.py (memory), and cuda_host.py with
-cuda_exchange.py, cuda_window.py and cuda_function.py (what the CPU does for it: rare operations, files, other
-plans, functions as importance).
+layer.py (one layer in all), cpu_road.py (a step), persistence.py (files). On a GPU the same calls go through
+cuda_road.py (checks, sizes) to cuda_cache.py (steps; cuda_repeat.py their short way, cuda_long.py those of
+many tokens), whose state is in cuda_state.py. These use cuda_changes.py with cuda_plan.py and cuda_tight.py
+(plans and moves), cuda_collect.py with cuda_score.py (importance), cuda_calls.py and cuda_kernels.py
+(launches), cuda_store.py (memory), and cuda_host.py with cuda_exchange.py, cuda_window.py and
+cuda_function.py (what the CPU does for it: rare operations, files, other plans, functions as importance).
 """
 
 from __future__ import annotations
@@ -21,29 +21,27 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import number, whole_number
-from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
+from kvlab.arrays import Array, ArrayT
 from kvlab.cache import inputs, persistence
-from kvlab.cache.budget import parse_budget
-from kvlab.cache.cuda_road import GpuRoad
-from kvlab.cache.exact import attend_exact
+from kvlab.cache.budget import Limit
+from kvlab.cache.cpu_road import CpuRoad, smallest_on_cpu
+from kvlab.cache.cuda_road import GpuRoad, smallest_on_gpu
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
-from kvlab.cache.layer import Arrival, Layer
+from kvlab.cache.layer import Layer
 from kvlab.cache.options import MOST, CacheOptions
-from kvlab.cache.window import stack
 from kvlab.errors import BudgetError, FormatError
-from kvlab.ops.packed import mass_from_scores, packed_attention
 
 __all__ = ["MixedPrecisionCache"]
-
-MASS_ROWS = 64
-"""Query rows, the last of a step, over which attention mass is collected."""
 
 
 class MixedPrecisionCache(CacheOptions):
@@ -108,7 +106,6 @@ class MixedPrecisionCache(CacheOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._budget = parse_budget(self.budget)
         policy = make_policy(self.importance, self.ema_decay)
         self.layers = [
             Layer(
@@ -125,9 +122,19 @@ class MixedPrecisionCache(CacheOptions):
             )
             for ladder in parse_bits(self.bits, self.num_layers)
         ]
-        self._gpu = GpuRoad(self) if self.on_gpu else None
-        if self.max_seqlen is not None and not self._fits(self.max_seqlen, self.batch):
-            raise self._refusal(self.max_seqlen, self.batch)
+        smallest = smallest_on_gpu(self.layers) if self.on_gpu else smallest_on_cpu(self.layers)
+        self._limit = Limit(self, smallest)
+        self._gpu = GpuRoad(self, self.layers, self._limit) if self.on_gpu else None
+        self._road = self._gpu or CpuRoad(self, self.layers, self._limit)
+        if self.max_seqlen is not None and not self._limit.fits(self.max_seqlen, self.batch):
+            raise self._limit.refusal(self.max_seqlen, self.batch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What copies (`copy.deepcopy`) and pickles are made of: what the cache holds, on the CPU."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        with self._road.on_host(changes=False):
+            layers = self.layers if self._gpu is None else deepcopy(self.layers)
+        return _made_of, (type(self), options, layers)
 
     @property
     def gpu(self) -> GpuRoad | None:
@@ -139,32 +146,28 @@ class MixedPrecisionCache(CacheOptions):
     @property
     def seqlen(self) -> int:
         """Number of time steps seen, padding included."""
-        return self.layers[0].seqlen if self._gpu is None else self._gpu.seqlen(0)
+        return self._road.seqlen(0)
 
     @property
     def nbytes(self) -> int:
         """Bytes in live buffers: pages, page table, key frames, exact tokens. On a GPU, waits for it."""
-        if self._gpu is not None:
-            return self._gpu.nbytes()
-        return sum(layer.nbytes() for layer in self.layers)
+        return self._road.nbytes()
 
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of the pools and tables that hold them; on a GPU all device memory of the cache."""
-        if self._gpu is not None:
-            return self._gpu.reserved_nbytes()
-        return sum(layer.reserved_nbytes() for layer in self.layers)
+        return self._road.reserved_nbytes()
 
     @property
     def budget_nbytes(self) -> int | None:
         """Bytes that `nbytes` may reach at the present length; None: no limit."""
-        share = self._share(self.seqlen, self.batch)
+        share = self._limit.share(self.seqlen, self.batch)
         return None if share is None else share * self.num_layers * self.batch
 
     @property
     def bits_per_element(self) -> float:
         """Bits in live buffers per stored K and V element; 0 for an empty cache."""
-        tokens = sum(layer.tokens() for layer in self.layers) if self._gpu is None else self._gpu.tokens()
+        tokens = self._road.tokens()
         return 8 * self.nbytes / (2 * self.head_dim * tokens) if tokens else 0.0
 
     def allocation(self) -> dict[str, NDArray[np.int64]]:
@@ -174,40 +177,10 @@ class MixedPrecisionCache(CacheOptions):
         shape = (self.num_layers, self.batch, self.num_heads_kv)
         found = {str(rung): np.zeros(shape, np.int64) for rung in names}
         for layer, store in enumerate(stores):
-            counts = store.page_counts() if self._gpu is None else self._gpu.page_counts(layer)
+            counts = self._road.page_counts(layer)
             for r, rung in enumerate(store.ladder):
                 found[str(rung)][layer] = counts[..., r]
         return found
-
-    def _share(self, seqlen: int, batch: int) -> int | None:
-        """Bytes that one row of one layer may take at a length."""
-        fp16 = 2 * 2 * self.num_heads_kv * self.head_dim * max(seqlen, self.plan_length)
-        return self._budget.share(self.num_layers, max(batch, 1), fp16)
-
-    def _need(self, seqlen: int) -> int:
-        """Bytes that one row of the neediest layer takes at least."""
-        if self._gpu is not None:
-            return self._gpu.smallest_nbytes(seqlen)
-        return max(layer.smallest_nbytes(seqlen) for layer in self.layers)
-
-    def _fits(self, seqlen: int, batch: int) -> bool:
-        share = self._share(seqlen, batch)
-        return share is None or self._need(seqlen) <= share
-
-    def _refusal(self, seqlen: int, batch: int) -> BudgetError:
-        low, high = 0, seqlen
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(middle, batch) else (low, middle)
-        parts = self.num_layers * max(batch, 1)
-        needed, given = self._need(seqlen) * parts, (self._share(seqlen, batch) or 0) * parts
-        return BudgetError(
-            f"{seqlen} tokens in {batch} rows need at least {needed} bytes at the lowest widths and the "
-            f"budget gives {given}; the longest length that fits is {low}. Raise the budget, add a lower "
-            f"width to bits (0 evicts) or shorten the sequence",
-            needed_bytes=needed,
-            longest_length=low,
-        )
 
     # ---- what a model calls --------------------------------------------------------------------------------
 
@@ -250,53 +223,22 @@ class MixedPrecisionCache(CacheOptions):
             If the tokens do not fit; the cache is as it was.
         """
         layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
-        if self._gpu is not None:
-            return self._gpu.step(layer, q, k, v, scale, softcap, valid)  # type: ignore[no-any-return]
-        queries = inputs.queries(self, q)
-        new = inputs.new_keys(self, k, v, valid, queries)
-        state, rows = self.layers[layer], queries.shape[1]
-        kept = min(rows, MASS_ROWS) if state.observes == "mass" else 0
-        collect = kept > 0 and state.since_collection + rows >= self.realloc_every
-        view = state.store.view()
-        stored = packed_attention(
-            queries, view, scale=scale, softcap=softcap, keep_scores=kept if collect else 0
-        )
-        exact_k, exact_v, visible = stack(state.windows, *new)
-        exact = attend_exact(queries, exact_k, exact_v, visible, scale=scale, softcap=softcap, keep_rows=kept)
-        out, lse = exact.merged(stored.out, stored.lse)
-        mass = exact.mass(lse) if kept else None
-        stored_mass = None if stored.scores is None else mass_from_scores(stored.scores, lse, view)
-        self._commit(layer, Arrival(*new, mass, stored_mass))
-        return like_first(out.astype(to_numpy_view(q, "q").dtype, copy=False), q)
+        return self._road.step(layer, q, k, v, scale, softcap, valid)
 
     def append(self, layer: int, k: Array, v: Array, *, valid: Array | None = None) -> None:
         """Store keys and values without queries; importance, where it is attention, starts from the key norm.
 
         Parameters and errors as in `step`.
         """
-        layer = self._layer(layer)
-        if self._gpu is not None:
-            self._gpu.append(layer, k, v, valid)
-        else:
-            self._commit(layer, Arrival(*inputs.new_keys(self, k, v, valid)))
+        self._road.append(self._layer(layer), k, v, valid)
 
     def attend(self, layer: int, q: ArrayT, *, scale: float | None = None, softcap: float = 0.0) -> ArrayT:
         """Attend over everything stored; nothing is added.
 
         Parameters and result as in `step`.
         """
-        layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
-        if self._gpu is not None:
-            return self._gpu.attend(layer, q, scale, softcap)  # type: ignore[no-any-return]
-        queries = inputs.queries(self, q)
-        state, rows = self.layers[layer], queries.shape[1]
-        stored = packed_attention(queries, state.store.view(), scale=scale, softcap=softcap)
-        # Every row sees the whole window: invisible keys behind it, one a row but the last, align them.
-        behind = np.zeros((self.batch, max(rows - 1, 0), self.num_heads_kv, self.head_dim), np.float32)
-        exact_k, exact_v, visible = stack(state.windows, behind, behind, np.zeros(behind.shape[:2], bool))
-        exact = attend_exact(queries, exact_k, exact_v, visible, scale=scale, softcap=softcap, keep_rows=0)
-        out, _ = exact.merged(stored.out, stored.lse)
-        return like_first(out.astype(to_numpy_view(q, "q").dtype, copy=False), q)
+        scale, softcap = self._scores(scale, softcap)
+        return self._road.attend(self._layer(layer), q, scale, softcap)
 
     # ---- CUDA graphs ---------------------------------------------------------------------------------------
 
@@ -342,20 +284,15 @@ class MixedPrecisionCache(CacheOptions):
                 cache.replayed()
         """
         steps = whole_number(steps, "steps", 1, MOST)
-        return self._on_gpu_only("prepare").prepare(steps)
+        return self._road.prepare(steps)
 
     def recording(self) -> AbstractContextManager[None]:
         """Inside this block steps are recorded by a CUDA graph: nothing runs, so nothing is counted."""
-        return self._on_gpu_only("recording").recording()
+        return self._road.recording()
 
     def replayed(self, steps: int = 1) -> None:
         """Count a step of all layers that a CUDA graph has replayed; `prepare` made room for it."""
-        self._on_gpu_only("replayed").replayed(steps)
-
-    def _on_gpu_only(self, method: str) -> GpuRoad:
-        if self._gpu is None:
-            raise NotImplementedError(f"{method}() is for caches with device='cuda'; call step() here")
-        return self._gpu
+        self._road.replayed(steps)
 
     def _layer(self, layer: int) -> int:
         return whole_number(layer, "layer", 0, self.num_layers - 1)
@@ -363,13 +300,6 @@ class MixedPrecisionCache(CacheOptions):
     def _scores(self, scale: float | None, softcap: float) -> tuple[float, float]:
         scale = 1 / math.sqrt(self.head_dim) if scale is None else number(scale, "scale")
         return scale, number(softcap, "softcap", least=0)
-
-    def _commit(self, layer: int, arrival: Arrival) -> None:
-        seqlen = self.layers[layer].seqlen + arrival.k.shape[1]
-        try:
-            self.layers[layer].commit(arrival, self._share(seqlen, self.batch))
-        except BudgetError:
-            raise self._refusal(seqlen, self.batch) from None
 
     # ---- rows and lengths ----------------------------------------------------------------------------------
 
@@ -387,12 +317,12 @@ class MixedPrecisionCache(CacheOptions):
             If a relative budget falls so far that what stays does not fit; the cache is as it was.
         """
         end = self.seqlen - whole_number(n, "n", 0, self.seqlen)
-        with self._on_host():
+        with self._road.on_host():
             try:
-                share = self._share(end, self.batch)
+                share = self._limit.share(end, self.batch)
                 plans = [layer.plan_crop(end, share) for layer in self.layers]
             except BudgetError:
-                raise self._refusal(end, self.batch) from None
+                raise self._limit.refusal(end, self.batch) from None
             for layer, plan in zip(self.layers, plans, strict=True):
                 layer.crop(end, plan)
 
@@ -400,8 +330,7 @@ class MixedPrecisionCache(CacheOptions):
         """Forget everything."""
         for layer in self.layers:
             layer.clear()
-        if self._gpu is not None:
-            self._gpu.clear()
+        self._road.clear()
 
     def reorder(self, rows: Array) -> None:
         """Make row i a copy of the present row `rows[i]`, as beam search does; the batch keeps its size."""
@@ -431,8 +360,8 @@ class MixedPrecisionCache(CacheOptions):
                 "a cache whose importance is a function cannot be saved; choose a policy by name"
             )
         persistence.checked_path(path)
-        with self._on_host(changes=False):
-            states, arrays = persistence.arrays_of(self)
+        with self._road.on_host(changes=False):
+            states, arrays = persistence.arrays_of(self.layers)
         description = {"version": persistence.FORMAT_VERSION, "arguments": self.saved(), "layers": states}
         persistence.write(path, description, arrays)
 
@@ -455,9 +384,9 @@ class MixedPrecisionCache(CacheOptions):
         try:
             persistence.check_sizes(description, arrays)
             cache = cls(**description["arguments"], device=device)
-            persistence.load_into(cache, description["layers"], arrays)
+            persistence.load_into(cache.layers, description["layers"], arrays)
             for layer in cache.layers:
-                share = cache._share(layer.seqlen, cache.batch)
+                share = cache._limit.share(layer.seqlen, cache.batch)
                 if share is not None and layer.nbytes() > share * cache.batch:
                     raise ValueError(f"budget={cache.budget!r} does not hold what it has stored")
         except FormatError:
@@ -466,25 +395,30 @@ class MixedPrecisionCache(CacheOptions):
             raise FormatError(f"{os.fspath(path)}: what it describes is no cache ({error})") from None
         return cache
 
-    def _on_host(self, changes: bool = True) -> AbstractContextManager[None]:
-        return nullcontext() if self._gpu is None else self._gpu.on_host(changes)
-
     def _take_rows(self, rows: NDArray[np.int64]) -> None:
         try:
-            with self._on_host():
+            with self._road.on_host():
                 self._take_rows_on_host(rows)
         finally:
             self.batch = self.layers[0].store.batch  # the old one, if a GPU had no memory for others
 
     def _take_rows_on_host(self, rows: NDArray[np.int64]) -> None:
-        if len(rows) > self.batch and self._budget.nbytes is not None:
-            share = self._share(self.seqlen, len(rows))
+        if len(rows) > self.batch and self._limit.budget.nbytes is not None:
+            share = self._limit.share(self.seqlen, len(rows))
             try:
                 plans = [layer.shrink(np.unique(rows), share) for layer in self.layers]
             except BudgetError:
-                raise self._refusal(self.seqlen, len(rows)) from None
+                raise self._limit.refusal(self.seqlen, len(rows)) from None
             for layer, changes in zip(self.layers, plans, strict=True):
                 layer.carry_out(changes)
         for layer in self.layers:
             layer.take_rows(rows)
         self.batch = len(rows)
+
+
+def _made_of(
+    kind: type[MixedPrecisionCache], options: dict[str, Any], layers: list[Layer]
+) -> MixedPrecisionCache:
+    cache = kind(**options)
+    cache.layers[:] = layers
+    return cache

@@ -6,128 +6,38 @@ takes the host a short way (cuda_repeat.py). Open pages count as live as soon as
 decode step changes a byte of the budget. When the open pages of a layer are full, a plan for all layers at
 once chooses widths anew and opens others; the device does all of it and the host waits for nothing.
 Long steps (prefill) are planned and written at once (cuda_long.py).
-
-The host knows lengths and how much room it has made, nothing else of what lies in pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
-
-from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, cuda_view, current_stream, empty
 from kvlab.cache import cuda_host
 from kvlab.cache import cuda_kernels as kernels
-from kvlab.cache.cuda_calls import StepCalls
-from kvlab.cache.cuda_changes import MOST_ROOM, Changes
-from kvlab.cache.cuda_collect import Collector
-from kvlab.cache.cuda_repeat import Repeated
+from kvlab.cache.cuda_state import DeviceState, Settings
 from kvlab.cache.layer import Layer
 
-__all__ = ["DeviceCache", "Settings"]
+__all__ = ["DeviceCache"]
 
 OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
 """What the importance of a new token of a step is, by what the policy observes."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a cache is told once; names as for `MixedPrecisionCache`.
+class DeviceCache(DeviceState):
+    """The layers of a cache on one GPU; parameters as of `DeviceState`.
 
-    `by_function`: importance is a function of attention mass, called on the host, and `importance` that of
-    kernels which give the mass.
-    """
-
-    num_heads_q: int
-    sink: int
-    recent: int
-    residual: int
-    allocator: str
-    realloc_every: int
-    ema_decay: float
-    importance: str
-    by_function: bool
-    takes_mean: tuple[bool, ...]
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the CPU chooses widths: no kernel knows other allocators or residual windows."""
-        return self.allocator != "greedy" or self.residual > 0
-
-
-class DeviceCache:
-    """Arenas, tables and workspaces of all layers on one GPU.
-
-    Parameters
-    ----------
-    layers : sequence of Layer
-        On the CPU; what they hold is taken over, and they are empty from then on.
-    settings : Settings
-    like : array
-        On the GPU; memory comes from its framework.
-    capacity : int
-        Tokens of a row that there is room for.
-    share : int or None
-        Bytes that a row of a layer may take at that length; None: no limit.
+    What the layers on the CPU hold is taken over, and they are empty from then on.
     """
 
     def __init__(
         self, layers: Sequence[Layer], settings: Settings, like: Any, capacity: int, share: int | None
     ) -> None:
-        store = layers[0].store
-        self.layers, self.settings, self.like = layers, settings, like
-        self.device = cuda_view(like, "q").device
-        self.pairs, self.group = store.batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
-        self.lengths = [layer.seqlen for layer in layers]
-        self.since = [layer.since_collection for layer in layers]
-        self.room = [0] * len(layers)
-        self.observes = [layer.observes for layer in layers]
-        self.generation = 0
-        self._make(capacity, share)
+        super().__init__(layers, settings, like, capacity, share)
         if any(self.lengths):
             cuda_host.take_back(self)
-
-    def _make(self, capacity: int, share: int | None) -> None:
-        settings = self.settings
-        often = max(settings.realloc_every, MOST_ROOM if settings.on_host else kernels.MAX_STEPS)
-        self.changes = Changes(
-            [cuda_host.store_on_gpu(layer) for layer in self.layers],
-            self.like,
-            self.device,
-            capacity,
-            cuda_host.arena_share(self.layers, capacity, share),
-            sink=settings.sink,
-            recent=settings.recent,
-            room=min(often, MOST_ROOM),
-            by_position=settings.importance == "recency",
-        )
-        self.store, self.capacity = self.changes.store, capacity
-        self.generation += 1
-        heads = settings.num_heads_q
-        decay = 0.0 if settings.by_function else settings.ema_decay  # only what was received last counts
-        self.collector = Collector(self.store, heads, settings.importance, decay)
-        self.calls = StepCalls(self.store, self.device, heads, self.collector)
-        self.repeated: list[Repeated | None] = [None] * len(self.layers)
-
-    # ---- sizes ---------------------------------------------------------------------------------------------
-
-    def used(self) -> Any:
-        """Number of live pages, (layers, rungs); waits for the device."""
-        return self.read("used")[0]
-
-    def read(self, *names: str) -> list[NDArray[Any]]:
-        """Copies of tables on the host; waits for the device."""
-        self.changes.confirm()
-        return self.store.read(*names)
-
-    @property
-    def reserved_nbytes(self) -> int:
-        """Bytes of device memory held: arenas, tables and workspaces."""
-        return self.changes.nbytes + self.calls.nbytes + self.collector.nbytes
 
     # ---- what a step does ----------------------------------------------------------------------------------
 
@@ -182,16 +92,6 @@ class DeviceCache:
         return out
 
     @property
-    def unsettled(self) -> bool:
-        """Whether scores are kept, or new tokens may not be in yet, so that pages must not change."""
-        return self.collector.pending or self.changes.unconfirmed
-
-    def settle(self, stream: int) -> None:
-        """Bring importance up to date and see that new tokens are in, before anything changes pages."""
-        self.collector.settle(stream)
-        self.changes.confirm()
-
-    @property
     def counters(self) -> tuple[list[int], list[int], list[int]]:
         """What the host counts by layer: tokens, query tokens since a collection, room."""
         return self.lengths, self.since, self.room
@@ -241,7 +141,7 @@ class DeviceCache:
         """Make room for longer sequences, by way of the host."""
         cuda_host.lend(self)
         try:
-            self._make(capacity, share)
+            self.make(capacity, share)
         except BaseException:
             for layer in self.layers:
                 layer.clear()
@@ -273,7 +173,7 @@ class DeviceCache:
     def _make_for_rows(self, capacity: int, share: int | None) -> None:
         """Take memory for the rows that the layers of the CPU have, or leave them with the old number."""
         try:
-            self._make(capacity, share)
+            self.make(capacity, share)
         except BaseException:
             for layer in self.layers:
                 layer.store.batch = self.store.batch

@@ -8,6 +8,8 @@ need more of it, so they take theirs for the call alone; of their launches those
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvlab.arrays import CudaView, cuda_view, current_stream, empty, pointer_of
@@ -16,7 +18,7 @@ from kvlab.cache.cuda_collect import Collector
 from kvlab.cache.cuda_store import DeviceStore
 from kvlab.ops.packed_cuda import AttendCall, Workspace, kept_page_bytes, make_workspace
 
-__all__ = ["StepCalls"]
+__all__ = ["Repeated", "StepCalls"]
 
 
 class Lse(NamedTuple):
@@ -24,6 +26,17 @@ class Lse(NamedTuple):
 
     array: Any
     pointer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A step of a layer that has run: its result's shape, its launches, and how q, k and v lay."""
+
+    layout: Hashable
+    steps: int
+    shape: tuple[int, ...]
+    views: list[Any]  # CudaViews without their addresses
+    calls: tuple[AttendCall, kernels.AppendCall, Lse]
 
 
 class StepCalls:

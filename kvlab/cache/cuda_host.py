@@ -8,65 +8,34 @@ pages have to be closed up (cuda_tight.py). All of it waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import current_stream, to_host
 from kvlab.cache.cuda_exchange import from_layers, to_layers
+from kvlab.cache.cuda_state import DeviceState
 from kvlab.cache.cuda_tight import reserve_nbytes
-from kvlab.cache.cuda_window import ladder_on_gpu, window_nbytes
-from kvlab.cache.layer import Arrival, Layer
-from kvlab.cache.pages import TOKENS_PER_PAGE, decode_importance
-from kvlab.cache.store import LayerStore
-
-if TYPE_CHECKING:
-    from kvlab.cache.cuda_cache import DeviceCache
+from kvlab.cache.cuda_window import window_nbytes
+from kvlab.cache.layer import Arrival
+from kvlab.cache.pages import decode_importance
 
 __all__ = [
     "admit",
-    "arena_share",
     "borrowed",
     "choose",
     "consolidate",
     "lend",
-    "store_on_gpu",
     "take_back",
 ]
 
 ALL = slice(None)
 
 
-def store_on_gpu(layer: Layer) -> LayerStore:
-    """The shape of a layer's pages on the GPU: that on the CPU, or one with a rung for the window."""
-    store = layer.store
-    if not layer.residual:
-        return store
-    ladder = ladder_on_gpu(store.whole_ladder, layer.residual)
-    return LayerStore(ladder, store.batch, store.num_heads_kv, store.head_dim, store.dtype)
-
-
-def arena_share(layers: Sequence[Layer], capacity: int, share: int | None) -> int | None:
-    """Bytes of a row to have memory for; None: all tokens at the top rung, which may be the window's."""
-    if share is not None or not layers[0].residual:
-        return share
-    needs = []
-    for layer in layers:
-        store, exact = layer.store, store_on_gpu(layer)
-        pages = capacity // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
-        window = exact.page_bytes(len(exact.ladder) - 1)
-        needs.append(
-            store.num_heads_kv * pages * store.page_bytes(len(store.ladder) - 1)
-            + window_nbytes(layer.residual, store.num_heads_kv, window)
-            + store.fixed_nbytes
-        )
-    return max(needs)
-
-
-def lend(cache: DeviceCache, which: slice = ALL) -> None:
+def lend(cache: DeviceState, which: slice = ALL) -> None:
     """Fill layers of the CPU with what the device holds."""
     cache.settle(current_stream(cache.like))
     numbers = range(len(cache.layers))[which]
@@ -75,7 +44,7 @@ def lend(cache: DeviceCache, which: slice = ALL) -> None:
         cache.layers[number].since_collection = cache.since[number]
 
 
-def take_back(cache: DeviceCache, which: slice = ALL) -> None:
+def take_back(cache: DeviceState, which: slice = ALL) -> None:
     """Move what layers of the CPU hold to the device, which has none of it."""
     numbers = range(len(cache.layers))[which]
     from_layers(cache.store, cache.layers, numbers)
@@ -88,7 +57,7 @@ def take_back(cache: DeviceCache, which: slice = ALL) -> None:
 
 
 @contextmanager
-def borrowed(cache: DeviceCache, which: slice = ALL) -> Iterator[None]:
+def borrowed(cache: DeviceState, which: slice = ALL) -> Iterator[None]:
     """Let some layers of the CPU change what they hold, rows and lengths aside."""
     lend(cache, which)
     try:
@@ -99,7 +68,7 @@ def borrowed(cache: DeviceCache, which: slice = ALL) -> Iterator[None]:
 
 
 def admit(
-    cache: DeviceCache, layer: int, new: tuple[Any, Any], valid: Any, codes: Any, share: int | None
+    cache: DeviceState, layer: int, new: tuple[Any, Any], valid: Any, codes: Any, share: int | None
 ) -> None:
     """Let the CPU store new tokens of one layer; `codes` say their attention mass, if it was observed."""
     state, since, steps = cache.layers[layer], cache.since[layer], new[0].shape[1]
@@ -119,7 +88,7 @@ def admit(
     cache.room[layer] = steps
 
 
-def choose(cache: DeviceCache, which: slice, share: int | None) -> None:
+def choose(cache: DeviceState, which: slice, share: int | None) -> None:
     """Let the CPU choose widths and what leaves the window."""
     with borrowed(cache, which):
         for number, layer in list(enumerate(cache.layers))[which]:
@@ -131,7 +100,7 @@ def choose(cache: DeviceCache, which: slice, share: int | None) -> None:
 
 
 def _share(
-    cache: DeviceCache, layer: int, share: int | None, room: int, new: NDArray[np.bool_]
+    cache: DeviceState, layer: int, share: int | None, room: int, new: NDArray[np.bool_]
 ) -> int | None:
     """Bytes of a row for the CPU, if pages of the window and for tokens to come are to fit, too.
 
@@ -150,7 +119,7 @@ def _share(
     return share - pages + min(exact, cache.settings.residual) * state.windows[0].token_nbytes
 
 
-def consolidate(cache: DeviceCache, steps: int, share: int | None, *, to_come: bool) -> None:
+def consolidate(cache: DeviceState, steps: int, share: int | None, *, to_come: bool) -> None:
     """Let the CPU put all tokens into as few pages as leave room for `steps` more."""
     assert share is not None
     with borrowed(cache):

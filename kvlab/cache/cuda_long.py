@@ -174,7 +174,7 @@ def _admit(
         cuda_function.score_new(cache, layer, codes, valid)
     mask = 0 if valid is None else pointer_of(valid)
     fresh = kernels.new_tokens(views[0], views[1], mask, pointer_of(codes), steps, length)
-    if length == 0 and cache.settings.takes_mean[layer]:
+    if length == 0 and cache.layers[layer].takes_mean:
         mean = pointer_of(cache.store.tables["k_mean"][layer])
         kernels.mean_of_keys(
             store.head_dim, store.dtype, cache.device, fresh, cache.pairs, cache.store.heads, mean, stream

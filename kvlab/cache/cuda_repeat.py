@@ -7,29 +7,15 @@ those of the last step of a layer nothing is asked again: three addresses, one a
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvlab.arrays import CudaView, cuda_view, current_stream
+from kvlab.cache.cuda_calls import Repeated
 
 if TYPE_CHECKING:
     from kvlab.cache.cuda_cache import DeviceCache
-    from kvlab.cache.cuda_calls import Lse
-    from kvlab.cache.cuda_kernels import AppendCall
-    from kvlab.ops.packed_cuda import AttendCall
 
-__all__ = ["Repeated", "remember", "repeat"]
-
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """A step of a layer that has run: its result's shape, its launches, and how q, k and v lay."""
-
-    layout: Hashable
-    steps: int
-    shape: tuple[int, ...]
-    views: list[Any]  # CudaViews without their addresses
-    calls: tuple[AttendCall, AppendCall, Lse]
+__all__ = ["remember", "repeat"]
 
 
 def remember(

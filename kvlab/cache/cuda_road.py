@@ -7,7 +7,7 @@ rare operation runs, the layers on the CPU hold what there is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +15,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, cuda_view, empty, match_shapes
+from kvlab.cache.budget import Limit
 from kvlab.cache.cuda_kernels import MAX_GROUP, MAX_STEPS
 from kvlab.cache.cuda_repeat import remember, repeat
 from kvlab.cache.cuda_window import ladder_on_gpu, window_nbytes
+from kvlab.cache.layer import Layer
+from kvlab.cache.options import CacheOptions
 from kvlab.cache.pages import PAGE_TABLE_BYTES, PageLayout
 from kvlab.device import translated_out_of_memory
 
 if TYPE_CHECKING:
-    from kvlab.cache.cache import MixedPrecisionCache
     from kvlab.cache.cuda_cache import DeviceCache
-    from kvlab.reference.cache_layer import Ladder
 
-__all__ = ["GpuRoad"]
+__all__ = ["GpuRoad", "smallest_on_gpu"]
+
+
+def smallest_on_gpu(layers: Sequence[Layer]) -> Callable[[int], int]:
+    """Return what tells from the tokens of a row the bytes with which it does in any layer for certain."""
+    from kvlab.cache.cuda_changes import ladder_of
+    from kvlab.cache.cuda_tight import guaranteed_nbytes
+
+    residual, store = layers[0].residual, layers[0].store
+    heads, exact = store.num_heads_kv, PageLayout(store.head_dim, 16, 16, 2).nbytes + PAGE_TABLE_BYTES
+    window = window_nbytes(residual, heads, exact)
+    kinds = {(ladder_of(layer.store), layer.store.fixed_nbytes) for layer in layers}
+
+    def smallest_nbytes(tokens: int) -> int:
+        paged = max(tokens - residual, 0)
+        return max(guaranteed_nbytes(paged, heads, *kind) for kind in kinds) + window
+
+    return smallest_nbytes
 
 
 class GpuRoad:
@@ -34,29 +52,33 @@ class GpuRoad:
 
     Parameters
     ----------
-    cache : MixedPrecisionCache
+    options : CacheOptions
+        The cache itself, whose batch may change; it is not kept alive.
+    layers : sequence of Layer
+        On the CPU.
+    limit : Limit
     """
 
-    def __init__(self, cache: MixedPrecisionCache) -> None:
+    def __init__(self, options: CacheOptions, layers: Sequence[Layer], limit: Limit) -> None:
         # A cycle would keep device memory until it is collected.
-        self._cache: MixedPrecisionCache = weakref.proxy(cache)
-        for layer in cache.layers:
+        self._options: CacheOptions = weakref.proxy(options)
+        self._layers, self._limit = layers, limit
+        for layer in layers:
             ladder_on_gpu(layer.store.ladder, layer.residual)
         self._device: DeviceCache | None = None
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
-        self._found_kinds: set[tuple[Ladder, int]] = set()
         self._fitting: tuple[int, int] = (0, 0)  # tokens of a row and rows that were found to fit
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
     def seqlen(self, layer: int) -> int:
         """Time steps that a layer has seen."""
-        return self._cache.layers[layer].seqlen if self._device is None else self._device.lengths[layer]
+        return self._layers[layer].seqlen if self._device is None else self._device.lengths[layer]
 
     def nbytes(self) -> int:
         """Bytes in live pages and tables; waits for the device."""
         if self._device is None:
-            return sum(layer.nbytes() for layer in self._cache.layers)
+            return sum(layer.nbytes() for layer in self._layers)
         used = self._device.used()
         return sum(self._device.store.nbytes(layer, used[layer]) for layer in range(len(used)))
 
@@ -67,14 +89,14 @@ class GpuRoad:
     def tokens(self) -> int:
         """Tokens held, over layers, rows and heads; waits for the device."""
         if self._device is None:
-            return sum(layer.tokens() for layer in self._cache.layers)
+            return sum(layer.tokens() for layer in self._layers)
         count, num_pages = self._device.read("count", "num_pages")
         live = np.arange(count.shape[-1]) < num_pages[..., None]
         return int(count[live].sum(dtype=np.int64))
 
     def page_counts(self, layer: int) -> NDArray[np.int64]:
         """Pages of each rung, (batch, heads, rungs); waits for the device."""
-        store = self._cache.layers[layer].store
+        store = self._layers[layer].store
         if self._device is None:
             return store.page_counts()
         rung, num_pages = (table[layer] for table in self._device.read("rung", "num_pages"))
@@ -83,32 +105,11 @@ class GpuRoad:
         counts: NDArray[np.int64] = ((rung[..., None] == rungs) & live[..., None]).sum(2)
         return counts
 
-    def smallest_nbytes(self, tokens: int) -> int:
-        """Bytes with which a row of any layer does for certain."""
-        from kvlab.cache.cuda_tight import guaranteed_nbytes
-
-        residual, heads = self._cache.residual, self._cache.num_heads_kv
-        exact = PageLayout(self._cache.head_dim, 16, 16, 2).nbytes + PAGE_TABLE_BYTES
-        paged, window = max(tokens - residual, 0), window_nbytes(residual, heads, exact)
-        return max(guaranteed_nbytes(paged, heads, *kind) for kind in self._kinds()) + window
-
-    def _kinds(self) -> set[tuple[Ladder, int]]:
-        """Levels of a layer's pages and the bytes of a row beside them, of every kind of layer."""
-        from kvlab.cache.cuda_changes import ladder_of
-
-        if not self._found_kinds:
-            stores = [layer.store for layer in self._cache.layers]
-            self._found_kinds = {(ladder_of(store), store.fixed_nbytes) for store in stores}
-        return self._found_kinds
-
     # ---- what a model calls --------------------------------------------------------------------------------
 
-    def step(
-        self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
-    ) -> Any:
+    def step(self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any) -> Any:
         """`MixedPrecisionCache.step` on a GPU."""
         device, views, mask = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
-        scale = self._cache.head_dim**-0.5 if scale is None else scale
         steps = views[0].shape[1]
         if steps == 0:
             return empty(views[0].shape, views[0].dtype, q)
@@ -151,9 +152,9 @@ class GpuRoad:
             if out is not None:
                 return out
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scale = self._options.head_dim**-0.5 if scale is None else scale
         out = self.step(layer, q, k, v, scale, softcap, valid)
         if device is not None and layout is not None and device.is_short(q.shape[1]):
-            scale = self._cache.head_dim**-0.5 if scale is None else scale
             remember(device, layer, layout, [q, k, v], scale, softcap)
         return out
 
@@ -171,17 +172,16 @@ class GpuRoad:
 
                 cuda_long.append(device, layer, [k, v], views, valid, self._share(layer, steps))
 
-    def attend(self, layer: int, q: Any, scale: float | None, softcap: float) -> Any:
+    def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """`MixedPrecisionCache.attend` on a GPU."""
         device, (view,), _ = self._ready(layer, {"q": q}, None)
         if view.shape[1] == 0:
             return empty(view.shape, view.dtype, q)
-        scale = self._cache.head_dim**-0.5 if scale is None else scale
         with translated_out_of_memory(f"attention with {view.shape[1]} queries a row"):
             return device.attend(layer, q, scale, softcap)
 
     def _share(self, layer: int, steps: int) -> int | None:
-        return self._cache._share(self.seqlen(layer) + steps, self._cache.batch)
+        return self._limit.share(self.seqlen(layer) + steps, self._options.batch)
 
     def _ready(
         self, layer: int, arrays: dict[str, Any], valid: Any
@@ -190,7 +190,7 @@ class GpuRoad:
 
         Returns the device's side, views of the arrays and the address of `valid`, or 0.
         """
-        cache = self._cache
+        cache = self._options
         views = [cuda_view(x, name) for name, x in arrays.items()]
         layout = cache.batch, *[view[1:] for view in views]
         if layout not in self._accepted:
@@ -208,7 +208,7 @@ class GpuRoad:
 
     def _check(self, arrays: dict[str, Any], views: list[CudaView]) -> None:
         """Refuse arrays that no step can take, and take memory at the first call."""
-        cache = self._cache
+        cache = self._options
         steps = views[0].shape[1] if len(views[0].shape) == 4 else 0
         kv = (cache.batch, steps, cache.num_heads_kv, cache.head_dim)
         queries = (cache.batch, steps, cache.num_heads_q, cache.head_dim)
@@ -234,7 +234,7 @@ class GpuRoad:
 
     def _mask(self, valid: Any, steps: int) -> int:
         """Check which tokens are no padding and return the address."""
-        batch = self._cache.batch
+        batch = self._options.batch
         match_shapes({"valid": (valid.shape, (batch, steps))})
         view = cuda_view(valid, "valid")
         if view.dtype != "bool" or (view.strides != (steps, 1) and steps and batch):
@@ -243,19 +243,20 @@ class GpuRoad:
 
     def _make_sure(self, length: int) -> None:
         """Make sure that rows of so many tokens fit the budget and the tables."""
-        cache, device = self._cache, self._device
-        if (length, cache.batch) != self._fitting:
-            if not cache._fits(length, cache.batch):
-                raise cache._refusal(length, cache.batch)
-            self._fitting = length, cache.batch  # the same for every layer of a step
+        batch, device = self._options.batch, self._device
+        if (length, batch) != self._fitting:
+            if not self._limit.fits(length, batch):
+                raise self._limit.refusal(length, batch)
+            self._fitting = length, batch  # the same for every layer of a step
         if device is not None and length > device.capacity:
             capacity = self._capacity(length)
-            device.grow(capacity, cache._share(capacity, cache.batch))
+            device.grow(capacity, self._limit.share(capacity, batch))
 
     def _begin(self, views: list[CudaView], like: Any, steps: int) -> DeviceCache:
-        from kvlab.cache.cuda_cache import DeviceCache, Settings
+        from kvlab.cache.cuda_cache import DeviceCache
+        from kvlab.cache.cuda_state import Settings
 
-        cache = self._cache
+        cache = self._options
         if cache.device not in ("cuda", f"cuda:{views[0].device}"):
             raise ValueError(f"the arrays are on cuda:{views[0].device}, the cache is on {cache.device}")
         settings = Settings(
@@ -268,20 +269,19 @@ class GpuRoad:
             ema_decay=cache.ema_decay,
             importance="attention" if callable(cache.importance) else cache.importance,
             by_function=callable(cache.importance),
-            takes_mean=tuple(layer._takes_mean for layer in cache.layers),
         )
         capacity = self._capacity(self.seqlen(0) + steps)
-        share = cache._share(capacity, cache.batch)
+        share = self._limit.share(capacity, cache.batch)
         nothing = empty((0,), "uint8", like)  # of the caller's framework, and without the caller's memory
-        self._device = DeviceCache(cache.layers, settings, nothing, capacity, share)
+        self._device = DeviceCache(self._layers, settings, nothing, capacity, share)
         return self._device
 
     def _capacity(self, length: int) -> int:
         """Tokens of a row to have room for: a quarter more than asked, unless the longest is known."""
-        longest = self._cache.max_seqlen
+        longest = self._options.max_seqlen
         if longest is not None and length <= longest:
             return longest
-        return max(self._cache.plan_length, length + length // 4)
+        return max(self._options.plan_length, length + length // 4)
 
     # ---- CUDA graphs ---------------------------------------------------------------------------------------
 
@@ -344,5 +344,5 @@ class GpuRoad:
             yield
 
     def _memory(self) -> tuple[int, int | None]:
-        capacity = self._capacity(self._cache.layers[0].seqlen)
-        return capacity, self._cache._share(capacity, len(self._cache.layers[0].windows))
+        capacity = self._capacity(self._layers[0].seqlen)
+        return capacity, self._limit.share(capacity, len(self._layers[0].windows))

@@ -8,6 +8,7 @@ into pages, and `split` takes it out again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +28,7 @@ from kvlab.cache.pages import (
 from kvlab.cache.store import LayerStore
 from kvlab.cache.window import Window
 
-__all__ = ["joined", "ladder_on_gpu", "split", "window_nbytes"]
+__all__ = ["arena_share", "joined", "ladder_on_gpu", "split", "store_on_gpu", "window_nbytes"]
 
 EXACT = Rung(16, 16)
 
@@ -51,6 +52,32 @@ def ladder_on_gpu(ladder: Ladder, residual: int) -> Ladder:
 def window_nbytes(residual: int, heads: int, page_nbytes: int) -> int:
     """Bytes that the pages of a row's window take: full ones, and two that are not."""
     return heads * page_nbytes * (-(-residual // TOKENS_PER_PAGE) + 2) if residual else 0
+
+
+def store_on_gpu(layer: Layer) -> LayerStore:
+    """The shape of a layer's pages on the GPU: that on the CPU, or one with a rung for the window."""
+    store = layer.store
+    if not layer.residual:
+        return store
+    ladder = ladder_on_gpu(store.whole_ladder, layer.residual)
+    return LayerStore(ladder, store.batch, store.num_heads_kv, store.head_dim, store.dtype)
+
+
+def arena_share(layers: Sequence[Layer], capacity: int, share: int | None) -> int | None:
+    """Bytes of a row to have memory for; None: all tokens at the top rung, which may be the window's."""
+    if share is not None or not layers[0].residual:
+        return share
+    needs = []
+    for layer in layers:
+        store, exact = layer.store, store_on_gpu(layer)
+        pages = capacity // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
+        window = exact.page_bytes(len(exact.ladder) - 1)
+        needs.append(
+            store.num_heads_kv * pages * store.page_bytes(len(store.ladder) - 1)
+            + window_nbytes(layer.residual, store.num_heads_kv, window)
+            + store.fixed_nbytes
+        )
+    return max(needs)
 
 
 def joined(layer: Layer, ladder: Ladder) -> LayerStore:

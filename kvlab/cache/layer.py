@@ -97,7 +97,7 @@ class Layer:
         self.observes = policy.observes if len(ladder) > 1 else "nothing"
         # The first tokens lie far from the mean; where they cannot stay at a high width it does harm.
         widths = [rung.bits_k for rung in self.store.ladder]
-        self._takes_mean = min(widths) < 16 and max(widths) >= 8
+        self.takes_mean = min(widths) < 16 and max(widths) >= 8
         self.clear()
 
     def clear(self) -> None:
@@ -107,7 +107,7 @@ class Layer:
         self.windows = [
             Window.empty(store.num_heads_kv, store.head_dim, store.dtype) for _ in range(store.batch)
         ]
-        self.has_mean = np.full(store.batch, not self._takes_mean)
+        self.has_mean = np.full(store.batch, not self.takes_mean)
         self.seqlen = 0
         self.since_collection = 0
 

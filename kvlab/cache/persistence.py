@@ -17,21 +17,19 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.arrays import numpy_dtype
+from kvlab.cache.layer import Layer
 from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.cache.window import Window
 from kvlab.errors import FormatError
-
-if TYPE_CHECKING:
-    from kvlab.cache.cache import MixedPrecisionCache
-    from kvlab.cache.layer import Layer
 
 __all__ = [
     "FORMAT_VERSION",
@@ -154,10 +152,10 @@ def _checksum(entries: dict[str, Any], text: str, parts: list[Any]) -> str:
     return digest.hexdigest()
 
 
-def arrays_of(cache: MixedPrecisionCache) -> tuple[list[dict[str, Any]], Arrays]:
+def arrays_of(layers: Sequence[Layer]) -> tuple[list[dict[str, Any]], Arrays]:
     """State of every layer: what is no array, and the arrays by name."""
     states, arrays = [], {}
-    for number, layer in enumerate(cache.layers):
+    for number, layer in enumerate(layers):
         store = layer.store
         states.append({"seqlen": layer.seqlen, "since_collection": layer.since_collection})
         live = store.live()
@@ -183,9 +181,9 @@ def check_sizes(description: dict[str, Any], arrays: Arrays) -> None:
         raise FormatError(f"0.num_pages has shape {arrays['0.num_pages'].shape}, not {(rows, heads)}")
 
 
-def load_into(cache: MixedPrecisionCache, states: list[dict[str, Any]], arrays: Arrays) -> None:
-    """Fill an empty cache; FormatError if anything does not fit it."""
-    for number, (layer, state) in enumerate(zip(cache.layers, states, strict=True)):
+def load_into(layers: Sequence[Layer], states: list[dict[str, Any]], arrays: Arrays) -> None:
+    """Fill the layers of an empty cache; FormatError if anything does not fit them."""
+    for number, (layer, state) in enumerate(zip(layers, states, strict=True)):
         _load_layer(
             layer,
             state,

@@ -1,15 +1,13 @@
-"""The attention function that reads packed caches, and the placeholders by which it knows them.
+"""The attention function that reads packed caches.
 
-transformers hands an attention function what `Cache.update` returned. The packed layers of a `KVLabCache`
-return placeholders: tensors of the right shape, dtype and device without data, which carry the layer and the
-new keys or values. The attention function "kvlab_packed" recognises them and lets the `MixedPrecisionCache`
-attend and store in one step. Any other operation on a placeholder raises, so that a model under another
-attention function cannot be wrong without a word. Dense keys are treated as "sdpa" treats them.
+transformers hands an attention function what `Cache.update` returned: for the packed layers of a `KVLabCache`
+a placeholder (packed_layer.py), by which "kvlab_packed" knows them and lets their cache attend and store in
+one step. Dense keys are treated as "sdpa" treats them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvlab.errors import needs_extra
 
@@ -19,13 +17,9 @@ with needs_extra("hf", "kvlab.integrations.transformers"):
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-if TYPE_CHECKING:
-    from kvlab.integrations.transformers import PackedLayer
+    from kvlab.integrations.packed_layer import ATTENTION, Placeholder
 
-__all__ = ["ATTENTION", "Placeholder", "packed_attention_forward", "register"]
-
-ATTENTION = "kvlab_packed"
-"""Name of the attention function, for `attn_implementation=`."""
+__all__ = ["packed_attention_forward", "register"]
 
 UNKNOWN_TO_SDPA = ("s_aux", "sinks", "block_indices")
 """Arguments of attention functions that change the result and that "sdpa" ignores."""
@@ -43,46 +37,6 @@ def register() -> None:
     AttentionInterface.register(ATTENTION, packed_attention_forward)
     # Without a mask function transformers passes no mask at all, and padding would be attended.
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-
-
-class Placeholder(torch.Tensor):
-    """Keys and values of a packed layer, old and new ones: shape, dtype and device of keys, but no data.
-
-    Attributes
-    ----------
-    layer : PackedLayer
-    pending : pair of (B, Hkv, S, D) tensors or None
-        The new keys and values; None once they are stored.
-    """
-
-    layer: PackedLayer
-    pending: tuple[torch.Tensor, torch.Tensor] | None
-
-    @classmethod
-    def of(cls, layer: PackedLayer, k: torch.Tensor, v: torch.Tensor, length: int) -> Placeholder:
-        """Stand for `length` old tokens and the new ones; a call of the class would take longer."""
-        batch, heads, new, dim = k.shape
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, (batch, heads, length + new, dim), dtype=k.dtype, device=k.device
-        )
-        made.layer, made.pending = layer, (k, v)
-        return made
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"Placeholder({tuple(self.shape)}, {self.dtype})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise RuntimeError(
-            f"{func} was called on keys or values of a KVLabCache, which are packed: only the attention "
-            f"function {ATTENTION!r} reads them. Call model.set_attn_implementation({ATTENTION!r}), or "
-            f"generate inside kvlab.quantized(model); a model that uses its keys elsewhere needs a "
-            f"transformers.DynamicCache"
-        )
 
 
 def packed_attention_forward(

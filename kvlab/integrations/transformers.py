@@ -1,8 +1,9 @@
 """A transformers.Cache that stays packed.
 
-Layers with full attention are packed and share one `MixedPrecisionCache`; the attention function that reads
-it stands in packed_attention.py, what attention masks say of padding in padding.py. Layers that transformers
-would not give a plain growing cache (sliding windows, linear attention) keep the layers of transformers.
+Layers with full attention are packed and share one `MixedPrecisionCache` (packed_layer.py); the attention
+function that reads it stands in packed_attention.py, what masks say of padding in padding.py. Layers that
+transformers would not give a plain growing cache (sliding windows, linear attention) keep the layers of
+transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvlab.arguments import whole_number
-from kvlab.arrays import dtype_name
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.ladder import Bits
 from kvlab.errors import needs_extra
@@ -21,10 +21,10 @@ from kvlab.errors import needs_extra
 with needs_extra("hf", "kvlab.integrations.transformers"):
     import torch
     from transformers import DynamicCache, PreTrainedConfig
-    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+    from transformers.cache_utils import Cache, DynamicLayer
 
-    from kvlab.integrations.packed_attention import ATTENTION, Placeholder, register
-    from kvlab.integrations.padding import Padding
+    from kvlab.integrations.packed_attention import register
+    from kvlab.integrations.packed_layer import ATTENTION, PackedLayer, SharedCache
 
 __all__ = ["ATTENTION", "KVLabCache", "register"]
 
@@ -95,7 +95,7 @@ class KVLabCache(Cache):
             warnings.warn(
                 f"no layer has full attention, so nothing is packed (layers: {kinds})", stacklevel=2
             )
-        self._shared = _Shared(len(full), dtype, {"budget": budget, "bits": bits, **options})
+        self._shared = SharedCache(len(full), dtype, {"budget": budget, "bits": bits, **options})
         for number, place in enumerate(full):
             layers[place] = PackedLayer(self._shared, number)
         super().__init__(layers=layers)
@@ -218,160 +218,3 @@ def _indices(rows: torch.Tensor, name: str) -> torch.Tensor:
     if not isinstance(rows, torch.Tensor) or rows.ndim != 1 or rows.is_floating_point() or rows.is_complex():
         raise TypeError(f"{name}={rows!r} must be a tensor of row numbers with one dimension")
     return rows
-
-
-class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One full-attention layer of a `KVLabCache`."""
-
-    is_sliding = False
-    is_croppable = True
-    is_compileable = False
-    supports_early_init = False  # the number of query heads is only known at the first step
-
-    def __init__(self, shared: _Shared, number: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._shared, self._number = shared, number
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a placeholder of all tokens, twice; `packed_attention_forward` stores the new ones."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        both = Placeholder.of(self, key_states, value_states, self._shared.lengths[self._number])
-        return both, both
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float | None,
-        softcap: float,
-    ) -> torch.Tensor:
-        """Attend with queries (B, Hq, S, D), store keys and values (B, Hkv, S, D); return (B, S, Hq, D)."""
-        return self._shared.step(self._number, query, key, value, mask, scale, softcap)
-
-    def get_seq_length(self) -> int:
-        return self._shared.lengths[self._number]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def _of_the_whole_cache(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError("the layers of a KVLabCache change together: call the method of the cache")
-
-    reset = crop = reorder_cache = _of_the_whole_cache
-    batch_repeat_interleave = batch_select_indices = _of_the_whole_cache
-
-    def offload(self) -> None:
-        raise NotImplementedError("a KVLabCache manages its own memory and is not offloaded")
-
-    prefetch = offload
-
-
-class _Shared:
-    """What the packed layers of one cache share: the `MixedPrecisionCache`, the padding, their lengths."""
-
-    def __init__(self, num_layers: int, dtype: str | None, options: dict[str, Any]) -> None:
-        self.options, self.dtype = options, dtype
-        # Geometry and batch come with the first step. The smallest ones show now if the options are valid;
-        # whether max_seqlen tokens fit depends on the true ones.
-        valid = {**options, "max_seqlen": None}
-        MixedPrecisionCache(
-            max(num_layers, 1), 1, 1, 16, batch=1, dtype="float16" if dtype is None else dtype, **valid
-        )
-        self.cache: MixedPrecisionCache | None = None
-        self.lengths = [0] * num_layers
-        self.unmasked = False
-        self.padding = Padding()
-
-    def step(
-        self,
-        number: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float | None,
-        softcap: float,
-    ) -> torch.Tensor:
-        batch, heads_kv, new, dim = k.shape
-        if self.cache is None:
-            dtype = self.dtype or dtype_name(k, "key")
-            options = {"batch": batch, "device": str(k.device), "dtype": dtype, **self.options}
-            self.cache = MixedPrecisionCache(len(self.lengths), q.shape[1], heads_kv, dim, **options)
-        if batch != self.cache.batch:
-            raise ValueError(
-                f"the batch has {batch} rows, this cache {self.cache.batch}: reset() it or make a new one"
-            )
-        if number == 0:
-            self._check_whole()
-        valid = None
-        if not self.unmasked and (mask is not None or self.padding.steps is not None):
-            valid = self.padding.extend(mask, batch, self.lengths[number], new)
-        asked, gpu = q.dtype, self.cache.gpu
-        if gpu is None:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            out = self.cache.step(number, q, k, v, scale=scale, softcap=softcap, valid=valid)
-        else:
-            wanted = getattr(torch, self.cache.dtype)  # of all arrays, on a GPU
-            if asked != wanted:
-                q, k, v = q.to(wanted), k.to(wanted), v.to(wanted)
-            out = gpu.step_heads_first(number, q, k, v, scale, softcap, valid)
-        self.lengths[number] += new
-        return out if out.dtype == asked else out.to(asked)
-
-    def whole(self) -> MixedPrecisionCache:
-        """The cache, whose layers stand at one length."""
-        self._check_whole()
-        if self.cache is None:
-            raise ValueError("this cache is empty: call the model with it first")
-        return self.cache
-
-    def _check_whole(self) -> None:
-        if len(set(self.lengths)) > 1:
-            raise RuntimeError(
-                f"an error stopped an earlier step between two layers, which now hold {max(self.lengths)} "
-                f"and {min(self.lengths)} tokens: reset() this cache or make a new one"
-            )
-
-    def reset(self) -> None:
-        self.cache = None
-        self.lengths = [0] * len(self.lengths)
-        self.padding = Padding()
-
-    def crop(self, n: int) -> None:
-        self._check_whole()
-        if self.cache is not None:
-            self.cache.crop(n)
-            self.lengths = [length - n for length in self.lengths]
-            self.padding.crop(self.lengths[0])
-
-    def reorder(self, rows: torch.Tensor) -> None:
-        if self.cache is not None:
-            self.cache.reorder(rows.cpu())
-            self.padding.take(lambda steps: steps[rows])
-
-    def select(self, rows: torch.Tensor) -> None:
-        if self.cache is not None:
-            try:
-                rows = torch.arange(self.cache.batch)[rows.cpu()]  # also masks and negative numbers
-            except IndexError:
-                raise ValueError(
-                    f"indices={rows} names rows beyond those of a batch of {self.cache.batch}"
-                ) from None
-            self.cache.select(rows)
-            self.padding.take(lambda steps: steps[rows])
-
-    def repeat(self, n: int) -> None:
-        if self.cache is not None:
-            self.cache.repeat(n)
-            self.padding.take(lambda steps: steps.repeat_interleave(n, 0))

@@ -26,6 +26,7 @@ from kvlab.cache import (
     cuda_long,
     cuda_repeat,
     cuda_road,
+    cuda_state,
     cuda_store,
 )
 from kvlab.cache.cuda_store import STATE, UNIT, DeviceStore
@@ -287,7 +288,7 @@ def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
 def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Put NumPy in place of the GPU for one test."""
     kernels = Kernels()
-    for module in (cuda_store, cuda_cache, cuda_calls, cuda_long, cuda_road, cuda_repeat):
+    for module in (cuda_store, cuda_state, cuda_cache, cuda_calls, cuda_long, cuda_road, cuda_repeat):
         monkeypatch.setattr(module, "cuda_view", kernels.view)
     for module in (cuda_calls, cuda_long):
         monkeypatch.setattr(module, "pointer_of", lambda x: kernels.view(x, "x").pointer)

@@ -9,14 +9,9 @@ import pytest
 
 from kvlab.cache import cuda_collect
 from kvlab.cache.cache import MixedPrecisionCache
-from tests.cache.numpy_gpu import Kernels, install
+from tests.cache.numpy_gpu import Kernels
 
 LAYERS, HEADS, DIM = 5, 2, 64
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    return install(monkeypatch)
 
 
 def make() -> MixedPrecisionCache:

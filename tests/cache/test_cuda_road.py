@@ -5,6 +5,7 @@ Against the CPU's own cache where both must agree, else against what the pages h
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -16,72 +17,16 @@ from kvlab.cache import (
     cuda_changes,
     cuda_collect,
     cuda_long,
-    cuda_repeat,
-    cuda_road,
     cuda_store,
 )
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError, OutOfMemory
-from kvlab.ops.attention import merge_attention
 from kvlab.ops.packed import packed_attention
 from kvlab.ops.packed_cuda import kept_page_bytes
-from tests.allocations import fail_everywhere
-from tests.cache.numpy_gpu import Kernels, install
-from tests.held import pages_of, positions
-
-LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    return install(monkeypatch)
-
-
-def make(**options: Any) -> MixedPrecisionCache:
-    options = {"batch": 2, "plan_length": 512, "bits": (2, 4, 8), "budget": 0.5, "device": "cuda", **options}
-    return MixedPrecisionCache(LAYERS, HEADS * GROUP, HEADS, DIM, **options)
-
-
-def draw(rng: np.random.Generator, cache: Any, steps: int) -> list[np.ndarray]:
-    shapes = [(cache.batch, steps, heads, DIM) for heads in (HEADS * GROUP, HEADS, HEADS)]
-    return [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
-
-
-def check_state(cache: Any, held: list[Any]) -> None:
-    assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
-    assert cache.nbytes <= cache.reserved_nbytes
-    assert not any(cache._gpu._device.changes.trouble(layer) for layer in range(LAYERS))
-    for pages in pages_of(cache):
-        pages.check_entries()
-        for row, wanted in enumerate(held):
-            assert all(positions(pages, row, head) == list(wanted) for head in range(HEADS))
-
-
-def step(cache: Any, rng: np.random.Generator, steps: int, valid: np.ndarray | None = None) -> None:
-    """Step all layers; the results are those of attention over what the pages hold and the new tokens."""
-    device = cache._gpu._device
-    if device is not None and steps <= 16 and min(device.room) < steps:
-        device.make_room(0, steps, cache._share(cache.seqlen + steps, cache.batch))
-    for layer in range(LAYERS):
-        before = None if device is None else pages_of(cache)[layer]  # a layer may take room from others
-        q, k, v = draw(rng, cache, steps)
-        out = cache.step(layer, q, k, v, valid=valid)
-        seen = np.ones(q.shape[:2], bool) if valid is None else valid
-        exact = MixedPrecisionCache(1, HEADS * GROUP, HEADS, DIM, batch=cache.batch, budget=None, bits=16)
-        wanted = exact.step(0, q, k, v, valid=seen).astype(np.float32)
-        if before is not None and before.num_pages.any():
-            lse = _lse(q, k, seen)
-            stored = packed_attention(q.astype(np.float32), before)
-            wanted, _ = merge_attention([wanted, stored.out], [lse, stored.lse])
-        assert np.abs(out - wanted)[seen].max() < 4e-3
-
-
-def _lse(q: np.ndarray, k: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    keys = np.repeat(k.astype(np.float32), GROUP, 2)
-    scores = np.einsum("bshd,bthd->bhst", q.astype(np.float32), keys) / np.sqrt(DIM)
-    visible = np.tri(q.shape[1], dtype=bool) & valid[:, None, None, :]
-    return np.logaddexp.reduce(np.where(visible, scores, -np.inf), axis=-1).astype(np.float32)
+from tests.cache.cuda_cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
+from tests.cache.numpy_gpu import Kernels
+from tests.held import failures_of_cache, pages_of, positions
 
 
 @pytest.mark.parametrize(
@@ -124,7 +69,7 @@ def test_what_the_cpu_plans(kernels: Kernels, options: dict[str, Any]) -> None:
     if cache.allocator == "uniform":
         assert sum(n > 0 for n in counts.values()) <= 2  # one width, and the open pages
     residual = cache.residual
-    with cache._on_host(changes=False):
+    with cache._road.on_host(changes=False):
         windows = [window for layer in cache.layers for window in layer.windows]
         assert all(residual <= len(window) <= (residual + 53 if residual else 0) for window in windows)
         assert all(window.position.tolist() == [*range(276)][276 - len(window) :] for window in windows)
@@ -325,6 +270,21 @@ def test_append_and_attend(kernels: Kernels) -> None:
         assert np.abs(cache.attend(layer, q) - wanted).max() < 2e-3
 
 
+def test_a_copy_goes_its_own_way(kernels: Kernels) -> None:
+    """`copy.deepcopy`, as for a prompt that several continuations share."""
+    cache, rng = make(), np.random.default_rng(9)
+    step(cache, rng, 150)
+    copy = deepcopy(cache)
+    new, old = draw(rng, cache, 1), pages_of(cache)
+    wanted = [cache.step(layer, *new) for layer in range(LAYERS)]
+    cache.reset()
+    for one, other in zip(pages_of(copy), old, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one.pools, other.pools, strict=True))
+    assert np.abs(np.array([copy.step(layer, *new) for layer in range(LAYERS)]) - wanted).max() < 2e-3
+    check_state(copy, [range(151)] * 2)
+    step(copy, rng, 20)
+
+
 def test_rows_lengths_and_files(kernels: Kernels, tmp_path: Any) -> None:
     cache, rng = make(), np.random.default_rng(7)
     step(cache, rng, 150)
@@ -369,107 +329,6 @@ def test_bad_arguments(kernels: Kernels, change: Any, error: Any, text: str) -> 
     assert cache.seqlen == 0
 
 
-def test_recorded_steps(kernels: Kernels) -> None:
-    """Steps that a graph replays are counted once, whatever was counted while they were recorded."""
-    rng = np.random.default_rng(3)
-    usual = make(max_seqlen=200)
-    tokens = [draw(rng, usual, steps) for steps in [80, *[1] * 34]]
-    want = [[usual.step(layer, *qkv) for layer in range(LAYERS)] for qkv in tokens]
-    cache = make(max_seqlen=200)
-    assert cache.prepare() is None
-    for layer in range(LAYERS):
-        cache.step(layer, *tokens[0])
-    kinds = []
-    for qkv, wanted in zip(tokens[1:], want[1:], strict=True):
-        kinds.append(cache.prepare())
-        before = cache.seqlen
-        with cache.recording():  # kernels in NumPy run at once, as those of a graph do when it is replayed
-            got = [cache.step(layer, *qkv) for layer in range(LAYERS)]
-        assert cache.seqlen == before
-        cache.replayed()
-        assert np.array_equal(got, wanted)
-    assert cache.seqlen == usual.seqlen == 114
-    # Every 16th step collects attention mass, beginning with the first, which the prompt made due.
-    assert [i for i, kind in enumerate(kinds) if kind != kinds[1]] == [0, 16, 32]
-    check_state(cache, [range(114)] * 2)
-
-
-class Tensor(np.ndarray):
-    """What `cuda_repeat.repeat` asks of tensors of torch, on arrays that the kernels in NumPy know."""
-
-    kernels: Kernels
-    requires_grad, heads_first = False, False
-    device = "cuda:0"
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(step // self.itemsize for step in self.strides)
-
-    def data_ptr(self) -> int:
-        return self.kernels.view(self.swapaxes(1, 2) if self.heads_first else self, "x").pointer
-
-    def new_empty(self, shape: Any) -> Any:
-        return np.empty(shape, self.dtype).view(type(self))
-
-    def transpose(self, first: int, second: int) -> Any:  # type: ignore[override]
-        return self.swapaxes(first, second)
-
-
-def test_repeated_steps(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short way of a decode step gives what the long one does; only steps like the last one take it."""
-    monkeypatch.setattr(Tensor, "kernels", kernels, raising=False)
-    rng, took = np.random.default_rng(10), []
-    whole = cuda_repeat.repeat
-
-    def repeat(*args: Any) -> Any:
-        took.append(whole(*args))
-        return took[-1]
-
-    monkeypatch.setattr(cuda_road, "repeat", repeat)
-    usual = make()
-    tokens = [draw(rng, usual, steps) for steps in [80, *[1] * 30, 2, 2, 2, 1, 1]]
-    want = [[usual.step(layer, *qkv, softcap=5.0) for layer in range(LAYERS)] for qkv in tokens]
-    cache, short = make(), []
-    for qkv, wanted in zip(tokens, want, strict=True):
-        took.clear()
-        turned = [np.ascontiguousarray(x.swapaxes(1, 2)).view(Tensor) for x in qkv]
-        for x in turned:
-            x.heads_first = True
-        got = [cache.gpu.step_heads_first(layer, *turned, None, 5.0, None) for layer in range(LAYERS)]
-        assert np.array_equal(got, wanted)
-        short.append(sum(out is not None for out in took) // LAYERS)
-    # Not: the prompt, steps of another shape than the last one, every 16th, which collects or lacks room.
-    assert short == [0, 0, *[1] * 15, 0, *[1] * 13, 0, 0, 1, 0, 1]
-    check_state(cache, [range(118)] * 2)
-    for old, new in zip(pages_of(usual), pages_of(cache), strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
-    turned[0].requires_grad = True
-    took.clear()
-    cache.gpu.step_heads_first(0, *turned, None, 5.0, None)
-    assert not took
-
-
-def test_graphs_follow_memory_and_refuse(kernels: Kernels) -> None:
-    cache, rng = make(plan_length=64, budget=None, bits=(8,)), np.random.default_rng(4)
-    with pytest.raises(RuntimeError, match="run once"), cache.recording():
-        pass
-    step(cache, rng, 40)
-    kinds = []
-    for _ in range(45):
-        kinds.append(cache.prepare())
-        step(cache, rng, 1)
-    assert len({kind[0] for kind in kinds}) > 1  # more tokens than there was room for: other memory
-    for _ in range(cache._gpu._device.room[0]):
-        cache.replayed()
-    with pytest.raises(RuntimeError, match="prepare"):
-        cache.replayed()
-    q, k, v = draw(rng, cache, 1)
-    cache.step(0, q, k, v)
-    with pytest.raises(ValueError, match="layers hold"):
-        cache.prepare()
-    with pytest.raises(NotImplementedError, match="device='cuda'"):
-        MixedPrecisionCache(1, 1, 1, 16).prepare()
-
-
 def test_lack_of_memory_at_any_allocation(kernels: Kernels) -> None:
     """Steps, appends, growth and other rows: a failed allocation leaves the cache as it was."""
     cache, rng = make(), np.random.default_rng(8)
@@ -483,18 +342,8 @@ def test_lack_of_memory_at_any_allocation(kernels: Kernels) -> None:
         lambda: cache.attend(0, long[0]),
         lambda: cache.repeat(2),
     ]
-    found = []
-    for work in works:
-        lengths, before = list(cache._gpu._device.lengths), pages_of(cache)
-
-        def unchanged(lengths: Any = lengths, before: Any = before) -> None:
-            assert cache._gpu._device.lengths == lengths
-            assert cache.batch == cache._gpu._device.store.batch == 2
-            for old, new in zip(before, pages_of(cache), strict=True):
-                assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
-
-        modules = (cuda_cache, cuda_calls, cuda_collect, cuda_long, cuda_store)
-        found.append(fail_everywhere(modules, MemoryError("no memory"), work, unchanged))
+    modules = (cuda_cache, cuda_calls, cuda_collect, cuda_long, cuda_store)
+    found = failures_of_cache(cache, works, modules, MemoryError("no memory"))
     assert found[0] > 0
     assert min(found[2:]) > 0
     assert (cache.batch, cache._gpu._device.lengths) == (4, [191, 191])

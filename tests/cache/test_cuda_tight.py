@@ -14,7 +14,7 @@ from kvlab.cache.cuda_changes import ladder_of
 from kvlab.cache.cuda_tight import guaranteed_nbytes, least_nbytes
 from kvlab.errors import BudgetError
 from kvlab.reference.cache_layer import NO_ROOM
-from tests.cache.numpy_gpu import Kernels, install
+from tests.cache.numpy_gpu import Kernels
 from tests.cache.test_cuda_road import DIM, GROUP, HEADS, LAYERS, check_state, step
 from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer
 
@@ -70,11 +70,6 @@ def test_least_bytes_are_where_plans_begin_to_fail(
     poor.layer.budget[:] = least
     poor.layer.budget[0] -= 1
     assert poor.change(fresh if new else None).status & NO_ROOM
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    return install(monkeypatch)
 
 
 def tight_cache(length: int, bits: Any, short: int = 0) -> Any:

@@ -17,11 +17,10 @@ from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
 from kvlab.ops import attention_cuda, packed_cuda
 from kvlab.reference import packed as reference
-from tests.allocations import fail_everywhere
 from tests.compare import assert_accurate
 from tests.gpu.packed_cases import DTYPES, low_precision, to_numpy, to_torch
 from tests.gpu.test_cache_kernels import exact
-from tests.held import pages_of, positions
+from tests.held import failures_of_cache, pages_of, positions
 
 LAYERS, HEADS, GROUP = 2, 2, 4
 
@@ -65,7 +64,7 @@ def step(
     if device is not None and steps <= 16:  # a step of few tokens that lacks room plans before it attends
         for layer in range(LAYERS):
             if device.room[layer] < steps:
-                device.make_room(layer, steps, cache._share(cache.seqlen + steps, cache.batch))
+                device.make_room(layer, steps, cache._limit.share(cache.seqlen + steps, cache.batch))
     judged = int(rng.integers(LAYERS)) if compared else -1
     for layer in range(LAYERS):
         # Where bytes are few, a layer may close up the pages of all.
@@ -190,7 +189,7 @@ def test_demotion_under_an_absolute_budget() -> None:
 @pytest.mark.parametrize("splits", [[64, 128, 64, 44], [190, *[1] * 20, 90], [7, 16, 100, 9, 16, 152]])
 def test_the_promised_budget_suffices_however_tokens_come(splits: list[int]) -> None:
     options = {"bits": (2, 4, 8), "recent": 20}
-    share = make(**options)._need(300)
+    share = make(**options)._limit.smallest_nbytes(300)
     cache, rng = make(budget=share * LAYERS * 2, max_seqlen=300, **options), np.random.default_rng(10)
     for steps in splits:
         step(cache, rng, steps, compared=steps > 60)
@@ -332,19 +331,9 @@ def test_lack_of_memory_at_any_allocation() -> None:
         lambda: cache.attend(0, long[0]),
         lambda: cache.repeat(2),
     ]
-    found = []
-    for work in works:
-        lengths, before = list(cache._gpu._device.lengths), pages_of(cache)
-
-        def unchanged(lengths: Any = lengths, before: Any = before) -> None:
-            assert cache._gpu._device.lengths == lengths
-            for old, new in zip(before, pages_of(cache), strict=True):
-                assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
-
-        modules: list[Any] = [attention_cuda, packed_cuda, cuda_long, cuda_plan]
-        modules += [cuda_cache, cuda_calls, cuda_collect, cuda_store]
-        error = torch.OutOfMemoryError("CUDA out of memory")
-        found.append(fail_everywhere(modules, error, work, unchanged))
+    modules: list[Any] = [attention_cuda, packed_cuda, cuda_long, cuda_plan]
+    modules += [cuda_cache, cuda_calls, cuda_collect, cuda_store]
+    found = failures_of_cache(cache, works, modules, torch.OutOfMemoryError("CUDA out of memory"))
     assert found[0] > 0
     assert min(found[2:]) > 0
     assert (cache.batch, cache._gpu._device.lengths) == (4, [192, 192])

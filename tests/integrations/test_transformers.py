@@ -16,8 +16,9 @@ from transformers import BartConfig, DynamicCache, GptOssConfig, GptOssForCausal
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvlab import BudgetError, MixedPrecisionCache
+from kvlab.integrations.packed_layer import PackedLayer
 from kvlab.integrations.padding import Padding
-from kvlab.integrations.transformers import ATTENTION, KVLabCache, PackedLayer, register
+from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
 from tests.integrations.models import CONFIGS, MHA, tiny, tokens
 
 register()
