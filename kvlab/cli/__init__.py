@@ -28,7 +28,12 @@ _MENDABLE = (ValueError, NotImplementedError, OSError, MissingExtraError, OutOfM
 
 def app() -> typer.Typer:
     """Return the command line with every command of `COMMANDS`."""
-    result = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    result = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+    )
     result.callback()(_group)
     for name in COMMANDS:
         module = import_module(f"kvlab.cli.{name}")

@@ -51,9 +51,9 @@ def command(
 ) -> None:
     """Measure one part of the library, or several, and print a table of each.
 
-    Results are checked before they are timed. `of copy` is the speed relative to a copy of the bytes that the
-    call must read and write, by as many threads or on the same GPU; `times numpy` relative to the same in
-    NumPy; `speedup` that of a decode step over packed pages, or of attention, relative to torch.
+    Results are checked before they are timed. "of copy" is the speed relative to a copy of the bytes that the
+    call must read and write, by as many threads or on the same GPU; "times numpy" relative to the same in
+    NumPy; "speedup" that of a decode step over packed pages, or of attention, relative to torch.
 
     Example: kvlab benchmark packing --size 256MiB --threads 2 --output packing.json
     """

@@ -94,7 +94,7 @@ def compare(
     as_json: Json = False,
     output: Output = None,
 ) -> None:
-    """Join the files of `kvlab benchmark cache` into benchmark_comparison.csv.
+    """Join the files of kvlab benchmark cache into benchmark_comparison.csv.
 
     Example: kvlab report compare results/benchmarks/4711
     """

@@ -20,8 +20,8 @@ def command(
 ) -> None:
     """Check versions and GPUs, run one kernel of each kind, and compare attention with float64.
 
-    `mae`, `rmse`, `max error` and `cosine` are of out against float64, per shape. float32 must be below 1e-6
-    (MAE, RMSE) on the CPU and 1e-5 and 1e-4 on a GPU; 16-bit results below `limit`, twice the error of the
+    "mae", "rmse", "max error" and "cosine" are of out against float64, per shape. float32 must be below 1e-6
+    (MAE, RMSE) on the CPU and 1e-5 and 1e-4 on a GPU; 16-bit results below "limit", twice the error of the
     same formula in that precision. Exit code 1 if anything is not as it should be. What cannot be checked
     here is skipped, with its reason.
 
