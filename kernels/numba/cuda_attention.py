@@ -24,8 +24,10 @@ from .cuda_attention_tiles import (
     SCORING,
     SHAPE,
     STRIDES,
+    keys_of,
     make_copy,
     make_dot,
+    offset,
     score_of,
     sees,
     sequence_of,
@@ -60,9 +62,7 @@ def attend(head_dim, dtype, tile):
         for i in range(own):
             sums[i] = float32(0)
         peak, total = LOWEST, float32(0)
-        last_row = min(row0 + tile, rows) - 1
-        first = max(row0 // group + behind - left, int64(0)) // tile * tile
-        last = min(last_row // group + behind + right + 1, keys)
+        first, last = keys_of(row0, tile, rows, group, behind, keys, left, right)
         for key0 in range(first, last, tile):
             cuda.syncthreads()  # all are done with the values before
             copy(others, k, of_k, batch, start_k, head, 1, key0, keys, dim)
@@ -94,7 +94,7 @@ def attend(head_dim, dtype, tile):
             peak, total = best, total * shrink + tile_total
         if row < rows:
             position, own_head = start_q + row // group, head * group + row % group
-            at = batch * of_out[0] + position * of_out[1] + own_head * of_out[2]
+            at = offset(of_out, batch, position, own_head)
             factor = float32(0)
             if total != float32(0):
                 factor = float32(1) / total

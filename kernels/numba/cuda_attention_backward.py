@@ -28,8 +28,11 @@ from .cuda_attention_tiles import (
     SHAPE,
     STRIDES,
     device,
+    keys_of,
     make_copy,
     make_dot,
+    offset,
+    rows_of,
     sees,
     sequence_of,
 )
@@ -76,8 +79,7 @@ def prepare(dtype):
             return
         position, head = i % positions, i // positions % heads
         batch = i // positions // heads
-        at = batch * of_dout[0] + position * of_dout[1] + head * of_dout[2]
-        other = batch * of_out[0] + position * of_out[1] + head * of_out[2]
+        at, other = offset(of_dout, batch, position, head), offset(of_out, batch, position, head)
         total = float32(0)
         for channel in range(dim):
             total += load(dout, at + channel) * load(out, other + channel)
@@ -121,9 +123,7 @@ def attend_queries(head_dim, dtype, tile):
         sums, part = cuda.local.array(own, float32), cuda.local.array(own, float32)
         for i in range(own):
             sums[i] = float32(0)
-        last_row = min(row0 + tile, rows) - 1
-        first = max(row0 // group + behind - left, int64(0)) // tile * tile
-        last = min(last_row // group + behind + right + 1, length)
+        first, last = keys_of(row0, tile, rows, group, behind, length, left, right)
         for key0 in range(first, last, tile):
             cuda.syncthreads()  # all are done with the tile before
             copy(keys, k, of_k, batch, start_k, head, 1, key0, length, dim)
@@ -142,7 +142,7 @@ def attend_queries(head_dim, dtype, tile):
             for i in range(own):
                 sums[i] += part[i]
         if row < rows:
-            at = batch * of_dq[0] + position * of_dq[1] + own_head * of_dq[2]
+            at = offset(of_dq, batch, position, own_head)
             for i in range(own):
                 if x + LANES * i < dim:
                     store(dq, at + x + LANES * i, sums[i])
@@ -182,8 +182,7 @@ def attend_keys(head_dim, dtype, tile):
         for i in range(own):
             sums_k[i] = float32(0)
             sums_v[i] = float32(0)
-        first = max(key0 - right - behind, int64(0)) * group // tile * tile
-        last = min((min(key0 + tile, length) - 1 + left - behind + 1) * group, rows)
+        first, last = rows_of(key0, tile, rows, group, behind, length, left, right)
         for row0 in range(first, last, tile):
             cuda.syncthreads()  # all are done with the tile before
             copy(queries, q, of_q, batch, start_q, head * group, group, row0, rows, dim)
@@ -213,8 +212,8 @@ def attend_keys(head_dim, dtype, tile):
                 sums_k[i] += part_k[i]
                 sums_v[i] += part_v[i]
         if key < length:
-            at_k = batch * of_dk[0] + (start_k + key) * of_dk[1] + head * of_dk[2]
-            at_v = batch * of_dv[0] + (start_k + key) * of_dv[1] + head * of_dv[2]
+            at_k = offset(of_dk, batch, start_k + key, head)
+            at_v = offset(of_dv, batch, start_k + key, head)
             for i in range(own):
                 if x + LANES * i < dim:
                     store(dk, at_k + x + LANES * i, sums_k[i])

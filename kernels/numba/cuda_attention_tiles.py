@@ -43,6 +43,26 @@ def sees(row, key, group, behind, keys, left, right):
 
 
 @device
+def keys_of(row0, tile, rows, group, behind, keys, left, right):
+    """Return (first, last): the keys first (where a tile begins) to last - 1 that a tile of rows sees."""
+    first = max(row0 // group + behind - left, int64(0)) // tile * tile
+    return first, min((min(row0 + tile, rows) - 1) // group + behind + right + 1, keys)
+
+
+@device
+def rows_of(key0, tile, rows, group, behind, keys, left, right):
+    """Return (first, last): the rows first (where a tile begins) to last - 1 that see a tile of keys."""
+    first = max(key0 - right - behind, int64(0)) * group // tile * tile
+    return first, min((min(key0 + tile, keys) - 1 + left - behind + 1) * group, rows)
+
+
+@device
+def offset(strides, batch, position, head):
+    """Return where a row of channels begins, in elements."""
+    return batch * strides[0] + position * strides[1] + head * strides[2]
+
+
+@device
 def score_of(product, scale, softcap):
     score = product * scale
     if softcap > float32(0):
@@ -56,7 +76,7 @@ def make_copy(dtype, head_dim, tile):
 
     @device
     def copy(to, x, strides, batch, start, head, group, first, rows, dim):
-        base = batch * strides[0] + start * strides[1] + head * strides[2]
+        base = offset(strides, batch, start, head)
         for i in range(cuda.threadIdx.x, tile * head_dim, LANES * tile):
             r, channel = i // head_dim, i % head_dim
             row = first + r
