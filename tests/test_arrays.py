@@ -169,31 +169,6 @@ def test_pinned_memory_is_cpu_and_managed_memory_is_cuda() -> None:
     assert arrays.device_of(Exporter(np.zeros(2), device=(13, 2))) == arrays.Device("cuda", 2)
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.data())
-def test_one_wrong_dimension_is_found_and_named(shape: list[int], data: st.DataObject) -> None:
-    symbols = [f"N{axis}" for axis in range(len(shape))]
-    good = arrays.match_shapes({"q": (shape, symbols), "k": (shape, symbols)})
-    assert good == dict(zip(symbols, shape, strict=True))
-    axis = data.draw(st.integers(0, len(shape) - 1))
-    wrong = list(shape)
-    wrong[axis] += data.draw(st.integers(1, 5))
-    with pytest.raises(
-        ValueError, match=f"^k has N{axis} = {wrong[axis]} .*but q has N{axis} = {shape[axis]} "
-    ):
-        arrays.match_shapes({"q": (shape, symbols), "k": (wrong, symbols)})
-
-
-def test_shape_errors_name_dimensions_and_numbers() -> None:
-    with pytest.raises(
-        ValueError, match=r"q must have 3 dimensions, got 1: shape \(2,\), expected \(B, S, 64\)"
-    ):
-        arrays.match_shapes({"q": ((2,), ("B", "S", 64))})
-    with pytest.raises(ValueError, match="q must have 64 on axis 1, got 80"):
-        arrays.match_shapes({"q": ((2, 80), ("B", 64))})
-    with pytest.raises(ValueError, match=r"q has S = 3 .*but q has S = 2"):
-        arrays.match_shapes({"q": ((2, 3), ("S", "S"))})
-
-
 def test_viewing_never_imports_a_framework() -> None:
     code = (
         "import sys, numpy as np; from kvlab import arrays; x = np.zeros((2, 3));"

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 LAYERS = (
-    {"errors", "arguments", "estimates", "sizes", "filecache"},
+    {"errors", "arguments", "estimates", "filecache", "shapes", "sizes"},
     {"arrays", "device", "environment", "threads"},
     {"build", "cubin", "nvrtc", "numba_cuda", "compile_gate", "registry"},
     {"ops"},

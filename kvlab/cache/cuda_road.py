@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, cuda_view, empty, match_shapes
+from kvlab.arrays import CudaView, cuda_view, empty
 from kvlab.cache.budget import Limit
 from kvlab.cache.cuda_kernels import MAX_GROUP, MAX_STEPS
 from kvlab.cache.cuda_repeat import remember, repeat
@@ -23,6 +23,7 @@ from kvlab.cache.layer import Layer
 from kvlab.cache.options import CacheOptions
 from kvlab.cache.pages import PAGE_TABLE_BYTES, PageLayout
 from kvlab.device import translated_out_of_memory
+from kvlab.shapes import match_shapes
 
 if TYPE_CHECKING:
     from kvlab.cache.cuda_cache import DeviceCache

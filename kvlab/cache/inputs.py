@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import Array, dtype_name, match_shapes, to_numpy_view
+from kvlab.arrays import Array, dtype_name, to_numpy_view
 from kvlab.cache.options import CacheOptions
+from kvlab.shapes import match_shapes
 
 __all__ = ["NewKeys", "new_keys", "queries", "row_numbers"]
 

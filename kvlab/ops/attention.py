@@ -21,12 +21,12 @@ from kvlab.arrays import (
     common_device,
     device_of,
     dtype_name,
-    match_shapes,
     numpy_dtype,
     one_device,
 )
 from kvlab.device import enough_memory
 from kvlab.registry import AtLeast, Row, check_backend, choose, register
+from kvlab.shapes import match_shapes
 
 __all__ = [
     "Checked",

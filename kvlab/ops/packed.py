@@ -23,10 +23,10 @@ from kvlab.arrays import (
     common_device,
     device_of,
     dtype_name,
-    match_shapes,
 )
 from kvlab.device import compute_capability
 from kvlab.registry import AtLeast, Row, choose, register
+from kvlab.shapes import match_shapes
 
 __all__ = ["Layout", "PackedAttention", "Pages", "Sight", "mass_from_scores", "packed_attention"]
 
