@@ -15,12 +15,17 @@ import numpy as np
 
 import kvlab
 from kvlab import environment
+from kvlab.lab.ablation_cuda import to_gpu
 from kvlab.lab.accuracy import SHAPES, validate_attention
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.targets import Machine, resolve
+from kvlab.ops.packed import packed_attention
 from kvlab.registry import BACKENDS, all_rows
 
 __all__ = ["run"]
+
+Check = Callable[[str, Callable[[Any], Any]], bool]
+"""Given a backend and what puts an array where it is wanted, whether the backend gives the reference's."""
 
 _CLOCKS = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,memory.used"
 
@@ -53,9 +58,10 @@ def run(target: str, where: Machine, *, release: bool = False) -> dict[str, Any]
     report = environment.report()
     skipped = {f"everything on {device}": reason for device, reason in where.skipped.items()}
     kernels = [
-        {"backend": backend, "operation": _OPERATIONS[part], "result": _try(part, backend)}
+        {"backend": backend, "operation": operation, "result": _try(check, backend)}
         for part in parts
-        for backend in _backends(part)
+        for operation, check in _CHECKS[part].items()
+        for backend in _backends(operation)
         if BACKENDS[backend] in where.devices
     ]
     rows: list[Row] = []
@@ -83,31 +89,48 @@ def _shapes(release: bool) -> Any:
     return SHAPES if release else SHAPES[:-1]
 
 
-def _backends(part: str) -> list[str]:
-    present = {row.backend for row in all_rows() if row.operation == _OPERATIONS[part]}
+def _backends(operation: str) -> list[str]:
+    present = {row.backend for row in all_rows() if row.operation == operation}
     return [backend for backend in BACKENDS if backend in present]
 
 
-def _try(part: str, backend: str) -> str:
+def _try(check: Check, backend: str) -> str:
     """Compile and run one kernel: "right", "wrong", or the error in one line."""
     like: Callable[[Any], Any] = _to_gpu if BACKENDS[backend] == "cuda" else lambda x: x
     try:
-        return "right" if _CHECKS[part](backend, like) else "wrong"
+        return "right" if check(backend, like) else "wrong"
     except Exception as error:  # whatever it is, the report must say it and go on
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _check_attention(backend: str, like: Callable[[Any], Any]) -> bool:
     x = np.random.default_rng(1).standard_normal((1, 9, 2, 32)).astype(np.float16)
-    out = _to_host(kvlab.attention(like(x), like(x), like(x), backend=backend))
-    expected = kvlab.attention(x, x, x, backend="reference")
-    return bool(np.abs(out.astype(np.float64) - np.asarray(expected, np.float64)).max() < 4e-3)
+    out = kvlab.attention(like(x), like(x), like(x), backend=backend)
+    return _near(out, kvlab.attention(x, x, x, backend="reference"))
 
 
-def _check_packed(backend: str, like: Callable[[Any], Any]) -> bool:
+def _check_backward(backend: str, like: Callable[[Any], Any]) -> bool:
+    q, k, v, dout = np.random.default_rng(4).standard_normal((4, 1, 9, 2, 32)).astype(np.float16)
+    out, lse = kvlab.attention(q, k, v, return_lse=True, backend="reference")
+    arguments = (dout, q, k, v, out, lse)
+    found = kvlab.attention_backward(*map(like, arguments), backend=backend)
+    return all(map(_near, found, kvlab.attention_backward(*arguments, backend="reference")))
+
+
+def _check_quantize(backend: str, like: Callable[[Any], Any]) -> bool:
     x = np.random.default_rng(2).standard_normal((4, 128)).astype(np.float32)
     quantized = kvlab.quantize(like(x), 4, backend=backend)
     return np.array_equal(_to_host(quantized.packed), kvlab.quantize(x, 4, backend="reference").packed)
+
+
+def _check_packed(backend: str, like: Callable[[Any], Any]) -> bool:
+    k, v = np.random.default_rng(5).standard_normal((2, 1, 200, 1, 64)).astype(np.float16)
+    cache = kvlab.MixedPrecisionCache(1, 2, 1, 64, budget=0.5, bits=(2, 4, 8), plan_length=256)
+    cache.append(0, k, v)
+    q, pages = np.repeat(k[:, :1], 2, 2), cache.layers[0].store.view()
+    there = to_gpu(pages) if BACKENDS[backend] == "cuda" else pages
+    out = packed_attention(like(q), there, backend=backend).out
+    return _near(out, packed_attention(q, pages, backend="reference").out)
 
 
 def _check_ternary(backend: str, like: Callable[[Any], Any]) -> bool:
@@ -116,8 +139,18 @@ def _check_ternary(backend: str, like: Callable[[Any], Any]) -> bool:
     return np.array_equal(_to_host(kvlab.unpack_ternary(packed, 100, backend=backend)), values)
 
 
-_OPERATIONS = {"attention": "attention", "packed": "quantize", "ternary": "pack_ternary"}
-_CHECKS = {"attention": _check_attention, "packed": _check_packed, "ternary": _check_ternary}
+_CHECKS: dict[str, dict[str, Check]] = {
+    "attention": {"attention": _check_attention, "attention_backward": _check_backward},
+    "packed": {"quantize": _check_quantize, "packed_attention": _check_packed},
+    "ternary": {"pack_ternary": _check_ternary},
+}
+"""Of every part, what is run of each kind of kernel: operations of the registry."""
+
+
+def _near(found: Any, expected: Any) -> bool:
+    """Whether float16 results differ by no more than their rounding does."""
+    found, expected = (np.asarray(_to_host(x), np.float64) for x in (found, expected))
+    return bool(np.linalg.norm(found - expected) < 4e-3 * np.linalg.norm(expected))
 
 
 def _to_gpu(x: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import kvlab
 from kvlab import cli, device
 from kvlab.build import Kernel, PreparedLaunch
 from kvlab.cubin import Resources
-from kvlab.lab import accuracy, cleaning, profiling, targets, testing
+from kvlab.lab import accuracy, cleaning, profiling, targets, testing, validate
 
 RUNNER = CliRunner()
 ROOT = Path(__file__).parents[2]
@@ -93,6 +94,42 @@ def test_validate_fails_if_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.exit_code == 1
     assert "kernel pack_ternary, backend cpu: RuntimeError: no such instruction\n" in result.output
     assert "FAILED" in result.output
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "target"),
+    [
+        (kvlab, "attention", "attention"),
+        (kvlab, "attention_backward", "attention"),
+        (kvlab, "quantize", "packed"),
+        (validate, "packed_attention", "packed"),
+        (kvlab, "unpack_ternary", "ternary"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_validate_sees_a_kernel_that_is_wrong(
+    where: Any, name: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(where, name)
+
+    def wrong(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        found = right(*args, backend=backend, **kwargs)
+        if backend == "reference":
+            return found
+        if name == "quantize":
+            return replace(found, packed=found.packed ^ 1)
+        if name == "packed_attention":
+            return found._replace(out=found.out * np.float16(1.01))
+        return tuple(x + x for x in found) if isinstance(found, tuple) else found + found
+
+    monkeypatch.setattr(where, name, wrong)
+    monkeypatch.setenv("KVLAB_TINY", "1")
+    result = validate.run(target, targets.machine("cpu"))
+    found = {(kernel["operation"], kernel["backend"]): kernel["result"] for kernel in result["kernels"]}
+    operation = {"unpack_ternary": "pack_ternary"}.get(name, name)
+    assert found[operation, "cpu"] == "wrong"
+    assert {result for (kind, _), result in found.items() if kind != operation} <= {"right"}
+    assert not result["passed"]
 
 
 @pytest.mark.parametrize("key", testing.PATTERNS, ids=str)
