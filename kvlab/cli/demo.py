@@ -87,7 +87,7 @@ def command(
     plan = _plan(fractions, _groups(groups, full, tiny), tiny, wanted, device)
     output.mkdir(parents=True, exist_ok=True)
     journal = Journal(output, plan.settings)
-    outcome = _compare(Console(stderr=True), plan, journal, processes or (1 if tiny else processes_for(plan)))
+    outcome = _compare(plan, journal, processes or (1 if tiny else processes_for(plan)))
 
     from kvlab.lab.comparison import Comparison, write_files
 
@@ -148,30 +148,21 @@ def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, token
     return Plan("tiny" if tiny else "smollm2", protocol, windows, budgets, groups, device)
 
 
-def _compare(console: Console, plan: Plan, journal: Journal, processes: int) -> Outcome:
-    """Carry a plan out with a bar and the time left."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
-
+def _compare(plan: Plan, journal: Journal, processes: int) -> Outcome:
+    """Carry a plan out, showing how far it is."""
+    from kvlab.cli.progress import bar
     from kvlab.lab.workers import compare
 
-    text = TextColumn("{task.description}")
-    columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeLeft())
+    shared = f" in {processes} processes" if processes > 1 else ""
     try:
-        # Every drawing takes a little of the processors, which all read.
-        with Progress(*columns, console=console, refresh_per_second=2) as bar:
-            shared = f" in {processes} processes" if processes > 1 else ""
-            task = bar.add_task(f"{plan.windows} windows{shared}", total=None)
-            outcome = compare(
-                plan, journal, processes, lambda done, total: bar.update(task, completed=done, total=total)
-            )
+        with bar(f"{plan.windows} windows{shared}") as tick:
+            return compare(plan, journal, processes, tick)
     except KeyboardInterrupt:
-        console.print(
+        typer.echo(
             f"Interrupted. What was read is saved in {journal.path}: the same command goes on from there",
-            highlight=False,
+            err=True,
         )
         raise typer.Exit(130) from None
-    return outcome
 
 
 def _comparison(outcome: Outcome, plan: Plan, settings: dict[str, str | int]) -> Comparison:

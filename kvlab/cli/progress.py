@@ -21,10 +21,13 @@ def bar(name: str) -> Iterator[Callable[[int, int], None]]:
 
     console = Console(stderr=True)
     if console.is_terminal:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import TimeRemainingColumn as TimeLeft
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as drawn:
+        text = TextColumn("{task.description}")
+        columns = (text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeLeft())
+        # Every drawing takes a little of the processors, which all may be at work.
+        with Progress(*columns, console=console, transient=True, refresh_per_second=2) as drawn:
             task = drawn.add_task(name, total=None)
             yield lambda done, total: drawn.update(task, completed=done, total=total)
         return
