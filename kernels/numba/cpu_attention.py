@@ -18,8 +18,8 @@ import numpy as np
 from numba import njit, types
 
 from .cpu_elements import store_values
-from .cpu_packed import LOG2_E, take_number
 from .cpu_simd import LANES, helper
+from .cpu_softmax import LOG2_E, take_number
 from .cpu_tiles import (
     CHUNK,
     KEYS,

@@ -19,8 +19,8 @@ import numpy as np
 from numba import njit, types
 
 from .cpu_elements import load_values, store_values
-from .cpu_packed import LOG2_E, exp2, take_number
 from .cpu_simd import LANES, helper, load, splat, store, where
+from .cpu_softmax import LOG2_E, exp2, take_number
 from .cpu_tiles import (
     CHUNK,
     KEYS,

@@ -17,8 +17,8 @@ import math
 import numpy as np
 
 from .cpu_expand import PADDING
-from .cpu_packed import LOG2_E, exp2, serial, take_number
 from .cpu_simd import LANES, helper, load, splat, store, total
+from .cpu_softmax import LOG2_E, exp2, serial, take_number
 from .cpu_tiles import (
     CHUNK_OF_STORED,
     KEYS,

@@ -14,30 +14,39 @@ because the coded part is rotated back at the end. Scratch memory of a thread: t
 and of weights, and for raw values a page without its unused slots. K and V are never written out unpacked.
 
 Shapes: pairs = batch * num_heads_kv; query rows are (position, head of the group), heads fastest, in blocks
-of `rows`, the last block filled up. `places` (rungs, PLACE_FIELDS) says where things lie in a page of a
-rung.
+of `rows`, the last block filled up. Tables and `places` are those of `cpu_page`; `cpu_packed_merge` makes
+results of the parts.
 """
 
 import math
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
+from numba import types
 from numba.extending import intrinsic
 
-from .cpu_fragments import add_lanes, call_product, multiply_add
+from .cpu_fragments import add_lanes, call_product
 from .cpu_groups import hadamard_run
+from .cpu_page import (
+    K_CODES,
+    K_FUNCTION,
+    K_STEPS,
+    PAGE,
+    POOL,
+    POSITIONS,
+    RECORD,
+    V_CODES,
+    V_FUNCTION,
+    V_STEPS,
+    double_steps,
+    load_word,
+    newest_of,
+    position_of,
+    prefetch,
+)
 from .cpu_simd import float32x8, helper, highest, load, maximum, splat, store, total
+from .cpu_softmax import LOG2_E, emit_exp2, floats, integers, serial, take_number
 
-PAGE = 64
-PLACE_FIELDS = 9
-POOL, RECORD, K_CODES, V_CODES, K_STEPS, V_STEPS, POSITIONS, K_FUNCTION, V_FUNCTION = range(PLACE_FIELDS)
-"""Columns of `places`: an address, bytes of a record, byte offsets in it (K_STEPS and V_STEPS are -1 at width
-16, which has no steps), and the addresses of two functions: of `cpu_fragments`, or for `cpu_packed_rows` of
-`cpu_expand`."""
-
-LOG2_E = np.float32(math.log2(math.e))
 UPPER_HALF = np.float32(2.0**-16)
 """Factor on the patterns that meet the upper halves of words of codes."""
 
@@ -46,60 +55,8 @@ HEADROOM = np.float32(8)
 that has been added up costs more than a few larger weights."""
 
 _MINUS_INFINITY = np.float32(-np.inf)
-
-serial = njit(error_model="numpy", nogil=True, cache=True)
-"""Decorator of what Python calls: one thread's work."""
-
-_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_I8X8, _I32X8, _F32X8 = ir.VectorType(_I8, 8), ir.VectorType(_I32, 8), ir.VectorType(_F32, 8)
-
-# 2^f on -0.5 <= f <= 0.5, 1 at 0, relative error 3e-9 before rounding (fitted for the least largest error).
-_EXP2 = (1.0, 0.693147182, 0.240226477, 0.0555035993, 0.00961850584, 0.00133908063, 0.000153264613)
-
-
-def _floats(value):
-    return ir.Constant(_F32X8, [value] * 8)
-
-
-def _integers(value):
-    return ir.Constant(_I32X8, [value] * 8)
-
-
-def _emit_exp2(builder, x):
-    magic = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
-    shifted = builder.fadd(x, _floats(magic))
-    fraction = builder.fsub(x, builder.fsub(shifted, _floats(magic)))
-    result = _floats(_EXP2[-1])
-    for coefficient in _EXP2[-2::-1]:
-        result = multiply_add(builder, result, fraction, _floats(coefficient))
-    whole = builder.add(builder.bitcast(shifted, _I32X8), _integers(127 - 0x4B400000))
-    result = builder.fmul(result, builder.bitcast(builder.shl(whole, _integers(23)), _F32X8))
-    return builder.select(builder.fcmp_ordered("<", x, _floats(-126.0)), _floats(0.0), result)
-
-
-@intrinsic
-def exp2(typing_context, x):
-    """Return 2^x of eight floats up to 127, to about 1 ulp; 0 below -126, NaN for NaN."""
-
-    def generate(context, builder, signature, arguments):
-        return _emit_exp2(builder, arguments[0])
-
-    return float32x8(float32x8), generate
-
-
-@intrinsic
-def double_steps(typing_context, address):
-    """Twice the steps of eight tokens: a byte is a float16 without sign and low 7 mantissa bits."""
-
-    def generate(context, builder, signature, arguments):
-        codes = builder.load(builder.inttoptr(arguments[0], _I8X8.as_pointer()))
-        codes.align = 1
-        bits = builder.shl(builder.zext(codes, _I32X8), _integers(20))
-        finite = builder.fmul(builder.bitcast(bits, _F32X8), _floats(2.0**113))
-        special = builder.bitcast(builder.or_(bits, _integers(0x7F800000)), _F32X8)
-        return builder.select(builder.icmp_unsigned("<", bits, _integers(0xF8 << 20)), finite, special)
-
-    return float32x8(types.int64), generate
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_F32X8 = ir.VectorType(ir.FloatType(), 8)
 
 
 @intrinsic
@@ -119,12 +76,12 @@ def _weigh_row(typing_context, scores, peak, steps, factor, patterns, row):
         shape = context.make_array(signature.args[4])(context, builder, arguments[4]).shape
         rows = builder.extract_value(shape, 3)
         peak, factor = (_spread(builder, arguments[i]) for i in (1, 3))
-        total, weights = _floats(0.0), []
+        total, weights = floats(0.0), []
         for i in range(8):
             x, step = (
                 _load_floats(builder, pointer, ir.Constant(_I64, 8 * i)) for pointer in (score_at, step_at)
             )
-            p = _emit_exp2(builder, builder.fsub(x, peak))
+            p = emit_exp2(builder, builder.fsub(x, peak))
             total = builder.fadd(total, p)
             weight = builder.fmul(p, step)
             weights.append(builder.fmul(weight, factor) if i % 2 else weight)
@@ -160,60 +117,13 @@ def _lanes(order):
 
 def _spread(builder, value):
     one = builder.insert_element(ir.Constant(_F32X8, ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(one, one, _integers(0))
+    return builder.shuffle_vector(one, one, integers(0))
 
 
 def _load_floats(builder, data, index):
     value = builder.load(builder.bitcast(builder.gep(data, [index]), _F32X8.as_pointer()))
     value.align = 4
     return value
-
-
-@intrinsic
-def _load_word(typing_context, address):
-    def generate(context, builder, signature, arguments):
-        return builder.load(builder.inttoptr(arguments[0], _I32.as_pointer()))
-
-    return types.uint32(types.int64), generate
-
-
-@intrinsic
-def _prefetch(typing_context, address):
-    """Ask for the cache line at an address; it need not be readable."""
-
-    def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], _I8.as_pointer())
-        signature = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-        builder.call(function, [pointer, _I32(0), _I32(2), _I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@intrinsic
-def take_number(typing_context, counter):
-    """Return counter[0] and add one to it, in one step for all threads."""
-
-    def generate(context, builder, signature, arguments):
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        return builder.atomic_rmw("add", data, ir.Constant(ir.IntType(64), 1), "monotonic")
-
-    return types.int64(counter), generate
-
-
-@serial
-def check_table(rung, count, index, num_pages, capacity):
-    """Return whether every used entry of a page table names a page that exists."""
-    for pair in range(rung.shape[0]):
-        if num_pages[pair] < 0 or num_pages[pair] > rung.shape[1]:
-            return False
-        for p in range(num_pages[pair]):
-            if rung[pair, p] >= capacity.size or count[pair, p] > PAGE:
-                return False
-            if index[pair, p] >= capacity[rung[pair, p]]:
-                return False
-    return True
 
 
 @serial
@@ -296,22 +206,6 @@ def _mask_scores(scores, count, softcap):
 
 
 @helper
-def position_of(positions, base, slot):
-    """Return the position of a slot of a page: `positions` is the address of its offsets."""
-    word = _load_word(positions + 4 * (slot // 2))
-    return (np.int64(base) << 16) + (np.int64(word) >> (16 * (slot % 2)) & 0xFFFF)
-
-
-@helper
-def newest_of(positions, base, count):
-    """Return the last position in a page; -1 if it holds no token."""
-    newest = np.int64(-1)
-    for slot in range(count):
-        newest = max(newest, position_of(positions, base, slot))
-    return newest
-
-
-@helper
 def _hide_old(scores, positions, base, count, lowest):
     """Hide from each row the tokens before the position lowest[row]."""
     for slot in range(count):
@@ -352,7 +246,7 @@ def _shrink_totals(totals, rows, shrink):
 def _copy_without_unused(address, head_dim, itemsize, count, words):
     """Copy the values of a page that is not full, of width 16, with zeros in its unused slots."""
     for i in range(PAGE * head_dim * itemsize // 4):
-        words[i] = _load_word(address + 4 * i)
+        words[i] = load_word(address + 4 * i)
     for slot in range(count, PAGE):
         block, column = slot % 8 // 2, slot // 8 + 8 * (slot % 2)
         for channel in range(head_dim):
@@ -407,7 +301,7 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
             following = places[rung[p + 1]]
             start = following[POOL] + np.int64(index[p + 1]) * following[RECORD]
             for line in range(start, start + following[RECORD], 64):
-                _prefetch(line)
+                prefetch(line)
 
         query = query_coded if k_steps >= 0 else query_raw
         keys = page + place[K_CODES]
@@ -491,77 +385,3 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
             ),
         )
         item = take_number(counter)
-
-
-@serial
-def merge_parts(parts, peaks, sums, block, factor, out, lse):
-    """Merge the parts of each row, in order; rotate back the sums of coded values.
-
-    parts, peaks, sums from `attend_pages`; out (batch, positions, heads, head_dim), lse (batch, heads,
-    positions), natural: 0 and -inf where there is no token.
-    """
-    batch, positions, heads, head_dim = out.shape
-    _, pairs, _, splits, rows, _ = parts.shape
-    kv_heads = pairs // batch
-    group = heads // kv_heads
-    for pair in range(pairs):
-        for i in range(positions * group):
-            own, row, head = i // rows, i % rows, pair % kv_heads * group + i % group
-            line = out[pair // kv_heads, i // group, head]
-            peak = _MINUS_INFINITY
-            for part in range(splits):
-                peak = max(peak, peaks[pair, own, part, row])
-            whole = np.float32(0)
-            for part in range(splits):
-                if sums[pair, own, part, row] != 0:
-                    whole += sums[pair, own, part, row] * np.float32(2) ** (
-                        peaks[pair, own, part, row] - peak
-                    )
-            for channel in range(head_dim):
-                line[channel] = 0
-            for side in range(2):
-                for part in range(splits):
-                    if sums[pair, own, part, row] != 0:
-                        weight = np.float32(2) ** (peaks[pair, own, part, row] - peak) / whole
-                        values = parts[side, pair, own, part, row]
-                        for channel in range(head_dim):
-                            line[channel] += weight * values[channel]
-                if side == 0:
-                    hadamard_run(line, 0, head_dim, block)
-                    for channel in range(head_dim):
-                        line[channel] *= factor
-            log = (peak + np.float32(math.log2(whole))) / LOG2_E if whole != 0 else _MINUS_INFINITY
-            lse[pair // kv_heads, head, i // group] = log
-
-
-@serial
-def sum_mass(counter, scores, lse, count, num_pages, group, mass):
-    """mass[pair, page, slot] = mean over the kept rows of exp(score - lse); 0 in unused slots.
-
-    What one thread does: pages, by the counter. scores (pairs, pages, rows * group, 64); lse (batch, heads,
-    rows); mass (pairs, pages, 64).
-    """
-    pairs, pages = count.shape
-    kv_heads = lse.shape[1] // group
-    item = take_number(counter)
-    while item < pairs * pages:
-        pair, page = item // pages, item % pages
-        used = np.int64(count[pair, page]) if page < num_pages[pair] else 0
-        head = pair % kv_heads * group
-        _sum_page(scores[pair, page], lse[pair // kv_heads], head, group, used, mass[pair, page])
-        item = take_number(counter)
-
-
-@helper
-def _sum_page(scores, lse, head, group, used, mass):
-    rows = scores.shape[0]
-    for slot in range(PAGE):
-        mass[slot] = 0
-    for row in range(rows if used else 0):
-        whole = lse[head + row % group, row // group]
-        if whole != _MINUS_INFINITY:
-            for slot in range(0, PAGE, 8):
-                p = exp2((load(scores[row], slot) - splat(whole)) * splat(LOG2_E))
-                store(mass, slot, load(mass, slot) + p)
-    for slot in range(PAGE):
-        mass[slot] = mass[slot] / np.float32(rows) if slot < used else np.float32(0)

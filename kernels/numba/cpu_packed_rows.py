@@ -11,8 +11,8 @@ A page is expanded once into scratch memory (`cpu_expand`) and multiplied for al
 Items of work are (batch row, KV head), a block of up to PANELS panels, a range of pages and whether its
 values are coded or raw: coded values are summed in their rotated frame, so the sums of the two stay apart, as
 two parts with peaks of their own. Threads take items from a counter, and the answer of an item does not
-depend on the thread; `cpu_packed.merge_parts` merges the parts in order. Tables of pages are those of
-`cpu_packed`, with the functions of `cpu_expand`.
+depend on the thread; `cpu_packed_merge` merges the parts in order. Tables of pages are those of
+`cpu_page`, with the functions of `cpu_expand`.
 
 Scratch of a thread at head_dim 64: keys and values 36 KiB, queries and totals of 8 panels 97 KiB, scores 6.
 """
@@ -25,11 +25,10 @@ from numba.extending import intrinsic
 from .cpu_expand import PADDING, PAGE, SLOT_AT, place_of
 from .cpu_fragments import call_product
 from .cpu_groups import hadamard_run
-from .cpu_packed import (
+from .cpu_page import (
     K_CODES,
     K_FUNCTION,
     K_STEPS,
-    LOG2_E,
     POOL,
     POSITIONS,
     RECORD,
@@ -39,10 +38,9 @@ from .cpu_packed import (
     double_steps,
     newest_of,
     position_of,
-    serial,
-    take_number,
 )
 from .cpu_simd import F32X8, LANES, helper, load, load_unaligned, pointer_to, splat, store, store_unaligned
+from .cpu_softmax import LOG2_E, serial, take_number
 from .cpu_tiles import CHUNK_OF_STORED, LOWEST, MINUS_INFINITY, PANEL, PANELS, cap, multiply, weigh
 
 _ZERO = np.float32(0)

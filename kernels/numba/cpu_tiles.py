@@ -19,7 +19,6 @@ from numba.extending import intrinsic
 
 from .cpu_elements import load_values
 from .cpu_fragments import multiply_add
-from .cpu_packed import exp2
 from .cpu_simd import (
     F32X8,
     I32X8,
@@ -35,6 +34,7 @@ from .cpu_simd import (
     store,
     where,
 )
+from .cpu_softmax import exp2
 
 PANEL = 24
 """Query rows that are computed together."""

@@ -138,7 +138,7 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
 
 def score_numbers(scores: Scores) -> tuple[Any, ...]:
     """Return what kernels take of `scores`: left, right, sign, unit, rate, softcap."""
-    from kvlab.numba_kernels.cpu_packed import LOG2_E
+    from kvlab.numba_kernels.cpu_softmax import LOG2_E
 
     # A scale of 0 becomes one that no score is seen with, so that hidden keys, at -inf, stay hidden.
     scale = max(abs(scores.scale), 1e-37)

@@ -64,21 +64,21 @@ def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.in
 
     `rows` is what one product serves: up to `ROWS_AT_ONCE`, or 0 for pages that are expanded to memory.
     """
-    from kvlab.numba_kernels import cpu_expand, cpu_fragments, cpu_packed
+    from kvlab.numba_kernels import cpu_expand, cpu_fragments, cpu_page
 
-    table = np.zeros((len(layouts), cpu_packed.PLACE_FIELDS), np.int64)
+    table = np.zeros((len(layouts), cpu_page.PLACE_FIELDS), np.int64)
     for place, layout in zip(table, layouts, strict=True):
         k, v = (dtype if bits == 16 else str(bits) for bits in (layout.bits_k, layout.bits_v))
-        place[cpu_packed.RECORD] = layout.nbytes
-        place[cpu_packed.K_CODES], place[cpu_packed.V_CODES] = layout.k_codes, layout.v_codes
-        place[cpu_packed.K_STEPS] = layout.k_steps if layout.bits_k < 16 else -1
-        place[cpu_packed.V_STEPS] = layout.v_steps if layout.bits_v < 16 else -1
-        place[cpu_packed.POSITIONS] = layout.positions
+        place[cpu_page.RECORD] = layout.nbytes
+        place[cpu_page.K_CODES], place[cpu_page.V_CODES] = layout.k_codes, layout.v_codes
+        place[cpu_page.K_STEPS] = layout.k_steps if layout.bits_k < 16 else -1
+        place[cpu_page.V_STEPS] = layout.v_steps if layout.bits_v < 16 else -1
+        place[cpu_page.POSITIONS] = layout.positions
         if rows:
             functions = cpu_fragments.key_product(k, rows), cpu_fragments.value_product(v, rows)
         else:
             functions = cpu_expand.expansion(k, "k"), cpu_expand.expansion(v, "v")
-        place[cpu_packed.K_FUNCTION], place[cpu_packed.V_FUNCTION] = (one.address for one in functions)
+        place[cpu_page.K_FUNCTION], place[cpu_page.V_FUNCTION] = (one.address for one in functions)
     return table
 
 
@@ -99,12 +99,12 @@ class _CpuCall(NamedTuple):
 
     def places(self, pages: Pages, rows: int) -> NDArray[np.int64]:
         """Describe the rungs with the addresses of their pools; refuse a table that leads outside them."""
-        from kvlab.numba_kernels import cpu_packed
+        from kvlab.numba_kernels import cpu_page
 
         places = _places(tuple(pages.layouts), pages.dtype, rows).copy()
-        places[:, cpu_packed.POOL] = [pool.ctypes.data for pool in pages.pools]
+        places[:, cpu_page.POOL] = [pool.ctypes.data for pool in pages.pools]
         capacity = np.array([len(pool) for pool in pages.pools], np.int64)
-        if not cpu_packed.check_table(*self.table, capacity):
+        if not cpu_page.check_table(*self.table, capacity):
             raise ValueError(
                 "pages: an entry of the page table names a page that does not exist; check_entries() says "
                 "which"
@@ -133,7 +133,7 @@ def attend(
     q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, sight: Sight | None
 ) -> PackedAttention[ArrayT]:
     """Launcher of backend "cpu" for `kvlab.ops.packed.packed_attention`."""
-    from kvlab.numba_kernels.cpu_packed import merge_parts
+    from kvlab.numba_kernels.cpu_packed_merge import merge_parts
 
     view = to_numpy_view(q, "q")
     batch, seqlen_q, heads, head_dim = view.shape
@@ -220,7 +220,7 @@ def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int)
 
 def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     """Launcher of backend "cpu" for `kvlab.ops.packed.mass_from_scores`."""
-    from kvlab.numba_kernels import cpu_packed
+    from kvlab.numba_kernels.cpu_packed_merge import sum_mass
 
     kept, total = to_numpy_view(scores, "scores"), to_numpy_view(lse, "lse")
     batch, kv_heads, entries, rows, _ = kept.shape
@@ -231,5 +231,5 @@ def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
     flat = np.ascontiguousarray(kept).reshape(pairs, entries, rows, 64)
     alone = flat.size < _WORTH_SHARING // 16
-    share(cpu_packed.sum_mass, np.zeros(1, np.int64), flat, last, count, num_pages, group, mass, alone=alone)
+    share(sum_mass, np.zeros(1, np.int64), flat, last, count, num_pages, group, mass, alone=alone)
     return like_first(mass.reshape(batch, kv_heads, entries, 64), scores)
