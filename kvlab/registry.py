@@ -18,14 +18,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from kvlab.arrays import Device
+from kvlab.device import compute_capability
+
 __all__ = [
     "ANY",
     "BACKENDS",
+    "ON_CUDA",
+    "ON_NUMBA",
     "AtLeast",
     "Row",
     "all_rows",
     "check_backend",
     "choose",
+    "describe",
+    "facts_of",
     "last_backend",
     "register",
     "rows",
@@ -69,6 +76,24 @@ class _Any:
 
 ANY = _Any()
 """Every value: for the `supports` of a row without a limit there."""
+
+ON_CUDA: dict[str, Any] = {"compute_capability": AtLeast((8, 0))}
+"""GPUs that CUDA C++ kernels are for, unless a row says otherwise: part of its `supports`."""
+
+ON_NUMBA: dict[str, Any] = {"compute_capability": AtLeast((7, 5))}
+"""The same for kernels in Numba CUDA."""
+
+
+@cache
+def facts_of(device: Device) -> Mapping[str, Any]:
+    """Return what rows ask of a device, for `choose`: of a GPU its compute capability.
+
+    Examples
+    --------
+    >>> facts_of(Device("cpu", 0))
+    {}
+    """
+    return {"compute_capability": compute_capability(device.index)} if device.kind == "cuda" else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,21 @@ def test_last_backend_of_another_thread_is_not_seen() -> None:
     assert seen == [None]
 
 
+def test_older_gpus_get_the_kernels_in_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    operations = {row.operation for row in registry.all_rows() if row.backend == "numba"}
+    assert len(operations) == 9
+    for operation in operations:
+        supports = next(row.supports for row in registry.rows(operation) if row.backend == "numba")
+        listed = {"bits", "codec", "dtype"} & set(supports)
+        facts = {name: next(iter(supports[name])) for name in listed}
+        facts |= {"head_dim": 64} if "head_dim" in supports else {}
+        for capability, backend in (((7, 5), "numba"), ((9, 0), "cuda")):
+            assert choose(operation, "cuda", **facts, compute_capability=capability).backend == backend
+        with pytest.raises(NotImplementedError, match=r"compute_capability=.*at least"):
+            choose(operation, "cuda", "cuda", **facts, compute_capability=(7, 5))
+
+
 def test_every_row_of_the_library_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     table = registry.all_rows()

@@ -25,7 +25,7 @@ from kvlab.arrays import (
     one_device,
 )
 from kvlab.device import enough_memory
-from kvlab.registry import AtLeast, Row, check_backend, choose, register
+from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Row, check_backend, choose, facts_of, register
 from kvlab.shapes import match_shapes
 
 __all__ = [
@@ -43,7 +43,8 @@ __all__ = [
 _FLOATS = ("float16", "bfloat16", "float32")
 FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
 REFERENCE_FACTS: dict[str, Any] = {"dtype": (*_FLOATS, "float64"), "head_dim": AtLeast(1)}
-CUDA_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(1, 257)}
+_GPU_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(1, 257)}
+CUDA_FACTS, NUMBA_FACTS = _GPU_FACTS | ON_CUDA, _GPU_FACTS | ON_NUMBA
 
 # Pattern of an out and of its lse, by the number of dimensions of the out.
 _LAYOUTS = {
@@ -55,9 +56,9 @@ register(
     Row("attention", "cpu", "kvlab.ops.attention_cpu:attend", FACTS),
     Row("attention", "reference", "kvlab.ops.attention_cpu:attend_reference", REFERENCE_FACTS),
     Row("attention", "cuda", "kvlab.ops.attention_cuda:attend", CUDA_FACTS),
-    Row("attention", "numba", "kvlab.ops.attention_numba:attend", CUDA_FACTS),
+    Row("attention", "numba", "kvlab.ops.attention_numba:attend", NUMBA_FACTS),
     Row("merge_attention", "cpu", "kvlab.ops.attention_cpu:merge", {"dtype": _FLOATS}),
-    Row("merge_attention", "cuda", "kvlab.ops.attention_merge_cuda:merge", {"dtype": _FLOATS}),
+    Row("merge_attention", "cuda", "kvlab.ops.attention_merge_cuda:merge", {"dtype": _FLOATS} | ON_CUDA),
     Row("merge_attention", "reference", "kvlab.ops.attention_cpu:merge_reference", {"dtype": _FLOATS}),
 )
 
@@ -332,7 +333,7 @@ def _checked(
         if name not in _DTYPE_OF and dtype != kind:
             raise TypeError(f"{name} has dtype {dtype}, q has {kind}: they must be the same")
     device = one_device({name: device for name, (_, _, device) in named.items()})
-    row = choose(operation, device.kind, backend, dtype=kind, head_dim=sizes["D"])
+    row = choose(operation, device.kind, backend, dtype=kind, head_dim=sizes["D"], **facts_of(device))
     return Checked(row, sizes, kind, device)
 
 
@@ -394,7 +395,7 @@ def merge_attention(
     """
     _check_parts(outs, lses)
     device = common_device(_named("outs", outs) | _named("lses", lses))
-    row = choose("merge_attention", device.kind, backend, dtype=dtype_name(outs[0]))
+    row = choose("merge_attention", device.kind, backend, dtype=dtype_name(outs[0]), **facts_of(device))
     merged: tuple[ArrayT, ArrayT] = row.launch(outs, lses)
     return merged
 

@@ -21,6 +21,7 @@ from kvlab.ops.attention import (
     BOUNDS,
     CUDA_FACTS,
     FACTS,
+    NUMBA_FACTS,
     OF_K,
     OF_Q,
     RAGGED_K,
@@ -52,7 +53,7 @@ register(
     Row("attention_backward", "cpu", f"{_CPU}:differentiate", FACTS),
     Row("attention_backward", "reference", f"{_CPU}:differentiate_reference", REFERENCE_FACTS),
     Row("attention_backward", "cuda", "kvlab.ops.attention_backward_cuda:attend_backward", CUDA_FACTS),
-    Row("attention_backward", "numba", "kvlab.ops.attention_numba:attend_backward", CUDA_FACTS),
+    Row("attention_backward", "numba", "kvlab.ops.attention_numba:attend_backward", NUMBA_FACTS),
 )
 
 

@@ -132,11 +132,6 @@ def _plan(
 ) -> _Plan:
     """Choose the kernel; `tensor_copies`: whether they may bring K and V, on a GPU that has them."""
     capability = compute_capability(device)
-    if capability < (8, 0):
-        raise NotImplementedError(
-            f"attention on a GPU takes compute capability 8.0 or later; device {device} has "
-            f"{capability[0]}.{capability[1]}: move the arrays to the CPU"
-        )
     if dtype == "float32":
         head_dim = min(size for size in FLOAT32_DIMS if size >= dim)
         kernel = load(build("attention_float32", {"HEAD_DIM": head_dim}, arch_of(*capability)), device=device)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvlab.arguments import flag, whole_number
 from kvlab.arrays import ArrayT, device_of, dtype_name, like_first, to_numpy_view
 from kvlab.reference import bits as reference
-from kvlab.registry import Row, choose, register
+from kvlab.registry import ON_CUDA, ON_NUMBA, Row, choose, facts_of, register
 
 __all__ = ["WIDTHS", "contiguous_blocks", "pack", "pack_ternary", "packed_bytes", "unpack", "unpack_ternary"]
 
@@ -29,14 +29,14 @@ _LAST_TERNARY_BYTE = 3**5 - 1
 
 _GPU = "kvlab.ops.bits_cuda"
 register(
-    Row("pack", "cuda", f"{_GPU}:pack", {"bits": WIDTHS}),
-    Row("pack", "numba", f"{_GPU}:pack_numba", {"bits": WIDTHS}),
-    Row("unpack", "cuda", f"{_GPU}:unpack", {"bits": WIDTHS}),
-    Row("unpack", "numba", f"{_GPU}:unpack_numba", {"bits": WIDTHS}),
-    Row("pack_ternary", "cuda", f"{_GPU}:pack_ternary", {}),
-    Row("pack_ternary", "numba", f"{_GPU}:pack_ternary_numba", {}),
-    Row("unpack_ternary", "cuda", f"{_GPU}:unpack_ternary", {}),
-    Row("unpack_ternary", "numba", f"{_GPU}:unpack_ternary_numba", {}),
+    Row("pack", "cuda", f"{_GPU}:pack", {"bits": WIDTHS} | ON_CUDA),
+    Row("pack", "numba", f"{_GPU}:pack_numba", {"bits": WIDTHS} | ON_NUMBA),
+    Row("unpack", "cuda", f"{_GPU}:unpack", {"bits": WIDTHS} | ON_CUDA),
+    Row("unpack", "numba", f"{_GPU}:unpack_numba", {"bits": WIDTHS} | ON_NUMBA),
+    Row("pack_ternary", "cuda", f"{_GPU}:pack_ternary", ON_CUDA),
+    Row("pack_ternary", "numba", f"{_GPU}:pack_ternary_numba", ON_NUMBA),
+    Row("unpack_ternary", "cuda", f"{_GPU}:unpack_ternary", ON_CUDA),
+    Row("unpack_ternary", "numba", f"{_GPU}:unpack_ternary_numba", ON_NUMBA),
     Row("pack", "cpu", "kvlab.ops.bits:_pack_cpu", {"bits": WIDTHS}),
     Row("pack", "reference", "kvlab.ops.bits:_pack_reference", {"bits": WIDTHS}),
     Row("unpack", "cpu", "kvlab.ops.bits:_unpack_cpu", {"bits": WIDTHS}),
@@ -83,9 +83,8 @@ def pack(codes: ArrayT, bits: int, *, check: bool = True, backend: str | None = 
     """
     _check_bits(bits)
     _check_array(codes, "codes", "uint8")
-    packed: ArrayT = choose("pack", device_of(codes).kind, backend, bits=bits).launch(
-        codes, bits, flag(check, "check")
-    )
+    row = _choose("pack", codes, backend, bits=bits)
+    packed: ArrayT = row.launch(codes, bits, flag(check, "check"))
     return packed
 
 
@@ -124,7 +123,7 @@ def unpack(packed: ArrayT, bits: int, count: int, *, backend: str | None = None)
     _check_bits(bits)
     count = whole_number(count, "count", 0)
     _check_packed(packed, packed_bytes(count, bits), f"count={count} codes of {bits} bits")
-    row = choose("unpack", device_of(packed).kind, backend, bits=bits)
+    row = _choose("unpack", packed, backend, bits=bits)
     codes: ArrayT = row.launch(packed, bits, count)
     return codes
 
@@ -163,7 +162,7 @@ def pack_ternary(values: ArrayT, *, check: bool = True, backend: str | None = No
     array([5, 2], dtype=uint8)
     """
     _check_array(values, "values", "int8")
-    row = choose("pack_ternary", device_of(values).kind, backend)
+    row = _choose("pack_ternary", values, backend)
     packed: ArrayT = row.launch(values, flag(check, "check"))
     return packed
 
@@ -202,7 +201,7 @@ def unpack_ternary(packed: ArrayT, count: int, *, check: bool = True, backend: s
     """
     count = whole_number(count, "count", 0)
     _check_packed(packed, -(-count // 5), f"count={count} ternary values")
-    row = choose("unpack_ternary", device_of(packed).kind, backend)
+    row = _choose("unpack_ternary", packed, backend)
     values: ArrayT = row.launch(packed, count, flag(check, "check"))
     return values
 
@@ -248,6 +247,11 @@ def contiguous_blocks(x: NDArray[Any], whole_axes: int = 1) -> Iterator[tuple[An
         for start in range(0, len(x), step):
             part = slice(start, start + step)
             yield (part,), x[part].copy()
+
+
+def _choose(operation: str, x: Any, backend: str | None, **facts: Any) -> Row:
+    device = device_of(x)
+    return choose(operation, device.kind, backend, **facts, **facts_of(device))
 
 
 def _check_bits(bits: int) -> None:

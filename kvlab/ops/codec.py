@@ -18,7 +18,7 @@ from kvlab.arguments import flag, whole_number
 from kvlab.arrays import Array, ArrayT, device_of, dtype_name, like_first, numpy_dtype, to_numpy_view
 from kvlab.ops.bits import WIDTHS, pack, pack_ternary, packed_bytes, unpack, unpack_ternary
 from kvlab.reference import codec as reference
-from kvlab.registry import Row, choose, register
+from kvlab.registry import ON_CUDA, ON_NUMBA, Row, choose, facts_of, register
 
 __all__ = ["TERNARY_BITS", "Quantized", "dequantize", "quantize"]
 
@@ -26,13 +26,13 @@ TERNARY_BITS = 1.6
 """Bits of a ternary value: five to a byte."""
 
 FLOATS = ("float16", "bfloat16", "float32")
-_FACTS = {"codec": reference.CODECS, "bits": (TERNARY_BITS, *WIDTHS), "dtype": FLOATS}
+_FACTS: dict[str, Any] = {"codec": reference.CODECS, "bits": (TERNARY_BITS, *WIDTHS), "dtype": FLOATS}
 
 register(
-    Row("quantize", "cuda", "kvlab.ops.codec_cuda:quantize", _FACTS),
-    Row("quantize", "numba", "kvlab.ops.codec_cuda:quantize_numba", _FACTS),
-    Row("dequantize", "cuda", "kvlab.ops.codec_cuda:dequantize", _FACTS),
-    Row("dequantize", "numba", "kvlab.ops.codec_cuda:dequantize_numba", _FACTS),
+    Row("quantize", "cuda", "kvlab.ops.codec_cuda:quantize", _FACTS | ON_CUDA),
+    Row("quantize", "numba", "kvlab.ops.codec_cuda:quantize_numba", _FACTS | ON_NUMBA),
+    Row("dequantize", "cuda", "kvlab.ops.codec_cuda:dequantize", _FACTS | ON_CUDA),
+    Row("dequantize", "numba", "kvlab.ops.codec_cuda:dequantize_numba", _FACTS | ON_NUMBA),
     Row("quantize", "cpu", "kvlab.ops.codec_cpu:quantize", _FACTS),
     Row("quantize", "reference", "kvlab.ops.codec:_quantize_reference", _FACTS),
     Row("dequantize", "cpu", "kvlab.ops.codec_cpu:dequantize", _FACTS),
@@ -224,7 +224,8 @@ def quantize(
     layout = checked_layout(_shape(x), bits, axis, group_size, codec)
     if nan not in ("raise", "propagate"):
         raise ValueError(f"nan={nan!r} is not supported; supported are 'raise' and 'propagate'")
-    row = choose("quantize", device.kind, backend, codec=codec, bits=layout.bits, dtype=dtype)
+    facts = {"codec": codec, "bits": layout.bits, "dtype": dtype, **facts_of(device)}
+    row = choose("quantize", device.kind, backend, **facts)
     packed, scale, offset = row.launch(x, layout, nan)
     return Quantized(
         packed, scale, offset, layout.shape, layout.bits, codec, layout.axis, layout.group_size, dtype
@@ -277,7 +278,8 @@ def dequantize(
     )
     _check_arrays(quantized, layout)
     device = device_of(quantized.packed)
-    row = choose("dequantize", device.kind, backend, codec=layout.codec, bits=layout.bits, dtype=target)
+    facts = {"codec": layout.codec, "bits": layout.bits, "dtype": target, **facts_of(device)}
+    row = choose("dequantize", device.kind, backend, **facts)
     result: ArrayT = row.launch(quantized, layout, target, flag(check, "check"))
     return result
 

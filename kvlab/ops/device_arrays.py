@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 _ALIGNMENT = 16  # bytes that a thread reads at once
-_OLDEST = (8, 0)
 
 
 def contiguous(x: Any, name: str) -> Any:
@@ -98,20 +97,9 @@ class Flag:
 
 @lru_cache(maxsize=1024)
 def cuda_kernel(name: str, entry: str, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
-    """Return kernel `entry` of ``<name>.cu`` for a device.
-
-    Raises
-    ------
-    NotImplementedError
-        If the device is older than the CUDA C++ kernels support.
-    """
-    capability = compute_capability(device)
-    if capability < _OLDEST:
-        raise NotImplementedError(
-            f"backend 'cuda' takes compute capability 8.0 or later; device {device} has "
-            f"{capability[0]}.{capability[1]}: pass backend='numba'"
-        )
-    return load(build(name, dict(macros), arch_of(*capability)), entry, device=device)
+    """Return kernel `entry` of ``<name>.cu`` for a device."""
+    arch = arch_of(*compute_capability(device))
+    return load(build(name, dict(macros), arch), entry, device=device)
 
 
 @lru_cache(maxsize=1024)

@@ -24,21 +24,19 @@ from kvlab.arrays import (
     device_of,
     dtype_name,
 )
-from kvlab.device import compute_capability
-from kvlab.registry import AtLeast, Row, choose, register
+from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Row, choose, facts_of, register
 from kvlab.shapes import match_shapes
 
 __all__ = ["Layout", "PackedAttention", "Pages", "Sight", "mass_from_scores", "packed_attention"]
 
 _FLOATS = ("float16", "bfloat16", "float32")
-_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16), "window": (False, True)}
+_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16)}
 _CUDA_FACTS: dict[str, Any] = {
     "dtype": ("float16", "bfloat16"),
     "head_dim": (64, 80, 96, 128, 256),
-    "window": (False, True),
     "compute_capability": AtLeast((9, 0)),
 }
-_NUMBA_FACTS = _FACTS | {"compute_capability": AtLeast((7, 5))}
+_NUMBA_FACTS = _FACTS | ON_NUMBA
 
 register(
     Row("packed_attention", "cpu", "kvlab.ops.packed_cpu:attend", _FACTS),
@@ -47,7 +45,7 @@ register(
     Row("packed_attention", "numba", "kvlab.ops.packed_numba:launch", _NUMBA_FACTS),
     Row("mass_from_scores", "cpu", "kvlab.ops.packed_cpu:mass", {}),
     Row("mass_from_scores", "reference", "kvlab.ops.packed_cpu:mass_reference", {}),
-    Row("mass_from_scores", "cuda", "kvlab.ops.packed_mass_cuda:launch", {}),
+    Row("mass_from_scores", "cuda", "kvlab.ops.packed_mass_cuda:launch", ON_CUDA),
 )
 
 
@@ -200,10 +198,7 @@ def packed_attention(
     device = common_device(
         {"q": q, "pages.rung": pages.rung} | ({"first_position": sight.first} if sight else {})
     )
-    facts = {"dtype": dtype_name(q, "q"), "head_dim": q.shape[3]}  # type: ignore[attr-defined]
-    facts["window"] = sight is not None
-    if device.kind == "cuda":
-        facts["compute_capability"] = compute_capability(device.index)
+    facts = {"dtype": dtype_name(q, "q"), "head_dim": q.shape[3], **facts_of(device)}  # type: ignore[attr-defined]
     row = choose("packed_attention", device.kind, backend, **facts)
     scale = 1 / math.sqrt(facts["head_dim"]) if scale is None else scale
     result: PackedAttention[ArrayT] = row.launch(q, pages, group, scale, softcap, keep_scores, sight)
@@ -253,7 +248,7 @@ def mass_from_scores(scores: ArrayT, lse: Array, pages: Pages, *, backend: str |
             f"scores keeps {sizes['rows']} rows of heads: it must be a multiple of the group size {group}, "
             f"for at least 1 and at most the {sizes['Sq']} query rows of lse"
         )
-    row = choose("mass_from_scores", device.kind, backend)
+    row = choose("mass_from_scores", device.kind, backend, **facts_of(device))
     result: ArrayT = row.launch(scores, lse, pages, group)
     return result
 
