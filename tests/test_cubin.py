@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from kvlab.compile_gate import GATED_ARCHS
 from kvlab.cubin import Resources, read_resources
 from kvlab.errors import FormatError
+from tests.spills import SPILLS
 
-SOURCE = r"""
+SOURCE = (
+    SPILLS
+    + r"""
 struct Map { unsigned long long opaque[16]; };
 __constant__ float table[100];
 
@@ -44,18 +47,8 @@ extern "C" __global__ void shared_both(float* y, int n) {
   y[threadIdx.x] = s[n - threadIdx.x] + z[n];
 }
 extern "C" __global__ void calls(float* y, int n) { y[threadIdx.x] = callee(y[threadIdx.x], n); }
-extern "C" __global__ void __launch_bounds__(1024, 2) spills(float* y, int n) {
-  float a[96];
-#pragma unroll
-  for (int i = 0; i < 96; i++) a[i] = y[i * 1024 + threadIdx.x];
-  for (int j = 0; j < n; j++) {
-#pragma unroll
-    for (int i = 0; i < 96; i++) a[i] = a[i] * a[(i * 17 + 3) % 96] + y[i + j];
-  }
-#pragma unroll
-  for (int i = 0; i < 96; i++) y[i * 1024 + threadIdx.x] = a[i];
-}
 """
+)
 PARAMETERS = {
     "nothing": (),
     "parameters": (8, 128, 1, 2, 8),

@@ -84,7 +84,7 @@ def attention_backward(
     lse : float32 array, (batch, num_heads_q, seqlen_q)
         Its results, or those of attention over these keys and others.
     deterministic : bool
-        Give the same bits every time. ``"cpu"`` and ``"reference"`` always do; ``"cuda"`` is faster without.
+        Give the same bits every time. ``"cuda"`` is faster without, the others always do.
     backend : str, optional
         As in `attention`; sums are float32, over the query heads of a group too, ``"reference"`` float64.
 

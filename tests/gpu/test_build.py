@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from kvlab.build import Built, Kernel, arch_of, build, load
+from tests.spills import SPILLS
 
 cupy = pytest.importorskip("cupy")
 
-SOURCE = """
+SOURCE = (
+    SPILLS
+    + """
 struct Large { unsigned long long word[16]; };
 
 // out[i] = sum of everything that came in by value
@@ -33,18 +36,8 @@ extern "C" __global__ void reversed_by_shared(float* out, const float* in, int c
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += blockDim.x) out[i] = s[count - 1 - i] + unused_but_kept[i % 256];
 }
-extern "C" __global__ void __launch_bounds__(1024, 2) spills(float* y, int n) {
-  float a[96];
-#pragma unroll
-  for (int i = 0; i < 96; i++) a[i] = y[i * 1024 + threadIdx.x];
-  for (int j = 0; j < n; j++) {
-#pragma unroll
-    for (int i = 0; i < 96; i++) a[i] = a[i] * a[(i * 17 + 3) % 96] + y[i + j];
-  }
-#pragma unroll
-  for (int i = 0; i < 96; i++) y[i * 1024 + threadIdx.x] = a[i];
-}
 """
+)
 
 
 def _arch() -> str:

@@ -13,23 +13,12 @@ from kvlab.build import kernel_root
 from kvlab.compile_gate import GATED_ARCHS, TABLE, Row, fast, full, specialisations
 from kvlab.errors import FormatError
 from kvlab.numba_cuda import numba_kernel_root
+from tests.spills import SPILLS
 
 GOOD = """// gate: BITS=2,4 registers<=40 arch=sm_80,sm_90a
 extern "C" __global__ void good(float* out) { out[threadIdx.x] = BITS; }
 """
-SPILLS = """// gate: registers<=255 arch=sm_90a
-extern "C" __global__ void __launch_bounds__(1024, 2) spills(float* y, int n) {
-  float a[96];
-#pragma unroll
-  for (int i = 0; i < 96; i++) a[i] = y[i * 1024 + threadIdx.x];
-  for (int j = 0; j < n; j++) {
-#pragma unroll
-    for (int i = 0; i < 96; i++) a[i] = a[i] * a[(i * 17 + 3) % 96] + y[i + j];
-  }
-#pragma unroll
-  for (int i = 0; i < 96; i++) y[i * 1024 + threadIdx.x] = a[i];
-}
-"""
+GATED_SPILLS = "// gate: registers<=255 arch=sm_90a\n" + SPILLS
 
 
 def test_kvlabs_own_kernels_pass() -> None:
@@ -121,7 +110,7 @@ def test_lines_of_numba_kernels_stand_in_the_function_that_makes_them(root: Path
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (SPILLS, r"one\.cu sm_90a: spills has \d+ bytes of local memory \(spills\) a thread"),
+        (GATED_SPILLS, r"one\.cu sm_90a: spills has \d+ bytes of local memory \(spills\) a thread"),
         (GOOD.replace("<=40", "<=4"), r"one\.cu sm_80 BITS=2: good takes \d+ registers of 4"),
         (GOOD.replace("BITS;", "BIT;"), r"one\.cu\(2\): error: identifier \"BIT\" is undefined"),
         (GOOD.replace("= BITS;", "= sizeof(char[1 - 2 * (BITS == 4)]);"), r"-DBITS=4\n"),
@@ -237,6 +226,6 @@ def test_the_command_exits_with_the_verdict(root: Path, capsys: pytest.CaptureFi
     assert "one.cu sm_90a BITS=4 good: " in capsys.readouterr().out
     assert (root / TABLE).exists()
     assert compile_gate.main(["--fast", "--root", str(root)]) == 0
-    (root / "two.cu").write_text(SPILLS)
+    (root / "two.cu").write_text(GATED_SPILLS)
     assert compile_gate.main(["--fast", "--root", str(root)]) == 1
     assert "two.cu sm_90a: spills has" in capsys.readouterr().err
