@@ -1,6 +1,7 @@
 """What every test starts from: no network, hypothesis profiles, the size of jobs.
 
-`KVLAB_TINY=1` shrinks jobs (default in tests). `HYPOTHESIS_PROFILE=thorough` draws 2,000 examples a property.
+`KVLAB_TINY=1` shrinks jobs (default in tests). `HYPOTHESIS_PROFILE=thorough` draws 2,000 examples a property,
+`KVLAB_EXAMPLES=N` draws N.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ settings.register_profile("thorough", max_examples=2_000, **_COMMON)
 # What has to pass before a change lands tries the same examples every time.
 settings.register_profile("ci", max_examples=50, derandomize=True, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
+if examples := os.environ.get("KVLAB_EXAMPLES"):
+    settings.register_profile("asked", settings(), max_examples=int(examples))
+    settings.load_profile("asked")
 
 
 @pytest.fixture(scope="session")

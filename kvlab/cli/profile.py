@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvlab.cli.options import Device, Json, MinVram, Output, Target, emit_json
+from kvlab.cli.options import Device, Json, MinVram, Output, Release, Target, Verbose, emit_json
 
 
 def command(
@@ -14,6 +14,8 @@ def command(
     device: Device = "auto",
     iterations: Annotated[int, typer.Option(help="Times a call is timed; the median counts.")] = 10,
     min_vram: MinVram = 0.0,
+    release: Release = False,
+    verbose: Verbose = False,
     as_json: Json = False,
     output: Output = None,
 ) -> None:
@@ -21,7 +23,8 @@ def command(
 
     "gflop" and "gbyte" are what a call must compute and move at least, "tflops" and "tb per s" what it
     reaches of that. On a GPU each kernel is listed with its registers, spills, shared memory and occupancy,
-    and with its counters where Nsight Compute is on the path.
+    and with its counters where Nsight Compute is on the path. With --release calls of four times the length
+    are made, too; with --verbose the grid of a kernel and its shared memory are shown.
 
     Example: kvlab profile attention --device cpu --iterations 5
     """
@@ -29,13 +32,13 @@ def command(
     from kvlab.lab.results import print_table
     from kvlab.lab.targets import machine
 
-    result = run(target, machine(device, min_vram), repeats=iterations)
+    result = run(target, machine(device, min_vram), repeats=iterations, release=release)
     emit_json(result, as_json=as_json, output=output)
     if as_json:
         return
     print_table(result["rows"], f"calls of {target}")
     for rows, title in ((result["kernels"], "kernels"), (result["ncu"], "counters of Nsight Compute")):
         if rows:
-            print_table(rows, title)
+            print_table(rows, title, () if verbose else ("grid", "threads", "shared_kib"))
     for part, reason in result["skipped"].items():
         typer.echo(f"skipped: {part}: {reason}")

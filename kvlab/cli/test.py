@@ -12,6 +12,9 @@ from kvlab.cli.options import Device, Json, MinVram, Output, Release, Target, Ve
 def command(
     target: Target = "all",
     device: Device = "auto",
+    iterations: Annotated[
+        int | None, typer.Option(min=1, help="Examples of a property; default 50, with --release 2,000.")
+    ] = None,
     min_vram: MinVram = 0.0,
     release: Release = False,
     verbose: Verbose = False,
@@ -22,7 +25,7 @@ def command(
     """Run the tests of the repository that concern a part of kvlab, on the CPU and on a GPU.
 
     Exit code 1 if a test fails. Without a GPU the tests of the CPU run, and what is left out is printed with
-    its reason. With --release properties are tried on 2,000 examples each.
+    its reason. With --release slow tests run, too.
 
     Example: kvlab test ternary --device cpu
     """
@@ -30,7 +33,8 @@ def command(
     from kvlab.lab.targets import machine
     from kvlab.lab.testing import run
 
-    result = run(target, machine(device, min_vram), release=release, verbose=verbose, jobs=jobs)
+    where = machine(device, min_vram)
+    result = run(target, where, release=release, verbose=verbose, jobs=jobs, examples=iterations)
     emit_json(result, as_json=as_json, output=output)
     if not as_json:
         print_table(result["rows"], f"tests of {target}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from kvlab.cli.options import Device, Json, MinVram, Output, Release, Target, Ve
 def command(
     target: Target = "all",
     device: Device = "auto",
+    iterations: Annotated[int, typer.Option(min=1, help="Times each kernel is run.")] = 1,
     min_vram: MinVram = 0.0,
     release: Release = False,
     verbose: Verbose = False,
@@ -30,7 +31,7 @@ def command(
     from kvlab.lab.targets import machine
     from kvlab.lab.validate import run
 
-    result = run(target, machine(device, min_vram), release=release)
+    result = run(target, machine(device, min_vram), release=release, repeats=iterations)
     emit_json(result, as_json=as_json, output=output)
     if not as_json:
         _print(result, verbose=verbose)

@@ -46,15 +46,15 @@ class Call:
     nbytes: float
 
 
-def calls_of(part: str, device: str) -> list[Call]:
-    """Return the calls by which a part of the library is judged.
+def calls_of(part: str, device: str, times: int = 1) -> list[Call]:
+    """Return the calls by which a part of the library is judged, or with so many times the tokens or values.
 
     Examples
     --------
     >>> [call.name for call in calls_of("ternary", "cpu")]
     ['pack_ternary', 'unpack_ternary']
     """
-    return {"attention": _attention, "packed": _packed, "ternary": _ternary}[part](device)
+    return {"attention": _attention, "packed": _packed, "ternary": _ternary}[part](device, times)
 
 
 def _draw(shape: tuple[int, ...], device: str) -> Any:
@@ -67,8 +67,9 @@ def _draw(shape: tuple[int, ...], device: str) -> Any:
     return torch.from_numpy(x).to(device="cuda", dtype=torch.bfloat16)
 
 
-def _attention(device: str) -> list[Call]:
+def _attention(device: str, times: int) -> list[Call]:
     tokens, heads, kv_heads, dim = (1024, 8, 2, 64) if device == "cpu" else (8192, 32, 8, 128)
+    tokens *= times
     q, k, v, dout = (_draw((1, tokens, h, dim), device) for h in (heads, kv_heads, kv_heads, heads))
     out, lse = kvlab.attention(q, k, v, causal=True, return_lse=True)
     size = 4 if device == "cpu" else 2
@@ -88,8 +89,9 @@ def _attention(device: str) -> list[Call]:
     ]
 
 
-def _packed(device: str) -> list[Call]:
+def _packed(device: str, times: int) -> list[Call]:
     tokens, heads, kv_heads, dim = (2048, 8, 2, 64) if device == "cpu" else (32768, 32, 8, 128)
+    tokens *= times
     k, v = (_draw((1, tokens, kv_heads, dim), device) for _ in range(2))
     q = _draw((1, 1, heads, dim), device)
     dtype = "float32" if device == "cpu" else "bfloat16"
@@ -99,8 +101,8 @@ def _packed(device: str) -> list[Call]:
     return [Call("attend", shape, lambda: cache.attend(0, q), 4.0 * heads * dim * tokens, cache.nbytes)]
 
 
-def _ternary(device: str) -> list[Call]:
-    count = 5 * 2**20 if device == "cpu" else 5 * 2**26
+def _ternary(device: str, times: int) -> list[Call]:
+    count = times * (5 * 2**20 if device == "cpu" else 5 * 2**26)
     values: Any = np.random.default_rng(0).integers(-1, 2, count, dtype=np.int8)
     if device == "cuda":
         import torch
@@ -114,7 +116,7 @@ def _ternary(device: str) -> list[Call]:
     ]
 
 
-def run(target: str, where: Machine, *, repeats: int = 10) -> dict[str, Any]:
+def run(target: str, where: Machine, *, repeats: int = 10, release: bool = False) -> dict[str, Any]:
     """Profile the calls of a target.
 
     Parameters
@@ -123,6 +125,8 @@ def run(target: str, where: Machine, *, repeats: int = 10) -> dict[str, Any]:
     where : Machine
     repeats : int
         Times a call is timed; the median counts.
+    release : bool
+        Also calls of four times the length.
 
     Returns
     -------
@@ -142,7 +146,10 @@ def run(target: str, where: Machine, *, repeats: int = 10) -> dict[str, Any]:
     for device in where.devices:
         for part in resolve(target):
             launched: list[Row] = []
-            for call in calls_of(part, device):
+            calls = (
+                call for times in ((1, 4) if release else (1,)) for call in calls_of(part, device, times)
+            )
+            for call in calls:
                 rows.append(_time(call, device, repeats))
                 if device == "cuda":
                     launched += _launches(call)
@@ -153,7 +160,7 @@ def run(target: str, where: Machine, *, repeats: int = 10) -> dict[str, Any]:
                 skipped |= {} if reason is None else {f"counters of {part}": reason}
     return {
         "target": target,
-        "provenance": provenance(target=target, repeats=repeats),
+        "provenance": provenance(target=target, repeats=repeats, release=release),
         "rows": rows,
         "kernels": kernels,
         "ncu": counters,

@@ -67,7 +67,13 @@ def paths(target: str, device: str) -> list[str]:
 
 
 def run(
-    target: str, where: Machine, *, release: bool = False, verbose: bool = False, jobs: int = 1
+    target: str,
+    where: Machine,
+    *,
+    release: bool = False,
+    verbose: bool = False,
+    jobs: int = 1,
+    examples: int | None = None,
 ) -> dict[str, Any]:
     """Run tests and count them.
 
@@ -81,6 +87,8 @@ def run(
         Show the name of every test.
     jobs : int
         Processes that share the tests of a device; each takes its share of the threads of the CPU.
+    examples : int, optional
+        Of a property, in place of 50 or 2,000; a property that states a number of its own keeps it.
 
     Returns
     -------
@@ -99,27 +107,33 @@ def run(
         raise ValueError(f"jobs={jobs} must be at least 1")
     if jobs > 1 and importlib.util.find_spec("xdist") is None:
         raise ModuleNotFoundError(f"jobs={jobs} needs pytest-xdist: pip install pytest-xdist")
-    rows = [_run(target, device, release=release, verbose=verbose, jobs=jobs) for device in where.devices]
+    environment = {"HYPOTHESIS_PROFILE": "thorough"} if release else {}
+    if examples is not None:
+        environment["KVLAB_EXAMPLES"] = str(examples)
+    options = ["-v" if verbose else "-q"] + (["-m", ""] if release else [])
+    rows = [_run(paths(target, device), device, options, environment, jobs) for device in where.devices]
     return {
         "target": target,
-        "provenance": provenance(target=target, release=release),
+        "provenance": provenance(target=target, release=release, examples=examples),
         "rows": rows,
         "skipped": {f"tests on {device}": reason for device, reason in where.skipped.items()},
         "passed": all(row["failed"] == 0 and row["passed"] > 0 for row in rows),
     }
 
 
-def _run(target: str, device: str, *, release: bool, verbose: bool, jobs: int) -> dict[str, Any]:
-    environment = os.environ | ({"HYPOTHESIS_PROFILE": "thorough"} if release else {})
-    options = ["-v" if verbose else "-q"] + (["-m", ""] if release else [])
+def _run(
+    files: list[str], device: str, options: list[str], environment: dict[str, str], jobs: int
+) -> dict[str, Any]:
     if jobs > 1:
-        options += ["-n", str(jobs)]
-        environment |= dict.fromkeys(_THREADS, str(max(cpu().threads // jobs, 1)))
+        options = [*options, "-n", str(jobs)]
+        environment = environment | dict.fromkeys(_THREADS, str(max(cpu().threads // jobs, 1)))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *paths(target, device)]
+        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *files]
         # What pytest prints goes to standard error: standard output belongs to the result.
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=2, check=False).returncode
+        code = subprocess.run(
+            command, cwd=ROOT, env=os.environ | environment, stdout=2, check=False
+        ).returncode
         if not report.exists():
             raise RuntimeError(f"pytest ended with {code} and no report; it takes pip install 'kvlab[test]'")
         suites = ElementTree.parse(report).getroot().findall("testsuite")

@@ -30,7 +30,7 @@ Check = Callable[[str, Callable[[Any], Any]], bool]
 _CLOCKS = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,memory.used"
 
 
-def run(target: str, where: Machine, *, release: bool = False) -> dict[str, Any]:
+def run(target: str, where: Machine, *, release: bool = False, repeats: int = 1) -> dict[str, Any]:
     """Validate a part of the library on this machine.
 
     Parameters
@@ -40,6 +40,8 @@ def run(target: str, where: Machine, *, release: bool = False) -> dict[str, Any]
     where : Machine
     release : bool
         Every shape; otherwise the long ones are left out. ``KVLAB_TINY=1`` leaves two.
+    repeats : int
+        Times each kernel is run; it must be right each time.
 
     Returns
     -------
@@ -58,7 +60,7 @@ def run(target: str, where: Machine, *, release: bool = False) -> dict[str, Any]
     report = environment.report()
     skipped = {f"everything on {device}": reason for device, reason in where.skipped.items()}
     kernels = [
-        {"backend": backend, "operation": operation, "result": _try(check, backend)}
+        {"backend": backend, "operation": operation, "result": _try(check, backend, repeats)}
         for part in parts
         for operation, check in _CHECKS[part].items()
         for backend in _backends(operation)
@@ -73,7 +75,7 @@ def run(target: str, where: Machine, *, release: bool = False) -> dict[str, Any]
     right = all(kernel["result"] == "right" for kernel in kernels)
     return {
         "target": target,
-        "provenance": provenance(target=target, release=release),
+        "provenance": provenance(target=target, release=release, repeats=repeats),
         "machine": {name: report[name] for name in ("gpus", "cuda", "packages")} | {"clocks": _clocks()},
         "problems": report["problems"],
         "kernels": kernels,
@@ -94,11 +96,11 @@ def _backends(operation: str) -> list[str]:
     return [backend for backend in BACKENDS if backend in present]
 
 
-def _try(check: Check, backend: str) -> str:
-    """Compile and run one kernel: "right", "wrong", or the error in one line."""
+def _try(check: Check, backend: str, repeats: int) -> str:
+    """Compile a kernel and run it so many times: "right", "wrong", or the error in one line."""
     like: Callable[[Any], Any] = _to_gpu if BACKENDS[backend] == "cuda" else lambda x: x
     try:
-        return "right" if check(backend, like) else "wrong"
+        return "right" if all(check(backend, like) for _ in range(repeats)) else "wrong"
     except Exception as error:  # whatever it is, the report must say it and go on
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 

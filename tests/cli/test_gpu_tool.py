@@ -155,6 +155,18 @@ def test_tests_are_run_and_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert json.loads(result.stdout)["skipped"] == {"tests on cuda": "there is none in this test"}
 
 
+def test_a_number_of_examples_reaches_the_properties(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "test_sample.py"
+    file.write_text(
+        "from hypothesis import given, settings, strategies as st\n"
+        "seen = set()\n"
+        "@given(st.integers())\ndef test_a(x): seen.add(x)\n"
+        "def test_b(): assert settings().max_examples == 7 and len(seen) <= 7\n"
+    )
+    monkeypatch.setattr(testing, "paths", lambda target, device: ["-p", "tests.conftest", str(file)])
+    assert testing.run("ternary", targets.machine("cpu"), examples=7)["passed"]
+
+
 def test_several_processes_need_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
         testing.run("ternary", targets.machine("cpu"), jobs=0)
@@ -202,10 +214,29 @@ def test_profile_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["tb_per_s"] == pytest.approx(row["gbyte"] / row["ms"])
     assert (result["kernels"], result["ncu"]) == ([], [])
     assert result["skipped"] == {"everything on cuda": "there is none in this test"}
-    assert [call.name for call in profiling.calls_of("attention", "cpu")] == [
-        "attention",
-        "attention_backward",
-    ]
+    names = ["attention", "attention_backward"]
+    assert [call.name for call in profiling.calls_of("attention", "cpu")] == names
+
+
+def test_a_release_is_profiled_on_longer_calls_too() -> None:
+    result = profiling.run("ternary", targets.machine("cpu"), repeats=1, release=True)
+    assert [row["shape"] for row in result["rows"]] == 2 * ["5 Mi values"] + 2 * ["20 Mi values"]
+    assert result["rows"][2]["gbyte"] == 4 * result["rows"][0]["gbyte"]
+
+
+@pytest.mark.parametrize(("wrong_at", "passed"), [(2, False), (4, True)])
+def test_a_kernel_that_is_wrong_once_is_seen(
+    wrong_at: int, passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = kvlab.unpack_ternary, []
+
+    def sometimes(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        calls.append(backend)
+        found = right(*args, backend=backend, **kwargs)
+        return found + found if calls.count("cpu") == wrong_at and backend == "cpu" else found
+
+    monkeypatch.setattr(kvlab, "unpack_ternary", sometimes)
+    assert validate.run("ternary", targets.machine("cpu"), repeats=3)["passed"] == passed
 
 
 class _Event:
