@@ -11,7 +11,7 @@
 //   warp   pages begin + warp, + WARPS, ... through a ring of slots of its own in shared memory, filled by
 //          bulk copies that lane 0 issues; warps meet only where a sequence begins or ends. A page is one
 //          item of the ring, or, if it is large, K and V are, in two halves each at width 16.
-//   lane   g = lane / 4, u = lane % 4 of mma.m16n8k16: A = K tile (tokens x channels) or V^T tile (channels x
+//   lane   g = lane / 4, u = lane % 4 of an mma tile: A = K tile (tokens x channels) or V^T tile (channels x
 //          tokens), B = q^T or P, C = scores (tokens x rows) or out^T (channels x rows), columns 2u, 2u + 1.
 //          Lane group g owns slots 8 g to 8 g + 7 of a page.
 //
@@ -20,29 +20,37 @@
 // inverse. Partial results meet twice: those of warps in shared memory, those of CTAs in `partial`, where the
 // last one to arrive at a sequence adds all in a fixed order.
 //
-// Coded tiles are float16 whatever the cache is (packed_codes.cuh). Its range is narrow, so q and p times the
-// step of V each come with a power of 2 that brings the largest near the top of it: for q from the rows of a
-// sequence (packed_scores.cuh), for p from the largest step met so far (packed_state.cuh).
+// Up to 4 query rows and widths 2, 4 and 8 are multiplied as 8-bit integers (SPLIT, packed_split.cuh); lane
+// columns are then the two bytes of row u. Else coded tiles are float16 whatever the cache is
+// (packed_codes.cuh). Its range is narrow, so q and p times the step of V each come with a power of 2 that
+// brings the largest near the top of it: for q from the rows of a sequence (packed_scores.cuh), for p from
+// the largest step met so far (packed_softmax.cuh).
 //
 // Memory: shared WARPS * stages * slot_bytes (ring) + WARPS * min(rows, 4) * (HEAD_DIM + 2) * 4 (merge);
-// registers at head_dim 128: 32 out, 16 q, 16 scores, 8 steps, and what is being expanded.
+// registers at head_dim 128: 32 out, 16 q, 16 scores (half of each with SPLIT), 8 steps, and what is being
+// expanded.
 //
 // Macros: HEAD_DIM; BF16; WIDTHS_K, WIDTHS_V: which widths occur, as a sum of 1 (2 bits), 2 (3 bits), 4 (4
-// bits), 8 (8 bits), 16 (16 bits); WARPS; SOFTCAP; WINDOW; KEEP_SCORES: bytes of a score that is kept, 1
-// (packed_kept.cuh) or 4, or 0.
+// bits), 8 (8 bits), 16 (16 bits); SPLIT; WARPS; SOFTCAP; WINDOW; KEEP_SCORES: bytes of a score that is kept,
+// 1 (packed_kept.cuh) or 4, or 0.
 //
 // clang-format off
-// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=255 arch=sm_100a,sm_120a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=4 WIDTHS_V=4 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=255 arch=sm_90a,sm_120a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 registers<=255 arch=sm_90a
-// gate: HEAD_DIM=80,256 BF16=0 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=1 KEEP_SCORES=0 registers<=255 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 registers<=255 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_100a,sm_120a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=13 WIDTHS_V=13 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=255 arch=sm_100a,sm_120a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=4 WIDTHS_V=4 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=8 WIDTHS_V=8 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 SPLIT=1 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_90a,sm_120a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=1 SPLIT=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=80,256 BF16=0 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=1 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 SPLIT=0 registers<=255 arch=sm_90a,sm_100a,sm_120a
 // clang-format on
 #include <cuda_fp16.h>
 
@@ -56,9 +64,17 @@ constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
 #include "packed_join.cuh"
 #include "packed_kept.cuh"
 #include "packed_ring.cuh"
+#include "packed_softmax.cuh"
+#include "packed_window.cuh"
+#if SPLIT
+#include "packed_split.cuh"
+#include "packed_split_scores.cuh"
+#include "packed_split_values.cuh"
+#else
+#include "packed_frames.cuh"
 #include "packed_scores.cuh"
 #include "packed_values.cuh"
-#include "packed_window.cuh"
+#endif
 
 constexpr int MAX_STAGES = 8;
 constexpr float LOG2E = 1.44269504089f;
@@ -88,7 +104,7 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
 }
 
 // Brings a query row into the frame of coded keys, scaled: `x` [ROW_FLOATS], behind the row its largest
-// finite magnitude and what the mean of the keys adds to its scores.
+// magnitude and what the mean of the keys adds to its scores.
 __device__ __forceinline__ void rotate_query(const RawQuery& raw, float unit, float* x, int lane) {
     float bias = 0.f, peak = 0.f;
     float2 pairs[PAIRS_OF_LANE];
@@ -113,13 +129,9 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float unit, fl
         peak = fmaxf(peak, __shfl_xor_sync(ALL_LANES, peak, bit));
     }
     if (lane == 0) {
-        x[HEAD_DIM] = peak < INFINITE ? peak : 0.f;
+        x[HEAD_DIM] = peak;
         x[HEAD_DIM + 1] = bias * unit;
     }
-}
-
-__host__ __device__ constexpr int only_width(int flag) {
-    return flag == 1 ? 2 : flag == 2 ? 3 : flag;
 }
 
 // ---- Results
@@ -156,7 +168,7 @@ __device__ __forceinline__ int owner(u32 position, u32 total, u32 ctas) {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ __align__(8) u64 barriers[WARPS * MAX_STAGES];
-    __shared__ uint2 notes[WARPS * MAX_STAGES];  // of the page in a slot: entry, rung | count << 8
+    __shared__ __align__(8) uint2 notes[WARPS * MAX_STAGES];  // see write_page
     __shared__ u32 indices[WINDOW ? WARPS * MAX_STAGES : 1];  // of the same, in its pool
     __shared__ float rows[8 * ROW_FLOATS];
     __shared__ int arrived;
@@ -164,6 +176,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     u8* const ring = shared + warp * call.stages * call.slot_bytes;
     float* const merge = (float*)(shared + WARPS * call.stages * call.slot_bytes);
     const u32 barrier = shared_address(barriers + warp * MAX_STAGES);
+    const u32 known_pages = shared_address(notes + warp * MAX_STAGES);
     if (lane == 0) {
 #pragma unroll 1
         for (int i = 0; i < call.stages; ++i)
@@ -194,8 +207,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 
     // Producing: the warp's pages 32 at a time, one a lane; page n is at position begin + warp + n * WARPS.
     const int each = call.num_rungs > 1 && ctas ? (total + ctas - 1) / ctas : 0;
-    const int page_count = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0;
-    int next_page = 0, next_part = 0;
+    const u32 page_count = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0;
+    u32 next_page = 0;
+    int next_part = 0;
     auto produce = [&](int slot) {
         if (next_page == page_count) return;
         if (next_page % 32 == 0 && next_part == 0 && (WINDOW || next_page || !known)) {
@@ -211,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         const u32 index = __shfl_sync(ALL_LANES, own.index, next_page % 32);
         const u32 note = __shfl_sync(ALL_LANES, own.note, next_page % 32);
         const u32 entry = KEEP_SCORES ? __shfl_sync(ALL_LANES, own.place, next_page % 32) : 0;
-        if (lane == 0) notes[warp * MAX_STAGES + slot] = {entry, note};
+        if (lane == 0) write_page(known_pages + 8 * slot, entry, note);
         if (WINDOW) {
             if (lane == 0) indices[warp * MAX_STAGES + slot] = index;
             if (tokens_of(note) == 0) {
@@ -271,17 +285,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         for (; filled < call.stages; ++filled) produce(filled);
         const KeptRows kept = KEEP_SCORES ? kept_rows(call, sequence, lane) : KeptRows{};
         const u16* row = WIDTHS_K & RAW ? q_row(call, sequence, min(lane / 4, sequence.rows - 1)) : nullptr;
-        const int2 lowest = WINDOW ? lowest_of_lane(call, sequence, lane) : int2{};
+        const Lowest lowest = WINDOW ? lowest_of_lane(call, sequence, lane) : Lowest{};
         State state;
-        clear(state, WIDTHS_V & (WIDTHS_V - 1) ? 0 : only_width(WIDTHS_V));
+        clear(state, bits_of<WIDTHS_V>(0));
 
 #pragma unroll 1
         for (; begin + warp + n * WARPS < stop; ++n) {
             const u8* item = wait();
-            const uint2 note = notes[warp * MAX_STAGES + slot];
+            const uint2 note = read_page(known_pages + 8 * slot);
             const int count = tokens_of(note.y);
             const Rung& rung = call.rungs[note.y & 255];
-            float s[4][4];
+            float s[8][LANE_ROWS];
             if (WINDOW && count == 0) {  // no query row sees a token of the page, or it has none
                 hide_page(s);
                 if (KEEP_SCORES) keep_scores(kept, note.x, state, s);
@@ -291,22 +305,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             const bool partly = WINDOW && (note.y & PARTLY);
             const uint4 offsets =
                 partly ? offsets_of(rung, indices[warp * MAX_STAGES + slot], lane / 4) : uint4{};
-            const int bits_k = WIDTHS_K & (WIDTHS_K - 1) ? rung.bits_k : only_width(WIDTHS_K);
-            const int bits_v = WIDTHS_V & (WIDTHS_V - 1) ? rung.bits_v : only_width(WIDTHS_V);
+            const int bits_k = bits_of<WIDTHS_K>(rung.bits_k), bits_v = bits_of<WIDTHS_V>(rung.bits_v);
             const bool one = is_one_item(rung);
             const int k_bytes = 8 * HEAD_DIM * bits_k, v_bytes = 8 * HEAD_DIM * bits_v;
             const u8* k_steps = item + k_bytes + (one ? v_bytes : 0);
-            const float base[2] = {SOFTCAP ? 0.f : state.reference[0], SOFTCAP ? 0.f : state.reference[1]};
+            float base[LANE_ROWS];
+#pragma unroll
+            for (int j = 0; j < LANE_ROWS; ++j) base[j] = SOFTCAP ? 0.f : state.reference[j];
             if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, k_steps, query, base, s, lane);
-            if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, k_steps, query, base, s, lane);
             if ((WIDTHS_K & 4) && bits_k == 4) coded_scores<4>(item, k_steps, query, base, s, lane);
             if ((WIDTHS_K & 8) && bits_k == 8) coded_scores<8>(item, k_steps, query, base, s, lane);
+#if !SPLIT
+            if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, k_steps, query, base, s, lane);
             if ((WIDTHS_K & RAW) && bits_k == 16) {
                 const float unit = call.scale * LOG2E;
                 raw_scores<0>(item, row, unit, base, s, lane);
                 release();
                 raw_scores<1>(wait(), row, unit, base, s, lane);
             }
+#endif
             const u8 *values = item + k_bytes, *v_steps = k_steps + 64;
             if (!one) {
                 release();
@@ -316,41 +333,46 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             if (SOFTCAP) cap_scores(call.softcap * LOG2E, state.reference, s);
             if (count < 64) clear_unused(count, s, lane);
             if (partly) hide_old(offsets, note.y >> 16 << 16, lowest, s);
-            u32 p[4][2];
+#if !SPLIT
             if (state.bits != bits_v) change_frame(state, bits_v, lane);
-            const bool raw = (WIDTHS_V & RAW) && bits_v == 16;
-            Steps steps = {};
-            if (raw) {
-                raise_reference<false>(s, steps, state);
-            } else {
-                steps = load_steps(v_steps, lane / 4, count);  // that of an unused slot may be NaN
-                raise_reference<true>(s, steps, state);
+            if ((WIDTHS_V & RAW) && bits_v == 16) {
+                raise_reference<false>(s, {}, state);
+                if (KEEP_SCORES) keep_scores(kept, note.x, state, s);
+                probabilities(s, state);
+                const Weights weights = weigh(s);
+                add_raw_values<0>(values, weights, count, state, lane);
+                release();
+                add_raw_values<1>(wait(), weights, count, state, lane);
+                release();
+                continue;
             }
+#endif
+            const Steps steps = load_steps(v_steps, lane / 4, count);  // that of an unused slot may be NaN
+            raise_reference<!SPLIT>(s, steps, state);
             if (KEEP_SCORES) keep_scores(kept, note.x, state, s);
             probabilities(s, state);
-            if (raw) {
-                fragments_of<false>(s, {}, p);
-                add_raw_values<0>(values, p, count, state, lane);
-                release();
-                add_raw_values<1>(wait(), p, count, state, lane);
-            } else {
-                fragments_of<true>(s, steps, p);
-                if ((WIDTHS_V & 1) && bits_v == 2) add_coded_values<2>(values, p, state, lane);
-                if ((WIDTHS_V & 2) && bits_v == 3) add_coded_values<3>(values, p, state, lane);
-                if ((WIDTHS_V & 4) && bits_v == 4) add_coded_values<4>(values, p, state, lane);
-                if ((WIDTHS_V & 8) && bits_v == 8) add_coded_values<8>(values, p, state, lane);
-            }
+            const Weights weights = weigh(s, steps);
+            if ((WIDTHS_V & 1) && bits_v == 2) add_coded_values<2>(values, weights, state, lane);
+            if ((WIDTHS_V & 4) && bits_v == 4) add_coded_values<4>(values, weights, state, lane);
+            if ((WIDTHS_V & 8) && bits_v == 8) add_coded_values<8>(values, weights, state, lane);
+#if !SPLIT
+            if ((WIDTHS_V & 2) && bits_v == 3) add_coded_values<3>(values, weights, state, lane);
+#endif
             release();
         }
+#if SPLIT
+        finish(state);
+#else
         if (WIDTHS_V & CODED) change_frame(state, 0, lane);
+#endif
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int j = 0; j < LANE_ROWS; ++j) {
 #pragma unroll
             for (int bit = 4; bit < 32; bit *= 2)
                 state.sum[j] += __shfl_xor_sync(ALL_LANES, state.sum[j], bit);
         }
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
+        for (int j = 0; j < LANE_ROWS; ++j)
             if (is_fresh(state, j)) state.reference[j] = LOWEST;
         join_warps(state, sequence.rows, merge, rows);
         bool last = true;

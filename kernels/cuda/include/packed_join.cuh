@@ -39,14 +39,14 @@ __device__ __forceinline__ void join_warps(const State& state, int row_count, fl
     for (int first = 0; first < row_count; first += MERGE_ROWS) {
         const int held = min(MERGE_ROWS, row_count - first);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int row = 2 * (lane % 4) + j - first;
+        for (int j = 0; j < LANE_ROWS; ++j) {
+            const int row = LANE_ROWS * (lane % 4) + j - first;
             if (row < 0 || row >= held) continue;
             float* to = merge + (warp * held + row) * ROW_FLOATS;
 #pragma unroll
             for (int i = 0; i < TILES_D; ++i) {
                 to[16 * i + g] = state.out[i][j];
-                to[16 * i + 8 + g] = state.out[i][2 + j];
+                to[16 * i + 8 + g] = state.out[i][LANE_ROWS + j];
             }
             if (g == 0) {
                 to[HEAD_DIM] = state.reference[j];

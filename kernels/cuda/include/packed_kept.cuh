@@ -10,16 +10,16 @@
 
 constexpr float LN2 = 0.69314718056f;
 
-// Where the scores of the last query rows of a sequence go, of the rows and slots of a lane: those of row 2u
-// of entry 0 at `to`, those of row 2u + 1 behind them.
+// Where the scores of the last query rows of a sequence go, of the rows and slots of a lane: those of its
+// first row of entry 0 at `to`, those of its second behind them.
 struct KeptRows {
     u8* to;
-    u32 page_bytes, has;  // bit j: row 2u + j is kept; bit 2 + j: and the lane writes its reference
-    u32 reference;        // of row 2u, of bytes: how far behind `to`
+    u32 page_bytes, has;  // bit j: row j of the lane is kept; bit 2 + j: and it writes the reference
+    u32 reference;        // of its first row, of bytes: how far behind `to`
 };
 
 __device__ __forceinline__ KeptRows kept_rows(const Call& call, const Sequence& s, int lane) {
-    const int row = 2 * (lane % 4), first = s.first_row + row - (call.rows - call.kept);
+    const int row = LANE_ROWS * (lane % 4), first = s.first_row + row - (call.rows - call.kept);
     const int slot = lane / 4 * 8;
     const u32 page_bytes = KEEP_SCORES == 1 ? (68u * call.kept + 15u) & ~15u : 64u * KEEP_SCORES * call.kept;
     u8* const pages = (u8*)call.scores + (u64)s.pair * call.entries * page_bytes;
@@ -67,17 +67,17 @@ __device__ __forceinline__ u32 code_pair(u32 scores, u32 top) {
 
 // Keeps the scores of a page; `s` is less the reference of the state, which it exceeds by the reach at most.
 __device__ __forceinline__ void keep_scores(const KeptRows& rows, u32 entry, const State& state,
-                                            const float (&s)[4][4]) {
+                                            const float (&s)[8][LANE_ROWS]) {
     u8* const page = rows.to + (u64)entry * rows.page_bytes;
     const float share = fmaf(state.reach, -1.f / 32, 255.f / 256);
     const u32 top = pack_halves(share, share);
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < LANE_ROWS; ++j) {
         const u32 kept = rows.has & 1 << j;
         if (KEEP_SCORES == 1) {
             u32 codes[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) codes[i] = code_pair(pack_halves(s[i][j], s[i][2 + j]), top);
+            for (int i = 0; i < 4; ++i) codes[i] = code_pair(pack_halves(s[2 * i][j], s[2 * i + 1][j]), top);
             store_kept(kept, page + 64 * j, __byte_perm(codes[0], codes[1], 0x6420),
                        __byte_perm(codes[2], codes[3], 0x6420));
             store_kept(rows.has & 4 << j, page + rows.reference + 4 * j, state.reference[j] + state.reach);
@@ -85,7 +85,7 @@ __device__ __forceinline__ void keep_scores(const KeptRows& rows, u32 entry, con
             const float base = state.reference[j] * LN2;
             float x[8];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = fmaf(s[i / 2][2 * (i % 2) + j], LN2, base);
+            for (int i = 0; i < 8; ++i) x[i] = fmaf(s[i][j], LN2, base);
 #pragma unroll
             for (int i = 0; i < 8; i += 4)
                 store_kept(kept, page + 256 * j + 4 * i, __float_as_uint(x[i]), __float_as_uint(x[i + 1]),

@@ -5,20 +5,27 @@
 
 constexpr bool MAY_BE_ONE = (WIDTHS_K & 7) && (WIDTHS_V & 7), ALL_ARE_ONE = (WIDTHS_K | WIDTHS_V) <= 7;
 
+// The bits of a page, which are known if there is one width.
+template <int WIDTHS>
+__device__ __forceinline__ int bits_of(int bits) {
+    return WIDTHS & (WIDTHS - 1) ? bits : WIDTHS == 1 ? 2 : WIDTHS == 2 ? 3 : WIDTHS;
+}
+
 // A page is one item if it is no larger than 4 bits make it; else K and V are items of their own, in two
 // halves each at width 16.
 __device__ __forceinline__ bool is_one_item(const Rung& rung) {
     return ALL_ARE_ONE || (MAY_BE_ONE && rung.bits_k + rung.bits_v <= 8);
 }
 
-// Pages are read once, so they leave the second-level cache first, and tables and weights stay.
+// Pages are read once, so they leave the second-level cache first, and tables and weights stay: what
+// createpolicy.fractional.L2::evict_first gives for all of a copy.
+constexpr u64 EVICT_FIRST = 0x12f0000000000000ull;
+
 __device__ __forceinline__ void copy_bulk(u8* to, const u8* from, u32 bytes, u32 barrier) {
     asm volatile(
-        "{.reg .b64 first;\ncreatepolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-        "[%3], "
-        "first;}" ::"r"(shared_address(to)),
-        "l"(from), "r"(bytes), "r"(barrier)
+        "[%3], %4;" ::"r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST)
         : "memory");
 }
 
@@ -26,8 +33,10 @@ __device__ __forceinline__ void copy_bulk(u8* to, const u8* from, u32 bytes, u32
 __device__ __forceinline__ bool copy_part(const Rung& rung, u32 index, int part, u8* slot, u32 barrier,
                                           int lane) {
     const u8* page = rung.pool + (u64)index * rung.record;
-    const u32 k_bytes = 8 * HEAD_DIM * rung.bits_k, v_bytes = 8 * HEAD_DIM * rung.bits_v;
-    const u32 k_steps = rung.bits_k < 16 ? 64 : 0, v_steps = rung.bits_v < 16 ? 64 : 0;
+    const int bits_k = bits_of<WIDTHS_K>(rung.bits_k), bits_v = bits_of<WIDTHS_V>(rung.bits_v);
+    const u32 k_bytes = 8 * HEAD_DIM * bits_k, v_bytes = 8 * HEAD_DIM * bits_v;
+    const u32 k_steps = !(WIDTHS_K & RAW) || bits_k < 16 ? 64 : 0;
+    const u32 v_steps = !(WIDTHS_V & RAW) || bits_v < 16 ? 64 : 0;
     u32 bytes = k_bytes + v_bytes + k_steps + v_steps, from = 0, steps = 0, steps_from = 0;
     bool last = true;
     if (!is_one_item(rung)) {
@@ -53,6 +62,18 @@ __device__ __forceinline__ bool copy_part(const Rung& rung, u32 index, int part,
         if (!ALL_ARE_ONE && steps) copy_bulk(slot + bytes, page + steps_from, steps, barrier);
     }
     return last;
+}
+
+// What is known of the page in a slot: its entry, and its note. `at` is an address in shared memory, which
+// the compiler would compute anew for each page.
+__device__ __forceinline__ void write_page(u32 at, u32 entry, u32 note) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(entry), "r"(note) : "memory");
+}
+
+__device__ __forceinline__ uint2 read_page(u32 at) {
+    uint2 r;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "r"(at) : "memory");
+    return r;
 }
 
 // What a page that is not read adds to its barrier in place of bytes; lane 0.

@@ -1,7 +1,6 @@
-// Scores of the keys of a page.
+// Scores of the keys of a page, in float16 if they are coded.
 //
-// They lie as in C of mma.m16n8k16: slot 8 g + i, rows 2u and 2u + 1, at s[i / 2][2 (i % 2)] and the element
-// after it. Needs WIDTHS_K, CODED and packed_state.cuh.
+// Needs WIDTHS_K, CODED and packed_state.cuh.
 #pragma once
 
 // With one width of coded keys the factor of columns 8 to 15 is in the query, else it is put there for each
@@ -20,8 +19,8 @@ struct Query {
 __device__ __forceinline__ void load_query(const float* rows, int row_count, int lane, Query& query) {
     const int u = lane % 4;
     const float peak = rows[min(lane / 4, row_count - 1) * ROW_FLOATS + HEAD_DIM];
-    const int exponent =
-        __reduce_max_sync(ALL_LANES, __float_as_uint(peak)) >> 23;  // peak < 2^(exponent - 126)
+    const int exponent = __reduce_max_sync(ALL_LANES, __float_as_uint(peak < INFINITE ? peak : 0.f)) >>
+                         23;  // peak < 2^(exponent - 126)
     const int e = max(min(141 - exponent, 100), -100);
     const float factor = power_of_2_exactly(e);
     const float2* x = (const float2*)(rows + min(lane / 4, row_count - 1) * ROW_FLOATS) + u;
@@ -45,17 +44,17 @@ __device__ __forceinline__ void load_query(const float* rows, int row_count, int
     }
 }
 
-// Scores of coded keys, less `base`: slot 8 g + i of rows 2u, 2u + 1 at s[i / 2][2 (i % 2)] and the one after
-// it.
+// Scores of coded keys, less `base`.
 template <int BITS>
 __device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, const Query& query,
-                                             const float (&base)[2], float (&s)[4][4], int lane) {
+                                             const float (&base)[2], float (&s)[8][2], int lane) {
     constexpr float MIDDLE = -((1 << BITS) - 1) * .5f / (1 << 24);
     constexpr float EVEN = 1 << Fields<BITS>::EVEN, ODD = 1 << Fields<BITS>::ODD;
+    float sums[4][4];
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) s[b][r] = query.sum[r % 2] * (MIDDLE * (r < 2 ? EVEN : ODD));
+        for (int r = 0; r < 4; ++r) sums[b][r] = query.sum[r % 2] * (MIDDLE * (r < 2 ? EVEN : ODD));
     }
     u32 right[TILES_D];
 #pragma unroll
@@ -65,48 +64,33 @@ __device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, c
     for_each_tile<BITS, 0, 4 * TILES_D>(
         codes, lane, [](int i) { return PER_BLOCK ? i % 4 * PER_BLOCK + i / 4 : i; },
         [&](int tile, const u32(&a)[4]) {
-            mma_half(s[tile / TILES_D], a, query.rotated[tile % TILES_D][0], right[tile % TILES_D]);
+            mma_half(sums[tile / TILES_D], a, query.rotated[tile % TILES_D][0], right[tile % TILES_D]);
         });
     const Steps step = load_steps(steps, lane / 4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float factor = step.at(i) * (query.unit * (1.f / (i % 2 ? ODD : EVEN)));
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            float& score = s[i / 2][2 * (i % 2) + j];
-            score = fmaf(score, factor, query.bias[j] - base[j]);
-        }
+        for (int j = 0; j < 2; ++j)
+            s[i][j] = fmaf(sums[i / 2][2 * (i % 2) + j], factor, query.bias[j] - base[j]);
     }
 }
 
 // Scores of token blocks 2 HALF and 2 HALF + 1 of raw keys, less `base`; q comes from the first-level cache.
 template <int HALF>
 __device__ __forceinline__ void raw_scores(const u8* keys, const u16* row, float unit, const float (&base)[2],
-                                           float (&s)[4][4], int lane) {
-#pragma unroll
-    for (int b = 2 * HALF; b < 2 * HALF + 2; ++b) s[b][0] = s[b][1] = s[b][2] = s[b][3] = 0.f;
+                                           float (&s)[8][2], int lane) {
+    float sums[2][4] = {};
     for_each_tile<16, 2 * HALF * TILES_D, 2 * TILES_D>(
         keys, lane, [](int i) { return i % 2 * TILES_D + i / 2; },
         [&](int tile, const u32(&a)[4]) {
             const int at = 8 * (tile % TILES_D) + lane % 4;
-            mma(s[tile / TILES_D], a, __ldg((const u32*)row + at), __ldg((const u32*)row + at + 4));
+            mma(sums[tile / TILES_D - 2 * HALF], a, __ldg((const u32*)row + at),
+                __ldg((const u32*)row + at + 4));
         });
 #pragma unroll
-    for (int b = 2 * HALF; b < 2 * HALF + 2; ++b) {
+    for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) s[b][r] = fmaf(s[b][r], unit, -base[r % 2]);
-    }
-}
-
-// Caps scores and takes `base` off them.
-__device__ __forceinline__ void cap_scores(float cap, const float (&base)[2], float (&s)[4][4]) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) s[i / 4][i % 4] = cap * tanhf(s[i / 4][i % 4] / cap) - base[i % 2];
-}
-
-__device__ __forceinline__ void clear_unused(int count, float (&s)[4][4], int lane) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        if (8 * (lane / 4) + i >= count) s[i / 2][2 * (i % 2)] = s[i / 2][2 * (i % 2) + 1] = -INFINITE;
+        for (int j = 0; j < 2; ++j) s[4 * HALF + i][j] = fmaf(sums[i / 2][2 * (i % 2) + j], unit, -base[j]);
     }
 }

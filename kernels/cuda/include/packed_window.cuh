@@ -19,10 +19,17 @@ __device__ __forceinline__ int lowest_of_row(const Call& call, const Sequence& s
     return call.first[s.pair / call.heads_kv] + (s.first_row + row) / call.group - call.left;
 }
 
-// The same of rows 2u and 2u + 1.
-__device__ __forceinline__ int2 lowest_of_lane(const Call& call, const Sequence& s, int lane) {
-    const int row = 2 * (lane % 4);
-    return {lowest_of_row(call, s, min(row, s.rows - 1)), lowest_of_row(call, s, min(row + 1, s.rows - 1))};
+// The same of the rows of a lane.
+struct Lowest {
+    int of[LANE_ROWS];
+};
+
+__device__ __forceinline__ Lowest lowest_of_lane(const Call& call, const Sequence& s, int lane) {
+    Lowest r;
+#pragma unroll
+    for (int j = 0; j < LANE_ROWS; ++j)
+        r.of[j] = lowest_of_row(call, s, min(LANE_ROWS * (lane % 4) + j, s.rows - 1));
+    return r;
 }
 
 // The lower 16 bits of the positions of slots 8 g to 8 g + 7 of a page.
@@ -62,18 +69,18 @@ __device__ __forceinline__ u32 note_in_window(const Call& call, const Entry& ent
     return entry.note | base | (oldest < last - (int)base ? PARTLY : 0);
 }
 
-__device__ __forceinline__ void hide_page(float (&s)[4][4]) {
+__device__ __forceinline__ void hide_page(float (&s)[8][LANE_ROWS]) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) s[i / 4][i % 4] = -INFINITE;
+    for (int i = 0; i < 8 * LANE_ROWS; ++i) s[i / LANE_ROWS][i % LANE_ROWS] = -INFINITE;
 }
 
-// Hides what lies before `lowest` from rows 2u and 2u + 1.
-__device__ __forceinline__ void hide_old(const uint4& offsets, u32 base, const int2& lowest,
-                                         float (&s)[4][4]) {
+// Hides what lies before `lowest` from the rows of the lane.
+__device__ __forceinline__ void hide_old(const uint4& offsets, u32 base, const Lowest& lowest,
+                                         float (&s)[8][LANE_ROWS]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int position = (int)base + offset_at(offsets, i);
-        if (position < lowest.x) s[i / 2][2 * (i % 2)] = -INFINITE;
-        if (position < lowest.y) s[i / 2][2 * (i % 2) + 1] = -INFINITE;
+#pragma unroll
+        for (int j = 0; j < LANE_ROWS; ++j) s[i][j] = position < lowest.of[j] ? -INFINITE : s[i][j];
     }
 }

@@ -1,0 +1,67 @@
+// Sums over coded values by integer products: see packed_split.cuh.
+//
+// p times step is relative to the largest of its row on the page, never to a maximum over pages: many small
+// ones would vanish. Sums over pages are float32, of values but for their centre.
+#pragma once
+
+// Probabilities times the steps of values in 16 bits of fixed point.
+struct Weights {
+    u32 x[8];    // the lower 16 bits
+    float unit;  // what 1 stands for
+    float sum;
+};
+
+__device__ __forceinline__ Weights weigh(const float (&p)[8][1], const Steps& steps) {
+    float x[8], top = 7.8886091e-31f;  // 2^-100
+    Weights r;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        x[i] = p[i][0] * steps.at(i);
+        r.sum = i ? r.sum + x[i] : x[i];
+        top = fmaxf(top, x[i]);
+    }
+#pragma unroll
+    for (int bit = 4; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, bit));
+    // 65535 / 65536 of the power of 2 that brings the largest below 2^16, and its inverse
+    const u32 exponent = __float_as_uint(top) & 0x7f800000u;
+    const float factor = __uint_as_float(0x867fff00u - exponent);
+    r.unit = __uint_as_float(exponent - 0x077fff80u);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) r.x[i] = __float_as_uint(fmaf(x[i], factor, 8388608.f));
+    return r;
+}
+
+template <int BITS>
+__device__ __forceinline__ void add_coded_values(const u8* codes, const Weights& weights, State& state,
+                                                 int lane) {
+    constexpr int APART = BITS == 2 ? 2 : 1;  // slots of neighbouring bytes
+    u32 p[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int slot = BITS == 2 ? i / 2 * 4 + i % 2 : 2 * i;
+        p[i] = transposed(__byte_perm(weights.x[slot], weights.x[slot + APART], 0x4051));
+    }
+    const float units[2] = {2.f / Bytes<BITS>::EVEN * weights.unit, 2.f / Bytes<BITS>::ODD * weights.unit};
+    state.centre[0] = fmaf(weights.sum, 1.f - (1 << BITS), state.centre[0]);
+    u32 sums[4];
+    for_each_two<BITS>(
+        codes, lane, [](int i) { return i; },
+        [&](int two, const u32(&a)[4]) {
+            if (two % 2 == 0) sums[0] = sums[1] = sums[2] = sums[3] = UNSIGNED_ZERO;
+            KVLAB_MMA_BYTES("u8", sums, a, p[two % 2 * 2], p[two % 2 * 2 + 1]);
+            if (two % 2 == 0) return;
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float& out = state.out[two / 2][r];
+                out = fmaf(joined<UNSIGNED_ZERO>(sums[2 * r], sums[2 * r + 1]), units[r], out);
+            }
+        });
+}
+
+// The sums of values are complete.
+__device__ __forceinline__ void finish(State& state) {
+#pragma unroll
+    for (int bit = 4; bit < 32; bit *= 2) state.centre[0] += __shfl_xor_sync(ALL_LANES, state.centre[0], bit);
+#pragma unroll
+    for (int i = 0; i < TILES_D; ++i) state.out[i][0] += state.centre[0], state.out[i][1] += state.centre[0];
+}
