@@ -1,20 +1,24 @@
 // Attention backward for Hopper (sm_90a) at head dimensions above 128: as attention_backward_sm90.cu, but dk
-// and dv of 64 keys fill the registers of both computing warpgroups.
+// and dv of 64 keys fill the registers of both computing warpgroups, and dq would be added to memory twice as
+// often. So two CTAs, a cluster, have 128 keys between them: they exchange dS, and each adds up half of dQ.
 //
 // Threads and data
-//   CTA    64 keys of one (sequence, KV head), all rows that see them, 64 at a time: attention_backward.cuh.
-//   warps 0-3   load, as attention_backward_sm90.cuh says.
-//   warps 4-7, 8-11   a warpgroup each has, of scores, all keys by 32 rows; of dK, dV and dQ all keys or rows
-//          by 128 channels. P and dS go to shared memory, as each needs the other's.
+//   cluster  128 keys of one (sequence, KV head), all rows that see any of them, 64 at a time, in step.
+//   CTA      64 of the keys: attention_backward.cuh. Of dQ it has half of the channels, summed over 128 keys.
+//   warps 0-3   warp 0 loads, as attention_backward_sm90.cuh says; warps 1 and 2 bring dQ to the workspace.
+//   warps 4-7   S = K Q^T and P, all keys by all rows; then, as the others, of dK and dV all keys by 128
+//            channels, of dQ all rows by 64 channels.
+//   warps 8-11  dP = V dout^T and dS.
 //
-// A step of a warpgroup:
-//          S = K Q^T and, behind it, dP = V dout^T;  P and dS, to shared memory;  dV += P dout, dQ = dS^T K
-//          and dK += dS Q begin;  the next dout is loaded when dV is there; dQ goes to the workspace, 64
-//          channels at a time, while dK runs
+// A step:  S, which warps 4-7 begin a step ahead, beside dP;  P to shared memory;  dV += P dout begins;  dS
+// to
+//          shared memory, from there to the other CTA;  dQ = dS^T K of own keys, dK += dS Q, dQ += dS^T K of
+//          the other's keys;  dQ to where the CTA's half of Q was, from there by a bulk addition to the
+//          workspace
 //
-// Memory: shared, from a multiple of 1024 on: K, V, dout and 2 stages of Q of 32 KiB each, 2 stages of P and
-// of dS of 8 KiB, 2 x 64 x 64 floats of dQ; stats and mbarriers. Registers: 64 of dK, 64 of dV, 64 of dQ or
-// 16 of S and 16 of dP.
+// Memory: shared, from a multiple of 1024 on: K, V, dout and 2 stages of Q of 32 KiB each, the other's K with
+// the CTA's channels of dQ, 16 KiB; P, dS, the other's dS and, with a cap, P times the cap's slope, of 8 KiB
+// each; stats and mbarriers. Registers: 64 of dK, 64 of dV, 32 of dQ, 32 of S or dP.
 //
 // Macros: HEAD_DIM, 256, that the channels are filled up to with zeros; BF16; CAPPED as in attention.cu.
 //
@@ -24,17 +28,75 @@
 #include "pairs.cuh"
 
 constexpr int BLOCK_M = 64, BLOCK_N = 64, Q_STAGES = 2, DOUT_STAGES = 1, SCORE_STAGES = 4;
-constexpr int SCORES = 16, SUMS = 64;  // a thread's
+constexpr int SCORES = 32, SUMS = 64;  // a thread's
 
 #include "attention_call.cuh"
 #include "attention_backward.cuh"
 #include "hopper.cuh"
 #include "attention_backward_sm90.cuh"
 
-static_assert(HEAD_DIM == 256, "a warpgroup has two of four blocks of 64 channels");
+static_assert(HEAD_DIM == 256, "a warpgroup has one of four blocks of 64 channels of dQ");
 
-// Operands count 16 bytes. Scores: 64 keys by 32 rows, contracted over channels.
+// What a CTA of a pair has beside Memory.
+struct Pair {
+    int rank;                       // in the cluster; the CTA's keys are those of block 2 i + rank
+    u32 p, ds, other_ds, weights;   // [BLOCK_N, BLOCK_M]
+    u32 other_k;                    // [BLOCK_N, 128], from channel 128 * rank on
+    u32 full_k, full_ds, empty_ds;  // barriers: the other's K, its dS is here; it has read ours
+    u32 full_dq;                    // and for each warpgroup and stage: dQ is in shared memory
+    __device__ __forceinline__ u32 staged(int group, int stage) const {
+        return full_dq + 8 * (group * Q_STAGES + stage);
+    }
+};
+constexpr int PAIR_BARRIERS = 3 + 2 * Q_STAGES;
+
+__device__ __forceinline__ Pair place_pair(const Memory& m, u32 barriers) {
+    Pair pair;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(pair.rank));
+    pair.p = m.scores, pair.ds = m.scores + SCORE_BYTES, pair.other_ds = m.scores + 2 * SCORE_BYTES;
+    pair.weights = CAPPED ? m.scores + 3 * SCORE_BYTES : pair.p, pair.other_k = m.dq;
+    pair.full_k = barriers, pair.full_ds = barriers + 8, pair.empty_ds = barriers + 16;
+    pair.full_dq = barriers + 24;
+    return pair;
+}
+
+__device__ __forceinline__ void init_barriers(const Memory& m, const Pair& pair) {
+    for (int i = 0; i < 1 + Q_STAGES + DOUT_STAGES; ++i)
+        init_barrier(m.full_keys + 8 * i, 1);                               // the loader's
+    for (int i = 0; i < Q_STAGES; ++i) init_barrier(m.empty_q + 8 * i, 2);  // warps 1, 2
+    init_barrier(m.empty_dout, 8);                                          // computing warps'
+    init_barrier(pair.full_k, 1), init_barrier(pair.full_ds, 1);
+    init_barrier(pair.empty_ds, 2);                                                // the other's warpgroups'
+    for (int i = 0; i < 2 * Q_STAGES; ++i) init_barrier(pair.full_dq + 8 * i, 4);  // a warpgroup's warps'
+    fence_async();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// The same address in the other CTA's shared memory.
+__device__ __forceinline__ u32 there(u32 address, int rank) {
+    u32 mapped;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank ^ 1));
+    return mapped;
+}
+__device__ __forceinline__ void arrive_there(u32 barrier, int rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there(barrier, rank)) : "memory");
+}
+// Copies shared memory to the same place of the other CTA.
+__device__ __forceinline__ void copy_there(u32 to, u32 from, u32 bytes, u32 barrier, int rank) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            there(to, rank)),
+        "r"(from), "r"(bytes), "r"(there(barrier, rank))
+        : "memory");
+}
+__device__ __forceinline__ void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Operands count 16 bytes. Scores: 64 keys by 64 rows, contracted over channels.
 __device__ __forceinline__ void multiply_channels(float (&c)[SCORES], u64 keys, u64 rows) {
+    asm volatile("" : "+l"(keys));  // operands of the steps shall not wait in registers
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step)
         multiply_async(c, keys + (step / 4 * KEY_BLOCK + step % 4 * 32) / 16,
@@ -48,99 +110,272 @@ __device__ __forceinline__ void multiply_rows(float (&c)[SUMS], u64 keys, u64 ro
         multiply_mixed(c, keys + step * 32 / 16, rows + step * 2048 / 16, true);
     commit_products();
 }
-// dQ: 64 rows by 128 channels, contracted over keys.
-__device__ __forceinline__ void multiply_keys(float (&c)[SUMS], u64 rows, u64 keys) {
+__device__ __forceinline__ void multiply_rows(float (&c)[SUMS], const u32 (&keys)[SCORES / 2], u64 rows) {
+#pragma unroll
+    for (int step = 0; step < BLOCK_M / 16; ++step)
+        multiply_async(c, keys + 4 * step, rows + step * 2048 / 16);
+    commit_products();
+}
+// dQ: 64 rows by 64 channels, contracted over a CTA's keys.
+__device__ __forceinline__ void multiply_keys(float (&c)[32], u64 rows, u64 keys, bool keep) {
 #pragma unroll
     for (int step = 0; step < BLOCK_N / 16; ++step)
-        multiply_columns(c, rows + step * 2048 / 16, keys + step * 2048 / 16, step > 0);
+        multiply_columns(c, rows + step * 2048 / 16, keys + step * 2048 / 16, keep || step > 0);
     commit_products();
 }
 
-__device__ __forceinline__ void compute(const Memory& m, const Call& call, const Span& s, const Rows& rows,
-                                        const Keys& keys, int group) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int key = keys.block * BLOCK_N + 16 * warp + lane / 4, first_row = 32 * group;
-    const float unit = CAPPED ? LOG2E : call.scale * LOG2E;
-    const u64 k = rows_operand(m.k), v = rows_operand(m.v);
-    const u64 q = rows_operand(m.q + first_row * 128), dout = rows_operand(m.dout + first_row * 128);
-    const u64 q_columns = columns_operand(m.q + 2 * group * ROW_BLOCK, ROW_BLOCK);
-    const u64 dout_columns = columns_operand(m.dout + 2 * group * ROW_BLOCK, ROW_BLOCK);
-    const u64 k_columns = columns_operand(m.k + 2 * group * KEY_BLOCK, KEY_BLOCK);
+// Reads what store_scores has stored.
+template <int COUNT>
+__device__ __forceinline__ void load_scores(u32 (&x)[COUNT], u32 from) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < COUNT / 4; ++j)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[4 * j]), "=r"(x[4 * j + 1]), "=r"(x[4 * j + 2]), "=r"(x[4 * j + 3])
+                     : "r"(from + ((2 * j + lane / 16) ^ lane % 8) * 16)
+                     : "memory");
+}
 
-    float dk[SUMS], dv[SUMS];
+// As weigh; scores become their weights times the cap's slope.
+__device__ __forceinline__ void weigh_capped(float (&scores)[SCORES], u32 (&p)[SCORES / 2], u32 peaks,
+                                             const Call& call) {
+#pragma unroll
+    for (int n = 0; n < SCORES; n += 4) {
+        const float2 peak = read_pair(peaks + 8 * n);
+        float weights[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float score = scores[n + i];
+            weights[i] = power_of_2(fmaf(score, LOG2E, i % 2 ? -peak.y : -peak.x));
+            scores[n + i] = weights[i] * cap_slope(call, fmaxf(score, -call.softcap));  // hidden ones: -inf
+        }
+        p[n / 2] = pack_pair(weights[0], weights[1]), p[n / 2 + 1] = pack_pair(weights[2], weights[3]);
+    }
+}
+
+// What a CTA has to do.
+struct Work {
+    Span s;
+    Keys keys;  // as find_keys of attention_backward.cuh says, x counting clusters
+    Rows rows;  // first and last: of the cluster; low and high: of the CTA
+    int first_of_pair;
+};
+
+// Found anew by each role that needs it, so that nothing of it takes registers from one to the other.
+__device__ __forceinline__ Work find_work(const Call& call, int rank) {
+    int x = blockIdx.x / 2, z = blockIdx.z;
+    asm volatile("" : "+r"(x), "+r"(z));
+    Work w;
+    w.s = find_span(call, z);
+    w.keys = {(int)blockIdx.y, 2 * x + rank};
+    if (call.ordered) w.keys = {x % call.heads_kv, x / call.heads_kv * 2 + rank};
+    const int first_key = w.keys.block * BLOCK_N;
+    w.first_of_pair = first_key - rank * BLOCK_N;
+    w.rows = find_rows(call, w.s, first_key);
+    w.rows.first = find_rows(call, w.s, w.first_of_pair).first;
+    w.rows.last = find_rows(call, w.s, w.first_of_pair + BLOCK_N).last;
+    return w;
+}
+
+__device__ __forceinline__ void finish_keys(const Call& call, const float (&dk)[SUMS],
+                                            const float (&dv)[SUMS], int rank, int channel) {
+    const Work w = find_work(call, rank);
+    int thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));
+    const int key = w.keys.block * BLOCK_N + thread / 32 * 16 + thread % 32 / 4;
+    write_keys(call.dk, call, w.s, w.keys.head, dk, key, channel, call.scale);
+    write_keys(call.dv, call, w.s, w.keys.head, dv, key, channel, 1.f);
+}
+
+// Stores a warpgroup's dQ, 64 rows by 64 columns, as the workspace has it.
+__device__ __forceinline__ void store_sums(u32 to, const float (&dq)[32]) {
+    const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4, u = threadIdx.x % 4;
+    const u32 own = to + (16 * warp + g) * 256 + 8 * u;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+        store_pair(own + (n ^ g) * 32, dq[4 * n], dq[4 * n + 1]);
+        store_pair(own + 8 * 256 + (n ^ g) * 32, dq[4 * n + 2], dq[4 * n + 3]);
+    }
+}
+
+// The work of warps 4-7 (GROUP 0) or 8-11 (1).
+template <int GROUP>
+__device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const Call& call) {
+    const Work work = find_work(call, pair.rank);
+    const Span& s = work.s;
+    const Rows& rows = work.rows;
+    const Keys& keys = work.keys;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int key = keys.block * BLOCK_N + 16 * warp + lane / 4;
+    const u32 own = (16 * warp + lane % 16) * 128;  // a lane's place in P and dS
+    const u64 k = rows_operand(m.k), v = rows_operand(m.v), q = rows_operand(m.q),
+              dout = rows_operand(m.dout);
+    const u64 q_columns = columns_operand(m.q + 2 * GROUP * ROW_BLOCK, ROW_BLOCK);
+    const u64 dout_columns = columns_operand(m.dout + 2 * GROUP * ROW_BLOCK, ROW_BLOCK);
+    const u64 k_columns = columns_operand(m.k + (2 * pair.rank + GROUP) * KEY_BLOCK, KEY_BLOCK);
+    const u64 other_k_columns = columns_operand(pair.other_k + GROUP * KEY_BLOCK, KEY_BLOCK);
+
+    float dk[SUMS], dv[SUMS], dq[32], scores[SCORES];  // scores: S, or dP
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
     Turn<Q_STAGES> turn = {0, 0};
-    u32 dout_parity = 0;
+    u32 parity = 0;  // of what has one stage
     const int last_head = (keys.head + 1) * call.group;
-    u32* held = nullptr;  // a turn that is still to be passed on
+    Tile at = first_tile(call, rows, keys.head);
     wait_barrier(m.full_keys, 0);
-    for (Tile at = first_tile(call, rows, keys.head); at.head < last_head; at = next_tile(at, rows)) {
+    wait_barrier(pair.full_k, 0);
+    if (GROUP == 0) {
+        if (at.head < last_head) wait_barrier(m.full_q, 0);
+        begin_products();
+        multiply_channels(scores, k, q);
+    }
+    while (at.head < last_head) {
         const int stage = turn.stage;
         const u64 rows_at = stage * ROW_BYTES / 16;
-        const u32 stats = 4 * first_row + 8 * (lane % 4);
-        const u32 p_at = m.scores + 2 * stage * SCORE_BYTES, ds_at = p_at + SCORE_BYTES;
-        float dq[SUMS];
-        {
-            float scores[SCORES], dp[SCORES];
-            u32 p[SCORES / 2], ds[SCORES / 2];
-            wait_barrier(m.full_q + 8 * stage, turn.parity);
-            begin_products();
-            multiply_channels(scores, k, q + rows_at);
-            wait_barrier(m.full_dout, dout_parity);
-            multiply_channels(dp, v, dout);
-            wait_products<1>(scores);
+        const u32 stats = 8 * (lane % 4);
+        u32 p[SCORES / 2], ds[SCORES / 2];
+        if (GROUP == 0) {
+            wait_products<0>(scores);
             if (CAPPED) {
-                wait_products<0>(dp);
-                subtract(dp, m.deltas + stats);
-                cap(scores, dp, call);
+#pragma unroll
+                for (int i = 0; i < SCORES; ++i) scores[i] = capped_score(call, scores[i]);
             }
-            if (at.row < rows.low || at.row + BLOCK_M - 1 > rows.high)
-                hide(scores, call, s, key, at.row + first_row);
-            weigh(scores, p, m.peaks + stage * STAT_BYTES + stats, unit);
-            const u32 own = (16 * warp + lane % 16) * 128;
-            store_scores(p_at + own, p, first_row / 8);
-            if (!CAPPED) {
-                wait_products<0>(dp);
-                subtract(dp, m.deltas + stats);
+            if (at.row < rows.low || at.row + BLOCK_M - 1 > rows.high) hide(scores, call, s, key, at.row);
+            if (CAPPED)
+                weigh_capped(scores, p, m.peaks + stage * STAT_BYTES + stats, call);
+            else
+                weigh(scores, p, m.peaks + stage * STAT_BYTES + stats, call.scale * LOG2E);
+            wait_barrier(m.full_dout, parity);  // so the products with the tile before have read P
+            store_scores(pair.p + own, p, 0);
+            if (CAPPED) {
+#pragma unroll
+                for (int i = 0; i < SCORES / 2; ++i) ds[i] = pack_pair(scores[2 * i], scores[2 * i + 1]);
+                store_scores(pair.weights + own, ds, 0);
             }
-            slope(ds, p, dp);
-            store_scores(ds_at + own, ds, first_row / 8);
+            fence_async();
+        } else {
+            wait_barrier(m.full_dout, parity);
+            begin_products();
+            multiply_channels(scores, v, dout);
+            wait_products<0>(scores);
+            subtract(scores, m.deltas + stats);
         }
-        fence_async();
-        sync_threads(1, 256);  // P and dS of all rows are in shared memory
+        sync_threads(1, 256);  // P of all keys is in shared memory; warps 4-7 have read dS of the step before
+        if (GROUP == 1) load_scores(p, pair.p + own);
         begin_products();
-        multiply_rows(dv, rows_operand(p_at), dout_columns);
-        multiply_keys(dq, columns_operand(ds_at, KEY_BLOCK), k_columns);
-        multiply_rows(dk, rows_operand(ds_at), q_columns + rows_at);
+        multiply_rows(dv, p, dout_columns);
+        if (GROUP == 1) {
+            if (CAPPED) {
+                u32 weights[SCORES / 2];
+                load_scores(weights, pair.weights + own);
+                slope(ds, weights, scores);
+            } else {
+                slope(ds, p, scores);
+            }
+            wait_barrier(pair.empty_ds, parity ^ 1);  // the other has dS of the step before, and read it
+            store_scores(pair.ds + own, ds, 0);
+            fence_async();
+        }
+        sync_threads(1, 256);  // dS of all keys is in shared memory
+        if (GROUP == 1 && threadIdx.x % 128 == 0) {
+            expect_bytes(pair.full_ds, SCORE_BYTES);
+            copy_there(pair.other_ds, pair.ds, SCORE_BYTES, pair.full_ds, pair.rank);
+        }
+        if (GROUP == 1) wait_barrier(m.full_q + 8 * stage, turn.parity);
+        begin_products();
+        multiply_keys(dq, columns_operand(pair.ds, KEY_BLOCK), k_columns, false);
+        if (GROUP == 1)
+            multiply_rows(dk, ds, q_columns + rows_at);
+        else
+            multiply_rows(dk, rows_operand(pair.ds), q_columns + rows_at);
         wait_products<2>(dv);
         release(m.empty_dout);
-        wait_products<1>(dq);
-        const i64 stored = at.head * call.rows + s.stored + at.row;
-        u32* const own_turn = call.turns + stored / 16 + group;
-        if (call.ordered && threadIdx.x % 128 == 0) {
-            if (held) end_additions(held);  // of the step before, which have had a step's time
-            wait_turn(own_turn, keys.block - first_turn(call, s, at.row));
-            held = own_turn;
+        wait_barrier(pair.full_ds, parity);
+        begin_products();
+        multiply_keys(dq, columns_operand(pair.other_ds, KEY_BLOCK), other_k_columns, true);
+        at = next_tile(at, rows), turn.next(), parity ^= 1;
+        if (GROUP == 0) {  // S of the next step; of nothing, if there is none
+            if (at.head < last_head) wait_barrier(m.full_q + 8 * turn.stage, turn.parity);
+            multiply_channels(scores, k, q + turn.stage * ROW_BYTES / 16);
+            wait_products<1>(dq);
+        } else {
+            wait_products<0>(dq);
         }
-        float* const to = call.sums + stored * HEAD_DIM + 2 * group * 4096;
-        add_block(to, dq, m.dq + group * SUM_BYTES, group);
-        add_block(to + 4096, dq + 32, m.dq + group * SUM_BYTES, group);
-        wait_products<0>(dk);
-        release(m.empty_q + 8 * stage);
-        turn.next(), dout_parity ^= 1;
+        pin(dk);
+        sync_threads(2 + GROUP, 128);  // all of the warpgroup's products have read Q and the other's dS
+        if (threadIdx.x % 128 == 0) arrive_there(pair.empty_ds, pair.rank);
+        store_sums(m.q + stage * ROW_BYTES + GROUP * SUM_BYTES, dq);
+        fence_async();
+        release(pair.staged(GROUP, stage));
     }
-    if (held) end_additions(held);
-    write_keys(call.dk, call, s, keys.head, dk, key, 128 * group, call.scale);
-    write_keys(call.dv, call, s, keys.head, dv, key, 128 * group, 1.f);
+    if (GROUP == 0) wait_products<0>(scores);
+    finish_keys(call, dk, dv, pair.rank, 128 * GROUP);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+// Loads all that the CTA reads; one thread.
+__device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Maps& maps, const Call& call) {
+    const Work work = find_work(call, pair.rank);
+    const Origin of_keys = find_origin(call.cu_k, blockIdx.z);
+    expect_bytes(pair.full_k, 2 * KEY_BLOCK);
+    for (int i = 0; i < 2; ++i)
+        copy_box(pair.other_k + i * KEY_BLOCK, maps.k, pair.full_k, of_keys, 128 * pair.rank + 64 * i,
+                 work.first_of_pair + (pair.rank ^ 1) * BLOCK_N, work.keys.head);
+    load_tiles(m, maps, call, work.s, work.rows, work.keys.head, work.keys.block * BLOCK_N);
+}
+
+// Brings a warpgroup's dQ to the workspace, tile after tile; one thread.
+__device__ __forceinline__ void add_tiles(const Memory& m, const Pair& pair, const Call& call, int group) {
+    const Work work = find_work(call, pair.rank);
+    const Span& s = work.s;
+    const Rows& rows = work.rows;
+    const Keys& keys = work.keys;
+    const int block = 2 * pair.rank + group, last_head = (keys.head + 1) * call.group;
+    Turn<Q_STAGES> turn = {0, 0};
+    for (Tile at = first_tile(call, rows, keys.head); at.head < last_head; at = next_tile(at, rows)) {
+        const i64 stored = at.head * call.rows + s.stored + at.row;
+        u32* const own_turn = call.turns + stored / 16 + block;
+        wait_barrier(pair.staged(group, turn.stage), turn.parity);
+        if (call.ordered) wait_turn(own_turn, keys.block / 2 - first_turn(call, s, at.row) / 2);
+        add_floats(call.sums + stored * HEAD_DIM + block * 4096,
+                   m.q + turn.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES);
+        wait_additions_read();
+        arrive(m.empty_q + 8 * turn.stage);
+        if (call.ordered) end_additions(own_turn);
+        turn.next();
+    }
+    wait_additions();
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     attend_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
                     const __grid_constant__ Call call) {
-    divide_work({&q_map, &k_map, &v_map, &dout_map}, call,
-                [&](const Memory& m, const Span& s, const Rows& rows, const Keys& keys, int group) {
-                    compute(m, call, s, rows, keys, group);
-                });
+    extern __shared__ unsigned char memory[];
+    __shared__ __align__(16) float stats[STATS];
+    __shared__ __align__(8) u64 barriers[BARRIERS + PAIR_BARRIERS];
+    const Maps maps = {&q_map, &k_map, &v_map, &dout_map};
+    const Memory m = place_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
+                                  shared_address(barriers));
+    const Pair pair = place_pair(m, shared_address(barriers + BARRIERS));
+    {
+        const Work work = find_work(call, pair.rank);
+        if (work.first_of_pair >= work.s.keys) return;
+    }
+    if (threadIdx.x == 0) init_barriers(m, pair);
+    sync_cluster();  // barriers of both are initialised
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 0)
+            load(m, pair, maps, call);
+        else if (threadIdx.x == 32 || threadIdx.x == 64)
+            add_tiles(m, pair, call, threadIdx.x / 32 - 1);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
+        if (group == 0)
+            compute<0>(m, pair, call);
+        else
+            compute<1>(m, pair, call);
+    }
+    sync_cluster();  // shared memory must not go before the other has written and signalled to it
 }

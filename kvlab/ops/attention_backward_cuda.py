@@ -87,18 +87,20 @@ class HopperShape(NamedTuple):
     block_n: int
     dout_stages: int
     score_stages: int  # of P and dS together
+    rest: int  # bytes: two blocks of dQ, or half of the keys of the cluster's other block
+    cluster: int  # blocks that work together
 
     def shared_bytes(self, head_dim: int) -> int:
-        """K, V, two stages of Q, dout; P and dS; dQ; room to begin at a multiple of 1024."""
+        """K, V, two stages of Q, dout; P and dS; the rest; room to begin at a multiple of 1024."""
         rows = 2 * self.block_n + (2 + self.dout_stages) * self.block_m
-        sums = 4 * 2 * 64 * 64
-        return 1024 + 2 * rows * head_dim + 2 * self.score_stages * self.block_n * self.block_m + sums
+        scores = 2 * self.score_stages * self.block_n * self.block_m
+        return 1024 + 2 * rows * head_dim + scores + self.rest
 
 
 HOPPER_SHAPES = {
-    64: HopperShape("attention_backward_sm90", 128, 128, 2, 2),
-    128: HopperShape("attention_backward_sm90", 64, 128, 2, 2),
-    256: HopperShape("attention_backward_sm90_wide", 64, 64, 1, 4),
+    64: HopperShape("attention_backward_sm90", 128, 128, 2, 2, 32 * 1024, 1),
+    128: HopperShape("attention_backward_sm90", 64, 128, 2, 2, 32 * 1024, 1),
+    256: HopperShape("attention_backward_sm90_wide", 64, 64, 1, 4, 16 * 1024, 2),
 }
 _HOPPER_THREADS = 384
 
@@ -123,6 +125,7 @@ class _Plan:
     threads: int
     shared_bytes: int
     box: int  # rows that a tensor copy of q and dout brings; 0 if the kernel does not use them
+    cluster: int = 1  # blocks that the device starts together
 
 
 class _Prepared(NamedTuple):
@@ -191,7 +194,7 @@ def _prepare(
     call |= {"rows": rows, "heads_kv": kv_heads, "ordered": deterministic}
     stored, turns = heads * rows, heads * rows // 16 if deterministic else 0
     sums = 4 * stored * plan.head_dim
-    blocks = -(-longest_k // plan.keys)
+    blocks = -(-longest_k // (plan.keys * plan.cluster)) * plan.cluster
     return _Prepared(
         plan,
         _CALL.template(call),
@@ -231,7 +234,7 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, mapped: bool, devic
         tiling = HOPPER_SHAPES[head_dim]
         main = load(build(tiling.source, macros, "sm_90a"), device=device)
         sizes = tiling.block_n, _HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
-        return _Plan(prepare, main, finish, head_dim, *sizes)
+        return _Plan(prepare, main, finish, head_dim, *sizes, tiling.cluster)
     shape = shape_for(head_dim, capability)
     macros |= {"ALIGNED": int(aligned)} | {name.upper(): value for name, value in shape._asdict().items()}
     main = load(build("attention_backward", macros, arch), device=device)

@@ -126,7 +126,7 @@ def test_comparison_refuses_wrong_answers(dtype: str) -> None:
 
 
 @pytest.mark.usefixtures("_kernel")
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_long_sequences_of_grouped_heads_against_float64_on_the_device(dim: int) -> None:
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 3000, h, dim, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
@@ -142,9 +142,10 @@ def test_long_sequences_of_grouped_heads_against_float64_on_the_device(dim: int)
 
 
 @pytest.mark.usefixtures("_kernel")
-def test_same_bits_again_and_in_a_graph() -> None:
+@pytest.mark.parametrize("dim", [128, 256])
+def test_same_bits_again_and_in_a_graph(dim: int) -> None:
     torch.manual_seed(1)
-    q, k, v, dout = (torch.randn(2, 515, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
+    q, k, v, dout = (torch.randn(2, 515, h, dim, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
     out, lse = kvlab.attention(q, k, v, causal=True, return_lse=True)
 
     def call() -> list[torch.Tensor]:
