@@ -7,27 +7,23 @@ zero and ignored when read. Ternary values take five to a byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import flag, whole_number
-from kvlab.arrays import ArrayT, device_of, dtype_name, like_first, to_numpy_view
-from kvlab.reference import bits as reference
+from kvlab.arrays import ArrayT, device_of, dtype_name
 from kvlab.registry import ON_CUDA, ON_NUMBA, Row, choose, facts_of, register
 
-__all__ = ["WIDTHS", "contiguous_blocks", "pack", "pack_ternary", "packed_bytes", "unpack", "unpack_ternary"]
+__all__ = ["WIDTHS", "pack", "pack_ternary", "packed_bytes", "unpack", "unpack_ternary"]
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 """Bits of one code."""
 
-_RUN = 8000  # codes of one parallel task; a multiple of 8 and of 5
-_BLOCK_BYTES = 8 * 2**20
 _LAST_TERNARY_BYTE = 3**5 - 1
 
-_GPU = "kvlab.ops.bits_cuda"
+_CPU, _GPU = "kvlab.ops.bits_cpu", "kvlab.ops.bits_cuda"
 register(
     Row("pack", "cuda", f"{_GPU}:pack", {"bits": WIDTHS} | ON_CUDA),
     Row("pack", "numba", f"{_GPU}:pack_numba", {"bits": WIDTHS} | ON_NUMBA),
@@ -37,14 +33,14 @@ register(
     Row("pack_ternary", "numba", f"{_GPU}:pack_ternary_numba", ON_NUMBA),
     Row("unpack_ternary", "cuda", f"{_GPU}:unpack_ternary", ON_CUDA),
     Row("unpack_ternary", "numba", f"{_GPU}:unpack_ternary_numba", ON_NUMBA),
-    Row("pack", "cpu", "kvlab.ops.bits:_pack_cpu", {"bits": WIDTHS}),
-    Row("pack", "reference", "kvlab.ops.bits:_pack_reference", {"bits": WIDTHS}),
-    Row("unpack", "cpu", "kvlab.ops.bits:_unpack_cpu", {"bits": WIDTHS}),
-    Row("unpack", "reference", "kvlab.ops.bits:_unpack_reference", {"bits": WIDTHS}),
-    Row("pack_ternary", "cpu", "kvlab.ops.bits:_pack_ternary_cpu", {}),
-    Row("pack_ternary", "reference", "kvlab.ops.bits:_pack_ternary_reference", {}),
-    Row("unpack_ternary", "cpu", "kvlab.ops.bits:_unpack_ternary_cpu", {}),
-    Row("unpack_ternary", "reference", "kvlab.ops.bits:_unpack_ternary_reference", {}),
+    Row("pack", "cpu", f"{_CPU}:pack", {"bits": WIDTHS}),
+    Row("pack", "reference", f"{_CPU}:pack_reference", {"bits": WIDTHS}),
+    Row("unpack", "cpu", f"{_CPU}:unpack", {"bits": WIDTHS}),
+    Row("unpack", "reference", f"{_CPU}:unpack_reference", {"bits": WIDTHS}),
+    Row("pack_ternary", "cpu", f"{_CPU}:pack_ternary", {}),
+    Row("pack_ternary", "reference", f"{_CPU}:pack_ternary_reference", {}),
+    Row("unpack_ternary", "cpu", f"{_CPU}:unpack_ternary", {}),
+    Row("unpack_ternary", "reference", f"{_CPU}:unpack_ternary_reference", {}),
 )
 
 
@@ -217,38 +213,6 @@ def packed_bytes(count: int, bits: int) -> int:
     return (count * bits + 7) // 8
 
 
-def contiguous_blocks(x: NDArray[Any], whole_axes: int = 1) -> Iterator[tuple[Any, NDArray[Any]]]:
-    """Yield (index, block): block equals x[index], and is as kernels take it: contiguous, aligned, writable.
-
-    An array that is so already comes as one block, itself; others are copied part by part, never as a whole.
-    (Writable, because Numba would compile a kernel again for read-only arrays; no kernel writes to inputs.)
-
-    Parameters
-    ----------
-    x : numpy.ndarray
-    whole_axes : int
-        Number of last axes that no block splits.
-
-    Examples
-    --------
-    >>> [(index, block.shape) for index, block in contiguous_blocks(np.zeros((4, 6))[:, ::2])]
-    [((), (4, 3))]
-    """
-    if x.flags.carray:
-        yield (), x
-    elif x.nbytes <= _BLOCK_BYTES or x.ndim <= whole_axes:
-        yield (), x.copy()
-    elif x[0].nbytes > _BLOCK_BYTES:
-        for i in range(len(x)):
-            for index, block in contiguous_blocks(x[i], whole_axes):
-                yield (i, *index), block
-    else:
-        step = _BLOCK_BYTES // x[0].nbytes
-        for start in range(0, len(x), step):
-            part = slice(start, start + step)
-            yield (part,), x[part].copy()
-
-
 def _choose(operation: str, x: Any, backend: str | None, **facts: Any) -> Row:
     device = device_of(x)
     return choose(operation, device.kind, backend, **facts, **facts_of(device))
@@ -294,87 +258,3 @@ def refuse_other_than_ternary(values: NDArray[np.int8]) -> None:
 def refuse_no_ternary_byte(packed: NDArray[np.uint8]) -> None:
     """Raise for the first byte that stands for no ternary values, if there is one."""
     _refuse(packed, packed > _LAST_TERNARY_BYTE, "packed", "a byte of five ternary values is at most 242")
-
-
-def _runs(count: int, bits: int) -> tuple[int, int]:
-    """Return codes and bytes of a parallel task: one row, or any stretch where rows end on byte borders."""
-    return (_RUN, _RUN // 8 * bits) if count % 8 == 0 else (count, packed_bytes(count, bits))
-
-
-def _ternary_runs(count: int) -> tuple[int, int]:
-    return (_RUN, _RUN // 5) if count % 5 == 0 else (count, -(-count // 5))
-
-
-def _pack_cpu(codes: ArrayT, bits: int, check: bool) -> ArrayT:
-    from kvlab.numba_kernels.cpu_bits import pack_runs
-
-    view = to_numpy_view(codes, "codes")
-    *rows, count = view.shape
-    out = np.empty((*rows, packed_bytes(count, bits)), np.uint8)
-    run, run_bytes = _runs(count, bits)
-    if view.size:
-        for index, block in contiguous_blocks(view):
-            if pack_runs(block.reshape(-1), run, bits, out[index].reshape(-1), run_bytes):
-                refuse_large(view, bits)
-    return like_first(out, codes)
-
-
-def _pack_reference(codes: ArrayT, bits: int, check: bool) -> ArrayT:
-    view = to_numpy_view(codes, "codes")
-    refuse_large(view, bits)
-    return like_first(reference.pack(view, bits), codes)
-
-
-def _unpack_cpu(packed: ArrayT, bits: int, count: int) -> ArrayT:
-    from kvlab.numba_kernels.cpu_bits import unpack_runs
-
-    view = to_numpy_view(packed, "packed")
-    out = np.empty((*view.shape[:-1], count), np.uint8)
-    run, run_bytes = _runs(count, bits)
-    if out.size:
-        for index, block in contiguous_blocks(view):
-            unpack_runs(block.reshape(-1), run_bytes, bits, out[index].reshape(-1), run)
-    return like_first(out, packed)
-
-
-def _unpack_reference(packed: ArrayT, bits: int, count: int) -> ArrayT:
-    return like_first(reference.unpack(to_numpy_view(packed, "packed"), bits, count), packed)
-
-
-def _pack_ternary_cpu(values: ArrayT, check: bool) -> ArrayT:
-    from kvlab.numba_kernels.cpu_bits import pack_ternary_runs
-
-    view = to_numpy_view(values, "values")
-    *rows, count = view.shape
-    out = np.empty((*rows, -(-count // 5)), np.uint8)
-    run, run_bytes = _ternary_runs(count)
-    if view.size:
-        for index, block in contiguous_blocks(view):
-            if pack_ternary_runs(block.reshape(-1), run, out[index].reshape(-1), run_bytes):
-                refuse_other_than_ternary(view)
-    return like_first(out, values)
-
-
-def _pack_ternary_reference(values: ArrayT, check: bool) -> ArrayT:
-    view = to_numpy_view(values, "values")
-    refuse_other_than_ternary(view)
-    return like_first(reference.pack_ternary(view), values)
-
-
-def _unpack_ternary_cpu(packed: ArrayT, count: int, check: bool) -> ArrayT:
-    from kvlab.numba_kernels.cpu_bits import unpack_ternary_runs
-
-    view = to_numpy_view(packed, "packed")
-    out = np.empty((*view.shape[:-1], count), np.int8)
-    run, run_bytes = _ternary_runs(count)
-    if out.size:
-        for index, block in contiguous_blocks(view):
-            if unpack_ternary_runs(block.reshape(-1), run_bytes, out[index].reshape(-1), run):
-                refuse_no_ternary_byte(view)
-    return like_first(out, packed)
-
-
-def _unpack_ternary_reference(packed: ArrayT, count: int, check: bool) -> ArrayT:
-    view = to_numpy_view(packed, "packed")
-    refuse_no_ternary_byte(view)
-    return like_first(reference.unpack_ternary(view, count), packed)

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import flag, whole_number
-from kvlab.arrays import Array, ArrayT, device_of, dtype_name, like_first, numpy_dtype, to_numpy_view
-from kvlab.ops.bits import WIDTHS, pack, pack_ternary, packed_bytes, unpack, unpack_ternary
+from kvlab.arguments import flag
+from kvlab.arrays import Array, ArrayT, device_of, dtype_name, numpy_dtype
+from kvlab.ops.bits import WIDTHS
+from kvlab.ops.codec_layout import FLOATS, TERNARY_BITS, Layout, checked_layout
 from kvlab.reference import codec as reference
 from kvlab.registry import ON_CUDA, ON_NUMBA, Row, choose, facts_of, register
 
-__all__ = ["TERNARY_BITS", "Quantized", "dequantize", "quantize"]
+__all__ = ["Quantized", "dequantize", "quantize"]
 
-TERNARY_BITS = 1.6
-"""Bits of a ternary value: five to a byte."""
-
-FLOATS = ("float16", "bfloat16", "float32")
 _FACTS: dict[str, Any] = {"codec": reference.CODECS, "bits": (TERNARY_BITS, *WIDTHS), "dtype": FLOATS}
 
 register(
@@ -34,9 +31,9 @@ register(
     Row("dequantize", "cuda", "kvlab.ops.codec_cuda:dequantize", _FACTS | ON_CUDA),
     Row("dequantize", "numba", "kvlab.ops.codec_cuda:dequantize_numba", _FACTS | ON_NUMBA),
     Row("quantize", "cpu", "kvlab.ops.codec_cpu:quantize", _FACTS),
-    Row("quantize", "reference", "kvlab.ops.codec:_quantize_reference", _FACTS),
+    Row("quantize", "reference", "kvlab.ops.codec_cpu:quantize_reference", _FACTS),
     Row("dequantize", "cpu", "kvlab.ops.codec_cpu:dequantize", _FACTS),
-    Row("dequantize", "reference", "kvlab.ops.codec:_dequantize_reference", _FACTS),
+    Row("dequantize", "reference", "kvlab.ops.codec_cpu:dequantize_reference", _FACTS),
 )
 
 
@@ -90,41 +87,6 @@ class Quantized(Generic[ArrayT]):
     def bits_per_element(self) -> float:
         """Bits per element with everything counted; 0 if there is no element."""
         return 8 * self.nbytes / (math.prod(self.shape) or 1)
-
-
-class Layout(NamedTuple):
-    """How an array is cut into groups and how these are coded."""
-
-    shape: tuple[int, ...]
-    axis: int
-    group_size: int
-    codec: str
-    bits: float
-
-    @property
-    def along_rows(self) -> bool:
-        return self.axis == len(self.shape) - 1
-
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        groups = -(-self.shape[self.axis] // self.group_size)
-        return (*self.shape[: self.axis], groups, *self.shape[self.axis + 1 :])
-
-    @property
-    def packed_shape(self) -> tuple[int, ...]:
-        count = self.shape[-1]
-        size = -(-count // 5) if self.codec == "ternary" else packed_bytes(count, int(self.bits))
-        return (*self.shape[:-1], size)
-
-    @property
-    def turned(self) -> Layout:
-        """The layout of the same array with `axis` moved to the end."""
-        shape = (*self.shape[: self.axis], *self.shape[self.axis + 1 :], self.shape[self.axis])
-        return self._replace(shape=shape, axis=len(shape) - 1)
-
-    @property
-    def reference_options(self) -> dict[str, Any]:
-        return {"axis": self.axis, "group_size": self.group_size, "codec": self.codec}
 
 
 def quantize(
@@ -293,24 +255,6 @@ def _check_float(dtype: str, name: str) -> None:
         raise TypeError(f"{name} must be one of {', '.join(FLOATS)}, got {dtype}")
 
 
-def checked_layout(
-    shape: tuple[int, ...], bits: float, axis: int, group_size: int | None, codec: str
-) -> Layout:
-    if codec not in reference.CODECS:
-        known = ", ".join(map(repr, reference.CODECS))
-        raise ValueError(f"codec={codec!r} is not supported; supported are {known}")
-    widths = (TERNARY_BITS,) if codec == "ternary" else WIDTHS
-    if bits not in widths or isinstance(bits, bool):
-        supported = ", ".join(map(str, widths))
-        raise ValueError(f"bits={bits!r} is not supported by codec={codec!r}; supported: {supported}")
-    if not -len(shape) <= whole_number(axis, "axis") < len(shape):
-        raise ValueError(f"axis={axis} is not an axis of an array of shape {shape}")
-    axis = whole_number(axis, "axis") % len(shape)
-    length = max(shape[axis], 1)
-    elements = length if group_size is None else whole_number(group_size, "group_size", 1)
-    return Layout(shape, axis, min(elements, length), codec, bits)
-
-
 def _check_arrays(quantized: Quantized[Any], layout: Layout) -> None:
     expected: dict[str, tuple[Array | None, str, tuple[int, ...]]] = {
         "packed": (quantized.packed, "uint8", layout.packed_shape),
@@ -335,37 +279,3 @@ def refuse_unrepresentable(x: NDArray[Any]) -> None:
         f"x{list(index)} is {x[index]}, which cannot be quantised: magnitudes are at most 2**126; "
         "pass nan='propagate' to make its whole group NaN"
     )
-
-
-def _quantize_reference(x: ArrayT, layout: Layout, nan: str) -> tuple[ArrayT, ArrayT, ArrayT | None]:
-    view = to_numpy_view(x, "x")
-    codes, scale, offset = reference.quantize(view, int(layout.bits), **layout.reference_options)
-    if nan == "raise" and (scale.view(np.uint16) == reference.NAN_WORD).any():
-        refuse_unrepresentable(view)
-    packed = pack_codes(codes, layout, "reference")
-    return like_first(packed, x), like_first(scale, x), None if offset is None else like_first(offset, x)
-
-
-def _dequantize_reference(quantized: Quantized[ArrayT], layout: Layout, dtype: str, check: bool) -> ArrayT:
-    packed, scale, offset = views(quantized)
-    codes = unpack_codes(packed, layout, "reference")
-    values = reference.dequantize(codes, scale, offset, int(layout.bits), **layout.reference_options)
-    return like_first(reference.saturate(values, numpy_dtype(dtype)), quantized.packed)
-
-
-def views(quantized: Quantized[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
-    offset = None if quantized.offset is None else to_numpy_view(quantized.offset, "quantized.offset")
-    packed = to_numpy_view(quantized.packed, "quantized.packed")
-    return packed, to_numpy_view(quantized.scale, "quantized.scale"), offset
-
-
-def pack_codes(codes: NDArray[Any], layout: Layout, backend: str) -> NDArray[np.uint8]:
-    if layout.codec == "ternary":
-        return pack_ternary(codes, backend=backend)
-    return pack(codes, int(layout.bits), backend=backend)
-
-
-def unpack_codes(packed: NDArray[np.uint8], layout: Layout, backend: str) -> NDArray[Any]:
-    if layout.codec == "ternary":
-        return unpack_ternary(packed, layout.shape[-1], backend=backend)
-    return unpack(packed, int(layout.bits), layout.shape[-1], backend=backend)

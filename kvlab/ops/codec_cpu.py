@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import ArrayT, dtype_name, like_first, numpy_dtype, to_numpy_view
-from kvlab.ops.bits import contiguous_blocks, unpack_ternary
-from kvlab.ops.codec import FLOATS, Layout, Quantized, pack_codes, refuse_unrepresentable, unpack_codes, views
+from kvlab.ops.bits import pack, pack_ternary, unpack, unpack_ternary
+from kvlab.ops.bits_cpu import contiguous_blocks
+from kvlab.ops.codec import Quantized, refuse_unrepresentable
+from kvlab.ops.codec_layout import FLOATS, Layout
 from kvlab.reference import codebooks
 from kvlab.reference import codec as reference
 
-__all__ = ["dequantize", "quantize"]
+__all__ = ["dequantize", "dequantize_reference", "quantize", "quantize_reference"]
 
 _COUNTED = 7  # thresholds that are faster counted than looked up: widths up to 4
 
@@ -26,13 +28,14 @@ _NO_BITS, _NO_FLOATS = np.empty(0, np.uint16), np.empty(0, np.float32)
 
 
 def quantize(x: ArrayT, layout: Layout, nan: str) -> tuple[ArrayT, ArrayT, ArrayT | None]:
+    """Launcher of backend "cpu": packed codes, scale and offset."""
     view = to_numpy_view(x, "x")
     if layout.along_rows or layout.codec in ("affine", "symmetric"):
         packed, words, bad = _quantize_in_place(view, layout)
     else:
         turned, axis = layout.turned, layout.axis
         packed, words, bad = _quantize_in_place(np.moveaxis(view, axis, -1), turned)
-        packed = pack_codes(np.moveaxis(unpack_codes(packed, turned, "cpu"), -1, axis), layout, "cpu")
+        packed = _pack_codes(np.moveaxis(_unpack_codes(packed, turned, "cpu"), -1, axis), layout, "cpu")
         words = np.ascontiguousarray(np.moveaxis(words, -1, axis + 1))
     if bad and nan == "raise":
         refuse_unrepresentable(view)
@@ -67,12 +70,13 @@ def _quantize_in_place(x: NDArray[Any], layout: Layout) -> tuple[NDArray[np.uint
 
 
 def dequantize(quantized: Quantized[ArrayT], layout: Layout, dtype: str, check: bool) -> ArrayT:
-    packed, scale, offset = views(quantized)
+    """Launcher of backend "cpu": the values, saturated."""
+    packed, scale, offset = _views(quantized)
     if layout.along_rows or layout.codec in ("affine", "symmetric"):
         out = _dequantize_in_place(packed, scale, offset, layout, numpy_dtype(dtype))
     else:
         turned, axis = layout.turned, layout.axis
-        packed = pack_codes(np.moveaxis(unpack_codes(packed, layout, "cpu"), axis, -1), turned, "cpu")
+        packed = _pack_codes(np.moveaxis(_unpack_codes(packed, layout, "cpu"), axis, -1), turned, "cpu")
         out = _dequantize_in_place(packed, np.moveaxis(scale, axis, -1), None, turned, numpy_dtype(dtype))
         out = np.ascontiguousarray(np.moveaxis(out, -1, axis))
     return like_first(out, quantized.packed)
@@ -123,3 +127,42 @@ def _columns(size: int, layout: Layout) -> tuple[int, int, int, int]:
     length, count = layout.shape[layout.axis], layout.shape[-1]
     inner = math.prod(layout.shape[layout.axis + 1 : -1])
     return size // (length * inner * count), length, inner, count
+
+
+def quantize_reference(x: ArrayT, layout: Layout, nan: str) -> tuple[ArrayT, ArrayT, ArrayT | None]:
+    """Launcher of backend "reference"; see `quantize`."""
+    view = to_numpy_view(x, "x")
+    codes, scale, offset = reference.quantize(view, int(layout.bits), **layout.reference_options)
+    if nan == "raise" and (scale.view(np.uint16) == reference.NAN_WORD).any():
+        refuse_unrepresentable(view)
+    packed = _pack_codes(codes, layout, "reference")
+    return like_first(packed, x), like_first(scale, x), None if offset is None else like_first(offset, x)
+
+
+def dequantize_reference(quantized: Quantized[ArrayT], layout: Layout, dtype: str, check: bool) -> ArrayT:
+    """Launcher of backend "reference"; see `dequantize`."""
+    packed, scale, offset = _views(quantized)
+    codes = _unpack_codes(packed, layout, "reference")
+    values = reference.dequantize(codes, scale, offset, int(layout.bits), **layout.reference_options)
+    return like_first(reference.saturate(values, numpy_dtype(dtype)), quantized.packed)
+
+
+def _views(quantized: Quantized[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
+    """Packed codes, scale and offset as arrays of NumPy."""
+    offset = None if quantized.offset is None else to_numpy_view(quantized.offset, "quantized.offset")
+    packed = to_numpy_view(quantized.packed, "quantized.packed")
+    return packed, to_numpy_view(quantized.scale, "quantized.scale"), offset
+
+
+def _pack_codes(codes: NDArray[Any], layout: Layout, backend: str) -> NDArray[np.uint8]:
+    """Pack codes as `Quantized` has them."""
+    if layout.codec == "ternary":
+        return pack_ternary(codes, backend=backend)
+    return pack(codes, int(layout.bits), backend=backend)
+
+
+def _unpack_codes(packed: NDArray[np.uint8], layout: Layout, backend: str) -> NDArray[Any]:
+    """Undo `_pack_codes`."""
+    if layout.codec == "ternary":
+        return unpack_ternary(packed, layout.shape[-1], backend=backend)
+    return unpack(packed, int(layout.bits), layout.shape[-1], backend=backend)

@@ -18,7 +18,8 @@ import numpy as np
 from kvlab.arrays import ArrayT, cuda_view, dtype_name, empty
 from kvlab.ops import bits_cuda
 from kvlab.ops.bits import refuse_no_ternary_byte
-from kvlab.ops.codec import FLOATS, Layout, Quantized, refuse_unrepresentable
+from kvlab.ops.codec import Quantized, refuse_unrepresentable
+from kvlab.ops.codec_layout import FLOATS, Layout
 from kvlab.ops.device_arrays import (
     Flag,
     contiguous,

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kvlab
-from kvlab.ops import bits as ops
+from kvlab.ops import bits_cpu
 from tests.oracles import every_string, pack_ternary_with_integers, pack_with_one_integer
 from tests.strategies import WIDTHS, code_arrays, ternary_arrays
 
 BACKENDS = ("cpu", "reference")
 
 # Copy arrays with gaps in parts of this many bytes, so that small arrays have several.
-small_blocks = st.sampled_from((ops._BLOCK_BYTES, 64, 1))
+small_blocks = st.sampled_from((bits_cpu._BLOCK_BYTES, 64, 1))
 
 
 @pytest.mark.parametrize(("bits", "length"), [(b, n) for b in WIDTHS for n in range(13) if b * n <= 12])
@@ -44,7 +44,7 @@ def test_any_codes(case: tuple[NDArray[Any], int], backend: str, block_bytes: in
     codes, bits = case
     before = codes.copy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(bits_cpu, "_BLOCK_BYTES", block_bytes)
         packed = kvlab.pack(codes, bits, backend=backend)
         assert kvlab.last_backend() == backend
         again = kvlab.unpack(packed, bits, codes.shape[-1], backend=backend)
@@ -57,7 +57,7 @@ def test_any_codes(case: tuple[NDArray[Any], int], backend: str, block_bytes: in
 def test_any_ternary_values(values: NDArray[np.int8], backend: str, block_bytes: int) -> None:
     before = values.copy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(bits_cpu, "_BLOCK_BYTES", block_bytes)
         packed = kvlab.pack_ternary(values, backend=backend)
         assert kvlab.last_backend() == backend
         again = kvlab.unpack_ternary(packed, values.shape[-1], backend=backend)

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kvlab
-from kvlab.ops import bits as ops_bits
+from kvlab.ops import bits_cpu
 from tests.codecs import bit_patterns, codes_of, over_groups, quantize
 from tests.strategies import CODECS, FINITE_CONTENTS, FLOATS, CodecCase, codec_cases, codec_content
 
 BACKENDS = ("cpu", "reference")
 
 
-@given(codec_cases(), st.sampled_from(FLOATS), st.sampled_from((ops_bits._BLOCK_BYTES, 256, 1)))
+@given(codec_cases(), st.sampled_from(FLOATS), st.sampled_from((bits_cpu._BLOCK_BYTES, 256, 1)))
 def test_backends_give_the_same_bits(case: CodecCase, dtype: np.dtype[Any], block_bytes: int) -> None:
     before = case.x.copy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops_bits, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(bits_cpu, "_BLOCK_BYTES", block_bytes)
         ours, theirs = (quantize(case, nan="propagate", backend=backend) for backend in BACKENDS)
         decoded = [kvlab.dequantize(ours, str(dtype), backend=backend) for backend in BACKENDS]
     assert np.array_equal(ours.packed, theirs.packed)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvlab
-from kvlab.ops import codec as ops
 from kvlab.ops import codec_cuda
+from kvlab.ops.codec_layout import checked_layout
 from tests.codecs import bit_patterns, quantize
 from tests.kernels.simulator.simulated import simulate
 from tests.strategies import CODEC_CONTENTS, CODECS, FLOATS, SEEDS, WIDTHS, CodecCase, codec_content
@@ -39,7 +39,7 @@ def small_cases(draw: st.DrawFn) -> CodecCase:
 
 def assert_bits_of_the_reference(case: CodecCase, dtype: np.dtype[Any]) -> None:
     expected = quantize(case, nan="propagate", backend="reference")
-    layout = ops.checked_layout(case.x.shape, case.bits, **case.options)
+    layout = checked_layout(case.x.shape, case.bits, **case.options)
     packed, scale, offset = codec_cuda.quantize_numba(case.x, layout, "propagate")
     assert np.array_equal(packed, expected.packed)
     assert np.array_equal(scale.view(np.uint16), expected.scale.view(np.uint16))
@@ -69,6 +69,6 @@ def test_values_of_large_groups_stand_in_global_memory(codec: str, monkeypatch: 
 def test_what_no_scale_can_represent_is_named() -> None:
     x = np.ones((2, 6), np.float32)
     x[1, 4] = np.inf
-    layout = ops.checked_layout(x.shape, 4, axis=1, group_size=None, codec="affine")
+    layout = checked_layout(x.shape, 4, axis=1, group_size=None, codec="affine")
     with pytest.raises(ValueError, match=r"x\[1, 4\] is inf, which cannot be quantised"):
         codec_cuda.quantize_numba(x, layout, "raise")
