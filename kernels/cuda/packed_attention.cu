@@ -198,9 +198,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     }
     int total, ctas;
     const Share share = divide(call, guessed, blocks, lane, total, ctas);
-    const bool known = share.parts && share.number == guessed.number && share.first == guessed.first &&
-                       share.parts == guessed.parts;
     const int begin = share.begin, end = share.end;
+    const bool known = share.parts && share.number == guessed.number && share.first == guessed.first &&
+                       (end <= 1 || share.parts == guessed.parts);
     int number = share.number, start = share.start;
     RawQuery raw;
     if ((WIDTHS_K & CODED) && begin < end) read_query(call, sequence_at(call, number), warp, lane, raw);

@@ -76,12 +76,12 @@ class Share:
 def divided(grid: int, lengths: list[int], blocks: int) -> tuple[list[Share], int, int]:
     """`divide`: the share of every block, the pages in all, and how many blocks have any."""
     pairs, longest = len(lengths), max(lengths)
-    usual = blocks == 1 and pairs <= min(32, grid) and len(set(lengths)) == 1 and longest * pairs >= grid
+    usual = blocks == 1 and pairs <= min(32, grid) and len(set(lengths)) == 1 and longest > 0
     if usual and np.float32(grid) <= BALANCED * np.float32(grid // pairs * pairs):
         shares = [Share(0, 0, *map(int, x)) for x in zip(*guessed(grid, pairs), strict=True)]
         for b, share in enumerate(shares):
             share.parts = min(share.parts, longest)
-            share.end = int((longest - (b - share.first) + share.parts - 1) / share.parts)
+            share.end = max(longest - (b - share.first) + share.parts - 1, 0) // share.parts
         return shares, longest * pairs, grid
     total = sum(lengths) * blocks
     ctas = min(grid, total)
@@ -104,6 +104,7 @@ def divided(grid: int, lengths: list[int], blocks: int) -> tuple[list[Share], in
 def work(grid: int, lengths: list[int], blocks: int) -> list[tuple[int, int]]:
     """Attend as the kernel does: how often each sequence was written, and the arrivals left over."""
     shares, total, ctas = divided(grid, lengths, blocks)
+    check_what_is_known(grid, len(lengths), blocks, shares)
     pages = np.repeat(lengths, blocks)
     starts = np.cumsum(pages) - pages
     seen = [np.zeros(n, int) for n in pages]
@@ -128,6 +129,18 @@ def work(grid: int, lengths: list[int], blocks: int) -> list[tuple[int, int]]:
                 written[n] += 1
     assert all((x == 1).all() for x in seen)
     return list(zip(written.tolist(), arrivals.tolist(), strict=True))
+
+
+def check_what_is_known(grid: int, pairs: int, blocks: int, shares: list[Share]) -> None:
+    """A block keeps pages that it read by its guess: its only one, or all if the parts are as guessed."""
+    if blocks > 1 or pairs > grid:
+        return
+    for b, (share, *guess) in enumerate(zip(shares, *guessed(grid, pairs), strict=True)):
+        number, first, parts = map(int, guess)
+        same = share.parts and (share.number, share.first) == (number, first)
+        if same and (share.end <= 1 or share.parts == parts):
+            for position in range(share.begin, share.end):
+                assert b - first + parts * position == b - share.first + share.parts * position
 
 
 @given(

@@ -51,14 +51,14 @@ __device__ __forceinline__ Share divide(const Call& call, const Share& guessed, 
     for (int i = lane; i < call.pairs; i += 32) total += call.num_pages[i];
     const int longest = __reduce_max_sync(ALL_LANES, total), grid = gridDim.x;
     const bool equal = __all_sync(ALL_LANES, total == longest || lane >= call.pairs);
-    if (guessed.parts && call.pairs <= 32 && equal && longest * call.pairs >= grid &&
+    if (guessed.parts && call.pairs <= 32 && equal && longest &&
         (float)grid <= 1.07f * (grid / call.pairs * call.pairs)) {  // the usual case: one row of a batch
         total = longest * call.pairs;
         ctas = grid;
         Share share = guessed;
         share.pages = longest;
         share.parts = min(share.parts, longest);
-        share.end = (longest - (blockIdx.x - share.first) + share.parts - 1) / share.parts;
+        share.end = max(longest - (int)(blockIdx.x - share.first) + share.parts - 1, 0) / share.parts;
         return share;
     }
     total = __reduce_add_sync(ALL_LANES, total) * blocks;
