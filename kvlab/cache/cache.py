@@ -47,6 +47,8 @@ __all__ = ["MixedPrecisionCache"]
 class MixedPrecisionCache(CacheOptions):
     """Packed mixed-precision KV cache for all layers of a model.
 
+    `copy.deepcopy` gives a cache that goes its own way, for example after a prompt that continuations share.
+
     Parameters
     ----------
     num_layers, num_heads_q, num_heads_kv, head_dim : int
