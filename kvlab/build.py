@@ -36,9 +36,7 @@ from kvlab.nvrtc import arch_of, check_arch, compile_cubin, compiler
 __all__ = ["Built", "Kernel", "arch_of", "build", "content_key", "kernel_folder", "kernel_root", "load"]
 
 _SHARED_BYTES_UNASKED = 48 * 1024  # static and dynamic together; a kernel that wants more has to ask
-_MAX_DYNAMIC_SHARED, _CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_...: MAX_DYNAMIC_SHARED_SIZE_BYTES, PREFERRED_...
-# Bytes of a block: from here on shared memory may be what bounds how many blocks run at once.
-_MUCH_SHARED = 16 * 1024
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 Macros = Mapping[str, SupportsIndex | str]
 
@@ -211,7 +209,6 @@ class Kernel:
         self._function = function
         self._dynamic_shared = _SHARED_BYTES_UNASKED - resources.shared_bytes
         self._argument_types: set[tuple[type, ...]] = set()  # combinations found to fit the parameters
-        self._prefers_shared = False
 
     def __call__(
         self,
@@ -259,8 +256,6 @@ class Kernel:
             self._argument_types.add(types)
         if shared_bytes > self._dynamic_shared:
             self._ask_for_shared(shared_bytes)
-        if not self._prefers_shared and shared_bytes + self.resources.shared_bytes >= _MUCH_SHARED:
-            self._prefer_shared()
 
     def _check_arguments(self, args: Sequence[Any]) -> None:
         wanted = self.resources.parameter_bytes
@@ -288,16 +283,6 @@ class Kernel:
                 f"memory beside {self.resources.shared_bytes} static bytes ({error})"
             ) from error
         self._dynamic_shared = shared_bytes
-
-    def _prefer_shared(self) -> None:
-        """Have all the memory next to a multiprocessor that can be shared memory be that.
-
-        By default the driver keeps more of it as a cache, and then fewer blocks run at once than could.
-        """
-        from cupy.cuda import driver
-
-        driver.funcSetAttribute(self._function.ptr, _CARVEOUT, 100)
-        self._prefers_shared = True
 
 
 class PreparedLaunch:

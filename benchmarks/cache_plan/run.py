@@ -1,12 +1,15 @@
 """Time what a cache on a GPU does every 16 steps: collect importance, choose widths, move tokens.
 
-    python benchmarks/cache_plan/run.py OUT.json [--shapes ...] [--cycles 12]
+    python benchmarks/cache_plan/run.py OUT.json [--shapes ...] [--cycles 20]
 
 The layers of a model are filled by one prefill each, at a budget of about 4 bits an element, with ladder
 2, 3, 4, 8. Then every cycle appends 16 tokens a row, collects attention mass that drifts, plans all layers in
 one call and carries the moves out. Heads need a page in every fourth cycle, and only then tokens move; times
-are means over whole periods of four, without the first, by events, for all layers together. A plan that
-leaves the budget or meets trouble is an error. `prefill` is one layer; collecting runs as a graph.
+are means over whole periods of four, without the first, by events, for all layers together. Every other
+period has an event behind each kernel; the others have them around the plan alone, for an event keeps the
+next kernel from being launched early: `plan` is that. The device is kept waiting until all of it is
+launched. A plan that leaves the budget or meets trouble is an error. `prefill` is one layer; collecting runs
+as a graph.
 
 What collecting costs is measured on the same pages, and on such of 4 and of 2 bits alone: one query token
 attends every layer in turn, in a graph, without keeping scores, keeping them, and with `score_stored` behind
@@ -50,6 +53,8 @@ LADDERS: dict[str, tuple[tuple[int, ...], float]] = {  # widths, bytes over thos
     "2,3,4,8": ((2, 3, 4, 8), 0.265), "4": ((4,), 0.32), "2": ((2,), 0.2),
 }  # fmt: skip
 HEAD_DIM, STEPS = 128, 16
+PERIOD = 4  # cycles until every head has needed a page
+WAIT = 4_000_000  # of the device, in its cycles, while the host launches a plan
 PLAN = ("count_keys", "choose_rungs", "bear_pages", "plan_moves", "make_tables")
 
 
@@ -99,8 +104,10 @@ class Model:
             self.batch, self.heads, self.store.entries, rungs, False, segments, new_tokens
         )
 
-    def plan(self, first: int, n: int, workspace: Any, clock: Clock, fresh: Any = None) -> None:
-        """Plan and carry out, with a mark after every kernel."""
+    def plan(
+        self, first: int, n: int, workspace: Any, mark: Callable[[str], None], fresh: Any = None
+    ) -> None:
+        """Plan and carry out; `mark` is called after every kernel."""
         new = {}
         if fresh is not None:
             new = {"codes": int(fresh["importance"]), "steps": int(fresh["steps"])}
@@ -109,14 +116,13 @@ class Model:
         def timed(name: str, launch: Any) -> Any:
             def call(stream: int) -> None:
                 launch(stream)
-                clock.mark(name)
+                mark(name)
 
             return call
 
         cuda_plan._launches = lambda *of: list(itertools.starmap(timed, zip(PLAN, prepare(*of), strict=True)))
         workspace.launches.clear()
         states = self.store.states_pointer
-        clock.mark("start")
         cuda_plan.launch_plan(
             states, first, n, workspace, self.ladder, STATE.itemsize, self.stream, **self.options, **new
         )
@@ -127,9 +133,9 @@ class Model:
         for phase in range(2):
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
             kernels.write_tokens(HEAD_DIM, "bfloat16", 0, states, lists, n, groups, moved, self.stream)
-            clock.mark(f"write {phase}")
+            mark(f"write {phase}")
         kernels.copy_pages(HEAD_DIM, "bfloat16", 0, states, lists, n, workspace.most_dropped, self.stream)
-        clock.mark("copy")
+        mark("copy")
 
     def prefill(self) -> dict[str, float]:
         """Fill every layer; times of the last."""
@@ -142,7 +148,8 @@ class Model:
         fresh = kernels.new_tokens(view, view, 0, codes.data_ptr(), n, 0)
         for layer in range(self.layers):
             clock = Clock()
-            self.plan(layer, 1, workspace, clock, fresh)
+            clock.mark("before")
+            self.plan(layer, 1, workspace, clock.mark, fresh)
             times = clock.times()
         self.check()
         return times
@@ -166,21 +173,25 @@ class Model:
         ]  # fmt: skip
         k = 500 * torch.randn(self.batch, STEPS, self.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         view = cuda_view(k, "k")
-        shape = (4, self.batch, self.heads, self.store.entries, kept_page_bytes(self.group))
+        shape = (PERIOD, self.batch, self.heads, self.store.entries, kept_page_bytes(self.group))
         scores = torch.randn(shape, device="cuda").mul_(17).add_(200).clamp_(0, 255).byte()
         scores[..., 64 * self.group : 68 * self.group].view(torch.float32)[...] = 55 / 8  # their references
         lse = torch.full((self.batch, self.heads * self.group, 1), float(np.log(self.tokens)), device="cuda")
         found: list[dict[str, float]] = []
         moved = []
-        graphs = [self.scoring(scores, lse, turn) for turn in range(4)]
+        graphs = [self.scoring(scores, lse, turn) for turn in range(PERIOD)]
         for cycle in range(cycles):
             for layer in range(self.layers):
                 append[layer](None, view, view, 0, 0, 0, False, self.stream)
             clock = Clock()
+            torch.cuda._sleep(WAIT)
             clock.mark("before")
-            graphs[cycle % 4].replay()
+            graphs[cycle % PERIOD].replay()
             clock.mark("score_stored")
-            self.plan(0, self.layers, workspace, clock)
+            in_parts = cycle // PERIOD % 2 == 1
+            self.plan(0, self.layers, workspace, clock.mark if in_parts else lambda _: None)
+            if not in_parts:
+                clock.mark("plan")
             found.append(clock.times())
             self.check()
             heads = workspace.lists.cpu().numpy().view("<u8").reshape(2, self.layers, 5)
@@ -188,12 +199,11 @@ class Model:
             memory = workspace.memory.cpu().numpy()
             moved.append([int(memory[i : i + 4].view("<i4")[0]) for i in at.ravel()])
         self.bytes = workspace.nbytes
-        print("pages written a layer, last cycles:", np.mean(moved[4:], 1).round(1))
-        last = found[len(found) % 4 + 4 :]
-        names = [name for name in last[0] if name != "start"]
-        result = {name: float(np.mean([times[name] for times in last])) for name in names}
-        whole = [sum(times[name] for name in names) for times in last]
-        return result | {"all": float(np.mean(whole)), "slowest": float(max(whole))}
+        print("pages written a layer, last cycles:", np.mean(moved[PERIOD:], 1).round(1))
+        last = found[PERIOD:]
+        names = dict.fromkeys(itertools.chain.from_iterable(last))
+        result = {name: float(np.mean([times[name] for times in last if name in times])) for name in names}
+        return result | {"slowest plan": max(times["plan"] for times in last if "plan" in times)}
 
     def scoring(self, scores: torch.Tensor, lse: torch.Tensor, turn: int) -> torch.cuda.CUDAGraph:
         graph, collector = torch.cuda.CUDAGraph(), self.collector()
@@ -201,7 +211,8 @@ class Model:
         with torch.cuda.graph(graph):
             stream = torch.cuda.current_stream().cuda_stream
             for layer in range(self.layers):
-                collector.score(layer, scores[None, (layer + turn) % 4], lse[None], STEPS, 0, stream)
+                kept = scores[None, (layer + turn) % PERIOD]
+                collector.score(layer, kept, lse[None], STEPS, 0, stream)
         return graph
 
     def append(self, repeats: int = 50) -> float:
@@ -296,7 +307,7 @@ def measure(shape: str, ladder: str, cycles: int) -> dict[str, Any]:
     more = times["collect"] - times["attend"]
     found["collecting"] = more / times["attend"]
     if "decode_us" in found:
-        planned = (found["decode_us"]["all"] - found["decode_us"]["score_stored"]) / model.layers
+        planned = found["decode_us"]["plan"] / model.layers
         found["share"] = (planned + more) / (STEPS * times["attend"])
     return found
 
@@ -306,8 +317,10 @@ def main() -> None:
     parser.add_argument("output", type=pathlib.Path)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--ladders", nargs="+", default=list(LADDERS))
-    parser.add_argument("--cycles", type=int, default=16)
+    parser.add_argument("--cycles", type=int, default=20)
     options = parser.parse_args()
+    if options.cycles % (2 * PERIOD) != PERIOD or options.cycles < 3 * PERIOD:
+        parser.error(f"--cycles {options.cycles}: 12, 20, 28, ..., the first period and pairs of periods")
     result = provenance()
     rows = []
     for shape, ladder in itertools.product(options.shapes, options.ladders):

@@ -153,15 +153,17 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     const OpenPage second = open_page(call.layer, at.pair, open.y);
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) x[j] = __fsub_rn(raw_value(raw[j]), mean[j]);
-    int best = 0;
     Grid grid = {};
     StepRange range = {0, -1};
+    float error = 0.f;
     if (BITS < 16) {
         rotate(x, lane);
         range = steps_near(x, BITS, lane);
         grid = grid_of(range.candidate(rank), BITS);
-        best = least_of(meeting, grid_error(x, grid, lane), is_key ? 0 : 1, rank, turn, lane);
+        error = grid_error(x, grid, lane);
     }
+    // Sides that go raw meet as well, and find 0: else racecheck takes a later barrier of the block for none.
+    const int best = least_of(meeting, error, is_key ? 0 : 1, rank, turn, lane);
     if (rank != best && rank != 0) return;
     const Slot slot = slot_of(call, first, second, at);
     if (rank == 0 && is_key) {

@@ -15,6 +15,7 @@
 #include "packed_codes.cuh"
 #include "cache_state.cuh"
 #include "cache_plan.cuh"
+#include "early_launch.cuh"
 
 constexpr int MOVE_THREADS = 256, MOVE_WARPS = MOVE_THREADS / 32;
 
@@ -328,6 +329,7 @@ __device__ u32 keep_quiet(const Plan& p, int g, int pair, int segment) {
 extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
     plan_moves(const __grid_constant__ PlanCall call) {
     __shared__ Scratch shared;
+    begin_early();
     const Plan p(call, blockIdx.y);
     const int g = blockIdx.x, pair = g / call.segments, segment = g % call.segments;
     Move* const moves = call.moves[0] + (u64)p.layer * call.most_births * PAGE;

@@ -17,6 +17,7 @@
 #include "packed_codes.cuh"
 #include "cache_state.cuh"
 #include "cache_plan.cuh"
+#include "early_launch.cuh"
 
 constexpr int COUNT_THREADS = 256, ROW_THREADS = 1024, BIRTH_THREADS = 1024;
 constexpr int ASKED = 8, ANSWERING = ROW_THREADS / ASKED;  // questions of choose_rungs, threads for each
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
     extern __shared__ u32 counts[];  // [classes][KEYS]
     __shared__ u64 weights[KEYS];
     __shared__ int kinds[CACHE_RUNGS][3];
+    begin_early();
     const Plan p(call, blockIdx.y);
     const int g = blockIdx.x, pair = g / call.segments, segment = g % call.segments;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -185,6 +187,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     __shared__ u16 found[2][ASKED][ANSWERING];  // first chunks beyond the prices asked, of first steps
     __shared__ Hull hulls[MAX_LEVELS];
     __shared__ int cost[MAX_LEVELS];
+    begin_early();
     const Plan p(call, blockIdx.y);
     const int row = blockIdx.x, own = p.s.heads * call.segments, top = p.levels - 1;
     int2* const runs = call.runs + p.group(row * own) * p.classes;  // chunks, number of the first
@@ -352,6 +355,7 @@ __device__ void cut_down(const Plan& p, int share) {
 
 extern "C" __global__ void __launch_bounds__(BIRTH_THREADS)
     bear_pages(const __grid_constant__ PlanCall call) {
+    begin_early();
     const Plan p(call, blockIdx.y);
     const int rungs = p.s.num_rungs, num_free = p.s.num_free[0];
     int births = 0, slabs = 0;

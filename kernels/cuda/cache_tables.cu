@@ -10,6 +10,7 @@
 #include "packed_codes.cuh"
 #include "cache_state.cuh"
 #include "cache_plan.cuh"
+#include "early_launch.cuh"
 
 constexpr int TABLE_THREADS = 1024;
 
@@ -160,6 +161,7 @@ __device__ int close_pool(const Plan& p, int r, int first_dead, int dropped, int
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS)
     make_tables(const __grid_constant__ PlanCall call) {
     __shared__ int next_dead[TABLE_THREADS / 32][CACHE_RUNGS], dropped[CACHE_RUNGS];
+    begin_early();
     const Plan p(call, blockIdx.y);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rungs = p.s.num_rungs, top = rungs - 1;
     int total = 0;

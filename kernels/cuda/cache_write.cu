@@ -30,7 +30,12 @@ constexpr int LANES = 4, RUN = 2;
 
 constexpr int THREADS = 256, SLOTS = 64, ROW_BYTES = 2 * HEAD_DIM + 16;
 static_assert(THREADS == SLOTS * LANES, "a page at once");
-constexpr int BLOCKS = HEAD_DIM == 64 || HEAD_DIM == 128 ? 3 : 2;  // of a multiprocessor
+#if __CUDA_ARCH__ >= 900
+constexpr int MOST_BLOCKS = 4;  // their 64 registers are enough there
+#else
+constexpr int MOST_BLOCKS = 3;
+#endif
+constexpr int BLOCKS = HEAD_DIM == 64 || HEAD_DIM == 128 ? MOST_BLOCKS : 2;  // of a multiprocessor
 #include "cache_words.cuh"
 
 // One side (K or V) of a page.

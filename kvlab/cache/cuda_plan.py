@@ -333,7 +333,7 @@ def _launches(workspace: Workspace, layers: int) -> list[PreparedLaunch]:
     kernels = _kernels(cuda_view(workspace.memory, "memory").device)
     counters = 4 * (shape.num_rungs + 1) * _KEYS
     return [
-        PreparedLaunch(kernels[entry], (blocks, layers), (threads,), workspace.call, shared_bytes)
+        PreparedLaunch(kernels[entry], (blocks, layers), (threads,), workspace.call, shared_bytes, early=True)
         for entry, blocks, threads, shared_bytes in (
             ("count_keys", groups, 256, counters),
             ("choose_rungs", shape.batch, 1024, 4 * _held(shape)),
