@@ -216,11 +216,6 @@ def _strides_of_lse(lse: CudaView) -> dict[str, int]:
 def _plan(dim: int, dtype: str, capped: bool, aligned: bool, mapped: bool, device: int) -> _Plan:
     """Choose the kernels; `mapped`: whether tensor copies may bring q, k, v and dout, where there are any."""
     capability = compute_capability(device)
-    if capability < (8, 0):
-        raise NotImplementedError(
-            f"attention_backward on a GPU takes compute capability 8.0 or later; device {device} has "
-            f"{capability[0]}.{capability[1]}: move the arrays to the CPU"
-        )
     arch = arch_of(*capability)
     if dtype == "float32":
         return _float32_plan(dim, arch, device)
