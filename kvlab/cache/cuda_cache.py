@@ -127,7 +127,9 @@ class DeviceCache(DeviceState):
         layers = range(first, first + n)
         if self.settings.on_host and (share is not None or self.settings.residual):
             cuda_host.choose(self, slice(first, first + n), share)
-        elif any(self.changes.is_tight(layer, self.lengths[layer] + room) for layer in layers):
+        elif share is not None and any(
+            self.changes.is_tight(layer, self.lengths[layer] + room) for layer in layers
+        ):
             room = steps
             if not all(self.changes.fits(layer, self.lengths[layer], room=room) for layer in layers):
                 cuda_host.consolidate(self, steps, share, to_come=True)

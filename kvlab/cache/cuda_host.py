@@ -119,9 +119,8 @@ def _share(
     return share - pages + min(exact, cache.settings.residual) * state.windows[0].token_nbytes
 
 
-def consolidate(cache: DeviceState, steps: int, share: int | None, *, to_come: bool) -> None:
+def consolidate(cache: DeviceState, steps: int, share: int, *, to_come: bool) -> None:
     """Let the CPU put all tokens into as few pages as leave room for `steps` more."""
-    assert share is not None
     with borrowed(cache):
         for layer, length, ladder in zip(cache.layers, cache.lengths, cache.changes.ladders, strict=True):
             reserve = reserve_nbytes(length, steps, to_come, layer.store.num_heads_kv, ladder)

@@ -184,7 +184,7 @@ def _admit(
         return
     changes = cache.changes
     changes.set_share(share)
-    if changes.is_tight(layer, length + steps):
+    if share is not None and changes.is_tight(layer, length + steps):
         use = np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
         if not changes.fits(layer, length, new=use):
             cuda_host.consolidate(cache, steps, share, to_come=False)

@@ -194,11 +194,11 @@ class GpuRoad:
         cache = self._options
         views = [cuda_view(x, name) for name, x in arrays.items()]
         layout = cache.batch, *[view[1:] for view in views]
-        if layout not in self._accepted:
-            self._check(arrays, views)
+        device = self._device
+        if device is None or layout not in self._accepted:
+            device = self._check(arrays, views)
             self._accepted.add(layout)
-        steps, device = views[0].shape[1], self._device
-        assert device is not None
+        steps = views[0].shape[1]
         for name, view in zip(arrays, views, strict=True):
             if view.pointer & 3 and steps:
                 raise ValueError(f"{name} must begin at a multiple of 4 bytes: pass a copy of it")
@@ -207,8 +207,8 @@ class GpuRoad:
             self._make_sure(device.lengths[layer] + steps)
         return device, views, mask
 
-    def _check(self, arrays: dict[str, Any], views: list[CudaView]) -> None:
-        """Refuse arrays that no step can take, and take memory at the first call."""
+    def _check(self, arrays: dict[str, Any], views: list[CudaView]) -> DeviceCache:
+        """Refuse arrays that no step can take; return the device's side, made at the first call."""
         cache = self._options
         steps = views[0].shape[1] if len(views[0].shape) == 4 else 0
         kv = (cache.batch, steps, cache.num_heads_kv, cache.head_dim)
@@ -232,6 +232,7 @@ class GpuRoad:
         for name, view in zip(arrays, views, strict=True):
             if view.device != device.device:
                 raise ValueError(f"{name} is on cuda:{view.device}, the cache is on cuda:{device.device}")
+        return device
 
     def _mask(self, valid: Any, steps: int) -> int:
         """Check which tokens are no padding and return the address."""
