@@ -310,6 +310,7 @@ def test_reserved_memory_is_what_torch_gave(batch: int, length: int) -> None:
                 cache.step(layer, *map(to_torch, draw(rng, cache, steps)))
         return requested()
 
+    torch.cuda.init()  # without it there are no statistics before the first allocation
     before = requested()
     cache = make(128, **options)
     taken = used(cache) - before
