@@ -20,7 +20,7 @@
 // inverse. Partial results meet twice: those of warps in shared memory, those of CTAs in `partial`, where the
 // last one to arrive at a sequence adds all in a fixed order.
 //
-// Up to 4 query rows and widths 2, 4 and 8 are multiplied as 8-bit integers (SPLIT, packed_split.cuh); lane
+// Up to 4 query rows and widths below 16 are multiplied as 8-bit integers (SPLIT, packed_split.cuh); lane
 // columns are then the two bytes of row u. Else coded tiles are float16 whatever the cache is
 // (packed_codes.cuh). Its range is narrow, so q and p times the step of V each come with a power of 2 that
 // brings the largest near the top of it: for q from the rows of a sequence (packed_scores.cuh), for p from
@@ -37,14 +37,12 @@
 // clang-format off
 // gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_100a,sm_120a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=13 WIDTHS_V=13 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=255 arch=sm_100a,sm_120a
+// gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=255 arch=sm_100a,sm_120a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=4 WIDTHS_V=4 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=8 WIDTHS_V=8 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 WIDTHS_V=13 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 SPLIT=1 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 SPLIT=1 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_90a,sm_120a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=1 SPLIT=0 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=0 registers<=168 arch=sm_90a
@@ -313,10 +311,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 #pragma unroll
             for (int j = 0; j < LANE_ROWS; ++j) base[j] = SOFTCAP ? 0.f : state.reference[j];
             if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, k_steps, query, base, s, lane);
+            if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, k_steps, query, base, s, lane);
             if ((WIDTHS_K & 4) && bits_k == 4) coded_scores<4>(item, k_steps, query, base, s, lane);
             if ((WIDTHS_K & 8) && bits_k == 8) coded_scores<8>(item, k_steps, query, base, s, lane);
 #if !SPLIT
-            if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, k_steps, query, base, s, lane);
             if ((WIDTHS_K & RAW) && bits_k == 16) {
                 const float unit = call.scale * LOG2E;
                 raw_scores<0>(item, row, unit, base, s, lane);
@@ -351,13 +349,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             raise_reference<!SPLIT>(s, steps, state);
             if (KEEP_SCORES) keep_scores(kept, note.x, state, s);
             probabilities(s, state);
-            const Weights weights = weigh(s, steps);
+            const Weights weights = weigh(s, steps, bits_v);
             if ((WIDTHS_V & 1) && bits_v == 2) add_coded_values<2>(values, weights, state, lane);
+            if ((WIDTHS_V & 2) && bits_v == 3) add_coded_values<3>(values, weights, state, lane);
             if ((WIDTHS_V & 4) && bits_v == 4) add_coded_values<4>(values, weights, state, lane);
             if ((WIDTHS_V & 8) && bits_v == 8) add_coded_values<8>(values, weights, state, lane);
-#if !SPLIT
-            if ((WIDTHS_V & 2) && bits_v == 3) add_coded_values<3>(values, weights, state, lane);
-#endif
             release();
         }
 #if SPLIT

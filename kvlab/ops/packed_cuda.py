@@ -30,7 +30,7 @@ KEPT_ROW_BYTES = 64 + 4
 """Of a row of a page, kept as bytes: a code for each slot, and what they are relative to."""
 
 _ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
-_SPLIT_ROWS, _SPLIT_WIDTHS, _SPLIT_HEAD_DIMS = 4, {2, 4, 8}, (64, 96, 128)  # of 8-bit integer products
+_SPLIT_ROWS, _SPLIT_WIDTHS, _SPLIT_HEAD_DIMS = 4, {2, 3, 4, 8}, (64, 96, 128)  # of 8-bit integer products
 _MERGE_ROWS, _MAX_STAGES = 4, 8
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
 _POINTERS = [

@@ -7,7 +7,7 @@ constexpr bool MAY_BE_ONE = (WIDTHS_K & 7) && (WIDTHS_V & 7), ALL_ARE_ONE = (WID
 
 // The bits of a page, which are known if there is one width.
 template <int WIDTHS>
-__device__ __forceinline__ int bits_of(int bits) {
+__host__ __device__ constexpr int bits_of(int bits) {
     return WIDTHS & (WIDTHS - 1) ? bits : WIDTHS == 1 ? 2 : WIDTHS == 2 ? 3 : WIDTHS;
 }
 

@@ -11,7 +11,7 @@ struct Weights {
     float sum;
 };
 
-__device__ __forceinline__ Weights weigh(const float (&p)[8][1], const Steps& steps) {
+__device__ __forceinline__ Weights weigh(const float (&p)[8][1], const Steps& steps, int bits) {
     float x[8], top = 7.8886091e-31f;  // 2^-100
     Weights r;
 #pragma unroll
@@ -25,9 +25,10 @@ __device__ __forceinline__ Weights weigh(const float (&p)[8][1], const Steps& st
     // 65535 / 65536 of the power of 2 that brings the largest below 2^16, and its inverse
     const u32 exponent = __float_as_uint(top) & 0x7f800000u;
     const float factor = __uint_as_float(0x867fff00u - exponent);
+    const float left = bits == 3 ? .25f * factor : factor;  // of columns 0 to 7
     r.unit = __uint_as_float(exponent - 0x077fff80u);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) r.x[i] = __float_as_uint(fmaf(x[i], factor, 8388608.f));
+    for (int i = 0; i < 8; ++i) r.x[i] = __float_as_uint(fmaf(x[i], i % 2 ? factor : left, 8388608.f));
     return r;
 }
 

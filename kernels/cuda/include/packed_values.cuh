@@ -7,7 +7,7 @@ struct Weights {
     u32 b[4][2];
 };
 
-__device__ __forceinline__ Weights weigh(const float (&p)[8][2], const Steps& steps) {
+__device__ __forceinline__ Weights weigh(const float (&p)[8][2], const Steps& steps, int) {
     Weights r;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
