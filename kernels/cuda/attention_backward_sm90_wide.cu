@@ -39,24 +39,25 @@ static_assert(HEAD_DIM == 256, "a warpgroup has one of four blocks of 64 channel
 
 // What a CTA of a pair has beside Memory.
 struct Pair {
-    int rank;                       // in the cluster; the CTA's keys are those of block 2 i + rank
-    u32 p, ds, other_ds, weights;   // [BLOCK_N, BLOCK_M]
-    u32 other_k;                    // [BLOCK_N, 128], from channel 128 * rank on
-    u32 full_k, full_ds, empty_ds;  // barriers: the other's K, its dS is here; it has read ours
-    u32 full_dq;                    // and for each warpgroup and stage: dQ is in shared memory
+    int rank;                      // in the cluster; the CTA's keys are those of block 2 i + rank
+    u32 p, ds, other_ds, weights;  // [BLOCK_N, BLOCK_M]
+    u32 other_k;                   // [BLOCK_N, 128], from channel 128 * rank on
+    u32 full_k, full_p, own_ds;    // barriers: the other's K, P and dS of the CTA are here,
+    u32 full_ds, empty_ds;         // the other's dS is; it has read the CTA's
+    u32 full_dq;                   // and for each warpgroup and stage: dQ is in shared memory
     __device__ __forceinline__ u32 staged(int group, int stage) const {
         return full_dq + 8 * (group * Q_STAGES + stage);
     }
 };
-constexpr int PAIR_BARRIERS = 3 + 2 * Q_STAGES;
+constexpr int PAIR_BARRIERS = 5 + 2 * Q_STAGES;
 
 __device__ __forceinline__ Pair place_pair(const Memory& m, u32 barriers) {
     Pair pair;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(pair.rank));
     pair.p = m.scores, pair.ds = m.scores + SCORE_BYTES, pair.other_ds = m.scores + 2 * SCORE_BYTES;
     pair.weights = CAPPED ? m.scores + 3 * SCORE_BYTES : pair.p, pair.other_k = m.dq;
-    pair.full_k = barriers, pair.full_ds = barriers + 8, pair.empty_ds = barriers + 16;
-    pair.full_dq = barriers + 24;
+    pair.full_k = barriers, pair.full_p = barriers + 8, pair.own_ds = barriers + 16;
+    pair.full_ds = barriers + 24, pair.empty_ds = barriers + 32, pair.full_dq = barriers + 40;
     return pair;
 }
 
@@ -66,6 +67,7 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Pair& pair)
     for (int i = 0; i < Q_STAGES; ++i) init_barrier(m.empty_q + 8 * i, 2);  // warps 1, 2
     init_barrier(m.empty_dout, 8);                                          // computing warps'
     init_barrier(pair.full_k, 1), init_barrier(pair.full_ds, 1);
+    init_barrier(pair.full_p, 4), init_barrier(pair.own_ds, 4);                    // a warpgroup's warps'
     init_barrier(pair.empty_ds, 2);                                                // the other's warpgroups'
     for (int i = 0; i < 2 * Q_STAGES; ++i) init_barrier(pair.full_dq + 8 * i, 4);  // a warpgroup's warps'
     fence_async();
@@ -245,7 +247,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
                 weigh_capped(scores, p, m.peaks + stage * STAT_BYTES + stats, call);
             else
                 weigh(scores, p, m.peaks + stage * STAT_BYTES + stats, call.scale * LOG2E);
-            wait_barrier(m.full_dout, parity);  // so the products with the tile before have read P
+            wait_barrier(m.full_dout, parity);
             store_scores(pair.p + own, p, 0);
             if (CAPPED) {
 #pragma unroll
@@ -253,6 +255,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
                 store_scores(pair.weights + own, ds, 0);
             }
             fence_async();
+            release(pair.full_p);  // which says as well that the warp has read dS of the step before
         } else {
             wait_barrier(m.full_dout, parity);
             begin_products();
@@ -260,7 +263,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
             wait_products<0>(scores);
             subtract(scores, m.deltas + stats);
         }
-        sync_threads(1, 256);  // P of all keys is in shared memory; warps 4-7 have read dS of the step before
+        wait_barrier(pair.full_p, parity);
         if (GROUP == 1) load_scores(p, pair.p + own);
         begin_products();
         multiply_rows(dv, p, dout_columns);
@@ -275,8 +278,9 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
             wait_barrier(pair.empty_ds, parity ^ 1);  // the other has dS of the step before, and read it
             store_scores(pair.ds + own, ds, 0);
             fence_async();
+            release(pair.own_ds);
         }
-        sync_threads(1, 256);  // dS of all keys is in shared memory
+        wait_barrier(pair.own_ds, parity);
         if (GROUP == 1 && threadIdx.x % 128 == 0) {
             expect_bytes(pair.full_ds, SCORE_BYTES);
             copy_there(pair.other_ds, pair.ds, SCORE_BYTES, pair.full_ds, pair.rank);
