@@ -3,7 +3,8 @@
     grid (query rows, KV heads, batch), block 128 threads: thread t has the channels t and t + 128
         largest maximum   of all parts: each thread looks through every 128th, then by halves in shared memory
         weights           exp(maximum of the part - largest), 128 parts at a time, one a thread
-        channels          sums over the parts in their order, those of rotated and of raw values apart
+        channels          sums over the parts in their order, those of rotated and of raw values (each second
+                          one, where both occur) apart
         rotation          of the first sum: the butterflies of `make_hadamard` in shared memory
 
 The order of all sums is fixed, so equal input gives equal bits.
@@ -18,7 +19,9 @@ from .cuda_packed import LOWEST, rounds_of
 from .cuda_packed_steps import MERGE_THREADS, make_hadamard, max_number
 from .cuda_page import narrowed
 
-float32, int64 = np.float32, np.int64
+uint32, float32, int64 = np.uint32, np.float32, np.int64
+
+AT_ONCE = 16  # parts that are asked for together
 
 
 def merge_parts(head_dim, dtype, widths_v, rows):
@@ -35,6 +38,7 @@ def merge_parts(head_dim, dtype, widths_v, rows):
 
     def kernel(partial, out, lse, parts, query_rows, group):
         weight = cuda.shared.array(threads, float32)
+        weighted = cuda.shared.array(threads, float32)  # sums of p
         rotated = cuda.shared.array(head_dim, float32)
         thread = cuda.threadIdx.x
         at, head_kv, batch = cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
@@ -62,27 +66,31 @@ def merge_parts(head_dim, dtype, widths_v, rows):
         total = float32(0)
         coded_sum = cuda.local.array(each, float32)
         raw_sum = cuda.local.array(each, float32)
+        x = cuda.local.array(AT_ONCE, float32)
         for c in range(each):
             coded_sum[c] = float32(0)
             raw_sum[c] = float32(0)
-        base = 0
-        while base < results:
+        for base in range(0, results, threads):
             cuda.syncthreads()  # the weights before are used
+            weight[thread] = weighted[thread] = float32(0)
             if base + thread < results:
-                weight[thread] = math.exp(partial[first + (base + thread) * stride + head_dim] - peak)
+                result = first + (base + thread) * stride
+                weight[thread] = math.exp(partial[result + head_dim] - peak)
+                weighted[thread] = weight[thread] * partial[result + head_dim + 1]
             cuda.syncthreads()  # the next weights are there
-            for i in range(min(threads, results - base)):
-                result = first + (base + i) * stride
-                total += weight[i] * partial[result + head_dim + 1]
+            for i in range(0, min(threads, results - base), AT_ONCE):
                 for c in range(each):
-                    channel = thread + c * threads
-                    if channel < head_dim:
-                        x = weight[i] * partial[result + channel]
-                        if coded and (not raw or (base + i) % 2 == 0):
-                            coded_sum[c] += x
+                    channel = min(thread + c * threads, head_dim - 1)
+                    for j in range(AT_ONCE):
+                        value = partial[first + min(base + i + j, results - 1) * stride + channel]
+                        x[j] = value if base + i + j < results else float32(0)
+                    for j in range(AT_ONCE):
+                        if coded and (not raw or j % 2 == 0):
+                            coded_sum[c] += weight[uint32(i + j)] * x[j]
                         else:
-                            raw_sum[c] += x
-            base += threads
+                            raw_sum[c] += weight[uint32(i + j)] * x[j]
+                for j in range(AT_ONCE):
+                    total += weighted[uint32(i + j)]
 
         if coded:
             for c in range(each):

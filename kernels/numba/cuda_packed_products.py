@@ -1,62 +1,40 @@
-"""Decode attention over packed pages: the products K q and V^T p of a page, for each width.
+"""Decode attention over packed pages: the products K q and V^T p of coded pages, for each width.
 
 `cuda_packed.py` says how lanes share a page. A lane first loads the words of several tiles, so that it waits
-for memory once for all of them, and then takes the elements out one by one: each serves all query rows.
-What costs time is the number of instructions, one for a code and one more for each query row, and the wait
-for words: see docs/performance/packed_numba.md.
+for memory once for all of them, then multiplies them by the integers of q and p (`cuda_integers.py`): two
+instructions for four codes and a query row. What limits is in docs/performance/packed_numba.md.
 """
 
 import numpy as np
 from numba import cuda
 
-from .cuda_page import TILES_THAT_SHARE, device, element_of, load_tile_of, tile_words, words_of_tiles
+from .cuda_integers import PIECE, first_dot, pieces_of, second_dot
+from .cuda_page import (
+    TILES_THAT_SHARE,
+    codes_of,
+    device,
+    field_shift,
+    load_tile_of,
+    power_of_two,
+    tile_words,
+    words_of_tiles,
+)
 
-uint32, float32 = np.uint32, np.float32
+int32, uint32, float32 = np.int32, np.uint32, np.float32
 
 FLAGS = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
 """What stands for a width in a sum of those that occur."""
-
-
-@device
-def place_of(column, row, rows):
-    """Return where a factor of one of 8 columns is: [half of the rows][u][rows of the half][2 u, 2 u + 1].
-
-    Lanes take 4 of them at a time, so the four u lie side by side, in different banks of shared memory.
-    """
-    together = min(rows, 2)
-    return (row // together * 4 + column // 2) * 2 * together + row % together * 2 + column % 2
-
-
-def make_take_columns(rows):
-    """Make the device function that takes a lane's two of 8 columns, [rows][2]."""
-
-    @device
-    def take_columns(factors, at, lane, x):
-        start = uint32(at + place_of(2 * (lane & 3), 0, rows))
-        for row in range(rows):
-            for half in range(2):
-                x[2 * row + half] = factors[start + uint32(place_of(half, row, rows))]
-
-    return take_columns
 
 
 def _nothing(*_):
     """Stand for a width that does not occur."""
 
 
-def make_scores(bits, dtype, head_dim, rows, widths):
-    """Make the device function that writes K q, over a lane's columns, of its 8 tokens to [8 tokens][rows].
-
-    Tokens go in two halves, of 4, which takes fewer registers. Each of the `widths` has a q of its own.
-    """
-    queries_at = rows * head_dim * (widths & (FLAGS[bits] - 1)).bit_count()
-    blocks, per_q, half_sums, per_tile = head_dim // 16, 2 * rows, 4 * rows, tile_words(bits, dtype)
-    load_tile, element = load_tile_of(bits, dtype), element_of(bits, dtype, move=0)
-    tiles, group_words = TILES_THAT_SHARE.get(bits, 1), 32 * words_of_tiles(bits, dtype)
-    shared = tiles.bit_length() - 1
-    at_once = max(n for n in (1, 2, 4) if blocks % n == 0 and (n < 4 or per_tile == 1))  # blocks
-    aligned = at_once % tiles == 0
-    all_words, take_columns = 2 * at_once * per_tile, make_take_columns(rows)
+def make_load_tiles(bits, dtype, head_dim, at_once):
+    """Make the device function that loads tiles first_c, ... of a block of tokens of K."""
+    blocks, per_tile, tiles = head_dim // 16, tile_words(bits, dtype), TILES_THAT_SHARE.get(bits, 1)
+    load_tile, group_words = load_tile_of(bits, dtype), 32 * words_of_tiles(bits, dtype)
+    shared, aligned = tiles.bit_length() - 1, at_once % tiles == 0
 
     @device
     def load_tiles(memory, at, b, first_c, words, to):
@@ -68,104 +46,176 @@ def make_scores(bits, dtype, head_dim, rows, widths):
                 inside = j & (tiles - 1)
             load_tile(memory, at + group_words * group, inside, inside == 3, words, to + j * per_tile)
 
-    @device
-    def add_columns(words, at, later, q, sums, token):
-        for later_row in range(2):
-            for half in range(2):
-                k = element(words, at, 2 * later + later_row, half)
-                for row in range(rows):
-                    sums[(token + later_row) * rows + row] += k * q[2 * row + half]
+    return load_tiles
+
+
+def tiles_at_once(bits, dtype, head_dim):
+    """Return how many tiles of a block of tokens of K are loaded together."""
+    blocks = head_dim // 16
+    return max(n for n in (1, 2, 4) if blocks % n == 0 and (n < 4 or tile_words(bits, dtype) == 1))
+
+
+def make_scores(bits, dtype, head_dim, rows, tight):
+    """Make the device function that writes K q, over a lane's columns, of its 8 tokens to [8 tokens][rows].
+
+    Tokens go in two halves, of 4, which takes fewer registers. pairs[piece][tile][half][u][rows] are those of
+    columns 2 u + half and 8 later of q, sums_of_h[piece][u][rows] of the h of a lane's columns. Results are
+    `field_shift` powers of 2 larger than they should be, and count units of q. `tight`: registers are short.
+    """
+    blocks, half_sums, per_tile, pieces = head_dim // 16, 4 * rows, tile_words(bits, dtype), pieces_of(dtype)
+    at_once, codes, pair_words = tiles_at_once(bits, dtype, head_dim), codes_of(bits), head_dim // 2 * rows
+    load_tiles, largest = make_load_tiles(bits, dtype, head_dim, at_once), 2**bits - 1
+    all_words, per_q = 2 * at_once * per_tile, 2 * rows
 
     @device
-    def write_scores(memory, at, lane, queries, exchange, exchange_at):
+    def take_pairs(pairs, at, q):
+        for half in range(2):
+            for row in range(rows):
+                q[half * rows + row] = pairs[at + uint32(4 * half * rows + row)]
+
+    @device
+    def add_tile(words, at, q, sums, token):
+        for later in range(2):
+            k = codes(words, at, later)
+            for row in range(rows):
+                i = (token + later) * rows + row
+                sums[i] = second_dot(q[rows + row], k, first_dot(q[row], k, sums[i]))
+
+    @device  # four calls, since NVVM leaves a loop as it is for some GPUs
+    def write_token(sums, token, piece, exchange, start):
+        for row in range(rows):
+            i = token * rows + row
+            if piece == 0:
+                exchange[start + uint32(i)] = float32(sums[i])
+            else:
+                exchange[start + uint32(i)] += float32(sums[i]) * PIECE
+
+    @device
+    def write_scores(memory, at, lane, pairs, sums_of_h, exchange, exchange_at):
         words = cuda.local.array(all_words, uint32)
-        q = cuda.local.array(per_q, float32)
-        sums = cuda.local.array(half_sums, float32)
-        for first_b in range(0, 4, 2):
-            for i in range(half_sums):
-                sums[i] = float32(0)
-            for step in range(blocks // at_once):
-                for b in range(2):
-                    load_tiles(memory, at, first_b + b, step * at_once, words, b * at_once * per_tile)
-                for j in range(at_once):
-                    for later in range(2):
-                        columns = 2 * (step * at_once + j) + later
-                        take_columns(queries, queries_at + columns * 8 * rows, lane, q)
-                        for b in range(2):
-                            add_columns(words, (b * at_once + j) * per_tile, later, q, sums, 2 * b)
-            start = uint32(exchange_at + 2 * first_b * rows)
-            for i in range(half_sums):
-                exchange[start + uint32(i)] = sums[i]
+        q = cuda.local.array(per_q, uint32)
+        sums = cuda.local.array(half_sums, int32)
+        for piece in range(pieces):
+            pairs_at = uint32(piece * pair_words + (lane & 3) * rows)
+            for first_b in range(0, 4, 2):
+                for row in range(rows):
+                    h = sums_of_h[uint32((4 * piece + (lane & 3)) * rows + row)]
+                    for token in range(4):
+                        sums[token * rows + row] = -(h * largest << field_shift(bits, token & 1))
+                for step in range(blocks // at_once):
+                    load_tiles(memory, at, first_b, step * at_once, words, 0)
+                    load_tiles(memory, at, first_b + 1, step * at_once, words, at_once * per_tile)
+                    for j in range(at_once):
+                        take_pairs(pairs, pairs_at + uint32(8 * (step * at_once + j) * rows), q)
+                        add_tile(words, j * per_tile, q, sums, 0)
+                        add_tile(words, (at_once + j) * per_tile, q, sums, 2)
+                    if tight:
+                        cuda.syncwarp()  # the next words are loaded only now: registers would not hold more
+                start = uint32(exchange_at + 2 * first_b * rows)
+                write_token(sums, 0, piece, exchange, start)
+                write_token(sums, 1, piece, exchange, start)
+                write_token(sums, 2, piece, exchange, start)
+                write_token(sums, 3, piece, exchange, start)
 
     return write_scores
 
 
-def make_values(bits, dtype, head_dim, rows):
-    """Make the device function that adds V^T p of a lane's elements to out[head_dim / 8][rows]."""
-    blocks, per_p, raw, per_tile = head_dim // 16, 2 * rows, bits == 16, tile_words(bits, dtype)
-    load_tile, element = load_tile_of(bits, dtype), element_of(bits, dtype, move=1)
+def make_values(bits, dtype, head_dim, rows, tight):
+    """Make the device function that adds V^T p of a lane's elements to out[head_dim / 8][rows].
+
+    pairs[piece][tile][half][u][rows] are those of p, of units[u][rows]; a lane keeps those of its 16 tokens
+    in registers. `tight`: registers are short.
+    """
+    blocks, per_tile, pieces = head_dim // 16, tile_words(bits, dtype), pieces_of(dtype)
+    load_tile, codes, largest = load_tile_of(bits, dtype), codes_of(bits), 2**bits - 1
     tiles, group_words = TILES_THAT_SHARE.get(bits, 1), 32 * words_of_tiles(bits, dtype)
     shared = tiles.bit_length() - 1
-    at_once = 4 if per_tile > 2 else 8  # blocks of channels whose words are loaded together
-    alike = 3 if bits == 3 else 4  # the last of four tiles that share words is put together by itself
-    all_words, take_columns = at_once * per_tile, make_take_columns(rows)
+    at_once = 2 if bits == 8 else 4  # blocks of channels whose words are loaded together
+    all_words, all_pairs, both = 4 * at_once * per_tile, 8 * rows, 2 * rows
 
     @device
-    def add_columns(words, later, p, slot, count, out, c, first):
-        for later_row in range(2):
-            for half in range(2):
-                v = element(words, (c - first) * per_tile, 2 * later + later_row, half)
-                if raw and slot + 8 * half + later >= count:
-                    v = float32(0)  # an unused slot may hold NaN
-                for row in range(rows):
-                    out[(2 * c + later_row) * rows + row] += v * p[2 * row + half]
-
-    # Loops of four tiles, which are sure to be unrolled.
-    @device
-    def load_four(memory, at, words, b, last, first, start):
-        for c in range(start, min(start + 4, blocks)):
-            group = c * (4 >> shared) + (b >> shared)
-            load_tile(memory, at + group_words * group, b & (tiles - 1), last, words, (c - first) * per_tile)
+    def take_pairs(pairs, pairs_at, units, units_at, lane, piece, p, starts, scales):
+        at = uint32(pairs_at + (32 * piece + (lane & 3)) * rows)
+        for row in range(rows):
+            twice_h = int32(0)
+            for i in range(8):
+                p[i * rows + row] = pairs[at + uint32(4 * i * rows + row)]
+                twice_h = first_dot(p[i * rows + row], uint32(0x0101), twice_h)
+            unit = units[uint32(units_at + (lane & 3) * rows + row)]
+            if piece:
+                unit *= PIECE
+            starts[row] = -((twice_h >> 1) * largest << field_shift(bits, 0))
+            for later in range(2):
+                scales[later * rows + row] = unit * power_of_two(-field_shift(bits, later))
 
     @device
-    def add_four(words, later, p, slot, count, out, first, start):
-        for c in range(start, min(start + 4, blocks)):
-            add_columns(words, later, p, slot, count, out, c, first)
+    def load_tiles(memory, at, words, first):
+        for c in range(first, min(first + at_once, blocks)):
+            for b in range(4):
+                group = c * (4 >> shared) + (b >> shared)
+                to = (4 * (c - first) + b) * per_tile
+                load_tile(memory, at + group_words * group, b & (tiles - 1), b == 3, words, to)
 
     @device
-    def add_tiles(memory, at, lane, words, p, weights, weights_at, count, out, b, last, first):
-        load_four(memory, at, words, b, last, first, first)
-        if at_once == 8:
-            load_four(memory, at, words, b, last, first, first + 4)
-        slot = 16 * (lane & 3) + 2 * b  # of half 0; half 1 is 8 later, later columns 1
-        for later in range(2):
-            take_columns(weights, weights_at + (2 * b + later) * 8 * rows, lane, p)
-            add_four(words, later, p, slot, count, out, first, first)
-            if at_once == 8:
-                add_four(words, later, p, slot, count, out, first, first + 4)
+    def add_row(words, first_word, later, p, sums, starts, scales, out, out_at):
+        for row in range(rows):
+            sums[row] = starts[row] << (field_shift(bits, later) - field_shift(bits, 0))
+        for b in range(4):
+            v = codes(words, first_word + b * per_tile, later)
+            for row in range(rows):
+                i = 2 * b * rows + row
+                sums[row] = second_dot(p[i + rows], v, first_dot(p[i], v, sums[row]))
+        for row in range(rows):
+            out[out_at + row] += float32(sums[row]) * scales[later * rows + row]
+
+    # Calls, since NVVM does not unroll loops of so much.
+    @device
+    def add_block(words, p, sums, starts, scales, out, c, first):
+        if c < min(first + at_once, blocks):
+            first_word = 4 * (c - first) * per_tile
+            add_row(words, first_word, 0, p, sums, starts, scales, out, 2 * c * rows)
+            add_row(words, first_word, 1, p, sums, starts, scales, out, (2 * c + 1) * rows)
 
     @device
-    def add_block(memory, at, lane, words, p, weights, weights_at, count, out, b, last):
-        add_tiles(memory, at, lane, words, p, weights, weights_at, count, out, b, last, 0)
-        if at_once < blocks:
-            add_tiles(memory, at, lane, words, p, weights, weights_at, count, out, b, last, at_once)
-        if 2 * at_once < blocks:
-            add_tiles(memory, at, lane, words, p, weights, weights_at, count, out, b, last, 2 * at_once)
-            add_tiles(memory, at, lane, words, p, weights, weights_at, count, out, b, last, 3 * at_once)
+    def add_tiles(memory, at, words, p, sums, starts, scales, out, first):
+        load_tiles(memory, at, words, first)
+        add_block(words, p, sums, starts, scales, out, first, first)
+        add_block(words, p, sums, starts, scales, out, first + 1, first)
+        add_block(words, p, sums, starts, scales, out, first + 2, first)
+        add_block(words, p, sums, starts, scales, out, first + 3, first)
+        if tight:
+            cuda.syncwarp()  # the next words are loaded only now: registers would not hold more
 
     @device
-    def add_values(memory, at, lane, weights, weights_at, count, out):
+    def add_eight(memory, at, words, p, sums, starts, scales, out, first):
+        add_tiles(memory, at, words, p, sums, starts, scales, out, first)
+        if at_once == 2:
+            add_tiles(memory, at, words, p, sums, starts, scales, out, first + 2)
+        if first + 4 < blocks:
+            add_tiles(memory, at, words, p, sums, starts, scales, out, first + 4)
+            if at_once == 2:
+                add_tiles(memory, at, words, p, sums, starts, scales, out, first + 6)
+
+    @device
+    def add_values(memory, at, lane, pairs, pairs_at, units, units_at, out):
         words = cuda.local.array(all_words, uint32)
-        p = cuda.local.array(per_p, float32)
-        for b in range(alike):
-            add_block(memory, at, lane, words, p, weights, weights_at, count, out, b, False)
-        if alike < 4:
-            add_block(memory, at, lane, words, p, weights, weights_at, count, out, 3, True)
+        p = cuda.local.array(all_pairs, uint32)
+        sums = cuda.local.array(rows, int32)
+        starts = cuda.local.array(rows, int32)
+        scales = cuda.local.array(both, float32)
+        for piece in range(pieces):
+            take_pairs(pairs, pairs_at, units, units_at, lane, piece, p, starts, scales)
+            add_eight(memory, at, words, p, sums, starts, scales, out, 0)
+            if blocks > 8:
+                add_eight(memory, at, words, p, sums, starts, scales, out, 8)
 
     return add_values
 
 
-def make_by_width(make, widths, *common):
+def make_by_width(make, make_raw, widths, *common):
     """Make a device function for each width that occurs, and one that does nothing for each that does not."""
     skip = device(_nothing)
-    return tuple(make(bits, *common) if widths & flag else skip for bits, flag in FLAGS.items())
+    return tuple(
+        (make_raw if bits == 16 else make)(bits, *common) if widths & flag else skip
+        for bits, flag in FLAGS.items()
+    )

@@ -9,10 +9,11 @@ import math
 import numpy as np
 from numba import cuda
 
-from .cuda_packed_products import FLAGS, place_of
-from .cuda_page import device, factor_of, from_float16, is_exact, widened
+from .cuda_integers import MAGNITUDE, MOST, PIECE, SMALLEST, nearest, pair_of, pieces_of, unit_of
+from .cuda_packed_raw import place_of
+from .cuda_page import device, from_float16, widened
 
-uint32, int64, float32 = np.uint32, np.int64, np.float32
+int32, uint32, int64, float32 = np.int32, np.uint32, np.int64, np.float32
 
 MERGE_THREADS = 128
 HEADROOM = float32(6)
@@ -35,9 +36,10 @@ def make_hadamard(head_dim, threads):
             for j in range(each):
                 i = thread + j * threads
                 if i < head_dim // 2:
-                    low = at + 2 * i - (i & (h - 1))
-                    a, b = x[low], x[low + h]
-                    x[low], x[low + h] = a + b, a - b
+                    low = uint32(at + 2 * i - (i & (h - 1)))
+                    high = uint32(low + h)
+                    a, b = x[low], x[high]
+                    x[low], x[high] = a + b, a - b
             if whole_block:
                 cuda.syncthreads()  # this stage is in shared memory
             else:
@@ -48,52 +50,79 @@ def make_hadamard(head_dim, threads):
 
 
 def make_queries(head_dim, dtype, rows, widths):
-    """Make the device function that brings the query rows to shared memory, once for each of the `widths`.
+    """Make the device function that brings a query row, scaled, to shared memory; a warp takes one at a time.
 
-    A warp takes a row at a time. Rows are scaled, in the order in which lanes want them; for coded widths
-    they are rotated, and each x is what `factor_of` wants. In terms[2][rows] come the product with the mean
-    of the keys, and the sum of x.
+    For raw keys it comes as it is, by `query_place`. For coded ones it is rotated and becomes integers h of
+    one unit, as `make_scores` wants them. In terms[2][rows] come the product with the mean of the keys and
+    the unit.
     """
     widen, hadamard, each = widened(dtype), make_hadamard(head_dim, 32), -(-head_dim // 32)
     norm = float32(1 / math.sqrt(head_dim & -head_dim))
-    occurring = [bits % 16 for bits, flag in FLAGS.items() if widths & flag]
-    copies, raw, row_floats, exact = len(occurring), widths & 16 != 0, rows * head_dim, is_exact(dtype)
-    all_bits = sum(bits << 4 * i for i, bits in enumerate(occurring))
+    raw, coded, pieces = widths & 16 != 0, widths & 15 != 0, pieces_of(dtype)
+    words = head_dim // 2
+    each_word = -(-words // 32)
 
     @device
-    def bring_row(q, source, k_mean, mean_at, scale, row, lane, queries, exchange, own, terms):
-        mean_sum, x_sum = float32(0), float32(0)
+    def bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, inverse):
+        for piece in range(pieces):
+            sum_of_h = float32(0)
+            for i in range(each):
+                channel = lane + 32 * i
+                if channel < head_dim:
+                    if piece == 0:
+                        x[i] *= inverse
+                    h = nearest(x[i])
+                    exchange[uint32(own + channel)] = h
+                    sum_of_h += h
+                    x[i] = (x[i] - h) / PIECE
+            exchange[uint32(own + head_dim + lane)] = sum_of_h
+            cuda.syncwarp()  # all h are there
+            for i in range(each_word):
+                word = lane + 32 * i
+                if word < words:
+                    channel = 16 * (word >> 3) + 2 * (word & 3) + (word >> 2 & 1)
+                    pair = pair_of(exchange[uint32(own + channel)], exchange[uint32(own + channel + 8)])
+                    pairs[uint32((piece * words + word) * rows + row)] = pair
+            if lane < 4:
+                sum_of_h = float32(0)
+                for i in range(8):  # all channels of lanes 8 j + 2 u and 8 j + 2 u + 1 are columns of u
+                    sum_of_h += exchange[uint32(own + head_dim + 8 * (i >> 1) + 2 * lane + (i & 1))]
+                sums_of_h[(4 * piece + lane) * rows + row] = int32(sum_of_h)
+            cuda.syncwarp()  # they are read before others come
+
+    @device
+    def bring_row(
+        q, source, k_mean, mean_at, scale, row, lane, raw_queries, pairs, sums_of_h, exchange, own, terms
+    ):
+        mean_sum, largest = float32(0), SMALLEST
+        x = cuda.local.array(each, float32)
         for i in range(each):
             channel = lane + 32 * i
             if channel < head_dim:
-                x = widen(q[source + channel])
-                exchange[own + channel] = x
-                mean_sum += x * from_float16(k_mean[mean_at + channel])
+                x[i] = widen(q[source + channel]) * scale
+                exchange[own + channel] = x[i]
+                mean_sum += x[i] * from_float16(k_mean[mean_at + channel])
                 if raw:
-                    queries[query_place(channel, row, rows) + (copies - 1) * row_floats] = x * scale
+                    raw_queries[query_place(channel, row, rows)] = x[i]
         cuda.syncwarp()  # the row is in shared memory
-        hadamard(exchange, own, lane)
-        for i in range(each):
-            channel = lane + 32 * i
-            if channel < head_dim:
-                x = exchange[own + channel] * norm
-                if channel & 1:
-                    x = -x
-                x_sum += x
-                for copy in range(copies):
-                    bits = (all_bits >> (4 * copy)) & 15
-                    if bits:
-                        place = query_place(channel, row, rows) + copy * row_floats
-                        queries[place] = x * scale * factor_of(bits, channel % 16, exact)
-        cuda.syncwarp()  # the rotated row is read
-        exchange[own + lane], exchange[own + 32 + lane] = mean_sum, x_sum
-        cuda.syncwarp()  # the 32 parts of both sums are there
-        if lane < 2:
-            total = float32(0)
+        if coded:
+            hadamard(exchange, own, lane)
+            for i in range(each):
+                channel = lane + 32 * i
+                if channel < head_dim:
+                    x[i] = exchange[own + channel] * norm
+                    largest = max_number(largest, abs(x[i]))
+            cuda.syncwarp()  # the rotated row is read
+            exchange[own + lane], exchange[own + 32 + lane] = mean_sum, largest
+            cuda.syncwarp()  # the 32 parts of the sum, and of the largest, are there
+            mean_sum = float32(0)
             for i in range(32):
-                total += exchange[own + 32 * lane + i]
-            terms[lane * rows + row] = total * scale
-        cuda.syncwarp()  # the parts are read before the next row comes
+                mean_sum += exchange[uint32(own + i)]
+                largest = max_number(largest, exchange[uint32(own + 32 + i)])
+            if lane == 0:
+                terms[row], terms[rows + row] = mean_sum, largest / float32(MOST)
+            cuda.syncwarp()  # they are read before others come
+            bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, float32(MOST) / largest)
 
     return bring_row
 
@@ -101,22 +130,20 @@ def make_queries(head_dim, dtype, rows, widths):
 def make_whole_scores(rows, score_stride, softcap, window):
     """Make the device function that adds up the columns of two slots and turns the sums into scores.
 
-    Those of coded keys are multiplied by `factor`, the sums of x by `level`. A row sees positions from
-    lowest[row] on. The result says whether a score exceeds the running maximum of
-    its row by more than `HEADROOM`.
+    Those of coded keys are multiplied by `factor` and the unit of the query. A row sees positions from
+    lowest[row] on. The result says whether a score exceeds the running maximum of its row by more than
+    `HEADROOM`.
     """
 
     @device
-    def whole_scores(
-        exchange, start, t, factor, level, terms, coded, cap, unused, position, lowest, peak, sums
-    ):
+    def whole_scores(exchange, start, t, factor, terms, coded, cap, unused, position, lowest, peak, sums):
         rises = False
         for row in range(rows):
             s = float32(0)
             for i in range(4):
                 s += exchange[start + uint32(i * score_stride + t * rows + row)]
             if coded:
-                s = s * factor + (terms[row] - level * terms[rows + row])
+                s = s * (factor * terms[rows + row]) + terms[row]
             if softcap:
                 s = cap * float32(math.tanh(s / cap))
             if unused or (window and position < lowest[row]):
@@ -132,7 +159,7 @@ def make_raise(rows, score_stride, out_floats):
     """Make the device function that lets running maxima follow the scores, and shrinks what is added up."""
 
     @device
-    def raise_peaks(exchange, own, mine, sums, peak, total_weight, x_sum, out):
+    def raise_peaks(exchange, own, mine, sums, peak, total_weight, out):
         before = cuda.local.array(rows, float32)
         shrink = cuda.local.array(rows, float32)
         for row in range(rows):
@@ -147,52 +174,83 @@ def make_raise(rows, score_stride, out_floats):
         for row in range(rows):
             shrink[row] = math.exp(before[row] - peak[row])
             total_weight[row] *= shrink[row]
-            x_sum[row] *= shrink[row]
         for i in range(out_floats):
             out[i] *= shrink[i % rows]
+        cuda.syncwarp()  # the largest scores are read
 
     return raise_peaks
 
 
-def make_weights(rows):
-    """Make the device function that turns scores of a slot into probabilities, and these into x of V."""
+def make_weights(rows, dtype):
+    """Make the device functions that turn scores of a lane's two slots into probabilities, times steps of V.
+
+    Raw values take them as floats, by `place_of`. Coded ones take integers h, as `make_values` wants them, of
+    a unit for each row and each 16 tokens that one u takes: lanes 8 u to 8 u + 7 have them.
+    """
+    pieces = pieces_of(dtype)
 
     @device
-    def write_weights(sums, t, peak, total_weight, factor, level, x_sum, weights, to):
+    def weigh(sums, t, peak, total_weight, step):
         for row in range(rows):
             p = float32(math.exp(sums[t * rows + row] - peak[row]))
             total_weight[row] += p
-            x_sum[row] += p * level
-            weights[uint32(to) + uint32(place_of(0, row, rows))] = p * factor
+            sums[t * rows + row] = p * step
 
-    return write_weights
+    @device
+    def write_floats(sums, lane, weights, at):
+        g, u = lane >> 2, lane & 3
+        for t in range(2):  # slot 2 lane + t is column g + 8 t of V's tiles of block u
+            to = at + (2 * u + t) * 8 * rows + place_of(g, 0, rows)
+            for row in range(rows):
+                weights[uint32(to) + uint32(place_of(0, row, rows))] = sums[t * rows + row]
+
+    @device
+    def write_largest(sums, lane, exchange, own):
+        to = uint32(own + (4 * (lane & 7) + (lane >> 3)) * rows)
+        for row in range(rows):
+            a, b = sums[row].view(uint32) & MAGNITUDE, sums[rows + row].view(uint32) & MAGNITUDE
+            exchange[to + uint32(row)] = uint32(max(a, b)).view(float32)
+
+    @device
+    def write_pairs(sums, lane, exchange, own, units, units_at, pairs, pairs_at):
+        u = lane >> 3
+        largest = cuda.local.array(rows, uint32)
+        for row in range(rows):
+            largest[row] = SMALLEST.view(uint32)
+        at = uint32(own + u * rows)
+        for i in range(8):
+            for row in range(rows):
+                largest[row] = max(largest[row], exchange[at + uint32(4 * i * rows + row)].view(uint32))
+        b, half = lane & 3, lane >> 2 & 1  # both slots are a pair of V's tiles of block b
+        to = uint32(pairs_at + (8 * b + 4 * half + u) * rows)
+        for row in range(rows):
+            unit, inverse = unit_of(largest[row])
+            if lane & 7 == 0:
+                units[uint32(units_at + u * rows + row)] = unit
+            a, b = sums[row] * inverse, sums[rows + row] * inverse
+            for piece in range(pieces):
+                pairs[to + uint32(32 * piece * rows + row)] = pair_of(a, b)
+                a, b = (a - nearest(a)) / PIECE, (b - nearest(b)) / PIECE
+
+    return weigh, write_floats, write_largest, write_pairs
 
 
 def make_result(head_dim, rows, out_stride):
-    """Make the device function that writes the result of a part: sums over lanes, through shared memory.
-
-    A channel's is multiplied by `factor`, after which the sum of x is taken off.
-    """
+    """Make the device function that writes the result of a part: sums over lanes, through shared memory."""
     out_floats, part_floats = head_dim // 8 * rows, head_dim + 2
 
     @device
-    def write_result(exchange, own, lane, out, total_weight, x_sum, factor, peak, partial, result):
+    def write_result(exchange, own, lane, out, total_weight, peak, partial, result):
         for i in range(out_floats):
             exchange[uint32(own + lane * out_stride + i)] = out[i]
         for row in range(rows):
-            at = own + lane * out_stride + out_floats + row
-            exchange[uint32(at)], exchange[uint32(at + rows)] = total_weight[row], x_sum[row]
+            exchange[uint32(own + lane * out_stride + out_floats + row)] = total_weight[row]
         cuda.syncwarp()  # the sums of all lanes are in shared memory
-        total = float32(0)
-        if lane < 2 * rows:
-            for i in range(32):
-                total += exchange[own + i * out_stride + out_floats + lane]
         if lane < rows:
+            total = float32(0)
+            for i in range(32):
+                total += exchange[uint32(own + i * out_stride + out_floats + lane)]
             partial[(result + lane) * part_floats + head_dim + 1] = total
-        cuda.syncwarp()  # they are read before totals take the place of those of lane 0
-        if lane < 2 * rows:
-            exchange[own + out_floats + lane] = total
-        cuda.syncwarp()  # the totals are in shared memory
         for row in range(rows):
             to = (result + row) * part_floats
             partial[to + head_dim] = peak[row]
@@ -201,7 +259,7 @@ def make_result(head_dim, rows, out_stride):
                 for i in range(4):
                     at = own + (4 * (channel % 8) + i) * out_stride
                     x += exchange[uint32(at + (channel // 16 * 2 + channel % 16 // 8) * rows + row)]
-                partial[to + channel] = x * factor - exchange[own + out_floats + rows + row]
+                partial[to + channel] = x
         cuda.syncwarp()  # the sums are read before the next round exchanges anything
 
     return write_result

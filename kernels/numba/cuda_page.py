@@ -17,14 +17,12 @@ both halves of a word, which begin at bits 0 and 16, is at
     8 bits    1 tile, 2 words     bit 8 (p % 2) of word p // 2
     width 16  1 tile, 4 words     word p (float32: 8 words, word 2 p + half)
 
-A code c stands for n = 2 c - m, m being 2**bits - 1, times a step. Masked out of its word where it is, c is
-read as a float32: a denormal number, c * 2**(bit - 149), with which a GPU computes as fast as with any other.
-So a code takes one instruction; all else is done to the factors x of the columns, of which there are fewer:
+A code c stands for n = 2 c - (2**bits - 1), times a step. Codes are multiplied as bytes (`cuda_integers.py`):
+`load_tile_of` makes words that have both rows of a tile, in fields of which a mask leaves one. Byte 0 is
+column 2 u, byte 1 column 2 u + 8, bytes 2 and 3 are one column later:
 
-    sum of x n = 2 (sum of x c) - m (sum of x)
-
-Codes of odd columns are complemented, which makes n negative, and their x are, too: so the sum of x is small,
-and both sums are as exact as the difference has to be.
+    2 bits    row g at bit 0 of a byte, row g + 8 at bit 2        4 bits    at bits 0 and 4
+    3 bits    at bits 1 and 4                                     8 bits    a word for each row
 """
 
 import os
@@ -67,15 +65,6 @@ constant indices become registers."""
 ALIGNED = None if SIMULATED else 16
 """Alignment of shared arrays that are read 16 bytes at a time."""
 
-LIFT = 60
-"""Exponent by which x are raised, so that their products with denormal numbers are none."""
-
-SUNK = 149 - LIFT
-"""Exponent by which sums of such products are raised in the end."""
-
-EXACT_LIFT = 100
-"""How much of both is done to the codes where these are made exact."""
-
 BIAS = float32(2.0**112)
 """Between the exponents of float16 and float32."""
 
@@ -105,7 +94,7 @@ def load_tile_of(bits, dtype):
     """Make the device function that puts what a lane has of a tile into words[to], ...
 
     `at` is the lane's first word of the tiles that share words, `inside` which of them it is, `last` whether
-    it is the last of four. They are moved, so that the pair of register r has the same place in all of them.
+    it is the last of four. Coded tiles come with the columns in the order of the bytes, as above.
     """
     each = tile_words(bits, dtype)
 
@@ -116,7 +105,8 @@ def load_tile_of(bits, dtype):
 
     @device
     def load_one_of_two(memory, at, inside, last, words, to):
-        words[to] = memory[at] >> uint32(8 * inside)
+        word = memory[at] >> uint32(8 * inside)
+        words[to] = by_columns(word, word << uint32(4))
 
     @device
     def load_one_of_four(memory, at, inside, last, words, to):
@@ -130,50 +120,44 @@ def load_tile_of(bits, dtype):
             rest <<= uint32(1)
         first = memory[at + 32 * max(inside - 1, 0)] >> uint32(15 - 3 * inside)
         firsts = HALVES * uint32((2 << (3 * inside)) - 2)
-        words[to] = (first & firsts) | ((rest << uint32(3 * inside)) & ~firsts)
-
-    return {2: load_one_of_two, 3: load_one_of_four}.get(bits, load_tile)
-
-
-def element_of(bits, dtype, move):
-    """Make the device function that takes an element from the words of a tile.
-
-    A code comes as a denormal number, complemented in odd columns; in `is_exact` caches as n / 2, normal.
-    Those of odd registers, which are other rows, weigh 2**bits times as much, unless `move` is 1.
-    """
-    if bits == 16:
-        return raw_element(dtype)
-    mask, first_bit, pairs, exact = 2**bits - 1, int(bits == 3), min(4, 16 // bits), is_exact(dtype)
-    middle = float32(mask * 2.0 ** (EXACT_LIFT - 150))
+        word = (first & firsts) | ((rest << uint32(3 * inside)) & ~firsts)
+        words[to] = by_columns(word, word << uint32(2))
 
     @device
-    def element(words, at, register, half):
-        moved = register & move
-        word = words[at + register // pairs] >> uint32(16 * half + bits * moved)
-        if half:
-            word = ~word
-        bit = first_bit + bits * (register % pairs - moved)
-        code = uint32(word & uint32(mask << bit)).view(float32)
-        if exact:
-            return code * power_of_two(EXACT_LIFT) - middle * power_of_two(bit)
-        return code
+    def load_two_rows(memory, at, inside, last, words, to):
+        left, right = memory[at], memory[at + 32]
+        words[to] = by_columns(left, right << uint32(8))
+        words[to + 1] = by_columns(left >> uint32(8), right)
 
-    return element
-
-
-def is_exact(dtype):
-    """Return whether codes are made n / 2 by a second instruction, so that the sum of x is not needed.
-
-    That sum costs the last bit of a float32, which counts only if the cache is of that dtype.
-    """
-    return dtype == "float32"
+    return {2: load_one_of_two, 3: load_one_of_four, 8: load_two_rows}.get(bits, load_tile)
 
 
 @device
-def factor_of(bits, column, exact):
-    """Return what x of a column is multiplied by: undoes what bit its codes are at, and takes them twice."""
-    first_bit, later = 1 if bits == 3 else 0, 2 * bits if column >= 8 and bits < 8 else 0
-    return power_of_two(LIFT + 1 - first_bit - later - (EXACT_LIFT if exact else 0))
+def by_columns(left, right):
+    """Return bytes 0 and 2 of one word, 1 and 3 of another."""
+    return uint32((left & uint32(0x00FF00FF)) | (right & uint32(0xFF00FF00)))
+
+
+def codes_of(bits):
+    """Make the device function that returns four codes of a row of a tile, as bytes, from its words.
+
+    They are 2**shift times what they are, by `field_shift`.
+    """
+    mask = (2**bits - 1) * 0x01010101
+
+    @device
+    def codes(words, at, later):
+        if bits == 8:
+            return words[at + later]
+        return uint32(words[at] & uint32(mask << field_shift(bits, later)))
+
+    return codes
+
+
+@device
+def field_shift(bits, later):
+    """Return the bit at which a byte has the codes of row g, or of row g + 8 (later)."""
+    return (1 if bits == 3 else 0) + (bits if later and bits < 8 else 0)
 
 
 def raw_element(dtype):
@@ -193,12 +177,6 @@ def raw_element(dtype):
         return widen(words[at + register] >> uint32(16 * half))
 
     return half_element
-
-
-@device
-def largest_code(bits):
-    """Return 2**bits - 1 as a float32."""
-    return float32((1 << bits) - 1)
 
 
 @device

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvlab.numba_kernels import cuda_packed, cuda_packed_merge
+from hypothesis import given
+from hypothesis import strategies as st
+from kvlab.numba_kernels import cuda_integers, cuda_packed, cuda_packed_merge
 from numba import cuda, types
 from numba.cuda.simulator.kernelapi import FakeCUDAModule
 from numpy.lib.stride_tricks import as_strided
@@ -25,7 +27,7 @@ from kvlab.ops import packed_numba
 from kvlab.ops.packed import Sight
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
-from tests.compare import assert_accurate
+from tests.compare import assert_accurate, ulp
 from tests.ops.test_packed import RUNGS, SAME_WIDTHS, PackedCase, low_precision, make_pages, wrong_pages
 from tests.strategies import random_floats
 
@@ -169,7 +171,8 @@ def assert_right(case: PackedCase, multiprocessors: int = 1) -> None:
     assert (result.scores is None) == (case.options["keep_scores"] == 0)
     if result.scores is not None:
         used = (np.arange(scores.shape[2]) < case.pages.num_pages[..., None])[..., None, None]
-        assert (np.isclose(result.scores, scores, rtol=1e-4, atol=1e-4) | ~used).all()
+        close = max(1e-5, ulp(1, case.q.dtype) / 2)
+        assert (np.isclose(result.scores, scores, rtol=close, atol=close) | ~used).all()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
@@ -269,3 +272,23 @@ def test_refuses_what_it_cannot_do() -> None:
         simulate(dataclasses.replace(case, q=case.q.astype(np.float32)))
     with pytest.raises(ValueError, match="q must be contiguous in its last axis"):
         simulate(dataclasses.replace(case, q=np.repeat(case.q, 2, axis=3)[..., ::2]))
+
+
+@given(
+    st.floats(2.0**-90, 2.0**127, width=32),
+    st.floats(-1, 1, width=32),
+    st.lists(st.integers(0, 255), min_size=4, max_size=4),
+)
+def test_numbers_become_integers_of_sixteen_bits(largest: float, share: float, codes: list[int]) -> None:
+    """No number up to the largest one leaves the range, and products with codes are exact."""
+    unit, inverse = cuda_integers.unit_of.fn(np.float32(largest).view(np.uint32))
+    assert np.isclose(unit * inverse, 1, rtol=1e-6, atol=0)
+    numbers = np.float32(largest) * np.array([1, share], np.float32)
+    h = np.round((numbers * inverse).astype(np.float64)).astype(int)
+    assert cuda_integers.MOST // 2 <= h[0] <= cuda_integers.MOST
+    pair, word = (
+        cuda_integers.pair_of.fn(*(numbers * inverse)),
+        sum(code << 8 * i for i, code in enumerate(codes)),
+    )
+    for dot, two in ((cuda_integers.first_dot, codes[:2]), (cuda_integers.second_dot, codes[2:])):
+        assert dot(pair, np.uint32(word), np.int32(-5)) == -5 + 2 * h @ two
