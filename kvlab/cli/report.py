@@ -18,6 +18,13 @@ group = typer.Typer(
 )
 Folders = Annotated[list[Path], typer.Argument(help="Folders of collected sweeps.")]
 Change = Annotated[float, typer.Option(help="Change of perplexity that the best configuration may have.")]
+Files = Annotated[
+    list[Path],
+    typer.Option(
+        "--file",
+        help="Result of kvlab validate or benchmarks/generation/run.py, for expectations; repeat it.",
+    ),
+]
 
 
 @group.command()
@@ -64,10 +71,7 @@ def query(
 @group.command()
 def expected(
     folders: Folders,
-    files: Annotated[
-        list[Path],
-        typer.Option("--file", help="Result of kvlab validate or benchmarks/generation/run.py; repeat it."),
-    ] = [],  # noqa: B006
+    files: Files = [],  # noqa: B006
     as_json: Json = False,
     output: Output = None,
 ) -> None:
@@ -111,6 +115,7 @@ def compare(
 @group.command()
 def write(
     folders: Folders,
+    files: Files = [],  # noqa: B006
     change: Change = 0.01,
     as_json: Json = False,
     output: Annotated[
@@ -124,7 +129,8 @@ def write(
     from kvlab.lab.ablation_report import write_report
     from kvlab.lab.tables import read_summary
 
-    paths = write_report(read_summary(*folders), output or folders[0], change)
+    found = [json.loads(path.read_bytes()) for path in files]
+    paths = write_report(read_summary(*folders), output or folders[0], change, found)
     emit_json({"files": list(map(str, paths))}, as_json=as_json, output=None)
     if not as_json:
         typer.echo("\n".join(map(str, paths)))

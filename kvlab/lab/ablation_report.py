@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvlab.lab.ablation_figures import figures
 from kvlab.lab.expectations import expectations
@@ -58,13 +58,17 @@ for (const table of document.querySelectorAll("table")) {
 """
 
 
-def all_views(rows: Sequence[Row], change: float = 0.01) -> list[View]:
+def all_views(
+    rows: Sequence[Row], change: float = 0.01, files: Sequence[Mapping[str, Any]] = ()
+) -> list[View]:
     """The views of a sweep and what was expected of it."""
-    claims = View("Expected and measured", expectations(rows), "no claim passes without a measurement")
+    claims = View("Expected and measured", expectations(rows, files), "no claim passes without a measurement")
     return [*views(rows, change), claims]
 
 
-def write_report(rows: Sequence[Row], folder: Path, change: float = 0.01) -> list[Path]:
+def write_report(
+    rows: Sequence[Row], folder: Path, change: float = 0.01, files: Sequence[Mapping[str, Any]] = ()
+) -> list[Path]:
     """Write report.md, report.html, and the figures as PNG and SVG into a folder.
 
     Parameters
@@ -74,6 +78,8 @@ def write_report(rows: Sequence[Row], folder: Path, change: float = 0.01) -> lis
     folder : Path
     change : float
         Bound on the change of perplexity for the best configuration.
+    files : sequence of mapping
+        Contents of other result files, as for `kvlab.lab.expectations.expectations`.
 
     Returns
     -------
@@ -85,7 +91,7 @@ def write_report(rows: Sequence[Row], folder: Path, change: float = 0.01) -> lis
         If matplotlib is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drawn, shown = figures(rows), all_views(rows, change)
+    drawn, shown = figures(rows), all_views(rows, change, files)
     paths = [folder / "report.md", folder / "report.html"]
     write_atomically(paths[0], to_markdown(shown, list(drawn)))
     write_atomically(paths[1], to_html(rows, shown, drawn))

@@ -244,5 +244,9 @@ def test_the_command_reads_several_sweeps(tmp_path: Path) -> None:
     assert json.loads(asked.output) == {"rows": [{"n": 48}]}
     judged = runner.invoke(cli.app(), ["report", "expected", *paths])
     assert judged.exit_code == 1  # the GPU is as fast as the CPU here
-    written = runner.invoke(cli.app(), ["report", "write", *paths, "--output", str(tmp_path / "out")])
+    steps = {"layers": 32, "cases": [{"cache": "graph", "batch": 1, "tokens": 2048, "ms_median": 4.0}]}
+    (tmp_path / "steps.json").write_text(json.dumps(steps))
+    more = ["--output", str(tmp_path / "out"), "--file", str(tmp_path / "steps.json")]
+    written = runner.invoke(cli.app(), ["report", "write", *paths, *more])
     assert "report.html" in written.output
+    assert "4 ms, steps in CUDA graphs" in (tmp_path / "out" / "report.md").read_text()
