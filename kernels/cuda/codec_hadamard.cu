@@ -15,8 +15,8 @@
 // thresholds times scale stand in shared memory, a column a lane, so that one look-up without bank conflicts
 // and one comparison give a code. From 5 bits on see `Cells`.
 //
-// Memory of a block: dynamic shared memory of `Memory` for each of its 2 warps, and tables. Registers: VALUES
-// elements a lane.
+// Memory of a block: dynamic shared memory of `Memory` for each of its 2 warps (to quantize from 5 bits on 6
+// to 10, which share up to 19 KB of cells), and tables. Registers: VALUES elements a lane.
 //
 // One barrier of the block: thresholds, cells or levels are there. Else only lanes of a warp wait for each
 // other.
@@ -36,14 +36,16 @@
 #include "codec_squares.cuh"
 #include "codec_tiles.cuh"
 
-// Resident blocks: 10 where that does not spill registers.
-constexpr int QUANTIZE_BLOCKS = DTYPE == FLOAT16 && GROUP <= 128 ? 10 : 8;
 #if __CUDA_ARCH__ == 900
 constexpr int DEQUANTIZE_BLOCKS = DTYPE == FLOAT32 ? 8 : 10;
 #else
 constexpr int DEQUANTIZE_BLOCKS = 8;
 #endif
-constexpr int LANES = GROUP / VALUES;  // of a group
+// From 5 bits on the warps of a block share the cells; resident blocks are as many as do not spill registers.
+constexpr int QUANTIZE_WARPS = CODE_BITS <= 4 ? WARPS : DTYPE == FLOAT32 ? 6 : CODE_BITS == 6 ? 8 : 10;
+constexpr int QUANTIZE_BLOCKS = CODE_BITS > 4 ? 2 : DTYPE == FLOAT16 && GROUP <= 128 ? 10 : 8;
+constexpr int QUANTIZE_TURNS = CODE_BITS > 4 && DTYPE != FLOAT32 ? 4 : 8;  // tiles of a warp
+constexpr int LANES = GROUP / VALUES;                                      // of a group
 constexpr int HALF = 1 << (CODE_BITS - 1);
 constexpr u32 TOP = (1 << CODE_BITS) - 1;
 constexpr bool SIGNED_CELLS = CODE_BITS == 3 || CODE_BITS == 4;
@@ -182,7 +184,7 @@ struct Coder {
 __device__ __forceinline__ Coder coder_of(const Scale& found) {
     float units = 0.f;  // cells of one unit of the scale, as a part of all
     if constexpr (SIGNED_CELLS) units = 1.f / (TOP * CELL_WIDTH<CODE_BITS>);
-    if constexpr (CODE_BITS > 4) units = Cells<CODE_BITS>::A_UNIT / Cells<CODE_BITS>::COUNT;
+    if constexpr (CODE_BITS > 4) units = 1.f / Cells<CODE_BITS>::END;
     Coder r;
     r.factor = DTYPE != FLOAT16 && found.s < 1e-20f ? (float)(1ll << 60) : 1.f;
     r.s = __fmul_rn(found.s, r.factor);
@@ -211,10 +213,11 @@ __device__ __forceinline__ void put_thresholds(const float* units, float s, floa
     }
 }
 
-// The code of y above BASE, as the width of codes has it. `table`: where the threshold of cell BASE stands.
+// The code of y above BASE, as the width of codes has it. `zero`: where the threshold or cell 0 of this lane
+// would stand if they were counted from -MAGIC_BITS.
 constexpr u32 BASE = SIGNED_CELLS ? MAGIC_BITS : 0;
 
-__device__ __forceinline__ u32 code_of(float y, const Coder& coder, u32 table, const Cell* cells) {
+__device__ __forceinline__ u32 code_of(float y, const Coder& coder, u32 zero) {
     if constexpr (CODE_BITS == 1) {
         return 1 - (__float_as_uint(y) >> 31);
     } else if constexpr (CODE_BITS == 2) {
@@ -224,21 +227,21 @@ __device__ __forceinline__ u32 code_of(float y, const Coder& coder, u32 table, c
         const float part = __saturatef(__fmaf_rn(y, coder.to_cells, .5f));
         const u32 cell = __float_as_uint(__fmaf_rd(part, TOP * (1.f - 1e-6f), MAGIC));
         // Negative where y is above the threshold.
-        const float above = __fsub_rn(shared_float(table + cell * (4 * THREADS)), y);
+        const float above = __fsub_rn(shared_float(zero + cell * (4 * THREADS)), y);
         return cell + (__float_as_uint(above) >> 31);
     } else {
-        const u32 code = code_of_magnitude<CODE_BITS>(y, coder.s, coder.to_cells, cells);
+        const u32 code = code_of_magnitude<CODE_BITS>(y, coder.s, coder.to_cells, zero);
         return code ^ ((u32)((i32)__float_as_uint(y) >> 31) & TOP);
     }
 }
 
 // Adds code K of a lane to its words, and all after it.
 template <int K>
-__device__ __forceinline__ void put_codes(const float (&v)[VALUES], const Coder& coder, u32 table,
-                                          const Cell* cells, u32 (&words)[WORDS]) {
+__device__ __forceinline__ void put_codes(const float (&v)[VALUES], const Coder& coder, u32 zero,
+                                          u32 (&words)[WORDS]) {
     if constexpr (K < VALUES) {
         constexpr int WORD = K * CODE_BITS / 32, BIT = K * CODE_BITS % 32;
-        u32 code = code_of(v[K], coder, table, cells);
+        u32 code = code_of(v[K], coder, zero);
         if constexpr (BIT + CODE_BITS > 32) {
             code &= TOP;
             words[WORD + 1] += code >> (32 - BIT);
@@ -246,7 +249,7 @@ __device__ __forceinline__ void put_codes(const float (&v)[VALUES], const Coder&
         } else {
             words[WORD] += (code << BIT) - (BASE << BIT);
         }
-        put_codes<K + 1>(v, coder, table, cells, words);
+        put_codes<K + 1>(v, coder, zero, words);
     }
 }
 
@@ -282,26 +285,27 @@ __device__ __forceinline__ void tame(float (&v)[VALUES], float factor) {
 
 // x: `count` elements, a multiple of GROUP, 16-byte aligned; packed: 16-byte aligned; bad: null, or set to 1
 // if a group cannot be represented.
-extern "C" __global__ void __launch_bounds__(THREADS, QUANTIZE_BLOCKS)
+extern "C" __global__ void __launch_bounds__(32 * QUANTIZE_WARPS, QUANTIZE_BLOCKS)
     quantize_hadamard(const void* __restrict__ x, i64 count, u8* __restrict__ packed, u16* __restrict__ scale,
                       i32* bad, const __grid_constant__ Codebook book) {
     extern __shared__ __align__(128) u8 dynamic[];
     __shared__ float thresholds[SIGNED_CELLS ? TABLE * THREADS : 1];
     __shared__ __align__(16) float units[SIGNED_CELLS ? HALF : 1];
-    __shared__ Cell cells[CODE_BITS > 4 ? Cells<CODE_BITS>::COUNT : 1];
+    __shared__ __align__(128) Cell cells[CODE_BITS > 4 ? Cells<CODE_BITS>::COUNT * COPIES : 1];
     if constexpr (SIGNED_CELLS) {
         if (threadIdx.x < HALF - 1) units[threadIdx.x] = threshold(book, threadIdx.x);
         __syncthreads();  // the thresholds are there
     }
     if constexpr (CODE_BITS > 4) {
-        for (int i = threadIdx.x; i < Cells<CODE_BITS>::COUNT; i += THREADS)
-            cells[i] = cell_at<CODE_BITS>(book, i);
+        fill_cells<CODE_BITS>(book, cells);
         __syncthreads();  // the cells are there
     }
     const int lane = threadIdx.x % 32;
     Memory& own = ((Memory*)dynamic)[threadIdx.x / 32];
     float* table = thresholds + threadIdx.x;
-    Tiles tile(count, CODE_BITS <= 4 ? 8 : 16);
+    const u32 zero = CODE_BITS > 4 ? shared_address(cells + lane % COPIES) - MAGIC_BITS * CELL_BYTES
+                                   : shared_address(table) - BASE * (4 * THREADS);
+    Tiles tile(count, QUANTIZE_TURNS, QUANTIZE_WARPS);
     if (tile.here()) fetch_elements(x, tile, own.elements, lane);
     for (; tile.here(); tile = tile.next()) {
         const bool inside = lane * VALUES < tile.here();
@@ -332,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUANTIZE_BLOCKS)
             if (!__all_sync(ALL_LANES, usual)) tame(v, coder.factor);
         }
         u32 words[WORDS] = {};
-        put_codes<0>(v, coder, shared_address(table) - BASE * (4 * THREADS), cells, words);
+        put_codes<0>(v, coder, zero, words);
         put_words(words, coder.mask, own.stream, lane);
         give_stream(own.stream, packed, tile, lane);
     }
@@ -363,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DEQUANTIZE_BLOCKS)
     }
     const int lane = threadIdx.x % 32;
     Memory& own = ((Memory*)dynamic)[threadIdx.x / 32];
-    Tiles tile(count, 4);
+    Tiles tile(count, 4, WARPS);
     static_assert(4 * THREADS == 1 << 8, "code_at<8> is a row of levels");
     const u32 column = 4 * threadIdx.x;  // of levels, in bytes
     u32 word = 0;                        // the scale of the group of this lane

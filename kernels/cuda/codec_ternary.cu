@@ -141,6 +141,10 @@ struct Values {
     }
 };
 
+// Whether lanes write side by side, 512 bytes at once, and take scales from each other. Only for float32: a
+// scale is not much to prepare there, and writing takes most of the time.
+constexpr bool WHOLE_LINES = DTYPE == FLOAT32;
+
 // Reverse of quantize_ternary; bad is set to 1 if a byte is above 242.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     dequantize_ternary(const u8* __restrict__ packed, i64 count, int row, const u16* __restrict__ scale,
@@ -150,23 +154,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const i64 first = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * PARTS * TILE;
     if (first >= count) return;
     const int here = (int)min((i64)PARTS * TILE, count - first);
-    u32 words[PARTS];
+    const int lane = threadIdx.x % 32;
+    u32 words[PARTS];  // of 16-bit elements, the scales of this lane's groups; else that of the lane-th group
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
         const Lane me = lane_of(first + p * TILE, here - p * TILE);
-        words[p] = me.inside ? scale[me.group] : 0;
+        const bool has = WHOLE_LINES ? p * TILE + lane * GROUP < min((p + 1) * TILE, here) : me.inside;
+        words[p] = has ? scale[WHOLE_LINES ? (first + p * TILE) / GROUP + lane : me.group] : 0;
     }
     const TernaryTile<true> tile = {own.digits, own.bytes, here / row, row};
-    if (tile.load(packed + first / row * ((row + 4) / 5), threadIdx.x % 32) && bad) *bad = 1;
+    if (tile.load(packed + first / row * ((row + 4) / 5), lane) && bad) *bad = 1;
 #pragma unroll
     for (int p = 0; p < PARTS; ++p) {
         const Lane me = lane_of(first + p * TILE, here - p * TILE);
-        const Values values(words[p]);
 #pragma unroll
         for (int j = 0; j < LOADS; ++j) {
-            const int at = me.at + j * Lane::STRIDE;
+            const int at = WHOLE_LINES ? (32 * j + lane) * PER_LOAD : me.at + j * Lane::STRIDE;
+            const Values values(WHOLE_LINES ? __shfl_sync(ALL_LANES, words[p], at / GROUP) : words[p]);
             const uint4 raw = values.of(own.digits + place<4>(p * TILE + at));
-            if (me.inside) *(uint4*)((u8*)out + (first + p * TILE + at) * ELEMENT_BYTES) = raw;
+            if (p * TILE + at < here) *(uint4*)((u8*)out + (first + p * TILE + at) * ELEMENT_BYTES) = raw;
         }
     }
 }

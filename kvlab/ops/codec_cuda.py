@@ -154,10 +154,15 @@ def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
         values = min(group, 64)
         macros |= {"GROUP": group, "VALUES": values}
         kernel = cuda_kernel("codec_hadamard", f"{name}_hadamard", tuple(macros.items()), device)
-        turns = 4 if name == "dequantize" else 8 if layout.bits <= 4 else 16  # tiles of a warp
-        blocks = -(-count // (64 * values * turns))
+        turns, warps = 8, 2  # tiles of a warp, warps of a block
+        if name == "dequantize":
+            turns = 4
+        elif layout.bits > 4:
+            turns = 8 if dtype == "float32" else 4
+            warps = 6 if dtype == "float32" else 8 if layout.bits == 6 else 10
+        blocks = -(-count // (32 * warps * values * turns))
         lane = values * (2 if dtype != "float32" else 4) + 16 + values * int(layout.bits) // 8
-        return _RowsCall(kernel, shape, False, [_codebook(layout)], blocks, 64, 64 * lane)
+        return _RowsCall(kernel, shape, False, [_codebook(layout)], blocks, 32 * warps, 32 * warps * lane)
     macros |= {"CODEC": reference.CODECS.index(layout.codec), "LANES": group // 32}
     kernel = cuda_kernel("codec_rows", f"{name}_rows", tuple(macros.items()), device)
     return _RowsCall(kernel, shape, True, [], -(-count // _BLOCK), 256)

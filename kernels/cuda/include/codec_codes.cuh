@@ -124,29 +124,47 @@ __device__ __forceinline__ u32 codebook_code(float y, float s, const float* thre
 template <int BITS>
 constexpr float CELL_WIDTH = BITS == 3 ? .6f : .3f;
 
-// Codes of 5 bits and more: magnitudes, COUNT cells, A_UNIT to a unit, the last one without an end. A cell
-// says how many thresholds lie below it, and which one lies in it or comes next.
+// Codes of 5 bits and more: magnitudes, saturated at END units, COUNT cells that widen as the distances of
+// thresholds do: the place of part p of END is COUNT (2 p - p^2). A cell has the threshold in it, or the next
+// one, and the code of what lies below that.
 struct Cell {
     float threshold;
-    u32 below;
+    u32 code;
 };
+
+constexpr int COPIES = 16;  // of each cell: one for a lane of a half warp, so that no two meet in a bank
+constexpr u32 CELL_BYTES = COPIES * (u32)sizeof(Cell);  // of all copies
 
 template <int BITS>
 struct Cells {
     static constexpr int HALF = 1 << (BITS - 1);
-    static constexpr float A_UNIT = BITS == 5 ? 9.f : BITS == 6 ? 16.f : 64.f;
-    static constexpr int COUNT = BITS == 5 ? 27 : BITS == 6 ? 56 : 282;
+    static constexpr int COUNT = BITS == 5 ? 16 : BITS == 6 ? 34 : 149;
+    static constexpr float END = BITS == 5 ? 3.5f : BITS == 6 ? 4.f : 4.75f;
+
+    // The cell of a part of END, above MAGIC_BITS.
+    static __device__ __forceinline__ u32 at(float part) {
+        constexpr float WHOLE = COUNT * (1.f - 1e-6f);
+        return __float_as_uint(__fmaf_rd(part, __fmaf_rn(part, -WHOLE, 2.f * WHOLE), MAGIC));
+    }
 };
 
-// Cell i of COUNT, from the thresholds.
+// Fills cells, [COUNT][COPIES], with all threads of the block: each has a threshold and the cells from that
+// of the one before to its own.
 template <int BITS>
-__device__ __forceinline__ Cell cell_at(const Codebook& book, int i) {
+__device__ __forceinline__ void fill_cells(const Codebook& book, Cell* cells) {
     using Own = Cells<BITS>;
-    u32 below = 0;
-    for (u32 step = Own::HALF / 2; step; step /= 2) {
-        if (threshold(book, below + step - 1) * Own::A_UNIT < i) below += step;
+    const auto cell_of = [&](int i) {
+        return (int)(Own::at(__saturatef(threshold(book, i) * (1.f / Own::END))) - MAGIC_BITS);
+    };
+    for (int i = threadIdx.x; i < Own::HALF; i += blockDim.x) {
+        const bool last = i == Own::HALF - 1;
+        const Cell cell = {last ? __uint_as_float(0x7f800000u) : threshold(book, i), (u32)(Own::HALF + i)};
+        const int end = last ? Own::COUNT : cell_of(i) + 1;
+        for (int at = i ? cell_of(i - 1) + 1 : 0; at < end; ++at) {
+#pragma unroll
+            for (int k = 0; k < COPIES; ++k) cells[at * COPIES + (k + i) % COPIES] = cell;
+        }
     }
-    return {(int)below < Own::HALF - 1 ? threshold(book, below) : __uint_as_float(0x7f800000u), below};
 }
 
 // One more if a > b: one operation beside the comparison, where the compiler makes two.
@@ -157,15 +175,17 @@ __device__ __forceinline__ u32 more_if_above(u32 x, float a, float b) {
     return x;
 }
 
-// How many thresholds lie below the magnitude of y, above HALF. `to_cells` is A_UNIT / COUNT over the scale
-// s.
+// The code of the magnitude of y. `to_cells` is 1 / END over the scale s; `zero`: where this lane's copy of
+// cell 0 would stand if cells were counted from -MAGIC_BITS.
 template <int BITS>
-__device__ __forceinline__ u32 code_of_magnitude(float y, float s, float to_cells, const Cell* cells) {
-    using Own = Cells<BITS>;
-    const float part = __saturatef(__fmul_rn(fabsf(y), to_cells));
-    const u32 found = __float_as_uint(__fmaf_rd(part, Own::COUNT * (1.f - 1e-6f), MAGIC));
-    const Cell cell = (cells - MAGIC_BITS)[found];  // so an address is one operation
-    return more_if_above(cell.below + Own::HALF, fabsf(y), __fmul_rn(cell.threshold, s));
+__device__ __forceinline__ u32 code_of_magnitude(float y, float s, float to_cells, u32 zero) {
+    const u32 found = Cells<BITS>::at(__saturatef(__fmul_rn(fabsf(y), to_cells)));
+    Cell cell;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=f"(cell.threshold), "=r"(cell.code)
+                 : "r"(zero + found * CELL_BYTES)
+                 : "memory");
+    return more_if_above(cell.code, fabsf(y), __fmul_rn(cell.threshold, s));
 }
 
 // The digit of x: 0, 1, 2 for -1, 0, 1.

@@ -26,14 +26,16 @@ __device__ __forceinline__ float shared_float(u32 address) {
     return r;
 }
 
-// The tiles that a warp takes: `turns`, from `index` on in steps of WARPS. With few of them no multiprocessor
-// is done long before the others.
+// The tiles that a warp takes: `turns`, from `index` on in steps of the block's warps. With few of them no
+// multiprocessor is done long before the others.
 struct Tiles {
     i64 index, count;  // count: elements up to the last tile of the block
+    int warps;
 
-    __device__ __forceinline__ Tiles(i64 elements, int turns)
-        : index((i64)blockIdx.x * (turns * WARPS) + threadIdx.x / 32),
-          count(min(elements, ((i64)blockIdx.x + 1) * (turns * WARPS * TILE_ELEMENTS))) {}
+    __device__ __forceinline__ Tiles(i64 elements, int turns, int warps)
+        : index((i64)blockIdx.x * (turns * warps) + threadIdx.x / 32),
+          count(min(elements, ((i64)blockIdx.x + 1) * (turns * warps * TILE_ELEMENTS))),
+          warps(warps) {}
 
     __device__ __forceinline__ i64 first() const { return index * TILE_ELEMENTS; }
     __device__ __forceinline__ int here() const {
@@ -41,7 +43,7 @@ struct Tiles {
     }
     __device__ __forceinline__ Tiles next() const {
         Tiles r = *this;
-        r.index += WARPS;
+        r.index += warps;
         return r;
     }
 };
