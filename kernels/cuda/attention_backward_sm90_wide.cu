@@ -189,17 +189,6 @@ __device__ __forceinline__ void finish_keys(const Call& call, const float (&dk)[
     write_keys(call.dv, call, w.s, w.keys.head, dv, key, channel, 1.f);
 }
 
-// Stores a warpgroup's dQ, 64 rows by 64 columns, as the workspace has it.
-__device__ __forceinline__ void store_sums(u32 to, const float (&dq)[32]) {
-    const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4, u = threadIdx.x % 4;
-    const u32 own = to + (16 * warp + g) * 256 + 8 * u;
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-        store_pair(own + (n ^ g) * 32, dq[4 * n], dq[4 * n + 1]);
-        store_pair(own + 8 * 256 + (n ^ g) * 32, dq[4 * n + 2], dq[4 * n + 3]);
-    }
-}
-
 // The work of warps 4-7 (GROUP 0) or 8-11 (1).
 template <int GROUP>
 __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const Call& call) {

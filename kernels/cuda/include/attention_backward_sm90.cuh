@@ -172,17 +172,22 @@ __device__ __forceinline__ void store_scores(u32 to, const u32 (&x)[COUNT], int 
     }
 }
 
-// Adds a block of 64 rows by 64 columns of dQ to the workspace, from the warpgroup's place in shared memory.
-__device__ __forceinline__ void add_block(float* to, const float* dq, u32 sums, int group) {
+// Stores a warpgroup's dQ, 64 rows by 64 columns, as the workspace has it.
+__device__ __forceinline__ void store_sums(u32 to, const float (&dq)[32]) {
     const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4, u = threadIdx.x % 4;
-    if (threadIdx.x % 128 == 0) wait_additions_read();
-    sync_threads(2 + group, 128);  // the previous block has been read
-    const u32 own = sums + (16 * warp + g) * 256 + 8 * u;
+    const u32 own = to + (16 * warp + g) * 256 + 8 * u;
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
         store_pair(own + (n ^ g) * 32, dq[4 * n], dq[4 * n + 1]);
         store_pair(own + 8 * 256 + (n ^ g) * 32, dq[4 * n + 2], dq[4 * n + 3]);
     }
+}
+
+// Adds a block of 64 rows by 64 columns of dQ to the workspace, from the warpgroup's place in shared memory.
+__device__ __forceinline__ void add_block(float* to, const float (&dq)[32], u32 sums, int group) {
+    if (threadIdx.x % 128 == 0) wait_additions_read();
+    sync_threads(2 + group, 128);  // the previous block has been read
+    store_sums(sums, dq);
     fence_async();
     sync_threads(2 + group, 128);  // all of the block is in shared memory
     if (threadIdx.x % 128 == 0) add_floats(to, sums, SUM_BYTES);
