@@ -153,17 +153,15 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     const OpenPage second = open_page(call.layer, at.pair, open.y);
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) x[j] = __fsub_rn(raw_value(raw[j]), mean[j]);
+    int best = 0;
     Grid grid = {};
     StepRange range = {0, -1};
-    float error = 0.f;
     if (BITS < 16) {
         rotate(x, lane);
         range = steps_near(x, BITS, lane);
         grid = grid_of(range.candidate(rank), BITS);
-        error = grid_error(x, grid, lane);
+        best = least_of(meeting, grid_error(x, grid, lane), is_key ? 0 : 1, rank, turn, lane);
     }
-    // Sides that go raw meet as well, and find 0: else racecheck takes a later barrier of the block for none.
-    const int best = least_of(meeting, error, is_key ? 0 : 1, rank, turn, lane);
     if (rank != best && rank != 0) return;
     const Slot slot = slot_of(call, first, second, at);
     if (rank == 0 && is_key) {
@@ -295,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
         finish_row(call, row, head, step, g, probabilities[r], lane);
     }
     __syncthreads();  // slots and probabilities are whole; nobody looks at counts and length any more
+    __syncthreads();  // nothing more: racecheck misses the one before where only one team met at its own
     if (call.observed == MASS) {
 #pragma unroll 1
         for (int t = warp; t < steps; t += WARPS) {

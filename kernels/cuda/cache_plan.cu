@@ -19,7 +19,7 @@
 #include "cache_plan.cuh"
 #include "early_launch.cuh"
 
-constexpr int COUNT_THREADS = 256, ROW_THREADS = 1024, BIRTH_THREADS = 1024;
+constexpr int COUNT_THREADS = 256, ROW_THREADS = 1024, BIRTH_THREADS = 256;
 constexpr int ASKED = 8, ANSWERING = ROW_THREADS / ASKED;  // questions of choose_rungs, threads for each
 __constant__ u64 MANTISSA[8] = {4294967296ull, 4683695048ull, 5107605667ull, 5569883475ull,
                                 6074001000ull, 6623745059ull, 7223245206ull, 7877004752ull};
@@ -45,7 +45,7 @@ __device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weight
     return weights[low] + (u64)(rank - starts[low]) * token_weight(low);
 }
 
-// Counts the tokens of 32 pages, entry `entry` of lane; half a warp has a page, a lane four slots of it.
+// Counts the tokens of 32 pages at most, entry `entry` of a lane: half a warp a page, a lane four slots.
 __device__ __forceinline__ void count_pages(const Plan& p, int pair, int segment, int entry, int pages,
                                             u32* counts, int (*kinds)[3], int lane) {
     constexpr int AT_ONCE = 4;
@@ -103,9 +103,10 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
     if (threadIdx.x < CACHE_RUNGS * 3) (&kinds[0][0])[threadIdx.x] = 0;
     __syncthreads();  // counters are zero
     const int pages = p.s.num_pages[pair];
+    const int each = pages <= COUNT_THREADS / 4 ? 8 : pages <= COUNT_THREADS / 2 ? 16 : 32;  // for all warps
 #pragma unroll 1
-    for (int first = 32 * warp; first < pages; first += COUNT_THREADS)
-        count_pages(p, pair, segment, first + lane, pages, counts, kinds, lane);
+    for (int first = each * warp; first < pages; first += each * (COUNT_THREADS / 32))
+        count_pages(p, pair, segment, lane < each ? first + lane : pages, pages, counts, kinds, lane);
 #pragma unroll 4
     for (int step = threadIdx.x; step < call.steps; step += COUNT_THREADS) {
         const int key = new_key(p, pair, segment, step);

@@ -337,7 +337,7 @@ def _launches(workspace: Workspace, layers: int) -> list[PreparedLaunch]:
         for entry, blocks, threads, shared_bytes in (
             ("count_keys", groups, 256, counters),
             ("choose_rungs", shape.batch, 1024, 4 * _held(shape)),
-            ("bear_pages", 1, 1024, 0),
+            ("bear_pages", 1, 256, 0),
             ("plan_moves", groups, 256, 0),
             ("make_tables", 1, 1024, 0),
         )
