@@ -16,8 +16,11 @@ from kvlab.sizes import format_size
 __all__ = ["Cost", "estimate"]
 
 _MODEL_BYTES = {"smollm2": 3 << 29, "tiny": 300 << 20, None: 300 << 20}
-_GPU_MODEL_BYTES = {"smollm2": 3 << 29, "tiny": 1 << 30, None: 1 << 30}
-"""Weights and libraries; on a GPU its context and the kernels."""
+_GPU_MODEL_BYTES = {"smollm2": 2 << 30, "tiny": 1 << 30, None: 1 << 30}
+_GPU_LIBRARIES = 1 << 29
+"""Weights and libraries: on a CPU, on a GPU, and what those of a GPU take of the CPU's memory."""
+_FILLING_NBYTES, _CHUNKS = 94 << 10, 4.5
+"""Pages that a layer and KV head of a cache is filling; chunks of predictions (docs/performance/sweep.md)."""
 
 
 Group = Sequence[AblationCase]
@@ -113,7 +116,7 @@ def _nbytes(group: Group) -> int:
     if like.device == "cpu":
         held = _read_nbytes(group)
     else:
-        held = int(fp16 * sum(case.budget for case in group)) + _synthetic_nbytes(like)
+        held = int(fp16 * sum(case.budget for case in group)) + _synthetic_nbytes(like) + _GPU_LIBRARIES
     return _MODEL_BYTES[like.model] + held + fp16 // 2
 
 
@@ -131,9 +134,10 @@ def _read_nbytes(group: Group) -> int:
     like = group[0]
     fp16 = like.geometry.fp16_nbytes(like.context_length)
     packed = fp16 * sum(case.budget for case in group)
+    packed += len(group) * like.geometry.num_layers * like.geometry.num_kv_heads * _FILLING_NBYTES
     if like.model is None:
         return int(packed) + _synthetic_nbytes(like)
-    predictions = 3 * 4 * CHUNK * MODELS[like.model].vocabulary  # two of full precision, one of a cache
+    predictions = _CHUNKS * 4 * CHUNK * MODELS[like.model].vocabulary
     return int(like.texts_at_once * (2 * fp16 + packed + predictions))
 
 
