@@ -170,7 +170,7 @@ def fast(root: Path | None = None) -> list[str]:
     for item, rows in pairs:
         found = built.get(item, rows)
         failures += _failures(item, found)
-        if rows and found != rows:
+        if rows and not _agree(found, rows):
             failures.append(f"{item}: {TABLE} does not hold what the compiler gives; run make compile-gate")
     return failures
 
@@ -194,6 +194,21 @@ def full(root: Path | None = None) -> tuple[list[Row], list[str]]:
         lines = ",\n".join(json.dumps(dataclasses.asdict(row)) for row in rows)
         (root / TABLE).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     return rows, failures
+
+
+def _agree(found: list[Row] | str, known: list[Row]) -> bool:
+    """Whether the compiler gives what the table holds.
+
+    What NVRTC compiled before in a process now and then moves the registers of a kernel by a few, so they may
+    differ by 8, the unit in which a multiprocessor gives them out.
+    """
+    if isinstance(found, str) or len(found) != len(known):
+        return False
+    return all(
+        dataclasses.replace(one, registers=other.registers) == other
+        and abs(one.registers - other.registers) <= 8
+        for one, other in zip(found, known, strict=True)
+    )
 
 
 def _failures(item: Specialisation, rows: list[Row] | str) -> list[str]:

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from kvlab.cli.options import Json, Output, emit_json
+from kvlab.cli.options import Json, Output, Target, emit_json
 
 
 def command(
+    target: Target = "all",
     results: Annotated[
         Path | None, typer.Option(help="Also the results in this folder: .json files that kvlab wrote.")
     ] = None,
@@ -21,13 +22,19 @@ def command(
     """List compiled kernels and results of kvlab on disk, and delete them with --yes.
 
     Kernels are compiled again when they are needed. Only what kvlab wrote is listed, and only what is listed
-    is deleted.
+    is deleted. Kept kernels go by their content, so no target but `all` can be told apart.
 
     Example: kvlab clean --results results --yes
     """
     from kvlab.lab.cleaning import find, remove
+    from kvlab.lab.targets import resolve
     from kvlab.sizes import format_size
 
+    if resolve(target) != resolve("all"):
+        raise ValueError(
+            f"target={target!r}: kept kernels go by their content, not by the part they are of; "
+            "clean all, of which what is needed is compiled again"
+        )
     found = find(results)
     if yes:
         remove(found)

@@ -200,7 +200,10 @@ def test_clean_lists_before_it_deletes_and_leaves_what_is_not_ours(
     assert json.loads(deleted.output)["found"][0]["bytes"] == 100
     assert not any(path.exists() for path in ours)
     assert all(path.exists() for path in theirs)
-    assert "there is nothing to clean" in RUNNER.invoke(cli.app(), ["clean"]).output
+    assert "there is nothing to clean" in RUNNER.invoke(cli.app(), ["clean", "all"]).output
+    one_part = RUNNER.invoke(cli.app(), ["clean", "packed"])
+    assert one_part.exit_code == 1
+    assert "target='packed'" in str(one_part.exception)
     assert RUNNER.invoke(cli.app(), ["clean", "--results", str(ours[0])]).exit_code == 1
 
 
