@@ -254,7 +254,8 @@ def test_results_are_as_close_as_promised(case: tuple[list[Page], Array]) -> Non
     assert judge(*case, *attend_all(*case)) <= 1
 
 
-def test_the_judge_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+def ordinary_pages() -> tuple[list[Page], Array]:
+    """Full pages of every width, with steps as normal numbers have them, and queries."""
     rng = np.random.default_rng(0)
     pages = []
     for bits in (2, 3, 4, 8, 2):
@@ -262,6 +263,11 @@ def test_the_judge_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
         codes, steps = rng.integers(0, 1 << bits, (2, 64, HEAD_DIM)), near + rng.integers(-4, 5, (2, 64))
         pages.append(Page(bits, 64, *codes, *steps.astype(np.uint8)))
     q = rng.standard_normal((ROWS, HEAD_DIM)).astype(np.float16)
+    return pages, q
+
+
+def test_the_judge_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, q = ordinary_pages()
     out, lse = attend_all(pages, q)
     assert judge(pages, q, out, lse) <= 1
     for wrong in (np.zeros_like(out), out[:, ::-1], attend_all(pages[1:], q)[0]):

@@ -15,7 +15,16 @@ from hypothesis import given
 from numpy.typing import NDArray
 
 from kvlab.reference.pages import STEPS, bit_address
-from tests.kernels.test_packed_arithmetic import HEAD_DIM, ROWS, SLACK, Page, judge, page_lists, slot_of
+from tests.kernels.test_packed_arithmetic import (
+    HEAD_DIM,
+    ROWS,
+    SLACK,
+    Page,
+    judge,
+    ordinary_pages,
+    page_lists,
+    slot_of,
+)
 
 F32 = np.float32
 Array = NDArray[Any]
@@ -151,13 +160,7 @@ def test_the_largest_sums_fit(bits: int) -> None:
 
 
 def test_the_judge_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    pages = []
-    for bits in (2, 3, 4, 8, 2):
-        near = np.abs(STEPS[:0xF8] - F32(1.5 / (1 << bits))).argmin()
-        codes, steps = rng.integers(0, 1 << bits, (2, 64, HEAD_DIM)), near + rng.integers(-4, 5, (2, 64))
-        pages.append(Page(bits, 64, *codes, *steps.astype(np.uint8)))
-    q = rng.standard_normal((ROWS, HEAD_DIM)).astype(np.float16)
+    pages, q = ordinary_pages()
     out, lse = attend_all(pages, q)
     assert judge(pages, q, out, lse) <= 0.5
     assert judge(pages, q, attend_all(pages[1:], q)[0], lse) > 3
