@@ -1,12 +1,13 @@
 """A GPU and a CPU read the same pages: perplexity of the real model, budget by budget.
 
-SmolLM2 reads windows of a book in chunks of 64 tokens through mixed caches on the GPU. Before a chunk that is
-scored the cache is saved and loaded on the CPU, where a copy of the model reads the chunk from the very same
-pages, so that what differs is arithmetic alone: no importance, no plan. With `--runs` two results of
-`kvlab demo`, one a device, whose caches made their allocations themselves, are compared chunk by chunk, too.
+SmolLM2 reads windows of a book in chunks of 64 tokens (or token by token, as decoding does: `--chunk 1`)
+through mixed caches on the GPU. Before a chunk that is scored the cache is saved and loaded on the CPU, where a
+copy of the model reads the chunk from the very same pages, so that what differs is arithmetic alone: no
+importance, no plan. With `--runs` two results of `kvlab demo`, one a device, whose caches made their
+allocations themselves, are compared chunk by chunk, too.
 
     python benchmarks/replay/run.py OUT.json [--windows 4] [--budgets 0.17,0.2,0.3,0.5] [--every 4]
-        [--device cuda] [--tiny] [--runs GPU.json CPU.json]
+        [--chunk 64] [--length 2048] [--device cuda] [--tiny] [--runs GPU.json CPU.json]
 """
 
 from __future__ import annotations
@@ -32,28 +33,29 @@ from kvlab.lab.results import provenance
 from kvlab.lab.scores import FULL_PRECISION
 from kvlab.lab.text import cut_windows
 
-CHUNK, LENGTH = 64, 2048
 LIMIT = 0.001
 """How far the perplexity of the same pages may differ, of one."""
 
 
-def loss(model: Any, tokens: torch.Tensor, cache: KVLabCache, begin: int) -> torch.Tensor:
-    """Negative log-likelihood of the tokens behind those of a chunk, (rows, CHUNK), on the CPU."""
-    seen, wanted = (tokens[:, at : at + CHUNK].to(model.device) for at in (begin, begin + 1))
+def loss(model: Any, tokens: torch.Tensor, cache: KVLabCache, begin: int, chunk: int) -> torch.Tensor:
+    """Negative log-likelihood of the tokens behind those of a chunk, (rows, chunk), on the CPU."""
+    seen, wanted = (tokens[:, at : at + chunk].to(model.device) for at in (begin, begin + 1))
     logits: torch.Tensor = model(seen, past_key_values=cache).logits.float()
     return -logits.log_softmax(-1).gather(-1, wanted[..., None])[..., 0].cpu()
 
 
-def replay(model: Any, host: Any, tokens: torch.Tensor, case: Any, length: int, every: int) -> dict[str, Any]:
+def replay(
+    model: Any, host: Any, tokens: torch.Tensor, case: Any, length: int, every: int, chunk: int
+) -> dict[str, Any]:
     """Read windows with a cache, and every so many chunks of the second half from the same pages on a CPU."""
     cache, losses = case.make(), []
     start = time.perf_counter()
-    for begin in range(0, length, CHUNK):
-        if begin >= length // 2 and begin // CHUNK % every == every - 1:
-            there = loss(host, tokens, on_cpu(case, cache), begin)
-            losses.append(torch.stack([loss(model, tokens, cache, begin), there]))
+    for begin in range(0, length, chunk):
+        if begin >= length // 2 and begin // chunk % every == every - 1:
+            there = loss(host, tokens, on_cpu(case, cache), begin, chunk)
+            losses.append(torch.stack([loss(model, tokens, cache, begin, chunk), there]))
         else:
-            model(tokens[:, begin : begin + CHUNK].to(model.device), past_key_values=cache, logits_to_keep=1)
+            model(tokens[:, begin : begin + chunk].to(model.device), past_key_values=cache, logits_to_keep=1)
     of_gpu, of_cpu = torch.stack(losses).double().unbind(1)
     ratio = float((of_gpu.mean() - of_cpu.mean()).exp()) - 1
     return {
@@ -136,17 +138,21 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--budgets", default="0.17,0.2,0.3,0.5", help="empty: nothing is replayed")
     parser.add_argument("--every", type=int, default=4, help="score every so many chunks of the second half")
+    parser.add_argument("--chunk", type=int, default=64, help="tokens read at once; 1: as decoding does")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a window")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a small random model, short windows")
     parser.add_argument("--runs", nargs=2, type=Path, metavar=("GPU", "CPU"), help="results of kvlab demo")
     options = parser.parse_args()
     budgets = [float(word) for word in options.budgets.split(",") if word]
     results: dict[str, Any] = {
-        "provenance": provenance(windows=options.windows, budgets=options.budgets, device=options.device),
+        "provenance": provenance(
+            windows=options.windows, budgets=options.budgets, chunk=options.chunk, device=options.device
+        ),
         "limit": LIMIT, "replayed": [], "own": [],
     }  # fmt: skip
     if budgets:
-        length = 512 if options.tiny else LENGTH
+        length = 512 if options.tiny else options.length
         subject = tiny_llama() if options.tiny else load_smollm2()
         results |= {"model": subject.name, "text": subject.text_name}
         windows = cut_windows(subject.text, subject.encode, options.windows, length + 1)
@@ -154,7 +160,9 @@ def main() -> int:
         host, model = subject.model, copy.deepcopy(subject.model).to(options.device)
         with torch.inference_mode():
             for case in mixed(model.config, length, budgets):
-                results["replayed"].append(replay(model, host, tokens, case, length, options.every))
+                results["replayed"].append(
+                    replay(model, host, tokens, case, length, options.every, options.chunk)
+                )
                 options.output.write_text(json.dumps(results, indent=1))
     if options.runs:
         results["own"] = compare(*map(Comparison.read, options.runs))
