@@ -1,7 +1,7 @@
 """A GPU and a CPU read the same pages: perplexity of the real model, budget by budget.
 
 SmolLM2 reads windows of a book in chunks of 64 tokens (or token by token, as decoding does: `--chunk 1`)
-through mixed caches on the GPU. Before a chunk that is scored the cache is saved and loaded on the CPU, where a
+through mixed caches on the GPU. Before a scored chunk the cache is saved and loaded on the CPU, where a
 copy of the model reads the chunk from the very same pages, so that what differs is arithmetic alone: no
 importance, no plan. With `--runs` two results of `kvlab demo`, one a device, whose caches made their
 allocations themselves, are compared chunk by chunk, too.
