@@ -3,16 +3,17 @@
 //
 // Threads and data
 //   write_tokens  grid (any, layers): a CTA takes destination pages blockIdx.x, + gridDim.x, ..., first their
-//                 K, then their V. LANES lanes have one vector, lane q elements q + LANES j, so a sum of all
-//                 elements takes two shuffles; the 256 threads have the 64 slots of a page at once. A vector
-//                 has a row of shared memory of its own: what it comes from is put there, and its codes, a
-//                 byte each, take the place of that. Then a warp a group of tiles: all words of the page are
-//                 made from the rows, and stored 128 bytes at a time.
+//                 K, then their V. Four lanes have one vector: runs of 8 elements until it is rotated, pairs
+//                 then (element_of); the 256 threads have the 64 slots of a page at once. A vector has a row
+//                 of shared memory of its own: what it comes from is put there, and its codes, a byte each,
+//                 take the place of that. Then a warp a group of tiles: all words of the page are made from
+//                 the rows, and stored 128 bytes at a time.
 //   copy_pages    grid (any, layers): a CTA takes copies blockIdx.x, + gridDim.x, ..., 16 bytes a thread.
 //   mean_of_keys  a CTA one (row, KV head), a thread one channel.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
-// Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes, dynamic (17.4 KB at head_dim 128); registers PER_LANE for
-// a vector, and as many again for what a sum is made of.
+// Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes for keys and as many for values, dynamic (34.8 KB at
+// head_dim 128), and 5 KB of Details; registers PER_LANE for a vector and as many again: 64 at head_dim 128,
+// for four blocks a multiprocessor.
 //
 // Macros: HEAD_DIM; BF16.
 //
@@ -30,112 +31,16 @@ constexpr int LANES = 4, RUN = 2;
 
 constexpr int THREADS = 256, SLOTS = 64, ROW_BYTES = 2 * HEAD_DIM + 16;
 static_assert(THREADS == SLOTS * LANES, "a page at once");
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ == 900
 constexpr int MOST_BLOCKS = 4;  // their 64 registers are enough there
 #else
 constexpr int MOST_BLOCKS = 3;
 #endif
 constexpr int BLOCKS = HEAD_DIM == 64 || HEAD_DIM == 128 ? MOST_BLOCKS : 2;  // of a multiprocessor
+#include "cache_rotate.cuh"
+#include "cache_encode.cuh"
 #include "cache_words.cuh"
-
-// One side (K or V) of a page.
-struct Region {
-    u8 *codes, *steps;
-    int bits;
-};
-
-__device__ __forceinline__ Region region_of(Side side, u8* page, const CacheRung& rung) {
-    const int k_bytes = 8 * HEAD_DIM * rung.bits_k, v_bytes = 8 * HEAD_DIM * rung.bits_v;
-    u8* steps = page + k_bytes + v_bytes;
-    if (side == KEYS) return {page, steps, rung.bits_k};
-    return {page + k_bytes, steps + (rung.bits_k < 16 ? 64 : 0), rung.bits_v};
-}
-
-constexpr u8 NO_MOVE = 254;  // Move::from_rung of threads that have none
-
-__device__ __forceinline__ bool is_new(const Move& move) {
-    return move.from_rung == NEW_TOKEN;
-}
-
-// What all threads know of a destination page, and what it gets besides codes.
-struct Details {
-    uint4 moves[2][SLOTS];        // Move, of this page and of the next
-    uint4 mean[HEAD_DIM / 8];     // of the keys of its pair, float16
-    u32 named[2][2];              // which slots are written
-    u32 importance_words[SLOTS];  // by move: what a new token's importance is a byte of
-    u16 positions[SLOTS];
-    u8 importance[SLOTS], steps[SLOTS];
-    float2 grids[HIGHEST_STEP + 1];  // of every step: Grid::cell and up
-};
-
-// ---- Copies that nobody waits for until wait_copies
-
-__device__ __forceinline__ void copy_later(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void copy_word_later(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// The move of a thread's LANES; dealt such that rows of a warp share no banks.
-__device__ __forceinline__ Move my_move(const uint4* moves) {
-    return (const Move&)moves[threadIdx.x % 32 / LANES * (THREADS / 32) + threadIdx.x / 32];
-}
-
-__device__ __forceinline__ u8* row_for(u8* rows, const Move& move) {
-    return rows + row_of(move.to_slot) * ROW_BYTES;
-}
-
-// Asks for the moves of a page; threads without one get NO_MOVE.
-__device__ __forceinline__ void ask_for_moves(const MoveList& list, int group, uint4* moves) {
-    if (threadIdx.x >= SLOTS) return;
-    const u32 begin = list.begins[group], moved = list.begins[group + 1] - begin;
-    if (threadIdx.x < moved)
-        copy_later(moves + threadIdx.x, list.moves + begin + threadIdx.x);
-    else
-        moves[threadIdx.x] = {0, 0, (u32)NO_MOVE << 16, 0};
-}
-
-// ---- Vectors into rows
-
-__device__ __forceinline__ const u16* new_vector(Side side, const LayerState& s, const NewTokens& fresh,
-                                                 const Move& move) {
-    const int batch = move.token / fresh.steps, step = move.token - batch * fresh.steps;
-    const int head = move.from - batch * s.heads;
-    return side == KEYS ? fresh.k + batch * fresh.k_batch + step * fresh.k_step + head * fresh.k_head
-                        : fresh.v + batch * fresh.v_batch + step * fresh.v_step + head * fresh.v_head;
-}
-
-// Asks for keys or values of new tokens, raw, as far as they begin at multiples of 16 bytes.
-__device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, const NewTokens& fresh,
-                                             const uint4* moves, u8* rows) {
-    const Move move = my_move(moves);
-    if (!is_new(move)) return;
-    const u16* from = new_vector(side, s, fresh, move);
-    if ((u64)from % 16) return;
-#pragma unroll
-    for (int i = threadIdx.x % LANES; i < HEAD_DIM / 8; i += LANES)
-        copy_later(row_for(rows, move) + 16 * i, from + 8 * i);
-}
-
-// Asks for all that the first side of a page needs.
-__device__ __forceinline__ void ask_for_page(const LayerState& s, const NewTokens& fresh, const uint4* moves,
-                                             u8* rows, Details& page) {
-    ask_for_rows(KEYS, s, fresh, moves, rows);
-    const Move first = (const Move&)moves[0];
-    const uint4* mean = (const uint4*)(s.k_mean + (u64)(is_new(first) ? first.from : first.token) * HEAD_DIM);
-    if (threadIdx.x < HEAD_DIM / 8) copy_later(page.mean + threadIdx.x, mean + threadIdx.x);
-    if (threadIdx.x >= SLOTS) return;
-    const Move move = (const Move&)moves[threadIdx.x];
-    if (!is_new(move)) return;
-    const u64 at = (u64)(fresh.importance + (u64)move.from * fresh.steps + move.token % fresh.steps);
-    copy_word_later(page.importance_words + threadIdx.x, (const void*)(at & ~3ull));
-}
+#include "cache_sources.cuh"
 
 // Codes of a stored token; each lane asks for AT_ONCE of them before it waits for the first.
 template <int BITS>
@@ -152,7 +57,7 @@ __device__ __forceinline__ void take_codes(Side side, const u8* codes, int slot,
             if (BITS == 16)
                 ((u16*)row)[first + LANES * j] = (u16)code[j];
             else
-                row[first + LANES * j] = (u8)code[j];
+                row[first - lane + code_byte(lane) + code_byte(LANES * j)] = (u8)code[j];
         }
     }
 }
@@ -172,120 +77,111 @@ __device__ __forceinline__ void take_stored(Side side, const Region& from, int s
     }
 }
 
-__device__ __forceinline__ float2 unpack_halves(u32 x) {
-    return {half_bits_to_float(x & 0xffffu), half_bits_to_float(x >> 16)};
+// A number where none matters, so that none is kept in a register for it.
+__device__ __forceinline__ float anything() {
+    float x;
+    asm volatile("mov.b32 %0, 0;" : "=f"(x));
+    return x;
 }
 
-// The step of the candidates with the least error, the first of equals. All steps are tried with sums in any
-// order, whose rounding changes an error by no more than 45 parts of 2^24; only if two come as near as that
-// does the order of reference.pages.tree_sum decide.
+// The step of the candidates with the least error, the first of equals, as kvlab.reference.pages finds it.
 __device__ __forceinline__ u32 best_step(const float (&x)[PER_LANE], const StepRange& range, int bits,
                                          const float2* grids, int lane) {
-    const auto grid = [&](int i) {
-        const float2 known = grids[range.candidate(i)];
-        return Grid{known.x, known.y, (float)(1 << (bits - 1))};
-    };
-    float least = INFINITE, second = INFINITE;
+    float least = INFINITE;
     int best = 0;
 #pragma unroll 1
     for (int i = 0; i < CANDIDATES; ++i) {
-        const Grid g = grid(i);
-        float sums[2] = {};
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) {
-            const float d = grid_distance(x[j], g);
-            sums[j % 2] = fmaf(d, d, sums[j % 2]);
-        }
-        float error = sums[0] + sums[1];
-#pragma unroll
-        for (int h = LANES / 2; h > 0; h /= 2) error += __shfl_xor_sync(ALL_LANES, error, h);
-        second = fminf(second, fmaxf(error, least));
-        if (error < least) least = error, best = i;
-    }
-    if (__any_sync(ALL_LANES, !(second > least * (1.f + 1.f / (1 << 17))))) {
-#pragma unroll 1
-        for (int i = 0; i < CANDIDATES; ++i) {
-            const float error = grid_error(x, grid(i), lane);
-            if (i == 0 || error < least) least = error, best = i;
-        }
+        const float error = grid_error(x, unscaled_grid(grids[range.candidate(i)], bits), lane);
+        if (i == 0 || error < least) least = error, best = i;
     }
     return range.candidate(best);
 }
-static_assert(HEAD_DIM % (LANES * RUN) == 0, "lanes without gaps, as best_step");
+static_assert(HEAD_DIM % (LANES * RUN) == 0, "lanes without gaps");
 
 // One side of a token, from where it is into its row: codes of `to_bits` bits, a byte each, or raw. Lanes
 // without a move go along.
 __device__ __forceinline__ void fill_row(Side side, const LayerState& s, const NewTokens& fresh,
-                                         const uint4* of_page, int to_bits, Details& page, u8* rows,
-                                         int lane) {
-    const Move move = my_move(of_page);
+                                         const uint4* of_page, int to_bits, Details& page, u8* rows) {
+    u32 thread = thread_again();
+    const Move move = my_move(of_page, thread);
     const bool moves = move.from_rung != NO_MOVE;
     u8* const row = row_for(rows, move);
-    u32* const pairs = (u32*)row + lane;
-    const u32* const means = (const u32*)page.mean + lane;
     Region from = {nullptr, nullptr, 16};
     if (moves && !is_new(move)) {
         from = region_of(side, s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
-        take_stored(side, from, move.from_slot, row, lane);
+        take_stored(side, from, move.from_slot, row, thread % LANES);
     } else if (moves) {
-        const u16* vector = new_vector(side, s, fresh, move);
-        if ((u64)vector % 16) {  // nobody has asked for it yet
+        if (!page.in_units) {  // nobody has asked for it yet
+            const u16* vector = new_vector(side, fresh, place_of(fresh, move, page));
 #pragma unroll 4
-            for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
+            for (int i = thread % LANES; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
         }
     }
     const bool changes = moves && from.bits != to_bits;  // else it goes as it is, bit for bit
     const u32 old_step = moves && from.bits < 16 ? from.steps[move.from_slot] : 0;
-    if (lane == 0 && moves) page.steps[move.to_slot] = (u8)old_step;
+    if (thread % LANES == 0 && moves) page.steps[move.to_slot] = (u8)old_step;
     __syncwarp();  // rows are whole
     if (!__any_sync(ALL_LANES, changes)) return;
-    // Lanes whose vector does not change compute something that goes nowhere.
-    float x[PER_LANE] = {};
-    if (__any_sync(ALL_LANES, changes && from.bits == 16)) {
-        if (changes)  // else the row is somebody else's, or codes
+    // Lanes whose vector does not change compute something that goes nowhere, from rows of their warp.
+    const u32 having = __ballot_sync(ALL_LANES, moves);
+    const u32 source = __shfl_sync(ALL_LANES, (u32)(row - rows), moves ? thread % 32 : __ffs(having) - 1);
+    // With scaled numbers at first, and once more if one of the warp's vectors is too hard for them.
+#pragma unroll 1
+    for (float scale = to_bits == 16 ? 1.f : SCALE;; scale = 1.f) {
+        forget(thread);
+        const u32 lane = thread % LANES;
+        float x[PER_LANE];
+        bool usual = true;
+        if (__any_sync(ALL_LANES, changes && from.bits == 16))
+            usual = take_raw(side, rows + source, page.mean, scale, x, lane);
+        else
 #pragma unroll
-            for (int j = 0; j < PER_LANE; j += 2) {
-                const float2 pair = unpack_pair(pairs[j / 2 * LANES]);
-                x[j] = pair.x, x[j + 1] = pair.y;
-            }
-        if (side == KEYS) {
+            for (int j = 0; j < PER_LANE; ++j) x[j] = anything();
+        if (from.bits < 16) {
+            const float step = step_value(old_step) * scale;
+            usual = old_step <= HIGHEST_STEP;
 #pragma unroll
-            for (int j = 0; j < PER_LANE; j += 2) {
-                const float2 mean = unpack_halves(means[j / 2 * LANES]);
-                x[j] = __fsub_rn(x[j], mean.x), x[j + 1] = __fsub_rn(x[j + 1], mean.y);
-            }
+            for (int j = 0; j < PER_LANE; ++j)
+                x[j] = grid_value(rows[source + code_byte(element_of(lane, j))], step, from.bits);
         }
-        rotate(x, lane);
-    }
-    if (from.bits < 16) {
-        const float step = step_value(old_step);
+        if (to_bits == 16) {  // a rung of fewer bits in all may have raw keys or values
+            rotate(x, lane);
+            __syncwarp();  // likewise
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) x[j] = grid_value(row[element_of(lane, j)], step, from.bits);
-    }
-    if (to_bits == 16) {  // a rung of fewer bits in all may have raw keys or values
-        rotate(x, lane);
+            for (int j = 0; j < PER_LANE; j += 2) {
+                const int at = lane + j / 2 * LANES;
+                const float2 mean = side == KEYS ? ((const float2*)page.mean)[at] : float2{0.f, 0.f};
+                if (changes) ((u32*)(rows + source))[at] = pack_pair(x[j] + mean.x, x[j + 1] + mean.y);
+            }
+            return;
+        }
+        if (scale == 1.f) {
+            const StepRange range = steps_near(x, to_bits, lane);
+            const u32 byte = best_step(x, range, to_bits, page.grids, lane);
+            __syncwarp();  // all lanes have read their rows before codes take their place
+            if (!changes) return;
+            if (lane == 0)
+                page.steps[my_move(of_page, thread).to_slot] = (u8)(range.known < 0 ? byte : range.known);
+            const Grid grid = unscaled_grid(page.grids[byte], to_bits);
+#pragma unroll
+            for (int j = 0; j < PER_LANE; ++j)
+                rows[source + code_byte(element_of(lane, j))] =
+                    (u8)(range.known < 0 ? grid_code(x[j], grid) : 1u << (to_bits - 1));
+            return;
+        }
+        const Found middle = find_middle(x, to_bits);
+        const Found found = find_step(x, middle.byte, to_bits, page.grids);
+        if (__any_sync(ALL_LANES, changes && !(usual && middle.safe && found.safe))) continue;
         __syncwarp();  // likewise
+        if (!changes) return;
+        if (lane == 0) page.steps[my_move(of_page, thread).to_slot] = (u8)found.byte;
+        const Coder coder = coder_of(page.grids[found.byte], to_bits);
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j += 2) {
-            const float2 mean = side == KEYS ? unpack_halves(means[j / 2 * LANES]) : float2{0.f, 0.f};
-            if (changes) pairs[j / 2 * LANES] = pack_pair(x[j] + mean.x, x[j + 1] + mean.y);
-        }
+        for (int j = 0; j < PER_LANE; j += 4)
+            ((u32*)(rows + source))[lane + j] =
+                coder.pair(x[j], x[j + 1]) + (coder.pair(x[j + 2], x[j + 3]) << 8);
         return;
     }
-    const StepRange range = steps_near(x, to_bits, lane);
-    u32 byte = best_step(x, range, to_bits, page.grids, lane);
-    __syncwarp();  // all lanes have read their rows before codes take their place
-    if (!changes) return;
-    const Grid grid = {page.grids[byte].x, page.grids[byte].y, (float)(1 << (to_bits - 1))};
-    if (range.known >= 0) byte = range.known;
-    if (lane == 0) page.steps[move.to_slot] = (u8)byte;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; j += 2)
-        ((u16*)row)[element_of(lane, j) / 2] =
-            (u16)__byte_perm(grid_code(x[j], grid), grid_code(x[j + 1], grid), 0x0040);
-    if (range.known < 0) return;
-#pragma unroll 1
-    for (int j = 0; j < PER_LANE; ++j) row[element_of(lane, j)] = (u8)(1 << (to_bits - 1));
 }
 
 // Position and importance of a move; `word` has the importance of a new token.
@@ -293,7 +189,7 @@ __device__ __forceinline__ void take_details(const LayerState& s, const NewToken
                                              u32 word, u32* named, Details& page) {
     atomicOr(named + move.to_slot / 32, 1u << move.to_slot % 32);
     if (is_new(move)) {
-        const u32 step = move.token % fresh.steps;
+        const u32 step = place_of(fresh, move, page).step;
         const u64 at = (u64)fresh.importance + (u64)move.from * fresh.steps + step;
         page.positions[move.to_slot] = (u16)(fresh.first + step);
         page.importance[move.to_slot] = (u8)(word >> at % 4 * 8);
@@ -308,7 +204,7 @@ __device__ __forceinline__ void take_details(const LayerState& s, const NewToken
 
 template <Side SIDE, bool FULL>
 __device__ __forceinline__ void store_side(const Region& to, const u8* rows, const Details& page, u64 named) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 thread = thread_again(), warp = thread / 32, lane = thread % 32;
     u32* words = (u32*)to.codes;
     if (to.bits < 16 && threadIdx.x < SLOTS && (FULL || named >> threadIdx.x & 1))
         to.steps[threadIdx.x] = page.steps[threadIdx.x];
@@ -341,19 +237,54 @@ __device__ __forceinline__ void finish_side(const Region& to, u8* tail, const u8
     }
 }
 
+// ---- Turns: keys of a page in the even ones, its values in the odd ones
+
+__device__ __forceinline__ Side side_of(u32 n) {
+    return n % 2 ? VALUES : KEYS;
+}
+
+// Whose moves and named slots are those of this page.
+__device__ __forceinline__ u32 turn_of(u32 n) {
+    return n / 2 % 2;
+}
+
+__device__ __forceinline__ const uint4* moves_of(u32 n, const Details& page) {
+    return page.moves[turn_of(n)];
+}
+
+__device__ __forceinline__ u8* rows_of(u32 n, u8* keys) {
+    return keys + n % 2 * (SLOTS * ROW_BYTES);
+}
+
+__device__ __forceinline__ void ask_for_next(u32 n, const LayerState& s, const NewTokens& fresh,
+                                             const MoveList& list, u8* keys, Details& page) {
+    const int next = blockIdx.x + (n / 2 + 1) * gridDim.x;
+    const bool goes_on = next < page.pages;
+    const u32 turn = turn_of(n) ^ 1;
+    if (side_of(n) == KEYS) {
+        ask_for_rows(VALUES, fresh, moves_of(n, page), rows_of(n + 1, keys), page);
+        if (goes_on) ask_for_moves(list, next, page.moves[turn]);
+        if (threadIdx.x < 2) page.named[turn][threadIdx.x] = 0;
+    } else if (goes_on) {
+        ask_for_page(s, fresh, page.moves[turn], keys, page);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     write_tokens(const LayerState* layers, const MoveList* lists, const __grid_constant__ NewTokens fresh) {
     extern __shared__ __align__(16) u8 keys[];  // [SLOTS][ROW_BYTES], and as many behind them
-    u8* const values = keys + SLOTS * ROW_BYTES;
     __shared__ Details page;
     const LayerState& s = layers[blockIdx.y];
     const MoveList& list = lists[blockIdx.y];
-    const int lane = threadIdx.x % LANES;
-    if (threadIdx.x <= HIGHEST_STEP) {
-        const Grid grid = grid_of(max(threadIdx.x, 1), 2);
-        page.grids[threadIdx.x] = {grid.cell, grid.up};
+    if (threadIdx.x <= HIGHEST_STEP) page.grids[threadIdx.x] = scaled_grid(max(threadIdx.x, 1));
+    const int pages = *list.num_groups;
+    if (threadIdx.x == 0) {
+        page.pages = pages;
+        page.heads = s.heads;
+        page.per_head = ~0u / s.heads;
+        page.in_units = are_in_units(s, fresh);
     }
-    if (blockIdx.x < *list.num_groups) {
+    if (blockIdx.x < pages) {
         ask_for_moves(list, blockIdx.x, page.moves[0]);
         if (threadIdx.x < 2) page.named[0][threadIdx.x] = 0;
         wait_copies();
@@ -362,37 +293,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
     // One copy of the code for keys (even n) and values: what warps wait for is the way of the instructions.
 #pragma unroll 1
-    for (u32 n = 0; blockIdx.x + n / 2 * gridDim.x < *list.num_groups; ++n) {
-        const Side side = n % 2 ? VALUES : KEYS;
-        const u32 turn = n / 2 % 2;  // whose moves and named slots are those of this page
-        const int next = blockIdx.x + (n / 2 + 1) * gridDim.x;
-        const bool goes_on = next < *list.num_groups;
-        const uint4* moves = page.moves[turn];
-        u8* const rows = side == KEYS ? keys : values;
+    for (u32 n = 0; blockIdx.x + n / 2 * gridDim.x < (n ? page.pages : pages); ++n) {
         wait_copies();
-        __syncthreads();  // rows, moves and grids are there; what was made of the side before is stored
-        if (side == KEYS) {
-            ask_for_rows(VALUES, s, fresh, moves, values);
-            if (goes_on) ask_for_moves(list, next, page.moves[turn ^ 1]);
-            if (threadIdx.x < 2) page.named[turn ^ 1][threadIdx.x] = 0;
-        } else if (goes_on) {
-            ask_for_page(s, fresh, page.moves[turn ^ 1], keys, page);
+        if (side_of(n) == KEYS) unpack_mean(page);
+        __syncthreads();  // rows, means, moves and grids are there; what was made of the side before is
+                          // stored
+        ask_for_next(n, s, fresh, list, keys, page);
+        forget(n);
+        {
+            const CacheRung& rung = s.rungs[((const Move&)moves_of(n, page)[0]).to_rung];
+            fill_row(side_of(n), s, fresh, moves_of(n, page), side_of(n) == KEYS ? rung.bits_k : rung.bits_v,
+                     page, rows_of(n, keys));
         }
-        const Move first = (const Move&)moves[0];
-        const CacheRung& rung = s.rungs[first.to_rung];
-        fill_row(side, s, fresh, moves, side == KEYS ? rung.bits_k : rung.bits_v, page, rows, lane);
-        if (side == KEYS && threadIdx.x < SLOTS) {
-            const Move move = (const Move&)moves[threadIdx.x];
+        forget(n);
+        if (side_of(n) == KEYS && threadIdx.x < SLOTS) {
+            const Move move = (const Move&)moves_of(n, page)[threadIdx.x];
             if (move.from_rung != NO_MOVE)
-                take_details(s, fresh, move, page.importance_words[threadIdx.x], page.named[turn], page);
+                take_details(s, fresh, move, page.importance_words[threadIdx.x], page.named[turn_of(n)],
+                             page);
         }
         __syncthreads();  // all rows and details are whole, and all sources of this side have been read
+        const Move first = (const Move&)moves_of(n, page)[0];
+        const CacheRung& rung = s.rungs[first.to_rung];
         u8* const to = s.arena + (u64)first.to * UNIT;
-        const Region region = region_of(side, to, rung);
-        if (side == KEYS)
-            finish_side<KEYS>(region, to + rung.tail, rows, page, page.named[turn]);
+        const Region region = region_of(side_of(n), to, rung);
+        if (side_of(n) == KEYS)
+            finish_side<KEYS>(region, to + rung.tail, rows_of(n, keys), page, page.named[turn_of(n)]);
         else
-            finish_side<VALUES>(region, nullptr, rows, page, page.named[turn]);
+            finish_side<VALUES>(region, nullptr, rows_of(n, keys), page, page.named[turn_of(n)]);
     }
     if (fresh.steps && blockIdx.x == 0)
         for (int i = threadIdx.x; i < s.batch * s.heads; i += THREADS)

@@ -93,14 +93,28 @@ class Record:
                 self.put(side, slot, code[0], int(step[0]))
 
 
-def draw_vectors(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Vectors of many kinds: usual, tiny, huge, zero, of one element, not finite."""
+def draw_vectors(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: str, odd: bool = True
+) -> np.ndarray:
+    """Vectors of many kinds: usual, tiny, huge, zero, of one element, of few values, not finite.
+
+    Without `odd`, usual ones alone: a kernel goes another way if one of those side by side is not.
+    """
+    if not odd:
+        return (rng.standard_normal(shape) * np.exp2(rng.integers(-3, 3, shape[:-1]))[..., None]).astype(
+            DTYPES[dtype]
+        )
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-20, 12, shape[:-1]))[..., None]
     kind = rng.integers(0, 12, shape[:-1])
     x[kind == 0] = 0
     x[kind == 1, 1:] = 0
     x[kind == 2, 3] = np.inf
     x[kind == 3, 5] = np.nan
+    x[kind == 4] = rng.choice([-2.0, -1.0, 1.0], x[kind == 4].shape)  # sums are multiples of cells
+    x[kind == 5] = (
+        rng.choice([-1.0, 0.0, 1.0], x[kind == 5].shape) * 2.0**-115
+    )  # all that is left where 1 cancels
+    x[kind == 5, :2] = 1
     return x.astype(DTYPES[dtype])
 
 
@@ -113,7 +127,8 @@ def test_moves(bits: str, head_dim: int, dtype: str) -> None:
     device = device_store(bits, head_dim, dtype)
     store, rng = device.stores[0], np.random.default_rng(1)
     steps, layouts, top = 7, store.layouts, len(store.layouts) - 1
-    k, v = (draw_vectors(rng, (BATCH, steps, HEADS, head_dim), dtype) for _ in range(2))
+    shape, odd = (BATCH, steps, HEADS, head_dim), dtype == "float16"
+    k, v = draw_vectors(rng, shape, dtype, odd), draw_vectors(rng, shape, dtype, not odd)
     importance = rng.integers(0, 256, (BATCH * HEADS, steps), np.uint8)
     before = to_numpy(device.arenas[0])
     slab = device.slab[0] // UNIT
