@@ -12,7 +12,7 @@
 //
 // gate: DTYPE=0 CODEC=0,1,2,3 registers<=64
 // gate: DTYPE=1,2 CODEC=0 registers<=64
-#include "codec_codes.cuh"
+#include "codec_codebook.cuh"
 
 constexpr int MAX_WARPS = 8;
 
@@ -69,8 +69,9 @@ __device__ __forceinline__ float sum_of_squares(float* values, int count, float 
     return values[0];
 }
 
-// The orthonormal block Hadamard transform; ends behind a barrier.
-__device__ __forceinline__ void rotate(float* values, int count) {
+// The butterflies of the block Hadamard transform; ends behind a barrier. Returns what sums are to be
+// multiplied by to make it orthonormal.
+__device__ __forceinline__ float rotate(float* values, int count) {
     const int block = count & -count;
     for (int h = 1; h < block; h *= 2) {
         __syncthreads();  // all values are there
@@ -80,10 +81,14 @@ __device__ __forceinline__ void rotate(float* values, int count) {
             values[at] = __fadd_rn(a, b), values[at + h] = __fsub_rn(a, b);
         }
     }
-    const float factor = root_of_power(31 - __clz(block));
     __syncthreads();  // all values are transformed
-    for (int i = threadIdx.x; i < count; i += blockDim.x) values[i] = __fmul_rn(values[i], factor);
-    __syncthreads();  // and scaled
+    return root_of_power(31 - __clz(block));
+}
+
+// The code of a sum y of butterflies, whose `whole` is one of a scale s.
+__device__ __forceinline__ u32 code_of_sum(float y, float whole, float s, const i32* borders, int top) {
+    const float up = s < LEAST_SCALE ? RAISED : 1.f;
+    return code_of_cell(borders, saturated_cell(__fmul_rn(y, up), to_units(whole, __fmul_rn(s, up))), top);
 }
 
 // codes: one a byte, for TERNARY the values -1, 0, 1; offset: AFFINE; bad: null, or set to 1 if a group
@@ -91,14 +96,14 @@ __device__ __forceinline__ void rotate(float* values, int count) {
 extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS)
     quantize_groups(const void* __restrict__ x, const Groups groups, u8* __restrict__ codes,
                     u16* __restrict__ scale, u16* __restrict__ offset, i32* bad, float* scratch, i64 pitch,
-                    const __grid_constant__ Codebook book) {
+                    const __grid_constant__ Borders book) {
     extern __shared__ __align__(16) u8 dynamic[];
-    __shared__ float thresholds[128];
+    __shared__ i32 borders[CODEC == HADAMARD ? 255 : 1];
     float* values = scratch ? scratch + blockIdx.x * pitch : (float*)dynamic;
     const int half = 1 << (groups.bits - 1);
     const float top = (float)((1 << groups.bits) - 1);
     if (CODEC == HADAMARD) {
-        for (int i = threadIdx.x; i < half - 1; i += blockDim.x) thresholds[i] = threshold(book, i);
+        for (int i = threadIdx.x; i < 2 * half - 1; i += blockDim.x) borders[i] = book.at[i];
     }
     for (i64 index = blockIdx.x; index < number_of(groups); index += gridDim.x) {
         const Group group = group_at(groups, index);
@@ -119,13 +124,14 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS)
                 values[i] = element(x, group.first + i);
         }
         const Scale found = find_scale(low, high, top, groups.bits <= 4 ? (float)half : __fmul_rn(top, .5f));
-        if (CODEC == HADAMARD) rotate(values, group.count);
+        float whole = 0.f;
+        if (CODEC == HADAMARD) whole = units_of(groups.bits) * rotate(values, group.count);
         const Spacing spacing = spacing_of(found.s, found.o, found.known);
         const u32 highest = highest_codes(spacing, spacing, (u32)top);
         for (int i = threadIdx.x; i < group.count; i += blockDim.x) {
             u32 code = 0;
             if (CODEC == HADAMARD) {
-                code = codebook_code(values[i], found.s, thresholds, half);
+                code = code_of_sum(values[i], whole, found.s, borders, (int)top);
             } else if (CODEC == TERNARY) {
                 code = ternary_digit(values[i], found.s) - 1;
             } else {
@@ -169,9 +175,9 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS)
             }
         }
         if (CODEC == HADAMARD) {
-            rotate(values, group.count);
+            const float factor = rotate(values, group.count);
             for (int i = threadIdx.x; i < group.count; i += blockDim.x) {
-                store_element(out, group.first + i, values[i]);
+                store_element(out, group.first + i, __fmul_rn(values[i], factor));
             }
         }
     }

@@ -11,46 +11,44 @@
 // Scale: codec_squares.cuh; where its answer is not sure, one group in a few hundred, the warp adds the
 // squares of that group as the reference does.
 //
-// Codes of 3 and 4 bits: signed values in units of the scale are cut into cells, one for each threshold;
-// thresholds times scale stand in shared memory, a column a lane, so that one look-up without bank conflicts
-// and one comparison give a code. From 5 bits on see `Cells`.
+// Codes: a fused operation that is rounded down gives the cell of a value (codec_codebook.cuh), and its low
+// bits the address of the code in a table of bytes in shared memory. A byte of codes is the sum of codes from
+// one table for each place in it.
 //
-// Memory of a block: dynamic shared memory of `Memory` for each of its 2 warps (to quantize from 5 bits on 6
-// to 10, which share up to 19 KB of cells), and tables. Registers: VALUES elements a lane.
+// Memory of a block: dynamic shared memory of `Memory` for each of its 2 warps (to quantize from 5 bits on
+// 8), and the tables. Registers: VALUES elements a lane.
 //
-// One barrier of the block: thresholds, cells or levels are there. Else only lanes of a warp wait for each
-// other.
+// Barriers of the block: borders, cells or levels are there. Else only lanes of a warp wait for each other.
 //
-// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODE_BITS; GROUP; VALUES, min(GROUP, 64).
+// Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODE_BITS; GROUP; VALUES, min(GROUP, 64), to dequantize to
+// float32 min(GROUP, 32).
 //
 // clang-format off
 // gate: DTYPE=0 CODE_BITS=4 GROUP=128 VALUES=64 registers<=128
 // gate: DTYPE=1 CODE_BITS=4 GROUP=128 VALUES=64 registers<=128 arch=sm_90a
-// gate: DTYPE=2 CODE_BITS=4 GROUP=128 VALUES=64 registers<=128 arch=sm_90a
+// gate: DTYPE=2 CODE_BITS=4 GROUP=128 VALUES=32,64 registers<=128 arch=sm_90a
 // gate: DTYPE=0 CODE_BITS=1,2,3,5,6,8 GROUP=128 VALUES=64 registers<=128 arch=sm_90a
 // gate: DTYPE=0 CODE_BITS=4 GROUP=32 VALUES=32 registers<=128 arch=sm_90a
 // gate: DTYPE=0 CODE_BITS=4 GROUP=1024 VALUES=64 registers<=128 arch=sm_90a
 // clang-format on
 #define CODEC 2
+#include "codec_codebook.cuh"
 #include "codec_reduce.cuh"
 #include "codec_squares.cuh"
 #include "codec_tiles.cuh"
 
 #if __CUDA_ARCH__ == 900
-constexpr int DEQUANTIZE_BLOCKS = DTYPE == FLOAT32 ? 8 : 10;
+constexpr int DEQUANTIZE_BLOCKS = VALUES == 32 ? 12 : DTYPE == FLOAT32 ? 8 : 10;
 #else
 constexpr int DEQUANTIZE_BLOCKS = 8;
 #endif
-// From 5 bits on the warps of a block share the cells; resident blocks are as many as do not spill registers.
-constexpr int QUANTIZE_WARPS = CODE_BITS <= 4 ? WARPS : DTYPE == FLOAT32 ? 6 : CODE_BITS == 6 ? 8 : 10;
-constexpr int QUANTIZE_BLOCKS = CODE_BITS > 4 ? 2 : DTYPE == FLOAT16 && GROUP <= 128 ? 10 : 8;
-constexpr int QUANTIZE_TURNS = CODE_BITS > 4 && DTYPE != FLOAT32 ? 4 : 8;  // tiles of a warp
-constexpr int LANES = GROUP / VALUES;                                      // of a group
+// From 5 bits on more warps share the cells. 16 warps of 128 registers stay on a multiprocessor.
+constexpr int QUANTIZE_WARPS = CODE_BITS <= 4 ? WARPS : 8, QUANTIZE_BLOCKS = 16 / QUANTIZE_WARPS;
+constexpr int LANES = GROUP / VALUES;  // of a group
 constexpr int HALF = 1 << (CODE_BITS - 1);
 constexpr u32 TOP = (1 << CODE_BITS) - 1;
-constexpr bool SIGNED_CELLS = CODE_BITS == 3 || CODE_BITS == 4;
 constexpr bool OWN_LEVELS = CODE_BITS <= 4;  // levels times scale, a column a lane
-constexpr int TABLE = CODE_BITS <= 4 ? 1 << CODE_BITS : 1;
+constexpr int TABLE = OWN_LEVELS ? (1 << CODE_BITS) * THREADS : 1 << CODE_BITS;
 constexpr float ROTATION = root_of_power(log2_of(GROUP));
 
 // ---- The transform
@@ -83,20 +81,17 @@ __device__ __forceinline__ void rotate(float (&v)[VALUES], int lane) {
     butterflies_of_lanes<LANES>(v, lane);
 }
 
-// The same times ROTATION, of groups of more than one lane in another order (see put_words): of the last
-// butterflies both results stay with one lane, so only half of the values cross lanes. For that the upper of
-// two lanes has its halves changed, which costs nothing: with the sign of the butterflies before. The signs
-// of its differences are turned with the last product, where -0 becomes 0.
+// The same, of groups of more than one lane in another order (see put_words): of the last butterflies both
+// results stay with one lane, so only half of the values cross lanes. For that the upper of two lanes has its
+// halves changed, which costs nothing: with the sign of the butterflies before. The upper half of its values,
+// differences, then has the wrong sign.
 __device__ __forceinline__ void rotate_in_order(float (&v)[VALUES], int lane) {
     constexpr int H = VALUES / 2;
-    const bool upper = lane & LANES / 2;
-    const float sign = upper ? -1.f : 1.f, factor = upper ? -ROTATION : ROTATION;
     if constexpr (LANES == 1) {
         rotate(v, lane);
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) v[i] = __fmaf_rn(v[i], ROTATION, 0.f);
         return;
     }
+    const float sign = lane & LANES / 2 ? -1.f : 1.f;
     butterflies<1, H>(v);
 #pragma unroll
     for (int i = 0; i < H; ++i) {
@@ -107,9 +102,13 @@ __device__ __forceinline__ void rotate_in_order(float (&v)[VALUES], int lane) {
 #pragma unroll
     for (int i = 0; i < H; ++i) {
         const float own = v[i], other = __shfl_xor_sync(ALL_LANES, v[i + H], LANES / 2);
-        v[i] = __fmaf_rn(__fadd_rn(own, other), ROTATION, 0.f);
-        v[i + H] = __fmaf_rn(__fsub_rn(own, other), factor, 0.f);
+        v[i] = __fadd_rn(own, other), v[i + H] = __fsub_rn(own, other);
     }
+}
+
+// x, with which the upper half of the values of a lane is multiplied, with the sign that makes up for that.
+__device__ __forceinline__ float for_upper_half(float x, int lane) {
+    return LANES > 1 && lane & LANES / 2 ? -x : x;
 }
 
 // ---- Scales
@@ -175,81 +174,70 @@ __device__ __forceinline__ Scale measure(const float (&v)[VALUES], const u8* ele
 
 // ---- Codes
 
-// What codes of a group are made with. Values are multiplied by `factor` before, where that is not 1.
-struct Coder {
-    float s, factor, to_cells, threshold;
-    u32 mask;  // 0 for a group that cannot be represented, of which codes are 0
-};
+constexpr float UNITS = units_of(CODE_BITS) * ROTATION;                           // of sums of butterflies
+constexpr int PER_BYTE = CODE_BITS > 4 ? 1 : CODE_BITS == 3 ? 2 : 8 / CODE_BITS;  // whole codes of a byte
 
-__device__ __forceinline__ Coder coder_of(const Scale& found) {
-    float units = 0.f;  // cells of one unit of the scale, as a part of all
-    if constexpr (SIGNED_CELLS) units = 1.f / (TOP * CELL_WIDTH<CODE_BITS>);
-    if constexpr (CODE_BITS > 4) units = 1.f / Cells<CODE_BITS>::END;
-    Coder r;
-    r.factor = DTYPE != FLOAT16 && found.s < 1e-20f ? (float)(1ll << 60) : 1.f;
-    r.s = __fmul_rn(found.s, r.factor);
-    // The inverse of scales beyond 2^126 would be flushed to 0.
-    const bool large = r.s > 1e20f;
-    const float inverse = rough_inverse(large ? r.s * (1.f / (1 << 20)) : r.s);
-    r.to_cells = r.s > 0.f ? inverse * (large ? units / (1 << 20) : units) : 3e38f;
-    r.mask = found.known ? 0xffffffffu : 0;
+// Cells from -REACH to below REACH have an entry. No value of a group is above its root mean square times the
+// root of GROUP, and the scale is that but for 2^-9 of it. From 5 bits on such a table would be too long, so
+// cells are saturated behind the last border.
+constexpr bool SATURATES = CODE_BITS > 4;
+constexpr int REACH = SATURATES ? (CODE_BITS == 5   ? 320
+                                   : CODE_BITS == 6 ? 784
+                                                    : 4424)
+                                : ((int)(units_of(CODE_BITS) / ROTATION * 1.01f) + 4) / 4 * 4;
+
+__device__ __forceinline__ u32 shared_byte(u32 address) {
+    u32 r;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
     return r;
 }
 
-// t times the scale, as a value times the factor is compared with it.
-__device__ __forceinline__ float scaled(float t, float s, float factor) {
-    return DTYPE == FLOAT16 ? __fmul_rn(t, s) : __fmul_rn(__fmul_rn(t, s), factor);
-}
-
-// The thresholds of a lane, ascending, from those in units of the scale. A value is counted above one below 0
-// already if it is equal to it, and above 0 if it is 0: so these are the numbers next below.
-__device__ __forceinline__ void put_thresholds(const float* units, float s, float factor, float* table) {
-    table[(HALF - 1) * THREADS] = __uint_as_float(0x80000001u);
+// Fills the tables of codes by cells, one for each place of a byte, [PER_BYTE][2 REACH], with all threads of
+// the block: each takes some words in a row.
+__device__ __forceinline__ void fill_cells(const i32* borders, u32* words) {
+    constexpr int COUNT = REACH / 2, THREADS = 32 * QUANTIZE_WARPS, EACH = (COUNT + THREADS - 1) / THREADS;
+    const int first = threadIdx.x * EACH;
+    u32 code = code_of_cell(borders, 4 * first - REACH, TOP);
+    i32 next = borders[code];
+#pragma unroll 1
+    for (int i = first; i < min(first + EACH, COUNT); ++i) {
+        u32 word = 0;
 #pragma unroll
-    for (int i = 0; i < HALF - 1; ++i) {
-        const float t = scaled(units[i], s, factor);
-        table[(HALF + i) * THREADS] = t;
-        table[(HALF - 2 - i) * THREADS] = __uint_as_float((__float_as_uint(t) | 0x80000000u) + 1);
+        for (int k = 0; k < 4; ++k) {
+            if (next <= 4 * i + k - REACH) next = borders[++code];  // no cell has two
+            word |= code << (8 * k);
+        }
+#pragma unroll
+        for (int place = 0; place < PER_BYTE; ++place) words[place * COUNT + i] = word << (place * CODE_BITS);
     }
 }
 
-// The code of y above BASE, as the width of codes has it. `zero`: where the threshold or cell 0 of this lane
-// would stand if they were counted from -MAGIC_BITS.
-constexpr u32 BASE = SIGNED_CELLS ? MAGIC_BITS : 0;
+// What a value is multiplied by to be in units, in the lower and in the upper half of a lane.
+struct Units {
+    float lower, upper;
+};
 
-__device__ __forceinline__ u32 code_of(float y, const Coder& coder, u32 zero) {
-    if constexpr (CODE_BITS == 1) {
-        return 1 - (__float_as_uint(y) >> 31);
-    } else if constexpr (CODE_BITS == 2) {
-        const u32 above = __float_as_uint(__fsub_rn(coder.threshold, fabsf(y))) >> 31;
-        return (2 + above) ^ ((u32)((i32)__float_as_uint(y) >> 31) & TOP);
-    } else if constexpr (SIGNED_CELLS) {
-        const float part = __saturatef(__fmaf_rn(y, coder.to_cells, .5f));
-        const u32 cell = __float_as_uint(__fmaf_rd(part, TOP * (1.f - 1e-6f), MAGIC));
-        // Negative where y is above the threshold.
-        const float above = __fsub_rn(shared_float(zero + cell * (4 * THREADS)), y);
-        return cell + (__float_as_uint(above) >> 31);
-    } else {
-        const u32 code = code_of_magnitude<CODE_BITS>(y, coder.s, coder.to_cells, zero);
-        return code ^ ((u32)((i32)__float_as_uint(y) >> 31) & TOP);
-    }
-}
-
-// Adds code K of a lane to its words, and all after it.
+// Adds codes K and after of a lane to its words; `cells`: where the entry of cell 0 would stand if the bits
+// of a cell were not above MAGIC_BITS.
 template <int K>
-__device__ __forceinline__ void put_codes(const float (&v)[VALUES], const Coder& coder, u32 zero,
+__device__ __forceinline__ void put_codes(const float (&v)[VALUES], const Units& units, u32 cells,
                                           u32 (&words)[WORDS]) {
     if constexpr (K < VALUES) {
         constexpr int WORD = K * CODE_BITS / 32, BIT = K * CODE_BITS % 32;
-        u32 code = code_of(v[K], coder, zero);
-        if constexpr (BIT + CODE_BITS > 32) {
-            code &= TOP;
-            words[WORD + 1] += code >> (32 - BIT);
-            words[WORD] += code << BIT;
-        } else {
-            words[WORD] += (code << BIT) - (BASE << BIT);
+        u32 codes = 0;
+#pragma unroll
+        for (int i = 0; i < PER_BYTE; ++i) {
+            const float to_units = K + i < VALUES / 2 ? units.lower : units.upper;
+            u32 cell = __float_as_uint(__fmaf_rd(v[K + i], to_units, MAGIC));
+            if (SATURATES) {
+                constexpr i32 OWN = REACH - (i32)MAGIC_BITS;
+                cell = __viaddmin_s32_relu((i32)cell, OWN, 2 * REACH - 1) - OWN;
+            }
+            codes += shared_byte(cells + cell + i * (2 * REACH));
         }
-        put_codes<K + 1>(v, coder, zero, words);
+        words[WORD] += codes << BIT;
+        if constexpr (BIT + PER_BYTE * CODE_BITS > 32) words[WORD + 1] += codes >> (32 - BIT);
+        put_codes<K + PER_BYTE>(v, units, cells, words);
     }
 }
 
@@ -273,49 +261,49 @@ __device__ __forceinline__ void put_words(const u32 (&words)[WORDS], u32 mask, u
     }
 }
 
-// Groups of scales so small that products with them underflow, or so large that sums overflow: values are
-// multiplied, and NaN, which has the code of 0, becomes 0.
-__device__ __forceinline__ void tame(float (&v)[VALUES], float factor) {
+// Groups of scales so small that their inverse overflows, or so large that sums do, or that cannot be
+// represented: the middles of their cells in place of values.
+__device__ __forceinline__ void tame(float (&v)[VALUES], float s, int lane, Units& units) {
+    const float up = s < LEAST_SCALE ? RAISED : 1.f, to = to_units(UNITS, __fmul_rn(s, up));
+    const float upper = for_upper_half(up, lane);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
-        const float y = __fmul_rn(v[i], factor);
-        v[i] = y == y ? y : 0.f;
+        const i32 cell = saturated_cell(__fmul_rn(v[i], i < VALUES / 2 ? up : upper), to);
+        v[i] = __fadd_rn((float)min(max(cell, -REACH), REACH - 1), .5f);
     }
+    units = {1.f, 1.f};
 }
 
 // x: `count` elements, a multiple of GROUP, 16-byte aligned; packed: 16-byte aligned; bad: null, or set to 1
 // if a group cannot be represented.
 extern "C" __global__ void __launch_bounds__(32 * QUANTIZE_WARPS, QUANTIZE_BLOCKS)
-    quantize_hadamard(const void* __restrict__ x, i64 count, u8* __restrict__ packed, u16* __restrict__ scale,
-                      i32* bad, const __grid_constant__ Codebook book) {
+    quantize_hadamard(const void* __restrict__ x, i64 count, int turns, u8* __restrict__ packed,
+                      u16* __restrict__ scale, i32* bad, const __grid_constant__ Borders borders) {
     extern __shared__ __align__(128) u8 dynamic[];
-    __shared__ float thresholds[SIGNED_CELLS ? TABLE * THREADS : 1];
-    __shared__ __align__(16) float units[SIGNED_CELLS ? HALF : 1];
-    __shared__ __align__(128) Cell cells[CODE_BITS > 4 ? Cells<CODE_BITS>::COUNT * COPIES : 1];
-    if constexpr (SIGNED_CELLS) {
-        if (threadIdx.x < HALF - 1) units[threadIdx.x] = threshold(book, threadIdx.x);
-        __syncthreads();  // the thresholds are there
-    }
-    if constexpr (CODE_BITS > 4) {
-        fill_cells<CODE_BITS>(book, cells);
-        __syncthreads();  // the cells are there
-    }
+    __shared__ __align__(16) u8 cells[PER_BYTE * 2 * REACH];
+    __shared__ i32 own_borders[TOP + 1];
     const int lane = threadIdx.x % 32;
     Memory& own = ((Memory*)dynamic)[threadIdx.x / 32];
-    float* table = thresholds + threadIdx.x;
-    const u32 zero = CODE_BITS > 4 ? shared_address(cells + lane % COPIES) - MAGIC_BITS * CELL_BYTES
-                                   : shared_address(table) - BASE * (4 * THREADS);
-    Tiles tile(count, QUANTIZE_TURNS, QUANTIZE_WARPS);
+    Tiles tile(count, turns, QUANTIZE_WARPS);
     if (tile.here()) fetch_elements(x, tile, own.elements, lane);
+    for (int i = threadIdx.x; i <= TOP; i += blockDim.x) own_borders[i] = i < TOP ? borders.at[i] : REACH;
+    __syncthreads();  // the borders are there
+    fill_cells(own_borders, (u32*)cells);
+    __syncthreads();  // the cells are there
+    const u32 cell_0 = shared_address(cells) + REACH - MAGIC_BITS;
     for (; tile.here(); tile = tile.next()) {
         const bool inside = lane * VALUES < tile.here();
-        const i64 group = (tile.first() + lane * VALUES) / GROUP;
+        const i64 group = tile.start / GROUP + (tile.at + lane * VALUES) / GROUP;
         float v[VALUES];
         wait_for_copies();
         __syncwarp();  // the copies of all lanes are there, the codes of the tile before are read
 #pragma unroll
         for (int j = 0; j < PIECES; ++j)
             elements(*(const uint4*)(own.elements + lane * PITCH + 16 * j), v + PER_LOAD * j);
+        if (DTYPE == BFLOAT16) {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) asm("" : "+f"(v[i]));  // else it is converted twice
+        }
         const Scale found = measure(v, own.elements, inside, lane);
         __syncwarp();  // all elements are read
         if (tile.next().here()) fetch_elements(x, tile.next(), own.elements, lane);
@@ -323,21 +311,14 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZE_WARPS, QUANTIZE_BLOCK
             scale[group] = (u16)found.scale_word;
             if (!found.known && bad) *bad = 1;
         }
-        Coder coder = coder_of(found);
-        if constexpr (CODE_BITS == 2) coder.threshold = scaled(threshold(book, 0), found.s, coder.factor);
-        if constexpr (SIGNED_CELLS) put_thresholds(units, found.s, coder.factor, table);
+        const float to = to_units(UNITS, found.s);
+        Units units = {to, for_upper_half(to, lane)};
         rotate_in_order(v, lane);
-        if constexpr (!SIGNED_CELLS && DTYPE != FLOAT16) {
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) v[i] = __fadd_rn(v[i], 0.f);  // -0 of a product that underflows
-        }
-        if constexpr (DTYPE != FLOAT16) {
-            const bool usual = coder.factor == 1.f && found.s < 1e20f;
-            if (!__all_sync(ALL_LANES, usual)) tame(v, coder.factor);
-        }
+        const bool usual = found.s == 0.f || (found.s > LEAST_SCALE && found.s < LARGEST_SCALE);
+        if (!(inside && found.known && usual)) tame(v, found.s, lane, units);
         u32 words[WORDS] = {};
-        put_codes<0>(v, coder, zero, words);
-        put_words(words, coder.mask, own.stream, lane);
+        put_codes<0>(v, units, cell_0, words);
+        put_words(words, found.known ? 0xffffffffu : 0, own.stream, lane);
         give_stream(own.stream, packed, tile, lane);
     }
 }
@@ -360,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DEQUANTIZE_BLOCKS)
     dequantize_hadamard(const u8* __restrict__ packed, i64 count, const u16* __restrict__ scale,
                         void* __restrict__ out, const __grid_constant__ Codebook book) {
     extern __shared__ __align__(128) u8 dynamic[];
-    __shared__ float levels[OWN_LEVELS ? TABLE * THREADS : 2 * HALF];
+    __shared__ float levels[TABLE];
     if constexpr (!OWN_LEVELS) {
         for (int i = threadIdx.x; i < 2 * HALF; i += THREADS) levels[i] = level(book, i, HALF);
         __syncthreads();  // the levels are there
@@ -372,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DEQUANTIZE_BLOCKS)
     const u32 column = 4 * threadIdx.x;  // of levels, in bytes
     u32 word = 0;                        // the scale of the group of this lane
     if (tile.here()) fetch_stream(packed, tile, own.stream, lane);
-    if (lane * VALUES < tile.here()) word = scale[(tile.first() + lane * VALUES) / GROUP];
+    if (lane * VALUES < tile.here()) word = scale[tile.start / GROUP + (tile.at + lane * VALUES) / GROUP];
     for (; tile.here(); tile = tile.next()) {
         const Tiles next = tile.next();
         const float s = read_scale(word, 0, 0.f).s;
@@ -393,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DEQUANTIZE_BLOCKS)
         }
         __syncwarp();  // all codes are read
         if (next.here()) fetch_stream(packed, next, own.stream, lane);
-        if (lane * VALUES < next.here()) word = scale[(next.first() + lane * VALUES) / GROUP];
+        if (lane * VALUES < next.here()) word = scale[next.start / GROUP + (next.at + lane * VALUES) / GROUP];
         float v[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
@@ -408,6 +389,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, DEQUANTIZE_BLOCKS)
             for (int i = 0; i < VALUES; ++i) v[i] = __fmul_rn(v[i], ROTATION);
         } else {
             rotate_in_order(v, lane);
+            const float factor = for_upper_half(ROTATION, lane);
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i)  // -0 becomes 0
+                v[i] = __fmaf_rn(v[i], i < VALUES / 2 ? ROTATION : factor, 0.f);
             u8* place = own.elements + (lane & ~(LANES / 2)) * PITCH + (lane & LANES / 2 ? 8 * PIECES : 0);
             halves[0] = place, halves[1] = place + LANES / 2 * PITCH;
         }

@@ -12,25 +12,21 @@ import numpy as np
 from numba import prange
 
 from .cpu_bits import pack_run, pack_ternary_run, unpack_run, unpack_ternary_run
-from .cpu_elements import load_values, store_values
+from .cpu_elements import load_groups, store_values
 from .cpu_groups import (
-    GRID,
-    count_thresholds,
     hadamard_run,
-    measure_magnitude,
-    measure_range,
+    measure_groups,
     pad,
-    root_mean_square,
     rotate,
     rotation_factor,
     round_to_codes,
     round_to_ternary,
 )
 from .cpu_simd import LANES, helper, kernel, load_codes, look_up, splat, store
+from .cpu_units import COUNTED, STEP, count_borders
 from .cpu_words import AFFINE, HADAMARD, NAN_WORD, TERNARY, WIDE, find_scales, word_value
 
 _HALF = np.float32(0.5)
-_TERNARY_LEVEL = np.float32(1.2240064)
 _BLOCK = 4096
 """Elements that go through all steps together: 16 KiB as float32."""
 _BLOCKS = 8
@@ -67,79 +63,61 @@ def _unpack_rows(codec, packed, first, row_bytes, bits, codes, rows, n):
     return wrong
 
 
-def table_of_guesses(thresholds):
-    """Return for every m how many thresholds lie below m / GRID for certain, as `count_thresholds` wants it.
-
-    "For certain" leaves room for rounding in float32. Thresholds are more than 1 / GRID apart.
-    """
-    grid = np.arange(int(GRID * thresholds[-1]) + 2) / GRID * (1 - 2.0**-18)
-    return np.searchsorted(thresholds.astype(np.float64), grid).astype(np.uint8)
+def tables_of_borders(borders):
+    """Return what `count_borders` wants of borders: rows of bytes, and the codes of integers."""
+    limit, positive = int(borders[-1]) + 1, borders[borders > 0]
+    rows = np.repeat(positive[: len(positive) if len(positive) in COUNTED else 0].astype(np.int8), STEP)
+    return rows, np.searchsorted(borders, np.arange(-limit, limit), side="right").astype(np.uint8)
 
 
 @kernel
 def quantize_rows(
-    x16, x32, dtype, n, codec, bits, group, thresholds, guesses, half_levels, packed, scale, offset
+    x16, x32, dtype, n, codec, bits, group, unit, borders, table, half_levels, packed, scale, offset
 ):
     """Quantise rows of n elements in groups along the row; return how many groups cannot be represented.
 
     x16 : uint16 (rows * n), the bits of float16 or bfloat16, or empty; x32 : float32 (rows * n), or empty
-    thresholds : float32, of the codebook, and guesses : uint8, of `table_of_guesses` or empty (HADAMARD)
+    unit : float32, of the codebook, and borders, table of `tables_of_borders` (HADAMARD)
     half_levels : float32 (SYMMETRIC)
     packed : uint8 (rows * row bytes); scale, offset : uint16 (rows * groups), offset empty if not AFFINE
     """
     groups = (n + group - 1) // group
     rows = scale.size // groups
     row_bytes = packed.size // rows
-    top, factor = np.float32(2**bits - 1), rotation_factor(group)
+    top = np.float32(2**bits - 1)
     stride = pad(group)
     block = max(1, _BLOCK // n)
-    found = pad(block * groups)
+    facts_of = pad(block * groups)
     bad = 0
     for task in prange((rows + _BLOCKS * block - 1) // (_BLOCKS * block)):
-        values = np.empty(block * groups * stride, np.float32)
+        values = np.empty(block * groups * stride + STEP, np.float32)
         squares = np.empty(stride, np.float32)
-        scaled = np.empty(thresholds.size + 1, np.float32)
-        indices = np.empty(stride, np.uint16)
-        codes = np.empty(block * n + LANES, np.uint8)
-        facts = np.zeros((4, found), np.float32)
-        words = np.empty((2, found), np.uint16)
+        places = np.empty(stride + LANES, np.uint16)
+        codes = np.empty(block * n + STEP, np.uint8)
+        facts = np.zeros((4, facts_of), np.float32)
+        words = np.empty((2, facts_of), np.uint16)
         for row0 in range(task * _BLOCKS * block, min(rows, (task + 1) * _BLOCKS * block), block):
             taken = min(block, rows - row0)
-            for k in range(taken * groups):
-                first = k % groups * group
-                count = min(group, n - first)
-                start = k * stride
-                load_values(x16, x32, dtype, (row0 + k // groups) * n + first, count, values, start)
-                if codec == AFFINE:
-                    facts[0, k], facts[1, k] = measure_range(values, start, count)
-                else:
-                    facts[1, k] = measure_magnitude(values, start, count)
-                if codec == HADAMARD:
-                    facts[0, k] = root_mean_square(values, start, count, facts[1, k], squares)
-                    rotate(values, start, count, rotation_factor(count) if count < group else factor)
-                elif codec == TERNARY:
-                    rms = root_mean_square(values, start, count, facts[1, k], squares)
-                    facts[0, k] = rms * _TERNARY_LEVEL
+            load_groups(x16, x32, dtype, row0, taken, n, group, values, stride)
+            measure_groups(codec, values, stride, taken, n, group, squares, facts)
             find_scales(codec, top, half_levels, facts, taken * groups, words)
-            for k in range(taken * groups):
-                first = k % groups * group
-                count = min(group, n - first)
-                at = k // groups * n + first
-                if codec == HADAMARD:
-                    start, found_scale = k * stride, facts[2, k]
-                    count_thresholds(
-                        values, start, count, found_scale, thresholds, guesses, scaled, indices, codes, at
-                    )
-                elif codec == TERNARY:
-                    round_to_ternary(values, k * stride, count, facts[2, k], codes, at)
-                else:
-                    round_to_codes(values, k * stride, count, facts[2, k], facts[3, k], top, codes, at)
-                if words[0, k] == NAN_WORD:
-                    codes[at : at + count] = 0
-                    bad += 1
-                scale[row0 * groups + k] = words[0, k]
-                if codec == AFFINE:
-                    offset[row0 * groups + k] = words[1, k]
+            if codec == HADAMARD:
+                count_borders(values, stride, taken, n, group, facts[2], unit, borders, table, places, codes)
+            k = 0
+            for row in range(taken):
+                for first in range(0, n, group):
+                    count, at = min(group, n - first), row * n + first
+                    if codec == TERNARY:
+                        round_to_ternary(values, k * stride, count, facts[2, k], codes, at)
+                    elif codec != HADAMARD:
+                        round_to_codes(values, k * stride, count, facts[2, k], facts[3, k], top, codes, at)
+                    if words[0, k] == NAN_WORD:
+                        codes[at : at + count] = 0
+                        bad += 1
+                    scale[row0 * groups + k] = words[0, k]
+                    if codec == AFFINE:
+                        offset[row0 * groups + k] = words[1, k]
+                    k += 1
             _pack_rows(codec, codes, taken, n, bits, packed, row0 * row_bytes, row_bytes)
     return bad
 

@@ -12,31 +12,24 @@ from .cpu_simd import (
     LANES,
     bits_of,
     butterflies,
-    count_greater,
     float_of_bits,
     helper,
     highest,
     larger_magnitude,
     load,
     lowest,
-    magnitude,
     maximum,
     minimum,
     splat,
     store,
     store_codes,
-    store_indices,
-    store_mirrored,
     total,
     zero_if_finite,
 )
-
-GRID = 64
-"""Entries of the table of guesses for each unit of magnitude."""
+from .cpu_words import AFFINE, HADAMARD, TERNARY
 
 _ZERO, _HALF = np.float32(0), np.float32(0.5)
-_INFINITY = np.float32(np.inf)
-_SMALLEST_TO_DIVIDE_BY = np.float32(2.0**-100)
+_TERNARY_LEVEL = np.float32(1.2240064)
 
 
 @helper
@@ -74,10 +67,16 @@ def measure_magnitude(values, start, count):
 
 
 @helper
-def root_mean_square(values, start, count, largest, squares):
-    """Return sqrt(mean of squares): summed by halves, after a division by a power of two near `largest`."""
-    exponent = max(bits_of(largest) >> np.uint32(23), np.uint32(1))
-    down = splat(float_of_bits(np.uint32((np.uint32(254) - exponent) << np.uint32(23))))
+def _four_squares(values, start, down):
+    """Sum the squares of vectors 0, 4, 8, 12 from start on by halves."""
+    a, b = load(values, start) * down, load(values, start + 4 * LANES) * down
+    c, d = load(values, start + 8 * LANES) * down, load(values, start + 12 * LANES) * down
+    return (a * a + c * c) + (b * b + d * d)
+
+
+@helper
+def _sum_by_halves(values, start, count, down, squares):
+    """Return the last vector of sums; `squares` is scratch."""
     left, h = pad(count), LANES
     while 2 * h < left:
         h *= 2
@@ -92,7 +91,21 @@ def root_mean_square(values, start, count, largest, squares):
         h //= 2
         for i in range(0, h, LANES):
             store(squares, i, load(squares, i) + load(squares, i + h))
-    mean = total(load(squares, 0)) / np.float32(count)
+    return load(squares, 0)
+
+
+@helper
+def root_mean_square(values, start, count, largest, squares):
+    """Return sqrt(mean of squares): summed by halves, after a division by a power of two near `largest`."""
+    exponent = max(bits_of(largest) >> np.uint32(23), np.uint32(1))
+    down = splat(float_of_bits(np.uint32((np.uint32(254) - exponent) << np.uint32(23))))
+    if count == 16 * LANES:
+        even = _four_squares(values, start, down) + _four_squares(values, start + 2 * LANES, down)
+        odd = _four_squares(values, start + LANES, down) + _four_squares(values, start + 3 * LANES, down)
+        sums = even + odd
+    else:
+        sums = _sum_by_halves(values, start, count, down, squares)
+    mean = total(sums) / np.float32(count)
     return np.sqrt(mean) * float_of_bits(np.uint32(exponent << np.uint32(23)))
 
 
@@ -100,7 +113,7 @@ def root_mean_square(values, start, count, largest, squares):
 def hadamard_run(x, first, count, block):
     """Transform x[first:first + count], flat float32, in place by blocks, without the final 1 / sqrt(block).
 
-    `block` is the largest power of two that divides `count`. Butterflies run at distance h = 1, 2, 4, ...
+    `block` is a power of two that divides `count`. Butterflies run at distance h = 1, 2, 4, ...
     """
     if block < LANES:
         h = 1
@@ -111,9 +124,20 @@ def hadamard_run(x, first, count, block):
                     x[i], x[i + h] = a + b, a - b
             h *= 2
         return
-    for i in range(first, first + count, LANES):
-        store(x, i, butterflies(load(x, i)))
     h = LANES
+    if block >= 4 * LANES:  # five distances in one pass over memory
+        for i in range(first, first + count, 4 * LANES):
+            a, b = butterflies(load(x, i)), butterflies(load(x, i + LANES))
+            c, d = butterflies(load(x, i + 2 * LANES)), butterflies(load(x, i + 3 * LANES))
+            a, b, c, d = a + b, a - b, c + d, c - d
+            store(x, i, a + c)
+            store(x, i + LANES, b + d)
+            store(x, i + 2 * LANES, a - c)
+            store(x, i + 3 * LANES, b - d)
+        h = 4 * LANES
+    else:
+        for i in range(first, first + count, LANES):
+            store(x, i, butterflies(load(x, i)))
     while 2 * h < block:  # two distances in one pass over memory
         for start in range(first, first + count, 4 * h):
             for i in range(start, start + h, LANES):
@@ -146,8 +170,44 @@ def rotation_factor(count):
     return np.float32(1 / np.sqrt(np.float64(count & -count)))
 
 
+@helper
+def _count(k, of_row, group, rest):
+    """Return the number of elements of group k; the last of a row has `rest`."""
+    return rest if rest < group and k % of_row == of_row - 1 else group
+
+
+@helper
+def measure_groups(codec, values, stride, rows, n, group, squares, facts):
+    """Put what the scales of all groups are made of to facts[0] and facts[1], as `find_scales` wants it.
+
+    Groups of rows of n values stand `stride` apart; those of HADAMARD are transformed, without the factor.
+    All groups go through one step before the next, so that the end of a reduction is hidden behind the group
+    after it.
+    """
+    of_row = (n + group - 1) // group
+    rest = n - (of_row - 1) * group
+    for k in range(rows * of_row):
+        count = _count(k, of_row, group, rest)
+        if codec == AFFINE:
+            facts[0, k], facts[1, k] = measure_range(values, k * stride, count)
+        else:
+            facts[1, k] = measure_magnitude(values, k * stride, count)
+    if codec >= HADAMARD:
+        for k in range(rows * of_row):
+            count = _count(k, of_row, group, rest)
+            facts[0, k] = root_mean_square(values, k * stride, count, facts[1, k], squares)
+            if codec == TERNARY:
+                facts[0, k] *= _TERNARY_LEVEL
+    if codec == HADAMARD and rest == group == stride:
+        hadamard_run(values, 0, rows * n, group & -group)
+    elif codec == HADAMARD:
+        for k in range(rows * of_row):
+            count = _count(k, of_row, group, rest)
+            hadamard_run(values, k * stride, count, count & -count)
+
+
 # ---------------------------------------------------------------------------------------------------------
-# Second phase: codes. Whole vectors are written, up to 7 bytes beyond the group.
+# Second phase: codes (of a codebook: `cpu_units`). Whole vectors are written, up to 7 bytes beyond the group.
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -158,64 +218,6 @@ def round_to_codes(values, start, count, scale, offset, top, codes, first):
     for i in range(0, count, LANES):
         code = (load(values, start + i) - o) / s
         store_codes(codes, first + i, minimum(maximum(code, zero), t))
-
-
-@helper
-def count_thresholds(values, start, count, scale, thresholds, guesses, scaled, indices, codes, first):
-    """HADAMARD: the number of thresholds below the magnitude, up or down from the middle by the sign.
-
-    With many thresholds a table says how many there are at least: guesses[m] for a magnitude of m / GRID
-    scales or more, at most one too few. Scratch: scaled, float32 (thresholds + 1); indices, uint16 (padded
-    group).
-    """
-    for k in range(thresholds.size):
-        scaled[k] = thresholds[k] * scale
-    if guesses.size == 0 or not scale > _SMALLEST_TO_DIVIDE_BY:
-        _count_all(values, start, count, scaled, thresholds.size, codes, first)
-    else:
-        _count_from_guess(values, start, count, scale, scaled, guesses, indices, codes, first)
-
-
-@helper
-def _count_all(values, start, count, scaled, thresholds, codes, first):
-    zero, i = splat(_ZERO), 0
-    while i + 4 * LANES <= count:  # four vectors at a time share the loads and the steps of the loop
-        at = start + i
-        a, b = load(values, at), load(values, at + LANES)
-        c, d = load(values, at + 2 * LANES), load(values, at + 3 * LANES)
-        size_a, size_b, size_c, size_d = magnitude(a), magnitude(b), magnitude(c), magnitude(d)
-        of_a, of_b, of_c, of_d = zero, zero, zero, zero
-        for k in range(thresholds):
-            threshold = splat(scaled[k])
-            of_a, of_b = count_greater(of_a, size_a, threshold), count_greater(of_b, size_b, threshold)
-            of_c, of_d = count_greater(of_c, size_c, threshold), count_greater(of_d, size_d, threshold)
-        to = first + i
-        store_mirrored(codes, to, of_a, a, thresholds + 1)
-        store_mirrored(codes, to + LANES, of_b, b, thresholds + 1)
-        store_mirrored(codes, to + 2 * LANES, of_c, c, thresholds + 1)
-        store_mirrored(codes, to + 3 * LANES, of_d, d, thresholds + 1)
-        i += 4 * LANES
-    while i < count:
-        y = load(values, start + i)
-        counted = zero
-        for k in range(thresholds):
-            counted = count_greater(counted, magnitude(y), splat(scaled[k]))
-        store_mirrored(codes, first + i, counted, y, thresholds + 1)
-        i += LANES
-
-
-@helper
-def _count_from_guess(values, start, count, scale, scaled, guesses, indices, codes, first):
-    levels = scaled.size  # of each sign: one more than thresholds
-    scaled[levels - 1] = _INFINITY
-    inverse, last = splat(np.float32(GRID) / scale), splat(np.float32(guesses.size - 1))
-    for i in range(0, count, LANES):
-        store_indices(indices, i, minimum(magnitude(load(values, start + i)) * inverse, last))
-    y, out = values[start : start + count], codes[first : first + count]
-    for i in range(count):
-        guess = guesses[indices[i]]
-        code = levels + guess + (abs(y[i]) > scaled[guess])
-        out[i] = np.uint8(2 * levels - 1 - code if y[i] < 0 else code)
 
 
 @helper

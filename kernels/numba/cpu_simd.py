@@ -142,7 +142,6 @@ store = _make_store(F32X8, lambda builder, value: value)
 store_half = _make_store(F16X8, lambda builder, value: builder.fptrunc(value, F16X8))
 store_bfloat = _make_store(I16X8, narrow_bfloat)
 store_codes = _make_store(_I8X8, _narrow_code)
-store_indices = _make_store(I16X8, lambda builder, value: builder.fptoui(value, I16X8))
 
 
 def _make_binary(emit):
@@ -247,35 +246,6 @@ def _make_reduction(emit):
 
 
 @intrinsic
-def count_greater(typing_context, count, a, b):
-    """Return count, one higher where a > b; counts are integers in the bits of lanes (`float_of_count`)."""
-
-    def generate(context, builder, signature, arguments):
-        count, a, b = arguments
-        minus_one = builder.sext(builder.fcmp_ordered(">", a, b), I32X8)
-        return builder.bitcast(builder.sub(builder.bitcast(count, I32X8), minus_one), F32X8)
-
-    return float32x8(float32x8, float32x8, float32x8), generate
-
-
-@intrinsic
-def store_mirrored(typing_context, row, index, count, value, middle):
-    """Write eight codes: middle + count (of `count_greater`), or middle - 1 - count where value < 0."""
-
-    def generate(context, builder, signature, arguments):
-        array, first, count, value, middle = arguments
-        below = builder.fcmp_ordered("<", value, ir.Constant(F32X8, [0.0] * LANES))
-        steps = builder.xor(builder.bitcast(count, I32X8), builder.sext(below, I32X8))
-        one = builder.insert_element(ir.Constant(I32X8, ir.Undefined), builder.trunc(middle, _I32), _I32(0))
-        codes = builder.add(builder.shuffle_vector(one, one, splat_i32(0)), steps)
-        pointer = pointer_to(context, builder, signature.args[0], array, first, _I8X8)
-        store_unaligned(builder, builder.trunc(codes, _I8X8), pointer)
-        return context.get_dummy_value()
-
-    return types.void(row, types.intp, float32x8, float32x8, types.intp), generate
-
-
-@intrinsic
 def look_up(typing_context, table, codes, index):
     """Return table[code] of the eight codes from codes[index] on; table float32."""
 
@@ -343,11 +313,12 @@ def butterflies(typing_context, value):
 
     def generate(context, builder, signature, arguments):
         (x,) = arguments
+        kind = ir.FunctionType(F32X8, [F32X8] * 3)
+        multiply_add = builder.module.declare_intrinsic("llvm.fmuladd.v8f32", (), kind)
         for h in (1, 2, 4):
             partner = builder.shuffle_vector(x, x, _lanes([k ^ h for k in range(LANES)]))
-            signs = _lanes([0x80000000 if k & h else 0 for k in range(LANES)])
-            turned = builder.bitcast(builder.xor(builder.bitcast(x, I32X8), signs), F32X8)
-            x = builder.fadd(partner, turned)
+            signs = ir.Constant(F32X8, [-1.0 if k & h else 1.0 for k in range(LANES)])
+            x = builder.call(multiply_add, [x, signs, partner])  # fused or not: the product is exact
         return x
 
     return float32x8(float32x8), generate

@@ -6,8 +6,11 @@ shared memory or, if the group is large, in a stretch of `pitch` floats of `scra
 in place there, with a barrier of the block after each step. Codes have a byte each; packing is another launch
 (`cuda_bits`).
 
-Options: dtype and codec, by name; bits; shared; levels, the codebook of HADAMARD in ascending order.
+Options: dtype and codec, by name; bits; shared; of HADAMARD the codebook: unit and borders, which are whole
+numbers, or levels, all ascending.
 """
+
+import math
 
 import numpy as np
 from numba import cuda, types
@@ -31,7 +34,8 @@ from .cuda_words import (
     word_value,
 )
 
-uint8, uint16, int8, int32, int64, float32 = np.uint8, np.uint16, np.int8, np.int32, np.int64, np.float32
+uint8, uint16, int8, int32, int64 = np.uint8, np.uint16, np.int8, np.int32, np.int64
+float32, float64 = np.float32, np.float64
 
 WORDS, FLOATS = types.CPointer(types.uint16), types.CPointer(types.float32)
 BOUNDS = 256, 2
@@ -40,6 +44,7 @@ CODECS = "affine", "symmetric", "hadamard", "ternary"
 
 _ZERO, _HALF, _INFINITY = float32(0), float32(0.5), float32(np.inf)
 _TERNARY_LEVEL = float32(1.2240064)
+_SMALL_SCALE, _GROWTH = float32(2.0**-66), float32(2.0**60)
 _ROOT_OF_HALF = float32(np.sqrt(0.5))
 _ROUNDER = float32(1.5 * 2**23)  # adding it rounds to an integer, which then is the low byte
 _TABLE = 256
@@ -58,10 +63,9 @@ def add_halves(values, base, size):
 
 
 @device
-def rotate(values, base, count):
-    """Apply the orthonormal block Hadamard transform; ends at a barrier."""
-    block = count & -count
-    h, factor, doublings = int64(1), float32(1), 0
+def butterflies(values, base, count):
+    """Apply the block Hadamard transform without its factor; ends at a barrier."""
+    block, h = count & -count, int64(1)
     while h < block:
         cuda.syncthreads()  # all values are there
         for i in range(cuda.threadIdx.x, count // 2, cuda.blockDim.x):
@@ -69,18 +73,19 @@ def rotate(values, base, count):
             a, b = values[at], values[at + h]
             values[at], values[at + h] = a + b, a - b
         h *= 2
-        doublings += 1
-        if doublings % 2 == 0:
-            factor = factor * _HALF
-    if doublings % 2:
-        factor = factor * _ROOT_OF_HALF
     cuda.syncthreads()  # all values are transformed
-    for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
-        values[base + i] = values[base + i] * factor
-    cuda.syncthreads()  # and scaled
 
 
-def quantize_groups(dtype, codec, bits, shared, levels=()):
+@device
+def orthonormal_factor(count):
+    """Return 1 / sqrt(block), correctly rounded."""
+    block, factor = count & -count, float32(1)
+    while block >= 4:
+        factor, block = factor * _HALF, block // 4
+    return factor * _ROOT_OF_HALF if block == 2 else factor
+
+
+def quantize_groups(dtype, codec, bits, shared, unit=0.0, borders=()):
     """Make the kernel (x, rows, n, group, codes, scale, offset, bad, scratch, pitch)."""
     # gate: dtype=float16 codec=affine,symmetric,hadamard bits=4 shared=1 registers<=128
     # gate: dtype=bfloat16,float32 codec=affine bits=4 shared=0 registers<=128
@@ -90,13 +95,15 @@ def quantize_groups(dtype, codec, bits, shared, levels=()):
     top, half = float32(2**bits - 1), 2 ** (bits - 1)
     half_levels = float32(half if bits <= 4 else (2**bits - 1) / 2)
     reachable = float32(top + _HALF if codec == "affine" else (top + float32(1)) * _HALF)
-    positive = np.array(levels[half:], np.float32) if levels else np.zeros(1, np.float32)
-    borders = (positive[:-1] + positive[1:]) / float32(2) if half > 1 and levels else np.zeros(1, np.float32)
+    limit = borders[-1] + 1 if borders else 1
+    codes_of_units = np.searchsorted(borders, np.arange(-limit, limit), side="right").astype(np.uint8)
+    lowest, highest = float(-limit), float(limit - 1)
+    unit = float32(unit)
     affine, symmetric, hadamard, ternary = (codec == name for name in CODECS)
     code_type = int8 if ternary else uint8
 
     def kernel(x, rows, n, group, codes, scale, offset, bad, scratch, pitch):
-        thresholds = cuda.const.array_like(borders)
+        table = cuda.const.array_like(codes_of_units)
         if shared:
             values, base = cuda.shared.array(0, types.float32), int64(0)
         else:
@@ -168,18 +175,22 @@ def quantize_groups(dtype, codec, bits, shared, levels=()):
             s = word_value(s_word, wide)
             if symmetric:
                 o = -(s * (top * _HALF))
+            growth, inverse = float32(1), _ZERO
             if hadamard:
-                rotate(values, base, count)
+                butterflies(values, base, count)
+                if s < _SMALL_SCALE:
+                    growth = _GROWTH
+                if s > _ZERO:
+                    inverse = unit * orthonormal_factor(count) / (s * growth)
 
             # Codes.
             for i in range(me, count, step):
                 value, code = values[base + i], int64(0)
                 if hadamard:
-                    above = int64(0)
-                    for k in range(half - 1):
-                        if abs(value) > thresholds[k] * s:
-                            above += 1
-                    code = half - 1 - above if value < _ZERO else half + above
+                    units = float64(value * growth) * float64(inverse)
+                    if units != units:
+                        units = 0.0
+                    code = int64(table[int64(math.floor(min(max(units, lowest), highest))) + limit])
                 elif ternary:
                     border = s * _HALF
                     code = int64(value > border) - int64(value < -border)
@@ -231,10 +242,11 @@ def dequantize_groups(dtype, codec, bits, shared, levels=()):
                 cuda.syncthreads()  # the group before is done
                 for i in range(me, count, step):
                     values[base + i] = level[codes[start + i]] * s
-                rotate(values, base, count)
+                butterflies(values, base, count)
+            factor = orthonormal_factor(count)
             for i in range(me, count, step):
                 if hadamard:
-                    value = values[base + i]
+                    value = values[base + i] * factor
                 elif ternary:
                     value = float32(codes[start + i]) * s
                 else:

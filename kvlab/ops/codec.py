@@ -156,15 +156,15 @@ def quantize(
     - ternary: \|x^ - x\| <= max(s/2, \|x\| - s) + u/2 + r;
     - hadamard: \|x^ - x\| <= 1.01 sqrt(w**2 + max(0, 1 - t/sqrt(n))**2) times the Euclidean norm of the
       group, for n elements, t the highest level and w the largest distance of a number between -t and t from
-      its level. Groups that the rotation turns into a single spike, such as constant ones, come close to
-      that. Without such structure the mean squared error is 0.363, 0.117, 0.0345, 0.0095, 0.0025, 0.00064
-      and 0.00004 of the mean square at 1, 2, 3, 4, 5, 6 and 8 bits.
+      the level of its code. Groups that the rotation turns into a single spike, such as constant ones, come
+      close to that. Without such structure the mean squared error is 0.363, 0.117, 0.0345, 0.0095, 0.0025,
+      0.00064 and 0.00004 of the mean square at 1, 2, 3, 4, 5, 6 and 8 bits.
 
     A constant group comes back exactly from the affine codec if float16 (or, out of its range, bfloat16)
     represents the constant. Quantising what `dequantize` gave leads to the same codes with the symmetric
-    codec where the scale is at least one ulp of the output, and with the affine one where it is also a normal
-    number and the lowest code of the group is 0 (and, if the words are bfloat16, the highest in use). The
-    lowest code is 0 wherever the offset is exact: for float16 and bfloat16 inputs unless the words are
+    codec where the scale is at least one ulp of the output and a normal number, and with the affine one where
+    the lowest code of the group is 0, too (and, if the words are bfloat16, the highest in use). The lowest
+    code is 0 wherever the offset is exact: for float16 and bfloat16 inputs unless the words are
     bfloat16.
 
     References

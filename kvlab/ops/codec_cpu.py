@@ -7,6 +7,7 @@ across rows have kernels of their own for the affine codecs; the others turn the
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,6 @@ from kvlab.reference import codebooks
 from kvlab.reference import codec as reference
 
 __all__ = ["dequantize", "dequantize_reference", "quantize", "quantize_reference"]
-
-_COUNTED = 7  # thresholds that are faster counted than looked up: widths up to 4
 
 _NO_BITS, _NO_FLOATS = np.empty(0, np.uint16), np.empty(0, np.float32)
 
@@ -45,14 +44,13 @@ def quantize(x: ArrayT, layout: Layout, nan: str) -> tuple[ArrayT, ArrayT, Array
 
 def _quantize_in_place(x: NDArray[Any], layout: Layout) -> tuple[NDArray[np.uint8], NDArray[np.uint16], int]:
     """Quantise along rows or columns; words (1 or 2, *scale shape) are scale and, if affine, offset."""
-    from kvlab.numba_kernels.cpu_codec import quantize_rows, table_of_guesses
+    from kvlab.numba_kernels.cpu_codec import quantize_rows
     from kvlab.numba_kernels.cpu_columns import quantize_columns
 
     codec, bits = reference.CODECS.index(layout.codec), int(layout.bits)
     packed = np.empty(layout.packed_shape, np.uint8)
     words = np.empty((2 if layout.codec == "affine" else 1, *layout.scale_shape), np.uint16)
-    thresholds = codebooks.thresholds(bits) if layout.codec == "hadamard" else _NO_FLOATS
-    guesses = table_of_guesses(thresholds) if len(thresholds) > _COUNTED else np.empty(0, np.uint8)
+    book = _codebook(bits if layout.codec == "hadamard" else 1)
     half_levels, bad = reference.half_levels(bits), 0
     if x.size == 0:
         return packed, words, bad
@@ -63,10 +61,18 @@ def _quantize_in_place(x: NDArray[Any], layout: Layout) -> tuple[NDArray[np.uint
         source = _elements(block)
         how = codec, bits, layout.group_size
         if layout.along_rows:
-            bad += quantize_rows(*source, layout.shape[-1], *how, thresholds, guesses, half_levels, *outputs)
+            bad += quantize_rows(*source, layout.shape[-1], *how, *book, half_levels, *outputs)
         else:
             bad += quantize_columns(*source, _columns(block.size, layout), *how, half_levels, *outputs)
     return packed, words, bad
+
+
+@cache
+def _codebook(bits: int) -> tuple[np.float32, NDArray[np.int8], NDArray[np.uint8]]:
+    """Return units and borders of a codebook as kernels take them."""
+    from kvlab.numba_kernels.cpu_codec import tables_of_borders
+
+    return codebooks.units(bits), *tables_of_borders(codebooks.borders(bits))
 
 
 def dequantize(quantized: Quantized[ArrayT], layout: Layout, dtype: str, check: bool) -> ArrayT:

@@ -25,6 +25,7 @@ from kvlab.ops.device_arrays import (
     contiguous,
     cuda_kernel,
     launch,
+    multiprocessors,
     numba_kernel,
     permuted,
     pointer,
@@ -151,21 +152,27 @@ def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
         return _RowsCall(kernel, shape, False, [], -(-count // _TERNARY_BLOCK), 128)
     macros["CODE_BITS"] = int(layout.bits)
     if layout.codec == "hadamard":
-        values = min(group, 64)
+        values = min(group, 32 if (name, dtype) == ("dequantize", "float32") else 64)  # of a lane
         macros |= {"GROUP": group, "VALUES": values}
         kernel = cuda_kernel("codec_hadamard", f"{name}_hadamard", tuple(macros.items()), device)
-        turns, warps = 8, 2  # tiles of a warp, warps of a block
-        if name == "dequantize":
-            turns = 4
-        elif layout.bits > 4:
-            turns = 8 if dtype == "float32" else 4
-            warps = 6 if dtype == "float32" else 8 if layout.bits == 6 else 10
+        turns, warps = 4, 2  # tiles of a warp, warps of a block
+        if name == "quantize":
+            about, warps = (8, 2) if layout.bits <= 4 else (24, 8)
+            turns = _even_turns(-(-count // (32 * values)), 16 * multiprocessors(device), about)
+            shape.append(np.int32(turns))
         blocks = -(-count // (32 * warps * values * turns))
         lane = values * (2 if dtype != "float32" else 4) + 16 + values * int(layout.bits) // 8
-        return _RowsCall(kernel, shape, False, [_codebook(layout)], blocks, 32 * warps, 32 * warps * lane)
+        book = [_book(name, layout)]
+        return _RowsCall(kernel, shape, False, book, blocks, 32 * warps, 32 * warps * lane)
     macros |= {"CODEC": reference.CODECS.index(layout.codec), "LANES": group // 32}
     kernel = cuda_kernel("codec_rows", f"{name}_rows", tuple(macros.items()), device)
     return _RowsCall(kernel, shape, True, [], -(-count // _BLOCK), 256)
+
+
+def _even_turns(tiles: int, warps: int, about: int) -> int:
+    """Return how many tiles a warp takes, `about` so many, for `warps` warps at a time to end together."""
+    waves = max(1, round(tiles / (warps * about)))
+    return max(1, -(-tiles // (warps * waves)))
 
 
 def _bits(layout: Layout) -> int:
@@ -173,18 +180,28 @@ def _bits(layout: Layout) -> int:
     return 2 if layout.codec == "ternary" else int(layout.bits)
 
 
-def _codebook(layout: Layout) -> Any:
-    return _codebook_of(int(layout.bits) if layout.codec == "hadamard" else 0)
+def _book(name: str, layout: Layout) -> Any:
+    return _book_of(name, int(layout.bits) if layout.codec == "hadamard" else 0)
 
 
 @cache
-def _codebook_of(bits: int) -> Any:
-    """Return the positive levels of a codebook as kernels take them, 128 float32; zeros for 0 bits."""
-    levels = np.zeros(128, np.float32)
+def _book_of(name: str, bits: int) -> Any:
+    """Return what kernels take of a codebook; zeros for 0 bits.
+
+    To quantise, its borders: 256 int32; to dequantise, its positive levels: 128 float32.
+    """
+    numbers = np.zeros(256, np.int32) if name == "quantize" else np.zeros(128, np.float32)
     if bits:
-        half = 2 ** (bits - 1)
-        levels[:half] = codebooks.levels(bits)[half:]
-    return np.frombuffer(levels.tobytes(), "V512")[0]
+        given = codebooks.borders(bits) if name == "quantize" else codebooks.levels(bits)[2 ** (bits - 1) :]
+        numbers[: len(given)] = given
+    return np.frombuffer(numbers.tobytes(), f"V{numbers.nbytes}")[0]
+
+
+def _numba_codebook(entry: str, bits: int) -> dict[str, Any]:
+    """Return the options of a Numba kernel that are its codebook."""
+    if entry == "dequantize_groups":
+        return {"levels": tuple(map(float, codebooks.levels(bits)))}
+    return {"unit": float(codebooks.units(bits)), "borders": tuple(map(int, codebooks.borders(bits)))}
 
 
 # ---- Groups across rows, one pass
@@ -297,13 +314,14 @@ def _launch_groups(
             "shared": int(scratch is None),
         }
         if layout.codec == "hadamard":
-            options["levels"] = tuple(map(float, codebooks.levels(bits)))
+            options |= _numba_codebook(entry, bits)
         kernel = numba_kernel("cuda_codec", entry, tuple(options.items()), device)
         shape, book = [np.int64(rows), np.int64(n), np.int64(group)], []
     else:
         macros = (("DTYPE", FLOATS.index(dtype)), ("CODEC", reference.CODECS.index(layout.codec)))
         kernel = cuda_kernel("codec_groups", entry, macros, device)
         fields = np.array((rows, n, group, bits), _GROUPS)
-        shape, book = [np.frombuffer(fields.tobytes(), f"V{_GROUPS.itemsize}")[0]], [_codebook(layout)]
+        shape = [np.frombuffer(fields.tobytes(), f"V{_GROUPS.itemsize}")[0]]
+        book = [_book(entry.removesuffix("_groups"), layout)]
     arguments = [pointer(source), *shape, *addresses, pointer(scratch), np.int64(pitch), *book]
     launch(kernel, blocks, (threads,), arguments, source, shared)

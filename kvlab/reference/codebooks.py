@@ -1,10 +1,15 @@
 """Lloyd-Max codebooks: the 2**b levels that represent a unit Gaussian with the least mean squared error.
 
-A level is the mean of the values nearest to it, and the border between two levels is their midpoint (S. P.
-Lloyd, 1957, and J. Max, "Quantizing for minimum distortion", 1960, table I). Coordinates of a vector after a
-Hadamard rotation are close to Gaussian, which is what makes one fixed table serve all vectors.
+A level is the mean of the values nearest to it, and the best border between two levels is their midpoint (S.
+P. Lloyd, 1957, and J. Max, "Quantizing for minimum distortion", 1960, table I). Coordinates of a vector after
+a Hadamard rotation are close to Gaussian, which is what makes one fixed table serve all vectors.
 
-The numbers are written out, not computed at import, because codes depend on every bit of them.
+Here a border is the whole number of units nearest to that midpoint. So the integer below a value in units
+decides its code, and one look-up in a table of bytes finds it. How many units there are to 1 is chosen so
+that borders come to stand next to the midpoints: 0, 0, 0.002, 0.037, 0.15, 0.14 and 0.16 percent are added to
+the mean squared error of a unit Gaussian at 1, 2, 3, 4, 5, 6 and 8 bits.
+
+The levels are written out, not computed at import, because codes depend on every bit of them.
 """
 
 from __future__ import annotations
@@ -12,7 +17,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["levels", "thresholds"]
+__all__ = ["borders", "levels", "units"]
+
+_UNITS = {1: 1, 2: 1.01875, 3: 20, 4: 50, 5: 106, 6: 223, 8: 1006}
 
 # The positive levels of each width, ascending; the others are their negatives.
 # fmt: off
@@ -72,15 +79,23 @@ def levels(bits: int) -> NDArray[np.float32]:
     return np.concatenate([-positive[::-1], positive])
 
 
-def thresholds(bits: int) -> NDArray[np.float32]:
-    """Return the 2**(bits - 1) - 1 positive borders between levels: the float32 midpoints, ascending.
+def units(bits: int) -> np.float32:
+    """Return how many units, in which `borders` counts, are as long as 1."""
+    return np.float32(_UNITS[bits])
 
-    Zero is a border too; the negative ones are the negatives of these.
+
+def borders(bits: int) -> NDArray[np.int32]:
+    """Return the 2**bits - 1 borders between levels, in units, ascending; a value on a border lies above it.
+
+    The positive ones are the float32 midpoints of the levels times `units`, rounded to nearest; zero is a
+    border too, and the negative ones are the negatives of these.
 
     Examples
     --------
-    >>> thresholds(2)
-    array([0.9815988], dtype=float32)
+    >>> borders(2), borders(3)
+    (array([-1,  0,  1], dtype=int32), array([-35, -21, -10,   0,  10,  21,  35], dtype=int32))
     """
     positive = np.array(_POSITIVE[bits], np.float32)
-    return (positive[:-1] + positive[1:]) / np.float32(2)
+    middles = (positive[:-1] + positive[1:]) / np.float32(2)
+    upper = np.rint(middles.astype(np.float64) * float(units(bits))).astype(np.int32)
+    return np.concatenate([-upper[::-1], np.zeros(1, np.int32), upper])

@@ -21,6 +21,10 @@ float16 where that has the range, which is when the largest magnitude (affine) o
 [2**-14, 32752] or is 0, and bfloat16 otherwise; the sign bit of the scale, which has no other use, marks
 bfloat16. Codes are computed from the rounded values. A group with a NaN, an infinity or a magnitude above
 2**126 cannot be represented: its scale is NaN and its codes are 0.
+
+A code of the hadamard codec is the number of borders at or below the value in units (`codebooks.borders`).
+The value is y r, y the sums of the butterflies and r, a float32, the units of the codebook / sqrt(block) / s.
+This product is exact, not rounded: a fused operation on a GPU, or float64, finds the integer below it.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ CODECS = ("affine", "symmetric", "hadamard", "ternary")
 _NARROW_FROM, _NARROW_TO = np.float32(2.0**-14), np.float32(32752)
 _LARGEST = np.float32(2.0**126)
 _LARGEST_HALF = np.float32(65504)
+_SMALL_SCALE = np.float32(2.0**-66)
 _TERNARY_LEVEL = np.float32(1.2240064)
 NAN_WORD = 0x7E00
 """Scale of a group that cannot be represented."""
@@ -96,6 +101,12 @@ def hadamard(x: Float32) -> Float32:
     >>> hadamard(np.array([1, 2, 3, 4], np.float32))
     array([ 5., -1., -2.,  0.], dtype=float32)
     """
+    y = _butterflies(x)
+    y *= _orthonormal_factor(x.shape[-1])
+    return y
+
+
+def _butterflies(x: Float32) -> Float32:
     n = x.shape[-1]
     block = hadamard_block(n)
     y = np.array(x, np.float32, order="C")
@@ -105,8 +116,11 @@ def hadamard(x: Float32) -> Float32:
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         pairs[..., 0, :], pairs[..., 1, :] = a + b, a - b
         h *= 2
-    y *= np.float32(1 / np.sqrt(block))
     return y
+
+
+def _orthonormal_factor(n: int) -> np.float32:
+    return np.float32(1 / np.sqrt(hadamard_block(n)))
 
 
 def quantize(
@@ -229,13 +243,23 @@ def _codes(x: Float32, s: Float32, o: Float32, bits: int, codec: str) -> NDArray
     if codec == "ternary":
         return (x > s / 2).astype(np.int8) - (x < -s / 2).astype(np.int8)
     if codec == "hadamard":
-        y = hadamard(x)
-        above = sum((np.abs(y) > t * s for t in codebooks.thresholds(bits)), np.zeros(y.shape, np.int64))
-        middle = 2 ** (bits - 1)
-        codes: NDArray[Any] = np.where(y < 0, middle - 1 - above, middle + above)
+        codes: NDArray[Any] = np.searchsorted(codebooks.borders(bits), _in_units(x, s, bits), side="right")
     else:
         codes = np.rint(np.minimum(np.fmax((x - o) / s, 0), np.float32(2**bits - 1)))
     return codes.astype(np.uint8)
+
+
+def _in_units(x: Float32, s: Float32, bits: int) -> NDArray[np.float64]:
+    """Return the rotated x in units of the codebook, exactly; 0 where s is 0 or sums overflow to a NaN.
+
+    A scale below 2**-66 and the sums are both multiplied by 2**60, so that the inverse of it is finite.
+    """
+    y = _butterflies(x)
+    factor = np.where(s < _SMALL_SCALE, np.float32(2.0**60), np.float32(1))
+    y, s = y * factor, s * factor
+    inverse = codebooks.units(bits) * _orthonormal_factor(x.shape[-1]) / s
+    product = y.astype(np.float64) * np.where(s > 0, inverse, 0)
+    return np.where(np.isnan(product), 0, product)
 
 
 def _decode(codes: NDArray[Any], s: Float32, o: Float32, bits: int, codec: str) -> Float32:

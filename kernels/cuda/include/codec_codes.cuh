@@ -88,106 +88,6 @@ __device__ __forceinline__ float spaced_value(u32 codes, int k, const Scale& sca
     return __fmaf_rn(byte_number(codes, k), scale.s, scale.o);
 }
 
-// ---- Codebooks
-
-// The positive levels of a codebook, ascending.
-struct Codebook {
-    float levels[128];
-};
-
-__device__ __forceinline__ float threshold(const Codebook& book, int i) {
-    return __fmul_rn(__fadd_rn(book.levels[i], book.levels[i + 1]), .5f);
-}
-
-__device__ __forceinline__ float level(const Codebook& book, int code, int half) {
-    return code < half ? -book.levels[half - 1 - code] : book.levels[code - half];
-}
-
-// How many of 2^(bits-1) - 1 thresholds, in units of the scale, lie below |y|; then up or down by the sign.
-__device__ __forceinline__ u32 codebook_code(float y, float s, const float* thresholds, int half) {
-    u32 above = 0;
-#pragma unroll 1
-    for (u32 step = half / 2; step; step /= 2) {
-        if (fabsf(y) > __fmul_rn(thresholds[above + step - 1], s)) above += step;
-    }
-    return y < 0.f ? half - 1 - above : half + above;
-}
-
-// ---- Codes of a codebook at one look-up
-//
-// Values in units of the scale are cut into cells so narrow that none has two thresholds. A value so near the
-// edge of a cell that rounding puts it into the neighbour does not matter: no threshold is nearer to an edge
-// than 1e-4 of its size.
-
-// Codes of 3 and 4 bits: signed values, 2^BITS - 1 cells of this width, 0 in the middle of the middle one,
-// the first and the last without an end. Cell i has threshold i.
-template <int BITS>
-constexpr float CELL_WIDTH = BITS == 3 ? .6f : .3f;
-
-// Codes of 5 bits and more: magnitudes, saturated at END units, COUNT cells that widen as the distances of
-// thresholds do: the place of part p of END is COUNT (2 p - p^2). A cell has the threshold in it, or the next
-// one, and the code of what lies below that.
-struct Cell {
-    float threshold;
-    u32 code;
-};
-
-constexpr int COPIES = 16;  // of each cell: one for a lane of a half warp, so that no two meet in a bank
-constexpr u32 CELL_BYTES = COPIES * (u32)sizeof(Cell);  // of all copies
-
-template <int BITS>
-struct Cells {
-    static constexpr int HALF = 1 << (BITS - 1);
-    static constexpr int COUNT = BITS == 5 ? 16 : BITS == 6 ? 34 : 149;
-    static constexpr float END = BITS == 5 ? 3.5f : BITS == 6 ? 4.f : 4.75f;
-
-    // The cell of a part of END, above MAGIC_BITS.
-    static __device__ __forceinline__ u32 at(float part) {
-        constexpr float WHOLE = COUNT * (1.f - 1e-6f);
-        return __float_as_uint(__fmaf_rd(part, __fmaf_rn(part, -WHOLE, 2.f * WHOLE), MAGIC));
-    }
-};
-
-// Fills cells, [COUNT][COPIES], with all threads of the block: each has a threshold and the cells from that
-// of the one before to its own.
-template <int BITS>
-__device__ __forceinline__ void fill_cells(const Codebook& book, Cell* cells) {
-    using Own = Cells<BITS>;
-    const auto cell_of = [&](int i) {
-        return (int)(Own::at(__saturatef(threshold(book, i) * (1.f / Own::END))) - MAGIC_BITS);
-    };
-    for (int i = threadIdx.x; i < Own::HALF; i += blockDim.x) {
-        const bool last = i == Own::HALF - 1;
-        const Cell cell = {last ? __uint_as_float(0x7f800000u) : threshold(book, i), (u32)(Own::HALF + i)};
-        const int end = last ? Own::COUNT : cell_of(i) + 1;
-        for (int at = i ? cell_of(i - 1) + 1 : 0; at < end; ++at) {
-#pragma unroll
-            for (int k = 0; k < COPIES; ++k) cells[at * COPIES + (k + i) % COPIES] = cell;
-        }
-    }
-}
-
-// One more if a > b: one operation beside the comparison, where the compiler makes two.
-__device__ __forceinline__ u32 more_if_above(u32 x, float a, float b) {
-    asm("{\n.reg .pred above;\nsetp.gt.f32 above, %1, %2;\n@above add.u32 %0, %0, 1;\n}"
-        : "+r"(x)
-        : "f"(a), "f"(b));
-    return x;
-}
-
-// The code of the magnitude of y. `to_cells` is 1 / END over the scale s; `zero`: where this lane's copy of
-// cell 0 would stand if cells were counted from -MAGIC_BITS.
-template <int BITS>
-__device__ __forceinline__ u32 code_of_magnitude(float y, float s, float to_cells, u32 zero) {
-    const u32 found = Cells<BITS>::at(__saturatef(__fmul_rn(fabsf(y), to_cells)));
-    Cell cell;
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                 : "=f"(cell.threshold), "=r"(cell.code)
-                 : "r"(zero + found * CELL_BYTES)
-                 : "memory");
-    return more_if_above(cell.code, fabsf(y), __fmul_rn(cell.threshold, s));
-}
-
 // The digit of x: 0, 1, 2 for -1, 0, 1.
 __device__ __forceinline__ u32 ternary_digit(float x, float s) {
     const float border = __fmul_rn(s, .5f);
@@ -205,11 +105,4 @@ __device__ __forceinline__ u32 digits_of_pair(u32 raw, u32 borders) {
     const u32 beyond = __viaddmin_s16x2_relu(raw & 0x7fff7fffu, borders, 0x00010001u);
     const u32 negative = select_bytes(raw, 0, 0xbb99) & beyond;
     return 0x00010001u + beyond - 2 * negative;
-}
-
-// 1 / sqrt(2^k), correctly rounded.
-__host__ __device__ constexpr float root_of_power(int k) {
-    float r = k % 2 ? 0.70710678118654752440f : 1.f;
-    for (int i = 0; i < k / 2; ++i) r *= .5f;
-    return r;
 }

@@ -26,24 +26,23 @@ __device__ __forceinline__ float shared_float(u32 address) {
     return r;
 }
 
-// The tiles that a warp takes: `turns`, from `index` on in steps of the block's warps. With few of them no
-// multiprocessor is done long before the others.
+// The tiles that a warp takes: `turns`, every other of a block of two warps. Elements are counted from
+// `start`, the first one of the block, so that 32 bits are enough.
 struct Tiles {
-    i64 index, count;  // count: elements up to the last tile of the block
-    int warps;
+    i64 start;
+    int at, end, step;
 
     __device__ __forceinline__ Tiles(i64 elements, int turns, int warps)
-        : index((i64)blockIdx.x * (turns * warps) + threadIdx.x / 32),
-          count(min(elements, ((i64)blockIdx.x + 1) * (turns * warps * TILE_ELEMENTS))),
-          warps(warps) {}
+        : start((i64)blockIdx.x * (turns * warps * TILE_ELEMENTS)),
+          at(threadIdx.x / 32 * TILE_ELEMENTS),
+          end((int)min(elements - start, (i64)(turns * warps * TILE_ELEMENTS))),
+          step(warps * TILE_ELEMENTS) {}
 
-    __device__ __forceinline__ i64 first() const { return index * TILE_ELEMENTS; }
-    __device__ __forceinline__ int here() const {
-        return (int)max(min((i64)TILE_ELEMENTS, count - first()), (i64)0);
-    }
+    // Elements of this tile; of the next one.
+    __device__ __forceinline__ int here() const { return max(min(TILE_ELEMENTS, end - at), 0); }
     __device__ __forceinline__ Tiles next() const {
         Tiles r = *this;
-        r.index += warps;
+        r.at += step;
         return r;
     }
 };
@@ -66,12 +65,12 @@ __device__ __forceinline__ void each_element_piece(u8* elements, const Tiles& ti
 }
 
 __device__ __forceinline__ void fetch_elements(const void* x, const Tiles& tile, u8* elements, int lane) {
-    const u8* from = (const u8*)x + tile.first() * ELEMENT_BYTES + 16 * lane;
+    const u8* from = (const u8*)x + tile.start * ELEMENT_BYTES + (tile.at * ELEMENT_BYTES + 16 * lane);
     each_element_piece(elements, tile, lane, [=](u8* piece, int at) { copy_async(piece, from + at); });
 }
 
 __device__ __forceinline__ void give_elements(u8* elements, void* out, const Tiles& tile, int lane) {
-    u8* to = (u8*)out + tile.first() * ELEMENT_BYTES + 16 * lane;
+    u8* to = (u8*)out + tile.start * ELEMENT_BYTES + (tile.at * ELEMENT_BYTES + 16 * lane);
     __syncwarp();  // the elements of all lanes are there
     each_element_piece(elements, tile, lane,
                        [=](u8* piece, int at) { *(uint4*)(to + at) = *(const uint4*)piece; });
@@ -97,14 +96,14 @@ __device__ __forceinline__ void each_stream_piece(u8* stream, const Tiles& tile,
 }
 
 __device__ __forceinline__ void fetch_stream(const u8* packed, const Tiles& tile, u8* stream, int lane) {
-    const u8* from = packed + tile.first() / 8 * CODE_BITS;
+    const u8* from = packed + tile.start / 8 * CODE_BITS + tile.at / 8 * CODE_BITS;
     each_stream_piece(
         stream, tile, lane, [=](u8* piece, int at) { copy_async(piece, from + at); },
         [=](u8* piece, int at) { *(u32*)piece = *(const u32*)(from + at); });
 }
 
 __device__ __forceinline__ void give_stream(u8* stream, u8* packed, const Tiles& tile, int lane) {
-    u8* to = packed + tile.first() / 8 * CODE_BITS;
+    u8* to = packed + tile.start / 8 * CODE_BITS + tile.at / 8 * CODE_BITS;
     __syncwarp();  // the codes of all lanes are there
     each_stream_piece(
         stream, tile, lane, [=](u8* piece, int at) { *(uint4*)(to + at) = *(const uint4*)piece; },
