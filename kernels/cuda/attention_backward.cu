@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
     extern __shared__ __align__(16) u16 memory[];
     __shared__ Span s;  // here, as they would take a tenth of the registers
     __shared__ Rows rows;
-    const auto [kv_head, block] = find_keys(call);
+    const auto [kv_head, block] = find_keys(call, blockIdx.x);
     const int first_key = block * BLOCK_N;
     if (threadIdx.x == 0) {
         s = find_span(call, blockIdx.z);

@@ -4,8 +4,8 @@
 //   finish    dq from its sums
 //
 // Threads and data
-//   CTA    4 warps, ROWS_OF_CTA query rows of one (sequence, query head): blockIdx x, z, y.
-//   warp   a row at a time; a lane has channels 8 lane to 8 lane + 7.
+//   CTA    8 warps, ROWS_OF_CTA query rows of one (sequence, query head): blockIdx x, z, y.
+//   row    LANES lanes of a warp, each 8 channels: ROWS_AT_ONCE rows a step.
 //
 // Memory: no shared memory; dout, out and the workspace are read or written once.
 //
@@ -22,7 +22,9 @@
 #include "pairs.cuh"
 
 constexpr int BLOCK_M = 64, BLOCK_N = 64;  // unused here
-constexpr int ROWS_OF_CTA = 32;
+constexpr int ROWS_OF_CTA = 32, THREADS = 256;
+constexpr int LANES = HEAD_DIM > 128 ? 32 : HEAD_DIM > 64 ? 16 : HEAD_DIM > 32 ? 8 : 4;
+constexpr int ROWS_AT_ONCE = THREADS / LANES;
 
 #include "attention_call.cuh"
 #include "attention_backward.cuh"
@@ -70,14 +72,14 @@ __device__ __forceinline__ void write_channels(Element* row, const float (&x)[8]
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Call call) {
     const Span s = find_span(call, blockIdx.z);
-    const int head = blockIdx.y, lane = threadIdx.x % 32, channel = 8 * lane;
+    const int head = blockIdx.y, lane = threadIdx.x % LANES, channel = 8 * lane;
     const int last = (s.rows + ALIGNED_ROWS - 1) / ALIGNED_ROWS * ALIGNED_ROWS;
     const i64 stored = head * call.rows + s.stored;
-    for (int i = threadIdx.x / 32; i < ROWS_OF_CTA; i += 4) {
+    for (int i = threadIdx.x / LANES; i < ROWS_OF_CTA; i += ROWS_AT_ONCE) {
         const int row = blockIdx.x * ROWS_OF_CTA + i;
-        if (row >= last) return;
+        if (row >= last) return;  // all rows of the warp: `last` is a multiple of ROWS_OF_CTA
         float delta = 0.f;
         if (row < s.rows && channel < call.dim) {
             float x[8], y[8];
@@ -87,7 +89,8 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
             for (int j = 0; j < 8; ++j) delta = fmaf(x[j], y[j], delta);
         }
 #pragma unroll
-        for (int distance = 16; distance; distance /= 2) delta += __shfl_xor_sync(ALL_LANES, delta, distance);
+        for (int distance = LANES / 2; distance; distance /= 2)
+            delta += __shfl_xor_sync(ALL_LANES, delta, distance);
         if (lane == 0) {
             float peak = INFINITE;
             if (row < s.rows)
@@ -105,11 +108,11 @@ extern "C" __global__ void __launch_bounds__(128) prepare(const __grid_constant_
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ Call call) {
     const Span s = find_span(call, blockIdx.z);
-    const int head = blockIdx.y, channel = threadIdx.x % 32 * 8;
+    const int head = blockIdx.y, channel = threadIdx.x % LANES * 8;
     const float* const sums = call.sums + (head * call.rows + s.stored) * HEAD_DIM;
-    for (int i = threadIdx.x / 32; i < ROWS_OF_CTA; i += 4) {
+    for (int i = threadIdx.x / LANES; i < ROWS_OF_CTA; i += ROWS_AT_ONCE) {
         const int row = blockIdx.x * ROWS_OF_CTA + i;
         if (row >= s.rows || channel >= call.dim) return;
         const float4* const from =

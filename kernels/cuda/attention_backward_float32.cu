@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
     float *const k = memory, *const v = k + BLOCK * PITCH, *const q = v + BLOCK * PITCH;
     float *const dout = q + BLOCK * PITCH, *const p = dout + BLOCK * PITCH, *const ds = p + BLOCK * P_PITCH;
     const Span s = find_span(call, blockIdx.z);
-    const auto [kv_head, block] = find_keys(call);
+    const auto [kv_head, block] = find_keys(call, blockIdx.x);
     const int first_key = block * BLOCK, x = threadIdx.x % 8, own = threadIdx.x / 8 * 2;
     if (first_key >= s.keys) return;
     const Rows rows = find_rows(call, s, first_key);

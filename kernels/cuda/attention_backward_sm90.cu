@@ -1,7 +1,8 @@
 // Attention backward for Hopper (sm_90a): TMA, wgmma, a warp that loads beside two warpgroups that compute.
 //
 // Threads and data
-//   CTA    BLOCK_N = 128 keys of one (sequence, KV head), all rows that see them: attention_backward.cuh.
+//   cluster  BLOCK_N = 128 keys of one (sequence, KV head), all rows that see them: attention_backward.cuh.
+//   CTA    one of SHARES that share these steps evenly; dK and dV are added up at the end, below.
 //   warps 0-3   the first lane of warp 0 loads: K and V once, then Q and dout, two stages of each. They give
 //          their registers away.
 //   warps 4-7, 8-11   a warpgroup each has 64 keys, all rows: scores have keys as rows and query rows as
@@ -12,27 +13,32 @@
 //          S = K Q^T and, behind it, dP = V dout^T;  P = exp2(S - peak) while dP runs;  dV += P dout begins;
 //          dS = P (dP - delta) while that runs, to shared memory;  dQ = dS^T K and dK += dS Q begin;  dQ goes
 //          to shared memory, and from there a bulk addition brings it to the workspace, while dK runs
-// With turns the addition waits until the CTAs before it in the order of keys have made theirs.
+// With turns the addition waits until the CTAs before it in the order of keys have made theirs. At the end of
+// a cluster of several CTAs each leaves its dK and dV in shared memory, reads those of all others for its
+// share of the keys, and writes their sum.
 //
 // Memory: shared, from a multiple of 1024 on, in blocks of 64 columns: K and V, 2 stages of Q and of dout, 2
-// of dS (BLOCK_N x BLOCK_M), dQ (2 x 64 x 64 floats); 2 stages of peaks and deltas; mbarriers. Registers at
-// HEAD_DIM 128, BLOCK_M 64: 64 of dK, 64 of dV, 32 of S, 32 of dP or dQ, 16 of P, 16 of dS.
+// of dS (BLOCK_N x BLOCK_M), dQ (2 x 64 x 64 floats); 2 stages of peaks and deltas; mbarriers. Sums of dK and
+// dV for the cluster lie where K, V, Q and dout were. Registers at HEAD_DIM 128, BLOCK_M 64: 64 of dK, 64 of
+// dV, 32 of S, 32 of dP or dQ, 16 of P, 16 of dS.
 //
 // Macros: HEAD_DIM, 64 or 128, that the channels are filled up to with zeros; BF16; CAPPED as in
-// attention.cu.
+// attention.cu; SHARES, 1, 2, 4 or 8.
 //
 // clang-format off
-// gate: HEAD_DIM=64,128 BF16=1,0 CAPPED=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,128 BF16=1 CAPPED=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=1,0 CAPPED=0 SHARES=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=1 CAPPED=0 SHARES=2,4,8 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=1 CAPPED=1 SHARES=1,8 registers<=168 arch=sm_90a
 // clang-format on
 #include "pairs.cuh"
 
 constexpr int BLOCK_M = 8192 / HEAD_DIM, BLOCK_N = 128, Q_STAGES = 2, DOUT_STAGES = 2, SCORE_STAGES = 2;
-constexpr int SCORES = BLOCK_M / 2, SUMS = HEAD_DIM / 2;  // a thread's
+constexpr int CLUSTER = SHARES, SCORES = BLOCK_M / 2, SUMS = HEAD_DIM / 2;  // a thread's
 
 #include "attention_call.cuh"
 #include "attention_backward.cuh"
 #include "hopper.cuh"
+#include "attention_backward_shares.cuh"
 #include "attention_backward_sm90.cuh"
 
 static_assert(M_BLOCKS * D_BLOCKS == 2, "a warpgroup has one block of dQ");
@@ -60,6 +66,20 @@ __device__ __forceinline__ void multiply_keys(float (&c)[32], u64 rows, u64 keys
     commit_products();
 }
 
+// dK and dV of CTAs that share keys. K, V, Q and dout are not needed any more: the sums take their place.
+__device__ __forceinline__ void add_shares(const Memory& m, const Call& call, const Span& s, const Keys& keys,
+                                           const float (&dk)[SUMS], const float (&dv)[SUMS], int group) {
+    constexpr u32 BYTES = BLOCK_N * HEAD_DIM * 4;
+    static_assert(2 * BYTES <= 2 * KEY_BYTES + (Q_STAGES + DOUT_STAGES) * ROW_BYTES, "room for the sums");
+    sync_threads(1, 256);  // both warpgroups' products have read what lay there
+    store_sums(m.k + group * D_BLOCKS * SUM_BYTES, dk);
+    store_sums(m.k + BYTES + group * D_BLOCKS * SUM_BYTES, dv);
+    sync_cluster();  // sums of all CTAs are in their shared memory
+    write_shares(call.dk, call, s, keys, m.k, call.scale);
+    write_shares(call.dv, call, s, keys, m.k + BYTES, 1.f);
+    sync_cluster();  // which must not go before the others have read it
+}
+
 __device__ __forceinline__ void compute(const Memory& m, const Call& call, const Span& s, const Rows& rows,
                                         const Keys& keys, int group) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -76,10 +96,10 @@ __device__ __forceinline__ void compute(const Memory& m, const Call& call, const
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
     Turn<Q_STAGES> turn = {0, 0};
-    const int last_head = (keys.head + 1) * call.group;
     u32* held = nullptr;  // a turn that is still to be passed on
     wait_barrier(m.full_keys, 0);
-    for (Tile at = first_tile(call, rows, keys.head); at.head < last_head; at = next_tile(at, rows)) {
+    for (Part part = find_part(call, rows, keys.head); part.more(); part.next(rows)) {
+        const Tile at = part.at;
         const int stage = turn.stage;
         const u64 rows_at = stage * ROW_BYTES / 16;
         const u32 stats = stage * STAT_BYTES + 8 * (lane % 4);
@@ -128,11 +148,15 @@ __device__ __forceinline__ void compute(const Memory& m, const Call& call, const
         turn.next();
     }
     if (held) end_additions(held);
-    write_keys(call.dk, call, s, keys.head, dk, key, 0, call.scale);
-    write_keys(call.dv, call, s, keys.head, dv, key, 0, 1.f);
+    if (SHARES > 1) {
+        add_shares(m, call, s, keys, dk, dv, group);
+    } else {
+        write_keys(call.dk, call, s, keys.head, dk, key, 0, call.scale);
+        write_keys(call.dv, call, s, keys.head, dv, key, 0, 1.f);
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     attend_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
                     const __grid_constant__ Call call) {

@@ -3,7 +3,9 @@
 // often. So two CTAs, a cluster, have 128 keys between them: they exchange dS, and each adds up half of dQ.
 //
 // Threads and data
-//   cluster  128 keys of one (sequence, KV head), all rows that see any of them, 64 at a time, in step.
+//   cluster  128 keys of one (sequence, KV head), all rows that see any of them, 64 at a time: SHARES
+//            pairs of CTAs share these steps evenly, the two of a pair in step. dK and dV of the pairs are
+//            added up at the end, as attention_backward_sm90.cu says.
 //   CTA      64 of the keys: attention_backward.cuh. Of dQ it has half of the channels, summed over 128 keys.
 //   warps 0-3   warp 0 loads, as attention_backward_sm90.cuh says; warps 1 and 2 bring dQ to the workspace.
 //   warps 4-7   S = K Q^T and P, all keys by all rows; then, as the others, of dK and dV all keys by 128
@@ -20,26 +22,29 @@
 // the CTA's channels of dQ, 16 KiB; P, dS, the other's dS and, with a cap, P times the cap's slope, of 8 KiB
 // each; stats and mbarriers. Registers: 64 of dK, 64 of dV, 32 of dQ, 32 of S or dP.
 //
-// Macros: HEAD_DIM, 256, that the channels are filled up to with zeros; BF16; CAPPED as in attention.cu.
+// Macros: HEAD_DIM, 256, that the channels are filled up to with zeros; BF16; CAPPED as in attention.cu;
+// SHARES, 1, 2 or 4.
 //
 // clang-format off
-// gate: HEAD_DIM=256 BF16=1,0 CAPPED=0,1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1,0 CAPPED=0,1 SHARES=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1 CAPPED=0,1 SHARES=2,4 registers<=168 arch=sm_90a
 // clang-format on
 #include "pairs.cuh"
 
 constexpr int BLOCK_M = 64, BLOCK_N = 64, Q_STAGES = 2, DOUT_STAGES = 1, SCORE_STAGES = 4;
-constexpr int SCORES = 32, SUMS = 64;  // a thread's
+constexpr int CLUSTER = 2 * SHARES, SCORES = 32, SUMS = 64;  // a thread's
 
 #include "attention_call.cuh"
 #include "attention_backward.cuh"
 #include "hopper.cuh"
+#include "attention_backward_shares.cuh"
 #include "attention_backward_sm90.cuh"
 
 static_assert(HEAD_DIM == 256, "a warpgroup has one of four blocks of 64 channels of dQ");
 
 // What a CTA of a pair has beside Memory.
 struct Pair {
-    int rank;                      // in the cluster; the CTA's keys are those of block 2 i + rank
+    int rank;                      // of the two; the CTA's keys are those of block 2 i + rank
     u32 p, ds, other_ds, weights;  // [BLOCK_N, BLOCK_M]
     u32 other_k;                   // [BLOCK_N, 128], from channel 128 * rank on
     u32 full_k, full_p, own_ds;    // barriers: the other's K, P and dS of the CTA are here,
@@ -53,7 +58,7 @@ constexpr int PAIR_BARRIERS = 5 + 2 * Q_STAGES;
 
 __device__ __forceinline__ Pair place_pair(const Memory& m, u32 barriers) {
     Pair pair;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(pair.rank));
+    pair.rank = blockIdx.x % 2;
     pair.p = m.scores, pair.ds = m.scores + SCORE_BYTES, pair.other_ds = m.scores + 2 * SCORE_BYTES;
     pair.weights = CAPPED ? m.scores + 3 * SCORE_BYTES : pair.p, pair.other_k = m.dq;
     pair.full_k = barriers, pair.full_p = barriers + 8, pair.own_ds = barriers + 16;
@@ -75,25 +80,21 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Pair& pair)
 }
 
 // The same address in the other CTA's shared memory.
-__device__ __forceinline__ u32 there(u32 address, int rank) {
+__device__ __forceinline__ u32 there(u32 address) {
     u32 mapped;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank ^ 1));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(blockIdx.x % CLUSTER ^ 1));
     return mapped;
 }
-__device__ __forceinline__ void arrive_there(u32 barrier, int rank) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there(barrier, rank)) : "memory");
+__device__ __forceinline__ void arrive_there(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there(barrier)) : "memory");
 }
 // Copies shared memory to the same place of the other CTA.
-__device__ __forceinline__ void copy_there(u32 to, u32 from, u32 bytes, u32 barrier, int rank) {
+__device__ __forceinline__ void copy_there(u32 to, u32 from, u32 bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            there(to, rank)),
-        "r"(from), "r"(bytes), "r"(there(barrier, rank))
+            there(to)),
+        "r"(from), "r"(bytes), "r"(there(barrier))
         : "memory");
-}
-__device__ __forceinline__ void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // Operands count 16 bytes. Scores: 64 keys by 64 rows, contracted over channels.
@@ -158,19 +159,19 @@ __device__ __forceinline__ void weigh_capped(float (&scores)[SCORES], u32 (&p)[S
 // What a CTA has to do.
 struct Work {
     Span s;
-    Keys keys;  // as find_keys of attention_backward.cuh says, x counting clusters
-    Rows rows;  // first and last: of the cluster; low and high: of the CTA
+    Keys keys;  // as find_keys of attention_backward.cuh says, of its blocks the pair's two
+    Rows rows;  // first and last: of the pair; low and high: of the CTA
     int first_of_pair;
 };
 
 // Found anew by each role that needs it, so that nothing of it takes registers from one to the other.
 __device__ __forceinline__ Work find_work(const Call& call, int rank) {
-    int x = blockIdx.x / 2, z = blockIdx.z;
+    int x = blockIdx.x / CLUSTER, z = blockIdx.z;
     asm volatile("" : "+r"(x), "+r"(z));
     Work w;
     w.s = find_span(call, z);
-    w.keys = {(int)blockIdx.y, 2 * x + rank};
-    if (call.ordered) w.keys = {x % call.heads_kv, x / call.heads_kv * 2 + rank};
+    w.keys = find_keys(call, x);
+    w.keys.block = 2 * w.keys.block + rank;
     const int first_key = w.keys.block * BLOCK_N;
     w.first_of_pair = first_key - rank * BLOCK_N;
     w.rows = find_rows(call, w.s, first_key);
@@ -189,9 +190,26 @@ __device__ __forceinline__ void finish_keys(const Call& call, const float (&dk)[
     write_keys(call.dv, call, w.s, w.keys.head, dv, key, channel, 1.f);
 }
 
+// dK and dV of pairs that share keys, one after the other: the sums take the place of K and V, which are not
+// needed any more.
+__device__ __forceinline__ void add_shares(const Memory& m, const Call& call, const float (&dk)[SUMS],
+                                           const float (&dv)[SUMS], int rank, int group) {
+    static_assert(BLOCK_N * HEAD_DIM * 4 == 2 * KEY_BYTES, "sums of dK or dV fill K and V");
+    const Work w = find_work(call, rank);
+    sync_threads(1, 256);  // both warpgroups' products have read K and V
+    store_sums(m.k + 2 * group * SUM_BYTES, dk);
+    sync_cluster();  // dK of all CTAs is in their shared memory
+    write_shares(call.dk, call, w.s, w.keys, m.k, call.scale);
+    sync_cluster();  // all have read it
+    store_sums(m.k + 2 * group * SUM_BYTES, dv);
+    sync_cluster();  // dV of all CTAs is in their shared memory
+    write_shares(call.dv, call, w.s, w.keys, m.k, 1.f);
+}
+
 // The work of warps 4-7 (GROUP 0) or 8-11 (1).
 template <int GROUP>
-__device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const Call& call) {
+__device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const Call& call,
+                                        float (&dk)[SUMS], float (&dv)[SUMS]) {
     const Work work = find_work(call, pair.rank);
     const Span& s = work.s;
     const Rows& rows = work.rows;
@@ -206,21 +224,21 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
     const u64 k_columns = columns_operand(m.k + (2 * pair.rank + GROUP) * KEY_BLOCK, KEY_BLOCK);
     const u64 other_k_columns = columns_operand(pair.other_k + GROUP * KEY_BLOCK, KEY_BLOCK);
 
-    float dk[SUMS], dv[SUMS], dq[32], scores[SCORES];  // scores: S, or dP
+    float dq[32], scores[SCORES];  // scores: S, or dP
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
     Turn<Q_STAGES> turn = {0, 0};
     u32 parity = 0;  // of what has one stage
-    const int last_head = (keys.head + 1) * call.group;
-    Tile at = first_tile(call, rows, keys.head);
+    Part part = find_part(call, rows, keys.head);
     wait_barrier(m.full_keys, 0);
     wait_barrier(pair.full_k, 0);
     if (GROUP == 0) {
-        if (at.head < last_head) wait_barrier(m.full_q, 0);
+        if (part.more()) wait_barrier(m.full_q, 0);
         begin_products();
         multiply_channels(scores, k, q);
     }
-    while (at.head < last_head) {
+    while (part.more()) {
+        const Tile at = part.at;
         const int stage = turn.stage;
         const u64 rows_at = stage * ROW_BYTES / 16;
         const u32 stats = 8 * (lane % 4);
@@ -272,7 +290,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
         wait_barrier(pair.own_ds, parity);
         if (GROUP == 1 && threadIdx.x % 128 == 0) {
             expect_bytes(pair.full_ds, SCORE_BYTES);
-            copy_there(pair.other_ds, pair.ds, SCORE_BYTES, pair.full_ds, pair.rank);
+            copy_there(pair.other_ds, pair.ds, SCORE_BYTES, pair.full_ds);
         }
         if (GROUP == 1) wait_barrier(m.full_q + 8 * stage, turn.parity);
         begin_products();
@@ -286,9 +304,9 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
         wait_barrier(pair.full_ds, parity);
         begin_products();
         multiply_keys(dq, columns_operand(pair.other_ds, KEY_BLOCK), other_k_columns, true);
-        at = next_tile(at, rows), turn.next(), parity ^= 1;
+        part.next(rows), turn.next(), parity ^= 1;
         if (GROUP == 0) {  // S of the next step; of nothing, if there is none
-            if (at.head < last_head) wait_barrier(m.full_q + 8 * turn.stage, turn.parity);
+            if (part.more()) wait_barrier(m.full_q + 8 * turn.stage, turn.parity);
             multiply_channels(scores, k, q + turn.stage * ROW_BYTES / 16);
             wait_products<1>(dq);
         } else {
@@ -296,13 +314,12 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
         }
         pin(dk);
         sync_threads(2 + GROUP, 128);  // all of the warpgroup's products have read Q and the other's dS
-        if (threadIdx.x % 128 == 0) arrive_there(pair.empty_ds, pair.rank);
+        if (threadIdx.x % 128 == 0) arrive_there(pair.empty_ds);
         store_sums(m.q + stage * ROW_BYTES + GROUP * SUM_BYTES, dq);
         fence_async();
         release(pair.staged(GROUP, stage));
     }
     if (GROUP == 0) wait_products<0>(scores);
-    finish_keys(call, dk, dv, pair.rank, 128 * GROUP);
 }
 
 // Loads all that the CTA reads; one thread.
@@ -322,9 +339,10 @@ __device__ __forceinline__ void add_tiles(const Memory& m, const Pair& pair, con
     const Span& s = work.s;
     const Rows& rows = work.rows;
     const Keys& keys = work.keys;
-    const int block = 2 * pair.rank + group, last_head = (keys.head + 1) * call.group;
+    const int block = 2 * pair.rank + group;
     Turn<Q_STAGES> turn = {0, 0};
-    for (Tile at = first_tile(call, rows, keys.head); at.head < last_head; at = next_tile(at, rows)) {
+    for (Part part = find_part(call, rows, keys.head); part.more(); part.next(rows)) {
+        const Tile at = part.at;
         const i64 stored = at.head * call.rows + s.stored + at.row;
         u32* const own_turn = call.turns + stored / 16 + block;
         wait_barrier(pair.staged(group, turn.stage), turn.parity);
@@ -339,7 +357,7 @@ __device__ __forceinline__ void add_tiles(const Memory& m, const Pair& pair, con
     wait_additions();
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     attend_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
                     const __grid_constant__ Call call) {
@@ -355,20 +373,26 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
         if (work.first_of_pair >= work.s.keys) return;
     }
     if (threadIdx.x == 0) init_barriers(m, pair);
-    sync_cluster();  // barriers of both are initialised
+    sync_cluster();  // barriers of both CTAs of a pair are initialised
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0)
             load(m, pair, maps, call);
         else if (threadIdx.x == 32 || threadIdx.x == 64)
             add_tiles(m, pair, call, threadIdx.x / 32 - 1);
+        if (SHARES > 1) sync_cluster(), sync_cluster(), sync_cluster();  // of add_shares
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
+        float dk[SUMS], dv[SUMS];
         if (group == 0)
-            compute<0>(m, pair, call);
+            compute<0>(m, pair, call, dk, dv);
         else
-            compute<1>(m, pair, call);
+            compute<1>(m, pair, call, dk, dv);
+        if (SHARES > 1)
+            add_shares(m, call, dk, dv, pair.rank, group);
+        else
+            finish_keys(call, dk, dv, pair.rank, 128 * group);
     }
     sync_cluster();  // shared memory must not go before the other has written and signalled to it
 }

@@ -3,12 +3,14 @@
 ``attention_backward_ends.cu`` prepares the workspace (each row's log-sum-exp, its sum of dout * out, zeros
 for dq), ``attention_backward.cu``, or on Hopper ``attention_backward_sm90*.cu``, goes through keys and rows,
 and the first finishes dq. dk and dv are summed
-in registers, over all rows and over the query heads of a group; parts of dq come from many blocks and are
+in registers, over all rows and over the query heads of a group, or, where ``attention_backward_shares.py``
+divides these, over parts of them and then among blocks; parts of dq come from many blocks and are
 added in float32 in memory, in the order of the keys if the call is to be deterministic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +34,8 @@ from kvlab.ops.attention_arguments import (
     strides_of,
     tensor_map,
 )
-from kvlab.ops.device_arrays import launch
+from kvlab.ops.attention_backward_shares import CLUSTER, Division, divide, steps_of
+from kvlab.ops.device_arrays import launch_in_turn, multiprocessors
 
 if TYPE_CHECKING:
     from kvlab.ops.attention import Scores, Sequences
@@ -48,7 +51,7 @@ _CALL = Layout(
     ordered="i",
 )
 _ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence
-_ROWS_OF_END, _END_THREADS = 32, 128  # of a block of the kernels before and after
+_ROWS_OF_END, _END_THREADS = 32, 256  # of a block of the kernels before and after
 
 
 class Shape(NamedTuple):
@@ -165,9 +168,12 @@ def attend_backward(
     addresses += [start + part for part in prepared.parts] + [*bounds]
     arguments = [prepared.call.fill(addresses)]
     maps = [tensor_map(view, box) for view, box in zip(views, prepared.boxes, strict=False)]
-    launch(plan.prepare, prepared.ends, (_END_THREADS,), arguments, q)
-    launch(plan.main, prepared.grid, (plan.threads,), maps + arguments, q, plan.shared_bytes)
-    launch(plan.finish, prepared.ends, (_END_THREADS,), arguments, q)
+    launches = (
+        (plan.prepare, prepared.ends, (_END_THREADS,), arguments, 0),
+        (plan.main, prepared.grid, (plan.threads,), maps + arguments, plan.shared_bytes),
+        (plan.finish, prepared.ends, (_END_THREADS,), arguments, 0),
+    )
+    launch_in_turn(launches, q)
     del workspace  # stream-ordered: what reuses the memory comes after these launches
     return grads[0], grads[1], grads[2]
 
@@ -186,9 +192,11 @@ def _prepare(
         number * aligned_rows if len(q.shape) == 4 else (q.shape[0] // _ALIGNED_ROWS + number) * _ALIGNED_ROWS
     )
     aligned = all(map(is_aligned, (q, k, v, dout, out)))
-    mapped = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
-    plan = _plan(dim, q.dtype, is_capped(scores), aligned, mapped, q.device)
+    hopper = hopper and compute_capability(q.device) == (9, 0) and q.dtype != "float32"
+    hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
     call = fields_of(q, k, lengths, scores) | _strides_of_lse(lse)
+    division = _division(q, k, lengths, call, hopper)
+    plan = _plan(dim, q.dtype, is_capped(scores), aligned, hopper, division.shares, q.device)
     call |= {name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))}
     call |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
     call |= {"rows": rows, "heads_kv": kv_heads, "ordered": deterministic}
@@ -199,11 +207,39 @@ def _prepare(
         plan,
         _CALL.template(call),
         (aligned_rows // _ROWS_OF_END, heads, number),
-        (blocks * kv_heads, 1, number) if deterministic else (blocks, kv_heads, number),
+        (division.shares * blocks * kv_heads, 1, number)
+        if deterministic or division.interleaved
+        else (blocks, kv_heads, number),
         stored * (plan.head_dim + 2) + turns,
         (sums, sums + 4 * stored, 0, sums + 8 * stored),
         (plan.box, plan.keys, plan.keys, plan.box) if plan.box else (),
     )
+
+
+def _division(q: CudaView, k: CudaView, lengths: Lengths, call: dict[str, Any], hopper: bool) -> Division:
+    """Divide a call; one of variable length as if all its sequences were as long as the longest."""
+    number, rows, keys = lengths
+    block_m, block_n, blocks = _tiles(q.shape[-1], q.dtype, hopper, q.device)
+    steps = steps_of(rows, keys, call["left"], call["right"], call["group"], block_m, block_n)
+    largest = CLUSTER if hopper else 1
+    return divide(steps, k.shape[-2], number, multiprocessors(q.device), blocks, largest)
+
+
+def _tiles(dim: int, dtype: str, hopper: bool, device: int) -> tuple[int, int, int]:
+    """Return rows of a step, keys that are worked on together, and by how many blocks."""
+    if hopper:
+        tiling = HOPPER_SHAPES[_stored_dim(dim, HOPPER_SHAPES)]
+        return tiling.block_m, tiling.block_n * tiling.cluster, tiling.cluster
+    if dtype == "float32":
+        block = FLOAT32_BLOCKS[_stored_dim(dim, FLOAT32_BLOCKS)]
+        return block, block, 1
+    shape = shape_for(_stored_dim(dim, SHAPES), compute_capability(device))
+    return shape.block_m, shape.block_n, 1
+
+
+def _stored_dim(dim: int, sizes: Iterable[int]) -> int:
+    """Return the least of the head dimensions of kernels that holds `dim` channels."""
+    return min(size for size in sizes if size >= dim)
 
 
 def _strides_of_lse(lse: CudaView) -> dict[str, int]:
@@ -213,21 +249,20 @@ def _strides_of_lse(lse: CudaView) -> dict[str, int]:
 
 
 @lru_cache(maxsize=256)
-def _plan(dim: int, dtype: str, capped: bool, aligned: bool, mapped: bool, device: int) -> _Plan:
-    """Choose the kernels; `mapped`: whether tensor copies may bring q, k, v and dout, where there are any."""
+def _plan(dim: int, dtype: str, capped: bool, aligned: bool, hopper: bool, shares: int, device: int) -> _Plan:
+    """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout."""
     capability = compute_capability(device)
     arch = arch_of(*capability)
     if dtype == "float32":
         return _float32_plan(dim, arch, device)
-    hopper = capability == (9, 0) and mapped
-    head_dim = min(size for size in (HOPPER_SHAPES if hopper else SHAPES) if size >= dim)
+    head_dim = _stored_dim(dim, HOPPER_SHAPES if hopper else SHAPES)
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
     ends = build("attention_backward_ends", macros | {"ALIGNED": int(aligned), "FLOAT32": 0}, arch)
     prepare, finish = (load(ends, entry, device=device) for entry in ("prepare", "finish"))
     macros["CAPPED"] = int(capped)
     if hopper:
         tiling = HOPPER_SHAPES[head_dim]
-        main = load(build(tiling.source, macros, "sm_90a"), device=device)
+        main = load(build(tiling.source, macros | {"SHARES": shares}, "sm_90a"), device=device)
         sizes = tiling.block_n, _HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
         return _Plan(prepare, main, finish, head_dim, *sizes, tiling.cluster)
     shape = shape_for(head_dim, capability)
@@ -238,7 +273,7 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, mapped: bool, devic
 
 
 def _float32_plan(dim: int, arch: str, device: int) -> _Plan:
-    head_dim = min(size for size in FLOAT32_BLOCKS if size >= dim)
+    head_dim = _stored_dim(dim, FLOAT32_BLOCKS)
     block = FLOAT32_BLOCKS[head_dim]
     ends = build(
         "attention_backward_ends", {"HEAD_DIM": head_dim, "FLOAT32": 1, "BF16": 0, "ALIGNED": 0}, arch

@@ -23,6 +23,7 @@ __all__ = [
     "contiguous",
     "cuda_kernel",
     "launch",
+    "launch_in_turn",
     "multiprocessors",
     "numba_kernel",
     "permuted",
@@ -126,7 +127,16 @@ def launch(
     shared_bytes: int = 0,
 ) -> None:
     """Launch on the device and the current stream of `like`; returns without waiting."""
+    launch_in_turn([(kernel, grid if isinstance(grid, tuple) else (grid,), block, args, shared_bytes)], like)
+
+
+def launch_in_turn(
+    launches: Sequence[tuple[Any, tuple[int, ...], tuple[int, ...], Sequence[Any], int]], like: Any
+) -> None:
+    """As `launch`, kernels of one device in turn: kernel, grid, block, arguments, shared bytes of each."""
     import cupy
 
-    with cupy.cuda.Device(kernel.device):
-        kernel(grid if isinstance(grid, tuple) else (grid,), block, args, shared_bytes, current_stream(like))
+    stream = current_stream(like)
+    with cupy.cuda.Device(launches[0][0].device):
+        for kernel, grid, block, args, shared_bytes in launches:
+            kernel(grid, block, args, shared_bytes, stream)

@@ -5,6 +5,7 @@ Inputs lie in memory full of NaN, results and the workspace are allocated where 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 import kvlab
 from kvlab.ops import attention_backward_cuda
+from kvlab.ops.attention_backward_shares import Division
 from tests.gpu.attention_cases import (
     DTYPES,
     HEAD_DIMS,
@@ -84,6 +86,64 @@ def test_float32_grid(seed: int) -> None:
         dout, q = (draw(rng, (2, seqlen_q, heads, dim), "float32") for _ in range(2))
         k, v = (draw(rng, (2, seqlen_k, kv_heads, dim), "float32") for _ in range(2))
         check(dout, q, k, v, deterministic=bool(rng.integers(2)), **draw_options(rng))
+
+
+@pytest.fixture(params=[1, 2, 4, 8])
+def _shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every number of blocks that share keys, whatever a call would choose; one where it is no cluster."""
+
+    def divide(*sizes: Any) -> Division:
+        blocks, largest = sizes[-2:]
+        return Division(max(1, min(request.param, largest // blocks)), interleaved=True)
+
+    monkeypatch.setattr(attention_backward_cuda, "divide", divide)
+    attention_backward_cuda._prepare.cache_clear()
+    yield
+    attention_backward_cuda._prepare.cache_clear()
+
+
+@pytest.mark.usefixtures("_shared")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_shared_keys_grid(dtype: str, seed: int) -> None:
+    rng = np.random.default_rng(300 + seed)
+    for _ in range(10):
+        heads, kv_heads = HEADS[rng.integers(len(HEADS))]
+        dim, seqlen_q, seqlen_k = 8 * int(rng.integers(1, 33)), *rng.choice(LENGTHS, 2)
+        q, k, v, dout = (
+            torch.from_numpy(rng.standard_normal((2, tokens, h, dim))).cuda().to(getattr(torch, dtype))
+            for tokens, h in (
+                (seqlen_q, heads),
+                (seqlen_k, kv_heads),
+                (seqlen_k, kv_heads),
+                (seqlen_q, heads),
+            )
+        )
+        check(dout, q, k, v, deterministic=bool(rng.integers(2)), **draw_options(rng))
+
+
+@pytest.mark.usefixtures("_shared")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_shared_keys_of_sequences_of_any_length(dim: int) -> None:
+    """dk and dv beside those of the sequences alone; the last has no keys, the first no rows."""
+    rng = np.random.default_rng(dim)
+    bounds_q, bounds_k = (
+        np.cumsum(x).astype(np.int32) for x in ([0, 0, 700, 65, 300], [0, 130, 700, 900, 0])
+    )
+    q, dout = (
+        torch.from_numpy(rng.standard_normal((bounds_q[-1], 6, dim))).cuda().bfloat16() for _ in range(2)
+    )
+    k, v = (torch.from_numpy(rng.standard_normal((bounds_k[-1], 2, dim))).cuda().bfloat16() for _ in range(2))
+    lengths = (*(torch.from_numpy(x).cuda() for x in (bounds_q, bounds_k)), 700, 900)
+    out, lse = kvlab.attention_varlen(q, k, v, *lengths, causal=True, return_lse=True)
+    poison(q)
+    got = kvlab.attention_varlen_backward(dout, q, k, v, out, lse, *lengths, causal=True)
+    arrays = [to_numpy(x) for x in (dout, q, k, v)]
+    exact, low = (
+        each_sequence(f, *arrays, bounds_q, bounds_k, causal=True)
+        for f in (exact_gradients, low_precision_gradients)
+    )
+    assert_gradients(tuple(map(to_numpy, got)), exact, with_noise(low, *arrays, None))
 
 
 @pytest.mark.usefixtures("_kernel")

@@ -6,6 +6,7 @@ from kvlab.build import build
 from kvlab.compile_gate import specialisations
 from kvlab.cubin import read_resources
 from kvlab.ops import attention_backward_cuda as launcher
+from kvlab.ops.attention_backward_shares import CLUSTER
 
 HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -22,8 +23,9 @@ def test_every_tiling_is_gated() -> None:
             tiling = {name.upper(): str(value) for name, value in shape._asdict().items()}
             assert tiling | {"HEAD_DIM": str(head_dim), "BF16": "1", "CAPPED": "0", "ALIGNED": "1"} in gated
     for head_dim, tiles in launcher.HOPPER_SHAPES.items():
+        shares = [n for n in (1, 2, 4, 8) if n * tiles.cluster <= CLUSTER]
         wanted = {"HEAD_DIM": str(head_dim), "BF16": "1", "CAPPED": "0"}
-        assert wanted in declared(f"{tiles.source}.cu")
+        assert all(wanted | {"SHARES": str(n)} in declared(f"{tiles.source}.cu") for n in shares)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -50,7 +52,7 @@ def test_hopper_tiles_fit() -> None:
 
 
 def hopper(head_dim: int) -> dict[str, int]:
-    return {"HEAD_DIM": head_dim, "BF16": 1, "CAPPED": 0}
+    return {"HEAD_DIM": head_dim, "BF16": 1, "CAPPED": 0, "SHARES": 1}
 
 
 def test_the_call_has_the_layout_of_the_kernels() -> None:

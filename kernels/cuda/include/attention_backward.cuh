@@ -54,15 +54,15 @@ __device__ __forceinline__ Element* row_of(const Tensor& t, const Span& s, int f
     return t.data + s.batch * t.batch + (i64)(first + row) * t.position + head * t.head;
 }
 
-// Which keys a CTA has: those of a KV head from block * BLOCK_N on. blockIdx: x block, the first (under a
-// causal mask the longest) first, y KV head, z sequence; if ordered, x is KV head + heads * block.
+// Which keys a CTA has: those of a KV head from block * BLOCK_N on. The grid: x block, the first (under a
+// causal mask the longest) first, y KV head, z sequence; or without y, x KV head + heads * block, so that of
+// all heads the longest come first. Of a cluster, x counts clusters.
 struct Keys {
     int head, block;
 };
 
-__device__ __forceinline__ Keys find_keys(const Call& call) {
-    const int x = blockIdx.x;
-    if (!call.ordered) return {(int)blockIdx.y, x};
+__device__ __forceinline__ Keys find_keys(const Call& call, int x) {
+    if (gridDim.y > 1) return {(int)blockIdx.y, x};
     return {x % call.heads_kv, x / call.heads_kv};
 }
 

@@ -1,12 +1,13 @@
 // Attention backward on Hopper: what its two kernels share. Loading, the softmax of a product of keys by rows
 // as wgmma leaves it, dq to the workspace, dk and dv out.
 //
-// A CTA has 384 threads: warps 0-3 load and give their registers away, two warpgroups compute. Matrices lie
+// A CTA has THREADS = 384: warps 0-3 load and give their registers away, two warpgroups compute. Matrices lie
 // in shared memory as hopper.cuh says, in blocks of 64 columns. Needs HEAD_DIM, BLOCK_M, BLOCK_N, Q_STAGES,
-// DOUT_STAGES, SCORE_STAGES, pairs.cuh, attention_call.cuh, attention_backward.cuh and hopper.cuh.
+// DOUT_STAGES, SCORE_STAGES, CLUSTER, pairs.cuh, attention_call.cuh, attention_backward.cuh, hopper.cuh and
+// attention_backward_shares.cuh.
 #pragma once
 
-constexpr int THREADS = 384;
+constexpr int THREADS = 128 + COMPUTING;
 constexpr int D_BLOCKS = HEAD_DIM / 64, M_BLOCKS = BLOCK_M / 64;     // blocks of 64 columns
 constexpr int KEY_BLOCK = BLOCK_N * 128, ROW_BLOCK = BLOCK_M * 128;  // bytes of such a block
 constexpr int KEY_BYTES = KEY_BLOCK * D_BLOCKS, ROW_BYTES = ROW_BLOCK * D_BLOCKS;
@@ -74,8 +75,8 @@ __device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, co
     }
     Turn<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
     Turn<DOUT_STAGES> dout = {0, 1};
-    const int last_head = (kv_head + 1) * call.group;
-    for (Tile at = first_tile(call, rows, kv_head); at.head < last_head; at = next_tile(at, rows)) {
+    for (Part part = find_part(call, rows, kv_head); part.more(); part.next(rows)) {
+        const Tile at = part.at;
         const i64 stored = at.head * call.rows + s.stored + at.row;
         load_rows(m.q + q.stage * ROW_BYTES, maps.q, m.peaks + q.stage * STAT_BYTES, call.peaks + stored,
                   m.full_q + 8 * q.stage, m.empty_q + 8 * q.stage, q.parity, of_rows, at);
@@ -172,14 +173,16 @@ __device__ __forceinline__ void store_scores(u32 to, const u32 (&x)[COUNT], int 
     }
 }
 
-// Stores a warpgroup's dQ, 64 rows by 64 columns, as the workspace has it.
-__device__ __forceinline__ void store_sums(u32 to, const float (&dq)[32]) {
+// Stores a warpgroup's sums, 64 rows by blocks of 64 columns, as the workspace has them.
+template <int COUNT>
+__device__ __forceinline__ void store_sums(u32 to, const float (&sums)[COUNT]) {
     const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4, u = threadIdx.x % 4;
     const u32 own = to + (16 * warp + g) * 256 + 8 * u;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-        store_pair(own + (n ^ g) * 32, dq[4 * n], dq[4 * n + 1]);
-        store_pair(own + 8 * 256 + (n ^ g) * 32, dq[4 * n + 2], dq[4 * n + 3]);
+    for (int n = 0; n < COUNT / 4; ++n) {
+        const u32 piece = own + n / 8 * SUM_BYTES + (n % 8 ^ g) * 32;
+        store_pair(piece, sums[4 * n], sums[4 * n + 1]);
+        store_pair(piece + 8 * 256, sums[4 * n + 2], sums[4 * n + 3]);
     }
 }
 
@@ -221,7 +224,7 @@ __device__ __forceinline__ void divide_work(const Maps& maps, const Call& call, 
     __shared__ __align__(16) float stats[STATS];
     __shared__ __align__(8) u64 barriers[BARRIERS];
     const Span s = find_span(call, blockIdx.z);
-    const Keys keys = find_keys(call);
+    const Keys keys = find_keys(call, blockIdx.x / CLUSTER);
     if (keys.block * BLOCK_N >= s.keys) return;
     const Rows rows = find_rows(call, s, keys.block * BLOCK_N);
     const Memory m = place_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
