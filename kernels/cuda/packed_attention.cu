@@ -223,7 +223,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         const u32 index = __shfl_sync(ALL_LANES, own.index, next_page % 32);
         const u32 note = __shfl_sync(ALL_LANES, own.note, next_page % 32);
         const u32 entry = KEEP_SCORES ? __shfl_sync(ALL_LANES, own.place, next_page % 32) : 0;
-        if (lane == 0) write_page(known_pages + 8 * slot, entry, note);
+        const Rung& rung = call.rungs[note & RUNG];
+        const u8* page = rung.pool + (u64)index * rung.record;
+        u8* const to = ring + slot * call.slot_bytes;
+        const u32 shift = shift_of(page, to);
+        if (lane == 0) write_page(known_pages + 8 * slot, entry, note | shift);
         if (WINDOW) {
             if (lane == 0) indices[warp * MAX_STAGES + slot] = index;
             if (tokens_of(note) == 0) {
@@ -233,8 +237,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             }
         }
         ++next_part;
-        if (copy_part(call.rungs[note & 255], index, next_part - 1, ring + slot * call.slot_bytes,
-                      barrier + 8 * slot, lane))
+        if (copy_part(rung, page, next_part - 1, to + shift, barrier + 8 * slot, lane))
             next_part = 0, ++next_page;
     };
     int filled = 0;  // slots: the first page of all warps goes before their second
@@ -259,7 +262,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     u32 parity = 0;
     auto wait = [&]() {
         wait_for(barrier + 8 * slot, parity);
-        return (const u8*)(ring + slot * call.slot_bytes);
+        const uint2 note = read_page(known_pages + 8 * slot);
+        return Item{ring + slot * call.slot_bytes + (note.y & SHIFT), note};
     };
     auto release = [&]() {
         __syncwarp();  // every lane has read the slot before it is filled again
@@ -289,10 +293,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 
 #pragma unroll 1
         for (; begin + warp + n * WARPS < stop; ++n) {
-            const u8* item = wait();
-            const uint2 note = read_page(known_pages + 8 * slot);
+            const auto [item, note] = wait();
             const int count = tokens_of(note.y);
-            const Rung& rung = call.rungs[note.y & 255];
+            const Rung& rung = call.rungs[note.y & RUNG];
             float s[8][LANE_ROWS];
             if (WINDOW && count == 0) {  // no query row sees a token of the page, or it has none
                 hide_page(s);
@@ -319,13 +322,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
                 const float unit = call.scale * LOG2E;
                 raw_scores<0>(item, row, unit, base, s, lane);
                 release();
-                raw_scores<1>(wait(), row, unit, base, s, lane);
+                raw_scores<1>(wait().data, row, unit, base, s, lane);
             }
 #endif
             const u8 *values = item + k_bytes, *v_steps = k_steps + 64;
             if (!one) {
                 release();
-                values = wait();
+                values = wait().data;
                 v_steps = values + v_bytes;
             }
             if (SOFTCAP) cap_scores(call.softcap * LOG2E, state.reference, s);
@@ -340,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
                 const Weights weights = weigh(s);
                 add_raw_values<0>(values, weights, count, state, lane);
                 release();
-                add_raw_values<1>(wait(), weights, count, state, lane);
+                add_raw_values<1>(wait().data, weights, count, state, lane);
                 release();
                 continue;
             }

@@ -4,8 +4,8 @@ The yardstick is the fastest of cuDNN and FlashAttention SDPA on the same shape,
 run. Pages are drawn and results checked by kvlab/lab/device_pages.py: before a case is timed, one sequence is
 compared with float64 attention over its dequantised pages, and every one with a call of its own, which
 divides the work differently. Times are medians over replays of a CUDA graph that rotates over as many sets of
-pages as it takes to exceed the second-level cache four times; after them the results have to be the same
-bits.
+pages as it takes to exceed the second-level cache four times, and holds 8 calls or more, as the step of a
+model has one a layer; after them the results have to be the same bits.
 
 The floor is the bytes of codes and steps at the read bandwidth of the GPU; positions and importance lie
 behind them in a page and are not read.
@@ -49,6 +49,7 @@ NOTE = "speedup: over the faster of cuDNN and FlashAttention in bfloat16; of flo
 _READ_BANDWIDTH = {"NVIDIA H200": 4.70e12}  # measured with bulk copies; what torch reaches is less
 _ROTATED_BYTES = 240e6
 _MAX_SETS = 128
+_CALLS_OF_GRAPH = 8  # at least; the launch of a graph takes microseconds of its own
 _CHECKED_TOKENS = 32_768  # longer sequences are not compared: the float64 attention takes too long
 
 
@@ -205,11 +206,12 @@ def time_packed(
 
 
 def _median_us(calls: Sequence[Callable[[], object]], repeats: int) -> float:
-    """Median time of one of `calls`, all of which one graph runs in turn."""
+    """Median time of one of `calls`, all of which one graph runs in turn, several times if they are few."""
     import torch
 
     for call in calls:
         call()
+    calls = list(calls) * -(-_CALLS_OF_GRAPH // len(calls))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -33,6 +33,7 @@ KEPT_ROW_BYTES = 64 + 4
 _ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
 _SPLIT_ROWS, _SPLIT_WIDTHS, _SPLIT_HEAD_DIMS = 4, {2, 3, 4, 8}, (64, 96, 128)  # of 8-bit integer products
 _MERGE_ROWS, _MAX_STAGES = 4, 8
+_SHIFT = 64  # where an item may begin in its slot; items are multiples of as much
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
 _POINTERS = [
     "rung",
@@ -139,7 +140,7 @@ def _plan(
 ) -> _Plan:
     head_dim = layouts[0].head_dim
     widths = [sum({_FLAG[getattr(layout, side)] for layout in layouts}) for side in ("bits_k", "bits_v")]
-    slot = -(-max(map(item_bytes, layouts)) // 128) * 128
+    slot = max(map(item_bytes, layouts)) + _SHIFT
     capability = compute_capability(device)
     if capability < (9, 0):
         raise NotImplementedError(

@@ -163,6 +163,31 @@ def test_values_of_any_size(backend: Any, dtype: str, order: str) -> None:
     check(backend, draw_queries(14, dtype, 1, 1, 4, 64), pages)
 
 
+def test_lengths_that_differ_a_little(backend: Any) -> None:
+    """One page or none, and 29 to 31: few enough apart for the division that reads no other length."""
+    for seed, lengths in enumerate((np.ones((4, 8), int), np.arange(32).reshape(4, 8) % 3 + 29)):
+        lengths[1, 3] -= 1
+        pages = draw_pages(seed, "bfloat16", 64, MIXED, lengths)
+        check(backend, draw_queries(seed, "bfloat16", 4, 1, 16, 64), pages)
+
+
+@pytest.mark.parametrize("begin", [16, 64])
+@pytest.mark.parametrize("widths", [MIXED, MIXED[:4]], ids=["16", "8"])
+def test_pools_may_begin_anywhere(begin: int, widths: tuple[tuple[int, int], ...]) -> None:
+    """At odd multiples of 16 and 64 bytes, to which slots of shared memory are laid alike."""
+    pages = draw_pages(12, "bfloat16", 128, widths, np.array([[60, 33]]))
+    q, device = draw_queries(12, "bfloat16", 1, 1, 8, 128), on_device(pages)
+    expected = attend(packed_cuda, q, pages).out
+    pools = []
+    for pool in device.pools:
+        room = torch.full((pool.numel() + 128,), 255, dtype=torch.uint8, device="cuda")
+        pools.append(room[begin : begin + pool.numel()].view(pool.shape))
+        pools[-1].copy_(pool)
+    device.pools = tuple(pools)
+    options = {"scale": 128**-0.5, "softcap": 0.0, "keep_scores": 0}
+    assert torch.equal(packed_cuda.launch(to_torch(q), device, 4, **options).out, expected)
+
+
 def test_a_million_tokens(backend: Any) -> None:
     """64 pages again and again: the same output, and a log-sum-exp larger by the logarithm of the repeats."""
     repeats = 250

@@ -26,9 +26,9 @@ __device__ __forceinline__ int quotient(int x, int d) {
     return (int)__fdividef((float)x + .5f, (float)d);
 }
 
-// The CTAs of one sequence if all are equally long: what `divide` finds then, but without reading a length.
-// Sequence n of N has the CTAs from n grid / N to (n + 1) grid / N - 1, both rounded down, so CTA b belongs
-// to
+// The CTAs of one sequence if all are about equally long: what `divide` finds then, but without reading a
+// length. Sequence n of N has the CTAs from n grid / N to (n + 1) grid / N - 1, both rounded down, so CTA b
+// belongs to
 // ((b + 1) N - 1) / grid. Every CTA has to find the same bounds, or one of them waits for a part that nobody
 // writes: so these are whole numbers.
 __device__ __forceinline__ Share guess(const Call& call, int blocks) {
@@ -41,27 +41,32 @@ __device__ __forceinline__ Share guess(const Call& call, int blocks) {
     return r;
 }
 
-// Divides the list; one warp. If it costs little balance, every CTA gets pages of one sequence only: the
-// sequence whose pages begin at position c of T gets the CTAs from round(c ctas / T) on. Else CTA b gets T b
-// / ctas and the following.
+// Divides the list; one warp. If it costs little balance, every CTA gets pages of one sequence only: as
+// guessed, or else the sequence whose pages begin at position c of T gets the CTAs from round(c ctas / T) on.
+// Else CTA b gets T b / ctas and the following.
 __device__ __forceinline__ Share divide(const Call& call, const Share& guessed, int blocks, int lane,
                                         int& total, int& ctas) {
     total = 0;
+    int longest = 0;
+    const int grid = gridDim.x, pages = guessed.parts ? call.num_pages[guessed.number] : 0;
 #pragma unroll 4
-    for (int i = lane; i < call.pairs; i += 32) total += call.num_pages[i];
-    const int longest = __reduce_max_sync(ALL_LANES, total), grid = gridDim.x;
-    const bool equal = __all_sync(ALL_LANES, total == longest || lane >= call.pairs);
-    if (guessed.parts && call.pairs <= 32 && equal && longest &&
-        (float)grid <= 1.07f * (grid / call.pairs * call.pairs)) {  // the usual case: one row of a batch
-        total = longest * call.pairs;
+    for (int i = lane; i < call.pairs; i += 32) {
+        const int own = call.num_pages[i];
+        total += own;
+        longest = max(longest, own);
+    }
+    total = __reduce_add_sync(ALL_LANES, total);
+    longest = __reduce_max_sync(ALL_LANES, longest);
+    if (guessed.parts && longest &&
+        (float)longest * grid <= 1.07f * ((float)total * (grid / call.pairs))) {  // the usual case
         ctas = grid;
         Share share = guessed;
-        share.pages = longest;
-        share.parts = min(share.parts, longest);
-        share.end = max(longest - (int)(blockIdx.x - share.first) + share.parts - 1, 0) / share.parts;
+        share.pages = pages;
+        share.parts = min(share.parts, pages);
+        share.end = max(pages - (int)(blockIdx.x - share.first) + share.parts - 1, 0) / max(share.parts, 1);
         return share;
     }
-    total = __reduce_add_sync(ALL_LANES, total) * blocks;
+    total *= blocks;
     ctas = min((int)gridDim.x, total);
     const int b = blockIdx.x;
     if (b >= ctas) return {};
