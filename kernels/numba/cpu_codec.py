@@ -12,10 +12,12 @@ import numpy as np
 from numba import prange
 
 from .cpu_bits import pack_run, pack_ternary_run, unpack_run, unpack_ternary_run
-from .cpu_elements import load_groups, store_values
+from .cpu_elements import load_values, store_values
 from .cpu_groups import (
     hadamard_run,
-    measure_groups,
+    measure_magnitude,
+    measure_range,
+    measure_squares,
     pad,
     rotate,
     rotation_factor,
@@ -98,26 +100,33 @@ def quantize_rows(
         words = np.empty((2, facts_of), np.uint16)
         for row0 in range(task * _BLOCKS * block, min(rows, (task + 1) * _BLOCKS * block), block):
             taken = min(block, rows - row0)
-            load_groups(x16, x32, dtype, row0, taken, n, group, values, stride)
-            measure_groups(codec, values, stride, taken, n, group, squares, facts)
+            for k in range(taken * groups):
+                first = k % groups * group
+                count = min(group, n - first)
+                load_values(x16, x32, dtype, (row0 + k // groups) * n + first, count, values, k * stride)
+                if codec == AFFINE:
+                    facts[0, k], facts[1, k] = measure_range(values, k * stride, count)
+                else:
+                    facts[1, k] = measure_magnitude(values, k * stride, count)
+            if codec >= HADAMARD:
+                measure_squares(codec, values, stride, taken, n, group, squares, facts)
             find_scales(codec, top, half_levels, facts, taken * groups, words)
             if codec == HADAMARD:
                 count_borders(values, stride, taken, n, group, facts[2], unit, borders, table, places, codes)
-            k = 0
-            for row in range(taken):
-                for first in range(0, n, group):
-                    count, at = min(group, n - first), row * n + first
-                    if codec == TERNARY:
-                        round_to_ternary(values, k * stride, count, facts[2, k], codes, at)
-                    elif codec != HADAMARD:
-                        round_to_codes(values, k * stride, count, facts[2, k], facts[3, k], top, codes, at)
-                    if words[0, k] == NAN_WORD:
-                        codes[at : at + count] = 0
-                        bad += 1
-                    scale[row0 * groups + k] = words[0, k]
-                    if codec == AFFINE:
-                        offset[row0 * groups + k] = words[1, k]
-                    k += 1
+            for k in range(taken * groups):
+                first = k % groups * group
+                count = min(group, n - first)
+                at = k // groups * n + first
+                if codec == TERNARY:
+                    round_to_ternary(values, k * stride, count, facts[2, k], codes, at)
+                elif codec != HADAMARD:
+                    round_to_codes(values, k * stride, count, facts[2, k], facts[3, k], top, codes, at)
+                if words[0, k] == NAN_WORD:
+                    codes[at : at + count] = 0
+                    bad += 1
+                scale[row0 * groups + k] = words[0, k]
+                if codec == AFFINE:
+                    offset[row0 * groups + k] = words[1, k]
             _pack_rows(codec, codes, taken, n, bits, packed, row0 * row_bytes, row_bytes)
     return bad
 
@@ -133,9 +142,10 @@ def dequantize_rows(packed, n, codec, bits, group, levels, scale, offset, dtype,
     row_bytes = packed.size // rows
     half_top, factor = np.float32(2**bits - 1) * _HALF, rotation_factor(group)
     block = max(1, _BLOCK // n)
+    whole = n % group == 0 and group % LANES == 0  # then all groups of a block are finished together
     bad = 0
     for task in prange((rows + _BLOCKS * block - 1) // (_BLOCKS * block)):
-        values = np.empty(pad(group), np.float32)
+        values = np.empty(max(block * n, pad(group)), np.float32)
         codes = np.zeros(block * n + LANES, np.uint8)
         rest = np.empty(LANES, np.uint16)
         for row0 in range(task * _BLOCKS * block, min(rows, (task + 1) * _BLOCKS * block), block):
@@ -145,22 +155,29 @@ def dequantize_rows(packed, n, codec, bits, group, levels, scale, offset, dtype,
                 first = k % groups * group
                 count = min(group, n - first)
                 at = k // groups * n + first
+                start = at if whole else 0
                 word = scale[row0 * groups + k]
                 wide = (word & WIDE) != 0
                 s = word_value(np.uint16(word & ~WIDE), wide)
                 if codec == HADAMARD:
                     for i in range(0, count, LANES):
-                        store(values, i, look_up(levels, codes, at + i) * splat(s))
-                    rotate(values, 0, count, rotation_factor(count) if count < group else factor)
+                        store(values, start + i, look_up(levels, codes, at + i) * splat(s))
+                    if not whole:
+                        rotate(values, count, count & -count, rotation_factor(count))
                 elif codec == TERNARY:
                     for i in range(count):
-                        values[i] = np.float32(np.int8(codes[at + i])) * s
+                        values[start + i] = np.float32(np.int8(codes[at + i])) * s
                 else:
                     o = word_value(offset[row0 * groups + k], wide) if codec == AFFINE else -(s * half_top)
                     vs, vo = splat(s), splat(o)
                     for i in range(0, count, LANES):
-                        store(values, i, load_codes(codes, at + i) * vs + vo)
-                store_values(values, dtype, out16, out32, row0 * n + at, count, rest)
+                        store(values, start + i, load_codes(codes, at + i) * vs + vo)
+                if not whole:
+                    store_values(values, dtype, out16, out32, row0 * n + at, count, rest)
+            if whole:
+                if codec == HADAMARD:
+                    rotate(values, taken * n, group & -group, factor)
+                store_values(values, dtype, out16, out32, row0 * n, taken * n, rest)
     return bad
 
 

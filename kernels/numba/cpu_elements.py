@@ -53,16 +53,6 @@ def load_values(x16, x32, dtype, first, count, values, start):
 
 
 @helper
-def load_groups(x16, x32, dtype, row, rows, n, group, values, stride):
-    """Read rows of n elements, from `row` on; a group stands in values `stride` behind the one before."""
-    k = 0
-    for r in range(row, row + rows):
-        for first in range(0, n, group):
-            load_values(x16, x32, dtype, r * n + first, min(group, n - first), values, k * stride)
-            k += 1
-
-
-@helper
 def store_values(values, dtype, out16, out32, first, count, rest):
     """Write values[0:count] to out16 or out32 at `first`, rounded to nearest; float16 saturates at 65504."""
     whole = count // LANES * LANES

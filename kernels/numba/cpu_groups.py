@@ -26,7 +26,7 @@ from .cpu_simd import (
     total,
     zero_if_finite,
 )
-from .cpu_words import AFFINE, HADAMARD, TERNARY
+from .cpu_words import HADAMARD, TERNARY
 
 _ZERO, _HALF = np.float32(0), np.float32(0.5)
 _TERNARY_LEVEL = np.float32(1.2240064)
@@ -157,10 +157,10 @@ def hadamard_run(x, first, count, block):
 
 
 @helper
-def rotate(values, start, count, factor):
-    """Apply the block Hadamard transform to values[start:start + count]; factor from `rotation_factor`."""
-    hadamard_run(values, start, count, count & -count)
-    for i in range(start, start + count, LANES):
+def rotate(values, count, block, factor):
+    """Apply the block Hadamard transform to values[:count]; factor from `rotation_factor`."""
+    hadamard_run(values, 0, count, block)
+    for i in range(0, count, LANES):
         store(values, i, load(values, i) * splat(factor))
 
 
@@ -177,27 +177,20 @@ def _count(k, of_row, group, rest):
 
 
 @helper
-def measure_groups(codec, values, stride, rows, n, group, squares, facts):
-    """Put what the scales of all groups are made of to facts[0] and facts[1], as `find_scales` wants it.
+def measure_squares(codec, values, stride, rows, n, group, squares, facts):
+    """HADAMARD, TERNARY: put what the scales of groups are made of to facts[0], as `find_scales` wants it.
 
-    Groups of rows of n values stand `stride` apart; those of HADAMARD are transformed, without the factor.
-    All groups go through one step before the next, so that the end of a reduction is hidden behind the group
-    after it.
+    Groups of rows of n values stand `stride` apart, their largest magnitudes in facts[1]; those of HADAMARD
+    are then transformed, without the factor. All groups go through one step before the next, so that the end
+    of a reduction is hidden behind the group after it.
     """
     of_row = (n + group - 1) // group
     rest = n - (of_row - 1) * group
     for k in range(rows * of_row):
         count = _count(k, of_row, group, rest)
-        if codec == AFFINE:
-            facts[0, k], facts[1, k] = measure_range(values, k * stride, count)
-        else:
-            facts[1, k] = measure_magnitude(values, k * stride, count)
-    if codec >= HADAMARD:
-        for k in range(rows * of_row):
-            count = _count(k, of_row, group, rest)
-            facts[0, k] = root_mean_square(values, k * stride, count, facts[1, k], squares)
-            if codec == TERNARY:
-                facts[0, k] *= _TERNARY_LEVEL
+        facts[0, k] = root_mean_square(values, k * stride, count, facts[1, k], squares)
+        if codec == TERNARY:
+            facts[0, k] *= _TERNARY_LEVEL
     if codec == HADAMARD and rest == group == stride:
         hadamard_run(values, 0, rows * n, group & -group)
     elif codec == HADAMARD:
