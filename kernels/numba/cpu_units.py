@@ -213,6 +213,27 @@ def store_places(typing_context, row, index, a, b, r, grown, minus_growth, limit
     return types.void(row, types.intp, *[float32x8] * 5, types.int16), generate
 
 
+@intrinsic
+def store_entries(typing_context, row, index, table, places, first):
+    """Write the entries of a table of bytes at eight places; as one word, since stores are what is short."""
+
+    def generate(context, builder, signature, arguments):
+        row, index, table, places, first = arguments
+        word = ir.IntType(64)
+        entries = context.make_array(signature.args[2])(context, builder, table).data
+        source = pointer_to(context, builder, signature.args[3], places, first, ir.IntType(16))
+        result = ir.Constant(word, 0)
+        for lane in range(LANES):
+            place = builder.zext(builder.load(builder.gep(source, [_I32(lane)])), word)
+            entry = builder.zext(builder.load(builder.gep(entries, [place])), word)
+            result = builder.or_(result, builder.shl(entry, ir.Constant(word, 8 * lane)))
+        target = pointer_to(context, builder, signature.args[0], row, index, word)
+        store_unaligned(builder, result, target)
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp, table, places, types.intp), generate
+
+
 @helper
 def count_borders(values, stride, rows, n, group, scales, unit, borders, table, places, codes):
     """HADAMARD: the codes of rows of n sums of butterflies, in groups that stand `stride` apart in values.
@@ -270,9 +291,8 @@ def _look_up(values, start, count, r, growth, table, places, codes, first):
     for i in range(0, count, 2 * LANES):
         a, b = load(values, start + i), load(values, start + i + LANES)
         store_places(places, i, a, b, inverse, grown, minus_growth, limit)
-    out = codes[first : first + count]
-    for i in range(count):
-        out[i] = table[places[i]]
+    for i in range(0, count, LANES):
+        store_entries(codes, first + i, table, places, i)
 
 
 @helper
