@@ -24,7 +24,7 @@ from .cpu_groups import (
     round_to_codes,
     round_to_ternary,
 )
-from .cpu_simd import LANES, helper, kernel, load_codes, look_up, splat, store
+from .cpu_simd import LANES, helper, kernel, load_codes, load_digits, look_up, splat, store
 from .cpu_units import COUNTED, STEP, count_borders
 from .cpu_words import AFFINE, HADAMARD, NAN_WORD, TERNARY, WIDE, find_scales, word_value
 
@@ -165,8 +165,8 @@ def dequantize_rows(packed, n, codec, bits, group, levels, scale, offset, dtype,
                     if not whole:
                         rotate(values, count, count & -count, rotation_factor(count))
                 elif codec == TERNARY:
-                    for i in range(count):
-                        values[start + i] = np.float32(np.int8(codes[at + i])) * s
+                    for i in range(0, count, LANES):
+                        store(values, start + i, load_digits(codes, at + i) * splat(s))
                 else:
                     o = word_value(offset[row0 * groups + k], wide) if codec == AFFINE else -(s * half_top)
                     vs, vo = splat(s), splat(o)
