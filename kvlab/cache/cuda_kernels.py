@@ -65,6 +65,7 @@ _WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3
 _WRITE_STORED = struct.Struct("i").pack_into
 _THREADS, _APPEND_THREADS = 256, 480
 _BLOCKS = 4752  # of all layers together: whole waves of 2, 3 or 4 on 132 multiprocessors
+_FEW_BLOCKS = 1056  # where most lists are empty or short
 
 
 def new_tokens(k: CudaView, v: CudaView, valid: int, importance: int, steps: int, first: int) -> Any:
@@ -148,14 +149,14 @@ def write_tokens(
     All moves to a page are of one (row, KV head).
     """
     kernel = _write_kernel(head_dim, dtype, "write_tokens", device)
-    grid = _grid(groups, layers)
+    grid = _grid(groups, layers, _BLOCKS if fresh["k"] else _FEW_BLOCKS)
     rows = 2 * TOKENS_PER_PAGE * (2 * head_dim + 16)
     kernel(grid, (_THREADS,), (states, lists, fresh), rows, stream)
 
 
-def _grid(groups: int, layers: int) -> tuple[int, int]:
-    """Blocks for at most so many pages of each layer; those without one cost a tenth of a microsecond."""
-    return max(1, min(groups, _BLOCKS // layers)), layers
+def _grid(groups: int, layers: int, blocks: int) -> tuple[int, int]:
+    """At most `blocks` blocks for at most so many pages of each layer."""
+    return max(1, min(groups, blocks // layers)), layers
 
 
 def copy_pages(
@@ -163,7 +164,7 @@ def copy_pages(
 ) -> None:
     """Carry out the page copies of `layers` lists of at most `copies` each."""
     kernel = _write_kernel(head_dim, dtype, "copy_pages", device)
-    kernel(_grid(copies, layers), (_THREADS,), (states, lists), 0, stream)
+    kernel(_grid(copies, layers, _FEW_BLOCKS), (_THREADS,), (states, lists), 0, stream)
 
 
 def mean_of_keys(
