@@ -37,13 +37,15 @@
 #include "codec_squares.cuh"
 #include "codec_tiles.cuh"
 
+// Blocks of a multiprocessor, as many as do not spill registers. From 5 bits on more warps share the cells.
 #if __CUDA_ARCH__ == 900
+constexpr int FEW_BITS_BLOCKS = DTYPE != FLOAT32 && GROUP <= 128 ? 10 : 8;
 constexpr int DEQUANTIZE_BLOCKS = VALUES == 32 ? 12 : DTYPE == FLOAT32 ? 8 : 10;
 #else
-constexpr int DEQUANTIZE_BLOCKS = 8;
+constexpr int FEW_BITS_BLOCKS = 8, DEQUANTIZE_BLOCKS = 8;
 #endif
-// From 5 bits on more warps share the cells. 16 warps of 128 registers stay on a multiprocessor.
-constexpr int QUANTIZE_WARPS = CODE_BITS <= 4 ? WARPS : 8, QUANTIZE_BLOCKS = 16 / QUANTIZE_WARPS;
+constexpr int QUANTIZE_WARPS = CODE_BITS <= 4 ? WARPS : 8;
+constexpr int QUANTIZE_BLOCKS = CODE_BITS <= 4 ? FEW_BITS_BLOCKS : 2;
 constexpr int LANES = GROUP / VALUES;  // of a group
 constexpr int HALF = 1 << (CODE_BITS - 1);
 constexpr u32 TOP = (1 << CODE_BITS) - 1;

@@ -157,8 +157,9 @@ def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
         kernel = cuda_kernel("codec_hadamard", f"{name}_hadamard", tuple(macros.items()), device)
         turns, warps = 4, 2  # tiles of a warp, warps of a block
         if name == "quantize":
-            about, warps = (8, 2) if layout.bits <= 4 else (24, 8)
-            turns = _even_turns(-(-count // (32 * values)), 16 * multiprocessors(device), about)
+            if layout.bits > 4:
+                warps = 8
+                turns = _even_turns(-(-count // (32 * values)), 16 * multiprocessors(device))
             shape.append(np.int32(turns))
         blocks = -(-count // (32 * warps * values * turns))
         lane = values * (2 if dtype != "float32" else 4) + 16 + values * int(layout.bits) // 8
@@ -169,9 +170,9 @@ def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
     return _RowsCall(kernel, shape, True, [], -(-count // _BLOCK), 256)
 
 
-def _even_turns(tiles: int, warps: int, about: int) -> int:
-    """Return how many tiles a warp takes, `about` so many, for `warps` warps at a time to end together."""
-    waves = max(1, round(tiles / (warps * about)))
+def _even_turns(tiles: int, warps: int) -> int:
+    """Return how many tiles a warp takes, about 24, for `warps` warps at a time to end together."""
+    waves = max(1, round(tiles / (warps * 24)))
     return max(1, -(-tiles // (warps * waves)))
 
 
