@@ -69,8 +69,9 @@ struct Scoring {
     Following following;
 };
 
-constexpr int LANES = 8, PAGES = THREADS / LANES, OWN = PAGE / LANES;  // of a page, of a block, of a lane
-constexpr int AT_ONCE = 4;                                             // rows
+constexpr int SCORE_THREADS = 64;  // few, so that the last blocks of a launch end together
+constexpr int LANES = 8, PAGES = SCORE_THREADS / LANES, OWN = PAGE / LANES;  // of a page, a block, a lane
+constexpr int AT_ONCE = 4;                                                   // rows
 constexpr float LEAST = 3.7252903e-9f;  // 2^-28: less has no importance code, nor do sums of code 0
 
 // Byte i of x as 128 + x / 256, and the exponent of 2 that it is as eighths.
@@ -167,7 +168,8 @@ __device__ __forceinline__ bool any_young(u64 positions, int length, int old) {
     return young;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 5) score_stored(const __grid_constant__ Scoring call) {
+extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
+    score_stored(const __grid_constant__ Scoring call) {
     begin_early();
     const Kept& kept = call.kept;
     const Following& following = call.following;

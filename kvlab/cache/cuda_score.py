@@ -29,7 +29,7 @@ scale, softcap."""
 _FOLLOWING = np.dtype([("take", "f4"), *((name, "i4") for name in ("span", "old", "forecast", "counted"))])
 _SCORING = np.dtype([("layers", "u8"), ("kept", KEPT), ("following", _FOLLOWING)], align=True)
 _THREADS, _WARPS = 256, 8
-_PAGES = 32  # of a block of score_stored
+_SCORE_THREADS, _PAGES = 64, 8  # of a block of score_stored
 _FILLING = Lock()  # caches of several threads may share a launch
 _KINDS = {"attention": 0, "forecast": 0, "key_norm": 0, "recency": 1, "uniform": 2}
 
@@ -81,7 +81,7 @@ def _scoring(grid: tuple[int, int, int], device: int) -> tuple[NDArray[Any], Pre
     """The argument of `score_stored`, to be filled in, and its launch."""
     call = np.zeros(1, _SCORING)
     kernel = score_kernel("score_stored", device)
-    return call, PreparedLaunch(kernel, grid, (_THREADS,), call, early=True)
+    return call, PreparedLaunch(kernel, grid, (_SCORE_THREADS,), call, early=True)
 
 
 def score_new(
