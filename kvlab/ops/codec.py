@@ -119,7 +119,7 @@ def quantize(
     ----------
     x : array, float16, bfloat16 or float32
         Any number of axes from one, any strides.
-    bits : int
+    bits : int or float
         1, 2, 3, 4, 5, 6 or 8; for the codec ternary 1.6.
     axis : int
         The axis along which elements share a scale.
@@ -156,9 +156,13 @@ def quantize(
     - ternary: \|x^ - x\| <= max(s/2, \|x\| - s) + u/2 + r;
     - hadamard: \|x^ - x\| <= 1.01 sqrt(w**2 + max(0, 1 - t/sqrt(n))**2) times the Euclidean norm of the
       group, for n elements, t the highest level and w the largest distance of a number between -t and t from
-      the level of its code. Groups that the rotation turns into a single spike, such as constant ones, come
-      close to that. Without such structure the mean squared error is 0.363, 0.117, 0.0345, 0.0095, 0.0025,
-      0.00064 and 0.00004 of the mean square at 1, 2, 3, 4, 5, 6 and 8 bits.
+      the level of its code. The Euclidean error of groups that the rotation turns into a single spike, such
+      as constant ones, comes close to that. Without such structure the mean squared error is 0.363, 0.117,
+      0.0345, 0.0095, 0.0025, 0.00064 and 0.00004 of the mean square at 1, 2, 3, 4, 5, 6 and 8 bits.
+
+    Of normal numbers in groups of 128 the mean squared error is 0.25, 0.046, 0.010 and 0.000035 of the mean
+    square at 2, 3, 4 and 8 bits with affine, 0.17, 0.043, 0.011 and 0.000042 with symmetric, and 0.19 with
+    ternary.
 
     A constant group comes back exactly from the affine codec if float16 (or, out of its range, bfloat16)
     represents the constant. Quantising what `dequantize` gave leads to the same codes with the symmetric
