@@ -115,6 +115,11 @@ __device__ __forceinline__ float for_upper_half(float x, int lane) {
 
 // ---- Scales
 
+// The group of the elements of a lane.
+__device__ __forceinline__ i64 group_of(const Tiles& tile, int lane) {
+    return tile.start / GROUP + (tile.at + lane * VALUES) / GROUP;
+}
+
 // Element 32 j + lane of the group whose first element stands in row `row` of the elements.
 __device__ __forceinline__ float element_of(const u8* elements, int row, int j, int lane) {
     const int at = 32 * j + lane;
@@ -295,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZE_WARPS, QUANTIZE_BLOCK
     const u32 cell_0 = shared_address(cells) + REACH - MAGIC_BITS;
     for (; tile.here(); tile = tile.next()) {
         const bool inside = lane * VALUES < tile.here();
-        const i64 group = tile.start / GROUP + (tile.at + lane * VALUES) / GROUP;
+        const i64 group = group_of(tile, lane);
         float v[VALUES];
         wait_for_copies();
         __syncwarp();  // the copies of all lanes are there, the codes of the tile before are read
@@ -355,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DEQUANTIZE_BLOCKS)
     const u32 column = 4 * threadIdx.x;  // of levels, in bytes
     u32 word = 0;                        // the scale of the group of this lane
     if (tile.here()) fetch_stream(packed, tile, own.stream, lane);
-    if (lane * VALUES < tile.here()) word = scale[tile.start / GROUP + (tile.at + lane * VALUES) / GROUP];
+    if (lane * VALUES < tile.here()) word = scale[group_of(tile, lane)];
     for (; tile.here(); tile = tile.next()) {
         const Tiles next = tile.next();
         const float s = read_scale(word, 0, 0.f).s;
@@ -376,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DEQUANTIZE_BLOCKS)
         }
         __syncwarp();  // all codes are read
         if (next.here()) fetch_stream(packed, next, own.stream, lane);
-        if (lane * VALUES < next.here()) word = scale[next.start / GROUP + (next.at + lane * VALUES) / GROUP];
+        if (lane * VALUES < next.here()) word = scale[group_of(next, lane)];
         float v[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {

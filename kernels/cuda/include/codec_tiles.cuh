@@ -19,15 +19,8 @@ struct Memory {
     __align__(128) u8 stream[4 * 32 * WORDS];
 };
 
-// Shared memory by its address, of which arithmetic is one operation.
-__device__ __forceinline__ float shared_float(u32 address) {
-    float r;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(r) : "r"(address) : "memory");
-    return r;
-}
-
-// The tiles that a warp takes: `turns`, every other of a block of two warps. Elements are counted from
-// `start`, the first one of the block, so that 32 bits are enough.
+// The tiles that a warp takes: `turns`, each of them as many behind the one before as the block has warps.
+// Elements are counted from `start`, the first one of the block, so that 32 bits are enough.
 struct Tiles {
     i64 start;
     int at, end, step;
@@ -38,7 +31,7 @@ struct Tiles {
           end((int)min(elements - start, (i64)(turns * warps * TILE_ELEMENTS))),
           step(warps * TILE_ELEMENTS) {}
 
-    // Elements of this tile; of the next one.
+    // Elements of this tile, 0 behind the last.
     __device__ __forceinline__ int here() const { return max(min(TILE_ELEMENTS, end - at), 0); }
     __device__ __forceinline__ Tiles next() const {
         Tiles r = *this;

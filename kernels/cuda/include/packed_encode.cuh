@@ -165,7 +165,3 @@ __device__ __forceinline__ float raw_value(u32 bits) {
     return half_bits_to_float(bits);
 #endif
 }
-
-__device__ __forceinline__ u32 raw_bits(float x) {
-    return pack_pair(x, 0.f) & 0xffffu;
-}
