@@ -36,7 +36,7 @@ if examples := os.environ.get("KVLAB_EXAMPLES"):
 def smollm2() -> Any:
     """The real model, its tokenizer and a book; skips where their packages are not installed."""
     from kvlab.errors import MissingExtraError
-    from kvlab.lab.model import load_smollm2
+    from kvlab.lab.quality.model import load_smollm2
 
     try:
         return load_smollm2()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.cache.cuda_window import joined, ladder_on_gpu
+from kvlab.cache.cuda.window import joined, ladder_on_gpu
 from kvlab.cache.layer import Layer
 from kvlab.cache.pages import LayerPages
 from kvlab.cache.store import LayerStore

@@ -25,7 +25,7 @@ def main() -> None:
 
     from kvlab.cache import plan
     from kvlab.integrations.transformers import KVLabCache
-    from kvlab.lab.model import load_smollm2
+    from kvlab.lab.quality.model import load_smollm2
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=5 * STEP, help="to read, a multiple of 1,024")

@@ -32,10 +32,9 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from kvlab.arrays import cuda_view
-from kvlab.cache import cuda_kernels as kernels
-from kvlab.cache import cuda_plan
-from kvlab.cache.cuda_collect import Collector
-from kvlab.cache.cuda_store import STATE, DeviceStore
+from kvlab.cache.cuda import kernels, plan
+from kvlab.cache.cuda.collect import Collector
+from kvlab.cache.cuda.store import STATE, DeviceStore
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.store import ERRORS, LayerStore
 from kvlab.lab.results import provenance
@@ -86,10 +85,10 @@ class Model:
         stores = [LayerStore(ladder, batch, heads, HEAD_DIM, "bfloat16") for _ in range(layers)]
         self.host = stores[0]
         costs = tuple(self.host.page_bytes(r) for r in range(len(ladder)))
-        self.ladder = cuda_plan.Ladder(costs, tuple(ERRORS[r.bits_k] + ERRORS[r.bits_v] for r in ladder))
+        self.ladder = plan.Ladder(costs, tuple(ERRORS[r.bits_k] + ERRORS[r.bits_v] for r in ladder))
         self.share = int(fraction * 4 * heads * HEAD_DIM * tokens)
         like = torch.empty(1, device="cuda")
-        spare = lambda _, slab: cuda_plan.spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
+        spare = lambda _, slab: plan.spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
         self.store = DeviceStore(stores, like, tokens + 1024, self.share, spare)
         self.store.tables["budget"].fill_(self.share)
         self.like, self.stream = like, torch.cuda.current_stream().cuda_stream
@@ -97,12 +96,10 @@ class Model:
         self.mass = torch.from_numpy(rng.lognormal(-np.log(tokens), 1.5, batch * heads * tokens)).cuda()
         self.options = {"sink": 4, "recent": 8, "room": STEPS, "fixed_nbytes": self.host.fixed_nbytes}
 
-    def shape(self, new_tokens: int) -> cuda_plan.PlanShape:
+    def shape(self, new_tokens: int) -> plan.PlanShape:
         segments = ((self.tokens + 1024 + STEPS) >> 16) + 1
         rungs = len(self.host.ladder)
-        return cuda_plan.PlanShape(
-            self.batch, self.heads, self.store.entries, rungs, False, segments, new_tokens
-        )
+        return plan.PlanShape(self.batch, self.heads, self.store.entries, rungs, False, segments, new_tokens)
 
     def plan(
         self, first: int, n: int, workspace: Any, mark: Callable[[str], None], fresh: Any = None
@@ -111,7 +108,7 @@ class Model:
         new = {}
         if fresh is not None:
             new = {"codes": int(fresh["importance"]), "steps": int(fresh["steps"])}
-        prepare = cuda_plan._launches
+        prepare = plan._launches
 
         def timed(name: str, launch: Any) -> Any:
             def call(stream: int) -> None:
@@ -120,13 +117,13 @@ class Model:
 
             return call
 
-        cuda_plan._launches = lambda *of: list(itertools.starmap(timed, zip(PLAN, prepare(*of), strict=True)))
+        plan._launches = lambda *of: list(itertools.starmap(timed, zip(PLAN, prepare(*of), strict=True)))
         workspace.launches.clear()
         states = self.store.states_pointer
-        cuda_plan.launch_plan(
+        plan.launch_plan(
             states, first, n, workspace, self.ladder, STATE.itemsize, self.stream, **self.options, **new
         )
-        cuda_plan._launches = prepare
+        plan._launches = prepare
         workspace.launches.clear()
         moved = np.zeros(1, kernels.NEW_TOKENS)[0] if fresh is None else fresh
         states += first * STATE.itemsize
@@ -141,7 +138,7 @@ class Model:
         """Fill every layer; times of the last."""
         n, pairs = self.tokens, self.batch * self.heads
         births = pairs * (n // 64 + 4)
-        workspace = cuda_plan.make_workspace(self.like, self.shape(n), 1, births, pairs * 8)
+        workspace = plan.make_workspace(self.like, self.shape(n), 1, births, pairs * 8)
         codes = (8 * torch.log2(self.mass) + 192).round().clamp(1, 255).to(torch.uint8)
         k = torch.randn(self.batch, n, self.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         view = cuda_view(k, "k")
@@ -162,8 +159,8 @@ class Model:
             assert self.store.nbytes(layer, used[layer]) <= self.batch * self.share
 
     def decode(self, cycles: int) -> dict[str, float]:
-        bounds = cuda_plan.decode_bounds(self.shape(0), self.ladder)
-        workspace = cuda_plan.make_workspace(self.like, self.shape(0), self.layers, *bounds)
+        bounds = plan.decode_bounds(self.shape(0), self.ladder)
+        workspace = plan.make_workspace(self.like, self.shape(0), self.layers, *bounds)
         append = [
             kernels.AppendCall(
                 self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, steps=STEPS,

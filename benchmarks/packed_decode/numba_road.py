@@ -2,7 +2,7 @@
 
     python benchmarks/packed_decode/numba_road.py OUT.json [--shapes ...] [--ladders ...]
 
-Both are checked against float64 before they are timed, as `kvlab.lab.benchmark_decode_cuda` tells.
+Both are checked against float64 before they are timed, as `kvlab.lab.benchmark.decode_cuda` tells.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 from run import SHAPES, provenance
 
-from kvlab.lab.benchmark_decode_cuda import LADDERS, time_packed
+from kvlab.lab.benchmark.decode_cuda import LADDERS, time_packed
 from kvlab.ops import packed_cuda, packed_numba
 
 BACKENDS = {"cuda": packed_cuda, "numba": packed_numba}

@@ -2,7 +2,7 @@
 
     python benchmarks/packed_decode/run.py OUT.json [--shapes ...] [--ladders ...]
 
-How a case is drawn, checked and timed is told in `kvlab.lab.benchmark_decode_cuda`.
+How a case is drawn, checked and timed is told in `kvlab.lab.benchmark.decode_cuda`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from kvlab.lab.benchmark_decode_cuda import LADDERS, read_bandwidth, time_dense, time_packed
-from kvlab.lab.device_pages import Shape
+from kvlab.lab.benchmark.decode_cuda import LADDERS, read_bandwidth, time_dense, time_packed
+from kvlab.lab.benchmark.device_pages import Shape
 from kvlab.lab.results import provenance
 
 SHAPES = {

@@ -19,9 +19,9 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from kvlab.lab.benchmark_device import captured, time_graphs
-from kvlab.lab.device_pages import Shape, attended_apart, draw_pages, relative_error
+from kvlab.lab.benchmark.device_pages import Shape, attended_apart, draw_pages, relative_error
 from kvlab.lab.results import provenance
+from kvlab.lab.timing_gpu import captured, time_graphs
 from kvlab.ops import packed_cuda
 
 LAYERS, LIMIT = 30, 5e-3

@@ -25,13 +25,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvlab.integrations.transformers import KVLabCache
-from kvlab.lab.cases import mixed
-from kvlab.lab.comparison import Comparison
-from kvlab.lab.model import load_smollm2, tiny_llama
-from kvlab.lab.replay import on_cpu
+from kvlab.lab.quality.cases import mixed
+from kvlab.lab.quality.comparison import Comparison
+from kvlab.lab.quality.model import load_smollm2, tiny_llama
+from kvlab.lab.quality.replay import on_cpu
+from kvlab.lab.quality.scores import FULL_PRECISION
+from kvlab.lab.quality.text import cut_windows
 from kvlab.lab.results import provenance
-from kvlab.lab.scores import FULL_PRECISION
-from kvlab.lab.text import cut_windows
 
 LIMIT = 0.001
 """How far the perplexity of the same pages may differ, of one."""

@@ -15,12 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvlab.lab import ablation
-from kvlab.lab.grid import AblationCase, Geometry
+from kvlab.lab.ablation import run as ablation
+from kvlab.lab.ablation.grid import AblationCase, Geometry
 from kvlab.lab.results import provenance, write
-from kvlab.lab.sweep import Manifest
-from kvlab.lab.sweep_run import run_cases
-from kvlab.lab.tables import collect, write_summary
+from kvlab.lab.sweep.manifest import Manifest
+from kvlab.lab.sweep.run import run_cases
+from kvlab.lab.sweep.tables import collect, write_summary
 
 CASES = 10_000
 LIKE = AblationCase(0.5, "2,4", 128, model=None, geometry=Geometry(1, 2, 1, 32))

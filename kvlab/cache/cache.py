@@ -8,12 +8,8 @@ What lies where: options.py (what a cache is told once), inputs.py (arrays of ca
 budget.py (bytes a row may take), importance.py (scores), frame.py (the mean taken off keys), allocator.py
 (which page gets which rung), plan.py (which token), pools.py (memory of pages), store.py (the pages of a
 layer, and moves between them), pages.py (a page, byte by byte), window.py and exact.py (exact tokens),
-layer.py (one layer in all), cpu_road.py (a step), persistence.py (files). On a GPU the same calls go through
-cuda_road.py (checks, sizes) to cuda_cache.py (steps; cuda_repeat.py their short way, cuda_long.py those of
-many tokens), whose state is in cuda_state.py. These use cuda_changes.py with cuda_plan.py and cuda_tight.py
-(plans and moves), cuda_collect.py with cuda_score.py (importance), cuda_calls.py and cuda_kernels.py
-(launches), cuda_store.py (memory), and cuda_host.py with cuda_exchange.py, cuda_window.py and
-cuda_function.py (what the CPU does for it: rare operations, files, other plans, functions as importance).
+layer.py (one layer in all), cpu_road.py (a step), persistence.py (files). On a GPU the same calls go to
+cuda/.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from kvlab.arrays import Array, ArrayT
 from kvlab.cache import inputs, persistence
 from kvlab.cache.budget import Limit
 from kvlab.cache.cpu_road import CpuRoad, smallest_on_cpu
-from kvlab.cache.cuda_road import GpuRoad, smallest_on_gpu
+from kvlab.cache.cuda.road import GpuRoad, smallest_on_gpu
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.layer import Layer

@@ -1,7 +1,7 @@
 """What `MixedPrecisionCache` calls when its arrays are in CPU memory: sizes, and steps.
 
 A step attends stored tokens straight from their pages, and the window and the new tokens exactly; both parts
-are merged by their log-sum-exp. Then the new tokens are stored. `cuda_road.GpuRoad` has the same methods.
+are merged by their log-sum-exp. Then the new tokens are stored. `cuda.road.GpuRoad` has the same methods.
 """
 
 from __future__ import annotations

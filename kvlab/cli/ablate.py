@@ -11,7 +11,7 @@ import typer
 from kvlab.cli.options import Json, emit_json, size
 
 if TYPE_CHECKING:
-    from kvlab.lab.grid import AblationCase
+    from kvlab.lab.ablation.grid import AblationCase
 
 
 def command(
@@ -55,7 +55,7 @@ def command(
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
     from kvlab.cli.progress import bar
-    from kvlab.lab.ablation import run
+    from kvlab.lab.ablation.run import run
     from kvlab.lab.targets import machine
 
     shape = (num_layers, num_heads, num_kv_heads, head_dim)
@@ -79,7 +79,7 @@ def make_case(
     seed: int = 0,
 ) -> AblationCase:
     """Return the case that the options stand for; a geometry (layers, heads, KV heads, channels) or none."""
-    from kvlab.lab.grid import MODELS, AblationCase, Geometry, within_model
+    from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry, within_model
 
     kind, _, number = device.partition(":")
     if number not in ("", "0"):

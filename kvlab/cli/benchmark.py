@@ -57,10 +57,10 @@ def command(
 
     Example: kvlab benchmark packing --size 256MiB --threads 2 --output packing.json
     """
-    from kvlab.lab.benchmark import DEVICES, cases_of, run
+    from kvlab.lab.benchmark.run import DEVICES, cases_of, run
+    from kvlab.lab.benchmark.yardstick import Options
     from kvlab.lab.results import write
     from kvlab.lab.targets import Machine, machine
-    from kvlab.lab.yardstick import Options
 
     names = cases_of(case)
     where = machine(device, min_vram) if device == "auto" or min_vram else Machine((device,))
@@ -83,8 +83,8 @@ def command(
             raise ValueError(f"output={str(output)!r}: several results go into one .json file")
         write(result, output)
     if figure is not None:
-        from kvlab.lab import attention_figure, decode_figure
-        from kvlab.lab.report import save_figure
+        from kvlab.lab.benchmark import attention_figure, decode_figure
+        from kvlab.lab.quality.report import save_figure
 
         draw = attention_figure.draw if names == ("attention",) else decode_figure.draw
         save_figure(draw(result["rows"]), figure)

@@ -14,11 +14,11 @@ from kvlab.cli.options import Json, size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvlab.lab.comparison import Comparison
-    from kvlab.lab.journal import Journal
-    from kvlab.lab.plan import Plan
-    from kvlab.lab.report import Row
-    from kvlab.lab.workers import Outcome
+    from kvlab.lab.quality.comparison import Comparison
+    from kvlab.lab.quality.journal import Journal
+    from kvlab.lab.quality.plan import Plan
+    from kvlab.lab.quality.report import Row
+    from kvlab.lab.quality.workers import Outcome
 
 RESULTS, RECORDED = Path(__file__).parents[2] / "benchmarks" / "results", "*-demo-*.json"
 """Runs that were kept: their rows of transformers' caches stand, marked, in the table of a run without."""
@@ -76,8 +76,8 @@ def command(
     from rich.console import Console
 
     from kvlab.lab import targets
-    from kvlab.lab.journal import Journal
-    from kvlab.lab.workers import processes_for
+    from kvlab.lab.quality.journal import Journal
+    from kvlab.lab.quality.workers import processes_for
 
     if device == "cuda":
         targets.machine("cuda")  # or say why not
@@ -89,7 +89,7 @@ def command(
     journal = Journal(output, plan.settings)
     outcome = _compare(plan, journal, processes or (1 if tiny else processes_for(plan)))
 
-    from kvlab.lab.comparison import Comparison, write_files
+    from kvlab.lab.quality.comparison import Comparison, write_files
 
     settings: dict[str, str | int] = {"tokens": wanted, "budgets": budgets, "groups": ",".join(plan.groups)}
     result = _comparison(outcome, plan, settings)
@@ -99,7 +99,7 @@ def command(
     if as_json:
         typer.echo(result.to_json())
     else:
-        from kvlab.lab.report import WIDE
+        from kvlab.lab.quality.report import WIDE
 
         # Pipes and logs are as wide as the table.
         console = Console() if Console().is_terminal else Console(width=WIDE)
@@ -118,7 +118,7 @@ def _fractions(text: str) -> tuple[float, ...]:
 
 
 def _groups(text: str | None, full: bool, tiny: bool) -> tuple[str, ...]:
-    from kvlab.lab.plan import GROUPS
+    from kvlab.lab.quality.plan import GROUPS
 
     if text is None:
         # The quantised caches of transformers are compared on the real model only.
@@ -131,13 +131,13 @@ def _groups(text: str | None, full: bool, tiny: bool) -> tuple[str, ...]:
 
 def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, tokens: int, device: str) -> Plan:
     """What to compare, once it is sure that everything it needs is installed."""
-    from kvlab.lab.model import require_smollm2
-    from kvlab.lab.plan import Plan, Protocol
+    from kvlab.lab.quality.model import require_smollm2
+    from kvlab.lab.quality.plan import Plan, Protocol
 
     if not tiny:
         require_smollm2()
         if libraries := {"hqq", "quanto"} & set(groups):
-            from kvlab.lab.cases import require
+            from kvlab.lab.quality.cases import require
 
             for library in libraries:
                 require(library)
@@ -151,7 +151,7 @@ def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, token
 def _compare(plan: Plan, journal: Journal, processes: int) -> Outcome:
     """Carry a plan out, showing how far it is."""
     from kvlab.cli.progress import bar
-    from kvlab.lab.workers import compare
+    from kvlab.lab.quality.workers import compare
 
     shared = f" in {processes} processes" if processes > 1 else ""
     try:
@@ -167,8 +167,8 @@ def _compare(plan: Plan, journal: Journal, processes: int) -> Outcome:
 
 def _comparison(outcome: Outcome, plan: Plan, settings: dict[str, str | int]) -> Comparison:
     """What was found, with all that says where it comes from."""
-    from kvlab.lab.comparison import Comparison
-    from kvlab.lab.plan import CACHE_DTYPE
+    from kvlab.lab.quality.comparison import Comparison
+    from kvlab.lab.quality.plan import CACHE_DTYPE
     from kvlab.lab.results import provenance
 
     source = provenance(**settings, device=_device_name(plan.device), resumed=outcome.resumed)
@@ -196,7 +196,7 @@ def _show(console: Console, result: Comparison, rows: list[Row]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from kvlab.lab.report import to_table, verdicts
+    from kvlab.lab.quality.report import to_table, verdicts
 
     protocol, windows = result.protocol, len(result.scores[0].starts)
     title = (

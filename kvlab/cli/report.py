@@ -33,8 +33,8 @@ def show(folders: Folders, change: Change = 0.01, as_json: Json = False, output:
 
     Example: kvlab report show results/first --change 0.02
     """
-    from kvlab.lab.tables import read_summary
-    from kvlab.lab.views import views
+    from kvlab.lab.sweep.tables import read_summary
+    from kvlab.lab.sweep.views import views
 
     found = views(read_summary(*folders), change)
     emit_json({view.title: view.rows for view in found}, as_json=as_json, output=output)
@@ -57,7 +57,7 @@ def query(
 
     Example: kvlab report query "select bits, min(kl) from results group by bits" results/first
     """
-    from kvlab.lab.tables import query as ask
+    from kvlab.lab.sweep.tables import query as ask
 
     columns, rows = ask(sql, *folders)
     answer: dict[str, Any] = {"rows": [dict(zip(columns, row, strict=True)) for row in rows]}
@@ -79,8 +79,8 @@ def expected(
 
     Example: kvlab report expected results/first --file validate.json --file generation.json
     """
-    from kvlab.lab.expectations import expectations
-    from kvlab.lab.tables import read_summary
+    from kvlab.lab.sweep.expectations import expectations
+    from kvlab.lab.sweep.tables import read_summary
 
     rows = expectations(read_summary(*folders), [json.loads(path.read_bytes()) for path in files])
     emit_json({"rows": rows}, as_json=as_json, output=output)
@@ -102,7 +102,7 @@ def compare(
 
     Example: kvlab report compare results/benchmarks/4711
     """
-    from kvlab.lab.benchmark_cache import compare as join
+    from kvlab.lab.benchmark.cache import compare as join
 
     rows = join(folder)
     emit_json({"rows": rows}, as_json=as_json, output=output)
@@ -126,8 +126,8 @@ def write(
 
     Example: kvlab report write results/first --output results/first/report
     """
-    from kvlab.lab.ablation_report import write_report
-    from kvlab.lab.tables import read_summary
+    from kvlab.lab.sweep.report import write_report
+    from kvlab.lab.sweep.tables import read_summary
 
     found = [json.loads(path.read_bytes()) for path in files]
     paths = write_report(read_summary(*folders), output or folders[0], change, found)

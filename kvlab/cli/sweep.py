@@ -17,7 +17,7 @@ import typer
 from kvlab.cli.options import Json, Output, emit_json
 
 if TYPE_CHECKING:
-    from kvlab.lab.grid import AblationCase
+    from kvlab.lab.ablation.grid import AblationCase
 
 __all__ = ["group"]
 
@@ -53,9 +53,9 @@ def plan(
     Example: kvlab sweep plan results/first --budgets "0.2 0.3" --bits "2,3,4,8 4,8" --contexts "512 1K"
     """
     from kvlab.cli.ablate import make_case
-    from kvlab.lab.estimate import estimate
-    from kvlab.lab.grid import make_grid
-    from kvlab.lab.sweep import Manifest
+    from kvlab.lab.ablation.grid import make_grid
+    from kvlab.lab.sweep.estimate import estimate
+    from kvlab.lab.sweep.manifest import Manifest
     from kvlab.sizes import parse_size
 
     fractions = [_number(word) for word in re.split(r"[\s,]+", budgets.strip())]
@@ -99,9 +99,9 @@ def run(
     Example: kvlab sweep run results/first --processes 2
     """
     from kvlab.cli.progress import bar
-    from kvlab.lab.slurm import requeue_this_job
-    from kvlab.lab.sweep import Manifest
-    from kvlab.lab.sweep_run import run_cases
+    from kvlab.lab.sweep.manifest import Manifest
+    from kvlab.lab.sweep.run import run_cases
+    from kvlab.lab.sweep.slurm import requeue_this_job
     from kvlab.lab.targets import machine
 
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -142,8 +142,8 @@ def status(folder: Folder, as_json: Json = False, output: Output = None) -> None
 
     Example: kvlab sweep status results/first
     """
-    from kvlab.lab.sweep import Manifest, array_list, failure_of
-    from kvlab.lab.sweep import status as look
+    from kvlab.lab.sweep.manifest import Manifest, array_list, failure_of
+    from kvlab.lab.sweep.manifest import status as look
 
     manifest = Manifest.read(folder)
     found = look(folder, manifest)
@@ -169,9 +169,9 @@ def collect(folder: Folder, as_json: Json = False, output: Output = None) -> Non
 
     Example: kvlab sweep collect results/first
     """
-    from kvlab.lab.sweep import Manifest, array_list
-    from kvlab.lab.tables import collect as gather
-    from kvlab.lab.tables import write_summary
+    from kvlab.lab.sweep.manifest import Manifest, array_list
+    from kvlab.lab.sweep.tables import collect as gather
+    from kvlab.lab.sweep.tables import write_summary
 
     rows, missing = gather(folder, Manifest.read(folder))
     paths = write_summary(rows, folder)
@@ -205,10 +205,10 @@ def submit(
 
     Example: kvlab sweep submit results/first --throttle 4 --gpus=1 --time=2:00:00
     """
-    from kvlab.lab.groups import in_groups
-    from kvlab.lab.slurm import submit as send
-    from kvlab.lab.sweep import Manifest
-    from kvlab.lab.sweep import status as look
+    from kvlab.lab.sweep.groups import in_groups
+    from kvlab.lab.sweep.manifest import Manifest
+    from kvlab.lab.sweep.manifest import status as look
+    from kvlab.lab.sweep.slurm import submit as send
 
     manifest = Manifest.read(folder)
     left = look(folder, manifest).left
@@ -252,8 +252,8 @@ def _signals_stop() -> Iterator[list[int]]:
 
 
 def _chosen(cases: str | None, share: str | None, among: Sequence[AblationCase]) -> list[int]:
-    from kvlab.lab.groups import in_groups
-    from kvlab.lab.sweep import parse_numbers
+    from kvlab.lab.sweep.groups import in_groups
+    from kvlab.lab.sweep.manifest import parse_numbers
 
     chosen = list(range(len(among))) if cases is None else list(parse_numbers(cases, len(among)))
     if share is None:

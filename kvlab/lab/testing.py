@@ -26,7 +26,7 @@ PATTERNS = {
                            "integrations/test_flash_attn.py", "integrations/test_torch_autograd.py"),
     ("attention", "cuda"): ("gpu/test_attention*.py", "gpu/test_flash_attn.py"),
     ("packed", "cpu"): ("ops/test_packed*.py", "ops/test_codec*.py", "reference/test_pages.py",
-                        "cache/test_*.py", "integrations/test_transformers.py"),
+                        "cache/**/test_*.py", "integrations/test_transformers.py"),
     ("packed", "cuda"): ("gpu/test_cuda_kernels*.py", "gpu/test_codec*.py", "gpu/test_cache*.py"),
     ("ternary", "cpu"): ("ops/test_bits.py", "reference/test_bits.py"),
     ("ternary", "cuda"): ("gpu/test_bit_packing.py",),

@@ -22,8 +22,8 @@ from transformers import DynamicCache
 from kvlab import MixedPrecisionCache
 from kvlab.cache.pages import read_tokens
 from kvlab.integrations.transformers import KVLabCache
-from kvlab.lab.model import Subject
-from kvlab.lab.text import cut_windows
+from kvlab.lab.quality.model import Subject
+from kvlab.lab.quality.text import cut_windows
 from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard
 from tests.compare import assert_accurate, low_precision_attention, wrong_attention

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvlab import cli
 from kvlab.cli.ablate import make_case
-from kvlab.lab.grid import Geometry
+from kvlab.lab.ablation.grid import Geometry
 
 RUNNER = CliRunner()
 GEOMETRY = [*("--num-layers", "2", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "64")]

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlab import cli, device
-from kvlab.lab.sweep import Manifest, status
+from kvlab.lab.sweep.manifest import Manifest, status
 
 RUNNER = CliRunner()
 GEOMETRY = [*("--num-layers", "1", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "32")]

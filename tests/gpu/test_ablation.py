@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvlab.lab import ablation
-from kvlab.lab.ablation_cuda import attend_layers
-from kvlab.lab.benchmark_cache import benchmark_cache
-from kvlab.lab.grid import MODELS, AblationCase, Geometry
-from kvlab.lab.unpacked import unpack_pages
+from kvlab.lab.ablation import run as ablation
+from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry
+from kvlab.lab.ablation.unpacked import unpack_pages
+from kvlab.lab.benchmark.cache import benchmark_cache
+from kvlab.lab.on_gpu import attend_layers
 from kvlab.ops.packed import packed_attention
 
 SMALL = AblationCase(0.4, "2,4,8", 256, model=None, geometry=Geometry(2, 8, 2, 64), device="cuda")

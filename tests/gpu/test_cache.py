@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvlab
-from kvlab.cache import cuda_cache, cuda_calls, cuda_collect, cuda_long, cuda_plan, cuda_store
+from kvlab.cache.cuda import calls, collect, layers, long, plan, store
 from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
 from kvlab.ops import attention_cuda, packed_cuda
@@ -323,17 +323,17 @@ def test_reserved_memory_is_what_torch_gave(batch: int, length: int) -> None:
 def test_lack_of_memory_at_any_allocation() -> None:
     cache, rng = make(max_seqlen=600, plan_length=600), np.random.default_rng(8)
     step(cache, rng, 100)
-    new, long = (list(map(to_torch, draw(rng, cache, steps))) for steps in (2, 90))
+    new, many = (list(map(to_torch, draw(rng, cache, steps))) for steps in (2, 90))
     works = [
         lambda: cache.step(0, *new),
         lambda: cache.append(1, *new[1:]),
-        lambda: cache.step(0, *long),
-        lambda: cache.append(1, *long[1:]),
-        lambda: cache.attend(0, long[0]),
+        lambda: cache.step(0, *many),
+        lambda: cache.append(1, *many[1:]),
+        lambda: cache.attend(0, many[0]),
         lambda: cache.repeat(2),
     ]
-    modules: list[Any] = [attention_cuda, packed_cuda, cuda_long, cuda_plan]
-    modules += [cuda_cache, cuda_calls, cuda_collect, cuda_store]
+    modules: list[Any] = [attention_cuda, packed_cuda, long, plan]
+    modules += [layers, calls, collect, store]
     found = failures_of_cache(cache, works, modules, torch.OutOfMemoryError("CUDA out of memory"))
     assert found[0] > 0
     assert min(found[2:]) > 0

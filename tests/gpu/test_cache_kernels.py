@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from kvlab.arrays import cuda_view, to_device
-from kvlab.cache import cuda_kernels as kernels
-from kvlab.cache.cuda_store import UNIT, DeviceStore
+from kvlab.cache.cuda import kernels
+from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.pages import PageLayout, encode_importance
 from kvlab.cache.store import LayerStore

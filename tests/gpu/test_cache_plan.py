@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.cache import cuda_plan
-from kvlab.cache.cuda_store import STATE
+from kvlab.cache.cuda import plan
+from kvlab.cache.cuda.store import STATE
 from kvlab.reference.cache_layer import Change, Layer, Tokens
 from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, smallest
 
@@ -60,10 +60,10 @@ class Device:
         layer, ladder = self.layers[0], LADDERS[name][0]
         steps = new[0].code.shape[1] if new else 0
         segments = ((layer.seqlen + steps + simulation.room) >> 16) + 1
-        shape = cuda_plan.PlanShape(
+        shape = plan.PlanShape(
             layer.batch, layer.heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, segments, steps
         )
-        workspace = cuda_plan.make_workspace(self.states, shape, len(self.layers), *bounds)
+        workspace = plan.make_workspace(self.states, shape, len(self.layers), *bounds)
         workspace.memory.fill_(0xA5)
         results = []
         fresh = [(torch.from_numpy(t.code).cuda(), torch.from_numpy(t.valid).cuda()) for t in new or []]
@@ -74,7 +74,7 @@ class Device:
                 arguments = {"codes": code.data_ptr(), "valid": valid.data_ptr(), "steps": steps}
                 arguments["first_position"] = new[number].first
             count = 1 if new else len(self.layers)
-            cuda_plan.launch_plan(
+            plan.launch_plan(
                 self.states.data_ptr(), number, count, workspace, ladder, STATE.itemsize,
                 torch.cuda.current_stream().cuda_stream, sink=simulation.sink, recent=simulation.recent,
                 room=simulation.room, fixed_nbytes=simulation.fixed, **options, **arguments,
@@ -83,7 +83,7 @@ class Device:
             results += [self.result(workspace, i) for i in range(count)]
         return results
 
-    def result(self, workspace: cuda_plan.Workspace, number: int) -> Change:
+    def result(self, workspace: plan.Workspace, number: int) -> Change:
         """The lists of moves and copies, read through the MoveList structs."""
         memory, base = workspace.memory.cpu().numpy(), workspace.memory.data_ptr()
         lists = workspace.lists.cpu().numpy().view("<u8").reshape(2, workspace.layers, 5)
@@ -169,8 +169,8 @@ def run_story(story: dict[str, Any]) -> int:
                 break
         else:
             raise AssertionError("no end")
-    shape = cuda_plan.PlanShape(batch, heads, entries, 1, False, 2, 0)
-    bounds = cuda_plan.decode_bounds(shape, LADDERS[name][0])
+    shape = plan.PlanShape(batch, heads, entries, 1, False, 2, 0)
+    bounds = plan.decode_bounds(shape, LADDERS[name][0])
     for step in range(story["steps"]):
         for simulation in simulations:
             simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))

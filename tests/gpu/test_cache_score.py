@@ -15,7 +15,7 @@ import torch
 
 from kvlab import last_backend
 from kvlab.arrays import cuda_view
-from kvlab.cache import cuda_score
+from kvlab.cache.cuda import score
 from kvlab.cache.importance import SPAN, make_policy
 from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.ops.packed import mass_from_scores
@@ -73,7 +73,7 @@ def test_attention_of_the_last_rows(
     mass, lse = column_mass(exact_q, exact_k, min(n, 64), scale, softcap)
     codes = torch.zeros((6, n), dtype=torch.uint8, device="cuda")
     whole = torch.from_numpy(lse.astype(np.float32)).cuda()
-    cuda_score.score_new(
+    score.score_new(
         cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, scale=scale, softcap=softcap, stream=stream()
     )
     found = codes.cpu().numpy()
@@ -94,16 +94,16 @@ def test_strided_rows_without_keys_and_keys_that_are_padding() -> None:
     q, k = fused[:, :, :6], fused[:, :, 6:8]
     codes = torch.zeros((4, n), dtype=torch.uint8, device="cuda")
     whole = torch.from_numpy(lse.astype(np.float32)).cuda()
-    cuda_score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, scale=0.1, stream=stream())
+    score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, scale=0.1, stream=stream())
     assert_close(codes.cpu().numpy(), encode_importance(mass.reshape(4, n)))
     k[:, 3] = float("nan")
     again = torch.zeros_like(codes)
-    cuda_score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, again, scale=0.1, stream=stream())
+    score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, again, scale=0.1, stream=stream())
     assert bool((again[:, 3] == 0).all())
     again[:, 3] = codes[:, 3]
     assert torch.equal(again, codes)
     whole[1] = float("-inf")
-    cuda_score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, again, scale=0.1, stream=stream())
+    score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, again, scale=0.1, stream=stream())
     assert not bool(again[2:].any())
     assert bool(again[:2].any())
 
@@ -112,10 +112,10 @@ def test_vectors_between_16_bytes_are_refused() -> None:
     q = torch.zeros((1, 4, 2, 132), dtype=torch.float16, device="cuda")[..., 4:]
     lse, codes = torch.zeros((1, 2, 4), device="cuda"), torch.zeros((2, 4), dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        cuda_score.score_new(cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, scale=1.0, stream=stream())
+        score.score_new(cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, scale=1.0, stream=stream())
     q, lse = q.contiguous(), torch.zeros((1, 2, 8), device="cuda")[..., ::2]
     with pytest.raises(ValueError, match="lse must be contiguous"):
-        cuda_score.score_new(cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, scale=1.0, stream=stream())
+        score.score_new(cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, scale=1.0, stream=stream())
 
 
 def stored_layer() -> tuple[Simulation, Device, torch.Tensor, np.ndarray, torch.Tensor, np.ndarray]:
@@ -178,7 +178,7 @@ def test_stored_tokens_follow_what_they_receive(importance: str, own: int) -> No
     device = Device([simulation.layer, simulation.layer])
     unused = np.isnan(hostile.cpu().numpy()[:, :, :, 0])
     kept = np.stack([kept_bytes(exact, unused), kept_bytes(exact - 2, unused)])
-    cuda_score.score_stored(
+    score.score_stored(
         device.states.data_ptr(),
         torch.from_numpy(kept).cuda(),
         torch.stack([lse, lse]),
@@ -221,10 +221,10 @@ def test_norms_ages_and_ones(dtype: torch.dtype) -> None:
     k, exact = k.clone(), exact.copy()
     k[0, 0], exact[0, 0] = 0, 0
     codes = torch.zeros((6, 70), dtype=torch.uint8, device="cuda")
-    cuda_score.score_norms(k, codes, "key_norm", stream())
+    score.score_norms(k, codes, "key_norm", stream())
     norm = np.sqrt((exact**2).sum(-1)).swapaxes(1, 2).reshape(6, 70)
     assert_close(codes.cpu().numpy(), encode_importance(1 / np.maximum(norm, 1e-6)))
-    cuda_score.score_norms(k, codes, "recency", stream())
+    score.score_norms(k, codes, "recency", stream())
     assert np.array_equal(codes.cpu().numpy()[3], encode_importance(1 / np.arange(70, 0, -1)))
-    cuda_score.score_norms(k, codes, "uniform", stream())
+    score.score_norms(k, codes, "uniform", stream())
     assert bool((codes == 192).all())

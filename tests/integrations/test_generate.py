@@ -10,7 +10,7 @@ from transformers import StoppingCriteriaList
 
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
-from kvlab.lab.model import Subject
+from kvlab.lab.quality.model import Subject
 from tests.integrations.models import BASELINE, CONFIGS, tiny, tokens
 
 register()

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import hashlib, json
 import numpy as np
-from kvlab.lab.benchmark_decode import make_pages
+from kvlab.lab.benchmark.decode import make_pages
 from kvlab.numba_kernels.cpu_packed import attend_pages
 from kvlab.ops.packed import packed_attention
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.cache.allocator import allocate
-from kvlab.cache.cuda_plan import PlanShape, decode_bounds, smallest_nbytes
+from kvlab.cache.cuda.plan import PlanShape, decode_bounds, smallest_nbytes
 from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
 from kvlab.reference.cache_layer import NO_ROOM, PAGE, Ladder, Tokens

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.lab import tables
-from kvlab.lab.grid import MODELS, AblationCase, Geometry, make_grid
-from kvlab.lab.sweep import Manifest, status
-from kvlab.lab.sweep_run import run_cases
+from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry, make_grid
+from kvlab.lab.sweep import tables
+from kvlab.lab.sweep.manifest import Manifest, status
+from kvlab.lab.sweep.run import run_cases
 
 pytestmark = pytest.mark.slurm
 

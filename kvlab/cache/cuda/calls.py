@@ -1,0 +1,169 @@
+"""Prepared launches of the steps of a cache on a GPU, and the memory that launches share.
+
+A decode step repeats the same two launches a layer, token after token, so their arguments are laid down once
+and kept for as long as the store's memory stays where it is. Memory for the scores of a collecting step and
+for parts of results serves all layers, which run one after the other on one stream. Long steps are rare and
+need more of it, so they take theirs for the call alone; of their launches those of the last shape are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvlab.arrays import CudaView, cuda_view, current_stream, empty, pointer_of
+from kvlab.cache.cuda import kernels
+from kvlab.cache.cuda.collect import Collector
+from kvlab.cache.cuda.store import DeviceStore
+from kvlab.ops.packed_cuda import AttendCall, Workspace, kept_page_bytes, make_workspace
+
+__all__ = ["Repeated", "StepCalls"]
+
+
+class Lse(NamedTuple):
+    """Log-sum-exp of a step, (batch, num_heads_q, steps), and its address."""
+
+    array: Any
+    pointer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A step of a layer that has run: its result's shape, its launches, and how q, k and v lay."""
+
+    layout: Hashable
+    steps: int
+    shape: tuple[int, ...]
+    views: list[Any]  # CudaViews without their addresses
+    calls: tuple[AttendCall, kernels.AppendCall, Lse]
+
+
+class StepCalls:
+    """Launches for one `DeviceStore`.
+
+    Parameters
+    ----------
+    store : DeviceStore
+    device : int
+    num_heads_q : int
+    collector : Collector
+        Keeps scores.
+    """
+
+    def __init__(self, store: DeviceStore, device: int, num_heads_q: int, collector: Collector) -> None:
+        self._store, self._device, self._num_heads_q = store, device, num_heads_q
+        self._collector = collector
+        self._pairs, self._group = store.batch * store.heads, num_heads_q // store.heads
+        self._steps: dict[Any, tuple[AttendCall, kernels.AppendCall, Lse]] = {}
+        self._appends: dict[Any, kernels.AppendCall] = {}
+        self._lse: dict[int, Lse] = {}
+        self._workspaces: dict[int, Workspace] = {}
+        # Of the last call of `attend`, whose launches are kept: the next one is often like it.
+        self._last_shape: Any = None
+        self._attends: dict[int, AttendCall] = {}
+        self._arrivals: Any = None
+        self._memory: tuple[Any, Any, Any, Workspace] | None = None  # for the layers of a long step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory that is kept."""
+        kept = [lse.array for lse in self._lse.values()]
+        kept += [] if self._arrivals is None else [self._arrivals]
+        if self._memory is not None:
+            kept += [x for x in (*self._memory[:3], self._memory[3].partial) if x is not None]
+        kept += [
+            x for workspace in self._workspaces.values() for x in (workspace.partial, workspace.arrivals)
+        ]
+        return sum(int(x.nbytes) for x in kept)
+
+    def step(
+        self, layer: int, q: Any, steps: int, scale: float, softcap: float, observed: str, collects: bool
+    ) -> tuple[AttendCall, kernels.AppendCall, Lse]:
+        """Attention over stored tokens (keeping scores if it `collects`), the append, log-sum-exp."""
+        key = (layer, steps, scale, softcap, collects)
+        found = self._steps.get(key)
+        if found is None:
+            if steps not in self._workspaces:
+                self._workspaces[steps] = self._new_workspace(steps)
+            scores, lse = None, None
+            if collects:
+                scores, kept = self._collector.place(layer, steps)
+                lse = Lse(kept, cuda_view(kept, "lse").pointer)
+            pages, workspace = self._store.pages(layer), self._workspaces[steps]
+            attend = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
+            append = self.append(layer, steps, scale, softcap, observed)
+            found = self._steps[key] = attend, append, lse or self._lse_of(steps)
+        return found
+
+    def append(
+        self, layer: int, steps: int, scale: float, softcap: float, observed: str
+    ) -> kernels.AppendCall:
+        """The append of a number of tokens; `observed` is one of `kernels.OBSERVED`."""
+        key = (layer, steps, scale, softcap, observed)
+        if key not in self._appends:
+            store = self._store.stores[layer]
+            self._appends[key] = kernels.AppendCall(
+                self._store.host_states[layer],
+                store.ladder[-1],
+                store.head_dim,
+                store.dtype,
+                self._device,
+                steps=steps,
+                group=self._group,
+                scale=scale,
+                softcap=softcap,
+                observed=kernels.OBSERVED[observed],
+            )
+        return self._appends[key]
+
+    def _lse_of(self, steps: int) -> Lse:
+        if steps not in self._lse:
+            lse = empty((self._store.batch, self._num_heads_q, steps), "float32", self._store.like)
+            self._lse[steps] = Lse(lse, cuda_view(lse, "lse").pointer)
+        return self._lse[steps]
+
+    def attend(
+        self, layer: int, q: Any, view: CudaView, scale: float, softcap: float, kept: int
+    ) -> tuple[Any, Any, Any]:
+        """Attend stored tokens with any number of queries: out, lse, scores of the last `kept` rows.
+
+        The next call for as many queries gives the same arrays again, until `forget`.
+        """
+        shape = view.shape, scale, softcap, kept
+        if shape != self._last_shape:
+            self._last_shape, self._attends = shape, {}
+            self.forget()
+        if self._memory is None:
+            self._memory = self._for_attend(q, view, kept)
+        out, lse, scores, workspace = self._memory
+        call = self._attends.get(layer)
+        if call is None:
+            pages = self._store.pages(layer)
+            call = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
+            self._attends[layer] = call
+        else:
+            call.use(workspace, scores)
+        call(view, pointer_of(out), pointer_of(lse), current_stream(q))
+        return out, lse, scores
+
+    def _for_attend(self, q: Any, view: CudaView, kept: int) -> tuple[Any, Any, Any, Workspace]:
+        batch, steps, heads, _ = view.shape
+        out, lse = empty(view.shape, view.dtype, q), empty((batch, heads, steps), "float32", q)
+        scores = self._new_scores(kept) if kept else None
+        workspace = self._new_workspace(steps, self._arrivals)
+        self._arrivals = workspace.arrivals
+        return out, lse, scores, workspace
+
+    def forget(self) -> None:
+        """Give back what `attend` has used."""
+        self._memory = None
+
+    def _new_scores(self, kept: int) -> Any:
+        store = self._store
+        shape = (store.batch, store.heads, store.entries, kept_page_bytes(kept * self._group))
+        return empty(shape, "uint8", store.like)
+
+    def _new_workspace(self, steps: int, arrivals: Any = None) -> Workspace:
+        store = self._store
+        return make_workspace(store.like, self._pairs, steps * self._group, store.head_dim, arrivals)

@@ -1,0 +1,277 @@
+"""Changes of pages on a GPU, decided and carried out: a plan (plan.py), its moves and its page copies.
+
+At decode a plan serves any number of layers at once, and the host waits for nothing. New tokens of long steps
+are admitted layer by layer: where the arena cannot hold old and new pages at the same time, a plan demotes
+what it can and says so, and the next one takes the tokens in. For that word the host waits, once for all
+layers of a step (`confirm`): waiting for each took as long as its launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import to_host
+from kvlab.cache.cuda import kernels
+from kvlab.cache.cuda.plan import (
+    UNFINISHED,
+    Ladder,
+    PlanShape,
+    Workspace,
+    decode_bounds,
+    launch_plan,
+    make_workspace,
+    smallest_nbytes,
+    spare_nbytes,
+)
+from kvlab.cache.cuda.store import STATE, DeviceStore
+from kvlab.cache.cuda.tight import least_nbytes
+from kvlab.cache.pages import TOKENS_PER_PAGE
+from kvlab.cache.store import ERRORS, LayerStore
+from kvlab.device import translated_out_of_memory
+
+__all__ = ["MOST_ROOM", "Changes", "ladder_of"]
+
+MOST_ROOM = 48
+"""Tokens that a plan makes room for at most: with the 63 that a page may hold, they fit two pages."""
+NO_LIMIT = 1 << 62
+MOST_KEPT = 64 << 20
+"""Bytes of new tokens that may wait for the word that they were taken in."""
+
+
+class Admission(NamedTuple):
+    """New tokens of a layer that a plan was asked to take in."""
+
+    layer: int
+    fresh: Any
+    workspace: Workspace
+    stream: int
+    arrays: tuple[Any, ...]  # what `fresh` has the addresses of
+
+
+class Changes:
+    """What changes the pages of a device store.
+
+    Parameters
+    ----------
+    stores : sequence of LayerStore
+        One a layer, on the CPU and empty.
+    like : array
+        On the GPU.
+    device : int
+    capacity : int
+        Tokens of a row that there is room for.
+    share : int or None
+        Bytes that a row of a layer may take at that length.
+    sink, recent, room : int
+        First and newest tokens that stay at the highest rung; tokens that a plan makes room for.
+    by_position : bool
+        Importance is recency.
+
+    Attributes
+    ----------
+    store : DeviceStore
+    ladders : list of Ladder
+        The levels of each layer.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[LayerStore],
+        like: Any,
+        device: int,
+        capacity: int,
+        share: int | None,
+        *,
+        sink: int,
+        recent: int,
+        room: int,
+        by_position: bool,
+    ) -> None:
+        self._like, self._device, self._longest, self.room = like, device, capacity + room, room
+        self._rules: dict[str, Any] = {"sink": sink, "recent": recent, "by_position": by_position}
+        self.ladders = [ladder_of(store) for store in stores]
+
+        def spare(layer: int, slab: int) -> int:
+            store = stores[layer]
+            return spare_nbytes(store.batch, store.num_heads_kv, self.ladders[layer], slab)
+
+        with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
+            self.store = DeviceStore(stores, like, capacity, share, spare)
+            shape = self._shape(0)
+            bounds = [decode_bounds(shape, ladder) for ladder in self.ladders]
+            births, dropped = (max(found) for found in zip(*bounds, strict=True))
+            self._decode = make_workspace(like, shape, len(stores), births, dropped)
+        self.restart(tidy=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device: the store and what plans work in."""
+        return self.store.reserved_nbytes + self._decode.nbytes
+
+    def _shape(self, new_tokens: int) -> PlanShape:
+        store = self.store
+        evicts = any(layer.evicts for layer in store.stores)
+        segments = ((self._longest - 1) >> 16) + 1
+        return PlanShape(
+            store.batch, store.heads, store.entries, store.num_rungs, evicts, segments, new_tokens
+        )
+
+    def restart(self, *, tidy: bool) -> None:
+        """Say that the store's tables are others: whether the pages in them have no holes."""
+        self._tidy = tidy
+        self._share: int | None = -1
+        self._unconfirmed: list[Admission] = []
+        self._admission: tuple[tuple[int, bool], Workspace] | None = None  # for the layers of one step
+
+    @property
+    def tidy(self) -> bool:
+        """Whether no page but the last of its kind has holes, as plans leave it."""
+        return self._tidy
+
+    def set_share(self, share: int | None) -> None:
+        """Set the bytes that a row of a layer may take."""
+        if share != self._share:
+            self.confirm()
+            self.store.tables["budget"][...] = NO_LIMIT if share is None else share
+            self._share = share
+
+    def trouble(self, layer: int) -> int:
+        """Bits of `Trouble` that a layer has met; waits for the device."""
+        return int(to_host(self.store.tables["status"][layer])[0])
+
+    def is_tight(self, layer: int, length: int) -> bool:
+        """Whether the bytes of a row may be too few for a plan of `length` tokens, wherever they lie."""
+        store, ladder = self.store.stores[layer], self.ladders[layer]
+        needed = smallest_nbytes(length, store.num_heads_kv, ladder, store.fixed_nbytes)
+        return self._share is not None and needed > self._share
+
+    def fits(self, layer: int, length: int, *, new: NDArray[np.bool_] | None = None, room: int = 0) -> bool:
+        """Whether the next plan of a layer can keep to the budget; see `least_nbytes`. Waits."""
+        store = self.store.stores[layer]
+        tables = {
+            name: to_host(self.store.tables[name][layer]) for name in ("rung", "count", "base", "num_pages")
+        }
+        tables["base"] = tables["base"].view(np.uint16)
+        needed = least_nbytes(
+            tables, self.ladders[layer], store.evicts, store.fixed_nbytes, length=length, new=new, room=room
+        )
+        return self._share is None or int(needed.max(initial=0)) <= self._share
+
+    def make_room(self, first: int, n: int, stream: int, room: int | None = None) -> None:
+        """Choose widths anew for n layers, and open pages for the next tokens, `room` or as many as ever."""
+        room = self.room if room is None else room
+        if self.tidy:
+            self._plan(first, n, self._decode, stream, None, room)
+            return
+        # Any page may have holes, and any tokens may have to move: a workspace for the worst, for one layer.
+        pages = self.store.batch * self.store.heads * self.store.entries
+        with translated_out_of_memory("a plan of all pages"):
+            workspace = make_workspace(self._like, self._shape(0), 1, pages, pages)
+        for layer in range(first, first + n):
+            self._plan(layer, 1, workspace, stream, None, room)
+        self._tidy = n == len(self.ladders)
+
+    def admission(self, steps: int, holds_tokens: bool) -> Workspace:
+        """Memory for `admit` of so many steps, the same until `confirm`; taken before anything changes."""
+        if self._admission is None or self._admission[0] != (steps, holds_tokens):
+            pairs, shape = self.store.batch * self.store.heads, self._shape(steps)
+            pages = pairs * self.store.entries if holds_tokens else 0
+            births = pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
+            with translated_out_of_memory(f"the plan of {steps} new tokens"):
+                workspace = make_workspace(self._like, shape, 1, births, max(pages, 1))
+            self._admission = (steps, holds_tokens), workspace
+        return self._admission[1]
+
+    def admit(self, new: Admission, *, last: bool) -> None:
+        """Take in new tokens of a layer; `last`: of a step, so that the host waits for all of them.
+
+        Until `confirm`, which is called where many bytes wait for it, too, `new` keeps its arrays.
+        """
+        if not self._unconfirmed:
+            self.store.tables["status"][...] &= ~UNFINISHED
+        self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, 0)
+        self._unconfirmed.append(new)
+        kept = sum([int(x.nbytes) for x in new.arrays])  # as much as that of every layer before
+        if last or kept * len(self._unconfirmed) > MOST_KEPT:
+            self.confirm()
+
+    @property
+    def unconfirmed(self) -> bool:
+        """Whether new tokens may not be in yet, so that nothing may be done with their layers."""
+        return len(self._unconfirmed) > 0
+
+    def awaits(self, layer: int) -> bool:
+        """Whether new tokens of a layer may not be in yet."""
+        return any(new.layer == layer for new in self._unconfirmed)
+
+    def confirm(self) -> None:
+        """See to it that all new tokens are in; waits for the device if there are any."""
+        waiting, self._unconfirmed, self._admission = self._unconfirmed, [], None
+        if not waiting:
+            return
+        status = to_host(self.store.tables["status"])
+        for new in waiting:
+            trouble = int(status[new.layer, 0])
+            if trouble == UNFINISHED:
+                trouble = self._admit_again(new)
+            if trouble:
+                raise RuntimeError(
+                    f"layer {new.layer} is in trouble {trouble}: its tables or its arena are too small"
+                )
+
+    def _admit_again(self, new: Admission) -> int:
+        """Plan until new tokens are in, or nothing is left to be demoted; return the layer's trouble."""
+        before: list[int] = []
+        trouble = UNFINISHED
+        while trouble == UNFINISHED:
+            used = to_host(self.store.tables["used"][new.layer]).tolist()
+            if used == before:
+                break  # nothing was demoted, and nothing would be the next time
+            before = used
+            self.store.tables["status"][new.layer] = 0
+            self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, 0)
+            trouble = self.trouble(new.layer)
+        return trouble
+
+    def _plan(self, first: int, n: int, workspace: Workspace, stream: int, fresh: Any, room: int) -> None:
+        start = first
+        for ladder, run in groupby(self.ladders[first : first + n]):
+            count = len(list(run))
+            self._plan_run(start, count, ladder, workspace, stream, fresh, room)
+            start += count
+
+    def _plan_run(
+        self, first: int, n: int, ladder: Ladder, workspace: Workspace, stream: int, fresh: Any, room: int
+    ) -> None:
+        """Plan layers of one ladder, and move tokens and pages as the plan says."""
+        store, new = self.store.stores[first], dict[str, Any]()
+        if fresh is not None:
+            new = {"codes": int(fresh["importance"]), "valid": int(fresh["valid"])}
+            new |= {"steps": int(fresh["steps"]), "first_position": int(fresh["first"])}
+        launch_plan(
+            self.store.states_pointer, first, n, workspace, ladder, STATE.itemsize, stream,
+            fixed_nbytes=store.fixed_nbytes, room=room, **self._rules, **new,
+        )  # fmt: skip
+        states = self.store.states_pointer + first * STATE.itemsize
+        nothing = np.zeros(1, kernels.NEW_TOKENS)[0]
+        for phase, tokens in enumerate((nothing if fresh is None else fresh, nothing)):
+            lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
+            kernels.write_tokens(
+                store.head_dim, store.dtype, self._device, states, lists, n, groups, tokens, stream
+            )
+        copies = workspace.most_dropped
+        kernels.copy_pages(
+            store.head_dim, store.dtype, self._device, states, workspace.move_lists(1), n, copies, stream
+        )
+
+
+def ladder_of(store: LayerStore) -> Ladder:
+    """The levels of a layer as plans want them."""
+    rungs = ((0, 0), *store.ladder) if store.evicts else store.ladder
+    pages = tuple(store.page_bytes(r) for r in range(len(store.ladder)))
+    return Ladder((0, *pages) if store.evicts else pages, tuple(ERRORS[k] + ERRORS[v] for k, v in rungs))

@@ -1,0 +1,128 @@
+"""What the CPU does for a cache on a GPU: rare operations, and plans for which there is no kernel.
+
+The layers of the CPU are empty while a cache is on a GPU. For crops, other rows and files they borrow what it
+holds (exchange.py), and give it back changed. So do they where widths are chosen by another allocator
+than "greedy", where a residual window is kept (window.py), and where bytes are so few that partly filled
+pages have to be closed up (tight.py). All of it waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import current_stream, to_host
+from kvlab.cache.cuda.exchange import from_layers, to_layers
+from kvlab.cache.cuda.state import DeviceState
+from kvlab.cache.cuda.tight import reserve_nbytes
+from kvlab.cache.cuda.window import window_nbytes
+from kvlab.cache.layer import Arrival
+from kvlab.cache.pages import decode_importance
+
+__all__ = [
+    "admit",
+    "borrowed",
+    "choose",
+    "consolidate",
+    "lend",
+    "take_back",
+]
+
+ALL = slice(None)
+
+
+def lend(cache: DeviceState, which: slice = ALL) -> None:
+    """Fill layers of the CPU with what the device holds."""
+    cache.settle(current_stream(cache.like))
+    numbers = range(len(cache.layers))[which]
+    to_layers(cache.store, cache.layers, cache.lengths, numbers)
+    for number in numbers:
+        cache.layers[number].since_collection = cache.since[number]
+
+
+def take_back(cache: DeviceState, which: slice = ALL) -> None:
+    """Move what layers of the CPU hold to the device, which has none of it."""
+    numbers = range(len(cache.layers))[which]
+    from_layers(cache.store, cache.layers, numbers)
+    for number in numbers:
+        layer = cache.layers[number]
+        cache.lengths[number], cache.since[number] = layer.seqlen, layer.since_collection
+        cache.room[number] = 0
+        layer.clear()
+    cache.changes.restart(tidy=False)
+
+
+@contextmanager
+def borrowed(cache: DeviceState, which: slice = ALL) -> Iterator[None]:
+    """Let some layers of the CPU change what they hold, rows and lengths aside."""
+    lend(cache, which)
+    try:
+        yield
+    finally:
+        cache.store.clear(which)
+        take_back(cache, which)
+
+
+def admit(
+    cache: DeviceState, layer: int, new: tuple[Any, Any], valid: Any, codes: Any, share: int | None
+) -> None:
+    """Let the CPU store new tokens of one layer; `codes` say their attention mass, if it was observed."""
+    state, since, steps = cache.layers[layer], cache.since[layer], new[0].shape[1]
+    k, v = (to_host(x.float() if hasattr(x, "float") else x).astype(np.float32) for x in new)
+    use = np.ones(k.shape[:2], bool) if valid is None else to_host(valid)
+    with borrowed(cache, slice(layer, layer + 1)):
+        mass = None
+        if codes is not None:
+            seen = decode_importance(to_host(codes)).reshape(len(k), -1, steps)
+            longest = max(map(len, state.windows), default=0)
+            mass = np.zeros((*seen.shape[:2], longest + steps), np.float32)
+            mass[:, :, longest:] = seen
+            for row, window in enumerate(state.windows):
+                mass[row, :, longest - len(window) : longest] = window.observed
+        state.commit(Arrival(k, v, use, mass), _share(cache, layer, share, 0, use))
+    cache.lengths[layer], cache.since[layer] = cache.lengths[layer] - steps, since  # counted by the caller
+    cache.room[layer] = steps
+
+
+def choose(cache: DeviceState, which: slice, share: int | None) -> None:
+    """Let the CPU choose widths and what leaves the window."""
+    with borrowed(cache, which):
+        for number, layer in list(enumerate(cache.layers))[which]:
+            store = layer.store
+            nothing = np.zeros((store.batch, 0, store.num_heads_kv, store.head_dim), np.float32)
+            none = Arrival(nothing, nothing, np.zeros((store.batch, 0), bool))
+            layer.commit(none, _share(cache, number, share, cache.changes.room, none.valid))
+    cache.changes.set_share(share)
+
+
+def _share(
+    cache: DeviceState, layer: int, share: int | None, room: int, new: NDArray[np.bool_]
+) -> int | None:
+    """Bytes of a row for the CPU, if pages of the window and for tokens to come are to fit, too.
+
+    The CPU counts the tokens of a window, which holds `new` ones (batch, steps) as well, not its pages.
+    """
+    if share is None or not len(new):
+        return share
+    state, store = cache.layers[layer], cache.changes.store.stores[layer]
+    if not cache.settings.residual:
+        ladder = cache.changes.ladders[layer]
+        return share - reserve_nbytes(cache.lengths[layer], room, True, store.num_heads_kv, ladder)
+    pages = window_nbytes(
+        cache.settings.residual, store.num_heads_kv, store.page_bytes(len(store.ladder) - 1)
+    )
+    exact = min(len(window) + int(use.sum()) for window, use in zip(state.windows, new, strict=True))
+    return share - pages + min(exact, cache.settings.residual) * state.windows[0].token_nbytes
+
+
+def consolidate(cache: DeviceState, steps: int, share: int, *, to_come: bool) -> None:
+    """Let the CPU put all tokens into as few pages as leave room for `steps` more."""
+    with borrowed(cache):
+        for layer, length, ladder in zip(cache.layers, cache.lengths, cache.changes.ladders, strict=True):
+            reserve = reserve_nbytes(length, steps, to_come, layer.store.num_heads_kv, ladder)
+            layer.carry_out(layer.shrink(np.arange(layer.store.batch), share - reserve))
+    cache.changes.set_share(share)

@@ -1,0 +1,200 @@
+"""Launchers of the kernels that store tokens in a cache on a GPU: `cache_append.cu` and `cache_write.cu`.
+
+A decode step's append is launched once a layer and token, so its arguments are kept as the bytes of one
+struct, in which a call changes no more than the addresses of what is new.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from kvlab.arrays import CudaView
+from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
+from kvlab.cache.cuda.store import STATE
+from kvlab.cache.ladder import Rung
+from kvlab.cache.pages import TOKENS_PER_PAGE
+from kvlab.device import compute_capability
+
+__all__ = [
+    "MAX_GROUP",
+    "MAX_STEPS",
+    "NEW_TOKENS",
+    "OBSERVED",
+    "AppendCall",
+    "copy_pages",
+    "mean_of_keys",
+    "merge_rows",
+    "new_tokens",
+    "write_tokens",
+]
+
+MAX_STEPS, MAX_GROUP = 16, 16
+"""Tokens of a row, and query heads of a KV head, that one append can take."""
+OBSERVED = {"mass": 0, "norm": 1, "one": 2}
+"""What the importance of a new token is: attention mass, 1 / norm of its key, 1."""
+
+_STRIDES = ("k_batch", "k_step", "k_head", "v_batch", "v_step", "v_head")
+NEW_TOKENS = np.dtype(
+    [
+        *((name, "u8") for name in ("k", "v", "valid", "importance")),
+        *((name, "i8") for name in _STRIDES),
+        ("steps", "i4"),
+        ("first", "i4"),
+    ]
+)
+"""`NewTokens` of cache_state.cuh."""
+_APPEND = np.dtype(
+    [
+        ("layer", STATE),
+        ("fresh", NEW_TOKENS),
+        *((name, "u8") for name in ("q", "out", "lse")),
+        *((name, "i8") for name in ("q_batch", "q_step", "q_head")),
+        *((name, "i4") for name in ("group", "has_stored", "observed")),
+        ("scale", "f4"),
+        ("softcap", "f4"),
+    ],
+    align=True,
+)
+_FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "has_stored"))  # type: ignore[index]
+_WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
+_WRITE_STORED = struct.Struct("i").pack_into
+_THREADS, _APPEND_THREADS = 256, 480
+_BLOCKS = 4752  # of all layers together: whole waves of 2, 3 or 4 on 132 multiprocessors
+_FEW_BLOCKS = 1056  # where most lists are empty or short
+
+
+def new_tokens(k: CudaView, v: CudaView, valid: int, importance: int, steps: int, first: int) -> Any:
+    """A `NewTokens` struct."""
+    fresh = np.zeros(1, NEW_TOKENS)
+    numbers = (k.pointer, v.pointer, valid, importance, *k.strides[:3], *v.strides[:3])
+    fresh.view(np.int64)[:10] = numbers
+    fresh["steps"], fresh["first"] = steps, first
+    return fresh[0]
+
+
+class AppendCall:
+    """The append of one layer for a number of new tokens, all arguments but the new ones laid down.
+
+    Parameters
+    ----------
+    state : STATE scalar
+        Of the layer.
+    top : Rung
+    head_dim : int
+    dtype : str
+    device : int
+    steps, group : int
+    scale, softcap : float
+    observed : int
+        One of `OBSERVED`.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        top: Rung,
+        head_dim: int,
+        dtype: str,
+        device: int,
+        *,
+        steps: int,
+        group: int,
+        scale: float,
+        softcap: float,
+        observed: int,
+    ) -> None:
+        kernel = _append_kernel(head_dim, dtype, top.bits_k, top.bits_v, device)
+        call = np.zeros(1, _APPEND)
+        call["layer"], call["group"], call["observed"] = state, group, observed
+        call["scale"], call["softcap"] = scale, softcap
+        call["fresh"]["steps"] = steps
+        self._bytes = call.view(np.uint8).data
+        grid = int(state["heads"]), int(state["batch"])
+        self._launch = (
+            PreparedLaunch(kernel, grid, (_APPEND_THREADS,), call, early=True) if all(grid) else None
+        )
+
+    def __call__(
+        self,
+        q: CudaView | None,
+        k: CudaView,
+        v: CudaView,
+        valid: int,
+        out: int,
+        lse: int,
+        stored: bool,
+        stream: int,
+    ) -> None:
+        """Launch; without queries `q` is None and `out`, `lse` are not read. `valid` is an address or 0."""
+        call = self._bytes
+        _WRITE_FRESH(call, _FRESH, k.pointer, v.pointer, valid, 0, *k.strides[:3], *v.strides[:3])
+        if q is not None:
+            _WRITE_QUERY(call, _QUERY, q.pointer, out, lse, *q.strides[:3])
+        _WRITE_STORED(call, _STORED, stored)
+        if self._launch is not None:
+            self._launch(stream)
+
+
+def write_tokens(
+    head_dim: int, dtype: str, device: int, states: int, lists: int, layers: int, groups: int, fresh: Any,
+    stream: int,
+) -> None:  # fmt: skip
+    """Carry out the moves of `layers` lists of at most `groups` destination pages each.
+
+    All moves to a page are of one (row, KV head).
+    """
+    kernel = _write_kernel(head_dim, dtype, "write_tokens", device)
+    grid = _grid(groups, layers, _BLOCKS if fresh["k"] else _FEW_BLOCKS)
+    rows = 2 * TOKENS_PER_PAGE * (2 * head_dim + 16)
+    kernel(grid, (_THREADS,), (states, lists, fresh), rows, stream)
+
+
+def _grid(groups: int, layers: int, blocks: int) -> tuple[int, int]:
+    """At most `blocks` blocks for at most so many pages of each layer."""
+    return max(1, min(groups, blocks // layers)), layers
+
+
+def copy_pages(
+    head_dim: int, dtype: str, device: int, states: int, lists: int, layers: int, copies: int, stream: int
+) -> None:
+    """Carry out the page copies of `layers` lists of at most `copies` each."""
+    kernel = _write_kernel(head_dim, dtype, "copy_pages", device)
+    kernel(_grid(copies, layers, _FEW_BLOCKS), (_THREADS,), (states, lists), 0, stream)
+
+
+def mean_of_keys(
+    head_dim: int, dtype: str, device: int, fresh: Any, pairs: int, heads: int, k_mean: int, stream: int
+) -> None:
+    """Write the mean of the first keys of each (row, KV head)."""
+    kernel = _write_kernel(head_dim, dtype, "mean_of_keys", device)
+    kernel((pairs,), (head_dim,), (fresh, np.int32(heads), k_mean), 0, stream)
+
+
+def merge_rows(
+    head_dim: int, dtype: str, device: int, addresses: Sequence[int], shape: tuple[int, int, int], stream: int
+) -> None:  # fmt: skip
+    """Merge attention over other keys into the first.
+
+    Addresses are of out, lse, the other out and its lse, contiguous; shape is (batch, steps, heads).
+    """
+    batch, steps, heads = shape
+    kernel, rows = _write_kernel(head_dim, dtype, "merge_rows", device), batch * steps * heads
+    numbers = (np.int32(rows), np.int32(steps), np.int32(heads))
+    kernel((-(-rows // 8),), (_THREADS,), (*addresses, *numbers), 0, stream)
+
+
+@lru_cache(maxsize=64)
+def _append_kernel(head_dim: int, dtype: str, top_k: int, top_v: int, device: int) -> Kernel:
+    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "TOP_K": top_k, "TOP_V": top_v}
+    return load(build("cache_append", macros, arch_of(*compute_capability(device))), device=device)
+
+
+@lru_cache(maxsize=64)
+def _write_kernel(head_dim: int, dtype: str, entry: str, device: int) -> Kernel:
+    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
+    return load(build("cache_write", macros, arch_of(*compute_capability(device))), entry, device=device)

@@ -1,0 +1,189 @@
+"""The layers of a `MixedPrecisionCache` on a GPU: what a step launches, and when room is made.
+
+A decode step of a layer is two launches: packed attention over the stored tokens, and the append, which adds
+the new ones to its result and stores them in open pages. A step whose arrays lie as those of the last one
+takes the host a short way (repeat.py). Open pages count as live as soon as a plan has made them, so no
+decode step changes a byte of the budget. When the open pages of a layer are full, a plan for all layers at
+once chooses widths anew and opens others; the device does all of it and the host waits for nothing.
+Long steps (prefill) are planned and written at once (long.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvlab.arrays import CudaView, cuda_view, current_stream, empty
+from kvlab.cache.cuda import host, kernels
+from kvlab.cache.cuda.state import DeviceState, Settings
+from kvlab.cache.layer import Layer
+
+__all__ = ["DeviceCache"]
+
+OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
+"""What the importance of a new token of a step is, by what the policy observes."""
+
+
+class DeviceCache(DeviceState):
+    """The layers of a cache on one GPU; parameters as of `DeviceState`.
+
+    What the layers on the CPU hold is taken over, and they are empty from then on.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], settings: Settings, like: Any, capacity: int, share: int | None
+    ) -> None:
+        super().__init__(layers, settings, like, capacity, share)
+        if any(self.lengths):
+            host.take_back(self)
+
+    # ---- what a step does ----------------------------------------------------------------------------------
+
+    def step(
+        self,
+        layer: int,
+        q: Any,
+        views: list[CudaView],
+        valid: int,
+        scale: float,
+        softcap: float,
+    ) -> Any:
+        """A step of few tokens, for which there is room: `views` of q, k and v, `valid` an address or 0."""
+        query, k, v = views
+        steps, stream = query.shape[1], current_stream(q)
+        self.changes.confirm()
+        collects, observed = self.collects(layer, steps), self.observed_as(layer)
+        attend, append, lse = self.calls.step(layer, q, steps, scale, softcap, observed, collects)
+        out = empty(query.shape, query.dtype, q)
+        address, stored = cuda_view(out, "out").pointer, self.lengths[layer] > 0
+        self.collector.before(layer, steps, self.since[layer] + steps, stream)
+        if stored:
+            attend(query, address, lse.pointer, stream)
+        append(query, k, v, valid, address, lse.pointer, stored, stream)
+        self.collector.after(layer, steps, collects, stream)
+        self.count(layer, steps, collects)
+        return out
+
+    def observed_as(self, layer: int) -> str:
+        """What the importance of a new token of a step is, one of `kernels.OBSERVED`."""
+        return OBSERVED_AS[self.observes[layer]]
+
+    def is_short(self, steps: int) -> bool:
+        """Whether a step of so many tokens is launched by `step`, not by `long.step`."""
+        fits = 0 < steps <= kernels.MAX_STEPS and self.group <= kernels.MAX_GROUP
+        return fits and not self.settings.by_function
+
+    def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
+        """Store few tokens, for which there is room; arguments as in `step`."""
+        steps = views[0].shape[1]
+        observed = "one" if self.observes[layer] == "nothing" else "norm"
+        call = self.calls.append(layer, steps, 1.0, 0.0, observed)
+        self.settle(current_stream(k))
+        call(None, views[0], views[1], valid, 0, 0, False, current_stream(k))
+        self.count(layer, steps, False)
+
+    def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
+        """See `MixedPrecisionCache.attend`."""
+        self.changes.confirm()
+        out: Any = self.calls.attend(layer, q, cuda_view(q, "q"), scale, softcap, 0)[0]
+        self.calls.forget()
+        return out
+
+    @property
+    def counters(self) -> tuple[list[int], list[int], list[int]]:
+        """What the host counts by layer: tokens, query tokens since a collection, room."""
+        return self.lengths, self.since, self.room
+
+    def count(self, layer: int, steps: int, collected: bool) -> None:
+        """Count a step that was launched."""
+        self.lengths[layer] += steps
+        self.since[layer] = 0 if collected else self.since[layer] + steps
+        self.room[layer] -= steps
+
+    def collects(self, layer: int, steps: int) -> bool:
+        """Whether a step collects the attention mass of stored tokens."""
+        due = self.since[layer] + steps >= self.settings.realloc_every
+        return due and self.lengths[layer] > 0 and self.observes[layer] == "mass"
+
+    # ---- room ----------------------------------------------------------------------------------------------
+
+    def make_room(self, layer: int, steps: int, share: int | None) -> None:
+        """Plan all layers that stand where this one does, so that each has room for `steps` tokens."""
+        state = self.lengths[layer], self.room[layer]
+        together = all((self.lengths[i], self.room[i]) == state for i in range(len(self.layers)))
+        whole = together or not self.changes.tidy
+        self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, share)
+
+    def reallocate(self, steps: int, share: int | None) -> None:
+        """Choose widths anew for all layers and make room for the next `steps` tokens or more."""
+        self._plan(0, len(self.layers), steps, share)
+
+    def _plan(self, first: int, n: int, steps: int, share: int | None) -> None:
+        stream, room = current_stream(self.like), self.changes.room
+        self.settle(stream)
+        self.changes.set_share(share)
+        layers = range(first, first + n)
+        if self.settings.on_host and (share is not None or self.settings.residual):
+            host.choose(self, slice(first, first + n), share)
+        elif share is not None and any(
+            self.changes.is_tight(layer, self.lengths[layer] + room) for layer in layers
+        ):
+            room = steps
+            if not all(self.changes.fits(layer, self.lengths[layer], room=room) for layer in layers):
+                host.consolidate(self, steps, share, to_come=True)
+        self.changes.make_room(first, n, stream, room)
+        for layer in layers:
+            self.room[layer] = room
+
+    # ---- rare operations -----------------------------------------------------------------------------------
+
+    def grow(self, capacity: int, share: int | None) -> None:
+        """Make room for longer sequences, by way of the host."""
+        host.lend(self)
+        try:
+            self.make(capacity, share)
+        except BaseException:
+            for layer in self.layers:
+                layer.clear()
+            raise
+        host.take_back(self)
+
+    @contextmanager
+    def on_host(self, memory: Callable[[], tuple[int, int | None]], changes: bool) -> Iterator[None]:
+        """Let the layers of the CPU hold everything for a while, and take it back if it `changes`.
+
+        `memory()` gives capacity and share if the batch is another one afterwards.
+        """
+        host.lend(self)
+        try:
+            yield
+        finally:
+            if changes:
+                batch = self.layers[0].store.batch
+                if batch != self.store.batch:
+                    self._make_for_rows(*memory())
+                    self.pairs = batch * self.store.heads
+                else:
+                    self.store.clear()
+                host.take_back(self)
+            else:
+                for layer in self.layers:
+                    layer.clear()
+
+    def _make_for_rows(self, capacity: int, share: int | None) -> None:
+        """Take memory for the rows that the layers of the CPU have, or leave them with the old number."""
+        try:
+            self.make(capacity, share)
+        except BaseException:
+            for layer in self.layers:
+                layer.store.batch = self.store.batch
+                layer.clear()
+            raise
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.collector.forget()
+        self.store.clear()
+        self.lengths, self.since, self.room = ([0] * len(self.layers) for _ in range(3))
+        self.changes.restart(tidy=True)

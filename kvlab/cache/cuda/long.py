@@ -1,0 +1,194 @@
+"""Long steps of a cache on a GPU: prefill and its parts.
+
+New tokens are attended by `kvlab.attention`, stored ones by packed attention, and the results merged. How
+much attention tokens get from the last query rows is their importance. Then a plan for the layer takes the
+new tokens in. A part of 64 tokens has little to do on the device, so the host decides its time: it waits
+once, behind the last layer (changes.py), and memory that all layers need is taken once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvlab.arrays import (
+    CudaView,
+    cuda_view,
+    current_stream,
+    dtype_name,
+    empty,
+    pointer_of,
+    to_device,
+    to_host,
+)
+from kvlab.cache.cuda import function, host, kernels, score
+from kvlab.cache.cuda.changes import Admission
+from kvlab.cache.cuda.plan import Workspace
+from kvlab.cache.importance import MOST_TOKENS
+from kvlab.ops.attention import attention, attention_varlen
+from kvlab.ops.packed_cuda import kept_page_bytes
+
+if TYPE_CHECKING:
+    from kvlab.cache.cuda.layers import DeviceCache
+
+__all__ = ["append", "step"]
+
+FEWEST_ROWS, MOST_SCORES = 16, 256 << 20
+"""Of the last 64 query rows of a long step, all those whose attention to stored tokens is collected for which
+scores have room in so many bytes, and at least so many; evenly spread, since neighbours see much the same."""
+
+
+def step(
+    cache: DeviceCache,
+    layer: int,
+    arrays: list[Any],
+    views: list[CudaView],
+    valid: Any,
+    scale: float,
+    softcap: float,
+    share: int | None,
+) -> Any:
+    """A step of many tokens: `arrays` and `views` of q, k and v; the last layer waits for the device."""
+    (q, k, v), steps, stream = arrays, views[0].shape[1], current_stream(arrays[0])
+    workspace = _begin(cache, layer, steps, stream)
+    codes = empty((cache.pairs, steps), "uint8", k)  # all memory is taken before anything changes
+    out, lse = attend_new(q, k, v, valid, scale, softcap)
+    collects = cache.collects(layer, steps)
+    if cache.lengths[layer]:
+        _attend_stored(cache, layer, q, views[0], out, lse, scale, softcap, collects, stream)
+    mass = None
+    if cache.observes[layer] == "mass":
+        if valid is not None:
+            lse.swapaxes(1, 2)[~valid] = float("-inf")
+        score.score_new(views[0], views[1], lse, codes, scale=scale, softcap=softcap, stream=stream)
+        mass = codes
+    else:
+        score.score_norms(k, codes, cache.settings.importance, stream)
+    _admit(cache, layer, arrays[1:], views[1:], valid, codes, mass, share, workspace, stream)
+    cache.count(layer, steps, collects)
+    if layer == len(cache.layers) - 1:
+        cache.calls.forget()
+    return out
+
+
+def append(
+    cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any, share: int | None
+) -> None:
+    """Store many tokens: `arrays` and `views` of k and v; the last layer waits for the device."""
+    k, steps, stream = arrays[0], views[0].shape[1], current_stream(arrays[0])
+    workspace = _begin(cache, layer, steps, stream)
+    codes = empty((cache.pairs, steps), "uint8", k)
+    score.score_norms(k, codes, cache.settings.importance, stream)
+    _admit(cache, layer, arrays, views, valid, codes, None, share, workspace, stream)
+    cache.count(layer, steps, False)
+
+
+def _begin(cache: DeviceCache, layer: int, steps: int, stream: int) -> Workspace:
+    """Leave nothing undone that pages of this layer wait for, and take memory for the plan."""
+    cache.collector.settle(stream)
+    if cache.changes.awaits(layer):
+        cache.changes.confirm()
+    return cache.changes.admission(steps, cache.lengths[layer] > 0)
+
+
+def attend_new(q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float) -> tuple[Any, Any]:
+    """Attend new tokens causally among themselves: out (B, S, Hq, D) and lse (B, Hq, S).
+
+    With padding this waits for the device: rows of unequal length are packed one behind the other.
+    """
+    if valid is None:
+        return attention(q, k, v, causal=True, scale=scale, softcap=softcap, return_lse=True)
+    counts = to_host(valid).sum(1)
+    ends = to_device(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), q)
+    longest = int(counts.max(initial=0))
+    packed_out, packed_lse = attention_varlen(
+        q[valid], k[valid], v[valid], ends, ends, longest, longest,
+        causal=True, scale=scale, softcap=softcap, return_lse=True,
+    )  # fmt: skip
+    out, lse = empty(q.shape, dtype_name(q), q), empty((q.shape[0], q.shape[2], q.shape[1]), "float32", q)
+    out[...], lse[...] = 0, float("-inf")
+    out[valid] = packed_out
+    lse.swapaxes(1, 2)[valid] = packed_lse.T
+    return out, lse
+
+
+def _attend_stored(
+    cache: DeviceCache,
+    layer: int,
+    q: Any,
+    view: CudaView,
+    out: Any,
+    lse: Any,
+    scale: float,
+    softcap: float,
+    collects: bool,
+    stream: int,
+) -> None:
+    """Merge attention over stored tokens into `out` and `lse`, and score them if the step `collects`."""
+    steps, store = q.shape[1], cache.layers[layer].store
+    rows, whole = _observed_rows(cache, steps) if collects else (slice(0), False)
+    kept = len(range(steps)[rows]) if whole else 0
+    stored, stored_lse, scores = cache.calls.attend(layer, q, view, scale, softcap, kept)
+    addresses = [pointer_of(x) for x in (out, lse, stored, stored_lse)]
+    kernels.merge_rows(store.head_dim, store.dtype, cache.device, addresses, tuple(q.shape[:3]), stream)
+    if not collects:
+        return
+    total = lse
+    if kept != steps:
+        some = q[:, rows]
+        if not whole:
+            scores = cache.calls.attend(layer, some, cuda_view(some, "q"), scale, softcap, some.shape[1])[2]
+        total = empty((len(q), q.shape[2], some.shape[1]), "float32", q)
+        total[...] = lse[:, :, rows]
+    if cache.settings.by_function:
+        function.score_stored(cache, layer, scores[None], total[None], stream)
+    else:
+        cache.collector.score(layer, scores[None], total[None], cache.since[layer] + steps, 0, stream)
+
+
+def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
+    """Query rows of a long step that are observed, and whether these are its last ones without a gap."""
+    store, last = cache.store, min(steps, MOST_TOKENS)
+    nbytes = cache.pairs * store.entries * kept_page_bytes(cache.group * last) // last
+    apart = -(-last // min(last, max(FEWEST_ROWS, MOST_SCORES // max(nbytes, 1))))
+    return slice(steps - 1 - (last - 1) // apart * apart, steps, apart), apart == 1
+
+
+def _admit(
+    cache: DeviceCache,
+    layer: int,
+    new: list[Any],
+    views: list[CudaView],
+    valid: Any,
+    codes: Any,
+    mass: Any,
+    share: int | None,
+    workspace: Workspace,
+    stream: int,
+) -> None:
+    """Plan and write new keys and values of one layer."""
+    store, steps, length = cache.layers[layer].store, views[0].shape[1], cache.lengths[layer]
+    if cache.settings.by_function and cache.observes[layer] == "mass" and not cache.settings.on_host:
+        function.score_new(cache, layer, codes, valid)
+    mask = 0 if valid is None else pointer_of(valid)
+    fresh = kernels.new_tokens(views[0], views[1], mask, pointer_of(codes), steps, length)
+    if length == 0 and cache.layers[layer].takes_mean:
+        mean = pointer_of(cache.store.tables["k_mean"][layer])
+        kernels.mean_of_keys(
+            store.head_dim, store.dtype, cache.device, fresh, cache.pairs, cache.store.heads, mean, stream
+        )
+    if cache.settings.on_host:
+        host.admit(cache, layer, (new[0], new[1]), valid, mass, share)
+        return
+    changes = cache.changes
+    changes.set_share(share)
+    if share is not None and changes.is_tight(layer, length + steps):
+        use = np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
+        if not changes.fits(layer, length, new=use):
+            host.consolidate(cache, steps, share, to_come=False)
+    arrays = (*new, codes) if valid is None else (*new, codes, valid)
+    # No room for tokens to come: if long steps follow, open pages would have taken bytes from these tokens.
+    last = layer == len(cache.layers) - 1
+    changes.admit(Admission(layer, fresh, workspace, stream, arrays), last=last)
+    cache.room[layer] = steps  # less these steps, which are counted next

@@ -1,0 +1,350 @@
+"""What `MixedPrecisionCache` calls when its arrays are on a GPU: checks, sizes, and when memory is taken.
+
+Device memory is taken at the first call, when the framework of the caller is known; until then, and while a
+rare operation runs, the layers on the CPU hold what there is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import CudaView, cuda_view, empty
+from kvlab.cache.budget import Limit
+from kvlab.cache.cuda.kernels import MAX_GROUP, MAX_STEPS
+from kvlab.cache.cuda.repeat import remember, repeat
+from kvlab.cache.cuda.window import ladder_on_gpu, window_nbytes
+from kvlab.cache.layer import Layer
+from kvlab.cache.options import CacheOptions
+from kvlab.cache.pages import PAGE_TABLE_BYTES, PageLayout
+from kvlab.device import translated_out_of_memory
+from kvlab.shapes import match_shapes
+
+if TYPE_CHECKING:
+    from kvlab.cache.cuda.layers import DeviceCache
+
+__all__ = ["GpuRoad", "smallest_on_gpu"]
+
+
+def smallest_on_gpu(layers: Sequence[Layer]) -> Callable[[int], int]:
+    """Return what tells from the tokens of a row the bytes with which it does in any layer for certain."""
+    from kvlab.cache.cuda.changes import ladder_of
+    from kvlab.cache.cuda.tight import guaranteed_nbytes
+
+    residual, store = layers[0].residual, layers[0].store
+    heads, exact = store.num_heads_kv, PageLayout(store.head_dim, 16, 16, 2).nbytes + PAGE_TABLE_BYTES
+    window = window_nbytes(residual, heads, exact)
+    kinds = {(ladder_of(layer.store), layer.store.fixed_nbytes) for layer in layers}
+
+    def smallest_nbytes(tokens: int) -> int:
+        paged = max(tokens - residual, 0)
+        return max(guaranteed_nbytes(paged, heads, *kind) for kind in kinds) + window
+
+    return smallest_nbytes
+
+
+class GpuRoad:
+    """The GPU side of one cache.
+
+    Parameters
+    ----------
+    options : CacheOptions
+        The cache itself, whose batch may change; it is not kept alive.
+    layers : sequence of Layer
+        On the CPU.
+    limit : Limit
+    """
+
+    def __init__(self, options: CacheOptions, layers: Sequence[Layer], limit: Limit) -> None:
+        # A cycle would keep device memory until it is collected.
+        self._options: CacheOptions = weakref.proxy(options)
+        self._layers, self._limit = layers, limit
+        for layer in layers:
+            ladder_on_gpu(layer.store.ladder, layer.residual)
+        self._device: DeviceCache | None = None
+        self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
+        self._fitting: tuple[int, int] = (0, 0)  # tokens of a row and rows that were found to fit
+
+    # ---- sizes ---------------------------------------------------------------------------------------------
+
+    def seqlen(self, layer: int) -> int:
+        """Time steps that a layer has seen."""
+        return self._layers[layer].seqlen if self._device is None else self._device.lengths[layer]
+
+    def nbytes(self) -> int:
+        """Bytes in live pages and tables; waits for the device."""
+        if self._device is None:
+            return sum(layer.nbytes() for layer in self._layers)
+        used = self._device.used()
+        return sum(self._device.store.nbytes(layer, used[layer]) for layer in range(len(used)))
+
+    def reserved_nbytes(self) -> int:
+        """Bytes of device memory."""
+        return 0 if self._device is None else self._device.reserved_nbytes
+
+    def tokens(self) -> int:
+        """Tokens held, over layers, rows and heads; waits for the device."""
+        if self._device is None:
+            return sum(layer.tokens() for layer in self._layers)
+        count, num_pages = self._device.read("count", "num_pages")
+        live = np.arange(count.shape[-1]) < num_pages[..., None]
+        return int(count[live].sum(dtype=np.int64))
+
+    def page_counts(self, layer: int) -> NDArray[np.int64]:
+        """Pages of each rung, (batch, heads, rungs); waits for the device."""
+        store = self._layers[layer].store
+        if self._device is None:
+            return store.page_counts()
+        rung, num_pages = (table[layer] for table in self._device.read("rung", "num_pages"))
+        live = np.arange(rung.shape[-1]) < num_pages[..., None]
+        rungs = np.arange(len(store.ladder))
+        counts: NDArray[np.int64] = ((rung[..., None] == rungs) & live[..., None]).sum(2)
+        return counts
+
+    # ---- what a model calls --------------------------------------------------------------------------------
+
+    def step(self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any) -> Any:
+        """`MixedPrecisionCache.step` on a GPU."""
+        device, views, mask = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
+        steps = views[0].shape[1]
+        if steps == 0:
+            return empty(views[0].shape, views[0].dtype, q)
+        if device.is_short(steps):
+            if device.room[layer] < steps:
+                device.make_room(layer, steps, self._share(layer, steps))
+            try:
+                return device.step(layer, q, views, mask, scale, softcap)
+            except (
+                Exception
+            ):  # a block around the call would take longer than these lines, which cost nothing
+                with translated_out_of_memory(f"a step of {steps} tokens"):
+                    raise
+        with translated_out_of_memory(f"a step of {steps} tokens"):
+            from kvlab.cache.cuda import long
+
+            share = self._share(layer, steps)
+            return long.step(device, layer, [q, k, v], views, valid, scale, softcap, share)
+
+    def step_heads_first(
+        self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
+    ) -> Any:
+        """`MixedPrecisionCache.step` on tensors (B, H, S, D), as transformers has them; the result as there.
+
+        Checks and Python's other work would take longer than the launches of a decode step, so a step like
+        the last one of its layer does without them (repeat.py).
+        """
+        device, layout = self._device, None
+        plain = valid is None and not (q.requires_grad or k.requires_grad or v.requires_grad)
+        if device is not None and plain:
+            layout = (
+                q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
+                q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap,
+            )  # fmt: skip
+            try:
+                out = repeat(device, layer, layout, q, k, v)
+            except Exception:
+                with translated_out_of_memory("a step"):
+                    raise
+            if out is not None:
+                return out
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scale = self._options.head_dim**-0.5 if scale is None else scale
+        out = self.step(layer, q, k, v, scale, softcap, valid)
+        if device is not None and layout is not None and device.is_short(q.shape[1]):
+            remember(device, layer, layout, [q, k, v], scale, softcap)
+        return out
+
+    def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
+        """`MixedPrecisionCache.append` on a GPU."""
+        device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
+        steps = views[0].shape[1]
+        if device.is_short(steps):
+            if device.room[layer] < steps:
+                device.make_room(layer, steps, self._share(layer, steps))
+            device.append(layer, k, views, mask)
+        elif steps:
+            with translated_out_of_memory(f"{steps} new tokens"):
+                from kvlab.cache.cuda import long
+
+                long.append(device, layer, [k, v], views, valid, self._share(layer, steps))
+
+    def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
+        """`MixedPrecisionCache.attend` on a GPU."""
+        device, (view,), _ = self._ready(layer, {"q": q}, None)
+        if view.shape[1] == 0:
+            return empty(view.shape, view.dtype, q)
+        with translated_out_of_memory(f"attention with {view.shape[1]} queries a row"):
+            return device.attend(layer, q, scale, softcap)
+
+    def _share(self, layer: int, steps: int) -> int | None:
+        return self._limit.share(self.seqlen(layer) + steps, self._options.batch)
+
+    def _ready(
+        self, layer: int, arrays: dict[str, Any], valid: Any
+    ) -> tuple[DeviceCache, list[CudaView], int]:
+        """Check the arguments of a call and make room for it, or raise before anything changes.
+
+        Returns the device's side, views of the arrays and the address of `valid`, or 0.
+        """
+        cache = self._options
+        views = [cuda_view(x, name) for name, x in arrays.items()]
+        layout = cache.batch, *[view[1:] for view in views]
+        device = self._device
+        if device is None or layout not in self._accepted:
+            device = self._check(arrays, views)
+            self._accepted.add(layout)
+        steps = views[0].shape[1]
+        for name, view in zip(arrays, views, strict=True):
+            if view.pointer & 3 and steps:
+                raise ValueError(f"{name} must begin at a multiple of 4 bytes: pass a copy of it")
+        mask = 0 if valid is None else self._mask(valid, steps)
+        if "k" in arrays and device.room[layer] < steps:
+            self._make_sure(device.lengths[layer] + steps)
+        return device, views, mask
+
+    def _check(self, arrays: dict[str, Any], views: list[CudaView]) -> DeviceCache:
+        """Refuse arrays that no step can take; return the device's side, made at the first call."""
+        cache = self._options
+        steps = views[0].shape[1] if len(views[0].shape) == 4 else 0
+        kv = (cache.batch, steps, cache.num_heads_kv, cache.head_dim)
+        queries = (cache.batch, steps, cache.num_heads_q, cache.head_dim)
+        for name, view in zip(arrays, views, strict=True):
+            if view.shape != (queries if name == "q" else kv):
+                heads = cache.num_heads_q if name == "q" else cache.num_heads_kv
+                match_shapes({name: (view.shape, (cache.batch, "S", heads, cache.head_dim))})
+                raise ValueError(f"{name} has {view.shape[1]} steps, but {next(iter(arrays))} has {steps}")
+            if view.dtype != cache.dtype:
+                raise TypeError(
+                    f"{name} has dtype {view.dtype}; on a GPU it must be that of the cache, {cache.dtype}"
+                )
+            a, b, c, last = view.strides
+            if steps and (last != 1 or a & 1 or b & 1 or c & 1):
+                raise ValueError(
+                    f"{name} must be contiguous in its last axis and even in the others, got strides "
+                    f"{view.strides}; pass {name}.contiguous()"
+                )
+        device = self._device or self._begin(views, next(iter(arrays.values())), steps)
+        for name, view in zip(arrays, views, strict=True):
+            if view.device != device.device:
+                raise ValueError(f"{name} is on cuda:{view.device}, the cache is on cuda:{device.device}")
+        return device
+
+    def _mask(self, valid: Any, steps: int) -> int:
+        """Check which tokens are no padding and return the address."""
+        batch = self._options.batch
+        match_shapes({"valid": (valid.shape, (batch, steps))})
+        view = cuda_view(valid, "valid")
+        if view.dtype != "bool" or (view.strides != (steps, 1) and steps and batch):
+            raise TypeError(f"valid must be a contiguous array of bool, got {view.dtype} {view.strides}")
+        return view.pointer
+
+    def _make_sure(self, length: int) -> None:
+        """Make sure that rows of so many tokens fit the budget and the tables."""
+        batch, device = self._options.batch, self._device
+        if (length, batch) != self._fitting:
+            if not self._limit.fits(length, batch):
+                raise self._limit.refusal(length, batch)
+            self._fitting = length, batch  # the same for every layer of a step
+        if device is not None and length > device.capacity:
+            capacity = self._capacity(length)
+            device.grow(capacity, self._limit.share(capacity, batch))
+
+    def _begin(self, views: list[CudaView], like: Any, steps: int) -> DeviceCache:
+        from kvlab.cache.cuda.layers import DeviceCache
+        from kvlab.cache.cuda.state import Settings
+
+        cache = self._options
+        if cache.device not in ("cuda", f"cuda:{views[0].device}"):
+            raise ValueError(f"the arrays are on cuda:{views[0].device}, the cache is on {cache.device}")
+        settings = Settings(
+            num_heads_q=cache.num_heads_q,
+            sink=cache.sink,
+            recent=cache.recent,
+            residual=cache.residual,
+            allocator=cache.allocator,
+            realloc_every=cache.realloc_every,
+            ema_decay=cache.ema_decay,
+            importance="attention" if callable(cache.importance) else cache.importance,
+            by_function=callable(cache.importance),
+        )
+        capacity = self._capacity(self.seqlen(0) + steps)
+        share = self._limit.share(capacity, cache.batch)
+        nothing = empty((0,), "uint8", like)  # of the caller's framework, and without the caller's memory
+        self._device = DeviceCache(self._layers, settings, nothing, capacity, share)
+        return self._device
+
+    def _capacity(self, length: int) -> int:
+        """Tokens of a row to have room for: a quarter more than asked, unless the longest is known."""
+        longest = self._options.max_seqlen
+        if longest is not None and length <= longest:
+            return longest
+        return max(self._options.plan_length, length + length // 4)
+
+    # ---- CUDA graphs ---------------------------------------------------------------------------------------
+
+    def prepare(self, steps: int) -> Hashable:
+        """`MixedPrecisionCache.prepare`."""
+        device = self._device
+        if device is None:
+            return None
+        if device.settings.by_function:
+            raise NotImplementedError(
+                "importance as a function runs on the host at every step, which a graph cannot: name a policy"
+            )
+        if not device.is_short(steps):
+            raise NotImplementedError(
+                f"steps of {steps} tokens with {device.group} query heads a KV head are planned by the host; "
+                f"graphs take {MAX_STEPS} tokens and {MAX_GROUP} heads at most"
+            )
+        if len(set(device.lengths)) > 1:
+            raise ValueError(f"layers hold different numbers of tokens, {sorted(set(device.lengths))}")
+        if min(device.room) < steps:
+            self._make_sure(device.lengths[0] + steps)
+            device.reallocate(steps, self._share(0, steps))
+        return device.generation, device.lengths[0] > 0, device.collects(0, steps)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """`MixedPrecisionCache.recording`."""
+        device = self._device
+        if device is None:
+            raise RuntimeError("a step must run once before a graph records it")
+        before = [counter.copy() for counter in device.counters]
+        try:
+            yield
+        finally:
+            for counter, values in zip(device.counters, before, strict=True):
+                counter[:] = values
+
+    def replayed(self, steps: int) -> None:
+        """`MixedPrecisionCache.replayed`."""
+        device = self._device
+        if device is None or min(device.room) < steps:
+            raise RuntimeError("prepare() was not called before a graph was replayed")
+        for layer in range(len(device.lengths)):
+            device.count(layer, steps, device.collects(layer, steps))
+
+    # ---- rare operations -----------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget everything."""
+        if self._device is not None:
+            self._device.clear()
+
+    @contextmanager
+    def on_host(self, changes: bool = True) -> Iterator[None]:
+        """Let the layers of the CPU hold everything for a while; waits for the device."""
+        if self._device is None:
+            yield
+            return
+        with self._device.on_host(lambda: self._memory(), changes):
+            yield
+
+    def _memory(self) -> tuple[int, int | None]:
+        capacity = self._capacity(self._layers[0].seqlen)
+        return capacity, self._limit.share(capacity, len(self._layers[0].windows))

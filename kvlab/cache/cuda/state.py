@@ -1,0 +1,129 @@
+"""What a cache holds on a GPU: memory of all layers, and what the host counts of each.
+
+`layers.DeviceCache` does the work of steps with it, and `host` what the CPU does for it. The host
+knows lengths and how much room it has made, nothing else of what lies in pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from kvlab.arrays import cuda_view
+from kvlab.cache.cuda.calls import Repeated, StepCalls
+from kvlab.cache.cuda.changes import MOST_ROOM, Changes
+from kvlab.cache.cuda.collect import Collector
+from kvlab.cache.cuda.kernels import MAX_STEPS
+from kvlab.cache.cuda.window import arena_share, store_on_gpu
+from kvlab.cache.layer import Layer
+
+__all__ = ["DeviceState", "Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a cache is told once; names as for `MixedPrecisionCache`.
+
+    `by_function`: importance is a function of attention mass, called on the host, and `importance` that of
+    kernels which give the mass.
+    """
+
+    num_heads_q: int
+    sink: int
+    recent: int
+    residual: int
+    allocator: str
+    realloc_every: int
+    ema_decay: float
+    importance: str
+    by_function: bool
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the CPU chooses widths: no kernel knows other allocators or residual windows."""
+        return self.allocator != "greedy" or self.residual > 0
+
+
+class DeviceState:
+    """Arenas, tables and workspaces of all layers on one GPU.
+
+    Parameters
+    ----------
+    layers : sequence of Layer
+        On the CPU.
+    settings : Settings
+    like : array
+        On the GPU; memory comes from its framework.
+    capacity : int
+        Tokens of a row that there is room for.
+    share : int or None
+        Bytes that a row of a layer may take at that length; None: no limit.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], settings: Settings, like: Any, capacity: int, share: int | None
+    ) -> None:
+        store = layers[0].store
+        self.layers, self.settings, self.like = layers, settings, like
+        self.device = cuda_view(like, "q").device
+        self.pairs, self.group = store.batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
+        self.lengths = [layer.seqlen for layer in layers]
+        self.since = [layer.since_collection for layer in layers]
+        self.room = [0] * len(layers)
+        self.observes = [layer.observes for layer in layers]
+        self.generation = 0
+        self.make(capacity, share)
+
+    def make(self, capacity: int, share: int | None) -> None:
+        """Take memory for so many tokens of a row, and forget the old."""
+        settings = self.settings
+        often = max(settings.realloc_every, MOST_ROOM if settings.on_host else MAX_STEPS)
+        self.changes = Changes(
+            [store_on_gpu(layer) for layer in self.layers],
+            self.like,
+            self.device,
+            capacity,
+            arena_share(self.layers, capacity, share),
+            sink=settings.sink,
+            recent=settings.recent,
+            room=min(often, MOST_ROOM),
+            by_position=settings.importance == "recency",
+        )
+        self.store, self.capacity = self.changes.store, capacity
+        self.generation += 1
+        heads = settings.num_heads_q
+        decay = 0.0 if settings.by_function else settings.ema_decay  # only what was received last counts
+        self.collector = Collector(self.store, heads, settings.importance, decay)
+        self.calls = StepCalls(self.store, self.device, heads, self.collector)
+        self.repeated: list[Repeated | None] = [None] * len(self.layers)
+
+    # ---- sizes ---------------------------------------------------------------------------------------------
+
+    def used(self) -> Any:
+        """Number of live pages, (layers, rungs); waits for the device."""
+        return self.read("used")[0]
+
+    def read(self, *names: str) -> list[NDArray[Any]]:
+        """Copies of tables on the host; waits for the device."""
+        self.changes.confirm()
+        return self.store.read(*names)
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes of device memory held: arenas, tables and workspaces."""
+        return self.changes.nbytes + self.calls.nbytes + self.collector.nbytes
+
+    # ---- pages ---------------------------------------------------------------------------------------------
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether scores are kept, or new tokens may not be in yet, so that pages must not change."""
+        return self.collector.pending or self.changes.unconfirmed
+
+    def settle(self, stream: int) -> None:
+        """Bring importance up to date and see that new tokens are in, before anything changes pages."""
+        self.collector.settle(stream)
+        self.changes.confirm()

@@ -1,0 +1,295 @@
+"""One ablation case from configuration to result: memory, quality, speed and compression, measured.
+
+The cache of a case is filled by a model that reads text (reading.py), or by synthetic keys and values of a
+given geometry. Then its pages are weighed, and the attention of one new token over them is timed in all
+layers. A case without packing keeps the allocation that was planned for packed storage and stores one code
+a byte (unpacked.py): what packing saves is the difference of two measurements.
+
+A budget that the smallest rung does not fit is a result too: status "infeasible", with the smallest budget
+that would do. Everything else that fails is an error of the case.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab import environment
+from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.pages import LayerPages
+from kvlab.errors import BudgetError
+from kvlab.lab import guard
+from kvlab.lab.ablation.grid import AblationCase
+from kvlab.lab.ablation.synthetic import Filled, fill, new_cache, query
+from kvlab.lab.ablation.unpacked import page_nbytes, unpack_pages
+from kvlab.lab.on_gpu import attend_layers
+from kvlab.lab.results import provenance
+from kvlab.lab.timing import Timing, time_in_turns
+from kvlab.ops.packed import packed_attention
+from kvlab.registry import last_backend
+
+__all__ = ["SCHEMA", "feasible_budget", "pages_of", "read_ahead", "run"]
+
+SCHEMA = "kvlab ablation 1"
+_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}  # of attention against float64: float32, bfloat16
+_JOB = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+Tick = Callable[[int, int], None]
+
+
+def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[str, Any]:
+    """Measure one case.
+
+    Parameters
+    ----------
+    case : AblationCase
+    progress : callable
+        Told the number of steps done and their total.
+
+    Returns
+    -------
+    dict
+        ``schema``, ``experiment`` (the name), ``status``: "ok" or "infeasible"; ``config``; ``memory``,
+        ``quality``, ``performance``, ``compression``: dicts, or None if infeasible (quality: only what a
+        model can tell); ``smallest_feasible_budget``; ``reason``: why it is infeasible; ``provenance``.
+
+    Raises
+    ------
+    MissingExtraError
+        If the packages of the model are not installed.
+    RuntimeError
+        If an answer is wrong, a time impossible, or the GPU throttled.
+
+    Examples
+    --------
+    >>> from kvlab.lab.ablation.grid import Geometry
+    >>> case = AblationCase(0.3, "2,4", 128, model=None, geometry=Geometry(1, 2, 1, 32))
+    >>> result = run(case)
+    >>> result["status"], result["memory"]["memory_ratio"] <= 0.3
+    ('ok', True)
+    """
+    start = time.perf_counter()
+    least = feasible_budget(case)
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "experiment": case.name,
+        "status": "ok" if least <= case.budget else "infeasible",
+        "config": case.to_dict(),
+        **dict.fromkeys(("memory", "quality", "performance", "compression")),
+        "smallest_feasible_budget": least,
+        "reason": None if least <= case.budget else "the smallest width takes more than the budget",
+    }
+    backend = None
+    if result["status"] == "ok":
+        try:
+            filled = _filled(case, progress)
+        except BudgetError as error:  # on the way: partly filled pages take a page more than the least
+            sure = feasible_budget(case, surely=True)
+            result |= {"status": "infeasible", "smallest_feasible_budget": sure, "reason": str(error)}
+        else:
+            start = time.perf_counter() - filled.seconds  # of this case alone, whatever was read beside it
+            result["quality"] = dict(filled.quality)
+            backend = _measure(case, filled.cache, result)
+    result["provenance"] = _provenance(case, backend, time.perf_counter() - start)
+    guard.require_provenance(result)
+    return result
+
+
+def _measure(case: AblationCase, cache: MixedPrecisionCache, result: dict[str, Any]) -> str:
+    """Put memory, performance and compression into a result; return the backend that ran."""
+    packed = pages_of(cache)
+    pages = packed if case.use_packing else [unpack_pages(layer) for layer in packed]
+    nbytes = sum(map(page_nbytes, pages))
+    result["memory"] = _memory(case, packed, nbytes)
+    result["performance"], backend = _performance(case, packed, pages)
+    result["compression"] = _compression(case, result["memory"], nbytes)
+    return backend
+
+
+def feasible_budget(case: AblationCase, *, surely: bool = False) -> float:
+    """Return the smallest budget, as a fraction of float16, that holds the context of a case.
+
+    Parameters
+    ----------
+    case : AblationCase
+    surely : bool
+        Whether it is to do for certain: a cache on a GPU may need some pages more than full pages of the
+        smallest width take, as tokens on their way to them are in pages of their own.
+
+    Examples
+    --------
+    >>> feasible_budget(AblationCase(0.2, "4,8", 2048)), feasible_budget(AblationCase(0.2, "2,4,8", 2048))
+    (0.2703, 0.1453)
+    """
+    new_cache(case, case.budget)  # or an error that says what its device does not have
+    try:
+        new_cache(case if surely else replace(case, device="cpu"), budget=1, max_seqlen=case.context_length)
+    except BudgetError as error:
+        needed = error.needed_bytes or 0
+    return math.ceil(1e4 * needed / case.geometry.fp16_nbytes(case.context_length)) / 1e4
+
+
+def read_ahead(cases: Sequence[AblationCase]) -> None:
+    """Read several cases of one context together, so that full precision is read once; `run` finds it.
+
+    Parameters
+    ----------
+    cases : sequence of AblationCase
+        That differ in budget, ladder and packing alone. Infeasible ones and those without a model are left
+        to `run`.
+    """
+    keys = dict.fromkeys(replace(case, use_packing=True) for case in cases)
+    missing = [key for key in keys if key.model is not None and feasible_budget(key) <= key.budget]
+    if not set(missing) <= set(_latest):
+        _read(missing, lambda done, total: None)
+
+
+def _filled(case: AblationCase, progress: Tick) -> Filled:
+    """Figures of quality, and the cache of one row at the context of the case, on the CPU.
+
+    Packed and unpacked cases keep the same codes, so they share both when they follow each other. The time
+    of filling is the first one's.
+
+    Raises
+    ------
+    BudgetError
+        If the budget does not hold on the way.
+    """
+    key = replace(case, use_packing=True)
+    if key not in _latest:
+        if case.model is None:
+            _latest.clear()  # before the next one takes its memory
+            _latest[key] = fill(key, progress)
+        else:
+            _read([key], progress)
+    found = _latest[key]
+    if isinstance(found, BudgetError):
+        raise found
+    _latest[key] = found._replace(seconds=0.0)
+    return found
+
+
+def _read(keys: Sequence[AblationCase], progress: Tick) -> None:
+    from kvlab.lab.ablation.reading import read
+
+    _latest.clear()
+    _latest.update(read(keys, progress))
+
+
+_latest: dict[AblationCase, Filled | BudgetError] = {}
+"""What the last reading left, for the cases that share it."""
+
+
+def pages_of(cache: MixedPrecisionCache) -> list[LayerPages]:
+    """The stored pages of every layer of a cache on the CPU."""
+    return [layer.store.view() for layer in cache.layers]
+
+
+# ---- figures -----------------------------------------------------------------------------------------------
+
+
+def _memory(case: AblationCase, packed: list[LayerPages], nbytes: int) -> dict[str, Any]:
+    """Bytes as they are stored; widths as they were allocated."""
+    tokens: dict[int, int] = {}  # K and V are counted apart, for their widths may differ
+    for pages in packed:
+        live = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
+        held = np.bincount(pages.rung[live], pages.count[live], len(pages.layouts))
+        for layout, count in zip(pages.layouts, held, strict=True):
+            for width in (layout.bits_k, layout.bits_v):
+                tokens[width] = tokens.get(width, 0) + int(count)
+    total = sum(tokens.values())
+    fp16 = case.geometry.fp16_nbytes(case.context_length)
+    return {
+        "memory_ratio": nbytes / fp16,
+        "avg_bits": sum(width * count for width, count in tokens.items()) / total,
+        "bits_per_element": 16 * nbytes / fp16,
+        "allocated_gb": nbytes / 1e9,
+        "fp16_gb": fp16 / 1e9,
+        "precision_distribution": {str(width): count / total for width, count in sorted(tokens.items())},
+    }
+
+
+def _compression(case: AblationCase, memory: dict[str, Any], nbytes: int) -> dict[str, float]:
+    fp16 = case.geometry.fp16_nbytes(case.context_length)
+    return {
+        "actual_vs_fp16": fp16 / nbytes,
+        "actual_vs_int8": fp16 / 2 / nbytes,
+        "theoretical_ratio": 16 / memory["avg_bits"],
+    }
+
+
+def _performance(
+    case: AblationCase, packed: list[LayerPages], pages: list[LayerPages]
+) -> tuple[dict[str, float | int], str]:
+    """Time the attention of one new token over the stored tokens of all layers, once it is right."""
+    expected = packed_attention(query(case), packed[0], backend="reference").out
+    repeats = 3 if os.environ.get("KVLAB_TINY") == "1" else 20
+    if case.device == "cuda":
+        timing, found, backend = attend_layers(pages, query(case), repeats)
+    else:
+        timing, found, backend = _attend_layers(pages, query(case), repeats)
+    what = f"attention over the pages of {case.name}"
+    error = guard.refuse_wrong(found, expected, _TOLERANCE[case.device], what)
+    must_read = sum(map(page_nbytes, pages))
+    guard.refuse_impossible(must_read, min(timing.seconds), _gpu_name() if case.device == "cuda" else None)
+    mean = float(np.mean(timing.seconds))
+    return {
+        "avg_latency_ms": 1e3 * mean,
+        "p5_latency_ms": 1e3 * timing.percentile(5),
+        "p50_latency_ms": 1e3 * timing.median,
+        "p95_latency_ms": 1e3 * timing.percentile(95),
+        "throughput_tps": 1 / mean,
+        "gb_per_s": must_read / mean / 1e9,
+        "kernel_error": error,
+        "repeats": repeats,
+    }, backend
+
+
+def _attend_layers(
+    pages: list[LayerPages], q: NDArray[np.float32], repeats: int
+) -> tuple[Timing, NDArray[np.float32], str]:
+    """Seconds of each repeat over all layers, the output of the first layer, and the backend that ran."""
+    found = packed_attention(q, pages[0]).out
+    backend = last_backend()
+    timings = time_in_turns(
+        {"layers": lambda: [packed_attention(q, layer) for layer in pages]}, repeats=repeats
+    )
+    return timings["layers"], found, str(backend)
+
+
+# ---- provenance --------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _machine() -> dict[str, Any]:
+    """What is the same for all cases of a process: asking git and the GPU takes longer than a small case."""
+    return provenance() | {"gpus": environment.report()["gpus"], "cuda": environment.report()["cuda"]}
+
+
+def _gpu_name() -> str | None:
+    gpus = _machine()["gpus"]
+    return str(gpus[0]["name"]) if gpus else None
+
+
+def _provenance(case: AblationCase, backend: str | None, seconds: float) -> dict[str, Any]:
+    state = guard.gpu_state() if case.device == "cuda" else None
+    guard.refuse_throttled(state)
+    return {
+        **_machine(),
+        "settings": {"tiny": os.environ.get("KVLAB_TINY") == "1"},
+        "case_id": case.id,
+        "seed": case.seed,
+        "backend": backend,
+        "gpu_state": state,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": seconds,
+        "job": {name: os.environ[name] for name in _JOB if name in os.environ},
+    }

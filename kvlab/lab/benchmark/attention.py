@@ -1,0 +1,241 @@
+"""The attention share of `kvlab benchmark`: forward and backward beside torch's, by length, heads and batch.
+
+Three sweeps through one point (512 tokens, 8 query heads on 4 KV heads, batch 1): lengths, pairs of heads,
+batches, causal, 64 channels on the CPU and 128 on a GPU; and four other calls of 2,048 tokens, with and
+without a mask. The yardstick is torch's
+`scaled_dot_product_attention` on the same tensors: on the CPU with as many threads, in float32; on a GPU in
+bfloat16 with its cuDNN and its FlashAttention backend, of which the faster one counts. Contestants take
+turns, as a caller would call them: where a GPU waits for the host, the host's time is what is seen. Short
+sequences on a GPU also stand beside kvlab on the CPU.
+
+FLOPS count 4 * batch * heads * head_dim * (pairs of a row and a key it sees), 2.5 times as many backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import kvlab
+from kvlab.errors import needs_extra
+from kvlab.lab.benchmark.yardstick import Options, check
+from kvlab.lab.results import Row
+from kvlab.lab.timing import Timing, time_in_turns
+
+__all__ = ["CASES", "NOTE", "TINY_CASES", "Case", "benchmark_attention", "flops", "release_cases"]
+
+NOTE = "speedup: median over turns of the time of torch's attention; times cpu: of kvlab on the CPU"
+
+
+class Case(NamedTuple):
+    """Shape of a call with as many queries as keys; `head_dim` None: 64 on the CPU, 128 on a GPU."""
+
+    tokens: int
+    heads: tuple[int, int]
+    batch: int
+    head_dim: int | None = None
+    causal: bool = True
+
+
+_POINT = Case(512, (8, 4), 1)
+_LENGTHS = (64, 128, 256, 512, 1024, 2048)
+_PAIRS = ((4, 4), (8, 4), (8, 1), (32, 8), (64, 8))
+_OTHERS = (
+    Case(2048, (8, 8), 1, 64, causal=False), Case(2048, (8, 8), 1, 64),
+    Case(2048, (8, 8), 1, 128, causal=False), Case(2048, (8, 2), 1, 128),
+)  # fmt: skip
+_LONGEST = {"cpu": 8192, "cuda": 131_072}
+_BESIDE_CPU = 2048  # tokens up to which a GPU stands beside the CPU
+
+CASES = tuple(
+    dict.fromkeys(
+        [
+            *(_POINT._replace(tokens=tokens) for tokens in _LENGTHS),
+            *(_POINT._replace(heads=heads) for heads in _PAIRS),
+            *(_POINT._replace(batch=batch) for batch in (1, 2, 4, 8)),
+            *_OTHERS,
+        ]
+    )
+)
+TINY_CASES = (Case(64, (4, 2), 1),)
+
+
+def release_cases(device: str) -> tuple[Case, ...]:
+    """Return the cases and lengths up to 8K on the CPU, 128K on a GPU.
+
+    Examples
+    --------
+    >>> [case.tokens for case in release_cases("cpu")[len(CASES):]]
+    [4096, 8192]
+    """
+    tokens, longer = 2 * _LENGTHS[-1], []
+    while tokens <= _LONGEST[device]:
+        longer.append(_POINT._replace(tokens=tokens))
+        tokens *= 2
+    return CASES + tuple(longer)
+
+
+def flops(case: Case, head_dim: int, backward: bool) -> float:
+    """Return the operations of a call.
+
+    Examples
+    --------
+    >>> flops(Case(2, (1, 1), 1), 1, backward=False)
+    12.0
+    >>> flops(Case(2, (1, 1), 1, causal=False), 1, backward=True)
+    40.0
+    """
+    seen = case.tokens * (case.tokens + 1) / 2 if case.causal else case.tokens**2
+    return 4.0 * case.batch * case.heads[0] * head_dim * seen * (2.5 if backward else 1.0)
+
+
+def benchmark_attention(cases: tuple[Case, ...], options: Options) -> list[Row]:
+    """Time every case, forward and backward.
+
+    Parameters
+    ----------
+    cases : tuple of Case
+    options : Options
+        `threads`, `repeats` and `device` count.
+
+    Returns
+    -------
+    list of dict
+        ``tokens``, ``heads``, ``batch``, ``head_dim``, ``causal``, ``direction``; ``ms``, ``p5_ms``,
+        ``p95_ms``; ``tflops``; ``torch_ms``, ``speedup``; ``times_cpu``, None but on a GPU and for short
+        sequences.
+
+    Raises
+    ------
+    RuntimeError
+        If a result is wrong.
+    MissingExtraError
+        If torch is not installed.
+    """
+    with needs_extra("hf", "kvlab benchmark attention"):
+        import numba
+        import torch
+
+    before = numba.get_num_threads(), torch.get_num_threads()
+    numba.set_num_threads(min(options.threads, before[0]))
+    torch.set_num_threads(options.threads)
+    try:
+        return [_measure(case, backward, options) for case in cases for backward in (False, True)]
+    finally:
+        numba.set_num_threads(before[0])
+        torch.set_num_threads(before[1])
+
+
+def _measure(case: Case, backward: bool, options: Options) -> Row:
+    on_gpu = options.device == "cuda"
+    head_dim = case.head_dim or (128 if on_gpu else 64)
+    calls = _contestants(case, head_dim, backward, options.device)
+    time = _time_by_events if on_gpu else time_in_turns
+    timings = time(calls, repeats=options.repeats)
+    ours = timings.pop("kvlab")
+    best = min(timings.values(), key=lambda timing: timing.median)
+    times_cpu = None
+    if on_gpu and case.tokens <= _BESIDE_CPU:
+        alone = {"kvlab": _contestants(case, head_dim, backward, "cpu")["kvlab"]}
+        cpu = time_in_turns(alone, repeats=min(options.repeats, 3), warm_up=1)["kvlab"]
+        times_cpu = cpu.median / ours.median
+    return {
+        "tokens": case.tokens,
+        "heads": f"{case.heads[0]}/{case.heads[1]}",
+        "batch": case.batch,
+        "head_dim": head_dim,
+        "causal": case.causal,
+        "direction": "backward" if backward else "forward",
+        "ms": 1e3 * ours.median,
+        "p5_ms": 1e3 * ours.percentile(5),
+        "p95_ms": 1e3 * ours.percentile(95),
+        "tflops": flops(case, head_dim, backward) / ours.median / 1e12,
+        "torch_ms": 1e3 * best.median,
+        "speedup": ours.ratio_to(best),
+        "times_cpu": times_cpu,
+    }
+
+
+def _contestants(case: Case, head_dim: int, backward: bool, device: str) -> dict[str, Callable[[], object]]:
+    """What is timed, by name, after its results have been compared."""
+    import torch
+
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v, dout = (
+        torch.randn(case.batch, case.tokens, heads, head_dim, dtype=dtype, device=device)
+        for heads in (*case.heads, case.heads[1], case.heads[0])
+    )
+    causal = case.causal
+    out, lse = kvlab.attention(q, k, v, causal=causal, return_lse=True)
+    calls: dict[str, Callable[[], object]] = {"kvlab": lambda: kvlab.attention(q, k, v, causal=causal)}
+    if backward:
+        calls["kvlab"] = lambda: kvlab.attention_backward(dout, q, k, v, out, lse, causal=causal)
+    ours: Any = calls["kvlab"]() if backward else (out,)
+    for name, context in _torch_backends(device).items():
+        leaves = [x.transpose(1, 2).detach().requires_grad_(backward) for x in (q, k, v)]
+
+        def forward(leaves: Any = leaves, context: Any = context) -> Any:
+            with context():
+                return torch.nn.functional.scaled_dot_product_attention(
+                    leaves[0],
+                    leaves[1],
+                    leaves[2],
+                    is_causal=causal,
+                    enable_gqa=case.heads[0] != case.heads[1],
+                )
+
+        try:
+            theirs = forward()
+        except RuntimeError:  # this backend of torch does not take the call
+            continue
+        call: Callable[[], Any] = forward
+        if backward:
+            call = _backward_of(theirs, leaves, dout.transpose(1, 2))
+        expected = [x.transpose(1, 2) for x in (call() if backward else (theirs,))]
+        limit = 1e-4 if device == "cpu" else 0.03
+        for got, want in zip(ours, expected, strict=True):
+            error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+            check(bool(error < limit), f"{case}, backward={backward}, beside torch's {name},")
+        calls[name] = call
+    return calls
+
+
+def _backward_of(out: Any, leaves: list[Any], dout: Any) -> Callable[[], Any]:
+    import torch
+
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def _torch_backends(device: str) -> dict[str, Callable[[], AbstractContextManager[None]]]:
+    if device == "cpu":
+        return {"torch": nullcontext}
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return {
+        "cudnn": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        "flash": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+    }
+
+
+def _time_by_events(calls: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, Timing]:
+    """Time calls on torch's current GPU in turns, each between two events; the host does not wait."""
+    import torch
+
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    marks: dict[str, list[Any]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            pair[0].record()
+            call()
+            pair[1].record()
+            marks[name].append(pair)
+    torch.cuda.synchronize()
+    return {
+        name: Timing(tuple(1e-3 * first.elapsed_time(last) for first, last in pairs))
+        for name, pairs in marks.items()
+    }

@@ -1,0 +1,229 @@
+"""`kvlab benchmark decode --device cuda`: a query token over packed pages, against dense bfloat16 attention.
+
+The yardstick is the fastest of cuDNN and FlashAttention SDPA on the same shape, on the same GPU, in the same
+run. Pages are drawn and results checked by device_pages.py: before a case is timed, one sequence is
+compared with float64 attention over its dequantised pages, and every one with a call of its own, which
+divides the work differently. Times are medians over replays of a CUDA graph that rotates over as many sets of
+pages as it takes to exceed the second-level cache four times, and holds 8 calls or more, as the step of a
+model has one a layer; after them the results have to be the same bits.
+
+The floor is the bytes of codes and steps at the read bandwidth of the GPU; positions and importance lie
+behind them in a page and are not read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvlab.cache.pages import TOKENS_PER_PAGE
+from kvlab.lab.benchmark.device_pages import Shape, attended_apart, draw_pages, relative_error
+from kvlab.lab.benchmark.yardstick import check
+from kvlab.lab.results import Row
+from kvlab.ops import packed_cuda
+
+__all__ = [
+    "CONTEXTS",
+    "LADDERS",
+    "NOTE",
+    "benchmark_decode",
+    "read_bandwidth",
+    "time_dense",
+    "time_packed",
+]
+
+CONTEXTS = (4_096, 8_192, 16_384, 32_768, 65_536, 131_072)
+LADDERS: dict[str, dict[int, float]] = {
+    "16": {16: 1.0}, "8": {8: 1.0}, "4": {4: 1.0}, "3": {3: 1.0}, "2": {2: 1.0},
+    "8/4/2": {2: 0.4, 4: 0.4, 8: 0.2},
+}  # fmt: skip
+"""What pages hold, by name: the share of the pages of every sequence at each width."""
+
+NOTE = "speedup: over the faster of cuDNN and FlashAttention in bfloat16; of floor: bytes at read bandwidth"
+
+_READ_BANDWIDTH = {"NVIDIA H200": 4.70e12}  # measured with bulk copies; what torch reaches is less
+_ROTATED_BYTES = 240e6
+_MAX_SETS = 128
+_CALLS_OF_GRAPH = 8  # at least; the launch of a graph takes microseconds of its own
+_CHECKED_TOKENS = 32_768  # longer sequences are not compared: the float64 attention takes too long
+
+
+def benchmark_decode(
+    *, contexts: Sequence[int] = CONTEXTS, ladders: Sequence[str] = tuple(LADDERS), repeats: int = 50
+) -> list[Row]:
+    """Time a decode step at batch 1, 32 query heads, 8 KV heads of 128 channels.
+
+    Parameters
+    ----------
+    contexts : sequence of int
+        Stored tokens, multiples of 64.
+    ladders : sequence of str
+        Keys of `LADDERS`.
+    repeats : int
+        Replays that are timed.
+
+    Returns
+    -------
+    list of dict
+        ``context``, ``widths``; ``packed_us``, ``dense_us``: medians; ``dense``: which it was; ``speedup``;
+        ``tb_per_s``, ``floor_us``, ``of_floor``; ``relative_error``: against float64, None if not compared.
+
+    Raises
+    ------
+    ValueError
+        If a context is no multiple of 64.
+    RuntimeError
+        If a result is wrong.
+    """
+    import torch
+
+    for context in contexts:
+        if context <= 0 or context % TOKENS_PER_PAGE:
+            raise ValueError(f"contexts must be multiples of {TOKENS_PER_PAGE} tokens, got {context}")
+    bandwidth = read_bandwidth()
+    rows = []
+    for context in contexts:
+        shape = Shape(1, context)
+        dense = time_dense(shape, repeats)
+        fastest = min(dense, key=lambda name: dense[name])
+        for name in ladders:
+            packed = time_packed(shape, LADDERS[name], repeats)
+            floor = 1e6 * packed["bytes"] / bandwidth
+            rows.append(
+                {
+                    "context": context,
+                    "widths": name,
+                    "packed_us": packed["us"],
+                    "dense_us": dense[fastest],
+                    "dense": fastest,
+                    "speedup": dense[fastest] / packed["us"],
+                    "tb_per_s": packed["bytes"] / packed["us"] / 1e6,
+                    "floor_us": floor,
+                    "of_floor": floor / packed["us"],
+                    "relative_error": packed["relative_error"],
+                }
+            )
+            torch.cuda.empty_cache()
+    return rows
+
+
+def read_bandwidth() -> float:
+    """Return bytes a second that the current GPU reads: as measured on such a GPU, else what a sum reads."""
+    import torch
+
+    known = _READ_BANDWIDTH.get(torch.cuda.get_device_name())
+    if known:
+        return known
+    data = torch.ones(2**30, device="cuda")
+    return 1e6 * data.nbytes / _median_us([data.sum], 20)
+
+
+def time_dense(shape: Shape, repeats: int = 50) -> dict[str, float]:
+    """Return microseconds of each dense attention that supports the shape, by name."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    kv = (2, shape.batch, shape.num_heads_kv, shape.tokens, shape.head_dim)
+    sets = max(1, min(8, round(_ROTATED_BYTES / (2 * np.prod(kv)))))
+    data = [torch.randn(kv, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+    q = torch.randn(shape.batch, shape.num_heads_q, 1, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    grouped = shape.num_heads_q != shape.num_heads_kv
+    times = {}
+    for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+
+        def attend(kv: Any, name: str = name) -> None:
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                scaled_dot_product_attention(q, kv[0], kv[1], enable_gqa=grouped)
+
+        try:
+            times[name] = _median_us([partial(attend, kv) for kv in data], repeats)
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+    return times
+
+
+def time_packed(
+    shape: Shape,
+    ladder: Mapping[int, float],
+    repeats: int = 50,
+    warps: int = 0,
+    backend: Any = packed_cuda,
+) -> dict[str, Any]:
+    """Check and time one case.
+
+    Parameters
+    ----------
+    shape : Shape
+    ladder : mapping of int to float
+        One of `LADDERS`.
+    repeats : int
+        Replays that are timed.
+    warps : int
+        Warps of a block of the CUDA C++ kernel; 0: what the library takes.
+    backend : module
+        The launcher: `kvlab.ops.packed_cuda` or `kvlab.ops.packed_numba`.
+
+    Returns
+    -------
+    dict
+        ``us``; ``bytes`` of codes and steps; ``sets`` of pages rotated over; ``relative_error``.
+    """
+    import torch
+
+    pages = draw_pages(shape, ladder)
+    needed = sum(layout.positions * int((pages.rung == r).sum()) for r, layout in enumerate(pages.layouts))
+    sets = max(1, min(_MAX_SETS, round(_ROTATED_BYTES / needed)))
+    every = [pages] + [draw_pages(shape, ladder) for _ in range(sets - 1)]
+    group = shape.num_heads_q // shape.num_heads_kv
+    q = torch.randn(shape.batch, 1, shape.num_heads_q, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    out = torch.full_like(q, float("nan"))
+    lse = torch.empty(shape.batch, shape.num_heads_q, 1, device="cuda")
+    workspace = backend.make_workspace(q, shape.pairs, group, shape.head_dim)
+    options = {"warps": warps} if warps else {}
+
+    def attend(own: SimpleNamespace) -> None:
+        backend.attend(q, own, out, lse, workspace, scale=shape.head_dim**-0.5, **options)
+
+    attend(pages)
+    case, error, before = f"packed attention of {shape}, widths {dict(ladder)},", None, out.clone()
+    if shape.tokens <= _CHECKED_TOKENS:
+        error = relative_error(pages, q, out, 0)
+        check(error < 1e-2, f"{case} relative error {error},")
+    apart = attended_apart(pages, q, backend)
+    differences = (out - apart).float().norm(dim=-1) / apart.float().norm(dim=-1)
+    check(bool((differences < 1e-2).all()), f"{case} pairs attended together and alone,")
+    us = _median_us([partial(attend, own) for own in every], repeats)
+    attend(pages)
+    check(torch.equal(out, before), f"{case} after the timed calls,")
+    return {"us": us, "bytes": needed, "sets": sets, "relative_error": error}
+
+
+def _median_us(calls: Sequence[Callable[[], object]], repeats: int) -> float:
+    """Median time of one of `calls`, all of which one graph runs in turn, several times if they are few."""
+    import torch
+
+    for call in calls:
+        call()
+    calls = list(calls) * -(-_CALLS_OF_GRAPH // len(calls))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [first.elapsed_time(last) for first, last in itertools.pairwise(marks)]
+    return 1e3 * float(np.median(times)) / len(calls)

@@ -1,0 +1,128 @@
+"""The caches that the demo compares: mixed and uniform widths, controls at equal bytes, transformers' own.
+
+A control gets the bytes of a mixed cache and one thing less than it: scores without meaning, positions alone,
+equal widths, or no care for the first and the newest tokens. The quantised caches of transformers have no
+budget; they run with the options that serve them best and with their defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.errors import MissingExtraError, needs_extra
+from kvlab.lab.quality.measure import Case
+from kvlab.lab.quality.plan import CACHE_DTYPE
+
+with needs_extra("hf", "kvlab.lab.quality.cases"):
+    from transformers import PreTrainedConfig, QuantizedCache
+    from transformers.utils.import_utils import is_hqq_available, is_optimum_quanto_available
+
+    from kvlab.integrations.transformers import KVLabCache
+
+__all__ = ["BUDGETS", "controls", "hqq", "mixed", "quanto", "require", "uniform"]
+
+BUDGETS = (0.17, 0.2, 0.3, 0.5)
+"""Budgets of the mixed caches, as fractions of the float16 bytes."""
+Floats = NDArray[np.float32]
+
+
+def uniform(config: PreTrainedConfig, widths: Sequence[int] = (8, 4, 3, 2)) -> list[Case]:
+    """All tokens at one width, without a budget."""
+    return [
+        Case(f"uniform {width}", "uniform", _packed(config, bits=(width,), budget=None)) for width in widths
+    ]
+
+
+def mixed(config: PreTrainedConfig, length: int, budgets: Sequence[float] = BUDGETS) -> list[Case]:
+    """Mixed widths under budgets that are fractions of the float16 bytes of `length` tokens."""
+    return [
+        Case(f"mixed {budget:g}", "mixed", _packed(config, budget=budget, plan_length=length), budget)
+        for budget in budgets
+    ]
+
+
+def controls(config: PreTrainedConfig, length: int, budget: float) -> list[Case]:
+    """Caches with the bytes of a mixed one and something missing; each should come out worse."""
+    missing: dict[str, dict[str, Any]] = {
+        "random scores": {"importance": RandomScores()},
+        "recency only": {"importance": "recency"},
+        "equal widths": {"allocator": "uniform"},
+        "heavy hitters only": {"importance": summed_attention, "sink": 0},
+    }
+    return [
+        Case(
+            f"{name} {budget:g}",
+            "control",
+            _packed(config, budget=budget, plan_length=length, **options),
+            budget,
+        )
+        for name, options in missing.items()
+    ]
+
+
+def hqq(config: PreTrainedConfig) -> list[Case]:
+    """The quantised cache of transformers with hqq; its 3 bits do not run."""
+    return [
+        _quantized(config, f"hqq {bits}", backend="hqq", nbits=bits, axis_key=1, axis_value=1)
+        for bits in (8, 4, 2)
+    ]
+
+
+def quanto(config: PreTrainedConfig) -> list[Case]:
+    """The quantised cache of transformers with quanto: keys per channel, which is best, and defaults."""
+    return [
+        _quantized(config, f"quanto {bits}{name}", backend="quanto", nbits=bits, **options)
+        for bits in (4, 2)
+        for name, options in ((" channel", {"axis_key": -1}), ("", {}))
+    ]
+
+
+def _quantized(config: PreTrainedConfig, name: str, **options: Any) -> Case:
+    return Case(name, "transformers", lambda: QuantizedCache(config=config, **options))
+
+
+def require(library: str) -> None:
+    """Check that a library of the quantised caches of transformers is there.
+
+    Parameters
+    ----------
+    library : {"hqq", "quanto"}
+
+    Raises
+    ------
+    MissingExtraError
+        If it is not installed; the message says what to install.
+    """
+    found, name, requirement = {
+        "hqq": (is_hqq_available, "hqq", "hqq==0.2.8.post1"),
+        "quanto": (is_optimum_quanto_available, "optimum-quanto", "optimum-quanto==0.2.7 ninja"),
+    }[library]
+    if not found():
+        raise MissingExtraError(f"{name} is not installed: pip install {requirement}", name=name)
+
+
+def _packed(config: PreTrainedConfig, **options: Any) -> Callable[[], KVLabCache]:
+    return lambda: KVLabCache(config, dtype=CACHE_DTYPE, **options)
+
+
+class RandomScores:
+    """Scores of the usual sizes on the wrong tokens: each keeps what another token of its step got first."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(
+        self, previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
+    ) -> Floats:
+        return self._rng.permuted(observed, axis=-1) if previous is None else previous
+
+
+def summed_attention(
+    previous: Floats | None, observed: Floats, positions: NDArray[np.int64], seqlen: int
+) -> Floats:
+    """Attention summed over all collections, as in H2O (Zhang et al. 2023): old heavy hitters never fall."""
+    return observed if previous is None else previous + observed

@@ -1,0 +1,303 @@
+"""Results of a quality run for people: a table, Markdown, CSV, and a figure of quality against bytes.
+
+All of them come from the same rows, made by `summarise` from the scores of a run, so they cannot disagree.
+Scores recorded earlier (of caches whose libraries are not installed) join as rows that say so.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab.errors import needs_extra
+from kvlab.lab.quality.scores import FULL_PRECISION, Score, mean_and_error
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
+__all__ = [
+    "Row",
+    "draw",
+    "save_figure",
+    "summarise",
+    "to_csv",
+    "to_markdown",
+    "to_table",
+    "verdicts",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cache in a table.
+
+    Attributes
+    ----------
+    cache, kind, budget
+        As in `Score`.
+    mebibytes : float
+        Of the cache of one window at its end.
+    bits_per_element, tokens_per_second
+        As in `Score`.
+    perplexity, change : float
+        Of the text, and its relative change against full precision.
+    kl, kl_error, agreement : float
+        Mean divergence and its standard error; share of tokens with the same best prediction.
+    widths : str
+        Share of pages at each width.
+    windows : int
+    recorded : bool
+        Measured earlier, elsewhere; not in this run.
+    """
+
+    cache: str
+    kind: str
+    budget: float | None
+    mebibytes: float
+    bits_per_element: float
+    perplexity: float
+    change: float
+    kl: float
+    kl_error: float
+    agreement: float
+    tokens_per_second: float
+    widths: str
+    windows: int
+    recorded: bool = False
+
+
+def summarise(scores: Sequence[Score], *, recorded: bool = False) -> list[Row]:
+    """Make the rows of a table.
+
+    Parameters
+    ----------
+    scores : sequence of Score
+        All of the same windows, full precision among them.
+    recorded : bool
+        Whether they were measured earlier.
+    """
+    (full,) = (score for score in scores if score.kind == FULL_PRECISION)
+    exact = mean_and_error(full.nll)[0]
+    return [_row(score, exact, recorded) for score in scores]
+
+
+def _row(score: Score, exact: float, recorded: bool) -> Row:
+    nll = mean_and_error(score.nll)[0]
+    kl, error = mean_and_error(score.kl)
+    return Row(
+        cache=score.name,
+        kind=score.kind,
+        budget=score.budget,
+        mebibytes=score.nbytes / 2**20,
+        bits_per_element=score.bits_per_element,
+        perplexity=math.exp(nll),
+        change=math.expm1(nll - exact),
+        kl=kl,
+        kl_error=error,
+        agreement=mean_and_error(score.agreement)[0],
+        tokens_per_second=score.tokens_per_second,
+        widths=" ".join(f"{width}:{share:.0%}" for width, share in score.widths.items()),
+        windows=len(score.starts),
+        recorded=recorded,
+    )
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """Compare each mixed cache with the best others of at most its bytes, one line each.
+
+    A control is compared with the mixed cache of its budget only.
+    """
+    lines = []
+    for row in (row for row in rows if row.kind == "mixed"):
+        compared = []
+        for kind in ("uniform", "control", "transformers"):
+            fitting = [other for other in rows if other.kind == kind and _fits(other, row)]
+            if fitting:
+                best = min(fitting, key=lambda other: other.kl)
+                compared.append(f"{_times(row.kl, best.kl)} {_name(best)}")
+        if compared:
+            lines.append(f"{row.cache}: KL {_figures(row.kl)}, {', '.join(compared)}")
+    return lines
+
+
+def _fits(other: Row, row: Row) -> bool:
+    """Whether a cache takes at most the bytes of a mixed one; half a percent is a page, not a choice."""
+    same_budget = other.kind != "control" or other.budget == row.budget
+    return same_budget and other.mebibytes <= 1.005 * row.mebibytes
+
+
+def _times(kl: float, other: float) -> str:
+    low, high = sorted((max(kl, 1e-12), max(other, 1e-12)))
+    return f"{high / low:.{0 if high >= 10 * low else 1}f} times {'less' if kl <= other else 'MORE'} than"
+
+
+# ---- tables ------------------------------------------------------------------------------------------------
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "cache": lambda row: _name(row),
+    "budget": lambda row: "" if row.budget is None else f"{row.budget:g}",
+    "MiB": lambda row: f"{row.mebibytes:.2f}",
+    "bits": lambda row: f"{row.bits_per_element:.2f}",
+    "ppl": lambda row: "" if row.recorded else f"{row.perplexity:.2f}",
+    "change": lambda row: "" if row.kind == FULL_PRECISION else f"{row.change:+.2%}",
+    "KL": lambda row: "" if row.kind == FULL_PRECISION else _with_error(row.kl, row.kl_error),
+    "top-1": lambda row: "" if row.kind == FULL_PRECISION else f"{row.agreement:.1%}",
+    "tok/s": lambda row: "" if row.recorded else f"{row.tokens_per_second:.0f}",
+    "pages at each width": lambda row: row.widths,
+}
+_LEFT = ("cache", "pages at each width")
+_FIRST_TO_GO = ("pages at each width", "budget", "tok/s", "top-1")
+"""Columns that a narrow terminal has no room for."""
+WIDE = 120
+"""Columns of a terminal in which the whole table fits."""
+
+
+def _name(row: Row) -> str:
+    return row.cache + "*" * row.recorded
+
+
+def _figures(value: float) -> str:
+    """Two significant digits without an exponent."""
+    return f"{value:.{_decimals(value, 2)}f}"
+
+
+def _with_error(value: float, error: float) -> str:
+    decimals = max(_decimals(value, 2), _decimals(error, 1))
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}"
+
+
+def _decimals(value: float, digits: int) -> int:
+    """Decimals that show a number of significant digits."""
+    if not math.isfinite(value) or value == 0:
+        return 0
+    return max(digits - 1 - math.floor(math.log10(abs(value))), 0)
+
+
+def to_table(rows: Sequence[Row], title: str, width: int) -> Table:
+    """A table for a terminal of a width; a narrow one shows fewer columns."""
+    from rich import box
+    from rich.table import Table
+
+    texts = {header: [text(row) for row in rows] for header, text in _COLUMNS.items()}
+    needed = {header: max(map(len, [header, *column])) + 2 for header, column in texts.items()}
+    for header in _FIRST_TO_GO:
+        if sum(needed.values()) + 1 > width:
+            del texts[header], needed[header]
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for header in texts:
+        table.add_column(header, justify="left" if header in _LEFT else "right", no_wrap=True)
+    for before, row, *cells in zip([None, *rows], rows, *texts.values(), strict=False):
+        if before is not None and before.kind != row.kind:
+            table.add_section()
+        table.add_row(*cells)
+    return table
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """The same table in Markdown."""
+    rule = ["---" if header in _LEFT else "--:" for header in _COLUMNS]
+    cells = [[text(row) for text in _COLUMNS.values()] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in [list(_COLUMNS), rule, *cells])
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """All fields of all rows, unrounded."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    names = list(Row.__slots__)
+    writer.writerow(names)
+    writer.writerows([[getattr(row, name) for name in names] for row in rows])
+    return text.getvalue()
+
+
+# ---- figure ------------------------------------------------------------------------------------------------
+
+_STYLES: dict[str, dict[str, Any]] = {
+    "mixed": {"color": "#1b6ca8", "marker": "o", "linestyle": "-", "linewidth": 2, "zorder": 4},
+    "uniform": {"color": "#555555", "marker": "s", "linestyle": "--", "linewidth": 1.2, "zorder": 3},
+    "control": {"color": "#b0722d", "marker": "^", "linestyle": "", "zorder": 2},
+    "transformers": {"color": "#b03a48", "marker": "D", "linestyle": "", "zorder": 2},
+}
+_LABELS = {
+    "mixed": "kvlab, mixed widths under a budget",
+    "uniform": "kvlab, one width",
+    "control": "controls at the bytes of a mixed cache",
+    "transformers": "transformers QuantizedCache",
+}
+
+
+def draw(rows: Sequence[Row], title: str) -> Figure:
+    """Draw divergence from full precision (log scale) against bits per element.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    with needs_extra("lab", "the figure"):
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import NullFormatter
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for kind, style in _STYLES.items():
+        group = sorted((row for row in rows if row.kind == kind), key=lambda row: row.bits_per_element)
+        if not group:
+            continue
+        x = [row.bits_per_element for row in group]
+        floor = [max(row.kl, 1e-7) for row in group]
+        errors = [min(2 * row.kl_error, 0.9 * y) for row, y in zip(group, floor, strict=True)]
+        axes.errorbar(x, floor, yerr=errors, label=_LABELS[kind], markersize=6, capsize=2, **style)
+        for row, y in zip(group, floor, strict=True):
+            # hqq and quanto take the same bytes: their names stand on different sides.
+            above = kind in ("uniform", "transformers") and not row.cache.startswith("hqq")
+            axes.annotate(
+                _short(row),
+                (row.bits_per_element, y),
+                xytext=(7, 4) if above else (-7, -5),
+                textcoords="offset points",
+                ha="left" if above else "right",
+                va="bottom" if above else "top",
+                fontsize=8,
+                color=style["color"],
+            )
+    axes.set_yscale("log")
+    axes.set_xscale("log")
+    ticks = [2, 2.5, 3, 4, 5, 6, 8, 10]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    fp16 = max(16 * row.mebibytes / row.bits_per_element for row in rows)
+    axes.set_xlabel(f"bits per element of K and V, everything counted (float16: 16, {fp16:.1f} MiB a window)")
+    axes.set_ylabel(
+        "KL divergence from full precision\n(nats per token, ± 2 standard errors; lower is better)"
+    )
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(which="major", alpha=0.3)
+    axes.margins(x=0.12, y=0.1)
+    axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _short(row: Row) -> str:
+    """What stands beside a point: the name without the words that the legend has."""
+    name = row.cache.removeprefix("uniform ").removeprefix("mixed ")
+    return {"uniform": f"{name} bit", "mixed": f"budget {name}"}.get(row.kind, name) + "*" * row.recorded
+
+
+def save_figure(figure: Figure, stem: Path) -> list[Path]:
+    """Write a figure as PNG and SVG; return the paths."""
+    from matplotlib import rc_context
+
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    figure.savefig(paths[0], dpi=150)
+    with rc_context({"svg.hashsalt": "kvlab"}):  # this and no date: equal figures give equal files
+        figure.savefig(paths[1], metadata={"Date": None})
+    return paths

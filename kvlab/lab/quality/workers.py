@@ -1,0 +1,247 @@
+"""A comparison of caches on several processes, saved as it goes.
+
+Windows do not depend on each other, and much of a cache's work on a CPU is planning that one thread does
+alone. So each process reads its own windows through all caches, with its own copy of the model and its share
+of the threads: no process ever waits for another.
+
+This process counts and draws. What reads (reader.py, with torch and transformers, which take seconds to
+import) is imported by those that read.
+
+The scores of a batch of windows go into a journal (journal.py) when the batch is done, and a run that was
+interrupted goes on from there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvlab.device import memory_available
+from kvlab.lab.quality.journal import Journal
+from kvlab.lab.quality.plan import About, Plan, Reading, steps
+from kvlab.lab.quality.scores import Continuation, Score, join
+
+if TYPE_CHECKING:
+    from kvlab.lab.quality.reader import Reader
+
+__all__ = ["Outcome", "compare", "processes_for"]
+
+MOST_PROCESSES = 4
+PROCESS_BYTES = 5 << 29
+"""Memory that a process takes: the model, its caches, logits."""
+BESIDE = 0.25
+"""Budget of the cache whose continuation stands beside the one of full precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a comparison found.
+
+    Attributes
+    ----------
+    model, text : str
+        Names of the model and the text.
+    scores : list of Score
+        Full precision first.
+    prompt : str
+        End of the prompt of the continuations.
+    continuations : dict of str to Continuation
+        By name of the cache.
+    races : dict of str to (float, float)
+        Tokens a second on a GPU and on the CPU, by tokens that are read; empty for a run on the CPU.
+    seconds : float
+        From the start of the processes to the last result.
+    resumed : int
+        Parts (windows read through a group of caches) that came from the journal of an interrupted run.
+    """
+
+    model: str
+    text: str
+    scores: list[Score]
+    prompt: str
+    continuations: dict[str, Continuation]
+    races: dict[str, tuple[float, float]]
+    seconds: float
+    resumed: int
+
+
+def processes_for(plan: Plan) -> int:
+    """How many processes this machine has processors and memory for.
+
+    Examples
+    --------
+    >>> from kvlab.lab.quality.plan import Protocol
+    >>> processes_for(Plan("smollm2", Protocol(), windows=1, budgets=(0.2,)))
+    1
+    """
+    processors = len(os.sched_getaffinity(0))
+    return max(1, min(plan.windows, processors, MOST_PROCESSES, memory_available() // PROCESS_BYTES))
+
+
+def compare(
+    plan: Plan,
+    journal: Journal,
+    processes: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Read all windows through all caches, then continue a text with two of them.
+
+    Parameters
+    ----------
+    plan : Plan
+    journal : Journal
+        Where scores are saved as they come, and found after an interruption.
+    processes : int
+        1: everything happens in this process, with the threads as they are.
+    progress : callable
+        Called with the number of steps done and their total.
+
+    Returns
+    -------
+    Outcome
+        Parts stand in the order of their first windows, in whatever order they were read.
+
+    Raises
+    ------
+    RuntimeError
+        If a process died, as it does when memory runs out; what was finished is in the journal.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from tempfile import TemporaryDirectory
+    >>> from kvlab.lab.quality.plan import Protocol
+    >>> plan = Plan("tiny", Protocol(length=128, scored_from=64), windows=1, budgets=(0.5,))
+    >>> with TemporaryDirectory() as folder:
+    ...     outcome = compare(plan, Journal(Path(folder), plan.settings), processes=1)
+    >>> [score.name for score in outcome.scores][-2:], sorted(outcome.continuations)
+    (['uniform 2', 'mixed 0.5'], ['full precision', 'mixed 0.25'])
+    """
+    start = time.perf_counter()
+    done, total = 0, 1
+
+    def count(steps: int) -> None:
+        nonlocal done
+        done += steps
+        progress(min(done, total), total)
+
+    with _team(plan, processes, count) as run:
+        # One such job for each process, so that all of them load at the same time.
+        (_, about), *_ = run([("describe", None)] * processes)
+        parts = [part for part in journal.read() if about.has(part)]
+        saved = len(parts)
+        readings = _left(plan, about, parts, processes)
+        jobs: list[_Job] = [("read", reading) for reading in readings]
+        jobs += [("write", budget) for budget in (BESIDE, None)]  # the longer one first
+        total = sum(steps(len(windows), about.sizes[group], plan.protocol) for windows, group in readings)
+        total += 2 * plan.writing_steps
+        jobs += [("race", None)] if plan.device != "cpu" else []
+        prompt, continuations, races = "", dict[str, Continuation](), dict[str, tuple[float, float]]()
+        for method, result in run(jobs):
+            if method == "read":
+                journal.add(result)
+                parts.append(result)
+            elif method == "race":
+                races = result
+            else:
+                name, prompt, continuations[name] = result
+    return Outcome(
+        model=about.model,
+        text=about.text,
+        scores=_joined(about, parts),
+        prompt=prompt,
+        continuations=dict(sorted(continuations.items())),
+        races=races,
+        seconds=time.perf_counter() - start,
+        resumed=saved,
+    )
+
+
+def _left(plan: Plan, about: About, parts: list[list[Score]], processes: int) -> list[Reading]:
+    """What is not read yet, all groups of one window before the next window."""
+    found: list[Reading] = []
+    for group in range(len(about.groups)):
+        read = {start for part in parts if about.group_of(part) == group for start in part[0].starts}
+        left = [number for number, start in enumerate(about.starts) if start not in read]
+        rows = max(1, min(plan.protocol.rows, -(-len(left) // processes)))
+        found += [(tuple(left[first : first + rows]), group) for first in range(0, len(left), rows)]
+    return sorted(found)
+
+
+def _joined(about: About, parts: list[list[Score]]) -> list[Score]:
+    """Scores of all windows in their order; full precision, which every group has, stands once."""
+    parts = sorted(parts, key=lambda part: about.starts.index(part[0].starts[0]))
+    scores: list[Score] = []
+    for group in range(len(about.groups)):
+        joined = join([part for part in parts if about.group_of(part) == group])
+        scores += joined[bool(scores) :]
+    return scores
+
+
+# ---- processes ---------------------------------------------------------------------------------------------
+
+_Job = tuple[str, Any]
+"""A method of `Reader` and its argument."""
+_Run = Callable[[list[_Job]], Iterator[tuple[str, Any]]]
+"""Carries jobs out; yields the method and the result of each as it is done."""
+
+
+@contextmanager
+def _team(plan: Plan, processes: int, tick: Callable[[int], None]) -> Iterator[_Run]:
+    """Readers in `processes` processes, or one in this one; without them when the block ends."""
+    if processes == 1:
+        from kvlab.lab.quality.reader import Reader
+
+        reader = Reader(plan, tick)
+        yield lambda jobs: ((method, getattr(reader, method)(argument)) for method, argument in jobs)
+        return
+    context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
+    ticks = context.SimpleQueue()
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    pool = ProcessPoolExecutor(processes, context, _begin, (plan, threads, ticks))
+
+    def run(jobs: list[_Job]) -> Iterator[tuple[str, Any]]:
+        pending = {pool.submit(_carry_out, *job): job[0] for job in jobs}
+        while pending:
+            finished, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+            while not ticks.empty():
+                tick(ticks.get())
+            for future in finished:
+                yield pending.pop(future), future.result()
+
+    try:
+        yield run
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_reader: Reader | None = None
+"""The reader of a process that is one of several."""
+
+
+def _begin(plan: Plan, threads: int, ticks: Any) -> None:
+    global _reader
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one ends it
+    import numba
+    import torch
+
+    from kvlab.lab.quality.reader import Reader
+
+    torch.set_num_threads(threads)
+    numba.set_num_threads(threads)
+    _reader = Reader(plan, ticks.put)
+
+
+def _carry_out(method: str, argument: Any) -> Any:
+    return getattr(_reader, method)(argument)

@@ -1,0 +1,92 @@
+"""Which cases of a sweep one worker takes at a time: those that share a reading.
+
+Packed and unpacked pages of one allocation come from one reading, and cases of one context and ladder are
+read together, so that full precision is read once for all their budgets (kvlab.lab.ablation.reading). The
+more workers there are, the smaller are the groups: a group is the least that one of them does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvlab.lab.ablation.grid import CHUNK, AblationCase
+
+__all__ = ["in_groups", "seconds"]
+
+MOST_TOGETHER = 6
+"""Caches that are read together; each takes its memory."""
+READ_TOKENS_PER_S, SYNTHETIC_ELEMENTS_PER_S = 150, 3e6
+GPU_CHUNK_S, GPU_DENSE_CHUNK_S, GPU_ELEMENTS_PER_S = 0.037, 0.018, 1.5e7
+
+
+def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int = 1) -> list[list[int]]:
+    """Return numbers of cases in groups, the costliest first.
+
+    Parameters
+    ----------
+    cases : sequence of AblationCase
+        Of a sweep.
+    numbers : sequence of int
+        Those to be grouped.
+    least : int
+        Groups that there should be at least, so that as many workers have something to do.
+
+    Examples
+    --------
+    >>> from kvlab.lab.ablation.grid import make_grid
+    >>> cases = make_grid(AblationCase(0.2, "4,8", 512))
+    >>> groups = in_groups(cases, range(180))
+    >>> len(groups), groups[0], {cases[number].context_length for number in groups[0]}
+    (15, [144, 145, 146, 147, 148, 149, 150, 151, 152, 153, 154, 155], {8192})
+    >>> len(in_groups(cases, range(180), 32)), len(in_groups(cases, range(180), 1000))
+    (32, 90)
+    """
+    readings: dict[AblationCase, list[int]] = {}
+    for number in numbers:
+        readings.setdefault(replace(cases[number], use_packing=True), []).append(number)
+    pools: dict[AblationCase, list[AblationCase]] = {}
+    for case in readings:
+        # Synthetic data have no full precision to share.
+        pools.setdefault(case if case.model is None else replace(case, budget=1.0), []).append(case)
+    groups = [
+        pool[first : first + MOST_TOGETHER]
+        for pool in pools.values()
+        for first in range(0, len(pool), MOST_TOGETHER)
+    ]
+
+    def place(group: list[AblationCase]) -> tuple[float, int]:
+        return -seconds(group), readings[group[0]][0]
+
+    heap = [(place(group), group) for group in groups if len(group) > 1]
+    groups = [group for group in groups if len(group) == 1]
+    heapq.heapify(heap)
+    while heap and len(heap) + len(groups) < least:
+        _, large = heapq.heappop(heap)
+        for half in (large[: len(large) // 2], large[len(large) // 2 :]):
+            if len(half) == 1:
+                groups.append(half)
+            else:
+                heapq.heappush(heap, (place(half), half))
+    groups += [group for _, group in heap]
+    groups.sort(key=place)
+    return [[number for case in group for number in readings[case]] for group in groups]
+
+
+def seconds(group: Sequence[AblationCase]) -> float:
+    """About how long one process takes to fill the caches of cases that are read together.
+
+    Times are for two processors as the demo was measured on: a reading of SmolLM2 takes about 150 tokens a
+    second and cache, synthetic data 3 million elements of K a second. On a GPU the host decides: a chunk of
+    64 tokens takes it so long through a packed cache, however many windows are read at once.
+    """
+    like = group[0]
+    on_gpu = like.device == "cuda"
+    if like.model is None:
+        speed = GPU_ELEMENTS_PER_S if on_gpu else SYNTHETIC_ELEMENTS_PER_S
+        return len(group) * like.geometry.fp16_nbytes(like.context_length) / 4 / speed
+    if on_gpu:
+        chunks = -(-like.texts // like.texts_at_once) * like.context_length / CHUNK
+        return chunks * (GPU_DENSE_CHUNK_S + len(group) * GPU_CHUNK_S)
+    return (1 + len(group)) * like.context_length * like.texts / READ_TOKENS_PER_S

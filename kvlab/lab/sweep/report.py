@@ -1,0 +1,205 @@
+"""A sweep as files for people: Markdown, figures, and one HTML page that needs nothing but itself.
+
+The page holds its tables, its figures (as SVG) and the few lines of script that sort a table when a heading
+is clicked, so it opens from a disk, offline, on a telephone.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlab.lab.quality.report import save_figure
+from kvlab.lab.results import Row, write_atomically
+from kvlab.lab.sweep.expectations import expectations
+from kvlab.lab.sweep.figures import figures
+from kvlab.lab.sweep.views import View, views
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["all_views", "to_html", "to_markdown", "write_report"]
+
+_CAPTIONS = {
+    "quality": "Loss of quality against bytes.",
+    "packing": "Bytes that packing saves.",
+    "context": "Latency against context.",
+}
+_PERCENT = ("saved", "perplexity_change", "top1_agreement", "needle_retrieval")
+_STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:0 auto;padding:1rem;color:#222;background:#fff}
+h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}p.note{color:#555;font-size:.9rem;margin:.25rem 0}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
+th,td{padding:.25rem .6rem;text-align:right;white-space:nowrap;border-bottom:1px solid #ddd}
+th.text,td.text{text-align:left}th button{all:unset;cursor:pointer;font-weight:600}
+th button:focus-visible{outline:2px solid #1b6ca8}th[aria-sort=ascending] button::after{content:" \\25B2"}
+th[aria-sort=descending] button::after{content:" \\25BC"}
+figure{margin:1rem 0}figure svg{width:100%;height:auto}
+"""
+_SCRIPT = """
+for (const table of document.querySelectorAll("table")) {
+  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
+  heads.forEach((head, column) => head.firstElementChild.addEventListener("click", () => {
+    const down = head.getAttribute("aria-sort") === "ascending";
+    heads.forEach(other => other.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const value = row => row.cells[column].dataset.value ?? row.cells[column].textContent;
+    const compare = (a, b) => {
+      const x = value(a), y = value(b), m = parseFloat(x), n = parseFloat(y);
+      return isNaN(m) || isNaN(n) ? x.localeCompare(y) : m - n;
+    };
+    [...body.rows].sort((a, b) => down ? compare(b, a) : compare(a, b)).forEach(row => body.append(row));
+  }));
+}
+"""
+
+
+def all_views(
+    rows: Sequence[Row], change: float = 0.01, files: Sequence[Mapping[str, Any]] = ()
+) -> list[View]:
+    """The views of a sweep and what was expected of it."""
+    claims = View("Expected and measured", expectations(rows, files), "no claim passes without a measurement")
+    return [*views(rows, change), claims]
+
+
+def write_report(
+    rows: Sequence[Row], folder: Path, change: float = 0.01, files: Sequence[Mapping[str, Any]] = ()
+) -> list[Path]:
+    """Write report.md, report.html, and the figures as PNG and SVG into a folder.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        Of the summary.
+    folder : Path
+    change : float
+        Bound on the change of perplexity for the best configuration.
+    files : sequence of mapping
+        Contents of other result files, as for `kvlab.lab.sweep.expectations.expectations`.
+
+    Returns
+    -------
+    list of Path
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn, shown = figures(rows), all_views(rows, change, files)
+    paths = [folder / "report.md", folder / "report.html"]
+    write_atomically(paths[0], to_markdown(shown, list(drawn)))
+    write_atomically(paths[1], to_html(rows, shown, drawn))
+    return paths + [path for name, figure in drawn.items() for path in save_figure(figure, folder / name)]
+
+
+def to_markdown(shown: Sequence[View], drawn: Sequence[str] = ()) -> str:
+    """Views as Markdown tables, and links to the figures.
+
+    Examples
+    --------
+    >>> print(to_markdown([View("Bits", [{"bits": "2,4", "loss": 0.01234}], "a note")]))
+    ## Bits
+    <BLANKLINE>
+    | bits | loss |
+    | --- | --: |
+    | 2,4 | 0.0123 |
+    <BLANKLINE>
+    a note
+    <BLANKLINE>
+    """
+    parts = []
+    for view in shown:
+        lines = [list(view.rows[0]), ["---" if text else "--:" for text in _is_text(view)]]
+        lines += [[cell(name, value) for name, value in row.items()] for row in view.rows]
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        parts.append(f"## {view.title}\n\n{table}\n{view.note}\n")
+    parts += [f"![{_CAPTIONS[name]}]({name}.svg)\n" for name in drawn]
+    return "\n".join(parts)
+
+
+def to_html(rows: Sequence[Row], shown: Sequence[View], drawn: dict[str, Figure]) -> str:
+    """One page with everything in it."""
+    pictures = "".join(
+        f"<figure>{_svg(figure)}<figcaption>{_CAPTIONS[name]}</figcaption></figure>\n"
+        for name, figure in drawn.items()
+    )
+    everything = View("All cases", list(rows), "the summary as it stands in ablation_summary.csv")
+    tables = "".join(map(_table, [*shown, everything]))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,"><title>kvlab: ablation</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>Ablation of packed caches</h1>\n"
+        f"<p>{_source(rows)}</p>\n{pictures}{tables}<script>{_SCRIPT}</script></body></html>\n"
+    )
+
+
+def _source(rows: Sequence[Row]) -> str:
+    """Where the rows come from, in a sentence."""
+    counts = {
+        name: sum(str(row["status"]).startswith(name) for row in rows)
+        for name in ("ok", "infeasible", "failed")
+    }
+    where = sorted({str(row["gpu"] or row["device"]) for row in rows if row["backend"] is not None})
+    models = sorted({str(row["model"] or "synthetic keys and values") for row in rows})
+    commits = sorted({str(row["commit"])[:10] for row in rows if row["commit"] is not None})
+    parts = [", ".join(f"{count} {name}" for name, count in counts.items()), ", ".join(models)]
+    return escape("; ".join([*parts, ", ".join(where), f"commit {', '.join(commits)}"])) + "."
+
+
+def _table(view: View) -> str:
+    text = _is_text(view)
+    kinds = [' class="text"' if each else "" for each in text]
+    heads = "".join(
+        f'<th scope="col"{kind}><button>{escape(name.replace("_", " "))}</button></th>'
+        for name, kind in zip(view.rows[0], kinds, strict=True)
+    )
+    lines = []
+    for row in view.rows:
+        cells = []
+        for (name, value), kind in zip(row.items(), kinds, strict=True):
+            exact = f' data-value="{value}"' if isinstance(value, (int, float)) else ""
+            cells.append(f"<td{kind}{exact}>{escape(cell(name, value))}</td>")
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return (
+        f'<h2>{escape(view.title)}</h2><p class="note">{escape(view.note)}</p>\n<div class="scroll"><table>'
+        f"<thead><tr>{heads}</tr></thead><tbody>\n" + "\n".join(lines) + "\n</tbody></table></div>\n"
+    )
+
+
+def _is_text(view: View) -> list[bool]:
+    return [any(isinstance(row[name], str) for row in view.rows) for name in view.rows[0]]
+
+
+def cell(name: str, value: object) -> str:
+    """A value as people read it; the name of its column says which values are shares.
+
+    Examples
+    --------
+    >>> cell("saved", 0.251), cell("loss", 0.00123), cell("cases", 12), cell("loss", None)
+    ('25.1%', '0.00123', '12', '-')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1%}" if name in _PERCENT else f"{value:.3g}"
+    return str(value)
+
+
+def _svg(figure: Figure) -> str:
+    """A figure as an element of a page, of which the width is the page's."""
+    from matplotlib import rc_context
+
+    text = io.StringIO()
+    with rc_context({"svg.hashsalt": "kvlab"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    found = text.getvalue()
+    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", found[found.index("<svg") :], count=1).replace(
+        'height="', 'data-height="', 1
+    )

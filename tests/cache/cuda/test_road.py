@@ -1,0 +1,349 @@
+"""The host's side of a cache on a GPU, on kernels in NumPy: budgets, tables, lengths, rows, files.
+
+Against the CPU's own cache where both must agree, else against what the pages hold.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.cuda import (
+    calls,
+    changes,
+    collect,
+    layers,
+    long,
+    store,
+)
+from kvlab.cache.pages import encode_importance
+from kvlab.errors import BudgetError, OutOfMemory
+from kvlab.ops.packed import packed_attention
+from kvlab.ops.packed_cuda import kept_page_bytes
+from tests.cache.cuda.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
+from tests.cache.cuda.numpy_gpu import Kernels
+from tests.held import failures_of_cache, pages_of, positions
+
+
+@pytest.mark.parametrize(
+    ("bits", "budget"), [((2, 4, 8), 0.4), ((0, 4), 0.3), ((4, 16), 0.75), ((8,), None), ("0:8,1:2+8", 0.75)]
+)
+def test_growth_of_a_row(kernels: Kernels, bits: Any, budget: Any) -> None:
+    """Prefill, decode steps over several plans, chunks: nothing is lost and the budget holds."""
+    cache, rng, length = make(bits=bits, budget=budget), np.random.default_rng(0), 0
+    for steps in [200, *[1] * 18, 5, 16, 130, *[1] * 3, 250]:
+        step(cache, rng, steps)
+        length += steps
+        assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
+    if bits != (0, 4):
+        check_state(cache, [range(length)] * 2)
+    assert cache.seqlen == length
+    decode = [number for number, steps, _ in kernels.plans if steps == 0]
+    assert decode[:2] == [0, 1]  # one plan served both layers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allocator": "dp"},
+        {"allocator": "uniform", "importance": "recency"},
+        {"residual": 40, "budget": 0.7},
+        {"residual": 70, "bits": (0, 4), "importance": "key_norm", "budget": 0.7},
+        {"residual": 16, "bits": (4,), "budget": None},
+    ],
+)
+def test_what_the_cpu_plans(kernels: Kernels, options: dict[str, Any]) -> None:
+    """Other allocators and a residual window: nothing is lost, the budget holds, newest tokens are exact."""
+    cache, rng = make(**{"budget": 0.5, "bits": (2, 4, 8), **options}), np.random.default_rng(11)
+    for steps in [150, *[1] * 3, 16, 16, 16, 70, 5]:
+        step(cache, rng, steps)
+        assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
+    if cache.bits != (0, 4):
+        check_state(cache, [range(276)] * 2)
+    counts = {name: int(found.sum()) for name, found in cache.allocation().items()}
+    assert min(counts.values()) >= 0 < sum(counts.values())
+    if cache.allocator == "uniform":
+        assert sum(n > 0 for n in counts.values()) <= 2  # one width, and the open pages
+    residual = cache.residual
+    with cache._road.on_host(changes=False):
+        windows = [window for layer in cache.layers for window in layer.windows]
+        assert all(residual <= len(window) <= (residual + 53 if residual else 0) for window in windows)
+        assert all(window.position.tolist() == [*range(276)][276 - len(window) :] for window in windows)
+
+
+@pytest.mark.parametrize("allocator", ["greedy", "dp"])
+def test_importance_as_a_function(kernels: Kernels, allocator: str) -> None:
+    """The host calls it for new tokens and for all stored ones, and what it says lies in the pages."""
+    calls: list[tuple[bool, int, int]] = []
+
+    def by_place(previous: Any, observed: Any, positions: Any, seqlen: int) -> Any:
+        calls.append((previous is None, observed.size, seqlen))
+        assert observed.shape == positions.shape
+        return np.exp2(-(positions % 7.0) - (previous is None))
+
+    cache, rng = make(importance=by_place, allocator=allocator), np.random.default_rng(14)
+    valid = np.ones((2, 90), bool)
+    valid[1, :17] = False
+    step(cache, rng, 90, valid)
+    assert calls == [(True, HEADS * 90, 90), (True, HEADS * 73, 90)] * LAYERS
+    calls.clear()
+    for steps in (1, 3, 20):  # the second does not collect
+        step(cache, rng, steps)
+    new = [(True, HEADS * n, length) for n, length in ((1, 91), (3, 94), (20, 114)) for _ in range(4)]
+    assert [call for call in calls if call[0] and call[1]] == new
+    stored = [
+        (False, HEADS * n, length)
+        for length in (90, 94)
+        for _ in range(LAYERS)
+        for n in (length, length - 17)
+    ]
+    assert [call for call in calls if not call[0]] == stored
+    check_state(cache, [range(114), [*range(17, 114)]])
+    for pages in pages_of(cache):
+        for at in np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]):
+            place = tuple(at)
+            layout, count = pages.layouts[pages.rung[place]], int(pages.count[place])
+            pool, index = pages.pools[pages.rung[place]], pages.index[place]
+            position = layout.positions_in(pool)[index, :count].astype(int)
+            wanted = np.exp2(-(position % 7.0) - (position >= 94))
+            assert np.array_equal(layout.importance_in(pool)[index, :count], encode_importance(wanted))
+    with pytest.raises(NotImplementedError, match="name a policy"):
+        cache.prepare()
+
+
+def test_a_window_crops_and_travels(kernels: Kernels, tmp_path: Any) -> None:
+    cache, rng = make(residual=40), np.random.default_rng(12)
+    for steps in (150, 5, 16):
+        step(cache, rng, steps)
+    cache.crop(12)
+    step(cache, rng, 1)
+    cache.reorder(np.array([1, 0]))
+    cache.repeat(2)
+    cache.select(np.array([0, 3]))
+    step(cache, rng, 2)
+    check_state(cache, [range(162)] * 2)
+    cache.save(tmp_path / "cache")
+    q = draw(rng, cache, 1)[0]
+    wanted = cache.attend(1, q)
+    for device in ("cuda", "cpu"):
+        again = MixedPrecisionCache.load(tmp_path / "cache", device=device)
+        assert again.seqlen == 162
+        assert np.abs(again.attend(1, q) - wanted).max() < 2e-3
+    with pytest.raises(NotImplementedError, match="say recent=8"):
+        make(residual=8, bits=(4, 16))
+
+
+@pytest.mark.parametrize("most", [0, 1 << 30])
+def test_rows_whose_attention_is_collected(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """All of the last 64 where their scores have room, else every fourth of them."""
+    monkeypatch.setattr(long, "MOST_SCORES", most)
+    cache, rng, seen = make(), np.random.default_rng(13), []
+    step(cache, rng, 80)
+    monkeypatch.setattr(
+        cache._gpu._device.collector, "score", lambda layer, scores, lse, *rest: seen.append((scores, lse))
+    )
+    q, k, v = draw(rng, cache, 90)
+    cache.step(0, q, k, v)
+    rows = slice(26, 90) if most else slice(29, 90, 4)
+    ((scores, lse),) = seen
+    n = len(range(90)[rows])
+    assert scores.shape[1:3] == (2, HEADS)
+    assert scores.shape[4:] == (kept_page_bytes(n * GROUP),)
+    assert lse.shape == (1, 2, HEADS * GROUP, n)
+    assert np.isfinite(lse).all()
+
+
+def test_nothing_stored_and_one_layer_ahead(kernels: Kernels) -> None:
+    cache, rng = make(), np.random.default_rng(1)
+    for _ in range(20):
+        q, k, v = draw(rng, cache, 1)
+        cache.step(0, q, k, v)
+    for _ in range(20):
+        q, k, v = draw(rng, cache, 1)
+        cache.step(1, q, k, v)
+    step(cache, rng, 2)
+    check_state(cache, [range(22)] * 2)
+
+
+def test_chunks_longer_than_the_time_between_plans_and_no_steps(kernels: Kernels) -> None:
+    cache, rng = make(realloc_every=2), np.random.default_rng(9)
+    for steps in (16, 0, 16, 1, 13):
+        q, k, v = draw(rng, cache, steps)
+        assert [cache.step(layer, q, k, v).shape for layer in range(LAYERS)] == [q.shape] * LAYERS
+    cache.append(0, *draw(rng, cache, 0)[1:])
+    check_state(cache, [range(46)] * 2)
+    assert cache.attend(1, draw(rng, cache, 0)[0]).shape == (2, 0, HEADS * GROUP, DIM)
+
+
+def test_padding(kernels: Kernels) -> None:
+    cache, rng = make(), np.random.default_rng(2)
+    valid = np.ones((2, 100), bool)
+    valid[0, :37] = False
+    step(cache, rng, 100, valid)
+    step(cache, rng, 2, np.array([[True, False], [True, True]]))
+    step(cache, rng, 1)
+    check_state(cache, [[*range(37, 101), 102], range(103)])
+
+
+def test_a_prompt_that_needs_several_plans(kernels: Kernels) -> None:
+    """Where old and new pages do not fit side by side, plans demote first and admit then."""
+    cache, rng = make(budget=480_000, bits=(2, 8), plan_length=64), np.random.default_rng(3)
+    for _ in range(3):
+        step(cache, rng, 300)
+    check_state(cache, [range(900)] * 2)
+    assert cache.allocation()["2"].sum() > 0
+
+
+def test_the_word_that_tokens_are_in_is_waited_for_once(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the last layer, or before anything is done with a layer whose tokens may not be in."""
+    words: list[int] = []
+    read = changes.to_host
+    monkeypatch.setattr(changes, "to_host", lambda x: (words.append(x.ndim), read(x))[1])
+    cache, rng = make(budget=480_000, bits=(2, 8), plan_length=64), np.random.default_rng(3)
+    q, k, v = draw(rng, cache, 300)
+    for _ in range(2):
+        for layer in range(LAYERS):
+            cache.step(layer, q, k, v)
+    assert words == [2, 2]
+    kernels.most_births = [3]
+    cache.step(0, q, k, v)
+    assert words == [2, 2]
+    assert kernels.plans[-1] == (0, 300, 8)
+    assert cache._gpu._device.unsettled
+    cache.attend(0, q)
+    assert kernels.plans[-1] == (0, 300, 0)
+    assert not cache._gpu._device.unsettled
+    cache.step(1, *draw(rng, cache, 1))
+    cache.step(1, *draw(rng, cache, 299))
+    check_state(cache, [range(900)] * 2)
+
+
+def test_refusal_changes_nothing(kernels: Kernels) -> None:
+    cache, rng = make(budget=600_000, bits=(4, 8)), np.random.default_rng(4)
+    step(cache, rng, 200)
+    before = pages_of(cache)
+    with pytest.raises(BudgetError, match=r"longest length that fits is [1-9]"):
+        cache.step(0, *draw(rng, cache, 4000))
+    for old, new in zip(before, pages_of(cache), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
+    assert cache.seqlen == 200
+
+
+def test_lack_of_memory_changes_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvlab.cache.cuda import store
+
+    cache, rng = make(plan_length=256), np.random.default_rng(5)
+    step(cache, rng, 100)
+    before = pages_of(cache)
+
+    def fail(*args: Any) -> Any:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "empty", fail)
+        with pytest.raises(OutOfMemory, match="no memory"):
+            cache.step(0, *draw(rng, cache, 500))
+    assert cache.seqlen == 100
+    for old, new in zip(before, pages_of(cache), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
+    step(cache, rng, 500)
+    check_state(cache, [range(600)] * 2)
+
+
+def test_append_and_attend(kernels: Kernels) -> None:
+    cache, rng = make(), np.random.default_rng(6)
+    for steps in (150, 3, 1):
+        for layer in range(LAYERS):
+            cache.append(layer, *draw(rng, cache, steps)[1:])
+    check_state(cache, [range(154)] * 2)
+    q = draw(rng, cache, 2)[0]
+    for layer, pages in enumerate(pages_of(cache)):
+        wanted = packed_attention(q.astype(np.float32), pages).out
+        assert np.abs(cache.attend(layer, q) - wanted).max() < 2e-3
+
+
+def test_a_copy_goes_its_own_way(kernels: Kernels) -> None:
+    """`copy.deepcopy`, as for a prompt that several continuations share."""
+    cache, rng = make(), np.random.default_rng(9)
+    step(cache, rng, 150)
+    copy = deepcopy(cache)
+    new, old = draw(rng, cache, 1), pages_of(cache)
+    wanted = [cache.step(layer, *new) for layer in range(LAYERS)]
+    cache.reset()
+    for one, other in zip(pages_of(copy), old, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one.pools, other.pools, strict=True))
+    assert np.abs(np.array([copy.step(layer, *new) for layer in range(LAYERS)]) - wanted).max() < 2e-3
+    check_state(copy, [range(151)] * 2)
+    step(copy, rng, 20)
+
+
+def test_rows_lengths_and_files(kernels: Kernels, tmp_path: Any) -> None:
+    cache, rng = make(), np.random.default_rng(7)
+    step(cache, rng, 150)
+    step(cache, rng, 5)
+    cache.crop(12)
+    step(cache, rng, 1)
+    check_state(cache, [range(144)] * 2)
+    cache.reorder(np.array([1, 1]))
+    pages = pages_of(cache)[0]
+    assert positions(pages, 0, 0) == positions(pages, 1, 0) == list(range(144))
+    cache.repeat(2)
+    step(cache, rng, 2)
+    cache.select(np.array([0, 3, 1]))
+    step(cache, rng, 1)
+    check_state(cache, [range(147)] * 3)
+    cache.save(tmp_path / "cache")
+    q = draw(rng, cache, 1)[0]
+    wanted = cache.attend(1, q)
+    cache.reset()
+    assert cache.seqlen == cache.nbytes - sum(layer.nbytes() for layer in cache.layers) == 0
+    step(cache, rng, 100)
+    check_state(cache, [range(100)] * 3)
+    for device in ("cuda", "cpu"):
+        again = MixedPrecisionCache.load(tmp_path / "cache", device=device)
+        assert again.seqlen == 147
+        assert np.abs(again.attend(1, q) - wanted).max() < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda q, k, v: (q.astype(np.float32), k, v), TypeError, "q has dtype float32"),
+        (lambda q, k, v: (q, k[:, :1], v), ValueError, "k has 1 steps, but q has 2"),
+        (lambda q, k, v: (q, k, v[:, :, :1]), ValueError, "v"),
+        (lambda q, k, v: (q, k, v[..., ::-1]), ValueError, "v must be contiguous"),
+    ],
+)
+def test_bad_arguments(kernels: Kernels, change: Any, error: Any, text: str) -> None:
+    cache = make()
+    with pytest.raises(error, match=text):
+        cache.step(0, *change(*draw(np.random.default_rng(8), cache, 2)))
+    assert cache.seqlen == 0
+
+
+def test_lack_of_memory_at_any_allocation(kernels: Kernels) -> None:
+    """Steps, appends, growth and other rows: a failed allocation leaves the cache as it was."""
+    cache, rng = make(), np.random.default_rng(8)
+    step(cache, rng, 100)
+    new, many = draw(rng, cache, 1), draw(rng, cache, 90)
+    works = [
+        lambda: cache.step(0, *new),
+        lambda: cache.append(1, *new[1:]),
+        lambda: cache.step(0, *many),
+        lambda: cache.append(1, *many[1:]),
+        lambda: cache.attend(0, many[0]),
+        lambda: cache.repeat(2),
+    ]
+    modules = (layers, calls, collect, long, store)
+    found = failures_of_cache(cache, works, modules, MemoryError("no memory"))
+    assert found[0] > 0
+    assert min(found[2:]) > 0
+    assert (cache.batch, cache._gpu._device.lengths) == (4, [191, 191])

@@ -1,0 +1,132 @@
+"""What a plan takes at least, against the oracle of plans; budgets as small as a GPU cache promises."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlab.cache.cuda.changes import ladder_of
+from kvlab.cache.cuda.tight import guaranteed_nbytes, least_nbytes
+from kvlab.errors import BudgetError
+from kvlab.reference.cache_layer import NO_ROOM
+from tests.cache.cuda.numpy_gpu import Kernels
+from tests.cache.cuda.test_road import DIM, GROUP, HEADS, LAYERS, check_state, step
+from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer
+
+
+@given(
+    name=st.sampled_from(sorted(LADDERS)),
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 2),
+    lengths=st.lists(st.integers(0, 300), max_size=3),
+    new=st.integers(0, 200),
+    room=st.sampled_from([0, 1, 16]),
+    first=st.sampled_from([0, 65536 - 70]),
+    kind=st.sampled_from(["normal", "padded"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(deadline=None, max_examples=30)
+def test_least_bytes_are_where_plans_begin_to_fail(
+    name: str,
+    batch: int,
+    heads: int,
+    lengths: list[int],
+    new: int,
+    room: int,
+    first: int,
+    kind: str,
+    seed: int,
+) -> None:
+    rng, (ladder, evicts) = np.random.default_rng(seed), LADDERS[name]
+    layer = empty_layer(name, batch, heads, 80, 1 << 40, 600)
+    layer.seqlen = first
+    simulation = Simulation(layer, name, room=room)
+    for i, n in enumerate(lengths):
+        needed = guaranteed_nbytes(3 * sum(lengths), heads, ladder, 100) + 3 * heads * ladder.cost[-1]
+        layer.budget[:] = int(needed * rng.uniform(1, 2)) if i else 1 << 40
+        simulation.change(draw_tokens(rng, batch, heads, n, layer.seqlen, kind))
+    fresh = draw_tokens(rng, batch, heads, new, layer.seqlen, kind)
+    tables: dict[str, Any] = {
+        side: getattr(layer, side).reshape(batch, heads, -1) for side in ("rung", "count", "base")
+    }
+    tables["num_pages"] = layer.num_pages.reshape(batch, heads)
+    least = least_nbytes(
+        tables,
+        ladder,
+        evicts,
+        simulation.fixed,
+        length=layer.seqlen,
+        new=fresh.valid if new else None,
+        room=room,
+    )
+    poor = copy.deepcopy(simulation)
+    layer.budget[:] = least
+    assert simulation.change(fresh if new else None).status == 0
+    poor.layer.budget[:] = least
+    poor.layer.budget[0] -= 1
+    assert poor.change(fresh if new else None).status & NO_ROOM
+
+
+def tight_cache(length: int, bits: Any, short: int = 0) -> Any:
+    """A cache whose budget is what a GPU promises to hold `length` tokens in, or `short` bytes less."""
+    from kvlab import MixedPrecisionCache
+
+    shape = (LAYERS, HEADS * GROUP, HEADS, DIM)
+    options: dict[str, Any] = {"batch": 2, "bits": bits, "device": "cuda", "recent": 20}
+    store = MixedPrecisionCache(*shape, **options).layers[0].store
+    share = guaranteed_nbytes(length, HEADS, ladder_of(store), store.fixed_nbytes)
+    return MixedPrecisionCache(*shape, budget=share * LAYERS * 2 - short, max_seqlen=length, **options)
+
+
+@pytest.mark.parametrize(
+    ("bits", "splits"),
+    [
+        ((2, 4, 8), [64, 128, 64, 44]),
+        ((2, 4, 8), [7, 16, 100, 9, 16, 16, 16, 120]),
+        ((2, 16), [190, *[1] * 20, 90]),
+        ((8,), [200, *[1] * 3, 97]),
+    ],
+)
+def test_the_promised_budget_suffices_however_tokens_come(
+    kernels: Kernels, bits: Any, splits: list[int]
+) -> None:
+    cache, rng = tight_cache(300, bits), np.random.default_rng(0)
+    for steps in splits:
+        step(cache, rng, steps)
+        assert cache.nbytes <= cache.budget_nbytes
+    check_state(cache, [range(300)] * 2)
+    with pytest.raises(BudgetError, match=r"longest length that fits is 3\d\d"):
+        step(cache, rng, 200)
+    check_state(cache, [range(300)] * 2)
+
+
+def test_padding_and_layers_apart(kernels: Kernels) -> None:
+    """Rows that hold less than others, and a layer that runs ahead while bytes are few."""
+    cache, rng = tight_cache(300, (2, 4, 8)), np.random.default_rng(1)
+    valid = np.ones((2, 230), bool)
+    valid[0, :50] = False
+    step(cache, rng, 230, valid)
+    for _ in range(20):
+        step(cache, rng, 1)
+    check_state(cache, [range(50, 250), range(250)])
+
+
+def test_one_byte_less_is_refused(kernels: Kernels) -> None:
+    with pytest.raises(BudgetError, match="longest length that fits"):
+        tight_cache(300, (2, 4, 8), short=1)
+
+
+def test_a_cache_that_was_cropped_goes_on(kernels: Kernels) -> None:
+    """Pages that the CPU has left partly filled are closed up where bytes are few."""
+    cache, rng = tight_cache(300, (2, 4, 8)), np.random.default_rng(2)
+    for steps in (100, 137, 33):
+        step(cache, rng, steps)
+    cache.crop(25)
+    for steps in (1, 3, 51):
+        step(cache, rng, steps)
+    check_state(cache, [range(300)] * 2)
