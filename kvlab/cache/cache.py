@@ -153,7 +153,7 @@ class MixedPrecisionCache(CacheOptions):
 
     @property
     def reserved_nbytes(self) -> int:
-        """Bytes of the pools and tables that hold them; on a GPU all device memory of the cache."""
+        """Bytes of pools and tables that hold them; on a GPU, from the first step on, all device memory."""
         return self._road.reserved_nbytes()
 
     @property

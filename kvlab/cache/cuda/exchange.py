@@ -110,8 +110,8 @@ def _place(
     free = list(host["free_slabs"][: host["num_free"][0]])
     slab_units = device.slab[number] // UNIT
     index = np.zeros(live.shape, np.uint32)
-    pair, entry = np.nonzero(live.reshape(-1, width))
-    owners = (pair * entries + entry).astype(np.int32)
+    row, head, entry = np.nonzero(live)
+    owners = ((row * live.shape[1] + head) * entries + entry).astype(np.int32)
     for r, layout in enumerate(store.layouts):
         mine = live & (store.rung[:, :, :width] == r)
         count = int(mine.sum())

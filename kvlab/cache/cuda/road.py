@@ -84,8 +84,10 @@ class GpuRoad:
         return sum(self._device.store.nbytes(layer, used[layer]) for layer in range(len(used)))
 
     def reserved_nbytes(self) -> int:
-        """Bytes of device memory."""
-        return 0 if self._device is None else self._device.reserved_nbytes
+        """Bytes of device memory; of host memory as long as a cache, new or loaded, has not met its GPU."""
+        if self._device is None:
+            return sum(layer.reserved_nbytes() for layer in self._layers)
+        return self._device.reserved_nbytes
 
     def tokens(self) -> int:
         """Tokens held, over layers, rows and heads; waits for the device."""

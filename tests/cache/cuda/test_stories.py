@@ -1,0 +1,47 @@
+"""Random stories of a cache on kernels in NumPy: what the host decides around them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+
+from kvlab.ops.packed import packed_attention
+from tests.cache.cuda.cases import LAYERS, draw, make, step
+from tests.cache.cuda.numpy_gpu import install
+from tests.held import pages_of
+from tests.stories import CacheStory
+
+
+class Story(CacheStory):
+    step_all = staticmethod(step)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        install(self.patch)
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    def make(self, **options: Any) -> Any:
+        return make(**options | {"dtype": "float16"})
+
+    def append_all(self, cache: Any, rng: np.random.Generator, n: int) -> None:
+        _, k, v = draw(rng, cache, n)
+        for layer in range(LAYERS):
+            cache.append(layer, k, v)
+
+    def attend_checked(self, cache: Any, rng: np.random.Generator) -> None:
+        q = draw(rng, cache, 2)[0]
+        for layer, pages in enumerate(pages_of(cache)):
+            wanted = packed_attention(q.astype(np.float32), pages).out
+            assert np.abs(cache.attend(layer, q) - wanted).max() < 4e-3
+
+
+TestStories = Story.TestCase
+TestStories.settings = settings(
+    max_examples=15, stateful_step_count=12, deadline=None, phases=[Phase.generate]
+)

@@ -1,0 +1,39 @@
+"""Random stories of a cache on a GPU: every operation in any order, each step against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import Phase, settings
+
+from kvlab.reference import packed as reference
+from tests.compare import assert_accurate
+from tests.gpu.packed_cases import low_precision, to_numpy, to_torch
+from tests.gpu.test_cache import LAYERS, draw, make, step
+from tests.held import pages_of
+from tests.stories import CacheStory
+
+
+class Story(CacheStory):
+    step_all = staticmethod(step)
+
+    def make(self, **options: Any) -> Any:
+        return make(int(self.rng.choice([64, 80, 96, 128, 256])), **options)
+
+    def append_all(self, cache: Any, rng: np.random.Generator, n: int) -> None:
+        _, k, v = draw(rng, cache, n)
+        for layer in range(LAYERS):
+            cache.append(layer, to_torch(k), to_torch(v))
+
+    def attend_checked(self, cache: Any, rng: np.random.Generator) -> None:
+        q = draw(rng, cache, int(rng.integers(1, 5)))[0]
+        for layer, pages in enumerate(pages_of(cache)):
+            out = to_numpy(cache.attend(layer, to_torch(q)))
+            assert_accurate(out, reference.packed_attention(q, pages)[0], low_precision(q, pages)[0])
+
+
+TestStories = Story.TestCase
+TestStories.settings = settings(
+    max_examples=40, stateful_step_count=15, deadline=None, phases=[Phase.generate]
+)

@@ -1,0 +1,68 @@
+"""Packed attention on a GPU: shapes that hypothesis chooses, few specialisations of the kernel.
+
+What goes wrong with a shape, such as a division of pages among blocks that leaves a head out, goes wrong for
+all widths; so widths are few and sizes many.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.gpu import packed_cases
+from tests.gpu.packed_cases import MIXED, check, draw_pages, draw_queries
+from tests.strategies import SEEDS
+
+backend = packed_cases.each_backend
+
+KINDS = st.sampled_from([("float16", 64, ((2, 2), (8, 8))), ("bfloat16", 128, MIXED)])
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> np.ndarray:
+    """Numbers of pages (batch, KV heads): all equal, nearly so, random, or one sequence far longer."""
+    shape = draw(st.integers(1, 4)), draw(st.integers(1, 10))
+    rng = np.random.default_rng(draw(SEEDS))
+    most = draw(st.sampled_from([1, 3, 12, 25]))
+    kind = draw(st.sampled_from(["equal", "near", "any", "one long"]))
+    if kind == "equal":
+        return np.full(shape, most)
+    if kind == "near":
+        return most + rng.integers(0, 2 + most // 10, shape)
+    lengths = rng.integers(0, most + 1, shape)
+    if kind == "one long":
+        lengths[rng.integers(shape[0]), rng.integers(shape[1])] = 12 * most
+    return lengths
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(
+    KINDS,
+    tables(),
+    st.integers(1, 16),
+    st.sampled_from([1, 1, 1, 2, 5, 16]),
+    st.sampled_from([0.0, 4.0]),
+    st.booleans(),
+    SEEDS,
+)
+def test_any_shape(
+    backend: Any,
+    kind: tuple[str, int, tuple[tuple[int, int], ...]],
+    lengths: np.ndarray,
+    group: int,
+    seqlen: int,
+    softcap: float,
+    full: bool,
+    seed: int,
+) -> None:
+    dtype, head_dim, rungs = kind
+    pages = draw_pages(seed, dtype, head_dim, rungs, lengths, full=full)
+    q = draw_queries(seed, dtype, len(lengths), seqlen, lengths.shape[1] * group, head_dim)
+    check(backend, q, pages, softcap=softcap, keep_scores=min(seqlen, seed % 3))

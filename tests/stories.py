@@ -1,0 +1,161 @@
+"""Random stories of a cache on a GPU: every operation in any order, on the cache and on lists of tokens.
+
+Who tells a story says how a cache is made, stepped and checked: on a GPU (tests/gpu/test_cache_stories.py),
+on kernels in NumPy (tests/cache/cuda/test_stories.py). A step is compared with attention over what the pages
+hold; after each operation budget and memory hold, and every row has its tokens, each once.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvlab.cache.cache import MixedPrecisionCache
+from tests.held import pages_of, positions
+
+LONGEST = 600
+LADDERS = {
+    (2, 4, 8): 0.6, (2, 3, 4, 8): 0.6, (8,): None, (4, 16): 1.2, ("k4v2", 8): 0.7, (2, 3, 4, 8, 16): 0.8,
+    (0, 4): 0.4, (0, 2, 8): 0.4,
+}  # fmt: skip
+"""Ladders, and of each a budget that takes some tokens down."""
+
+
+@st.composite
+def options_of_caches(draw: st.DrawFn) -> dict[str, Any]:
+    """Options of `MixedPrecisionCache` on a GPU that hold a story."""
+    bits = draw(st.sampled_from(list(LADDERS)))
+    options = {
+        "bits": bits,
+        "budget": LADDERS[bits],
+        "batch": draw(st.integers(1, 3)),
+        "importance": draw(st.sampled_from(["attention", "forecast", "recency", "key_norm", "uniform"])),
+        "plan_length": draw(st.sampled_from([256, 512])),
+        "recent": draw(st.sampled_from([0, 20, 128])),
+        "sink": draw(st.sampled_from([0, 4])),
+        "realloc_every": draw(st.sampled_from([1, 4, 16])),
+        "dtype": draw(st.sampled_from(["float16", "bfloat16"])),
+    }
+    if 0 not in bits and 16 not in bits:
+        options["allocator"] = draw(st.sampled_from(["greedy", "greedy", "dp", "uniform"]))
+        options["residual"] = draw(st.sampled_from([0, 0, 5, 70]))
+        if options["residual"] and options["budget"]:
+            options["budget"] += 0.9  # pages of 16 bits beside the others
+    return options
+
+
+class CacheStory(RuleBasedStateMachine):
+    """Subclasses have `make`, `step`, `attend` and `append`; each takes arrays in NumPy."""
+
+    make: Any
+    step_all: Any
+    attend_checked: Any
+    append_all: Any
+
+    @initialize(options=options_of_caches(), seed=st.integers(0, 2**31))
+    def start(self, options: dict[str, Any], seed: int) -> None:
+        self.options, self.rng = options, np.random.default_rng(seed)
+        self.cache = self.make(**options)
+        self.rows: list[list[int]] = [[] for _ in range(options["batch"])]
+        self.length = 0
+
+    def add(self, n: int, valid: np.ndarray) -> None:
+        for row, held in enumerate(self.rows):
+            held.extend(self.length + np.flatnonzero(valid[row]))
+        self.length += n
+
+    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 16, 17, 64, 130]), padded=st.booleans())
+    @precondition(lambda self: self.length < LONGEST)
+    def step(self, n: int, padded: bool) -> None:
+        valid = self.rng.random((len(self.rows), n)) < 0.7 if padded else np.ones((len(self.rows), n), bool)
+        self.step_all(self.cache, self.rng, n, valid if padded else None)
+        self.add(n, valid)
+
+    @rule(n=st.integers(2, 40))
+    @precondition(lambda self: 0 < self.length < LONGEST)
+    def decode(self, n: int) -> None:
+        for _ in range(n):
+            self.step_all(self.cache, self.rng, 1, None)
+            self.add(1, np.ones((len(self.rows), 1), bool))
+
+    @rule(n=st.sampled_from([1, 3, 70]))
+    @precondition(lambda self: self.length < LONGEST)
+    def append(self, n: int) -> None:
+        self.append_all(self.cache, self.rng, n)
+        self.add(n, np.ones((len(self.rows), n), bool))
+
+    @rule(data=st.data())
+    def crop(self, data: st.DataObject) -> None:
+        n = data.draw(st.integers(0, self.length))
+        self.cache.crop(n)
+        self.length -= n
+        self.rows = [[p for p in held if p < self.length] for held in self.rows]
+
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        row = st.integers(0, len(self.rows) - 1)
+        rows = data.draw(st.lists(row, min_size=len(self.rows), max_size=len(self.rows)))
+        self.cache.reorder(np.array(rows))
+        self.rows = [list(self.rows[row]) for row in rows]
+
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=3))
+        self.cache.select(np.array(rows))
+        self.rows = [list(self.rows[row]) for row in rows]
+
+    @rule()
+    @precondition(lambda self: len(self.rows) < 2)
+    def repeat(self) -> None:
+        self.cache.repeat(2)
+        self.rows = [list(held) for held in self.rows for _ in range(2)]
+
+    @rule()
+    @precondition(lambda self: self.length > 0)
+    def attend(self) -> None:
+        self.attend_checked(self.cache, self.rng)
+
+    @rule(by_the_cpu=st.booleans())
+    def save_and_load(self, by_the_cpu: bool) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cache"
+            self.cache.save(path)
+            if by_the_cpu:
+                MixedPrecisionCache.load(path).save(path)
+            self.cache = MixedPrecisionCache.load(path, device="cuda")
+        if self.length:
+            self.attend()  # what was loaded comes to the device
+
+    @rule()
+    @precondition(lambda self: self.length > 300)
+    def reset(self) -> None:
+        self.cache.reset()
+        self.rows, self.length = [[] for _ in self.rows], 0
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        cache = self.cache
+        assert (cache.seqlen, cache.batch) == (self.length, len(self.rows))
+        assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
+        assert cache.nbytes <= cache.reserved_nbytes
+        device = cache._gpu._device
+        if device is None:
+            return
+        for layer, pages in enumerate(pages_of(cache)):
+            assert not device.changes.trouble(layer)
+            pages.check_entries()
+            for row, held in enumerate(self.rows):
+                for head in range(pages.rung.shape[1]):
+                    found = positions(pages, row, head)
+                    if 0 in self.options["bits"]:
+                        assert len(set(found)) == len(found)
+                        assert set(found) <= set(held)
+                    else:
+                        assert found == held
