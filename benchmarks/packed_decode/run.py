@@ -25,6 +25,7 @@ SHAPES = {
     "gqa 1 x 32K": Shape(1, 32768), "mha 1 x 32K": Shape(1, 32768, 32, 32), "gqa 1 x 4K": Shape(1, 4096),
     "gqa 1 x 128K": Shape(1, 131072), "mha 1 x 128K": Shape(1, 131072, 32, 32),
     "gqa 8 x 32K": Shape(8, 32768), "mha 8 x 32K": Shape(8, 32768, 32, 32), "gqa 64 x 16K": Shape(64, 16384),
+    "gqa 64/8 1 x 32K": Shape(1, 32768, 64), "gqa 64/8 8 x 32K": Shape(8, 32768, 64),
     "gqa 1 x 32K d64": Shape(1, 32768, head_dim=64), "gqa 1 x 32K d80": Shape(1, 32768, head_dim=80),
 }  # fmt: skip
 

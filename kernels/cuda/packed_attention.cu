@@ -20,15 +20,17 @@
 // inverse. Partial results meet twice: those of warps in shared memory, those of CTAs in `partial`, where the
 // last one to arrive at a sequence adds all in a fixed order.
 //
-// Up to 4 query rows and widths below 16 are multiplied as 8-bit integers (SPLIT, packed_split.cuh); lane
-// columns are then the two bytes of row u. Else coded tiles are float16 whatever the cache is
-// (packed_codes.cuh). Its range is narrow, so q and p times the step of V each come with a power of 2 that
-// brings the largest near the top of it: for q from the rows of a sequence (packed_scores.cuh), for p from
-// the largest step met so far (packed_softmax.cuh).
+// Widths below 16 are multiplied as 8-bit integers (packed_split.cuh; SPLIT is 1 for up to 4 query rows, 2
+// for 8); columns of a lane are then the two bytes of a row. Where width 16 occurs, and at head_dim 80 and
+// 256, SPLIT is 0 and coded tiles are float16 whatever the cache is (packed_codes.cuh). Its range is narrow,
+// so q and p times the step of V each come with a power of 2 that brings the largest near the top of it: for
+// q from the rows of a sequence (packed_scores.cuh), for p from the largest step met so far
+// (packed_softmax.cuh).
 //
 // Memory: shared WARPS * stages * slot_bytes (ring) + WARPS * min(rows, 4) * (HEAD_DIM + 2) * 4 (merge);
-// registers at head_dim 128: 32 out, 16 q, 16 scores (half of each with SPLIT), 8 steps, and what is being
-// expanded.
+// registers at head_dim 128: 32 out, 16 q, 16 scores (half of each with SPLIT = 1), 8 steps, and what is
+// being expanded. With SPLIT = 2, and of float16 the part of q that its rounding takes off, q is read from
+// `rows`.
 //
 // Macros: HEAD_DIM; BF16; WIDTHS_K, WIDTHS_V: which widths occur, as a sum of 1 (2 bits), 2 (3 bits), 4 (4
 // bits), 8 (8 bits), 16 (16 bits); SPLIT; WARPS; SOFTCAP; WINDOW; KEEP_SCORES: bytes of a score that is kept,
@@ -44,7 +46,11 @@
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 SPLIT=1 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_90a,sm_120a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=1 SPLIT=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=2 registers<=255 arch=sm_100a,sm_120a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=1 SPLIT=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 SPLIT=2 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=0 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=80,256 BF16=0 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=1 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_90a
@@ -66,6 +72,7 @@ constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
 #include "packed_window.cuh"
 #if SPLIT
 #include "packed_split.cuh"
+#include "packed_split_query.cuh"
 #include "packed_split_scores.cuh"
 #include "packed_split_values.cuh"
 #else
@@ -168,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     __shared__ __align__(8) u64 barriers[WARPS * MAX_STAGES];
     __shared__ __align__(8) uint2 notes[WARPS * MAX_STAGES];  // see write_page
     __shared__ u32 indices[WINDOW ? WARPS * MAX_STAGES : 1];  // of the same, in its pool
-    __shared__ float rows[8 * ROW_FLOATS];
+    __shared__ __align__(8) float rows[8 * ROW_FLOATS];
     __shared__ int arrived;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u8* const ring = shared + warp * call.stages * call.slot_bytes;

@@ -151,12 +151,14 @@ def _plan(
     # sm_90. Raw pages take few instructions, and the ring is deeper with 8.
     raw = all(bits == _FLAG[16] for bits in widths)
     occurring = {bits for layout in layouts for bits in (layout.bits_k, layout.bits_v)}
-    split = rows <= _SPLIT_ROWS and occurring <= _SPLIT_WIDTHS and head_dim in _SPLIT_HEAD_DIMS
+    split = 0
+    if occurring <= _SPLIT_WIDTHS and head_dim in _SPLIT_HEAD_DIMS:
+        split = 1 if rows <= _SPLIT_ROWS else 2
     warps = warps or (12 if head_dim <= 128 and capability[0] == 9 and not raw and not windowed else 8)
     macros = {
         "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
         "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "KEEP_SCORES": kept,
-        "SPLIT": int(split),
+        "SPLIT": split,
     }  # fmt: skip
     kernel = load(build("packed_attention", macros, arch_of(*capability)), device=device)
     merge = 4 * warps * min(rows, _MERGE_ROWS) * (head_dim + 2)

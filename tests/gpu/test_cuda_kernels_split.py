@@ -1,6 +1,6 @@
-"""Packed attention with 8-bit integer products: up to 4 query rows, widths below 16 (packed_split.cuh).
+"""Packed attention by 8-bit integer products: widths below 16, up to 4 query rows and 8 (packed_split.cuh).
 
-`test_cuda_kernels.py` asks the same of all widths and of more rows, which are multiplied in float16.
+`test_cuda_kernels.py` asks the same where width 16 occurs as well, which is multiplied in float16.
 """
 
 from __future__ import annotations
@@ -28,42 +28,50 @@ from tests.gpu.packed_cases import (
 from tests.gpu.test_cuda_kernels_window import WINDOW_STARTS, spread, unread
 
 WIDTHS = ((2, 2), (3, 3), (4, 4), (8, 8))
+each_size = pytest.mark.parametrize("size", [1, 2])  # times up to 4 query rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_pages_of_all_widths(dtype: str, head_dim: int) -> None:
+@each_size
+def test_pages_of_all_widths(dtype: str, head_dim: int, size: int) -> None:
     pages = draw_pages(head_dim, dtype, head_dim, WIDTHS, np.array([[40, 7], [0, 200]]))
-    check(packed_cuda, draw_queries(7, dtype, 2, 1, 8, head_dim), pages)
+    check(packed_cuda, draw_queries(7, dtype, 2, 1, 8 * size, head_dim), pages)
 
 
-@pytest.mark.parametrize(("seqlen", "group"), [(1, 1), (2, 1), (3, 1), (2, 2), (1, 4), (1, 5)])
+@pytest.mark.parametrize(
+    ("seqlen", "group"),
+    [(1, 1), (2, 1), (3, 1), (2, 2), (1, 4), (1, 5), (3, 2), (1, 7), (8, 1), (2, 5), (1, 16), (16, 3)],
+)
 def test_rows(seqlen: int, group: int) -> None:
     pages = draw_pages(11, "bfloat16", 128, WIDTHS, np.array([[20, 9], [0, 33]]))
     check(packed_cuda, draw_queries(11, "bfloat16", 2, seqlen, 2 * group, 128), pages)
 
 
-def test_unequal_widths_of_keys_and_values() -> None:
+@each_size
+def test_unequal_widths_of_keys_and_values(size: int) -> None:
     pages = draw_pages(5, "float16", 128, ((2, 4), (4, 3), (8, 2), (3, 8), (8, 4)), np.array([[60, 30]]))
-    check(packed_cuda, draw_queries(5, "float16", 1, 1, 6, 128), pages)
+    check(packed_cuda, draw_queries(5, "float16", 1, 1, 6 * size, 128), pages)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [("float16", 1e-3), ("float16", 1e3), ("bfloat16", 1e-12), ("bfloat16", 1e12)]
+    ("dtype", "unit"), [("float16", 1e-3), ("float16", 1e3), ("bfloat16", 1e-12), ("bfloat16", 1e12)]
 )
-def test_queries_of_any_size(dtype: str, size: float) -> None:
+@each_size
+def test_queries_of_any_size(dtype: str, unit: float, size: int) -> None:
     """Also with one channel far above all others, and with rows of zeros."""
     pages = draw_pages(13, dtype, 128, WIDTHS, np.array([[20, 30]]), full=True)
-    q = draw_queries(13, dtype, 1, 1, 8, 128).astype(np.float64)
+    q = draw_queries(13, dtype, 1, 1, 8 * size, 128).astype(np.float64)
     q[:, :, 1::2] *= 1e-3
     q[:, :, 2, 17] = 40
     q[:, :, 6] = 0
-    check(packed_cuda, (q * size).astype(DTYPES[dtype]), pages, scale=0.1 / size)
+    check(packed_cuda, (q * unit).astype(DTYPES[dtype]), pages, scale=0.1 / unit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", ["rising", "falling", "random", "within"])
-def test_values_of_any_size(dtype: str, order: str) -> None:
+@each_size
+def test_values_of_any_size(dtype: str, order: str, size: int) -> None:
     """Steps of V from 0 to 1 or 300 in one sequence, page by page or in every page."""
     pages = draw_pages(14, dtype, 64, WIDTHS, np.array([[60, 90]]), full=True)
     rng, most = np.random.default_rng(14), 180 if dtype == "bfloat16" else 110
@@ -76,33 +84,35 @@ def test_values_of_any_size(dtype: str, order: str) -> None:
                 rng.integers(0, most, 64) if order == "within" else step + rng.integers(0, 8, 64) * (step > 0)
             )
             pages.pools[rung][index, layout.v_steps : layout.v_steps + 64] = own
-    check(packed_cuda, draw_queries(14, dtype, 1, 1, 4, 64), pages)
+    check(packed_cuda, draw_queries(14, dtype, 1, 1, 8 * size, 64), pages)
 
 
-def test_one_token_takes_all() -> None:
+@each_size
+def test_one_token_takes_all(size: int) -> None:
     """A key along the query, 10 binary orders above the others."""
     pages = draw_pages(15, "float16", 64, WIDTHS, np.array([[33]]), full=True)
     layout, index = pages.layouts[pages.rung[0, 0, 21]], pages.index[0, 0, 21]
     pages.pools[pages.rung[0, 0, 21]][index, layout.k_steps + 9] += 32  # 16 times as long
-    check(packed_cuda, draw_queries(15, "float16", 1, 1, 4, 64), pages)
+    check(packed_cuda, draw_queries(15, "float16", 1, 1, 4 * size, 64), pages)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_kept_scores(softcap: float) -> None:
+@each_size
+def test_kept_scores(softcap: float, size: int) -> None:
     pages = draw_pages(18, "bfloat16", 128, WIDTHS, np.array([[20, 9], [0, 33]]))
-    q = draw_queries(18, "bfloat16", 2, 2, 4, 128) * np.float32(3).astype(DTYPES["bfloat16"])
+    q = draw_queries(18, "bfloat16", 2, 2, 4 * size, 128) * np.float32(3).astype(DTYPES["bfloat16"])
     check(packed_cuda, q, pages, keep_scores=1, softcap=softcap)
     whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
     table = tuple(pages.rung.shape)
-    kept = torch.full((*table, packed_cuda.kept_page_bytes(4)), 77, dtype=torch.uint8, device="cuda")
+    kept = torch.full((*table, packed_cuda.kept_page_bytes(4 * size)), 77, dtype=torch.uint8, device="cuda")
     out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
-    workspace = packed_cuda.make_workspace(out, 4, 4, 128)
+    workspace = packed_cuda.make_workspace(out, 4, 4 * size, 128)
     options = {"scale": 128**-0.5, "softcap": softcap, "scores": kept}
     packed_cuda.attend(to_torch(q), on_device(pages), out, lse, workspace, **options)
     assert torch.equal(out, whole.out)
     used = np.arange(table[2]) < pages.num_pages[..., None]
     exact = whole.scores[torch.from_numpy(used).cuda()].double().cpu().numpy()
-    found = reference.scores_of_bytes(kept.cpu().numpy(), 4)[used]
+    found = reference.scores_of_bytes(kept.cpu().numpy(), 4 * size)[used]
     kept_ones = np.isfinite(found)
     assert kept_ones.sum() > 0.9 * np.isfinite(exact).sum()
     assert np.abs(found - exact)[kept_ones].max() <= 0.08 * np.log(2)
@@ -110,33 +120,36 @@ def test_kept_scores(softcap: float) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "keep_scores": 1}], ids=str)
-def test_a_window(options: dict[str, Any]) -> None:
+@each_size
+def test_a_window(options: dict[str, Any], size: int) -> None:
     pages = spread(draw_pages(22, "bfloat16", 128, WIDTHS, np.array([[40, 7], [0, 200]])), 22)
     first, left = np.array([100_000, 99_993], np.int32), 100_000 - WINDOW_STARTS
-    q = draw_queries(22, "bfloat16", 2, 2, 4, 128)
+    q = draw_queries(22, "bfloat16", 2, 2, 4 * size, 128)
     whole = {"window": (left, -1), "first_position": first, **options}
     check(packed_cuda, q, pages, unread(pages, first, left), **whole)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_a_query_that_is_no_number_shows(wrong: float) -> None:
+@each_size
+def test_a_query_that_is_no_number_shows(wrong: float, size: int) -> None:
     pages = draw_pages(2, "bfloat16", 128, WIDTHS, np.array([[9, 9]]), full=True)
-    q = draw_queries(2, "bfloat16", 1, 1, 8, 128)
+    q = draw_queries(2, "bfloat16", 1, 1, 8 * size, 128)
     expected, low = reference.packed_attention(q, pages)[0], low_precision(q, pages)[0]
     q[0, 0, 5, 77] = wrong
     out = to_numpy(attend(packed_cuda, q, pages).out)
     assert np.isnan(out[0, 0, 5].astype(np.float32)).all()
-    others = [0, 1, 2, 3, 4, 6, 7]
+    others = [i for i in range(8 * size) if i != 5]
     assert_accurate(out[:, :, others], expected[:, :, others], low[:, :, others])
 
 
-def test_the_same_bits_again_and_in_a_graph_that_follows_the_lengths() -> None:
+@each_size
+def test_the_same_bits_again_and_in_a_graph_that_follows_the_lengths(size: int) -> None:
     pages = draw_pages(6, "bfloat16", 128, WIDTHS, np.array([[300, 41]]))
-    q = draw_queries(6, "bfloat16", 1, 1, 8, 128)
+    q = draw_queries(6, "bfloat16", 1, 1, 8 * size, 128)
     first = to_numpy(attend(packed_cuda, q, pages).out)
     device, queries = on_device(pages), to_torch(q)
-    out, lse = torch.full_like(queries, float("nan")), torch.empty((1, 8, 1), device="cuda")
-    workspace = packed_cuda.make_workspace(queries, 2, 4, 128)
+    out, lse = torch.full_like(queries, float("nan")), torch.empty((1, 8 * size, 1), device="cuda")
+    workspace = packed_cuda.make_workspace(queries, 2, 4 * size, 128)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(2):

@@ -6,19 +6,22 @@ all widths; so widths are few and sizes many.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.gpu import packed_cases
+from kvlab.ops import packed_cuda, packed_numba
 from tests.gpu.packed_cases import MIXED, check, draw_pages, draw_queries
 from tests.strategies import SEEDS
 
-backend = packed_cases.each_backend
-
-KINDS = st.sampled_from([("float16", 64, ((2, 2), (8, 8))), ("bfloat16", 128, MIXED)])
+KINDS = st.sampled_from(
+    [
+        ("float16", 64, ((2, 2), (8, 8))),
+        ("float16", 64, MIXED),
+        ("bfloat16", 128, MIXED[:4]),
+        ("bfloat16", 128, MIXED),
+    ]
+)
 
 
 @st.composite
@@ -38,22 +41,13 @@ def tables(draw: st.DrawFn) -> np.ndarray:
     return lengths
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@given(
-    KINDS,
-    tables(),
-    st.integers(1, 16),
-    st.sampled_from([1, 1, 1, 2, 5, 16]),
-    st.sampled_from([0.0, 4.0]),
-    st.booleans(),
-    SEEDS,
-)
+BROAD = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+GROUPS, STEPS = st.integers(1, 16), st.sampled_from([1, 1, 1, 2, 5, 16])
+
+
+@settings(max_examples=40, **BROAD)
+@given(KINDS, tables(), GROUPS, STEPS, st.sampled_from([0.0, 4.0]), st.booleans(), SEEDS)
 def test_any_shape(
-    backend: Any,
     kind: tuple[str, int, tuple[tuple[int, int], ...]],
     lengths: np.ndarray,
     group: int,
@@ -65,4 +59,13 @@ def test_any_shape(
     dtype, head_dim, rungs = kind
     pages = draw_pages(seed, dtype, head_dim, rungs, lengths, full=full)
     q = draw_queries(seed, dtype, len(lengths), seqlen, lengths.shape[1] * group, head_dim)
-    check(backend, q, pages, softcap=softcap, keep_scores=min(seqlen, seed % 3))
+    check(packed_cuda, q, pages, softcap=softcap, keep_scores=min(seqlen, seed % 3))
+
+
+@settings(max_examples=15, **BROAD)
+@given(tables(), GROUPS, STEPS, SEEDS)
+def test_any_shape_in_numba(lengths: np.ndarray, group: int, seqlen: int, seed: int) -> None:
+    """Without the options, for each of which a kernel would be compiled."""
+    pages = draw_pages(seed, "float16", 64, ((2, 2), (8, 8)), lengths)
+    q = draw_queries(seed, "float16", len(lengths), seqlen, lengths.shape[1] * group, 64)
+    check(packed_numba, q, pages)

@@ -136,21 +136,26 @@ def change_frame(state: State, bits: int) -> None:
     state.bits = bits
 
 
-def attend(state: State, page: Page, q: Array) -> None:
+def attend(state: State, page: Page, q: Array, with_rest: bool) -> None:
     """One page against queries (ROWS, HEAD_DIM) that hold the scale and the logarithm to base 2."""
     bits, slots = page.bits, np.arange(64)
     used = slots < page.count
-    # Queries of float16 with one power of 2, and scores of raw codes.
+    # Queries of float16 with one power of 2, in two parts if the cache is of float16; scores of raw codes.
     exponent = int(np.float32(np.abs(q).max()).view(np.uint32)) >> 23
     e = max(min(141 - exponent, 100), -100)
     rounded = (q * F32(2.0**e)).astype(np.float16)
     assert np.isfinite(rounded).all()
+    rest = (q * F32(2.0**e) - rounded).astype(np.float16) * np.float16(with_rest)
     right = CHANNEL[0] % 16 >= 8
-    factors = np.where(right, rounded * np.float16(2.0 ** -RIGHT[bits]), rounded).astype(np.float64)
+    factors = sum(
+        np.where(right, part * np.float16(2.0 ** -RIGHT[bits]), part).astype(np.float64)
+        for part in (rounded, rest)
+    )
+    total = (rounded.astype(np.float64) + rest).sum(1)
     row_bit = np.where(slots % 2, ODD[bits], EVEN[bits])
     tile = subnormal(page.k, row_bit[:, None] + RIGHT[bits] * right)
     middle = -((1 << bits) - 1) * 0.5 / (1 << 24) * 2.0**row_bit
-    raw = (factors @ tile.T + rounded.astype(np.float64).sum(1)[:, None] * middle).astype(F32)
+    raw = (factors @ tile.T + total[:, None] * middle).astype(F32)
     factor = STEPS[page.k_steps] * (F32(2.0 ** (25 - e)) / F32(2) ** row_bit.astype(F32))
     s = raw * factor - state.reference[:, None]
     s[:, ~used] = -np.inf
@@ -221,8 +226,8 @@ def page_lists(draw: st.DrawFn) -> tuple[list[Page], Array]:
     return pages, (q * draw(st.sampled_from([0.1, 1.0, 5.0]))).astype(np.float16)
 
 
-def judge(pages: list[Page], q: Array, out: Array, lse: Array) -> float:
-    """Return the error over what rounding q and p to 11 bits can explain."""
+def judge(pages: list[Page], q: Array, out: Array, lse: Array, with_rest: bool = False) -> float:
+    """Return the error over what rounding p to 11 bits and q to 11, `with_rest` to 19, can explain."""
     scale = HEAD_DIM**-0.5
     k, v = (
         np.concatenate(
@@ -233,7 +238,9 @@ def judge(pages: list[Page], q: Array, out: Array, lse: Array) -> float:
     scores = q.astype(np.float64) @ k.T * scale
     weights = np.exp(scores - scores.max(1, keepdims=True))
     total = weights.sum(1, keepdims=True)
-    of_scores = 2.0**-11 * (np.abs(q.astype(np.float64)) @ np.abs(k).T * scale).max()
+    of_scores = (
+        2.0 ** (-19 if with_rest else -11) * (np.abs(q.astype(np.float64)) @ np.abs(k).T * scale).max()
+    )
     # The reference lies up to 20 below the maximum, so its sum with a logarithm has an ulp of that size.
     errors = [np.abs(lse - scores.max(1) - np.log(total[:, 0])) / (of_scores + 4e-6)]
     allowed = (2 * of_scores + 2.0**-10) * (weights @ np.abs(v) / total).max() + 1e-30
@@ -241,17 +248,18 @@ def judge(pages: list[Page], q: Array, out: Array, lse: Array) -> float:
     return float(np.max(errors))
 
 
-def attend_all(pages: list[Page], q: Array) -> tuple[Array, Array]:
+def attend_all(pages: list[Page], q: Array, with_rest: bool = False) -> tuple[Array, Array]:
     state = State()
     for page in pages:
-        attend(state, page, (q.astype(np.float64) * HEAD_DIM**-0.5 / np.log(2)).astype(F32))
+        attend(state, page, (q.astype(np.float64) * HEAD_DIM**-0.5 / np.log(2)).astype(F32), with_rest)
     return result(state)
 
 
-@given(page_lists())
-def test_results_are_as_close_as_promised(case: tuple[list[Page], Array]) -> None:
+@pytest.mark.parametrize("with_rest", [False, True])
+@given(case=page_lists())
+def test_results_are_as_close_as_promised(with_rest: bool, case: tuple[list[Page], Array]) -> None:
     """Whatever the widths, in whatever order, however large steps and queries."""
-    assert judge(*case, *attend_all(*case)) <= 1
+    assert judge(*case, *attend_all(*case, with_rest), with_rest) <= 1
 
 
 def ordinary_pages() -> tuple[list[Page], Array]:
@@ -273,6 +281,7 @@ def test_the_judge_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (np.zeros_like(out), out[:, ::-1], attend_all(pages[1:], q)[0]):
         assert judge(pages, q, wrong, lse) > 3
     assert judge(pages, q, out, lse + F32(0.05)) > 3
+    assert judge(pages, q, out, lse, with_rest=True) > 1
     right = unit_of
     for bits in (2, 3, 4, 8):
         monkeypatch.setattr(f"{__name__}.unit_of", lambda b, own=bits: right(b) * F32(1 + (b == own)))

@@ -8,15 +8,21 @@
 constexpr bool ONE_KEY_WIDTH = ((WIDTHS_K & CODED) & ((WIDTHS_K & CODED) - 1)) == 0;
 constexpr int RIGHT_OF_KEYS = (WIDTHS_K & CODED) == 1 ? Fields<2>::RIGHT : 0;
 
+// A float16 query is exact until it is rotated, so what rounding it then takes off must not stay off: the
+// rest is multiplied as well. To bfloat16 the rounding to float16 is nothing.
+constexpr bool WITH_REST = !BF16;
+
 struct Query {
     u32 rotated[TILES_D][2];  // B fragments of float16: the rows times 2^e
+    const uint2* rest;        // what these lack, [TILES_D][32 lanes] in shared memory
     float sum[2], bias[2];    // of rows 2u, 2u + 1: the sum of the above, the part of the mean key in a score
     float unit;               // 2^(25 - e)
 };
 
 // Takes the rows, each with its largest magnitude and its bias behind it. All are scaled by one power of 2,
 // which brings the largest near the top of float16. Rows beyond the last repeat it; their results go nowhere.
-__device__ __forceinline__ void load_query(const float* rows, int row_count, int lane, Query& query) {
+// All threads; afterwards the rest lies where the rows were.
+__device__ __forceinline__ void load_query(float* rows, int row_count, int lane, Query& query) {
     const int u = lane % 4;
     const float peak = rows[min(lane / 4, row_count - 1) * ROW_FLOATS + HEAD_DIM];
     const int exponent = __reduce_max_sync(ALL_LANES, __float_as_uint(peak < INFINITE ? peak : 0.f)) >>
@@ -26,14 +32,18 @@ __device__ __forceinline__ void load_query(const float* rows, int row_count, int
     const float2* x = (const float2*)(rows + min(lane / 4, row_count - 1) * ROW_FLOATS) + u;
     float sums[4] = {0.f, 0.f, 0.f, 0.f};
     const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
+    u32 rest[TILES_D][2];
 #pragma unroll
     for (int i = 0; i < TILES_D; ++i) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const float2 pair = x[8 * i + 4 * j];
             query.rotated[i][j] = pack_halves(pair.x * factor, pair.y * factor);
+            const float2 taken = __half22float2(*(const __half2*)&query.rotated[i][j]);
+            rest[i][j] = pack_halves(pair.x * factor - taken.x, pair.y * factor - taken.y);
         }
         mma_half(sums, ones, query.rotated[i][0], query.rotated[i][1]);
+        if (WITH_REST) mma_half(sums, ones, rest[i][0], rest[i][1]);
         if (ONE_KEY_WIDTH) query.rotated[i][1] = lowered<RIGHT_OF_KEYS>(query.rotated[i][1]);
     }
     query.unit = power_of_2_exactly(25 - e);
@@ -41,6 +51,14 @@ __device__ __forceinline__ void load_query(const float* rows, int row_count, int
     for (int j = 0; j < 2; ++j) {
         query.sum[j] = sums[j];
         query.bias[j] = rows[min(2 * u + j, row_count - 1) * ROW_FLOATS + HEAD_DIM + 1];
+    }
+    if (WITH_REST) {
+        __syncthreads();  // every warp has read the rows
+#pragma unroll
+        for (int i = 0; i < TILES_D; ++i)
+            if (i % WARPS == threadIdx.x / 32) ((uint2*)rows)[32 * i + lane] = {rest[i][0], rest[i][1]};
+        query.rest = (const uint2*)rows + lane;
+        __syncthreads();  // the rest is written
     }
 }
 
@@ -64,7 +82,12 @@ __device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, c
     for_each_tile<BITS, 0, 4 * TILES_D>(
         codes, lane, [](int i) { return PER_BLOCK ? i % 4 * PER_BLOCK + i / 4 : i; },
         [&](int tile, const u32(&a)[4]) {
-            mma_half(sums[tile / TILES_D], a, query.rotated[tile % TILES_D][0], right[tile % TILES_D]);
+            const int i = tile % TILES_D;
+            mma_half(sums[tile / TILES_D], a, query.rotated[i][0], right[i]);
+            if (WITH_REST) {
+                const uint2 rest = query.rest[32 * i];
+                mma_half(sums[tile / TILES_D], a, rest.x, lowered<Fields<BITS>::RIGHT>(rest.y));
+            }
         });
     const Steps step = load_steps(steps, lane / 4);
 #pragma unroll

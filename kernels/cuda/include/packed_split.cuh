@@ -1,9 +1,10 @@
-// Codes of packed pages as operands of integer products, for up to 4 query rows and widths below 16.
+// Codes of packed pages as operands of integer products, for widths below 16 and SPLIT times up to 4 query
+// rows.
 //
 // A code that is masked out of its word is a byte, so a register has four where float16 has two, and one
 // mma.m16n8k32 replaces two of m16n8k16. What codes are multiplied by has 16 bits of fixed point, in two
-// columns of the tile: 2h the upper byte, 2h + 1 the lower byte of row h. So a lane has both of row u in its
-// results, and half as many scores as with float16. Accumulators start at the bits of a float whose ulp is
+// columns of the tile: of product j of SPLIT, 2h the upper byte, 2h + 1 the lower byte of row SPLIT h + j. So
+// a lane has both of rows SPLIT u + j in its results. Accumulators start at the bits of a float whose ulp is
 // 1, so they are floats when they are read. Sums stay within its mantissa up to head_dim 128.
 //
 // k of an operand stands for columns of two tiles i and i + 1. At 2 bits, whose word holds both, bytes are

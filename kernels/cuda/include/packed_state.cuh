@@ -5,7 +5,7 @@
 #pragma once
 
 constexpr int TILES_D = HEAD_DIM / 16, ROW_FLOATS = HEAD_DIM + 2, MERGE_ROWS = 4;
-constexpr int LANE_ROWS = SPLIT ? 1 : 2;
+constexpr int LANE_ROWS = SPLIT == 1 ? 1 : 2;
 constexpr int HADAMARD_BLOCK = HEAD_DIM & -HEAD_DIM;
 constexpr float LOWEST = -1e30f;
 #define INFINITE __int_as_float(0x7f800000)
