@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvlab.cache.cache import MixedPrecisionCache
 from tests.held import pages_of, positions
 
-LONGEST = 600
+LONGEST, MOST_NEW, LAYERS = 600, 130, 2
 LADDERS = {
     (2, 4, 8): 0.6, (2, 3, 4, 8): 0.6, (8,): None, (4, 16): 1.2, ("k4v2", 8): 0.7, (2, 3, 4, 8, 16): 0.8,
     (0, 4): 0.4, (0, 2, 8): 0.4,
@@ -57,10 +57,17 @@ class CacheStory(RuleBasedStateMachine):
     attend_checked: Any
     append_all: Any
 
-    @initialize(options=options_of_caches(), seed=st.integers(0, 2**31))
-    def start(self, options: dict[str, Any], seed: int) -> None:
-        self.options, self.rng = options, np.random.default_rng(seed)
-        self.cache = self.make(**options)
+    @initialize(options=options_of_caches(), tight=st.booleans(), seed=st.integers(0, 2**31))
+    def start(self, options: dict[str, Any], tight: bool, seed: int) -> None:
+        """A `tight` cache has the fewest bytes that are promised to suffice for `max_seqlen`."""
+        self.options, self.tight, self.rng = options, tight, np.random.default_rng(seed)
+        head_dim = int(self.rng.choice([64, 80, 96, 128, 256]))
+        self.cache = self.make(head_dim, **options)
+        if tight:
+            longest = LONGEST + MOST_NEW
+            share = self.cache._limit.smallest_nbytes(longest)
+            budget = {"budget": share * LAYERS * options["batch"], "max_seqlen": longest}
+            self.cache = self.make(head_dim, **options | budget)
         self.rows: list[list[int]] = [[] for _ in range(options["batch"])]
         self.length = 0
 
@@ -69,7 +76,7 @@ class CacheStory(RuleBasedStateMachine):
             held.extend(self.length + np.flatnonzero(valid[row]))
         self.length += n
 
-    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 16, 17, 64, 130]), padded=st.booleans())
+    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 16, 17, 64, MOST_NEW]), padded=st.booleans())
     @precondition(lambda self: self.length < LONGEST)
     def step(self, n: int, padded: bool) -> None:
         valid = self.rng.random((len(self.rows), n)) < 0.7 if padded else np.ones((len(self.rows), n), bool)
@@ -104,13 +111,14 @@ class CacheStory(RuleBasedStateMachine):
         self.rows = [list(self.rows[row]) for row in rows]
 
     @rule(data=st.data())
+    @precondition(lambda self: not self.tight)
     def select(self, data: st.DataObject) -> None:
         rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=3))
         self.cache.select(np.array(rows))
         self.rows = [list(self.rows[row]) for row in rows]
 
     @rule()
-    @precondition(lambda self: len(self.rows) < 2)
+    @precondition(lambda self: len(self.rows) < 2 and not self.tight)
     def repeat(self) -> None:
         self.cache.repeat(2)
         self.rows = [list(held) for held in self.rows for _ in range(2)]

@@ -16,10 +16,7 @@ from tests.stories import CacheStory
 
 
 class Story(CacheStory):
-    step_all = staticmethod(step)
-
-    def make(self, **options: Any) -> Any:
-        return make(int(self.rng.choice([64, 80, 96, 128, 256])), **options)
+    make, step_all = staticmethod(make), staticmethod(step)
 
     def append_all(self, cache: Any, rng: np.random.Generator, n: int) -> None:
         _, k, v = draw(rng, cache, n)

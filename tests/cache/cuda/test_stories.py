@@ -26,7 +26,7 @@ class Story(CacheStory):
     def teardown(self) -> None:
         self.patch.undo()
 
-    def make(self, **options: Any) -> Any:
+    def make(self, head_dim: int, **options: Any) -> Any:
         return make(**options | {"dtype": "float16"})
 
     def append_all(self, cache: Any, rng: np.random.Generator, n: int) -> None:
