@@ -119,10 +119,10 @@ def _share(
     return share - pages + min(exact, cache.settings.residual) * state.windows[0].token_nbytes
 
 
-def consolidate(cache: DeviceState, steps: int, share: int, *, to_come: bool) -> None:
-    """Let the CPU put all tokens into as few pages as leave room for `steps` more."""
+def consolidate(cache: DeviceState, steps: int, share: int, *, to_come: bool, padded: bool = False) -> None:
+    """Let the CPU put all tokens into as few pages as leave room for `steps` more; see `reserve_nbytes`."""
     with borrowed(cache):
         for layer, length, ladder in zip(cache.layers, cache.lengths, cache.changes.ladders, strict=True):
-            reserve = reserve_nbytes(length, steps, to_come, layer.store.num_heads_kv, ladder)
+            reserve = reserve_nbytes(length, steps, to_come, layer.store.num_heads_kv, ladder, padded=padded)
             layer.carry_out(layer.shrink(np.arange(layer.store.batch), share - reserve))
     cache.changes.set_share(share)

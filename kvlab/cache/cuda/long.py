@@ -186,7 +186,7 @@ def _admit(
     if share is not None and changes.is_tight(layer, length + steps):
         use = np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
         if not changes.fits(layer, length, new=use):
-            host.consolidate(cache, steps, share, to_come=False)
+            host.consolidate(cache, steps, share, to_come=False, padded=valid is not None)
     arrays = (*new, codes) if valid is None else (*new, codes, valid)
     # No room for tokens to come: if long steps follow, open pages would have taken bytes from these tokens.
     last = layer == len(cache.layers) - 1

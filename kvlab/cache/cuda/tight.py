@@ -38,18 +38,21 @@ def guaranteed_nbytes(tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int
     return heads * (low * ladder.cost[0] + min(segments, 2) * ladder.cost[-1]) + fixed_nbytes
 
 
-def reserve_nbytes(length: int, steps: int, stored: bool, heads: int, ladder: Ladder) -> int:
+def reserve_nbytes(
+    length: int, steps: int, stored: bool, heads: int, ladder: Ladder, *, padded: bool = False
+) -> int:
     """Return the bytes that `steps` tokens behind `length` others take at least, whatever stands there.
 
-    `stored`: they are to come into open pages one by one; else they are stored at once.
+    `stored`: they are to come into open pages one by one; else they are stored at once. `padded`: any of them
+    may be padding, so whatever their number, a page may be filled in part.
     """
     first, last = length >> SEGMENT, max(length + steps - 1, 0) >> SEGMENT
     parts = [
         min(length + steps, (segment + 1) << SEGMENT) - max(length, segment << SEGMENT)
         for segment in range(first, last + 1)
     ]
-    low = 0 if stored else sum(n // PAGE for n in parts)
-    top = sum(n > 0 if stored else n % PAGE > 0 for n in parts)
+    low = 0 if stored else sum((n - (padded and n > 0)) // PAGE for n in parts)
+    top = sum(n > 0 if stored or padded else n % PAGE > 0 for n in parts)
     return heads * (low * ladder.cost[0] + top * ladder.cost[-1])
 
 

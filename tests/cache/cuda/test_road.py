@@ -285,6 +285,16 @@ def test_a_copy_goes_its_own_way(kernels: Kernels) -> None:
     step(copy, rng, 20)
 
 
+def test_rows_of_a_cache_that_was_emptied(kernels: Kernels) -> None:
+    cache, rng = make(), np.random.default_rng(12)
+    assert cache.nbytes <= cache.reserved_nbytes  # it has not met its GPU yet
+    step(cache, rng, 70)
+    cache.crop(70)
+    cache.repeat(2)
+    step(cache, rng, 70)
+    check_state(cache, [range(70)] * 4)
+
+
 def test_rows_lengths_and_files(kernels: Kernels, tmp_path: Any) -> None:
     cache, rng = make(), np.random.default_rng(7)
     step(cache, rng, 150)

@@ -105,6 +105,18 @@ def test_the_promised_budget_suffices_however_tokens_come(
     check_state(cache, [range(300)] * 2)
 
 
+@pytest.mark.parametrize("bits", [(0, 4), (2, 16)])
+def test_64_steps_of_which_some_are_padding_fill_no_page(kernels: Kernels, bits: Any) -> None:
+    """They take an open page at the top rung where 64 tokens would take none (0 bits) or a low one."""
+    cache, rng = tight_cache(300, bits), np.random.default_rng(3)
+    step(cache, rng, 1)
+    valid = np.arange(64) >= np.array([[0], [20]])
+    for _ in range(3):
+        step(cache, rng, 64, valid)
+        assert cache.nbytes <= cache.budget_nbytes
+    assert not any(cache._gpu._device.changes.trouble(layer) for layer in range(LAYERS))
+
+
 def test_padding_and_layers_apart(kernels: Kernels) -> None:
     """Rows that hold less than others, and a layer that runs ahead while bytes are few."""
     cache, rng = tight_cache(300, (2, 4, 8)), np.random.default_rng(1)
