@@ -206,8 +206,11 @@ class Growth(RuleBasedStateMachine):
                     for side in range(2):
                         want = np.array([known[p][side][head] for p in known])
                         got = np.array([found[p][side] for p in known])
-                        # Twice the mean error of the lowest rung, as tokens are re-encoded on their way down.
-                        assert ((got - want) ** 2).sum() <= 2 * worst * (want**2).sum() + 1e-6
+                        # Twice the mean error of the lowest rung, as tokens are re-encoded on their way down,
+                        # and 2 % of one token: the grid may cut the largest element of one in a few hundred.
+                        energy = (want**2).sum(1)
+                        allowed = 2 * worst * energy.sum() + 0.02 * energy.max() + 1e-6
+                        assert ((got - want) ** 2).sum() <= allowed
 
 
 TestGrowth = Growth.TestCase
