@@ -94,7 +94,7 @@ def expected(
 
 @group.command()
 def compare(
-    folder: Annotated[Path, typer.Argument(help="Folder of benchmark_<baseline>.csv files.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of benchmark_BASELINE.csv files.")],
     as_json: Json = False,
     output: Output = None,
 ) -> None:

@@ -48,6 +48,10 @@ def test_plan_run_status_collect(tmp_path: Path) -> None:
     assert [row["bits"] for row in rows] == ["2,4", "2,4", "4,8", "4,8"]
     assert [row["status"] for row in rows] == ["ok", "ok", "infeasible", "ok"]
     assert "nothing is left to do" in call("submit", folder)
+    for result in set(folder.rglob("*.json")) - set(folder.glob("manifest-*.json")):
+        result.unlink()
+    assert "stays as it is" in str(RUNNER.invoke(cli.app(), ["sweep", "collect", str(folder)]).exception)
+    assert len(list(csv.DictReader((folder / "ablation_summary.csv").open()))) == 4
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ NOTE = (
 NUM_LAYERS = 32
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
 BASELINES = {"fp16": None, "uniform_8bit": "8", "uniform_4bit": "4", "smartkv_mixed": "mixed, average 4"}
-"""Each baseline and its key in `benchmark_decode.WIDTHS`; None: dense."""
+"""Each baseline and its key in `kvlab.lab.benchmark.decode.WIDTHS`; None: dense."""
 COMPARISON = "benchmark_comparison.csv"
 _TOLERANCE = {"cpu": {"fp16": 5e-3, "packed": 1e-5}, "cuda": {"fp16": 1e-2, "packed": 1e-2}}
 

@@ -120,8 +120,12 @@ def write_summary(rows: list[Row], folder: Path) -> list[Path]:
     ------
     MissingExtraError
         If DuckDB is not installed.
+    FileExistsError
+        If there are no rows, and a summary that has some, as in a folder whose single results were removed.
     """
     paths = [folder / SUMMARY, (folder / SUMMARY).with_suffix(".parquet")]
+    if not rows and paths[0].exists() and len(paths[0].read_text().splitlines()) > 1:
+        raise FileExistsError(f"{folder} has no results of cases, but {paths[0]} has rows: it stays as it is")
     write_atomically(paths[0], to_csv(rows))
     temporary = paths[1].with_suffix(".tmp")
     table = _connection().read_csv(str(paths[0]), header=True, dtype=_TYPES)
