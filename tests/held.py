@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -37,9 +37,20 @@ def positions(pages: LayerPages, row: int, head: int) -> list[int]:
 
 
 def failures_of_cache(
-    cache: Any, works: Iterable[Callable[[], Any]], modules: Iterable[ModuleType], error: BaseException
+    cache: Any, few: Sequence[Any], many: Sequence[Any], modules: Iterable[ModuleType], error: BaseException
 ) -> list[int]:
-    """Do each work after letting each of its allocations fail once, which changes nothing; count them."""
+    """Do what takes memory after each of its allocations has failed once, which changes nothing; count them.
+
+    Steps and appends of `few` and `many` tokens (q, k, v), attention, other rows.
+    """
+    works = [
+        lambda: cache.step(0, *few),
+        lambda: cache.append(1, *few[1:]),
+        lambda: cache.step(0, *many),
+        lambda: cache.append(1, *many[1:]),
+        lambda: cache.attend(0, many[0]),
+        lambda: cache.repeat(2),
+    ]
     found = []
     for work in works:
         batch, lengths, before = cache.batch, list(cache._gpu._device.lengths), pages_of(cache)

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvlab.cache.cache import MixedPrecisionCache
 from tests.held import pages_of, positions
 
-LONGEST, MOST_NEW, LAYERS = 600, 130, 2
+LONGEST, MOST_NEW = 600, 130
 LADDERS = {
     (2, 4, 8): 0.6, (2, 3, 4, 8): 0.6, (8,): None, (4, 16): 1.2, ("k4v2", 8): 0.7, (2, 3, 4, 8, 16): 0.8,
     (0, 4): 0.4, (0, 2, 8): 0.4,
@@ -50,12 +50,13 @@ def options_of_caches(draw: st.DrawFn) -> dict[str, Any]:
 
 
 class CacheStory(RuleBasedStateMachine):
-    """Subclasses have `make`, `step`, `attend` and `append`; each takes arrays in NumPy."""
+    """Subclasses say how a cache is made, stepped and attended, and how tokens are drawn and put there."""
 
     make: Any
     step_all: Any
     attend_checked: Any
-    append_all: Any
+    draw: Any
+    put: Any
 
     @initialize(options=options_of_caches(), tight=st.booleans(), seed=st.integers(0, 2**31))
     def start(self, options: dict[str, Any], tight: bool, seed: int) -> None:
@@ -66,7 +67,7 @@ class CacheStory(RuleBasedStateMachine):
         if tight:
             longest = LONGEST + MOST_NEW
             share = self.cache._limit.smallest_nbytes(longest)
-            budget = {"budget": share * LAYERS * options["batch"], "max_seqlen": longest}
+            budget = {"budget": share * self.cache.num_layers * options["batch"], "max_seqlen": longest}
             self.cache = self.make(head_dim, **options | budget)
         self.rows: list[list[int]] = [[] for _ in range(options["batch"])]
         self.length = 0
@@ -93,7 +94,9 @@ class CacheStory(RuleBasedStateMachine):
     @rule(n=st.sampled_from([1, 3, 70]))
     @precondition(lambda self: self.length < LONGEST)
     def append(self, n: int) -> None:
-        self.append_all(self.cache, self.rng, n)
+        _, k, v = self.draw(self.rng, self.cache, n)
+        for layer in range(self.cache.num_layers):
+            self.cache.append(layer, self.put(k), self.put(v))
         self.add(n, np.ones((len(self.rows), n), bool))
 
     @rule(data=st.data())

@@ -10,18 +10,14 @@ from hypothesis import Phase, settings
 from kvlab.reference import packed as reference
 from tests.compare import assert_accurate
 from tests.gpu.packed_cases import low_precision, to_numpy, to_torch
-from tests.gpu.test_cache import LAYERS, draw, make, step
+from tests.gpu.test_cache import draw, make, step
 from tests.held import pages_of
 from tests.stories import CacheStory
 
 
 class Story(CacheStory):
     make, step_all = staticmethod(make), staticmethod(step)
-
-    def append_all(self, cache: Any, rng: np.random.Generator, n: int) -> None:
-        _, k, v = draw(rng, cache, n)
-        for layer in range(LAYERS):
-            cache.append(layer, to_torch(k), to_torch(v))
+    draw, put = staticmethod(draw), staticmethod(to_torch)
 
     def attend_checked(self, cache: Any, rng: np.random.Generator) -> None:
         q = draw(rng, cache, int(rng.integers(1, 5)))[0]

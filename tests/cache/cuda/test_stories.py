@@ -9,14 +9,14 @@ import pytest
 from hypothesis import Phase, settings
 
 from kvlab.ops.packed import packed_attention
-from tests.cache.cuda.cases import LAYERS, draw, make, step
+from tests.cache.cuda.cases import draw, make, step
 from tests.cache.cuda.numpy_gpu import install
 from tests.held import pages_of
 from tests.stories import CacheStory
 
 
 class Story(CacheStory):
-    step_all = staticmethod(step)
+    step_all, draw, put = staticmethod(step), staticmethod(draw), staticmethod(np.asarray)
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,11 +28,6 @@ class Story(CacheStory):
 
     def make(self, head_dim: int, **options: Any) -> Any:
         return make(**options | {"dtype": "float16"})
-
-    def append_all(self, cache: Any, rng: np.random.Generator, n: int) -> None:
-        _, k, v = draw(rng, cache, n)
-        for layer in range(LAYERS):
-            cache.append(layer, k, v)
 
     def attend_checked(self, cache: Any, rng: np.random.Generator) -> None:
         q = draw(rng, cache, 2)[0]
