@@ -62,6 +62,43 @@ def hostile_view(rng: np.random.Generator, array: Array) -> Array:
     return view
 
 
+# Pages
+
+VECTOR_KINDS = ("normal", "spikes", "one size", "two sizes", "ties", "any size", "bit patterns")
+
+
+def page_vectors(
+    rng: np.random.Generator, n: int, head_dim: int, kinds: tuple[str, ...] = VECTOR_KINDS
+) -> NDArray[np.float32]:
+    """Return vectors to be stored in pages, of any size; those of bit patterns may be infinite or NaN.
+
+    "ties" are whole multiples of a step: each lies on a border of cells or is a value of the grid.
+    """
+    made = {
+        "normal": rng.standard_normal((n, head_dim)),
+        "spikes": np.where(rng.random((n, head_dim)) < 2 / head_dim, 1, 1e-3 * rng.standard_normal((n, 1))),
+        "one size": np.ones((n, head_dim)),
+        "two sizes": np.where(rng.random((n, head_dim)) < rng.random((n, 1)), 1, rng.random((n, 1))),
+        "ties": rng.integers(-18, 19, (n, head_dim)) * rng.integers(8, 16, (n, 1)) / 256,
+        "any size": 2.0 ** rng.uniform(-30, 0, (n, head_dim)),
+    }
+    powers = np.where(rng.random((n, 1)) < 0.5, rng.integers(-24, 4, (n, 1)), rng.integers(-150, 120, (n, 1)))
+    stretched = rng.choice([1, 1, rng.uniform(1, 2)], (n, 1))
+    scale = stretched * rng.choice([-1, 1], (n, head_dim)) * 2.0**powers
+    patterns = rng.integers(0, 2**32, (n, head_dim), np.uint32)
+    patterns[rng.random(n) < 0.7] &= 0xBFFFFFFF  # all below 2
+    special = np.array([0, -0.0, 1e-40, 4e-23, 2.0**-18, 65504, 65520, 1e20, 3e38, np.inf, -np.inf, np.nan])
+    few = rng.choice(special.astype(np.float32).view(np.uint32), (n, head_dim))
+    few[few == 0x7FC00000] = rng.choice(np.array([0x7F800001, 0xFFA0F00D, 0x7FFFFFFF], np.uint32))
+    patterns = np.where(rng.random((n, head_dim)) < rng.choice([0, 0.02, 0.5, 1], (n, 1)), few, patterns)
+    kind = rng.integers(len(kinds), size=n)
+    x = np.empty((n, head_dim), np.float32)
+    for i, name in enumerate(kinds):
+        mine = kind == i
+        x[mine] = patterns.view(np.float32)[mine] if name == "bit patterns" else (made[name] * scale)[mine]
+    return x
+
+
 # Attention
 
 HEAD_PAIRS = ((1, 1), (2, 1), (3, 3), (6, 2), (4, 4), (9, 3), (5, 1), (7, 7))

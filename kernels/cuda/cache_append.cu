@@ -7,12 +7,12 @@
 //
 // What a step waits for here is latency, so work that depends on nothing is done side by side: each of the
 // steps that are tried for a vector has a warp, the one of least error stores its codes, and addresses are
-// asked for while vectors are rotated.
+// asked for while vectors are rotated. At 8 bits a vector has one step only, and one warp.
 //
 // Threads and data
-//   CTA   one (KV head, row) = pair; three teams of a warp for each candidate
-//   team  0: keys of the new tokens, one after another; 1: values; 2: the first query rows (step, head of the
-//         group). The other query rows go to all warps in turn.
+//   CTA   one (KV head, row) = pair; 15 warps, two teams of a warp for each candidate among them
+//   team  0: keys of the new tokens, one after another; 1: values. The first query rows (step, head of the
+//         group) go to the other warps, those that are left to all warps in turn.
 //   lane  of a vector to be stored: elements lane + 32 j; of a query row: pairs of elements lane + 32 i, and
 //         the score of new token `lane`
 // Memory: shared 64 steps group bytes for probabilities, at most 16 KiB.
@@ -28,11 +28,14 @@
 #include "packed_codes.cuh"
 constexpr int LANES = 32, RUN = 1;
 #include "packed_encode.cuh"
+#include "packed_search.cuh"
 #include "packed_places.cuh"
 #include "cache_state.cuh"
 #include "early_launch.cuh"
 
-constexpr int TEAM = CANDIDATES, WARPS = 3 * TEAM, MAX_STEPS = 16, MAX_GROUP = 16;
+constexpr int TEAM = candidates_of(TOP_K < TOP_V ? TOP_K : TOP_V);  // warps of a vector
+constexpr int WARPS = 15, FIRST_ROWS = WARPS - 2 * TEAM;
+constexpr int MAX_STEPS = 16, MAX_GROUP = 16;
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
 #define INFINITE __int_as_float(0x7f800000)
@@ -97,19 +100,20 @@ static_assert(OPEN_PAGES == 2, "a first and a second page");
 
 // What the warps of a team tell each other.
 struct Meeting {
-    float errors[2][TEAM];  // by turns
+    u32 errors[2][TEAM];  // by turns
 };
 
 // The place of the least error, the first of equals; all warps of a team meet.
-__device__ __forceinline__ int least_of(Meeting& meeting, float error, int team, int rank, int turn,
-                                        int lane) {
-    float* errors = meeting.errors[turn];
+template <int MEMBERS>
+__device__ __forceinline__ int least_of(Meeting& meeting, u32 error, int team, int rank, int turn, int lane) {
+    u32* errors = meeting.errors[turn];
     if (lane == 0) errors[rank] = error;
-    __barrier_sync_count(1 + team, TEAM * 32);  // errors are there; those of the turn before have been read
+    __barrier_sync_count(1 + team,
+                         MEMBERS * 32);  // errors are there; those of the turn before have been read
     int best = 0;
-    float least = errors[0];
+    u32 least = errors[0];
 #pragma unroll
-    for (int i = 1; i < TEAM; ++i)
+    for (int i = 1; i < MEMBERS; ++i)
         if (errors[i] < least) least = errors[i], best = i;
     return best;
 }
@@ -131,10 +135,12 @@ __device__ __forceinline__ void store_details(const Append& call, const Slot& sl
             encode_importance(call.observed == ONE ? 1.f : __fdiv_rn(1.f, fmaxf(norm, 1e-6f)));
 }
 
-// Stores one side of a new token; warp `rank` of the team tries one step.
+// Stores one side of a new token; warp `rank` of the team tries one step. Where there is nothing to try, the
+// first warp does all.
 template <int BITS>
 __device__ __forceinline__ void store_token(const Append& call, bool is_key, const NewToken& at, Slot& taken,
                                             Meeting& meeting, int rank, int turn, int lane) {
+    if (rank >= candidates_of(BITS)) return;
     const NewTokens& n = call.fresh;
     const u16* from = is_key ? n.k + at.row * n.k_batch + at.step * n.k_step + at.head * n.k_head
                              : n.v + at.row * n.v_batch + at.step * n.v_step + at.head * n.v_head;
@@ -154,13 +160,18 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) x[j] = __fsub_rn(raw_value(raw[j]), mean[j]);
     int best = 0;
-    Grid grid = {};
-    StepRange range = {0, -1};
+    u32 byte = 0, codes[PER_LANE];
     if (BITS < 16) {
-        rotate(x, lane);
-        range = steps_near(x, BITS, lane);
-        grid = grid_of(range.candidate(rank), BITS);
-        best = least_of(meeting, grid_error(x, grid, lane), is_key ? 0 : 1, rank, turn, lane);
+        const Scale scale = rotate_whole(x, lane);
+        const Search search = begin_search(x, scale, BITS);
+        byte = search.lowest + (search.held ? rank : 0);
+        float errors[PER_LANE];
+        try_step(x, byte, search.part, BITS, lane, codes, errors);
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) codes[j] = search.held ? codes[j] & 255 : 1u << (BITS - 1);
+        if (BITS < 8)
+            best = least_of<candidates_of(BITS)>(meeting, sum_of_squares(errors), is_key ? 0 : 1, rank, turn,
+                                                 lane);
     }
     if (rank != best && rank != 0) return;
     const Slot slot = slot_of(call, first, second, at);
@@ -175,17 +186,14 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         store_details(call, slot, mean, lane);
     }
     if (rank != best) return;
-    u8* codes = slot.page + (is_key ? 0 : K_BYTES);
-    if (BITS < 16 && lane == 0)
-        slot.page[(is_key ? K_BYTES + V_BYTES : V_STEPS) + slot.number] =
-            (u8)(range.known < 0 ? range.candidate(rank) : range.known);
+    u8* page = slot.page;
+    if (BITS < 16 && lane == 0) page[(is_key ? K_BYTES + V_BYTES : V_STEPS) + slot.number] = (u8)byte;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         if (!is_there(lane, j)) break;
-        const u32 code = BITS == 16        ? raw[j]
-                         : range.known < 0 ? grid_code(x[j], grid) & 255
-                                           : 1u << (BITS - 1);
-        write_code<BITS>(codes, element_at(is_key ? KEYS : VALUES, slot.number, lane + 32 * j), code);
+        write_code<BITS>(page + (is_key ? 0 : K_BYTES),
+                         element_at(is_key ? KEYS : VALUES, slot.number, lane + 32 * j),
+                         BITS == 16 ? raw[j] : codes[j]);
     }
 }
 
@@ -286,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
         }
     }
 #pragma unroll 1
-    for (int r = team == 2 ? rank : TEAM + warp; r < rows; r = r < TEAM ? TEAM + warp : r + WARPS) {
+    for (int r = (warp + FIRST_ROWS) % WARPS; r < rows; r += WARPS) {
         int step = 0, g = r;
 #pragma unroll 1
         for (; g >= call.group; g -= call.group) ++step;

@@ -2,42 +2,36 @@
 // moved bit for bit, whole pages copied.
 //
 // Threads and data
-//   write_tokens  grid (any, layers): a CTA takes destination pages blockIdx.x, + gridDim.x, ..., first their
-//                 K, then their V. Four lanes have one vector: runs of 8 elements until it is rotated, pairs
-//                 then (element_of); the 256 threads have the 64 slots of a page at once. A vector has a row
-//                 of shared memory of its own: what it comes from is put there, and its codes, a byte each,
-//                 take the place of that. Then a warp a group of tiles: all words of the page are made from
-//                 the rows, and stored 128 bytes at a time.
+//   write_tokens  grid (any, layers, 2): a CTA takes the keys, or the values, of destination pages
+//   blockIdx.x,
+//                 + gridDim.x, ...: a warp 16 slots (cache_encode.cuh). Sources are copied into rows of
+//                 shared memory; words are joined in shared memory, too, and stored 512 bytes at a time.
 //   copy_pages    grid (any, layers): a CTA takes copies blockIdx.x, + gridDim.x, ..., 16 bytes a thread.
 //   mean_of_keys  a CTA one (row, KV head), a thread one channel.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
-// Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes for keys and as many for values, dynamic (34.8 KB at
-// head_dim 128), and 5 KB of Details; registers PER_LANE for a vector and as many again: 64 at head_dim 128,
-// for four blocks a multiprocessor.
+// Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes twice (35 KB at head_dim 128), for this page and the next,
+// and 7 KB of Details; 128 registers for four blocks a multiprocessor.
 //
 // Macros: HEAD_DIM; BF16.
 //
 // clang-format off
-// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=128
+// gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
+// gate: HEAD_DIM=256 BF16=1,0 registers<=255
 // clang-format on
 #include <cuda_fp16.h>
 #include "packed_codes.cuh"
 constexpr int LANES = 4, RUN = 2;
 #include "packed_encode.cuh"
 #include "packed_places.cuh"
+#include "packed_steps.cuh"
 #include "cache_state.cuh"
 
-#define INFINITE __int_as_float(0x7f800000)
-
-constexpr int THREADS = 256, SLOTS = 64, ROW_BYTES = 2 * HEAD_DIM + 16;
-static_assert(THREADS == SLOTS * LANES, "a page at once");
-#if __CUDA_ARCH__ == 900
-constexpr int MOST_BLOCKS = 4;  // their 64 registers are enough there
-#else
-constexpr int MOST_BLOCKS = 3;
-#endif
-constexpr int BLOCKS = HEAD_DIM == 64 || HEAD_DIM == 128 ? MOST_BLOCKS : 2;  // of a multiprocessor
-#include "cache_rotate.cuh"
+constexpr int THREADS = 256;  // of the other kernels
+constexpr int SIDE_THREADS = 128, SLOTS = 64, ROW_BYTES = 2 * HEAD_DIM + 16;
+static_assert(SIDE_THREADS == SLOTS / 16 * 32, "a side of a page at once");
+constexpr int BLOCKS = HEAD_DIM <= 128 ? 4 : 2;  // of a multiprocessor
+#include "half_pairs.cuh"
+#include "cache_vectors.cuh"
 #include "cache_encode.cuh"
 #include "cache_words.cuh"
 #include "cache_sources.cuh"
@@ -57,7 +51,7 @@ __device__ __forceinline__ void take_codes(Side side, const u8* codes, int slot,
             if (BITS == 16)
                 ((u16*)row)[first + LANES * j] = (u16)code[j];
             else
-                row[first - lane + code_byte(lane) + code_byte(LANES * j)] = (u8)code[j];
+                row[first + LANES * j] = (u8)code[j];
         }
     }
 }
@@ -77,253 +71,249 @@ __device__ __forceinline__ void take_stored(Side side, const Region& from, int s
     }
 }
 
-// A number where none matters, so that none is kept in a register for it.
-__device__ __forceinline__ float anything() {
-    float x;
-    asm volatile("mov.b32 %0, 0;" : "=f"(x));
-    return x;
-}
-
-// The step of the candidates with the least error, the first of equals, as kvlab.reference.pages finds it.
-__device__ __forceinline__ u32 best_step(const float (&x)[PER_LANE], const StepRange& range, int bits,
-                                         const float2* grids, int lane) {
-    float least = INFINITE;
-    int best = 0;
+// Puts vectors that have not been asked for into their rows, LANES lanes a vector: codes, a byte each, or
+// raw. What goes to raw elements from fewer bits is rotated back.
+__device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const NewTokens& fresh,
+                                          const Details& page, Turn& turn, u8* rows) {
+    const u32 thread = thread_again(), lane = thread % LANES;
 #pragma unroll 1
-    for (int i = 0; i < CANDIDATES; ++i) {
-        const float error = grid_error(x, unscaled_grid(grids[range.candidate(i)], bits), lane);
-        if (i == 0 || error < least) least = error, best = i;
+    for (u32 at = thread / LANES; at < SLOTS; at += SIDE_THREADS / LANES) {
+        const Move move = (const Move&)turn.moves[at];
+        const bool stored = move.from_rung != NO_MOVE && !is_new(move);
+        u8* const row = row_for(rows, move);
+        Region from = {nullptr, nullptr, 16};
+        u32 step = 0;
+        if (stored) {
+            from = region_of(side, s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
+            take_stored(side, from, move.from_slot, row, lane);
+            if (from.bits < 16) step = from.steps[move.from_slot];
+            if (lane == 0) turn.steps[move.to_slot] = (u8)step;
+        } else if (move.from_rung != NO_MOVE && !page.in_units) {
+            const u16* vector = new_vector(side, fresh, place_of(fresh, move, page));
+#pragma unroll 4
+            for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
+        }
+        const bool turns_raw = from.bits < 16 && turn.to.bits == 16;
+        if (!__any_sync(ALL_LANES, turns_raw)) continue;
+        __syncwarp();  // rows are whole
+        float x[PER_LANE];
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j)
+            x[j] = turns_raw ? grid_value(row[element_of(lane, j)], step_value(step), from.bits) : 0.f;
+        rotate(x, lane);
+        __syncwarp();  // all lanes have read their rows before raw elements take their place
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j += 2) {
+            const int pair = element_of(lane, j) / 2;
+            const float2 mean = side == KEYS ? ((const float2*)turn.mean)[pair] : float2{0.f, 0.f};
+            if (turns_raw) ((u32*)row)[pair] = pack_pair(x[j] + mean.x, x[j + 1] + mean.y);
+        }
     }
-    return range.candidate(best);
 }
 static_assert(HEAD_DIM % (LANES * RUN) == 0, "lanes without gaps");
 
-// One side of a token, from where it is into its row: codes of `to_bits` bits, a byte each, or raw. Lanes
-// without a move go along.
-__device__ __forceinline__ void fill_row(Side side, const LayerState& s, const NewTokens& fresh,
-                                         const uint4* of_page, int to_bits, Details& page, u8* rows) {
-    u32 thread = thread_again();
-    const Move move = my_move(of_page, thread);
-    const bool moves = move.from_rung != NO_MOVE;
-    u8* const row = row_for(rows, move);
-    Region from = {nullptr, nullptr, 16};
-    if (moves && !is_new(move)) {
-        from = region_of(side, s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
-        take_stored(side, from, move.from_slot, row, thread % LANES);
-    } else if (moves) {
-        if (!page.in_units) {  // nobody has asked for it yet
-            const u16* vector = new_vector(side, fresh, place_of(fresh, move, page));
-#pragma unroll 4
-            for (int i = thread % LANES; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
-        }
-    }
-    const bool changes = moves && from.bits != to_bits;  // else it goes as it is, bit for bit
-    const u32 old_step = moves && from.bits < 16 ? from.steps[move.from_slot] : 0;
-    if (thread % LANES == 0 && moves) page.steps[move.to_slot] = (u8)old_step;
-    __syncwarp();  // rows are whole
-    if (!__any_sync(ALL_LANES, changes)) return;
-    // Lanes whose vector does not change compute something that goes nowhere, from rows of their warp.
-    const u32 having = __ballot_sync(ALL_LANES, moves);
-    const u32 source = __shfl_sync(ALL_LANES, (u32)(row - rows), moves ? thread % 32 : __ffs(having) - 1);
-    // With scaled numbers at first, and once more if one of the warp's vectors is too hard for them.
-#pragma unroll 1
-    for (float scale = to_bits == 16 ? 1.f : SCALE;; scale = 1.f) {
-        forget(thread);
-        const u32 lane = thread % LANES;
-        float x[PER_LANE];
-        bool usual = true;
-        if (__any_sync(ALL_LANES, changes && from.bits == 16))
-            usual = take_raw(side, rows + source, page.mean, scale, x, lane);
-        else
+// What a row of the 16 of a warp holds.
+struct Row {
+    int slot, bits;  // bits: 16 where there is no vector
+    u32 step;
+};
+
+__device__ __forceinline__ Row row_at(const Turn& turn, int slot) {
+    if (!(turn.all_named() >> slot & 1)) return {slot, 16, 0};
+    return {slot, turn.bits[slot], turn.steps[slot]};
+}
+
+// A pair of codes of a row of them, in the lowest bits of both halves.
+__device__ __forceinline__ u32 pair_of_codes(const u8* row, int channel) {
+    return __byte_perm(*(const u16*)(row + channel), 0, 0x4140);
+}
+
+// Puts the numbers of stored codes in place of what rows of codes gave; they are rotated already.
+__device__ __forceinline__ void take_numbers(const u8* rows, const Row (&row)[2], Vectors& x, Taken& taken,
+                                             int lane) {
+    const int g = lane / 4, u = lane % 4;
 #pragma unroll
-            for (int j = 0; j < PER_LANE; ++j) x[j] = anything();
-        if (from.bits < 16) {
-            const float step = step_value(old_step) * scale;
-            usual = old_step <= HIGHEST_STEP;
+    for (int i = 0; i < 2; ++i) {
+        if (row[i].bits == 16) continue;
+        const bool fine = row[i].step <= HIGHEST_STEP;
+        const u32 two = fine ? 0x40004000u : 0, first = fine ? (0x7fffu + (1u << row[i].bits)) * 0x10001u : 0;
 #pragma unroll
-            for (int j = 0; j < PER_LANE; ++j)
-                x[j] = grid_value(rows[source + code_byte(element_of(lane, j))], step, from.bits);
-        }
-        if (to_bits == 16) {  // a rung of fewer bits in all may have raw keys or values
-            rotate(x, lane);
-            __syncwarp();  // likewise
+        for (int t = 0; t < TILES; ++t)
 #pragma unroll
-            for (int j = 0; j < PER_LANE; j += 2) {
-                const int at = lane + j / 2 * LANES;
-                const float2 mean = side == KEYS ? ((const float2*)page.mean)[at] : float2{0.f, 0.f};
-                if (changes) ((u32*)(rows + source))[at] = pack_pair(x[j] + mean.x, x[j + 1] + mean.y);
+            for (int half = 0; half < 2; ++half) {  // 2 code + 1 - 2^bits
+                const u8* codes = rows + (g + 8 * i) * ROW_BYTES;
+                x[t][i + 2 * half] = pair_fused(pair_of_codes(codes, 16 * t + 8 * half + 2 * u), two, first);
             }
-            return;
-        }
-        if (scale == 1.f) {
-            const StepRange range = steps_near(x, to_bits, lane);
-            const u32 byte = best_step(x, range, to_bits, page.grids, lane);
-            __syncwarp();  // all lanes have read their rows before codes take their place
-            if (!changes) return;
-            if (lane == 0)
-                page.steps[my_move(of_page, thread).to_slot] = (u8)(range.known < 0 ? byte : range.known);
-            const Grid grid = unscaled_grid(page.grids[byte], to_bits);
-#pragma unroll
-            for (int j = 0; j < PER_LANE; ++j)
-                rows[source + code_byte(element_of(lane, j))] =
-                    (u8)(range.known < 0 ? grid_code(x[j], grid) : 1u << (to_bits - 1));
-            return;
-        }
-        const Found middle = find_middle(x, to_bits);
-        const Found found = find_step(x, middle.byte, to_bits, page.grids);
-        if (__any_sync(ALL_LANES, changes && !(usual && middle.safe && found.safe))) continue;
-        __syncwarp();  // likewise
-        if (!changes) return;
-        if (lane == 0) page.steps[my_move(of_page, thread).to_slot] = (u8)found.byte;
-        const Coder coder = coder_of(page.grids[found.byte], to_bits);
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j += 4)
-            ((u32*)(rows + source))[lane + j] =
-                coder.pair(x[j], x[j + 1]) + (coder.pair(x[j + 2], x[j + 3]) << 8);
-        return;
+        if (u % 2 == i) taken = {fine ? step_value(row[i].step) : 0.f, fine};
     }
 }
 
-// Position and importance of a move; `word` has the importance of a new token.
-__device__ __forceinline__ void take_details(const LayerState& s, const NewTokens& fresh, const Move& move,
-                                             u32 word, u32* named, Details& page) {
-    atomicOr(named + move.to_slot / 32, 1u << move.to_slot % 32);
+// Puts the codes of rows that go as they are in their place.
+template <int BITS>
+__device__ __forceinline__ void keep_codes(const u8* rows, const Row (&row)[2], Vectors& x, int lane) {
+    const int g = lane / 4, u = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (row[i].bits != BITS) continue;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u8* codes = rows + (g + 8 * i) * ROW_BYTES;
+                x[t][i + 2 * half] =
+                    pair_of_codes(codes, 16 * t + 8 * half + 2 * u) + (BITS < 8 ? LIFTED * 0x10001u : 0);
+            }
+    }
+}
+
+// Stores the codes of 16 slots and their steps, or puts down codes of which words have others of other warps.
+template <int BITS>
+__device__ __forceinline__ void encode_rows(Side side, Vectors& x, const Taken& taken, u8* rows,
+                                            const Row (&row)[2], Turn& turn, u64 named, int block, int lane) {
+    const Tried tried = to_parts(x, taken.factor, BITS, lane);
+    Two<u32> best = {0, 0};
+    if constexpr (BITS < 8) best = best_of<BITS>(x, tried, lane);
+    to_codes<BITS>(x, tried, best);
+    if (turn.others) keep_codes<BITS>(rows, row, x, lane);
+    const Row mine = lane % 2 ? row[1] : row[0];
+    const u32 lowest = lane % 2 ? tried.lowest.high : tried.lowest.low;
+    const u32 found = !taken.fine ? NAN_STEP : lowest ? lowest + (lane % 2 ? best.high : best.low) : 0u;
+    if (lane % 4 < 2 && named >> mine.slot & 1)
+        turn.to.steps[mine.slot] = (u8)(mine.bits == BITS ? mine.step : found);
+    if (side == KEYS)
+        put_codes<KEYS, BITS>((u32*)turn.to.codes, rows, x, named, block, lane);
+    else
+        put_codes<VALUES, BITS>((u32*)turn.to.codes, rows, x, named, block, lane);
+}
+
+// Stores what encode_rows has put down for other warps.
+template <int BITS>
+__device__ __forceinline__ void store_side(Side side, const Turn& turn, const u8* rows, u64 named) {
+    if (!IN_ONE_WARP<KEYS, BITS> && side == KEYS) store_codes<KEYS, BITS>((u32*)turn.to.codes, rows, named);
+    if (!IN_ONE_WARP<VALUES, BITS> && side == VALUES)
+        store_codes<VALUES, BITS>((u32*)turn.to.codes, rows, named);
+}
+
+// f<BITS>() for the width of codes.
+#define KVLAB_FOR_WIDTH(bits, call) \
+    switch (bits) {                 \
+        case 2: {                   \
+            constexpr int BITS = 2; \
+            call;                   \
+        } break;                    \
+        case 3: {                   \
+            constexpr int BITS = 3; \
+            call;                   \
+        } break;                    \
+        case 4: {                   \
+            constexpr int BITS = 4; \
+            call;                   \
+        } break;                    \
+        case 8: {                   \
+            constexpr int BITS = 8; \
+            call;                   \
+        } break;                    \
+    }
+
+// Position and importance of a move's token.
+struct Tail {
+    int slot;  // or -1
+    u16 position;
+    u8 importance;
+};
+
+__device__ __forceinline__ Tail tail_of(const LayerState& s, const NewTokens& fresh, const Details& page,
+                                        const Turn& turn) {
+    if (threadIdx.x >= SLOTS) return {-1, 0, 0};
+    const Move move = (const Move&)turn.moves[threadIdx.x];
+    if (move.from_rung == NO_MOVE) return {-1, 0, 0};
     if (is_new(move)) {
         const u32 step = place_of(fresh, move, page).step;
         const u64 at = (u64)fresh.importance + (u64)move.from * fresh.steps + step;
-        page.positions[move.to_slot] = (u16)(fresh.first + step);
-        page.importance[move.to_slot] = (u8)(word >> at % 4 * 8);
-    } else {
-        const u8* from = s.arena + (u64)move.from * UNIT + s.rungs[move.from_rung].tail;
-        page.positions[move.to_slot] = ((const u16*)from)[move.from_slot];
-        page.importance[move.to_slot] = from[128 + move.from_slot];
+        return {move.to_slot, (u16)(fresh.first + step),
+                (u8)(turn.importance_words[threadIdx.x] >> at % 4 * 8)};
     }
+    const u8* from = s.arena + (u64)move.from * UNIT + s.rungs[move.from_rung].tail;
+    return {move.to_slot, ((const u16*)from)[move.from_slot], from[128 + move.from_slot]};
 }
 
-// ---- Rows into words
-
-template <Side SIDE, bool FULL>
-__device__ __forceinline__ void store_side(const Region& to, const u8* rows, const Details& page, u64 named) {
-    const u32 thread = thread_again(), warp = thread / 32, lane = thread % 32;
-    u32* words = (u32*)to.codes;
-    if (to.bits < 16 && threadIdx.x < SLOTS && (FULL || named >> threadIdx.x & 1))
-        to.steps[threadIdx.x] = page.steps[threadIdx.x];
-    switch (to.bits) {
-        case 2:
-            return store_words<SIDE, 2, FULL>(words, rows, named, warp, lane);
-        case 3:
-            return store_words<SIDE, 3, FULL>(words, rows, named, warp, lane);
-        case 4:
-            return store_words<SIDE, 4, FULL>(words, rows, named, warp, lane);
-        case 8:
-            return store_words<SIDE, 8, FULL>(words, rows, named, warp, lane);
-        case 16:
-            return store_words<SIDE, 16, FULL>(words, rows, named, warp, lane);
-    }
-}
-
-// Stores a side of a page from its rows.
-template <Side SIDE>
-__device__ __forceinline__ void finish_side(const Region& to, u8* tail, const u8* rows, const Details& page,
-                                            const u32* which) {
-    const u64 named = (u64)which[1] << 32 | which[0];
-    if (named == ~0ull)
-        store_side<SIDE, true>(to, rows, page, named);
-    else
-        store_side<SIDE, false>(to, rows, page, named);
-    if (SIDE == KEYS && threadIdx.x < SLOTS && named >> threadIdx.x & 1) {
-        ((u16*)tail)[threadIdx.x] = page.positions[threadIdx.x];
-        tail[2 * SLOTS + threadIdx.x] = page.importance[threadIdx.x];
-    }
-}
-
-// ---- Turns: keys of a page in the even ones, its values in the odd ones
-
-__device__ __forceinline__ Side side_of(u32 n) {
-    return n % 2 ? VALUES : KEYS;
-}
-
-// Whose moves and named slots are those of this page.
-__device__ __forceinline__ u32 turn_of(u32 n) {
-    return n / 2 % 2;
-}
-
-__device__ __forceinline__ const uint4* moves_of(u32 n, const Details& page) {
-    return page.moves[turn_of(n)];
-}
-
-__device__ __forceinline__ u8* rows_of(u32 n, u8* keys) {
-    return keys + n % 2 * (SLOTS * ROW_BYTES);
-}
-
-__device__ __forceinline__ void ask_for_next(u32 n, const LayerState& s, const NewTokens& fresh,
-                                             const MoveList& list, u8* keys, Details& page) {
-    const int next = blockIdx.x + (n / 2 + 1) * gridDim.x;
-    const bool goes_on = next < page.pages;
-    const u32 turn = turn_of(n) ^ 1;
-    if (side_of(n) == KEYS) {
-        ask_for_rows(VALUES, fresh, moves_of(n, page), rows_of(n + 1, keys), page);
-        if (goes_on) ask_for_moves(list, next, page.moves[turn]);
-        if (threadIdx.x < 2) page.named[turn][threadIdx.x] = 0;
-    } else if (goes_on) {
-        ask_for_page(s, fresh, page.moves[turn], keys, page);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
     write_tokens(const LayerState* layers, const MoveList* lists, const __grid_constant__ NewTokens fresh) {
-    extern __shared__ __align__(16) u8 keys[];  // [SLOTS][ROW_BYTES], and as many behind them
+    extern __shared__ __align__(16) u8 both_rows[];  // [2][SLOTS][ROW_BYTES]
     __shared__ Details page;
     const LayerState& s = layers[blockIdx.y];
     const MoveList& list = lists[blockIdx.y];
-    if (threadIdx.x <= HIGHEST_STEP) page.grids[threadIdx.x] = scaled_grid(max(threadIdx.x, 1));
+    const Side side = (Side)blockIdx.z;
     const int pages = *list.num_groups;
     if (threadIdx.x == 0) {
-        page.pages = pages;
         page.heads = s.heads;
         page.per_head = ~0u / s.heads;
         page.in_units = are_in_units(s, fresh);
     }
+    const auto forget_page = [&](Turn& turn) {
+        if (threadIdx.x == 0) turn.named[0] = turn.named[1] = turn.others = 0;
+    };
+    const int block = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (blockIdx.x < pages) {
-        ask_for_moves(list, blockIdx.x, page.moves[0]);
-        if (threadIdx.x < 2) page.named[0][threadIdx.x] = 0;
+        ask_for_moves(list, blockIdx.x, page.turns[0].moves);
+        forget_page(page.turns[0]), forget_page(page.turns[1]);
         wait_copies();
         __syncthreads();  // the first moves are there
-        ask_for_page(s, fresh, page.moves[0], keys, page);
+        ask_for_page(side, s, fresh, both_rows, page, page.turns[0]);
+        if (blockIdx.x + gridDim.x < pages) ask_for_moves(list, blockIdx.x + gridDim.x, page.turns[1].moves);
     }
-    // One copy of the code for keys (even n) and values: what warps wait for is the way of the instructions.
+    u32 now = 0, half = 0;
 #pragma unroll 1
-    for (u32 n = 0; blockIdx.x + n / 2 * gridDim.x < (n ? page.pages : pages); ++n) {
+    for (int number = blockIdx.x; number < pages; number += gridDim.x) {
+        Turn &turn = page.turns[now], &next = page.turns[now == 2 ? 0 : now + 1],
+             &then = page.turns[now == 0 ? 2 : now - 1];
+        u8* const rows = both_rows + half * SLOTS * ROW_BYTES;
         wait_copies();
-        if (side_of(n) == KEYS) unpack_mean(page);
-        __syncthreads();  // rows, means, moves and grids are there; what was made of the side before is
-                          // stored
-        ask_for_next(n, s, fresh, list, keys, page);
-        forget(n);
-        {
-            const CacheRung& rung = s.rungs[((const Move&)moves_of(n, page)[0]).to_rung];
-            fill_row(side_of(n), s, fresh, moves_of(n, page), side_of(n) == KEYS ? rung.bits_k : rung.bits_v,
-                     page, rows_of(n, keys));
+        if (side == KEYS) unpack_mean(turn);
+        __syncthreads();  // rows, means and moves are there; the page before is stored
+        if (number + gridDim.x < pages)
+            ask_for_page(side, s, fresh, both_rows + (half ^ 1) * SLOTS * ROW_BYTES, page, next);
+        if (number + 2 * gridDim.x < pages) ask_for_moves(list, number + 2 * gridDim.x, then.moves);
+        forget_page(then);
+        const Tail tail = side == KEYS ? tail_of(s, fresh, page, turn) : Tail{-1, 0, 0};
+        if (turn.others) {
+            fill_rows(side, s, fresh, page, turn, rows);
+            __syncthreads();  // all rows are whole, and all sources of this page have been read
         }
-        forget(n);
-        if (side_of(n) == KEYS && threadIdx.x < SLOTS) {
-            const Move move = (const Move&)moves_of(n, page)[threadIdx.x];
-            if (move.from_rung != NO_MOVE)
-                take_details(s, fresh, move, page.importance_words[threadIdx.x], page.named[turn_of(n)],
-                             page);
+        const u64 named = turn.all_named();
+        u8* const my_rows = rows + block * 16 * ROW_BYTES;
+        if (turn.to.bits == 16) {
+            if (side == KEYS)
+                store_raw<KEYS>((u32*)turn.to.codes, rows, named, block, lane);
+            else
+                store_raw<VALUES>((u32*)turn.to.codes, rows, named, block, lane);
+        } else {
+            const int slot = lane / 4 * 8 + 2 * block;
+            Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
+            Vectors x;
+            Taken taken = side == KEYS ? take_raw<true>(my_rows, (const float2*)turn.mean, x, lane)
+                                       : take_raw<false>(my_rows, nullptr, x, lane);
+            rotate_whole(x, lane);
+            if (turn.others) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) row[i] = row_at(turn, slot + i);
+                take_numbers(my_rows, row, x, taken, lane);
+            }
+            KVLAB_FOR_WIDTH(turn.to.bits,
+                            encode_rows<BITS>(side, x, taken, my_rows, row, turn, named, block, lane));
         }
-        __syncthreads();  // all rows and details are whole, and all sources of this side have been read
-        const Move first = (const Move&)moves_of(n, page)[0];
-        const CacheRung& rung = s.rungs[first.to_rung];
-        u8* const to = s.arena + (u64)first.to * UNIT;
-        const Region region = region_of(side_of(n), to, rung);
-        if (side_of(n) == KEYS)
-            finish_side<KEYS>(region, to + rung.tail, rows_of(n, keys), page, page.named[turn_of(n)]);
-        else
-            finish_side<VALUES>(region, nullptr, rows_of(n, keys), page, page.named[turn_of(n)]);
+        if (tail.slot >= 0) {
+            ((u16*)turn.tail)[tail.slot] = tail.position;
+            turn.tail[2 * SLOTS + tail.slot] = tail.importance;
+        }
+        if (!is_in_one_warp(side, turn.to.bits)) {
+            __syncthreads();  // all codes have been put down
+            KVLAB_FOR_WIDTH(turn.to.bits, store_side<BITS>(side, turn, rows, named));
+        }
+        now = now == 2 ? 0 : now + 1, half ^= 1;
     }
-    if (fresh.steps && blockIdx.x == 0)
-        for (int i = threadIdx.x; i < s.batch * s.heads; i += THREADS)
+    if (fresh.steps && blockIdx.x == 0 && side == KEYS)
+        for (int i = threadIdx.x; i < s.batch * s.heads; i += SIDE_THREADS)
             s.seqlen[i] = fresh.first + fresh.steps;
 }
 

@@ -14,7 +14,6 @@ from numba import prange
 from .cpu_bits import pack_run, pack_ternary_run, unpack_run, unpack_ternary_run
 from .cpu_elements import load_values, store_values
 from .cpu_groups import (
-    hadamard_run,
     measure_magnitude,
     measure_range,
     measure_squares,
@@ -179,14 +178,3 @@ def dequantize_rows(packed, n, codec, bits, group, levels, scale, offset, dtype,
                     rotate(values, taken * n, group & -group, factor)
                 store_values(values, dtype, out16, out32, row0 * n, taken * n, rest)
     return bad
-
-
-@kernel
-def hadamard_rows(x, block, factor, out):
-    """Transform the rows of x (rows, n), contiguous float32, into out; factor is float32(1 / sqrt(block))."""
-    for r in prange(x.shape[0]):
-        row = out[r]
-        row[:] = x[r]
-        hadamard_run(row, 0, row.size, block)
-        for i in range(row.size):
-            row[i] *= factor

@@ -1,10 +1,10 @@
 """Tokens into pages and out of them on the CPU: the format of kvlab/reference/pages.py, bit for bit.
 
 A token is encoded on its own: the step byte is searched and the codes are made in a row of `head_dim`
-elements, then a scatter puts them where the page keeps them. Where that is, tables say (`Side.places`), which
-the caller derives from the reference; nothing here knows the order. A token shares words with other tokens of
-its page, so a page belongs to one thread, and a thread walks its tokens in the order of the list: the result
-does not depend on the number of threads.
+elements (`cpu_steps`), then a scatter puts them where the page keeps them. Where that is, tables say
+(`Side.places`), which the caller derives from the reference; nothing here knows the order. A token shares
+words with other tokens of its page, so a page belongs to one thread, and a thread walks its tokens in the
+order of the list: the result does not depend on the number of threads.
 
 One compiled version serves all widths, dtypes and head dims: the cost of a token is in loops over its
 elements, not in the branches between them. Arrays are flat and addressed by position, because slices of an
@@ -17,27 +17,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from .cpu_simd import (
-    LANES,
-    bits_of,
-    float_of_bits,
-    float_of_half,
-    floor,
-    half_of,
-    load,
-    maximum,
-    minimum,
-    splat,
-    store,
-    total,
-)
+from .cpu_simd import bits_of, float_of_bits, float_of_half, half_of
+from .cpu_steps import STEP_OF, encode_vector
 
 FLOAT16, BFLOAT16, FLOAT32 = range(3)
 """Values of Side.kind."""
-
-_ZERO, _ONE = np.float32(0), np.float32(1)
-_HIGHEST_FINITE, _NAN_STEP = 0xF7, 0xFF
-_STEP_OF = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
 
 
 class Side(NamedTuple):
@@ -53,7 +37,7 @@ class Side(NamedTuple):
     steps: int  # byte offset of the steps
     bits: int  # stored for an element: 32 for width 16 of a float32 cache
     kind: int  # what elements of width 16 are
-    half_cell: np.float32  # where the step search starts, in multiples of the root mean square
+    guess: np.float32  # where the step search starts, of kvlab/reference/pages.py
 
 
 @njit
@@ -116,85 +100,13 @@ def _widen(codes, kind, x, start):
             x[start + i] = float_of_bits(codes[i] << np.uint32(16) if kind == BFLOAT16 else codes[i])
 
 
-# Elements of fewer bits: a step for the vector, a code for each element.
-
-
-@njit
-def _tree_sum(squares):
-    """Sum a power of two of elements, at least 8, in place by halves: a[i] += a[i + h]."""
-    h = squares.size // 2
-    while h >= LANES:
-        for i in range(0, h, LANES):
-            store(squares, i, load(squares, i) + load(squares, i + h))
-        h //= 2
-    return total(load(squares, 0))
-
-
-@njit
-def _squared_error(x, start, n, step, bits, squares):
-    """Sum the squared errors of a vector on the grid of `step`."""
-    low, high = splat(np.float32(-(1 << (bits - 1)))), splat(np.float32((1 << (bits - 1)) - 1))
-    cell, one, steps = splat(step + step), splat(_ONE), splat(step)
-    for i in range(0, n, LANES):
-        element = load(x, start + i)
-        y = minimum(high, maximum(low, floor(element / cell)))
-        error = element - (y + y + one) * steps
-        store(squares, i, error * error)
-    return _tree_sum(squares)
-
-
-@njit
-def _all_finite(x, start, n):
-    finite = True
-    for i in range(start, start + n):
-        finite &= np.isfinite(x[i])
-    return finite
-
-
-@njit(error_model="numpy")
-def _best_step(x, start, n, side, squares):
-    """Choose the step byte of a vector; `squares` is scratch, zero beyond n."""
-    for i in range(0, n, LANES):
-        element = load(x, start + i)
-        store(squares, i, element * element)
-    sum_of_squares = _tree_sum(squares)
-    if not np.isfinite(sum_of_squares) and not _all_finite(x, start, n):
-        return _NAN_STEP
-    rms = np.sqrt(sum_of_squares / np.float32(n))
-    if rms == 0:
-        return 0
-    half = np.int64(half_of(rms * side.half_cell))
-    nearest = min(max((half + 63 + ((half >> 7) & 1)) >> 7, 1), _HIGHEST_FINITE)
-    best, least = 0, np.float32(0)
-    for candidate in range(max(nearest - 2, 1), min(nearest + 2, _HIGHEST_FINITE) + 1):
-        error = _squared_error(x, start, n, _STEP_OF[candidate], side.bits, squares)
-        if best == 0 or error < least:
-            best, least = candidate, error
-    return best
-
-
-@njit(error_model="numpy")
-def _encode(x, start, side, codes, scratch):
-    """Make the codes of a vector and return its step byte."""
-    byte = _best_step(x, start, codes.size, side, scratch)
-    middle = np.float32(1 << (side.bits - 1))
-    if byte == 0 or byte == _NAN_STEP:
-        codes[:] = np.uint32(middle)
-        return byte
-    cell, shift = splat(_STEP_OF[byte] + _STEP_OF[byte]), splat(middle)
-    low, high = splat(_ZERO), splat(middle + middle - _ONE)
-    for i in range(0, codes.size, LANES):
-        code = floor(load(x, start + i) / cell) + shift
-        store(scratch, i, minimum(high, maximum(low, code)))
-    for i in range(codes.size):
-        codes[i] = np.uint32(np.int32(scratch[i]))
-    return byte
+# Elements of fewer bits: a step for the vector, a code for each element (`cpu_steps`).
 
 
 @njit
 def _decode(codes, byte, bits, x, start):
     """value = (2 * code + 1 - 2**bits) * step"""
-    step, shift = _STEP_OF[byte], np.int32(1 - (1 << bits))
+    step, shift = STEP_OF[byte], np.int32(1 - (1 << bits))
     for i in range(codes.size):
         x[start + i] = np.float32(np.int32(codes[i]) * np.int32(2) + shift) * step
 
@@ -214,17 +126,14 @@ def _first_bad(pages, page, slot):
 @njit
 def _write_part(pool, words, side, places, page, slot, x, part, parts):
     d = places.shape[1]
-    codes = np.empty(d, np.uint32)
-    size = 16
-    while size < d:
-        size *= 2
-    squares = np.zeros(size, np.float32)
+    codes, whole = np.empty(d, np.uint32), np.empty(d, np.float32)
     for i in range(page.size):
         if page[i] % parts != part:
             continue
         start = page[i] * side.nbytes
         if side.bits < 16:
-            pool[start + side.steps + slot[i]] = _encode(x, i * d, side, codes, squares)
+            byte = encode_vector(x, i * d, side.bits, side.guess, codes, whole)
+            pool[start + side.steps + slot[i]] = byte
         else:
             _narrow(x, i * d, side.kind, codes)
         _put(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)

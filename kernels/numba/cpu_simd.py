@@ -143,6 +143,7 @@ store = _make_store(F32X8, lambda builder, value: value)
 store_half = _make_store(F16X8, lambda builder, value: builder.fptrunc(value, F16X8))
 store_bfloat = _make_store(I16X8, narrow_bfloat)
 store_codes = _make_store(_I8X8, _narrow_code)
+store_cut = _make_store(I32X8, lambda builder, value: builder.fptosi(value, I32X8))
 
 
 def _make_binary(emit):
@@ -219,12 +220,22 @@ def magnitude(typing_context, value):
 
 
 @intrinsic
-def floor(typing_context, value):
-    """Return the largest integers not above the elements, as floats."""
+def nearest(typing_context, value):
+    """Return the nearest integers, of two the even one, as floats."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(F32X8, [F32X8])
-        return builder.call(builder.module.declare_intrinsic("llvm.floor.v8f32", (), kind), arguments)
+        return builder.call(builder.module.declare_intrinsic("llvm.rint.v8f32", (), kind), arguments)
+
+    return float32x8(float32x8), generate
+
+
+@intrinsic
+def through_half(typing_context, value):
+    """Return the values rounded to float16, half to even: infinite beyond it."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fpext(builder.fptrunc(arguments[0], F16X8), F32X8)
 
     return float32x8(float32x8), generate
 

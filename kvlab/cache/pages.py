@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import HALF_CELL, TOKENS_PER_PAGE, bit_address
+from kvlab.reference.pages import GUESS, TOKENS_PER_PAGE, bit_address
 
 __all__ = [
     "PAGE_TABLE_BYTES",
@@ -189,8 +189,8 @@ def _sides(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.int32]
         address = bit_address(bits, layout.head_dim, side)
         in_one_word = address[..., -1] - address[..., 0] == bits - 1
         places = np.where(in_one_word, address[..., 0], ~address[..., 0]).astype(np.int32)
-        half_cell = HALF_CELL.get(width, np.float32(0))
-        sides.append((Side(layout.nbytes, codes, steps, bits, kind, half_cell), places))
+        guess = GUESS.get(width, np.float32(0))
+        sides.append((Side(layout.nbytes, codes, steps, bits, kind, guess), places))
     return tuple(sides)
 
 
@@ -228,7 +228,7 @@ def write_tokens(
     page, slot : integers, (n,)
         Where token i goes.
     k, v : float32, (n, head_dim)
-        Rotated (`kvlab.reference.codec.hadamard`) where that side's width is below 16, raw where it is 16.
+        Rotated (`kvlab.reference.pages.rotate`) where that side's width is below 16, raw where it is 16.
 
     Raises
     ------

@@ -28,7 +28,6 @@ from kvlab.cache.pages import (
 )
 from kvlab.cache.plan import ERRORS, NewTokens, Plan, Rates, Tokens, Weigh, plan_row
 from kvlab.cache.pools import PagePools
-from kvlab.reference.codec import hadamard_block
 
 __all__ = ["ERRORS", "LayerStore", "NewTokens", "Plan", "Tokens", "Weigh"]
 
@@ -363,11 +362,10 @@ class LayerStore:
 
 
 def _rotate(x: Floats) -> Floats:
-    from kvlab.numba_kernels.cpu_codec import hadamard_rows
+    from kvlab.numba_kernels.cpu_steps import rotate_rows
 
-    block = hadamard_block(x.shape[1])
     rotated = np.empty(x.shape, np.float32)
-    hadamard_rows(np.ascontiguousarray(x, np.float32), block, np.float32(1 / np.sqrt(block)), rotated)
+    rotate_rows(np.ascontiguousarray(x, np.float32).reshape(-1), x.shape[1], rotated.reshape(-1))
     return rotated
 
 

@@ -7,14 +7,18 @@ values at `bits_v`. Its record is, in this order and without gaps (every part is
     64 d bits_k bits          64 x uint8 (absent at width 16)        64 x uint16   64 x uint8
 
 *Width 16* is the dtype of the cache, raw (a float32 cache stores 32 bits). *Widths 2, 3, 4 and 8* take
-vectors that a Hadamard transform has rotated (`codec.hadamard`), which makes every element nearly Gaussian.
-The grid has no zero, it is symmetric, and only its step is kept, so a kernel multiplies once a token:
+vectors that a Hadamard transform has rotated, which makes every element nearly Gaussian. `rotate` does that
+in whole numbers: a vector becomes integers of 12 bits, whose sums are exact in any order and are rounded
+once. The grid has no zero, it is symmetric, and only its step is kept, so a kernel multiplies once a token:
 
     value = (2 code + 1 - 2**bits) * step       code = floor(x / (2 step)) + 2**(bits - 1), clipped
 
 *The step* is a float16 without sign and without its low 7 mantissa bits: a byte, steps a factor 9/8 to 16/15
-apart. Around the step that is best for a Gaussian of the vector's root mean square, five bytes are tried and
-the one of least squared error is kept. A zero vector has step 0, a vector with NaN or infinity step NaN.
+apart. At 8 bits it is the least whose grid reaches the largest element. Below, three or five bytes around a
+guess from the largest element and the root mean square are tried, and the one of least squared error is kept;
+elements are rounded to a small part of a step first, so that these sums are whole numbers too. A vector of
+zeros has step 0, and so has, below 8 bits, one that is nearer to 0 than to any step; one with NaN or infinity
+has step NaN.
 
 *The order of the codes* is that of the operands of the tensor-core instruction mma.sync.m16n8k16 (PTX ISA,
 "Matrix Fragments for mma.m16n8k16"), so a GPU loads a fragment with one instruction and expands it in
@@ -33,40 +37,45 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 __all__ = [
-    "HALF_CELL",
+    "CANDIDATES",
+    "GUESS",
     "STEPS",
     "TOKENS_PER_PAGE",
     "Page",
     "bit_address",
     "candidate_steps",
-    "choose_step",
     "decode_page",
     "encode",
     "encode_page",
     "grid_codes",
     "grid_values",
+    "guess_step",
     "narrow",
+    "rotate",
     "widen",
 ]
 
 TOKENS_PER_PAGE = 64
 
-HALF_CELL = {2: np.float32(0.4978), 3: np.float32(0.2930), 4: np.float32(0.1676), 8: np.float32(0.0135)}
-"""Where the search for a vector's step begins, by width, in multiples of its root mean square.
+GUESS = {2: np.float32(0.4), 3: np.float32(0.185), 4: np.float32(0.0584), 8: np.float32(2**-8)}
+"""Where the search for a vector's step begins, by width, and at 8 bits ends: in multiples of the largest
+element at 4 and 8 bits, of the geometric mean of that and of the root mean square at 3, and of the geometric
+mean of this mean and of the root mean square at 2.
 
-For 2, 3 and 4 bits the best step for Gaussian elements: the minimum over s of the mean squared error of the
-grid s * (+-1, +-3, ..., +-(2**bits - 1)), integrated in closed form over the normal density and minimised to
-1e-12; errors 0.1188, 0.03744 and 0.01154 (J. Max, "Quantizing for minimum distortion", 1960, table II). With
-it the best of the five candidates is at most 2.6 % worse than the best of all bytes for Gaussian vectors of
-64 elements, 0.7 % for 128. At 8 bits that minimum, 0.01538, is set by tails which so few elements do not
-have, and the loss is 46 % and 26 %; around 0.0135 it is 20 % and 13 %, the least over 64, 80, 96, 128 and 256
-elements together.
+Fitted to rotated vectors of 64, 128 and 256 elements, Gaussian, heavy-tailed and with two outliers each, raw
+or decoded from more bits (docs/performance/page_format.md): the fewer the bits, the more a step cuts off
+anyway, and the less the largest element says.
 """
+
+CANDIDATES = {2: 5, 3: 5, 4: 3, 8: 1}
+"""How many bytes are tried, by width: the guess is in their middle."""
 
 STEPS = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
 """The step that each byte stands for; 0xF8 to 0xFF are infinite or NaN and only 0xFF is ever written."""
 
-_HIGHEST_FINITE, _NAN_STEP = 0xF7, 0xFF
+_NAN_STEP = 0xFF
+_LEAST_EXPONENT = -40  # of the unit of `rotate`: what is 2**-41 and less counts as 0
+_TOO_LARGE = np.float32(2**100)  # counts as infinite, so that no power of 2 in `rotate` is beyond float32
 
 
 @lru_cache(maxsize=32)
@@ -136,18 +145,65 @@ def _frozen(x: Int64) -> Int64:
     return x
 
 
-def tree_sum(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Sum the last axis by halves, in float32: element i takes element i + h, for h from n / 2 down to 1.
+def _exponent(x: NDArray[np.float32]) -> NDArray[np.int32]:
+    """Return floor(log2(x)) of positive finite numbers; what it returns for others means nothing."""
+    exponent: NDArray[np.int32] = np.frexp(x)[1] - 1
+    return exponent
 
-    n is the next power of two; what is missing counts as 0. Any backend can do this in any number of lanes.
+
+def _times_power(x: NDArray[np.float32], exponent: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Multiply vectors (n, d) by 2**exponent, (n,): exact but for what is too small or too large."""
+    scaled: NDArray[np.float32] = np.ldexp(x, exponent[:, None])
+    return scaled
+
+
+def _to_units(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Round to whole numbers, half to even, and those from 2048 on to 11 significant bits.
+
+    This is a rounding to float16 where the unit is 2**-24, that of its subnormal numbers.
     """
-    n = 1 << (x.shape[-1] - 1).bit_length()
-    a = np.zeros((*x.shape[:-1], n), np.float32)
-    a[..., : x.shape[-1]] = x
-    while n > 1:
-        n //= 2
-        a = a[..., :n] + a[..., n:]
-    return a[..., 0]
+    return np.ldexp(np.ldexp(x, -24).astype(np.float16).astype(np.float32), 24)
+
+
+def rotate(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rotate vectors as pages keep them: the block Hadamard transform, in whole numbers.
+
+    A vector is multiplied by the square root of 2 if the order of the transform is an odd power of 2, and by
+    the power of 2 that brings its largest element to 1024 or more, below 2048; then it is rounded to whole
+    numbers. Their sums and differences are exact, in any order, and rounded to 11 significant bits. What is
+    left to multiply with is a power of 2.
+
+    Parameters
+    ----------
+    x : float32, (n, head_dim)
+        Raw vectors; keys less their mean.
+
+    Returns
+    -------
+    float32, (n, head_dim)
+        Numbers of 11 significant bits. A vector with NaN, infinity or an element of 2**100 or more (after the
+        multiplication) is NaN.
+
+    Examples
+    --------
+    >>> rotate(np.array([[3, 1, 0, 0]], np.float32))
+    array([[2., 1., 2., 1.]], dtype=float32)
+    """
+    block = x.shape[1] & -x.shape[1]
+    log = block.bit_length() - 1
+    with np.errstate(over="ignore", invalid="ignore"):
+        stretched = x * np.float32(np.sqrt(2)) if log % 2 else x
+        largest = np.abs(stretched).max(axis=1)
+        fine = largest < _TOO_LARGE  # NaN is not, and the largest of a vector with NaN is NaN
+    largest, stretched = np.where(fine, largest, 1), np.where(fine[:, None], stretched, 0)
+    exponent = np.maximum(_exponent(largest) - 10, _LEAST_EXPONENT)
+    turned = np.rint(_times_power(stretched, -exponent))
+    for h in (1 << i for i in range(log)):
+        pairs = turned.reshape(len(x), x.shape[1] // (2 * h), 2, h)
+        turned = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
+    rotated = _times_power(_to_units(turned.reshape(x.shape)), exponent - (log + 1) // 2)
+    rotated[~fine] = np.nan
+    return rotated
 
 
 def grid_codes(x: NDArray[np.float32], step: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
@@ -161,52 +217,72 @@ def grid_values(codes: NDArray[Any], step: NDArray[np.float32], bits: int) -> ND
     return (2 * codes.astype(np.float32) + np.float32(1 - 2**bits)) * step
 
 
-def root_mean_square(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the root mean square of each vector, in float32: infinite if the squares overflow."""
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        mean: NDArray[np.float32] = tree_sum(x * x) / np.float32(x.shape[-1])
-        return np.sqrt(mean)
+def guess_step(x: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
+    """Return where the search for the step of each vector begins; no vector may be zero or not finite.
+
+    Every operation is one of float32, rounded once, but for the sum of squares: that is over elements in
+    units of 1/64 to 1/128 of the largest, rounded to whole numbers, and so exact in any order.
+    """
+    largest = np.abs(x).max(axis=1)
+    unit = _exponent(largest) - 6
+    guess = np.ldexp(largest, -unit)
+    if bits in (2, 3):
+        squares = np.square(_to_units(_times_power(x, -unit))).sum(axis=1)
+        root = np.sqrt(squares / np.float32(x.shape[1]))
+        for _ in range(4 - bits):
+            guess = np.sqrt(guess * root)
+    guesses: NDArray[np.float32] = np.ldexp(guess * GUESS[bits], unit)
+    return guesses
 
 
 def candidate_steps(x: NDArray[np.float32], bits: int) -> Int64:
-    """Return the step bytes that are tried for each vector of `x`, (n, head_dim) -> (n, 5), ascending."""
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        guess = (root_mean_square(x) * HALF_CELL[bits]).astype(np.float16).view(np.uint16).astype(np.int64)
-    nearest = (guess + 63 + (guess >> 7 & 1)) >> 7  # to the nearest multiple of 128, ties to even
-    nearest = np.clip(nearest, 1, _HIGHEST_FINITE)
-    candidates: Int64 = np.clip(nearest[:, None] + np.arange(-2, 3), 1, _HIGHEST_FINITE)
-    return candidates
+    """Return the step bytes that are tried for each vector, (n, head_dim) -> (n, CANDIDATES[bits]).
 
-
-def choose_step(x: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
-    """Choose the step byte of each vector of `x`, (n, head_dim) -> (n,).
-
-    The least squared error decides, the lower byte of equals. A vector whose root mean square is 0 gets byte
-    0, one with NaN or infinity 0xFF.
+    They ascend; below 8 bits a guess nearer to 0 than to any step gives zeros alone. As `guess_step`, of
+    vectors that are neither zero nor too large.
     """
-    candidates = candidate_steps(x, bits)
-    step = STEPS[candidates][..., None]
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        error = x[:, None, :] - grid_values(grid_codes(x[:, None, :], step, bits), step, bits)
-        best = tree_sum(error * error).argmin(axis=1)
-    byte = np.take_along_axis(candidates, best[:, None], axis=1)[:, 0]
-    byte = np.where(root_mean_square(x) == 0, 0, byte)
-    return np.where(np.isfinite(x).all(axis=1), byte, _NAN_STEP).astype(np.uint8)
+    guess = guess_step(x, bits)
+    near = guess.astype(np.float16).view(np.uint16).astype(np.int64)
+    if bits == 8:  # rounded up
+        rounded = near.astype(np.uint16).view(np.float16).astype(np.float32)
+        up: Int64 = (near + (rounded < guess) + 127) >> 7
+        return np.maximum(up, 1)[:, None]
+    near = (near + 63 + (near >> 7 & 1)) >> 7  # to the nearest multiple of 128, ties to even
+    half = CANDIDATES[bits] // 2
+    candidates: Int64 = np.maximum(near, half + 1)[:, None] + np.arange(-half, half + 1)
+    return np.where(near[:, None] > 0, candidates, 0)
 
 
 def encode(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Encode rotated vectors: (n, head_dim) -> codes (n, head_dim) and step bytes (n,).
 
+    The least squared error decides between candidates, the lowest of equals. A vector that is too large for
+    the highest steps, with elements of 2**(bits + 14) or more, is halved until it is not.
+
     Examples
     --------
-    >>> codes, step = encode(np.array([[-3, -1, 1, 3]], np.float32) / 4, bits=2)
+    >>> codes, step = encode(np.array([[-3, -2, 1, 3]], np.float32) / 4, bits=2)
     >>> codes, STEPS[step]
-    (array([[0, 1, 2, 3]], dtype=uint8), array([0.25], dtype=float32))
+    (array([[0, 0, 2, 3]], dtype=uint8), array([0.21875], dtype=float32))
     """
-    byte = choose_step(x, bits)
-    usual = (byte > 0) & (byte <= _HIGHEST_FINITE)
-    codes = np.full(x.shape, 2 ** (bits - 1), np.uint8)
-    codes[usual] = grid_codes(x[usual], STEPS[byte[usual]][:, None], bits).astype(np.uint8)
+    codes, byte = np.full(x.shape, 2 ** (bits - 1), np.uint8), np.zeros(len(x), np.uint8)
+    finite = np.isfinite(x).all(axis=1)
+    byte[~finite] = _NAN_STEP
+    usual = np.flatnonzero(finite & (x != 0).any(axis=1))
+    if not len(usual):
+        return codes, byte
+    x = x[usual]
+    x = _times_power(x, np.minimum(bits + 13 - _exponent(np.abs(x).max(axis=1)), 0))
+    candidates = candidate_steps(x, bits)
+    held = candidates[:, 0] > 0
+    usual, x, candidates = usual[held], x[held], candidates[held]
+    unit = _exponent(STEPS[candidates[:, 0]]) - 4
+    x = _to_units(_times_power(x, -unit))[:, None]
+    step = _times_power(STEPS[candidates], -unit)[..., None]  # in units: an integer, 16 to 80
+    error = x - grid_values(grid_codes(x, step, bits), step, bits)
+    best = np.square(error).sum(axis=2).argmin(axis=1)
+    byte[usual] = np.take_along_axis(candidates, best[:, None], axis=1)[:, 0]
+    codes[usual] = grid_codes(x[:, 0], step[np.arange(len(x)), best], bits).astype(np.uint8)
     return codes, byte
 
 
@@ -279,7 +355,7 @@ def encode_page(
     Parameters
     ----------
     k, v : float32, (n, head_dim)
-        Rotated where the width of that side is below 16, raw where it is 16.
+        As `rotate` returns them where the width of that side is below 16, raw where it is 16.
     bits_k, bits_v : int
         2, 3, 4, 8 or 16.
     dtype : {"float16", "bfloat16", "float32"}

@@ -26,7 +26,7 @@ from kvlab.cache.pages import (
     write_tokens,
 )
 from kvlab.reference import pages as reference
-from tests.strategies import SEEDS
+from tests.strategies import SEEDS, page_vectors
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 PAGES = 3
@@ -38,19 +38,6 @@ layouts = st.builds(
     st.sampled_from(WIDTHS),
     st.sampled_from(tuple(ITEMSIZE)),
 )
-
-
-def hostile_vectors(rng: np.random.Generator, n: int, head_dim: int) -> NDArray[np.float32]:
-    """Return vectors of any size, and among them zeros, subnormal, enormous, infinite and NaN ones."""
-    x = rng.standard_normal((n, head_dim)) * 2.0 ** rng.uniform(-30, 30, (n, 1))
-    special = [0, 1e-40, 4e-23, 2.0**-18, 65504, 65520, 1e20, 3e38, np.inf, -np.inf, np.nan]
-    for row in np.flatnonzero(rng.random(n) < 0.3):
-        chosen = special[rng.integers(len(special))]
-        x[row, rng.random(head_dim) < rng.choice([0.02, 0.5, 1])] = chosen
-    result: NDArray[np.float32] = (x * rng.choice([-1, 1], x.shape)).astype(np.float32)
-    bits, is_nan = result.view(np.uint32), np.isnan(result)
-    bits[is_nan] = rng.choice([0x7F800001, 0xFFA0F00D, 0x7FFFFFFF], is_nan.sum())  # quiet and signalling
-    return result
 
 
 def some_places(rng: np.random.Generator, n: int, pages: int = PAGES) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -166,7 +153,7 @@ def test_written_pages_equal_the_oracle(case: tuple[PageLayout, str], seed: int,
     layout, dtype = case
     rng = np.random.default_rng(seed)
     pool, (page, slot) = random_pool(rng, layout), some_places(rng, n)
-    k, v = hostile_vectors(rng, n, layout.head_dim), hostile_vectors(rng, n, layout.head_dim)
+    k, v = page_vectors(rng, n, layout.head_dim), page_vectors(rng, n, layout.head_dim)
     expected = written(pool, layout, dtype, page, slot, k, v)
     write_tokens(pool, layout, dtype, page, slot, k, v)
     np.testing.assert_array_equal(pool, expected)
@@ -174,20 +161,18 @@ def test_written_pages_equal_the_oracle(case: tuple[PageLayout, str], seed: int,
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_smallest_vectors(bits: int) -> None:
-    """Where squares, their sum or their mean go below float32, down to the last one that has a step."""
+    """Down to and below those that have a step: where the guess rounds to 0, and where float32 ends."""
     layout = PageLayout(64, bits, bits, 2)
-    sizes = 2.0 ** np.arange(-80, -60, 0.5)
-    x = np.zeros((len(sizes), 64), np.float32)
-    x[:, 5] = sizes
-    page, slot = np.zeros(len(sizes), np.int64), np.arange(len(sizes))
-    pool = np.zeros((1, layout.nbytes), np.uint8)
+    sizes = np.concatenate([2.0 ** np.arange(-149, -20, 3), 2.0 ** np.arange(-20, -6, 0.1)])
+    x = np.random.default_rng(0).choice([-1, 0.1, 1], (len(sizes), 64)).astype(np.float32)
+    x = (x * sizes[:, None]).astype(np.float32)
+    page, slot = np.arange(len(sizes)) // 64, np.arange(len(sizes)) % 64
+    pool = np.zeros((3, layout.nbytes), np.uint8)
     expected = written(pool, layout, "float16", page, slot, x, x)
     write_tokens(pool, layout, "float16", page, slot, x, x)
     np.testing.assert_array_equal(pool, expected)
-    step = pool[0, layout.k_steps + slot]
-    has_sum = np.square(x).sum(axis=1) > 0
-    assert set(step) == {0, 1}
-    assert (step[has_sum] == 0).any()
+    step = pool[page, layout.k_steps + slot]
+    assert set(step) >= ({1, 2, 3} if bits == 8 else {0, 1, 2, 3})
 
 
 @given(layouts, SEEDS)
@@ -298,15 +283,15 @@ def test_the_number_of_threads_does_not_matter(bits: int) -> None:
 def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     """What is read lies on the grid of its step byte.
 
-    So whenever that byte is among the five candidates of the second writing, its squared error there is 0:
-    the values stay, and the byte too unless a lower one also holds them exactly. Where the byte stays, the
-    codes do. (The root mean square of the values is smaller than that of the original vector, so now and then
-    the byte is out of the search's reach. Tokens move by `copy_tokens`, not by writing them again.)
+    So whenever that byte is among the candidates of the second writing, its squared error there is 0: the
+    values stay, and the byte too unless a lower one also holds them exactly. At 8 bits it nearly always is.
+    (Below, the largest value is smaller than the largest element was, so the byte is often out of the
+    search's reach, at 2 bits nearly always. Tokens move by `copy_tokens`, not by writing them again.)
     """
     layout = PageLayout(head_dim, bits, bits, 2)
     rng = np.random.default_rng(seed)
     where = some_places(rng, 100)
-    x = (rng.standard_normal((100, head_dim)) * 2.0 ** rng.uniform(-10, 10, (100, 1))).astype(np.float32)
+    x = (rng.standard_normal((100, head_dim)) * 2.0 ** rng.uniform(-6, 10, (100, 1))).astype(np.float32)
     pool = random_pool(rng, layout)
     write_tokens(pool, layout, "float16", *where, x, x)
     first, _ = read_tokens(pool, layout, "float16", *where)
@@ -318,7 +303,7 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     byte_again = again[where[0], layout.k_steps + where[1]]
 
     reachable = (reference.candidate_steps(first, bits) == byte[:, None]).any(axis=1)
-    assert reachable.mean() > (0.5 if head_dim == 16 else 0.8)
+    assert reachable.mean() > {2: 0.45, 3: 0.8, 4: 0.35, 8: 0.9}[bits]
     np.testing.assert_array_equal(second[reachable], first[reachable])
     assert (byte_again <= byte)[reachable].all()
     same = byte_again == byte

@@ -19,7 +19,7 @@ from kvlab.cache.ladder import parse_bits
 from kvlab.cache.pages import PageLayout, encode_importance
 from kvlab.cache.store import LayerStore
 from kvlab.reference.codec import hadamard
-from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narrow, widen
+from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narrow, rotate, widen
 from tests.gpu.packed_cases import DTYPES, to_numpy, to_torch
 
 BATCH, HEADS, GROUP = 2, 2, 4
@@ -88,8 +88,8 @@ class Record:
             if bits == 16:
                 self.put(side, slot, narrow(x, dtype), 0)
             else:
-                rotated = hadamard(x - (mean if side == "k" else np.float32(0)))
-                code, step = encode(rotated[None], bits)
+                rotated = rotate((x - (mean if side == "k" else np.float32(0)))[None])
+                code, step = encode(rotated, bits)
                 self.put(side, slot, code[0], int(step[0]))
 
 
@@ -111,11 +111,11 @@ def draw_vectors(
     x[kind == 2, 3] = np.inf
     x[kind == 3, 5] = np.nan
     x[kind == 4] = rng.choice([-2.0, -1.0, 1.0], x[kind == 4].shape)  # sums are multiples of cells
-    x[kind == 5] = (
-        rng.choice([-1.0, 0.0, 1.0], x[kind == 5].shape) * 2.0**-115
-    )  # all that is left where 1 cancels
-    x[kind == 5, :2] = 1
-    return x.astype(DTYPES[dtype])
+    x[kind == 5] = rng.integers(-15, 16, x[kind == 5].shape) * 2.0**-13
+    x[kind == 5, 0] = 1  # the unit of whole numbers is 2**-10, and among the others are ties
+    x[kind == 6] *= np.exp2(rng.choice([-30, -15, 15, 80, 96, 120], x[kind == 6].shape[:1]))[:, None]
+    with np.errstate(over="ignore"):
+        return x.astype(DTYPES[dtype])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
@@ -185,7 +185,7 @@ def move_reference(old: Record, at: int, new: Record, slot: int, mean: np.ndarra
             continue
         offset = mean if side == "k" else np.float32(0)
         if bits_old == 16:
-            x = hadamard(widen(code, dtype) - offset)
+            x = rotate((widen(code, dtype) - offset)[None])[0]
         else:
             x = grid_values(code, STEPS[step], bits_old)
         if bits_new == 16:

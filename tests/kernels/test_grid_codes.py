@@ -1,103 +1,172 @@
-"""What packed_encode.cuh and cache_encode.cuh take for granted.
+"""What packed_search.cuh and cache_encode.cuh take for granted.
 
-Products with rounded reciprocals have the floors of quotients, errors of steps are as near to those of the
-reference as `find_step` believes, and numbers that it scales stay normal.
+Steps are 16 to 80 of the parts in which numbers are counted, products with rounded reciprocals have the
+floors of quotients, in float32 and in float16, and sums of squares that decide are exact. There are few such
+steps and a few thousand numbers, so all are tried.
 
-A step has 4 significant bits, so 8 mantissas stand for all, and a product of two float32 numbers is exact in
-float64. Quotients may only go wrong where they come near an integer, so all numbers next to the multiples of
-a cell are tried, up to twice the largest code.
+A product of two float32 or float16 numbers is exact in float64, and so are the sums here.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from kvlab.reference.pages import STEPS, candidate_steps, grid_codes, grid_values, tree_sum
+from kvlab.reference.pages import CANDIDATES, STEPS, candidate_steps, grid_codes, grid_values, rotate
 
-CELLS = 2 * STEPS[8 * 16 : 9 * 16]  # both exponents of 16 bytes: each mantissa twice
-
-
-def reciprocals(cell: np.float32) -> tuple[np.float32, np.float32]:
-    """1 / cell rounded up, and the number below it."""
-    nearest = np.float32(1) / cell
-    rest = np.float64(nearest) * np.float64(cell) - 1
-    up = np.nextafter(nearest, np.float32(np.inf)) if rest < 0 else nearest
-    return up, np.nextafter(up, np.float32(0))
+ROUNDER = np.float64(1.5 * 2**23)
+WHOLE = np.arange(-2047, 2048, dtype=np.float64)  # numbers of parts, and of units of 2**-24 in float16
+Doubles = NDArray[np.float64]
 
 
-def magnitudes(cell: np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """Float32 numbers next to multiples of the cell, and the floors of their quotients."""
-    n = np.arange(1, 513)
-    multiple = (n * np.float64(cell)).astype(np.float32)
-    near = multiple.view(np.int32)[:, None] + np.arange(-4, 5, dtype=np.int32)
-    floors = np.where(np.arange(-4, 5) < 0, n[:, None] - 1, n[:, None])
-    return near.view(np.float32).astype(np.float64), floors
+def in_parts(lowest: np.ndarray, byte: np.ndarray) -> np.ndarray:
+    """A step in parts of the lowest that is tried."""
+    return np.ldexp(STEPS[byte], 5 - np.frexp(STEPS[lowest])[1])
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_floors(cell: np.float32) -> None:
-    up, down = reciprocals(cell)
-    size, floors = magnitudes(cell)
-    assert np.array_equal(np.floor(size * np.float64(up)), floors)
-    below = -floors - (size != floors * np.float64(cell))  # of the negative numbers
-    assert np.array_equal(np.floor(-size * np.float64(down)), below)
+def floors(step: int, bits: int) -> np.ndarray:
+    """The codes of all numbers, by floors of integers."""
+    quotient = WHOLE.astype(np.int64) // (2 * step)
+    return np.clip(quotient + 2 ** (bits - 1), 0, 2**bits - 1)
 
 
-def test_one_reciprocal_does_not_do() -> None:
-    """Multiples of the cell fall short by the lower one, and below themselves, negative, by the upper one."""
-    wrong = np.zeros(2, int)
-    for cell in CELLS:
-        size, floors = magnitudes(cell)
-        up, down = reciprocals(cell)
-        below = -floors - (size != floors * np.float64(cell))
-        wrong += (
-            (np.floor(size * np.float64(down)) != floors).any(),
-            (np.floor(-size * np.float64(up)) != below).any(),
-        )
-    assert np.array_equal(wrong, (16, 14))  # 1 / cell is exact for the two powers of 2
+def steps_in_parts(bits: int) -> list[int]:
+    """All that steps can be: the lowest byte that is tried is 1 or more, the highest at most 0xF7."""
+    lowest = np.arange(1, 0xF8 - (CANDIDATES[bits] - 1))
+    found = np.unique([in_parts(lowest, lowest + i) for i in range(CANDIDATES[bits])])
+    return [int(step) for step in found]
 
 
-def scaled_errors(x: np.ndarray, step: np.ndarray, bits: int) -> np.ndarray:
-    """The sums of find_step: four lanes with two each, every operation rounded once; `x` (n, head_dim)."""
-    cell, last, size = 2 * step.astype(np.float64), 2 ** (bits - 1) - 1, np.abs(x).astype(np.float64)
-    cells_left = np.maximum(last - np.floor(size / cell), 0)
-    distance = (cells_left * cell + (size - (last + 0.5) * cell).astype(np.float32)).astype(np.float32)
-    sums = np.zeros((len(x), 8), np.float32)
-    for eight in np.split(distance.astype(np.float64), x.shape[1] // 8, axis=1):
-        sums = (eight * eight + sums).astype(np.float32)
-    lanes = sums[:, ::2] + sums[:, 1::2]
-    pairs = lanes[:, :2] + lanes[:, 2:]
-    return pairs[:, 0] + pairs[:, 1]
+TRIED = [(bits, step) for bits in CANDIDATES for step in steps_in_parts(bits)]
+SEARCHED = [(bits, step) for bits, step in TRIED if bits < 8]
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_scaled_errors_are_within_their_bound(head_dim: int, bits: int) -> None:
-    """Half of find_step's margin for each of the two errors that it compares."""
+def test_steps_in_parts() -> None:
+    found = [[step for b, step in TRIED if b == bits] for bits in CANDIDATES]
+    assert [(min(steps), max(steps)) for steps in found] == [(16, 80), (16, 80), (16, 48), (16, 30)]
+
+
+# ---- packed_search.cuh: float32
+
+
+def test_rounding_by_a_sum() -> None:
+    """The fused product and sum is rounded to a whole number of units, half to even."""
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.uniform(-8200, 8200, 100_000), rng.integers(-8200, 8200, 9999) + 0.5])
+    x = x.astype(np.float32).astype(np.float64)
+    for unit in (1.0, 2.0**-24):
+        rounded = (x * unit + ROUNDER * unit).astype(np.float32) - ROUNDER * unit
+        assert np.array_equal(rounded, np.rint(x) * unit)
+
+
+@pytest.mark.parametrize(("bits", "step"), TRIED)
+def test_floor_of_a_product(bits: int, step: int) -> None:
+    """An approximate reciprocal will do; numbers of 8 bits are the largest ones, up to 256 steps."""
+    near = np.float32(0.5) / np.float32(step)
+    x = np.arange(-256 * step, 256 * step + 1)
+    want = np.clip(x // (2 * step) + 2 ** (bits - 1), 0, 2**bits - 1)
+    for ulps in (-16, 0, 16):
+        per_cell = (near.view(np.int32) + np.int32(ulps)).view(np.float32).astype(np.float64)
+        code = np.floor((x + 0.5) * per_cell + ROUNDER + 2 ** (bits - 1))  # above 2**23 that is to round down
+        code = np.clip(code, ROUNDER, ROUNDER + 2**bits - 1)
+        assert np.array_equal(code.astype(np.float32).view(np.uint32) & 255, want)
+
+
+def vectors(head_dim: int) -> np.ndarray:
+    """Rotated vectors of many kinds: their largest element is near to the others, or far from them."""
     rng = np.random.default_rng(head_dim)
-    kinds = [
-        rng.standard_normal((300, head_dim)),
-        rng.standard_t(2, (300, head_dim)),
-        rng.choice([-1.0, 1.0], (300, head_dim)) * rng.choice([0.5, 1, 1.5, 2, 3], (300, head_dim)),
-        rng.uniform(-1, 1, (300, head_dim)) ** 9,
-    ]
-    x = np.concatenate(kinds).astype(np.float32)
-    off = []
-    for byte in candidate_steps(x, bits).T:
-        step = STEPS[byte][:, None]
-        error = x - grid_values(grid_codes(x, step, bits), step, bits)
-        exact, rough = tree_sum(error * error), scaled_errors(x, step, bits)
-        judged = rough >= head_dim / 64 * (2 * step[:, 0]) ** 2  # the others are unsafe
-        off.append((np.abs(rough.astype(np.float64) - exact) / exact)[judged])
-    assert 0 < np.concatenate(off).max() <= (2.0**-13 if bits == 8 else 2.0**-16)
-    assert sum(map(len, off[:2])) > 400
+    outliers = rng.standard_normal((400, head_dim)) * np.exp2(rng.uniform(-9, 0, (400, 1)))
+    outliers[:, :: head_dim // 8] = rng.choice([-1.0, 1.0], (400, 8))
+    outliers[:, 1 :: head_dim // 4] *= np.exp2(rng.uniform(0, 4, (400, 1)))
+    one = np.zeros((50, head_dim))
+    one[:, 3] = np.exp2(rng.uniform(-30, 15, 50))
+    flat = rng.choice([-1.0, 1.0], (50, head_dim)) * np.exp2(rng.uniform(-20, 15, (50, 1)))
+    raw = [rng.standard_normal((200, head_dim)), rng.standard_t(2, (200, head_dim)), one, outliers]
+    turned = [rotate(x.astype(np.float32)) for x in raw]
+    return np.concatenate([*turned, one, flat, outliers]).astype(np.float32)
 
 
-def test_scaled_steps_are_normal() -> None:
-    step = STEPS[1:0xF8].astype(np.float64)
-    least, most = 2.0**-126, np.finfo(np.float32).max
-    up = np.array([reciprocals(cell)[0] for cell in 2 * STEPS[1:0xF8]]).astype(np.float64)
-    for scaled in (up * 2.0**-109, up * 2.0**16, 2 * step * 2.0**109, 2 * step * 2.0**-40):
-        assert (scaled >= least).all()
-        assert (scaled <= most).all()
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_sums_of_squares_are_exact(head_dim: int, bits: int) -> None:
+    """All are but for those that are far too large to decide: of the lowest step at 4 bits, where that is 1.
+
+    Then elements are 2.5 / 0.0584 times its step at most, and its grid ends at 15 times. A lane, which has up
+    to 8 elements, adds from 2**23 on.
+    """
+    x = vectors(head_dim)
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    rough = np.rint(np.ldexp(x, 7 - np.frexp(largest)[1]))
+    assert np.square(rough).sum(axis=1).max() < 2**23
+    candidates = candidate_steps(x, bits)
+    held = candidates[:, 0] > 0
+    x, candidates = x[held], candidates[held]
+    assert len(x) > 900
+    parts = np.rint(np.ldexp(x, 5 - np.frexp(STEPS[candidates[:, :1]])[1]))
+    assert np.abs(parts).max() < 2048
+    sums = []
+    for byte in candidates.T:
+        step = in_parts(candidates[:, 0], byte)[:, None]
+        error = parts - grid_values(grid_codes(parts, step, bits), step, bits)
+        squares = np.square(error.astype(np.float64))
+        lanes = np.pad(squares, ((0, 0), (0, -head_dim % 32))).reshape(len(x), -1, 32)
+        assert lanes.sum(axis=1).max() < 2**23
+        sums.append(squares.sum(axis=1))
+    least, most = np.min(sums, axis=0), np.max(sums, axis=0)
+    assert least.max() < 2**22
+    too_large = most >= 2**24
+    assert not too_large.any() or bits == 4
+    assert (candidates[too_large, 0] == 1).all()
+    assert (most[too_large] > 8 * least[too_large]).all()
+
+
+# ---- cache_encode.cuh: float16, where a whole number n is n 2**-24
+
+
+def half(x: Any) -> Doubles:
+    """Rounded to float16."""
+    return np.asarray(x).astype(np.float16).astype(np.float64)
+
+
+def half_codes(step: int, bits: int, last: float) -> Doubles:
+    """Codes by two fused operations: cut to 0 ... 1, and from there to 1536 + code."""
+    lift = 4 if bits < 4 else 1  # factors of float16 are less than 2**16
+    cells = 2 * step * last
+    factor = half(2**24 / cells / lift)
+    first = half((2 ** (bits - 1) - 0.5) / last + 0.5 / cells)
+    cut = np.clip(half(half(WHOLE * 2.0**-24 * lift) * factor + first), 0, 1)
+    return half(cut * last + 1536) - 1536
+
+
+@pytest.mark.parametrize(("bits", "step"), SEARCHED)
+def test_floor_in_float16(bits: int, step: int) -> None:
+    assert np.array_equal(half_codes(step, bits, 2**bits - 1), floors(step, bits))
+
+
+def test_floor_in_float16_has_little_to_spare() -> None:
+    """Steps of 49 parts and more, which there are not, would go wrong at 4 bits."""
+    fails = [step for step in range(16, 61) if (half_codes(step, 4, 15) != floors(step, 4)).any()]
+    assert min(fails) == 49
+
+
+@pytest.mark.parametrize("step", steps_in_parts(8))
+def test_floor_of_eight_bits(step: int) -> None:
+    """By float32, rounded to nearest twice: half a number more keeps quotients from halves."""
+    x = np.arange(-256 * step, 256 * step + 1).astype(np.float64)
+    per_cell = (np.float32(1) / np.float32(2 * step)).astype(np.float64)
+    whole = ((x + 0.5) * per_cell + 127.5).astype(np.float32)
+    code = (np.clip(whole, 0, 255).astype(np.float64) + ROUNDER).astype(np.float32) - ROUNDER
+    assert np.array_equal(code, np.clip(x // (2 * step) + 128, 0, 255))
+
+
+@pytest.mark.parametrize(("bits", "step"), SEARCHED)
+def test_folded_numbers_are_errors(bits: int, step: int) -> None:
+    """What is left of a number that is folded in the middle of what is left of the grid, time after time."""
+    left = WHOLE * 2.0**-24
+    for k in range(bits - 1, -1, -1):
+        left = half(np.abs(left) - half(step * 2**k * 2.0**-24))
+    error = WHOLE - (2 * floors(step, bits) + 1 - 2**bits) * step
+    assert np.array_equal(np.abs(left) * 2.0**24, np.abs(error))

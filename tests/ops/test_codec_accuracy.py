@@ -135,15 +135,10 @@ def test_codebook_error_of_gaussian_rows(bits: int, head_dim: int) -> None:
 
 @given(st.integers(1, 300), st.integers(0, 2**32 - 1))
 def test_hadamard_transform(n: int, seed: int) -> None:
-    """The CPU kernel has the bits of the reference, and that the values of the matrix in float64."""
-    from kvlab.numba_kernels.cpu_codec import hadamard_rows
-
+    """The reference has the values of the matrix in float64."""
     x = np.random.default_rng(seed).standard_normal((3, n)).astype(np.float32)
     block = hadamard_block(n)
-    from_kernel = np.empty_like(x)
-    hadamard_rows(x, block, np.float32(1 / np.sqrt(block)), from_kernel)
     y = hadamard(x)
-    assert np.array_equal(from_kernel, y)
     matrix = np.kron(np.eye(n // block), scipy.linalg.hadamard(block)) / np.sqrt(block)
     allowed = np.log2(2 * block) * 2.0**-23 * np.linalg.norm(x, axis=-1, keepdims=True)
     assert (np.abs(y - x.astype(float) @ matrix) <= allowed).all()

@@ -1,8 +1,7 @@
-"""The page format: every bit has one place, a warp finds its operands there, and the grid is what it says."""
+"""The page format: every bit has one place, a warp finds its operands there, a page gives its tokens back."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import ml_dtypes
@@ -13,12 +12,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlab.reference import pages
-from kvlab.reference.pages import HALF_CELL, STEPS, bit_address, candidate_steps, grid_codes, grid_values
+from kvlab.reference.pages import STEPS, bit_address, grid_values
 from tests.strategies import SEEDS
 
 STORED_BITS = (2, 3, 4, 8, 16, 32)
 QUANTISED = (2, 3, 4, 8)
 HEAD_DIMS = range(16, 257, 16)
+HIGHEST_FINITE = 0xF7
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
@@ -87,122 +87,15 @@ def test_a_warp_finds_its_operands(bits: int, head_dim: int) -> None:
             np.testing.assert_array_equal(codes, expected)
 
 
-def gaussian_error(step: float, bits: int) -> float:
-    """The mean squared error of the grid of `step` for a standard normal variable."""
-
-    def density(x: float) -> float:
-        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-    def above(x: float) -> float:
-        return math.erfc(x / math.sqrt(2)) / 2
-
-    error = 0.0
-    for cell in range(2 ** (bits - 1)):
-        low, value = 2 * cell * step, (2 * cell + 1) * step
-        high = low + 2 * step if cell < 2 ** (bits - 1) - 1 else math.inf
-        mass, mean = above(low) - above(high), density(low) - density(high)
-        square = mass + low * density(low) - (high * density(high) if math.isfinite(high) else 0)
-        error += square - 2 * value * mean + value * value * mass
-    return 2 * error
-
-
-@pytest.mark.parametrize(("bits", "known_error"), [(2, 0.1188), (3, 0.03744), (4, 0.01154)])
-def test_half_cells_are_the_gaussian_optimum(bits: int, known_error: float) -> None:
-    best = float(HALF_CELL[bits])
-    assert gaussian_error(best, bits) == pytest.approx(known_error, rel=1e-3)
-    nearby = best + np.arange(-20, 21) * 1e-4
-    errors = [gaussian_error(step, bits) for step in nearby]
-    assert nearby[int(np.argmin(errors))] == pytest.approx(best, abs=1.01e-4)
-
-
 def test_steps_are_truncated_half_floats() -> None:
-    finite = STEPS[: pages._HIGHEST_FINITE + 1]
+    finite = STEPS[: HIGHEST_FINITE + 1]
     assert np.isfinite(finite).all()
     assert (np.diff(finite) > 0).all()
     assert (finite[0], finite[1], finite[-1]) == (0, 2.0**-17, 61440)
-    assert not np.isfinite(STEPS[pages._HIGHEST_FINITE + 1 :]).any()
+    assert not np.isfinite(STEPS[HIGHEST_FINITE + 1 :]).any()
     assert np.isnan(STEPS[pages._NAN_STEP])
     ratio = finite[9:] / finite[8:-1]
     assert (ratio.min(), ratio.max()) == (np.float32(16) / 15, 1.125)
-
-
-vectors = st.tuples(SEEDS, st.sampled_from(HEAD_DIMS), st.floats(-18, 18))
-
-
-def draw(case: tuple[int, int, float], count: int = 20) -> NDArray[np.float32]:
-    seed, head_dim, scale = case
-    x = np.random.default_rng(seed).standard_normal((count, head_dim), dtype=np.float32)
-    return x * np.float32(2.0**scale)
-
-
-def squared_errors(x: NDArray[np.float32], byte: NDArray[Any], bits: int) -> NDArray[np.float64]:
-    step = STEPS[byte][..., None]
-    value = grid_values(grid_codes(x, step, bits), step, bits)
-    errors: NDArray[np.float64] = np.square(x.astype(np.float64) - value).sum(-1)
-    return errors
-
-
-@given(vectors, st.sampled_from(QUANTISED))
-def test_the_step_is_the_best_of_five(case: tuple[int, int, float], bits: int) -> None:
-    x = draw(case)
-    chosen = pages.choose_step(x, bits)
-    candidates = candidate_steps(x, bits)
-    assert (chosen[:, None] == candidates).any(axis=1).all()
-    errors = squared_errors(x[:, None], candidates, bits)
-    assert (squared_errors(x, chosen, bits) <= errors.min(1) * (1 + 1e-5)).all()
-
-
-def test_the_search_is_worth_its_time() -> None:
-    """A byte taken without the search is not mistaken for the best of five."""
-    x = draw((0, 64, 0.0), 100)
-    unsearched = candidate_steps(x, 4)[:, 2]
-    assert (squared_errors(x, unsearched, 4) > squared_errors(x, pages.choose_step(x, 4), 4) * 1.00001).any()
-
-
-def test_of_equally_good_steps_the_lower_is_taken() -> None:
-    x = np.full((1, 32), 35, np.float32)
-    x[0, ::2] *= -1
-    errors = squared_errors(x[:, None], candidate_steps(x, 4), 4)[0]
-    assert (errors == 0).sum() == 2
-    assert STEPS[pages.choose_step(x, 4)] == 5  # 35 is 7 * 5 and 5 * 7
-
-
-@pytest.mark.parametrize("bits", QUANTISED)
-def test_vectors_without_a_step(bits: int) -> None:
-    x = np.ones((5, 32), np.float32)
-    x[0] = 0
-    x[1] = 1e-40  # its squares are 0
-    x[2, 7], x[3, 8], x[4, 9] = np.nan, np.inf, -np.inf
-    codes, byte = pages.encode(x, bits)
-    assert (codes == 2 ** (bits - 1)).all()
-    assert byte.tolist() == [0, 0, 0xFF, 0xFF, 0xFF]
-    values = grid_values(codes, STEPS[byte][:, None], bits)
-    assert (values[:2] == 0).all()
-    assert np.isnan(values[2:]).all()
-
-
-@given(vectors, st.sampled_from(QUANTISED))
-def test_error_of_an_element_is_at_most_a_step(case: tuple[int, int, float], bits: int) -> None:
-    """|x - value| <= step wherever |x| <= 2**bits * step, but for the rounding of x / (2 step)."""
-    x = draw(case)
-    codes, byte = pages.encode(x, bits)
-    step = STEPS[byte][:, None].astype(np.float64)
-    error = np.abs(x - grid_values(codes, STEPS[byte][:, None], bits).astype(np.float64))
-    inside = np.abs(x) <= 2**bits * step
-    assert inside.mean() > 0.5
-    assert (error <= step * (1 + 2.0 ** (bits - 24)))[inside].all()
-    # Beyond the grid the outermost value stands.
-    outermost = np.where(x < 0, 0, 2**bits - 1)
-    assert (codes == outermost)[~inside].all()
-
-
-@pytest.mark.parametrize("bits", QUANTISED)
-def test_values_of_the_grid_have_their_own_codes(bits: int) -> None:
-    codes = np.arange(2**bits)
-    for step in STEPS[1 : pages._HIGHEST_FINITE + 1]:
-        values = grid_values(codes, step, bits)
-        np.testing.assert_array_equal(values.astype(np.float64), (2.0 * codes + 1 - 2**bits) * float(step))
-        np.testing.assert_array_equal(grid_codes(values, step, bits), codes)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float16", np.float16), ("bfloat16", ml_dtypes.bfloat16)])

@@ -1,116 +1,164 @@
-// Vectors of a page into codes at the fewest instructions: LANES = 4 lanes a vector, numbers times 2^-40.
-//
-// Scaled so, 2^-149, the unit of subnormal numbers, counts cells: the product of a number and the reciprocal
-// of a cell, added to a small integer of that unit and rounded, is an integer, and .sat is a cut at 0 for
-// nothing. What is found here is what packed_encode.cuh finds, or `safe` says that it may not be: then the
-// vector has to go through that. Unsafe are sums that come so near to each other that their rounding decides,
-// steps at the ends of their range, and numbers that 2^-40 makes too small.
-//
-// Needs packed_encode.cuh with LANES = 4 and RUN = 2.
+// Sixteen rotated vectors into codes, a warp, bit for bit as kvlab/reference/pages.py: whole numbers of parts
+// of a step, the errors of all steps that are tried, codes. Threads and data are those of cache_vectors.cuh.
+// A sum of squares is a diagonal of a matrix times its transpose, exact on tensor cores.
 #pragma once
 
-constexpr float SCALE = 1.f / (1ull << 40);
+// Sums of squares of the rows: adds those of 16 channels. Of what the products are, the diagonals matter.
+struct Squares {
+    float low[4] = {}, high[4] = {};
 
-__device__ __forceinline__ float times_power_of_2(float x, int exponent) {  // x and the result normal
-    return __uint_as_float(__float_as_uint(x) + (exponent << 23));
-}
-
-// Of a step: 1 / cell rounded up, times 2^-109, and cell times 2^109.
-__device__ __forceinline__ float2 scaled_grid(u32 byte) {
-    const Grid grid = grid_of(byte, 2);
-    return {times_power_of_2(grid.up, -109), times_power_of_2(grid.cell, 109)};
-}
-
-__device__ __forceinline__ Grid unscaled_grid(float2 g, int bits) {
-    return {times_power_of_2(g.y, -109), times_power_of_2(g.x, 109), (float)(1 << (bits - 1))};
-}
-
-struct Found {
-    u32 byte;
-    bool safe;
+    __device__ __forceinline__ void add(const u32 (&r)[4]) {
+        mma_half(low, r, r[0], r[2]);
+        mma_half(high, r, r[1], r[3]);
+    }
+    // In lanes of which u is half of g.
+    __device__ __forceinline__ Two<float> sums(int lane) const {
+        return lane & 4 ? Two<float>{low[1], high[3]} : Two<float>{low[0], high[2]};
+    }
 };
 
-// The byte in the middle of the candidates.
-__device__ __forceinline__ Found find_middle(const float (&x)[PER_LANE], int bits) {
-    float sums[2] = {};
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) sums[j % 2] = fmaf(x[j], x[j], sums[j % 2]);
-    float sum = sums[0] + sums[1];
-#pragma unroll
-    for (int h = LANES / 2; h > 0; h /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, h);
-    float root;
-    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(sum * (1.f / HEAD_DIM)));
-    const float guess = root * (half_cell(bits) / SCALE);
-    constexpr float OFF = 1.f / (1 << 17);  // more than all roundings
-    u32 both = pack_halves(guess * (1.f - OFF), guess * (1.f + OFF));
-    both = (both + 0x003f003fu + (both >> 7 & 0x00010001u)) >> 7;
-    const u32 byte = both & 255;
-    const bool inner = byte - 3 <= HIGHEST_STEP - 5;  // no candidate is beyond the range
-    return {inner ? byte : 3, inner && byte == (both >> 16 & 255)};
+// The lane of a row's sums of squares.
+__device__ __forceinline__ int lane_of_sums(int lane) {
+    return (lane & ~3) + lane / 8;
 }
 
-// The candidate with the least error. A distance is the multiple of a cell that is left up to the last one,
-// and how far the number is from there: the sum is off by less than 2^-24 of the grid's half, an error, which
-// is at least 2^-6 cells squared an element, by 2^-13 of it at 8 bits and 2^-17 at 4, and by 2^-18 as its
-// order.
+// The largest number of this lane's row.
+__device__ __forceinline__ float largest_of(const Vectors& x, int lane) {
+    u32 most[2] = {};
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) most[i % 2] = pair_larger(most[i % 2], pair_size(x[t][i]));
+    u32 both = pair_larger(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
+#pragma unroll
+    for (int h = 1; h <= 2; h *= 2) both = pair_larger(both, __shfl_xor_sync(ALL_LANES, both, h));
+    return half_bits_to_float(lane % 2 ? both >> 16 : both & 0xffffu);
+}
+
+// The sum of squares of this lane's row, of numbers times `factor` rounded to whole ones.
+__device__ __forceinline__ float squares_of(const Vectors& x, float factor, int lane) {
+    const Two<u32> factors = of_both(half_of(factor), lane);
+    const u32 by[2] = {twice(factors.low), twice(factors.high)};
+    Squares squares;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+        u32 r[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) r[i] = pair_product(x[t][i], by[i % 2]);
+        squares.add(r);
+    }
+    const Two<float> sums = squares.sums(lane);
+    const float low = __shfl_sync(ALL_LANES, sums.low, lane_of_sums(lane)),
+                high = __shfl_sync(ALL_LANES, sums.high, lane_of_sums(lane));
+    return (lane % 2 ? high : low) * (float)(1ull << 48);
+}
+
+// The lowest step that is tried for each row, 0 for a row of zeros.
+struct Tried {
+    Two<u32> lowest;
+
+    // Candidate i of a row in parts of the lowest, times 2^-24.
+    static __device__ __forceinline__ float step(u32 lowest, int i) {
+        const u32 first = max(lowest, 1u);
+        return step_value(first + i) * power_of_two(-24 - part_of_step(first));
+    }
+};
+
+// Makes numbers times `factor` whole numbers of parts of the lowest step that is tried.
+__device__ __forceinline__ Tried to_parts(Vectors& x, float factor, int bits, int lane) {
+    const float largest = largest_of(x, lane) * (float)(1 << 24) * factor;
+    const bool any = largest > 0.f;
+    const int exponent = exponent_of(largest), unit = unit_of(exponent, bits);
+    const float per_unit = any ? factor * power_of_two(6 - exponent) : 0.f;
+    const float squares = bits < 4 ? squares_of(x, per_unit, lane) : 0.f;
+    const u32 lowest = any ? lowest_step(largest * power_of_two(6 - exponent), squares, unit, bits) : 0u;
+    const float whole = lowest ? factor * power_of_two(unit + 6 - exponent - part_of_step(lowest)) : 0.f;
+    const Two<u32> found = of_both(half_of(whole) | lowest << 16, lane);
+    const u32 by[2] = {twice(found.low), twice(found.high)};
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[t][i] = pair_product(x[t][i], by[i % 2]);
+    return {{found.low >> 16, found.high >> 16}};
+}
+
+// The candidate of least error of both rows, from 0 on, the first of equals. The distance of a number to the
+// grid is what is left of it when it is folded in the middle of what is left of the grid, time after time.
 template <int BITS>
-__device__ __forceinline__ Found find_step(const float (&x)[PER_LANE], u32 middle, const float2* grids) {
-    constexpr int LAST = (1 << (BITS - 1)) - 1;
-    float least = __int_as_float(0x7f800000), second = least;
-    int best = 0;
+__device__ __forceinline__ Two<u32> best_of(const Vectors& x, const Tried& tried, int lane) {
+    Two<float> least;
+    u32 best = 0;
 #pragma unroll 1
-    for (int i = -CANDIDATES / 2; i <= CANDIDATES / 2; ++i) {
-        const float2 g = grids[middle + i];
-        const float cell = times_power_of_2(g.y, -149), end = cell * (LAST + .5f);
-        float sums[2] = {};
+    for (int c = 0; c < candidates_of(BITS); ++c) {
+        const float low = Tried::step(tried.lowest.low, c), high = Tried::step(tried.lowest.high, c);
+        u32 less[BITS][2];  // 1, 2, 4, ... steps, negative
+        less[0][0] = pack_halves(-low, -low), less[0][1] = pack_halves(-high, -high);
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) {
-            const float size = fabsf(x[j]);
-            float d;
-            if constexpr (BITS == 2)  // two cells: from the border between them to the middles
-                d = __fsub_rn(fabsf(__fsub_rn(size, cell)), .5f * cell);
-            else
-                d = fmaf(__saturatef(__fmaf_ru(-size, g.x, __int_as_float(LAST))), g.y, __fsub_rn(size, end));
-            sums[j % 2] = fmaf(d, d, sums[j % 2]);
+        for (int k = 1; k < BITS; ++k)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) less[k][i] = pair_sum(less[k - 1][i], less[k - 1][i]);
+        Squares squares;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+            u32 r[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                r[i] = x[t][i];
+#pragma unroll
+                for (int k = BITS - 1; k >= 0; --k) r[i] = pair_sum(pair_size(r[i]), less[k][i % 2]);
+            }
+            squares.add(r);
         }
-        float error = sums[0] + sums[1];
+        const Two<float> sums = squares.sums(lane);
+        if (c == 0 || sums.low < least.low) least.low = sums.low, best = (best & 0xff00u) | c;
+        if (c == 0 || sums.high < least.high) least.high = sums.high, best = (best & 0xffu) | c << 8;
+    }
+    best = __shfl_sync(ALL_LANES, best, lane_of_sums(lane));
+    return {best & 255, best >> 8};
+}
+
+// The codes of numbers for a candidate, each in the lowest bits of its half; below 8 bits LIFTED is added.
+constexpr u32 LIFTED = 0x6600;  // 1536: code n is the float16 1536 + n
+
+template <int BITS>
+__device__ __forceinline__ void to_codes(Vectors& x, const Tried& tried, Two<u32> best) {
+    float step[2] = {Tried::step(tried.lowest.low, best.low), Tried::step(tried.lowest.high, best.high)};
+    if constexpr (BITS == 8) {
+        // In float32, where half a number more keeps quotients away from whole numbers.
+        constexpr float ORIGIN = 1.5f * (1 << 23), HALF = .5f / (1 << 24);
 #pragma unroll
-        for (int h = LANES / 2; h > 0; h /= 2) error += __shfl_xor_sync(ALL_LANES, error, h);
-        second = fminf(second, fmaxf(error, least));
-        if (error < least) least = error, best = i;
+        for (int i = 0; i < 2; ++i) step[i] = __frcp_rn(2.f * step[i]);
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const auto code = [&](u32 half) {
+                    const float y = half_bits_to_float(half) + HALF;
+                    const float whole = fmaf(y, step[i % 2], 127.5f);
+                    return __float_as_uint(fminf(fmaxf(whole, 0.f), 255.f) + ORIGIN);
+                };
+                x[t][i] = __byte_perm(code(x[t][i] & 0xffffu), code(x[t][i] >> 16), 0x5410);
+            }
+    } else {
+        // (y + 1/2) / cell + 2^(BITS - 1) - 1/2 is cut to 0 ... LAST and rounded to a whole number: half of
+        // the unit of y keeps it away from halves (tests/kernels/test_grid_codes.py tries all numbers).
+        constexpr u32 LIFT = BITS < 4 ? 0x44004400u : 0;  // 4: factors have to be less than 2^16
+        constexpr float LAST = (1 << BITS) - 1;
+        constexpr u32 LAST_HALF = BITS == 2 ? 0x4200 : BITS == 3 ? 0x4700 : 0x4b80;
+        u32 up[2], first[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float part = __frcp_rn(step[i]) * (.5f / LAST);
+            up[i] = twice(half_of(part * (LIFT ? .25f : 1.f)));
+            first[i] = twice(half_of(__fadd_rn(((1 << (BITS - 1)) - .5f) / LAST, part * (.5f / (1 << 24)))));
+        }
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 y = LIFT ? pair_product(x[t][i], LIFT) : x[t][i];
+                x[t][i] = pair_fused(pair_fused_cut(y, up[i % 2], first[i % 2]), LAST_HALF * 0x10001u,
+                                     LIFTED * 0x10001u);
+            }
     }
-    constexpr float margin = BITS == 8 ? 1.f / (1 << 12) : 1.f / (1 << 15);
-    const float cell = times_power_of_2(grids[middle + CANDIDATES / 2].y, -149);  // the largest
-    const bool apart = second > fmaf(least, margin, least);
-    return {middle + best, apart && least >= HEAD_DIM / 64.f * cell * cell};
-}
-
-__device__ __forceinline__ Found find_step(const float (&x)[PER_LANE], u32 middle, int bits,
-                                           const float2* grids) {
-    if (bits == 2) return find_step<2>(x, middle, grids);
-    if (bits == 3) return find_step<3>(x, middle, grids);
-    if (bits == 4) return find_step<4>(x, middle, grids);
-    return find_step<8>(x, middle, grids);
-}
-
-// Codes of elements j, j + 1, j + 2, j + 3 of a lane as a word of a row (code_byte).
-struct Coder {
-    float up;     // 1 / cell for numbers times 2^-40, in units of 2^-24
-    float first;  // code 2^(bits - 1), where 1 is the last code
-    u32 last;     // code in both halves
-
-    __device__ __forceinline__ u32 code(float x) const {  // less the last code, in the lower half
-        const int sign = (int)__float_as_uint(x) >> 31;
-        return __float_as_uint(__saturatef(__fmaf_rd(x, __uint_as_float(__float_as_uint(up) + sign), first)));
-    }
-
-    __device__ __forceinline__ u32 pair(float x, float y) const {
-        return __viaddmax_s16x2(__byte_perm(code(x), code(y), 0x5410), last, 0);
-    }
-};
-
-__device__ __forceinline__ Coder coder_of(float2 g, int bits) {
-    const int middle = 1 << (bits - 1);
-    return {times_power_of_2(g.x, 125), __int_as_float(0x3f800000 - (middle - 1)),
-            (2u * middle - 1u) * 0x10001u};
 }

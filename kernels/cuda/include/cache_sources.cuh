@@ -1,8 +1,7 @@
 // Where a page's vectors come from: moves, raw rows, means and importance are asked for (cp.async) while the
-// side of a page before is encoded.
+// page before is encoded.
 //
-// Needs cache_state.cuh, cache_encode.cuh and cache_words.cuh with LANES lanes a vector, SLOTS slots and
-// THREADS threads.
+// Needs cache_state.cuh and cache_words.cuh with SLOTS slots and SIDE_THREADS threads.
 #pragma once
 
 // One side (K or V) of a page.
@@ -24,19 +23,27 @@ __device__ __forceinline__ bool is_new(const Move& move) {
     return move.from_rung == NEW_TOKEN;
 }
 
-// What all threads know of a destination page, and what it gets besides codes.
-struct Details {
-    uint4 moves[2][SLOTS];        // Move, of this page and of the next
+// What all threads know of a side of a destination page, and what it gets besides codes.
+struct Turn {
+    uint4 moves[SLOTS];           // Move
     uint4 halves[HEAD_DIM / 8];   // the mean of the keys of its pair, float16
     float4 mean[HEAD_DIM / 4];    // and float32
-    u32 named[2][2];              // which slots are written
     u32 importance_words[SLOTS];  // by move: what a new token's importance is a byte of
-    u16 positions[SLOTS];
-    u8 importance[SLOTS], steps[SLOTS];
-    float2 grids[HIGHEST_STEP + 1];  // of every step: scaled_grid
-    int pages;                       // to be written, of this layer
-    u32 heads, per_head;             // 2^32 / heads, rounded down
-    bool in_units;                   // are_in_units
+    u32 named[2];                 // which slots are written
+    u32 others;                   // whether a row comes from elsewhere than by a copy that was asked for
+    u8 bits[SLOTS];               // by slot: what its row holds, raw elements (16) or codes
+    u8 steps[SLOTS];              // by slot: of the codes that a row holds, then of the page
+    Region to;
+    u8* tail;
+
+    __device__ __forceinline__ u64 all_named() const { return (u64)named[1] << 32 | named[0]; }
+};
+
+// Of this page, of the next, whose rows are on their way, and of the one after, whose moves are.
+struct Details {
+    Turn turns[3];
+    u32 heads, per_head;  // 2^32 / heads, rounded down
+    bool in_units;        // are_in_units
 };
 
 // threadIdx.x, asked for again: what follows from it is computed again, too, and takes no registers
@@ -45,11 +52,6 @@ __device__ __forceinline__ u32 thread_again() {
     u32 thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
-}
-
-// What follows from `x` is computed again from here on: registers are scarce.
-__device__ __forceinline__ void forget(u32& x) {
-    asm volatile("" : "+r"(x));
 }
 
 // ---- Copies that nobody waits for until wait_copies
@@ -66,26 +68,25 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// The move of a thread's LANES; dealt such that neither rows of a warp nor 16 bytes of rows of eight lanes
-// share banks.
-__device__ __forceinline__ Move my_move(const uint4* moves, u32 thread) {
-    const u32 vector = thread % 32 / LANES, of_warp = vector / 2 + vector % 2 * 4;
-    return (const Move&)moves[of_warp * (THREADS / 32) + thread / 32];
-}
-
 __device__ __forceinline__ u8* row_for(u8* rows, const Move& move) {
     return rows + row_of(move.to_slot) * ROW_BYTES;
 }
 
-// Asks for the moves of a page; threads without one get NO_MOVE.
+// Asks for the moves of a page, by the threads that have no tails to see to; NO_MOVE where there is none.
 __device__ __forceinline__ void ask_for_moves(const MoveList& list, int group, uint4* moves) {
-    const u32 thread = thread_again();
-    if (thread >= SLOTS) return;
-    const u32 begin = list.begins[group], moved = list.begins[group + 1] - begin;
+    const int thread = (int)thread_again() - SLOTS;
+    if (thread < 0) return;
+    const int begin = list.begins[group], moved = list.begins[group + 1] - begin;
     if (thread < moved)
         copy_later(moves + thread, list.moves + begin + thread);
     else
         moves[thread] = {0, 0, (u32)NO_MOVE << 16, 0};
+}
+static_assert(SIDE_THREADS == 2 * SLOTS, "a thread a move");
+
+// The 8 channels of the mean of keys that a thread of the last warp asks for, or none: HEAD_DIM / 8 or more.
+__device__ __forceinline__ u32 eight_of_mean() {
+    return thread_again() - (SIDE_THREADS - 32);
 }
 
 // Row, head and step of a new token.
@@ -118,39 +119,63 @@ __device__ __forceinline__ bool are_in_units(const LayerState& s, const NewToken
            max(extent(n.k_batch, n.k_step, n.k_head), extent(n.v_batch, n.v_step, n.v_head)) >> 34 == 0;
 }
 
-// Asks for keys or values of new tokens, raw, if they are in units of 16 bytes.
-__device__ __forceinline__ void ask_for_rows(Side side, const NewTokens& fresh, const uint4* moves, u8* rows,
-                                             const Details& page) {
-    const u32 thread = thread_again(), lane = thread % LANES;
-    const Move move = my_move(moves, thread);
-    if (!is_new(move) || !page.in_units) return;
-    const TokenPlace at = place_of(fresh, move, page);
+// Asks for raw vectors of new tokens if they are in units of 16 bytes, two lanes a vector; says what rows
+// hold.
+__device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, const NewTokens& fresh, u8* rows,
+                                             const Details& page, Turn& turn) {
+    // Eight lanes have every other of eight rows, so that their 16 bytes share no banks.
+    const u32 thread = thread_again(), vector = thread / 2, lane = thread % 2;
+    const u32 at = vector % 4 * 16 + vector / 4 % 2 * 8 + vector / 8;
+    const Move move = (const Move&)turn.moves[at];
+    if (move.from_rung == NO_MOVE) return;
+    const bool fetched = is_new(move) && page.in_units;
+    if (lane == 0) {
+        atomicOr(turn.named + move.to_slot / 32, 1u << move.to_slot % 32);
+        u32 bits = 16;
+        if (!is_new(move)) {
+            const CacheRung& rung = s.rungs[move.from_rung];
+            bits = side == KEYS ? rung.bits_k : rung.bits_v;
+        }
+        turn.bits[move.to_slot] = (u8)bits;
+        if (!fetched) turn.others = 1;
+    }
+    if (!fetched) return;
+    const TokenPlace place = place_of(fresh, move, page);
     const int unit = side == KEYS
-                         ? at.batch * (int)(fresh.k_batch >> 3) + at.step * (int)(fresh.k_step >> 3) +
-                               at.head * (int)(fresh.k_head >> 3)
-                         : at.batch * (int)(fresh.v_batch >> 3) + at.step * (int)(fresh.v_step >> 3) +
-                               at.head * (int)(fresh.v_head >> 3);
+                         ? place.batch * (int)(fresh.k_batch >> 3) + place.step * (int)(fresh.k_step >> 3) +
+                               place.head * (int)(fresh.k_head >> 3)
+                         : place.batch * (int)(fresh.v_batch >> 3) + place.step * (int)(fresh.v_step >> 3) +
+                               place.head * (int)(fresh.v_head >> 3);
     const uint4* const from = (const uint4*)(side == KEYS ? fresh.k : fresh.v) + unit + lane;
     uint4* const to = (uint4*)row_for(rows, move) + lane;
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; i += LANES)
-        if (HEAD_DIM % (8 * LANES) == 0 || i + lane < HEAD_DIM / 8) copy_later(to + i, from + i);
+    for (int i = 0; i < HEAD_DIM / 8; i += 2) copy_later(to + i, from + i);
 }
 
-// Asks for all that the first side of a page needs.
-__device__ __forceinline__ void ask_for_page(const LayerState& s, const NewTokens& fresh, const uint4* moves,
-                                             u8* rows, Details& page) {
+// Asks for all that a side of a page needs.
+__device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, const NewTokens& fresh, u8* rows,
+                                             const Details& page, Turn& turn) {
     const u32 thread = thread_again();
-    ask_for_rows(KEYS, fresh, moves, rows, page);
-    const Move first = (const Move&)moves[0];
-    const uint4* mean = (const uint4*)(s.k_mean + (u64)(is_new(first) ? first.from : first.token) * HEAD_DIM);
-    if (thread < HEAD_DIM / 8) copy_later(page.halves + thread, mean + thread);
+    ask_for_rows(side, s, fresh, rows, page, turn);
+    const Move first = (const Move&)turn.moves[0];
+    if (thread == SLOTS) {
+        const CacheRung& rung = s.rungs[first.to_rung];
+        u8* const record = s.arena + (u64)first.to * UNIT;
+        turn.to = region_of(side, record, rung);
+        turn.tail = record + rung.tail;
+    }
+    if (side == VALUES) return;
+    const u32 eight = eight_of_mean();
+    if (eight < HEAD_DIM / 8) {
+        const u32 pair = is_new(first) ? first.from : first.token;
+        copy_later(turn.halves + eight, s.k_mean + (u64)pair * HEAD_DIM + 8 * eight);
+    }
     if (thread >= SLOTS) return;
-    const Move move = (const Move&)moves[thread];
+    const Move move = (const Move&)turn.moves[thread];
     if (!is_new(move)) return;
     const u32 step = place_of(fresh, move, page).step;
     const u64 at = (u64)(fresh.importance + (u64)move.from * fresh.steps + step);
-    copy_word_later(page.importance_words + thread, (const void*)(at & ~3ull));
+    copy_word_later(turn.importance_words + thread, (const void*)(at & ~3ull));
 }
 
 __device__ __forceinline__ float2 unpack_halves(u32 x) {
@@ -158,12 +183,12 @@ __device__ __forceinline__ float2 unpack_halves(u32 x) {
 }
 
 // Makes the mean of keys float32, by the threads that asked for it.
-__device__ __forceinline__ void unpack_mean(Details& page) {
-    const u32 thread = thread_again();
-    if (thread >= HEAD_DIM / 8) return;
-    const uint4 x = page.halves[thread];
+__device__ __forceinline__ void unpack_mean(Turn& turn) {
+    const u32 eight = eight_of_mean();
+    if (eight >= HEAD_DIM / 8) return;
+    const uint4 x = turn.halves[eight];
     const float2 a = unpack_halves(x.x), b = unpack_halves(x.y), c = unpack_halves(x.z),
                  d = unpack_halves(x.w);
-    page.mean[2 * thread] = {a.x, a.y, b.x, b.y};
-    page.mean[2 * thread + 1] = {c.x, c.y, d.x, d.y};
+    turn.mean[2 * eight] = {a.x, a.y, b.x, b.y};
+    turn.mean[2 * eight + 1] = {c.x, c.y, d.x, d.y};
 }

@@ -1,139 +1,145 @@
-// Rows of codes, a byte each (or 16 raw bits), into the words of a page: a warp a group of tiles.
+// Codes of a side of a page into its words: fields of the four registers of a tile in a word of a lane (two
+// words at 8 bits), then those of the tiles that share words into these, by way of shared memory if these
+// have slots of several warps.
 //
-// Codes of 16 channels have 16 bytes of their row in an order of their own (code_byte): channels 2 i, 2 i +
-// 8, 2 i + 1, 2 i + 9 make a word, which is what a lane of a fragment takes of a key; of a value it takes two
-// bytes side by side, channels i and i + 8. So the words of a whole page are sums of words read.
-//
-// Rows lie in shared memory, ROW_BYTES apart, in an order in which neither eight slots in a row nor every
-// eighth of them share banks. Needs HEAD_DIM, ROW_BYTES, THREADS, packed_codes.cuh, packed_places.cuh.
+// Raw elements go from their rows to words as they are. Rows of slots lie in shared memory, ROW_BYTES apart,
+// in the order of the rows of tiles. Needs HEAD_DIM, ROW_BYTES, SIDE_THREADS, packed_codes.cuh,
+// packed_places.cuh and cache_encode.cuh.
 #pragma once
 
 __device__ __forceinline__ int row_of(int slot) {
     return slot % 8 * 8 + slot / 8;
 }
 
-// The byte of a channel in a row of codes; code_byte(a + b) is the sum of both where a and b share no bits.
-__host__ __device__ constexpr int code_byte(int channel) {
-    return channel / 16 * 16 + channel % 8 / 2 * 4 + channel % 2 * 2 + channel % 16 / 8;
-}
-
-// Where a pair of a group of tiles comes from, as in packed_codes.cuh: both codes have a half of the result.
-struct Pair {
-    u32 codes;
-    int slot, other;  // of the lower half, of the upper half
-};
-
+// Whether the tiles that share words have slots of one warp alone.
 template <Side SIDE, int BITS>
-__device__ __forceinline__ Pair pair_of(const u8* rows, int group, int pair, int lane) {
-    constexpr int TILES = Fields<BITS>::TILES, PER_BLOCK = HEAD_DIM / 16;
-    const int tile = group * TILES + pair / 4, reg = pair % 4, g = lane / 4, u = 2 * (lane % 4);
-    const int block = SIDE == KEYS ? tile / PER_BLOCK : tile % 4;
-    const int channels = 16 * (SIDE == KEYS ? tile % PER_BLOCK : tile / 4);
-    const int low = 2 * block + (SIDE == KEYS ? reg % 2 : reg / 2);
-    if (SIDE == KEYS) {  // two channels of a token
-        const u8* row = rows + row_of(8 * g + low) * ROW_BYTES;
-        const int channel = channels + u + 8 * (reg / 2), slot = 8 * g + low;
-        if (BITS == 16) return {*(const u32*)(row + 2 * channel), slot, slot};
-        return {*(const u32*)(row + channels + 2 * u) >> 8 * (reg / 2) & 0x00ff00ffu, slot, slot};
-    }
-    const u8* row = rows + row_of(8 * u + low) * ROW_BYTES;  // a channel of two tokens, in the row behind
-    const int channel = channels + g + 8 * (reg % 2), slot = 8 * u + low, at = channels + 2 * g + reg % 2;
-    if (BITS == 16)
-        return {__byte_perm(((const u16*)row)[channel], ((const u16*)(row + ROW_BYTES))[channel], 0x5410),
-                slot, slot + 8};
-    return {__byte_perm(row[at], row[ROW_BYTES + at], 0x5410), slot, slot + 8};
+constexpr bool IN_ONE_WARP = SIDE == KEYS ? TILES % Fields<BITS>::TILES == 0 : Fields<BITS>::TILES == 1;
+
+__device__ __forceinline__ bool is_in_one_warp(Side side, int bits) {
+    if (bits >= 4) return true;
+    if (bits == 3) return side == KEYS ? IN_ONE_WARP<KEYS, 3> : IN_ONE_WARP<VALUES, 3>;
+    return side == KEYS ? IN_ONE_WARP<KEYS, 2> : IN_ONE_WARP<VALUES, 2>;
 }
 
-// The codes of a tile that a lane has: those of registers 0 and 2 in the lower and upper bytes of both halves
-// of the first word, registers 1 and 3 in the second.
-template <Side SIDE>
-__device__ __forceinline__ uint2 codes_of(const u8* rows, int tile, int lane) {
-    constexpr int PER_BLOCK = HEAD_DIM / 16;
-    const int g = lane / 4, u = lane % 4;
-    if (SIDE == KEYS) {
-        const u8* row = rows + (tile / PER_BLOCK * 16 + g) * ROW_BYTES + tile % PER_BLOCK * 16 + 4 * u;
-        return {*(const u32*)row, *(const u32*)(row + 8 * ROW_BYTES)};
+// Words of a group of tiles from the fields of each of them.
+template <int BITS>
+__device__ __forceinline__ void join_tiles(const u32* x, u32* word) {
+    if constexpr (BITS == 2) word[0] = x[0] | x[1] << 8;
+    if constexpr (BITS == 3) {
+        word[0] = x[0] << 1 | (x[1] & 0x00070007u) << 13 | (x[3] >> 9 & 0x00010001u);
+        word[1] = (x[1] >> 2 & 0x03fe03feu) | (x[2] & 0x003f003fu) << 10 | (x[3] >> 10 & 0x00010001u);
+        word[2] = (x[2] >> 5 & 0x007e007eu) | (x[3] & 0x01ff01ffu) << 7 | (x[3] >> 11 & 0x00010001u);
     }
-    const u8* row = rows + (tile % 4 * 16 + 2 * u) * ROW_BYTES + tile / 4 * 16 + 2 * g;
-    const auto two = [&](int of) {  // tokens, one behind the other
-        return __byte_perm(*(const u16*)(row + of), *(const u16*)(row + of + ROW_BYTES), 0x5410);
-    };
-    const u32 a = two(0), b = two(8 * ROW_BYTES);
-    return {__byte_perm(a, b, 0x6240), __byte_perm(a, b, 0x7351)};
+    if constexpr (BITS == 4) word[0] = x[0];
+    if constexpr (BITS == 8) word[0] = x[0], word[1] = x[1];
 }
 
-// Stores the words of a side of a whole page of codes.
+// The fields of a tile that has the last code in named slots and 0 in others.
 template <Side SIDE, int BITS>
-__device__ __forceinline__ void store_whole(u32* to, const u8* rows, int warp, int lane) {
-    constexpr int TILES = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS, GROUPS = HEAD_DIM / 4 / TILES;
-    constexpr int WARPS = THREADS / 32;
+__device__ __forceinline__ void named_fields(u64 named, int tile, int lane, u32* x) {
+    constexpr u32 MASK = (1u << BITS) - 1u;
+    const int g = lane / 4, u = lane % 4, block = SIDE == KEYS ? tile / TILES : tile % 4;
 #pragma unroll
-    for (int i = 0; i < (GROUPS + WARPS - 1) / WARPS; ++i) {
-        const int group = warp + i * WARPS;
-        if (GROUPS % WARPS && group >= GROUPS) break;
-        u32 x[TILES], word[WORDS];  // of each tile, pairs 0 and 1 in lower bytes, 2 and 3 in upper ones
-        uint2 codes;
+    for (int reg = 0; reg < 4; ++reg) {
+        const int low = 2 * block + (SIDE == KEYS ? reg % 2 : reg / 2);
+        const int slot = SIDE == KEYS ? 8 * g + low : 16 * u + low, other = SIDE == KEYS ? slot : slot + 8;
+        const u32 fields = (named >> slot & 1 ? MASK : 0) | (named >> other & 1 ? MASK << 16 : 0);
+        u32& word = x[BITS == 8 ? reg / 2 : 0];
+        word = (BITS == 8 ? reg % 2 : reg) ? word | fields << BITS * (BITS == 8 ? 1 : reg) : fields;
+    }
+}
+
+// Stores the words of a group of tiles; slots that are not named keep their bits.
+template <Side SIDE, int BITS>
+__device__ __forceinline__ void store_group(u32* to, int group, const u32* x, u64 named, int lane) {
+    constexpr int OF_GROUP = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS;
+    constexpr int PARTS = BITS == 8 ? 2 : OF_GROUP;
+    u32 word[WORDS];
+    join_tiles<BITS>(x, word);
+    u32* const at = to + group * WORDS * 32 + lane;
+    if (named != ~0ull) {
+        u32 fields[PARTS], written[WORDS];
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            codes = codes_of<SIDE>(rows, group * TILES + tile, lane);
-            x[tile] = codes.x + (codes.y << BITS % 8);
-        }
-        if constexpr (BITS == 2)
-            word[0] = __byte_perm(x[0], x[1], 0x6240) + (__byte_perm(x[0], x[1], 0x7351) << 4);
-        if constexpr (BITS == 3) {
-            const auto low = [&](int tile) { return x[tile] & 0x003f003fu; };
-            const auto high = [&](int tile) { return __byte_perm(x[tile], 0, 0x4341); };
-            const u32 last = high(3) >> 3;  // of pair 15, a bit a word
-            word[0] = (low(0) << 1) + (high(0) << 7) + ((x[1] & 0x00070007u) << 13) + (last & 0x00010001u);
-            word[1] = (x[1] >> 2 & 0x000e000eu) + (high(1) << 4) + (low(2) << 10) + (last >> 1 & 0x00010001u);
-            word[2] =
-                (high(2) << 1) + (low(3) << 7) + ((high(3) & 0x00070007u) << 13) + (last >> 2 & 0x00010001u);
-        }
-        if constexpr (BITS == 4) word[0] = x[0];
+        for (int tile = 0; tile < OF_GROUP; ++tile)
+            named_fields<SIDE, BITS>(named, group * OF_GROUP + tile, lane, fields + tile);
+        join_tiles<BITS>(fields, written);
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) word[w] = (at[32 * w] & ~written[w]) | (word[w] & written[w]);
+    }
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w) at[32 * w] = word[w];
+}
+
+// Stores the words of a warp's codes, those of tokens of block `block`. If their words have codes of other
+// warps, too, they are put down in the warp's rows instead. Values are turned, for their tiles have tokens as
+// columns.
+template <Side SIDE, int BITS>
+__device__ __forceinline__ void put_codes(u32* to, u8* rows, const Vectors& x, u64 named, int block,
+                                          int lane) {
+    constexpr int PER_TILE = BITS == 8 ? 2 : 1, OF_GROUP = Fields<BITS>::TILES;
+    constexpr u32 FIELDS = (1u << 3 * BITS) + (1u << 2 * BITS) + (1u << BITS) + 1u;
+    u32 word[TILES * PER_TILE];
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+        const u32 second = x[t][SIDE == KEYS ? 1 : 2], third = x[t][SIDE == KEYS ? 2 : 1];
+        u32* const of_tile = word + t * PER_TILE;
         if constexpr (BITS == 8) {
-            word[0] = __byte_perm(codes.x, codes.y, 0x6240);
-            word[1] = __byte_perm(codes.x, codes.y, 0x7351);
+            of_tile[0] = x[t][0] + (second << 8), of_tile[1] = third + (x[t][3] << 8);
+        } else {
+            const u32 upper = (((x[t][3] << BITS) + third) << BITS) + second;
+            of_tile[0] = (upper << BITS) + x[t][0] - LIFTED * 0x10001u * FIELDS;
         }
+        if (SIDE == VALUES)
 #pragma unroll
-        for (int w = 0; w < WORDS; ++w) to[(group * WORDS + w) * 32 + lane] = word[w];
+            for (int w = 0; w < PER_TILE; ++w) of_tile[w] = transposed(of_tile[w]);
+    }
+    if constexpr (IN_ONE_WARP<SIDE, BITS>) {
+#pragma unroll
+        for (int t = 0; t < TILES; t += OF_GROUP) {
+            const int tile = SIDE == KEYS ? block * TILES + t : t * 4 + block;
+            store_group<SIDE, BITS>(to, tile / OF_GROUP, word + t * PER_TILE, named, lane);
+        }
+    } else {
+        __syncwarp();  // all lanes have read the rows
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) ((u32*)rows)[t * 32 + lane] = word[t];
     }
 }
 
-// Stores the words of a side of a page; slots that are not named keep their bits.
-template <Side SIDE, int BITS, bool FULL>
-__device__ __forceinline__ void store_words(u32* to, const u8* rows, u64 named, int warp, int lane) {
-    if constexpr (FULL && BITS < 16) return store_whole<SIDE, BITS>(to, rows, warp, lane);
-    constexpr int TILES = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS, PER_WORD = 16 / BITS;
-    constexpr u32 MASK = BITS == 16 ? 0xffffu : (1u << BITS) - 1u;
-    // Fields of a pair that are written, at the bottom of both halves.
-    const auto live = [&](const Pair& p, u32 field) {
-        return FULL ? field * 0x10001u
-                    : (named >> p.slot & 1 ? field : 0) | (named >> p.other & 1 ? field << 16 : 0);
-    };
-#pragma unroll(FULL ? 4 : 1)
-    for (int group = warp; group < HEAD_DIM / 4 / TILES; group += THREADS / 32) {
-        u32 word[WORDS] = {}, written[WORDS] = {};
+// Stores the words of a side from what warps have put down.
+template <Side SIDE, int BITS>
+__device__ __forceinline__ void store_codes(u32* to, const u8* rows, u64 named) {
+    constexpr int OF_GROUP = Fields<BITS>::TILES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int group = warp; group < HEAD_DIM / 4 / OF_GROUP; group += SIDE_THREADS / 32) {
+        u32 x[OF_GROUP];
 #pragma unroll
-        for (int pair = 0; pair < WORDS * PER_WORD; ++pair) {
-            const int w = pair / PER_WORD, bit = pair % PER_WORD * BITS + (BITS == 3);
-            const Pair p = pair_of<SIDE, BITS>(rows, group, pair, lane);
-            const u32 fields = live(p, MASK);
-            word[w] |= (FULL ? p.codes : p.codes & fields) << bit;  // rows of other slots hold anything
-            if (!FULL) written[w] |= fields << bit;
+        for (int i = 0; i < OF_GROUP; ++i) {
+            const int tile = group * OF_GROUP + i;
+            const int block = SIDE == KEYS ? tile / TILES : tile % 4,
+                      t = SIDE == KEYS ? tile % TILES : tile / 4;
+            x[i] = ((const u32*)(rows + block * 16 * ROW_BYTES))[t * 32 + lane];
         }
-        if constexpr (BITS == 3) {
-            const Pair p = pair_of<SIDE, BITS>(rows, group, 15, lane);
-            const u32 fields = live(p, 1);
-#pragma unroll
-            for (int w = 0; w < 3; ++w) {
-                word[w] |= p.codes >> w & fields;
-                if (!FULL) written[w] |= fields;
-            }
-        }
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-            u32* at = to + (group * WORDS + w) * 32 + lane;
-            *at = FULL ? word[w] : (*at & ~written[w]) | (word[w] & written[w]);
-        }
+        store_group<SIDE, BITS>(to, group, x, named, lane);
+    }
+}
+
+// Stores the words of a side of raw rows, by a warp of SIDE_THREADS.
+template <Side SIDE>
+__device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, int warp, int lane) {
+    const int g = lane / 4, u = lane % 4;
+#pragma unroll 1
+    for (int word = warp; word < HEAD_DIM; word += SIDE_THREADS / 32) {
+        const int tile = word / 4, reg = word % 4, block = SIDE == KEYS ? tile / TILES : tile % 4;
+        const int channels = 16 * (SIDE == KEYS ? tile % TILES : tile / 4);
+        const int low = 2 * block + (SIDE == KEYS ? reg % 2 : reg / 2);
+        const int slot = SIDE == KEYS ? 8 * g + low : 16 * u + low, other = SIDE == KEYS ? slot : slot + 8;
+        const int channel = channels + (SIDE == KEYS ? 2 * u + 8 * (reg / 2) : g + 8 * (reg % 2));
+        const u16* const row = (const u16*)(rows + row_of(slot) * ROW_BYTES) + channel;
+        const u32 pair = SIDE == KEYS ? *(const u32*)row : row[0] | (u32)row[ROW_BYTES / 2] << 16;
+        const u32 live = (named >> slot & 1 ? 0xffffu : 0) | (named >> other & 1 ? 0xffff0000u : 0);
+        u32* const at = to + word * 32 + lane;
+        *at = live == ~0u ? pair : (*at & ~live) | (pair & live);
     }
 }

@@ -37,6 +37,13 @@ __device__ __forceinline__ void mma_half(float (&c)[4], const u32 (&a)[4], u32 b
     KVLAB_MMA("f16", c, a, b0, b1);
 }
 
+// Four 8 x 8 matrices from shared memory; each lane gives the address of one of their rows.
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address));
+}
+
 __device__ __forceinline__ u32 transposed(u32 x) {
     u32 r;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));

@@ -63,7 +63,7 @@ _APPEND = np.dtype(
 _FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "has_stored"))  # type: ignore[index]
 _WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
 _WRITE_STORED = struct.Struct("i").pack_into
-_THREADS, _APPEND_THREADS = 256, 480
+_THREADS, _SIDE_THREADS, _APPEND_THREADS = 256, 128, 480
 _BLOCKS = 4752  # of all layers together: whole waves of 2, 3 or 4 on 132 multiprocessors
 _FEW_BLOCKS = 1056  # where most lists are empty or short
 
@@ -150,8 +150,8 @@ def write_tokens(
     """
     kernel = _write_kernel(head_dim, dtype, "write_tokens", device)
     grid = _grid(groups, layers, _BLOCKS if fresh["k"] else _FEW_BLOCKS)
-    rows = 2 * TOKENS_PER_PAGE * (2 * head_dim + 16)
-    kernel(grid, (_THREADS,), (states, lists, fresh), rows, stream)
+    shared = 2 * TOKENS_PER_PAGE * (2 * head_dim + 16)  # rows of a page and of the next
+    kernel((*grid, 2), (_SIDE_THREADS,), (states, lists, fresh), shared, stream)
 
 
 def _grid(groups: int, layers: int, blocks: int) -> tuple[int, int]:

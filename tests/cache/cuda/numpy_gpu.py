@@ -37,7 +37,7 @@ from kvlab.cache.pages import encode_importance, read_tokens, write_tokens
 from kvlab.cache.store import LayerStore
 from kvlab.ops.packed import packed_attention
 from kvlab.reference import cache_layer, cache_plan
-from kvlab.reference.codec import hadamard
+from kvlab.reference.pages import rotate
 
 NEW = cache_layer.NEW_TOKEN
 
@@ -123,7 +123,8 @@ class Kernels:
         bits = self.store.stores[number].ladder[rung]
         mean = self.store.tables["k_mean"][number].reshape(-1, len(k))[pair].astype(np.float32)
         k, v = k.astype(np.float32), v.astype(np.float32)
-        return k if bits.bits_k == 16 else hadamard(k - mean), v if bits.bits_v == 16 else hadamard(v)
+        k = k if bits.bits_k == 16 else rotate((k - mean)[None])[0]
+        return k, v if bits.bits_v == 16 else rotate(v[None])[0]
 
     def tail(self, number: int, page: np.ndarray, rung: int, slot: int) -> tuple[Any, Any]:
         layout = self.store.stores[number].layouts[rung]

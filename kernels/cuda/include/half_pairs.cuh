@@ -1,0 +1,46 @@
+// Arithmetic of pairs of float16 in 32-bit registers. Needs pairs.cuh.
+#pragma once
+
+__device__ __forceinline__ u32 half_of(float x) {
+    return __half_as_ushort(__float2half_rn(x));
+}
+
+__device__ __forceinline__ u32 twice(u32 half) {
+    return __byte_perm(half, 0, 0x1010);
+}
+
+__device__ __forceinline__ u32 pair_product(u32 x, u32 y) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+    return r;
+}
+
+__device__ __forceinline__ u32 pair_sum(u32 x, u32 y) {
+    u32 r;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+    return r;
+}
+
+__device__ __forceinline__ u32 pair_fused(u32 x, u32 y, u32 z) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(z));
+    return r;
+}
+
+__device__ __forceinline__ u32 pair_fused_cut(u32 x, u32 y, u32 z) {  // to 0 ... 1
+    u32 r;
+    asm("fma.rn.sat.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(z));
+    return r;
+}
+
+__device__ __forceinline__ u32 pair_size(u32 x) {
+    u32 r;
+    asm("abs.f16x2 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+
+__device__ __forceinline__ u32 pair_larger(u32 x, u32 y) {
+    u32 r;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+    return r;
+}
