@@ -3,9 +3,8 @@
 //
 // Threads and data
 //   write_tokens  grid (any, layers, 2): a CTA takes the keys, or the values, of destination pages
-//   blockIdx.x,
-//                 + gridDim.x, ...: a warp 16 slots (cache_encode.cuh). Sources are copied into rows of
-//                 shared memory; words are joined in shared memory, too, and stored 512 bytes at a time.
+//                 blockIdx.x, + gridDim.x, ...: a warp 16 slots (cache_vectors.cuh). Sources are copied
+//                 into rows of shared memory.
 //   copy_pages    grid (any, layers): a CTA takes copies blockIdx.x, + gridDim.x, ..., 16 bytes a thread.
 //   mean_of_keys  a CTA one (row, KV head), a thread one channel.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
@@ -128,7 +127,8 @@ __device__ __forceinline__ u32 pair_of_codes(const u8* row, int channel) {
     return __byte_perm(*(const u16*)(row + channel), 0, 0x4140);
 }
 
-// Puts the numbers of stored codes in place of what rows of codes gave; they are rotated already.
+// Puts the numbers of stored codes, which are rotated already, in place of what rows of codes gave as raw
+// ones.
 __device__ __forceinline__ void take_numbers(const u8* rows, const Row (&row)[2], Vectors& x, Taken& taken,
                                              int lane) {
     const int g = lane / 4, u = lane % 4;
@@ -166,7 +166,8 @@ __device__ __forceinline__ void keep_codes(const u8* rows, const Row (&row)[2], 
     }
 }
 
-// Stores the codes of 16 slots and their steps, or puts down codes of which words have others of other warps.
+// Stores the codes of 16 slots and their steps, or puts down codes that share words with those of other
+// warps.
 template <int BITS>
 __device__ __forceinline__ void encode_rows(Side side, Vectors& x, const Taken& taken, u8* rows,
                                             const Row (&row)[2], Turn& turn, u64 named, int block, int lane) {
@@ -194,7 +195,7 @@ __device__ __forceinline__ void store_side(Side side, const Turn& turn, const u8
         store_codes<VALUES, BITS>((u32*)turn.to.codes, rows, named);
 }
 
-// f<BITS>() for the width of codes.
+// `call`, in which BITS is the width of codes.
 #define KVLAB_FOR_WIDTH(bits, call) \
     switch (bits) {                 \
         case 2: {                   \
