@@ -125,12 +125,29 @@ _TARGETS = {
 def cases_of(target: str) -> tuple[str, ...]:
     """Return the cases that a word names: a case itself, a part of the library, or all of them.
 
+    Raises
+    ------
+    ValueError
+        If it names none.
+
     Examples
     --------
     >>> cases_of("decode"), cases_of("ternary")
     (('decode',), ('packing',))
     """
-    return tuple(CASES) if target == "all" else _TARGETS.get(target, (target,))
+    if target == "all":
+        return tuple(CASES)
+    if target not in _TARGETS:
+        _check_case(target)
+    return _TARGETS.get(target, (target,))
+
+
+def _check_case(case: str) -> None:
+    if case not in CASES:
+        parts = ", ".join(_TARGETS)
+        raise ValueError(
+            f"case={case!r} is unknown; known are {', '.join(CASES)}, and for several of them {parts}, all"
+        )
 
 
 def run(case: str, options: Options) -> dict[str, Any]:
@@ -159,8 +176,7 @@ def run(case: str, options: Options) -> dict[str, Any]:
     RuntimeError
         If a result is wrong.
     """
-    if case not in CASES:
-        raise ValueError(f"case={case!r} is unknown; known are {', '.join(CASES)}")
+    _check_case(case)
     for name in ("size", "threads", "repeats"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)} must be at least 1")

@@ -112,5 +112,7 @@ def _call(command: Sequence[str], environment: dict[str, str] | None = None) -> 
     except FileNotFoundError:
         raise FileNotFoundError(f"{command[0]} is not here: submit on a machine of a Slurm cluster") from None
     except subprocess.CalledProcessError as error:
-        raise ChildProcessError(f"{command[0]} refused: {error.stderr.strip()}") from None
+        raise ChildProcessError(
+            f"{command[0]} refused: {error.stderr.strip()}; `sinfo` says whether Slurm answers"
+        ) from None
     return answer.stdout.strip()
