@@ -82,8 +82,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path)
-    parser.add_argument("--vectors", type=int, default=4000)
+    parser.add_argument("--vectors", type=int, default=4000, help="of each kind, 1 or more")
     arguments = parser.parse_args()
+    if arguments.vectors < 1:
+        parser.error(f"--vectors must be 1 or more, got {arguments.vectors}")
+    arguments.output.touch()
+    print("vectors, head_dim, widths; error and length by rule:", *RULES, sep="  ")
     rng, rows = np.random.default_rng(0), []
     for kind, head_dim in itertools.product(("Gaussian", "heavy tails", "outliers"), (64, 128, 256)):
         raw = draw(rng, kind, (arguments.vectors, head_dim))
