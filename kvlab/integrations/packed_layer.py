@@ -9,6 +9,7 @@ attention function cannot be wrong without a word.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from kvlab.arrays import dtype_name
@@ -25,6 +26,7 @@ __all__ = ["ATTENTION", "PackedLayer", "Placeholder", "SharedCache"]
 
 ATTENTION = "kvlab_packed"
 """Name of the attention function, for `attn_implementation=`."""
+_FROM_THE_MODEL = ("num_layers", "num_heads_q", "num_heads_kv", "head_dim", "batch", "dtype")
 
 
 class Placeholder(torch.Tensor):
@@ -129,6 +131,12 @@ class SharedCache:
 
     def __init__(self, num_layers: int, dtype: str | None, options: dict[str, Any]) -> None:
         self.options, self.dtype = options, dtype
+        known = [field.name for field in fields(MixedPrecisionCache) if field.name not in _FROM_THE_MODEL]
+        unknown = next((name for name in options if name not in known), None)
+        if unknown is not None:
+            raise TypeError(
+                f"{unknown}={options[unknown]!r} is no option of the cache; {', '.join(known)} are"
+            )
         # Geometry and batch come with the first step. The smallest ones show now if the options are valid;
         # whether max_seqlen tokens fit depends on the true ones.
         valid = {**options, "max_seqlen": None}

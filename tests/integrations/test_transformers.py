@@ -278,7 +278,7 @@ def test_masks_that_do_not_fit_are_refused(mask: torch.Tensor | None, error: typ
         ("llama", {"bits": (5,)}, ValueError, "bits"),
         ("llama", {"budget": "much"}, ValueError, "budget"),
         ("llama", {"dtype": "int8"}, ValueError, "dtype"),
-        ("llama", {"pages": 3}, TypeError, "pages"),
+        ("llama", {"pages": 3}, TypeError, "pages=3 is no option of the cache; budget, bits, importance"),
         ("llama", {"batch": 2}, TypeError, "batch"),
         (tiny("llama"), {}, TypeError, r"model\.config"),
         (BartConfig(), {}, NotImplementedError, "encoder-decoder"),
