@@ -108,8 +108,8 @@ template <int MEMBERS>
 __device__ __forceinline__ int least_of(Meeting& meeting, u32 error, int team, int rank, int turn, int lane) {
     u32* errors = meeting.errors[turn];
     if (lane == 0) errors[rank] = error;
-    __barrier_sync_count(1 + team,
-                         MEMBERS * 32);  // errors are there; those of the turn before have been read
+    // Errors are there behind it; those of the turn before have been read.
+    __barrier_sync_count(1 + team, MEMBERS * 32);
     int best = 0;
     u32 least = errors[0];
 #pragma unroll

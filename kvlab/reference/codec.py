@@ -101,12 +101,13 @@ def hadamard(x: Float32) -> Float32:
     >>> hadamard(np.array([1, 2, 3, 4], np.float32))
     array([ 5., -1., -2.,  0.], dtype=float32)
     """
-    y = _butterflies(x)
+    y = butterflies(x)
     y *= _orthonormal_factor(x.shape[-1])
     return y
 
 
-def _butterflies(x: Float32) -> Float32:
+def butterflies(x: Float32) -> Float32:
+    """Return the transform of `hadamard` without its factor: sums and differences of float32."""
     n = x.shape[-1]
     block = hadamard_block(n)
     y = np.array(x, np.float32, order="C")
@@ -254,7 +255,7 @@ def _in_units(x: Float32, s: Float32, bits: int) -> NDArray[np.float64]:
 
     A scale below 2**-66 and the sums are both multiplied by 2**60, so that the inverse of it is finite.
     """
-    y = _butterflies(x)
+    y = butterflies(x)
     factor = np.where(s < _SMALL_SCALE, np.float32(2.0**60), np.float32(1))
     y, s = y * factor, s * factor
     inverse = codebooks.units(bits) * _orthonormal_factor(x.shape[-1]) / s

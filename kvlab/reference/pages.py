@@ -34,6 +34,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.reference.codec import butterflies, hadamard_block
+
 Int64 = NDArray[np.int64]
 
 __all__ = [
@@ -189,19 +191,15 @@ def rotate(x: NDArray[np.float32]) -> NDArray[np.float32]:
     >>> rotate(np.array([[3, 1, 0, 0]], np.float32))
     array([[2., 1., 2., 1.]], dtype=float32)
     """
-    block = x.shape[1] & -x.shape[1]
-    log = block.bit_length() - 1
+    log = hadamard_block(x.shape[1]).bit_length() - 1
     with np.errstate(over="ignore", invalid="ignore"):
         stretched = x * np.float32(np.sqrt(2)) if log % 2 else x
         largest = np.abs(stretched).max(axis=1)
         fine = largest < _TOO_LARGE  # NaN is not, and the largest of a vector with NaN is NaN
     largest, stretched = np.where(fine, largest, 1), np.where(fine[:, None], stretched, 0)
     exponent = np.maximum(_exponent(largest) - 10, _LEAST_EXPONENT)
-    turned = np.rint(_times_power(stretched, -exponent))
-    for h in (1 << i for i in range(log)):
-        pairs = turned.reshape(len(x), x.shape[1] // (2 * h), 2, h)
-        turned = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2)
-    rotated = _times_power(_to_units(turned.reshape(x.shape)), exponent - (log + 1) // 2)
+    turned = butterflies(np.rint(_times_power(stretched, -exponent)))
+    rotated = _times_power(_to_units(turned), exponent - (log + 1) // 2)
     rotated[~fine] = np.nan
     return rotated
 

@@ -32,7 +32,7 @@ struct Turn {
     u32 named[2];                 // which slots are written
     u32 others;                   // whether a row comes from elsewhere than by a copy that was asked for
     u8 bits[SLOTS];               // by slot: what its row holds, raw elements (16) or codes
-    u8 steps[SLOTS];              // by slot: of the codes that a row holds, then of the page
+    u8 steps[SLOTS];              // by slot: of the codes that a row holds
     Region to;
     u8* tail;
 

@@ -5,10 +5,9 @@
 // numbers is to convert, or to multiply by a power of 2, and tensor cores take such numbers at full speed.
 //
 // Threads and data
-//   lane  4 g + u: rows g and g + 8 (`Two`) of the sixteen; of every 16 channels from 16 t on, 2 u and 2 u +
-//   1
-//         of both rows in x[t][0] and x[t][1], channels 8 further on in x[t][2] and x[t][3]. That is both the
-//         first operand and the result of m16n8k16, and of a key's tile the pairs in their order.
+//   lane  4 g + u: rows g and g + 8 (`Two`) of the sixteen; of every 16 channels from 16 t on, 2 u and the
+//         next of both rows in x[t][0] and x[t][1], channels 8 further on in x[t][2] and x[t][3]. That is
+//         both the first operand and the result of m16n8k16, and of a key's tile the pairs in their order.
 //         What there is one of for a row is found once: by lanes of even u for rows g, odd u for rows g + 8.
 // Memory: registers HEAD_DIM / 4 for the vectors, and as many again while they are rotated.
 //
@@ -17,8 +16,6 @@
 
 constexpr int TILES = HEAD_DIM / 16;
 constexpr int SPAN = ROTATION_BLOCK < 32 ? ROTATION_BLOCK : 32;  // channels that one matrix of signs rotates
-constexpr int LOG_BLOCK = log_of(ROTATION_BLOCK);
-constexpr float STRETCH = LOG_BLOCK % 2 ? 1.41421356237309505f : 1.f;
 
 using Vectors = u32[TILES][4];
 

@@ -16,6 +16,11 @@ __host__ __device__ constexpr int log_of(int power_of_two) {
     return power_of_two > 1 ? 1 + log_of(power_of_two / 2) : 0;
 }
 
+constexpr int LOG_BLOCK = log_of(ROTATION_BLOCK);
+// What raw vectors are multiplied by before they are rotated in whole numbers, so that the rest is a power
+// of 2.
+constexpr float STRETCH = LOG_BLOCK % 2 ? 1.41421356237309505f : 1.f;
+
 __host__ __device__ constexpr float rotation_factor(int block) {
     return block >= 4 ? .5f * rotation_factor(block / 4) : block == 2 ? .70710678118654752f : 1.f;
 }

@@ -45,10 +45,9 @@ struct Scale {
 
 // Rotates a raw vector as pages keep it. The numbers are float16 ones, whole multiples of 2^-24.
 __device__ __forceinline__ Scale rotate_whole(float (&x)[PER_LANE], int lane) {
-    constexpr int LOG = log_of(ROTATION_BLOCK);
     constexpr float UNIT = 1.f / (1 << 24);
 #pragma unroll
-    for (int j = 0; j < PER_LANE && LOG % 2; ++j) x[j] = __fmul_rn(x[j], 1.41421356237f);
+    for (int j = 0; j < PER_LANE && LOG_BLOCK % 2; ++j) x[j] = __fmul_rn(x[j], STRETCH);
     const int top = exponent_of(__uint_as_float(largest_of(x))), exponent = max(top - 10, LEAST_EXPONENT);
     const float factor = power_of_two(-24 - exponent);
 #pragma unroll
@@ -56,7 +55,7 @@ __device__ __forceinline__ Scale rotate_whole(float (&x)[PER_LANE], int lane) {
     add_and_subtract(x, lane);
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) x[j] = __half2float(__float2half_rn(x[j]));
-    return {exponent - (LOG + 1) / 2 + 24, largest_of(x), top < TOO_LARGE};
+    return {exponent - (LOG_BLOCK + 1) / 2 + 24, largest_of(x), top < TOO_LARGE};
 }
 
 // How the step of a vector is looked for. Zero, what is too small for a step and what is not finite have a
