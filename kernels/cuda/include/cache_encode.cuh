@@ -126,18 +126,23 @@ __device__ __forceinline__ void to_codes(Vectors& x, const Tried& tried, Two<u32
     if constexpr (BITS == 8) {
         // In float32, where half a number more keeps quotients away from whole numbers.
         constexpr float ORIGIN = 1.5f * (1 << 23), HALF = .5f / (1 << 24);
+        float first[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) step[i] = __frcp_rn(2.f * step[i]);
+        for (int i = 0; i < 2; ++i) {
+            step[i] = __frcp_rn(2.f * step[i]);
+            first[i] = fmaf(HALF, step[i], 127.5f);
+        }
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const auto code = [&](u32 half) {
-                    const float y = half_bits_to_float(half) + HALF;
-                    const float whole = fmaf(y, step[i % 2], 127.5f);
-                    return __float_as_uint(fminf(fmaxf(whole, 0.f), 255.f) + ORIGIN);
+                    return __float_as_uint(fmaf(half_bits_to_float(half), step[i % 2], first[i % 2]) +
+                                           ORIGIN);
                 };
-                x[t][i] = __byte_perm(code(x[t][i] & 0xffffu), code(x[t][i] >> 16), 0x5410);
+                // The largest element may lie at the very end of the grid.
+                x[t][i] =
+                    __vminu2(__byte_perm(code(x[t][i] & 0xffffu), code(x[t][i] >> 16), 0x5410), 0x00ff00ffu);
             }
     } else {
         // (y + 1/2) / cell + 2^(BITS - 1) - 1/2 is cut to 0 ... LAST and rounded to a whole number: half of

@@ -18,6 +18,7 @@ __device__ __forceinline__ Region region_of(Side side, u8* page, const CacheRung
 }
 
 constexpr u8 NO_MOVE = 254;  // Move::from_rung of threads that have none
+constexpr int NO_ROW = -1;   // of vectors that are not fetched
 
 __device__ __forceinline__ bool is_new(const Move& move) {
     return move.from_rung == NEW_TOKEN;
@@ -119,17 +120,16 @@ __device__ __forceinline__ bool are_in_units(const LayerState& s, const NewToken
            max(extent(n.k_batch, n.k_step, n.k_head), extent(n.v_batch, n.v_step, n.v_head)) >> 34 == 0;
 }
 
-// Asks for raw vectors of new tokens if they are in units of 16 bytes, two lanes a vector; says what rows
+// Asks for raw vectors of new tokens if they are in units of 16 bytes, 16 of them a warp; says what rows
 // hold.
 __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, const NewTokens& fresh, u8* rows,
                                              const Details& page, Turn& turn) {
-    // Eight lanes have every other of eight rows, so that their 16 bytes share no banks.
-    const u32 thread = thread_again(), vector = thread / 2, lane = thread % 2;
-    const u32 at = vector % 4 * 16 + vector / 4 % 2 * 8 + vector / 8;
-    const Move move = (const Move&)turn.moves[at];
-    if (move.from_rung == NO_MOVE) return;
-    const bool fetched = is_new(move) && page.in_units;
-    if (lane == 0) {
+    constexpr int PARTS = HEAD_DIM / 8, LANES_OF_ROW = PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32;
+    constexpr int AT_ONCE = 32 / LANES_OF_ROW, VECTORS = SLOTS / (SIDE_THREADS / 32);
+    const u32 thread = thread_again(), lane = thread % 32;
+    const Move move = (const Move&)turn.moves[thread / 32 * VECTORS + lane % VECTORS];
+    const bool moves = move.from_rung != NO_MOVE, fetched = moves && is_new(move) && page.in_units;
+    if (moves && lane < VECTORS) {
         atomicOr(turn.named + move.to_slot / 32, 1u << move.to_slot % 32);
         u32 bits = 16;
         if (!is_new(move)) {
@@ -139,17 +139,22 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
         turn.bits[move.to_slot] = (u8)bits;
         if (!fetched) turn.others = 1;
     }
-    if (!fetched) return;
     const TokenPlace place = place_of(fresh, move, page);
     const int unit = side == KEYS
                          ? place.batch * (int)(fresh.k_batch >> 3) + place.step * (int)(fresh.k_step >> 3) +
                                place.head * (int)(fresh.k_head >> 3)
                          : place.batch * (int)(fresh.v_batch >> 3) + place.step * (int)(fresh.v_step >> 3) +
                                place.head * (int)(fresh.v_head >> 3);
-    const uint4* const from = (const uint4*)(side == KEYS ? fresh.k : fresh.v) + unit + lane;
-    uint4* const to = (uint4*)row_for(rows, move) + lane;
+    // Lanes side by side have parts of one vector, so that few lines are touched at once.
+    const int part = lane % LANES_OF_ROW, row = fetched ? row_of(move.to_slot) : NO_ROW;
+    const uint4* const from = (const uint4*)(side == KEYS ? fresh.k : fresh.v) + part;
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; i += 2) copy_later(to + i, from + i);
+    for (int i = 0; i < VECTORS; i += AT_ONCE) {
+        const int vector = i + lane / LANES_OF_ROW, its_row = __shfl_sync(ALL_LANES, row, vector),
+                  its_unit = __shfl_sync(ALL_LANES, unit, vector);
+        if (its_row != NO_ROW && (PARTS == LANES_OF_ROW || part < PARTS))
+            copy_later(rows + its_row * ROW_BYTES + 16 * part, from + its_unit);
+    }
 }
 
 // Asks for all that a side of a page needs.

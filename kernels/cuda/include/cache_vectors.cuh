@@ -36,12 +36,11 @@ __device__ __forceinline__ float larger_or_nan(float x, float y) {
     return r;
 }
 
-// The larger of the first and the size of the second of two pairs of raw elements, NaN if one is.
+// The larger of the first and the size of the second of two pairs of raw elements. Compared as float16 even
+// if they are bfloat16: the order is the same up to 2^121, and what is above is NaN.
 __device__ __forceinline__ u32 larger_raw(u32 x, u32 y) {
     u32 r;
-    asm("{.reg .b32 size; abs." KVLAB_PAIR "x2 size, %2; max.NaN." KVLAB_PAIR "x2 %0, %1, size;}"
-        : "=r"(r)
-        : "r"(x), "r"(y));
+    asm("{.reg .b32 size; abs.f16x2 size, %2; max.NaN.f16x2 %0, %1, size;}" : "=r"(r) : "r"(x), "r"(y));
     return r;
 }
 
@@ -55,31 +54,27 @@ template <bool HAS_MEAN>
 __device__ __forceinline__ Taken take_raw(const u8* rows, const float2* mean, Vectors& x, int lane) {
     const u32 from = shared_address(rows + lane % 16 * ROW_BYTES + lane / 16 * 16);
     const int u = lane % 4;
-    float2 v[TILES][4], most[2] = {};
+    float2 v[HAS_MEAN ? TILES : 1][4], most[2] = {};
     u32 raw_most[2] = {};
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-        u32 raw[4];
-        load_matrices(raw, from + 32 * t);
+        load_matrices(x[t], from + 32 * t);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            v[t][i] = unpack_pair(raw[i]);
-            if (HAS_MEAN) {
-                const float2 m = mean[8 * t + 4 * (i / 2) + u];
-                v[t][i] = {__fsub_rn(v[t][i].x, m.x), __fsub_rn(v[t][i].y, m.y)};
-                float2& y = most[i % 2];
-                y = {larger_or_nan(y.x, fabsf(v[t][i].x)), larger_or_nan(y.y, fabsf(v[t][i].y))};
+            if constexpr (HAS_MEAN) {
+                const float2 m = mean[8 * t + 4 * (i / 2) + u], y = unpack_pair(x[t][i]);
+                v[t][i] = {__fsub_rn(y.x, m.x), __fsub_rn(y.y, m.y)};
+                float2& z = most[i % 2];
+                z = {larger_or_nan(z.x, fabsf(v[t][i].x)), larger_or_nan(z.y, fabsf(v[t][i].y))};
             } else {
-                raw_most[i % 2] = larger_raw(raw_most[i % 2], raw[i]);
+                raw_most[i % 2] = larger_raw(raw_most[i % 2], x[t][i]);
             }
         }
     }
-    if (!HAS_MEAN)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) most[i] = unpack_pair(raw_most[i]);
     float size[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
+        if (!HAS_MEAN) most[i] = unpack_pair(raw_most[i]);
         size[i] = larger_or_nan(most[i].x, most[i].y);
 #pragma unroll
         for (int h = 1; h <= 2; h *= 2)
@@ -97,8 +92,14 @@ __device__ __forceinline__ Taken take_raw(const u8* rows, const float2* mean, Ve
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            x[t][i] = pack_halves(__fmul_rn(v[t][i].x, scale[i % 2]), __fmul_rn(v[t][i].y, scale[i % 2]));
+        for (int i = 0; i < 4; ++i) {
+            float2 y;
+            if constexpr (HAS_MEAN)
+                y = v[t][i];
+            else
+                y = unpack_pair(x[t][i]);
+            x[t][i] = pack_halves(__fmul_rn(y.x, scale[i % 2]), __fmul_rn(y.y, scale[i % 2]));
+        }
     if (!__all_sync(ALL_LANES, fine[0] && fine[1])) {
 #pragma unroll
         for (int t = 0; t < TILES; ++t)

@@ -49,15 +49,15 @@ __device__ __forceinline__ void named_fields(u64 named, int tile, int lane, u32*
     }
 }
 
-// Stores the words of a group of tiles; slots that are not named keep their bits.
-template <Side SIDE, int BITS>
+// Stores the words of a group of tiles; slots that are not named keep their bits. WHOLE: all are named.
+template <Side SIDE, int BITS, bool WHOLE>
 __device__ __forceinline__ void store_group(u32* to, int group, const u32* x, u64 named, int lane) {
     constexpr int OF_GROUP = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS;
     constexpr int PARTS = BITS == 8 ? 2 : OF_GROUP;
     u32 word[WORDS];
     join_tiles<BITS>(x, word);
     u32* const at = to + group * WORDS * 32 + lane;
-    if (named != ~0ull) {
+    if constexpr (!WHOLE) {
         u32 fields[PARTS], written[WORDS];
 #pragma unroll
         for (int tile = 0; tile < OF_GROUP; ++tile)
@@ -94,10 +94,17 @@ __device__ __forceinline__ void put_codes(u32* to, u8* rows, const Vectors& x, u
             for (int w = 0; w < PER_TILE; ++w) of_tile[w] = transposed(of_tile[w]);
     }
     if constexpr (IN_ONE_WARP<SIDE, BITS>) {
+        const auto group = [=](int t) {
+            return (SIDE == KEYS ? block * TILES + t : t * 4 + block) / OF_GROUP;
+        };
+        if (named == ~0ull) {
 #pragma unroll
-        for (int t = 0; t < TILES; t += OF_GROUP) {
-            const int tile = SIDE == KEYS ? block * TILES + t : t * 4 + block;
-            store_group<SIDE, BITS>(to, tile / OF_GROUP, word + t * PER_TILE, named, lane);
+            for (int t = 0; t < TILES; t += OF_GROUP)
+                store_group<SIDE, BITS, true>(to, group(t), word + t * PER_TILE, named, lane);
+        } else {
+#pragma unroll
+            for (int t = 0; t < TILES; t += OF_GROUP)
+                store_group<SIDE, BITS, false>(to, group(t), word + t * PER_TILE, named, lane);
         }
     } else {
         __syncwarp();  // all lanes have read the rows
@@ -121,7 +128,10 @@ __device__ __forceinline__ void store_codes(u32* to, const u8* rows, u64 named) 
                       t = SIDE == KEYS ? tile % TILES : tile / 4;
             x[i] = ((const u32*)(rows + block * 16 * ROW_BYTES))[t * 32 + lane];
         }
-        store_group<SIDE, BITS>(to, group, x, named, lane);
+        if (named == ~0ull)
+            store_group<SIDE, BITS, true>(to, group, x, named, lane);
+        else
+            store_group<SIDE, BITS, false>(to, group, x, named, lane);
     }
 }
 
