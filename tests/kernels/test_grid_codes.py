@@ -154,12 +154,19 @@ def test_floor_in_float16_has_little_to_spare() -> None:
 
 @pytest.mark.parametrize("step", steps_in_parts(8))
 def test_floor_of_eight_bits(step: int) -> None:
-    """By float32, rounded to nearest twice: half a number more keeps quotients from halves."""
-    x = np.arange(-256 * step, 256 * step + 1).astype(np.float64)
-    per_cell = (np.float32(1) / np.float32(2 * step)).astype(np.float64)
-    whole = ((x + 0.5) * per_cell + 127.5).astype(np.float32)
-    code = (np.clip(whole, 0, 255).astype(np.float64) + ROUNDER).astype(np.float32) - ROUNDER
-    assert np.array_equal(code, np.clip(x // (2 * step) + 128, 0, 255))
+    """By float32, rounded to nearest twice: half a number more keeps quotients from halves.
+
+    What lies at the upper end of the grid is to be cut, and nothing else.
+    """
+    numbers = np.arange(-256 * step, 256 * step + 1)
+    numbers = numbers[numbers == np.ldexp(np.ldexp(numbers, -24).astype(np.float16).astype(np.float64), 24)]
+    per_cell = np.float32(1) / np.float32(2 * np.ldexp(step, -24))
+    first = np.float32(2.0**-25 * np.float64(per_cell) + 127.5)
+    whole = (np.ldexp(numbers, -24) * np.float64(per_cell) + np.float64(first)).astype(np.float32)
+    code = whole.astype(np.float64) + ROUNDER
+    bits = code.astype(np.float32).view(np.uint32) & 0xFFFF
+    assert bits.max() == 256
+    assert np.array_equal(np.minimum(bits, 255), np.clip(numbers // (2 * step) + 128, 0, 255))
 
 
 @pytest.mark.parametrize(("bits", "step"), SEARCHED)
@@ -170,3 +177,15 @@ def test_folded_numbers_are_errors(bits: int, step: int) -> None:
         left = half(np.abs(left) - half(step * 2**k * 2.0**-24))
     error = WHOLE - (2 * floors(step, bits) + 1 - 2**bits) * step
     assert np.array_equal(np.abs(left) * 2.0**24, np.abs(error))
+
+
+def test_bfloat16_has_the_order_of_float16() -> None:
+    """Sizes of bfloat16 numbers may be compared as float16: up to what counts as infinite."""
+    bits = np.arange(0x8000, dtype=np.uint16)
+    as_float16, number = bits.view(np.float16), (bits.astype(np.uint32) << 16).view(np.float32)
+    small = bits < 0x7C00
+    assert (np.diff(as_float16[small]) > 0).all()
+    assert (np.diff(number[small]) > 0).all()
+    assert as_float16[0x7C00] == np.inf
+    assert np.isnan(as_float16[0x7C01:]).all()
+    assert not (number[~small] < 2.0**100).any()
