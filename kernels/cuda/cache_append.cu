@@ -6,11 +6,11 @@
 // goes on where it is.
 //
 // What a step waits for here is latency, so work that depends on nothing is done side by side: each of the
-// steps that are tried for a vector has a warp, the one of least error stores its codes, and addresses are
-// asked for while vectors are rotated. At 8 bits a vector has one step only, and one warp.
+// steps that may be tried for a vector has a warp, the one of the step that is found stores its codes, and
+// addresses are asked for while vectors are rotated. At 8 bits a vector has one step only, and one warp.
 //
 // Threads and data
-//   CTA   one (KV head, row) = pair; 15 warps, two teams of a warp for each candidate among them
+//   CTA   one (KV head, row) = pair; 16 warps, two teams of a warp for each step that is tried among them
 //   team  0: keys of the new tokens, one after another; 1: values. The first query rows (step, head of the
 //         group) go to the other warps, those that are left to all warps in turn.
 //   lane  of a vector to be stored: elements lane + 32 j; of a query row: pairs of elements lane + 32 i, and
@@ -28,13 +28,14 @@
 #include "packed_codes.cuh"
 constexpr int LANES = 32, RUN = 1;
 #include "packed_encode.cuh"
+#include "half_pairs.cuh"
 #include "packed_search.cuh"
 #include "packed_places.cuh"
 #include "cache_state.cuh"
 #include "early_launch.cuh"
 
-constexpr int TEAM = candidates_of(TOP_K < TOP_V ? TOP_K : TOP_V);  // warps of a vector
-constexpr int WARPS = 15, FIRST_ROWS = WARPS - 2 * TEAM;
+constexpr int TEAM = tries_of(TOP_K < TOP_V ? TOP_K : TOP_V);  // warps of a vector
+constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * TEAM;
 constexpr int MAX_STEPS = 16, MAX_GROUP = 16;
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
@@ -81,41 +82,46 @@ __device__ __forceinline__ OpenPage open_page(const LayerState& s, int pair, int
     return {entry, s.count[at], s.base[at], s.index[at]};
 }
 
-// Tokens fill the open pages in order; a page takes positions of its own segment only.
-__device__ __forceinline__ Slot slot_of(const Append& call, OpenPage page, const OpenPage& second,
+// Tokens fill the open pages in order; a page takes positions of its own segment only. What the pages hold is
+// not changed on the way: the compiler would bring copies of it forward and wait for them.
+__device__ __forceinline__ Slot slot_of(const Append& call, const OpenPage& first, const OpenPage& second,
                                         const NewToken& at) {
     bool in_second = false;
+    int before = 0;  // new tokens that the page takes
 #pragma unroll 1
     for (int t = 0; t <= at.step; ++t) {
         if (!is_valid(call.fresh, at.row, t)) continue;
         const int segment = (at.start + t) >> 16;
-        if (!in_second && (page.entry < 0 || page.base != segment || page.count == 64))
-            page = second, in_second = true;
-        if (page.entry < 0 || page.base != segment || page.count == 64) return {nullptr, -1, 0, 0};
-        ++page.count;
+        const auto takes = [&](const OpenPage& page) {
+            return page.entry >= 0 && page.base == segment && page.count + before < 64;
+        };
+        if (!in_second && !takes(first)) in_second = true, before = 0;
+        if (in_second && !takes(second)) return {nullptr, -1, 0, 0};
+        ++before;
     }
-    return {call.layer.arena + (u64)page.index * UNIT, page.entry, page.count - 1, at.start + at.step};
+    const OpenPage& page = in_second ? second : first;
+    return {call.layer.arena + (u64)page.index * UNIT, page.entry, page.count + before - 1,
+            at.start + at.step};
 }
 static_assert(OPEN_PAGES == 2, "a first and a second page");
 
 // What the warps of a team tell each other.
-struct Meeting {
-    u32 errors[2][TEAM];  // by turns
+struct alignas(16) Meeting {
+    u32 errors[2][4];  // by turns
 };
 
-// The place of the least error, the first of equals; all warps of a team meet.
-template <int MEMBERS>
-__device__ __forceinline__ int least_of(Meeting& meeting, u32 error, int team, int rank, int turn, int lane) {
+// Which of the steps that are tried is the one; all warps of a team meet. The two in the middle are those
+// next to the guess; the one beyond the better of them counts if it is better still.
+template <int TRIES>
+__device__ __forceinline__ u32 best_of(Meeting& meeting, u32 error, int team, int rank, int turn, int lane) {
     u32* errors = meeting.errors[turn];
     if (lane == 0) errors[rank] = error;
     // Errors are there behind it; those of the turn before have been read.
-    __barrier_sync_count(1 + team, MEMBERS * 32);
-    int best = 0;
-    u32 least = errors[0];
-#pragma unroll
-    for (int i = 1; i < MEMBERS; ++i)
-        if (errors[i] < least) least = errors[i], best = i;
-    return best;
+    __barrier_sync_count(1 + team, TRIES * 32);
+    const uint4 e = *(const uint4*)errors;
+    if constexpr (TRIES == 2) return e.y < e.x;
+    const bool up = e.z < e.y;
+    return (up ? e.w : e.x) < min(e.y, e.z) ? 3 * up : 1 + up;
 }
 
 // Position and importance of a new token that queries do not say anything about.
@@ -140,7 +146,7 @@ __device__ __forceinline__ void store_details(const Append& call, const Slot& sl
 template <int BITS>
 __device__ __forceinline__ void store_token(const Append& call, bool is_key, const NewToken& at, Slot& taken,
                                             Meeting& meeting, int rank, int turn, int lane) {
-    if (rank >= candidates_of(BITS)) return;
+    if (rank >= tries_of(BITS)) return;
     const NewTokens& n = call.fresh;
     const u16* from = is_key ? n.k + at.row * n.k_batch + at.step * n.k_step + at.head * n.k_head
                              : n.v + at.row * n.v_batch + at.step * n.v_step + at.head * n.v_head;
@@ -158,20 +164,23 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     const OpenPage first = open_page(call.layer, at.pair, open.x);
     const OpenPage second = open_page(call.layer, at.pair, open.y);
 #pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) x[j] = __fsub_rn(raw_value(raw[j]), mean[j]);
-    int best = 0;
-    u32 byte = 0, codes[PER_LANE];
-    if (BITS < 16) {
-        const Scale scale = rotate_whole(x, lane);
-        const Search search = begin_search(x, scale, BITS);
-        byte = search.lowest + (search.held ? rank : 0);
-        float errors[PER_LANE];
-        try_step(x, byte, search.part, BITS, lane, codes, errors);
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) codes[j] = search.held ? codes[j] & 255 : 1u << (BITS - 1);
-        if (BITS < 8)
-            best = least_of<candidates_of(BITS)>(meeting, sum_of_squares(errors), is_key ? 0 : 1, rank, turn,
-                                                 lane);
+    for (int j = 0; j < PER_LANE; ++j) x[j] = raw_value(raw[j]);
+    u32 best = 0, byte = 0, codes[PER_LANE];
+    if constexpr (BITS < 16) {
+        const Rotated rotated = rotate_whole(x, mean);
+        const Range range = range_of(rotated, BITS);
+        Sizes sizes;
+        if constexpr (BITS < 8) to_sizes(rotated, range, sizes);
+        const Guess guess = guess_step<BITS>(rotated, range, sizes);
+        u32 found = guess.bits;
+        if constexpr (BITS < 8) {
+            const u32 lowest = below_guess(guess.bits) - (BITS < 4);
+            const u32 error = error_of<BITS>(sizes, range, lowest, rank, lane);
+            best = best_of<tries_of(BITS)>(meeting, error, is_key ? 0 : 1, rank, turn, lane);
+            found = lowest + best;
+        }
+        byte = guess.counts ? found : rotated.fine ? 0 : NAN_STEP;
+        if (rank == best) to_codes<BITS>(rotated, range, found, guess.counts, codes);
     }
     if (rank != best && rank != 0) return;
     const Slot slot = slot_of(call, first, second, at);
@@ -180,21 +189,25 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         if (slot.entry < 0 && lane == 0) atomicOr(call.layer.status, NO_ROOM);
     }
     if (slot.entry < 0) return;
-    if (rank == 0 && is_key) {
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) mean[j] = raw_value(raw[j]);
-        store_details(call, slot, mean, lane);
-    }
+    if (rank == 0 && is_key) store_details(call, slot, x, lane);
     if (rank != best) return;
-    u8* page = slot.page;
-    if (BITS < 16 && lane == 0) page[(is_key ? K_BYTES + V_BYTES : V_STEPS) + slot.number] = (u8)byte;
+    if (BITS < 16 && lane == 0) slot.page[(is_key ? K_BYTES + V_BYTES : V_STEPS) + slot.number] = (u8)byte;
+    const Element first_element = element_at(is_key ? KEYS : VALUES, slot.number, lane);
+    const auto store = [&](u8* region, int tiles) {  // `tiles`: from a channel to that 32 further on
+        const bool in_same_words = tiles % Fields<BITS>::TILES != 0;
 #pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) {
-        if (!is_there(lane, j)) break;
-        write_code<BITS>(page + (is_key ? 0 : K_BYTES),
-                         element_at(is_key ? KEYS : VALUES, slot.number, lane + 32 * j),
-                         BITS == 16 ? raw[j] : codes[j]);
-    }
+        for (int j = 0; j < PER_LANE; ++j) {
+            if (!is_there(lane, j)) break;
+            Element element = first_element;
+            element.tile += in_same_words ? j * tiles : 0;
+            write_code<BITS>(region + (in_same_words ? 0 : j * tiles * 32 * BITS), element,
+                             BITS == 16 ? raw[j] : codes[j]);
+        }
+    };
+    if (is_key)
+        store(slot.page, 2);
+    else
+        store(slot.page + K_BYTES, 8);
 }
 
 // Finishes one query row and leaves the probabilities of the new tokens, [MAX_STEPS].

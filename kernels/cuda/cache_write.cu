@@ -9,12 +9,13 @@
 //   mean_of_keys  a CTA one (row, KV head), a thread one channel.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
 // Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes twice (35 KB at head_dim 128), for this page and the next,
-// and 7 KB of Details; 128 registers for four blocks a multiprocessor.
+// and 7 KB of Details; 128 registers for four blocks a multiprocessor,
+// up to 255 for two from compute capability 10.0 on, where 128 are too few.
 //
 // Macros: HEAD_DIM; BF16.
 //
 // clang-format off
-// gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
+// gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=255
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
 // clang-format on
 #include <cuda_fp16.h>
@@ -28,11 +29,13 @@ constexpr int LANES = 4, RUN = 2;
 constexpr int THREADS = 256;  // of the other kernels
 constexpr int SIDE_THREADS = 128, SLOTS = 64, ROW_BYTES = 2 * HEAD_DIM + 16;
 static_assert(SIDE_THREADS == SLOTS / 16 * 32, "a side of a page at once");
-constexpr int BLOCKS = HEAD_DIM <= 128 ? 4 : 2;  // of a multiprocessor
+constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2 : 4;  // of a multiprocessor
 #include "half_pairs.cuh"
 #include "cache_vectors.cuh"
 #include "cache_encode.cuh"
 #include "cache_words.cuh"
+#include "cache_side_words.cuh"
+#include "later_copies.cuh"
 #include "cache_sources.cuh"
 
 // Codes of a stored token; each lane asks for AT_ONCE of them before it waits for the first.
@@ -104,7 +107,8 @@ __device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const 
 #pragma unroll
         for (int j = 0; j < PER_LANE; j += 2) {
             const int pair = element_of(lane, j) / 2;
-            const float2 mean = side == KEYS ? ((const float2*)turn.mean)[pair] : float2{0.f, 0.f};
+            const float2 mean =
+                side == KEYS ? __half22float2(((const __half2*)turn.halves)[pair]) : float2{0.f, 0.f};
             if (turns_raw) ((u32*)row)[pair] = pack_pair(x[j] + mean.x, x[j + 1] + mean.y);
         }
     }
@@ -135,16 +139,17 @@ __device__ __forceinline__ void take_numbers(const u8* rows, const Row (&row)[2]
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (row[i].bits == 16) continue;
+        // 2 code + 1 - 2^bits, which count 2^-24 as codes do.
         const bool fine = row[i].step <= HIGHEST_STEP;
         const u32 two = fine ? 0x40004000u : 0, first = fine ? (0x7fffu + (1u << row[i].bits)) * 0x10001u : 0;
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {  // 2 code + 1 - 2^bits
+            for (int half = 0; half < 2; ++half) {
                 const u8* codes = rows + (g + 8 * i) * ROW_BYTES;
                 x[t][i + 2 * half] = pair_fused(pair_of_codes(codes, 16 * t + 8 * half + 2 * u), two, first);
             }
-        if (u % 2 == i) taken = {fine ? step_value(row[i].step) : 0.f, fine};
+        if (u % 2 == i) taken.factor = fine ? step_value(row[i].step) : 0.f, taken.fine = fine;
     }
 }
 
@@ -171,16 +176,11 @@ __device__ __forceinline__ void keep_codes(const u8* rows, const Row (&row)[2], 
 template <int BITS>
 __device__ __forceinline__ void encode_rows(Side side, Vectors& x, const Taken& taken, u8* rows,
                                             const Row (&row)[2], Turn& turn, u64 named, int block, int lane) {
-    const Tried tried = to_parts(x, taken.factor, BITS, lane);
-    Two<u32> best = {0, 0};
-    if constexpr (BITS < 8) best = best_of<BITS>(x, tried, lane);
-    to_codes<BITS>(x, tried, best);
+    const u32 byte = encode<BITS>(x, taken.factor, lane);
     if (turn.others) keep_codes<BITS>(rows, row, x, lane);
     const Row mine = lane % 2 ? row[1] : row[0];
-    const u32 lowest = lane % 2 ? tried.lowest.high : tried.lowest.low;
-    const u32 found = !taken.fine ? NAN_STEP : lowest ? lowest + (lane % 2 ? best.high : best.low) : 0u;
     if (lane % 4 < 2 && named >> mine.slot & 1)
-        turn.to.steps[mine.slot] = (u8)(mine.bits == BITS ? mine.step : found);
+        turn.to.steps[mine.slot] = (u8)(mine.bits == BITS ? mine.step : taken.fine ? byte : NAN_STEP);
     if (side == KEYS)
         put_codes<KEYS, BITS>((u32*)turn.to.codes, rows, x, named, block, lane);
     else
@@ -190,8 +190,8 @@ __device__ __forceinline__ void encode_rows(Side side, Vectors& x, const Taken& 
 // Stores what encode_rows has put down for other warps.
 template <int BITS>
 __device__ __forceinline__ void store_side(Side side, const Turn& turn, const u8* rows, u64 named) {
-    if (!IN_ONE_WARP<KEYS, BITS> && side == KEYS) store_codes<KEYS, BITS>((u32*)turn.to.codes, rows, named);
-    if (!IN_ONE_WARP<VALUES, BITS> && side == VALUES)
+    if (!IN_ONE_BLOCK<KEYS, BITS> && side == KEYS) store_codes<KEYS, BITS>((u32*)turn.to.codes, rows, named);
+    if (!IN_ONE_BLOCK<VALUES, BITS> && side == VALUES)
         store_codes<VALUES, BITS>((u32*)turn.to.codes, rows, named);
 }
 
@@ -254,7 +254,9 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
     const auto forget_page = [&](Turn& turn) {
         if (threadIdx.x == 0) turn.named[0] = turn.named[1] = turn.others = 0;
     };
-    const int block = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int block = threadIdx.x / 32;
+    const u32 lane = threadIdx.x % 32;
+    if (block == 0) page.signs[lane] = Signs::of(lane);
     if (blockIdx.x < pages) {
         ask_for_moves(list, blockIdx.x, page.turns[0].moves);
         forget_page(page.turns[0]), forget_page(page.turns[1]);
@@ -270,7 +272,8 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
              &then = page.turns[now == 0 ? 2 : now - 1];
         u8* const rows = both_rows + half * SLOTS * ROW_BYTES;
         wait_copies();
-        if (side == KEYS) unpack_mean(turn);
+        if (side == KEYS && threadIdx.x >= SIDE_THREADS - 32)
+            rotate_mean((const __half*)turn.halves, turn.mean, threadIdx.x % 32);
         __syncthreads();  // rows, means and moves are there; the page before is stored
         if (number + gridDim.x < pages)
             ask_for_page(side, s, fresh, both_rows + (half ^ 1) * SLOTS * ROW_BYTES, page, next);
@@ -292,9 +295,8 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
             const int slot = lane / 4 * 8 + 2 * block;
             Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
             Vectors x;
-            Taken taken = side == KEYS ? take_raw<true>(my_rows, (const float2*)turn.mean, x, lane)
-                                       : take_raw<false>(my_rows, nullptr, x, lane);
-            rotate_whole(x, lane);
+            Taken taken = take_raw(my_rows, side == KEYS ? turn.mean.largest : 0.f, x, lane);
+            rotate_whole(x, page.signs[lane], side == KEYS ? &turn.mean : nullptr, taken, lane);
             if (turn.others) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) row[i] = row_at(turn, slot + i);
@@ -307,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
             ((u16*)turn.tail)[tail.slot] = tail.position;
             turn.tail[2 * SLOTS + tail.slot] = tail.importance;
         }
-        if (!is_in_one_warp(side, turn.to.bits)) {
+        if (!is_in_one_block(side, turn.to.bits)) {
             __syncthreads();  // all codes have been put down
             KVLAB_FOR_WIDTH(turn.to.bits, store_side<BITS>(side, turn, rows, named));
         }

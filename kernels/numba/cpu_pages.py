@@ -126,13 +126,13 @@ def _first_bad(pages, page, slot):
 @njit
 def _write_part(pool, words, side, places, page, slot, x, part, parts):
     d = places.shape[1]
-    codes, whole = np.empty(d, np.uint32), np.empty(d, np.float32)
+    codes, sizes = np.empty(d, np.uint32), np.empty(d, np.float32)
     for i in range(page.size):
         if page[i] % parts != part:
             continue
         start = page[i] * side.nbytes
         if side.bits < 16:
-            byte = encode_vector(x, i * d, side.bits, side.guess, codes, whole)
+            byte = encode_vector(x, i * d, side.bits, side.guess, codes, sizes)
             pool[start + side.steps + slot[i]] = byte
         else:
             _narrow(x, i * d, side.kind, codes)

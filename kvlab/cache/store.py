@@ -208,7 +208,7 @@ class LayerStore:
         index = np.repeat(self.index[row, heads, page].astype(np.int64), n)
         k, v = (x.swapaxes(0, 1).reshape(-1, self.head_dim) for x in (new.k, new.v))
         if self.ladder[top].bits_k < 16:
-            k = _rotate(k - self.k_mean[row, np.repeat(heads, n)])
+            k = _rotate(k, self.k_mean[row], np.repeat(heads, n))
         if self.ladder[top].bits_v < 16:
             v = _rotate(v)
         write_tokens(self.pools[top], self.layouts[top], self.dtype, index, slot, k, v)
@@ -276,8 +276,7 @@ class LayerStore:
             turns = packed[arriving.rung]
             turns[: len(source)] &= ~packed[source]
             if turns.any():
-                part = x[turns]
-                x[turns] = _rotate(part if mean is None else part - mean[arriving.head[turns]])
+                x[turns] = _rotate(x[turns], mean, arriving.head[turns])
 
     def _place(self, row: int, plan: Plan, arriving: _Arriving) -> tuple[Ints, Ints]:
         """Rewrite the page table of a row; return the moves and the places of arriving tokens.
@@ -361,11 +360,15 @@ class LayerStore:
             self._pack(r)
 
 
-def _rotate(x: Floats) -> Floats:
+def _rotate(x: Floats, mean: NDArray[np.float16] | None = None, head: Ints | None = None) -> Floats:
+    """Rotate vectors (n, head_dim), less the mean (heads, head_dim) of the head (n,) of each."""
     from kvlab.numba_kernels.cpu_steps import rotate_rows
 
     rotated = np.empty(x.shape, np.float32)
-    rotate_rows(np.ascontiguousarray(x, np.float32).reshape(-1), x.shape[1], rotated.reshape(-1))
+    means = np.empty(0, np.float32) if mean is None else mean.astype(np.float32, order="C").reshape(-1)
+    of_row = np.empty(0, np.int64) if head is None else head
+    flat = np.ascontiguousarray(x, np.float32).reshape(-1)
+    rotate_rows(flat, x.shape[1], means, of_row, rotated.reshape(-1))
     return rotated
 
 

@@ -118,6 +118,14 @@ def multiprocessors(device: int) -> int:
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
+@lru_cache(maxsize=16)
+def shared_memory_per_block(device: int) -> int:
+    """Return the bytes of shared memory that a block of a device can ask for."""
+    import cupy
+
+    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
 def launch(
     kernel: Any,
     grid: int | tuple[int, ...],

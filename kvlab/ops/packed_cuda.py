@@ -19,7 +19,7 @@ import numpy as np
 from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype, pointer_of
 from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.device import compute_capability
-from kvlab.ops.device_arrays import multiprocessors
+from kvlab.ops.device_arrays import multiprocessors, shared_memory_per_block
 from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _plan(
     }  # fmt: skip
     kernel = load(build("packed_attention", macros, arch_of(*capability)), device=device)
     merge = 4 * warps * min(rows, _MERGE_ROWS) * (head_dim + 2)
-    free = _shared_bytes(device) - kernel.resources.shared_bytes - merge
+    free = shared_memory_per_block(device) - kernel.resources.shared_bytes - merge
     stages = min(_MAX_STAGES, free // (warps * slot))
     if stages < 1:
         raise NotImplementedError(
@@ -171,13 +171,6 @@ def _plan(
         )
     ring = warps * stages * slot
     return _Plan(kernel, multiprocessors(device), warps, slot, stages, ring + merge)
-
-
-@lru_cache(maxsize=16)
-def _shared_bytes(device: int) -> int:
-    import cupy
-
-    return int(cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 def attend(

@@ -8,17 +8,18 @@ values at `bits_v`. Its record is, in this order and without gaps (every part is
 
 *Width 16* is the dtype of the cache, raw (a float32 cache stores 32 bits). *Widths 2, 3, 4 and 8* take
 vectors that a Hadamard transform has rotated, which makes every element nearly Gaussian. `rotate` does that
-in whole numbers: a vector becomes integers of 12 bits, whose sums are exact in any order and are rounded
-once. The grid has no zero, it is symmetric, and only its step is kept, so a kernel multiplies once a token:
+in whole numbers: a vector becomes integers of 17 bits (at head_dim 128), whose sums are exact in any order;
+the mean of keys, transformed likewise, is taken off the sums, which are rounded once. The grid has no zero,
+it is symmetric, and only its step is kept, so a kernel multiplies once a token:
 
     value = (2 code + 1 - 2**bits) * step       code = floor(x / (2 step)) + 2**(bits - 1), clipped
 
 *The step* is a float16 without sign and without its low 7 mantissa bits: a byte, steps a factor 9/8 to 16/15
-apart. At 8 bits it is the least whose grid reaches the largest element. Below, three or five bytes around a
-guess from the largest element and the root mean square are tried, and the one of least squared error is kept;
-elements are rounded to a small part of a step first, so that these sums are whole numbers too. A vector of
-zeros has step 0, and so has, below 8 bits, one that is nearer to 0 than to any step; one with NaN or infinity
-has step NaN.
+apart. At 8 bits it is the least whose grid reaches the largest element. Below, the two bytes next to a guess
+from the largest element and the root mean square are tried, at 2 and 3 bits then the next one on the better
+side, and the one of least squared error is kept (`search_step`); sizes of elements are rounded to 8 bits for
+that, so that these sums are whole numbers too. A vector of zeros has step 0, and so has, below 8 bits, one
+whose guess is less than half of the least step; one with NaN or infinity has step NaN.
 
 *The order of the codes* is that of the operands of the tensor-core instruction mma.sync.m16n8k16 (PTX ISA,
 "Matrix Fragments for mma.m16n8k16"), so a GPU loads a fragment with one instruction and expands it in
@@ -39,13 +40,12 @@ from kvlab.reference.codec import butterflies, hadamard_block
 Int64 = NDArray[np.int64]
 
 __all__ = [
-    "CANDIDATES",
     "GUESS",
     "STEPS",
     "TOKENS_PER_PAGE",
     "Page",
     "bit_address",
-    "candidate_steps",
+    "compared_channels",
     "decode_page",
     "encode",
     "encode_page",
@@ -54,12 +54,13 @@ __all__ = [
     "guess_step",
     "narrow",
     "rotate",
+    "search_step",
     "widen",
 ]
 
 TOKENS_PER_PAGE = 64
 
-GUESS = {2: np.float32(0.4), 3: np.float32(0.185), 4: np.float32(0.0584), 8: np.float32(2**-8)}
+GUESS = {2: np.float32(0.4), 3: np.float32(0.185), 4: np.float32(0.0592), 8: np.float32(2**-8)}
 """Where the search for a vector's step begins, by width, and at 8 bits ends: in multiples of the largest
 element at 4 and 8 bits, of the geometric mean of that and of the root mean square at 3, and of the geometric
 mean of this mean and of the root mean square at 2.
@@ -69,15 +70,14 @@ or decoded from more bits (docs/performance/page_format.md): the fewer the bits,
 anyway, and the less the largest element says.
 """
 
-CANDIDATES = {2: 5, 3: 5, 4: 3, 8: 1}
-"""How many bytes are tried, by width: the guess is in their middle."""
-
 STEPS = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
 """The step that each byte stands for; 0xF8 to 0xFF are infinite or NaN and only 0xFF is ever written."""
 
 _NAN_STEP = 0xFF
-_LEAST_EXPONENT = -40  # of the unit of `rotate`: what is 2**-41 and less counts as 0
+_LEAST_EXPONENT = -39  # of the unit of `rotate`: what is 2**-40 and less counts as 0
 _TOO_LARGE = np.float32(2**100)  # counts as infinite, so that no power of 2 in `rotate` is beyond float32
+_ROOT_2 = np.float32(np.float16(np.sqrt(2)))
+_CODE_PARTS = {2: 6, 3: 5, 4: 4, 8: 4}  # log2 of the parts of a step in which elements count, or less
 
 
 @lru_cache(maxsize=32)
@@ -167,39 +167,63 @@ def _to_units(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.ldexp(np.ldexp(x, -24).astype(np.float16).astype(np.float32), 24)
 
 
-def rotate(x: NDArray[np.float32]) -> NDArray[np.float32]:
+def _whole(
+    x: NDArray[np.float32], largest: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Transform vectors in whole numbers: sums, and the exponent of their unit.
+
+    A unit is such that `largest` has 24 bits less those of the order of the transform, so that no sum is
+    more than 2**24.
+    """
+    log = hadamard_block(x.shape[-1]).bit_length() - 1
+    exponent = np.maximum(_exponent(largest) - (23 - log), _LEAST_EXPONENT)
+    return butterflies(np.rint(_times_power(x, -exponent))), exponent
+
+
+def rotate(x: NDArray[np.float32], mean: NDArray[Any] | None = None) -> NDArray[np.float32]:
     """Rotate vectors as pages keep them: the block Hadamard transform, in whole numbers.
 
-    A vector is multiplied by the square root of 2 if the order of the transform is an odd power of 2, and by
-    the power of 2 that brings its largest element to 1024 or more, below 2048; then it is rounded to whole
-    numbers. Their sums and differences are exact, in any order, and rounded to 11 significant bits. What is
-    left to multiply with is a power of 2.
+    A vector is multiplied by the power of 2 that brings the largest element, of it or of the mean, to 24 bits
+    less those of the order of the transform, and rounded to whole numbers. Their sums and differences are
+    exact, in any order. The transform of the mean, found likewise, is taken off them, and what is left is
+    rounded to multiples of 4 of 11 significant bits. The factor that makes the transform orthonormal follows:
+    a power of 2, times the square root of 2 as float16 if the order is an odd power of 2.
 
     Parameters
     ----------
     x : float32, (n, head_dim)
-        Raw vectors; keys less their mean.
+        Raw vectors.
+    mean : float16, (head_dim,) or (n, head_dim), optional
+        What is to be taken off: the mean of keys (`kvlab.cache.frame`).
 
     Returns
     -------
     float32, (n, head_dim)
-        Numbers of 11 significant bits. A vector with NaN, infinity or an element of 2**100 or more (after the
-        multiplication) is NaN.
+        Numbers of 11 significant bits times that factor, exact. A vector with NaN, infinity or an element of
+        2**100 or more is NaN.
 
     Examples
     --------
     >>> rotate(np.array([[3, 1, 0, 0]], np.float32))
     array([[2., 1., 2., 1.]], dtype=float32)
+    >>> rotate(np.array([[3, 1, 0, 0]], np.float32), np.array([1, 1, 0, 0], np.float16))
+    array([[1., 1., 1., 1.]], dtype=float32)
     """
     log = hadamard_block(x.shape[1]).bit_length() - 1
-    with np.errstate(over="ignore", invalid="ignore"):
-        stretched = x * np.float32(np.sqrt(2)) if log % 2 else x
-        largest = np.abs(stretched).max(axis=1)
+    with np.errstate(invalid="ignore"):
+        largest = np.abs(x).max(axis=1)
         fine = largest < _TOO_LARGE  # NaN is not, and the largest of a vector with NaN is NaN
-    largest, stretched = np.where(fine, largest, 1), np.where(fine[:, None], stretched, 0)
-    exponent = np.maximum(_exponent(largest) - 10, _LEAST_EXPONENT)
-    turned = butterflies(np.rint(_times_power(stretched, -exponent)))
-    rotated = _times_power(_to_units(turned), exponent - (log + 1) // 2)
+    largest, x = np.where(fine, largest, 1), np.where(fine[:, None], x, 0)
+    offset = None if mean is None else np.broadcast_to(mean.astype(np.float32), x.shape)
+    if offset is not None:
+        most = np.abs(offset).max(axis=1)
+        sums, exponent = _whole(x, np.maximum(largest, most))
+        of_mean, its_exponent = _whole(offset, most)
+        sums = sums - _times_power(of_mean, its_exponent - exponent)  # rounded once, to float32
+    else:
+        sums, exponent = _whole(x, largest)
+    factor = _ROOT_2 if log % 2 else np.float32(1)
+    rotated = _times_power(_to_units(sums / np.float32(4)) * factor, exponent + 2 - (log + 1) // 2)
     rotated[~fine] = np.nan
     return rotated
 
@@ -218,50 +242,86 @@ def grid_values(codes: NDArray[Any], step: NDArray[np.float32], bits: int) -> ND
 def guess_step(x: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
     """Return where the search for the step of each vector begins; no vector may be zero or not finite.
 
-    Every operation is one of float32, rounded once, but for the sum of squares: that is over elements in
-    units of 1/64 to 1/128 of the largest, rounded to whole numbers, and so exact in any order.
+    Every operation is one of float32, rounded once, but for the sum of squares: that is of `_sizes`, and so
+    exact in any order.
     """
-    largest = np.abs(x).max(axis=1)
-    unit = _exponent(largest) - 6
-    guess = np.ldexp(largest, -unit)
+    unit = _exponent_above(x) - 7
+    guess = np.ldexp(np.abs(x).max(axis=1), -unit)
     if bits in (2, 3):
-        squares = np.square(_to_units(_times_power(x, -unit))).sum(axis=1)
-        root = np.sqrt(squares / np.float32(x.shape[1]))
+        root = np.sqrt(np.square(_sizes(x, unit)).sum(axis=1) / np.float32(x.shape[1]))
         for _ in range(4 - bits):
             guess = np.sqrt(guess * root)
     guesses: NDArray[np.float32] = np.ldexp(guess * GUESS[bits], unit)
     return guesses
 
 
-def candidate_steps(x: NDArray[np.float32], bits: int) -> Int64:
-    """Return the step bytes that are tried for each vector, (n, head_dim) -> (n, CANDIDATES[bits]).
+def _exponent_above(x: NDArray[np.float32]) -> NDArray[np.int32]:
+    """Return the exponent of the largest element of each vector and 2**-7 of it, for `_sizes`."""
+    return _exponent(np.abs(x).max(axis=1) * np.float32(0.5 + 2**-8)) + 1  # half: it may be the highest
 
-    They ascend; below 8 bits a guess nearer to 0 than to any step gives zeros alone. As `guess_step`, of
-    vectors that are neither zero nor too large.
+
+def _sizes(x: NDArray[np.float32], unit: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Return the sizes of elements in units of 2**unit, (n,), as whole numbers."""
+    return np.rint(np.abs(_times_power(x, -unit)))
+
+
+def compared_channels(head_dim: int, bits: int) -> int:
+    """Return on how many channels, the first, errors are compared: rotated channels are alike.
+
+    Examples
+    --------
+    >>> compared_channels(128, 4), compared_channels(128, 3), compared_channels(64, 4)
+    (96, 128, 64)
+    """
+    return head_dim // 16 * 3 // 4 * 16 if bits == 4 and head_dim >= 128 else head_dim
+
+
+def search_step(x: NDArray[np.float32], bits: int) -> Int64:
+    """Return the step byte of each vector, (n, head_dim) -> (n,).
+
+    At 8 bits the guess, rounded up. Below, the bytes next to the guess, under and above it; at 2 and 3 bits
+    then the next one on the side of the lesser error. Errors are sums of squares of `_sizes` of
+    `compared_channels`, whole numbers below 256; steps are rounded down to whole ones, of which half a grid
+    does not exceed 255. Of equal errors the lower byte counts, or the earlier one. A guess below half of the
+    least step gives 0. As `guess_step`, of vectors that are neither zero nor too large.
     """
     guess = guess_step(x, bits)
     near = guess.astype(np.float16).view(np.uint16).astype(np.int64)
     if bits == 8:  # rounded up
         rounded = near.astype(np.uint16).view(np.float16).astype(np.float32)
         up: Int64 = (near + (rounded < guess) + 127) >> 7
-        return np.maximum(up, 1)[:, None]
-    near = (near + 63 + (near >> 7 & 1)) >> 7  # to the nearest multiple of 128, ties to even
-    half = CANDIDATES[bits] // 2
-    candidates: Int64 = np.maximum(near, half + 1)[:, None] + np.arange(-half, half + 1)
-    return np.where(near[:, None] > 0, candidates, 0)
+        return np.maximum(up, 1)
+    below = np.maximum(near >> 7, 3)
+    unit = _exponent_above(x) - 7
+    sizes = _sizes(x[:, : compared_channels(x.shape[1], bits)], unit)
+
+    def error(byte: Int64) -> NDArray[np.float32]:
+        with np.errstate(over="ignore"):  # steps far above all elements
+            step = np.minimum(np.floor(_times_power(STEPS[byte][:, None], -unit)), 255 >> (bits - 1))
+        off = sizes - grid_values(grid_codes(sizes, step, bits), step, bits)
+        sums: NDArray[np.float32] = np.square(off).sum(axis=1)
+        return sums
+
+    errors = error(below), error(below + 1)
+    upwards = errors[1] < errors[0]
+    best, least = below + upwards, np.minimum(*errors)
+    if bits < 4:
+        beyond = best + np.where(upwards, 1, -1)
+        best = np.where(error(beyond) < least, beyond, best)
+    return np.where(near >= 64, best, 0)
 
 
 def encode(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Encode rotated vectors: (n, head_dim) -> codes (n, head_dim) and step bytes (n,).
 
-    The least squared error decides between candidates, the lowest of equals. A vector that is too large for
-    the highest steps, with elements of 2**(bits + 14) or more, is halved until it is not.
+    Elements become whole numbers of 1/16 to 1/128 of a step before they become codes. A vector that is too
+    large for the highest steps, with elements of 2**(bits + 14) or nearly so, is halved until it is not.
 
     Examples
     --------
     >>> codes, step = encode(np.array([[-3, -2, 1, 3]], np.float32) / 4, bits=2)
     >>> codes, STEPS[step]
-    (array([[0, 0, 2, 3]], dtype=uint8), array([0.21875], dtype=float32))
+    (array([[0, 0, 2, 3]], dtype=uint8), array([0.234375], dtype=float32))
     """
     codes, byte = np.full(x.shape, 2 ** (bits - 1), np.uint8), np.zeros(len(x), np.uint8)
     finite = np.isfinite(x).all(axis=1)
@@ -270,17 +330,13 @@ def encode(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArra
     if not len(usual):
         return codes, byte
     x = x[usual]
-    x = _times_power(x, np.minimum(bits + 13 - _exponent(np.abs(x).max(axis=1)), 0))
-    candidates = candidate_steps(x, bits)
-    held = candidates[:, 0] > 0
-    usual, x, candidates = usual[held], x[held], candidates[held]
-    unit = _exponent(STEPS[candidates[:, 0]]) - 4
-    x = _to_units(_times_power(x, -unit))[:, None]
-    step = _times_power(STEPS[candidates], -unit)[..., None]  # in units: an integer, 16 to 80
-    error = x - grid_values(grid_codes(x, step, bits), step, bits)
-    best = np.square(error).sum(axis=2).argmin(axis=1)
-    byte[usual] = np.take_along_axis(candidates, best[:, None], axis=1)[:, 0]
-    codes[usual] = grid_codes(x[:, 0], step[np.arange(len(x)), best], bits).astype(np.uint8)
+    x = _times_power(x, np.minimum(bits + 13 - _exponent_above(x), 0))
+    found = search_step(x, bits)
+    byte[usual] = found
+    usual, x, step = usual[found > 0], x[found > 0], STEPS[found[found > 0]]
+    unit = _exponent(step) - _CODE_PARTS[bits]
+    x, step = _to_units(_times_power(x, -unit)), np.ldexp(step, -unit)
+    codes[usual] = grid_codes(x, step[:, None], bits).astype(np.uint8)
     return codes, byte
 
 

@@ -172,7 +172,8 @@ def test_the_smallest_vectors(bits: int) -> None:
     write_tokens(pool, layout, "float16", page, slot, x, x)
     np.testing.assert_array_equal(pool, expected)
     step = pool[page, layout.k_steps + slot]
-    assert set(step) >= ({1, 2, 3} if bits == 8 else {0, 1, 2, 3})
+    assert set(step) >= ({1, 2, 3} if bits == 8 else {0, 3, 4, 5})
+    assert bits == 8 or 1 not in step
 
 
 @given(layouts, SEEDS)
@@ -281,12 +282,11 @@ def test_the_number_of_threads_does_not_matter(bits: int) -> None:
 
 @given(SEEDS, st.sampled_from((2, 3, 4, 8)), st.sampled_from((16, 64, 112, 128)))
 def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
-    """What is read lies on the grid of its step byte.
+    """What is read lies on the grid of its step byte, and stays where that byte is found again.
 
-    So whenever that byte is among the candidates of the second writing, its squared error there is 0: the
-    values stay, and the byte too unless a lower one also holds them exactly. At 8 bits it nearly always is.
-    (Below, the largest value is smaller than the largest element was, so the byte is often out of the
-    search's reach, at 2 bits nearly always. Tokens move by `copy_tokens`, not by writing them again.)
+    At 8 bits it nearly always is. Below, the largest value is smaller than the largest element was, so that a
+    lower byte may be found, at 4 bits always; its grid has values that are not far. (Tokens move by
+    `copy_tokens`, not by writing them again.)
     """
     layout = PageLayout(head_dim, bits, bits, 2)
     rng = np.random.default_rng(seed)
@@ -302,11 +302,12 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     second, _ = read_tokens(again, layout, "float16", *where)
     byte_again = again[where[0], layout.k_steps + where[1]]
 
-    reachable = (reference.candidate_steps(first, bits) == byte[:, None]).any(axis=1)
-    assert reachable.mean() > {2: 0.45, 3: 0.8, 4: 0.35, 8: 0.9}[bits]
-    np.testing.assert_array_equal(second[reachable], first[reachable])
-    assert (byte_again <= byte)[reachable].all()
     same = byte_again == byte
+    assert same.mean() >= {2: 0.35, 3: 0.7, 4: 0, 8: 0.9}[bits]
+    assert (byte_again <= byte).all()
+    np.testing.assert_array_equal(second[same], first[same])
+    moved = np.square(second - first, dtype=np.float64).sum(axis=1)
+    assert (moved <= 0.12 * np.square(first, dtype=np.float64).sum(axis=1)).all()
     codes, _ = reference.encode(first, bits)
     kept = reference.grid_codes(first, reference.STEPS[byte][:, None], bits)
     np.testing.assert_array_equal(codes[same], kept[same])

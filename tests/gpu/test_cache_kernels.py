@@ -88,7 +88,7 @@ class Record:
             if bits == 16:
                 self.put(side, slot, narrow(x, dtype), 0)
             else:
-                rotated = rotate((x - (mean if side == "k" else np.float32(0)))[None])
+                rotated = rotate(x[None], mean if side == "k" else None)
                 code, step = encode(rotated, bits)
                 self.put(side, slot, code[0], int(step[0]))
 
@@ -185,7 +185,7 @@ def move_reference(old: Record, at: int, new: Record, slot: int, mean: np.ndarra
             continue
         offset = mean if side == "k" else np.float32(0)
         if bits_old == 16:
-            x = rotate((widen(code, dtype) - offset)[None])[0]
+            x = rotate(widen(code, dtype)[None], mean if side == "k" else None)[0]
         else:
             x = grid_values(code, STEPS[step], bits_old)
         if bits_new == 16:

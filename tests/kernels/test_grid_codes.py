@@ -1,8 +1,8 @@
 """What packed_search.cuh and cache_encode.cuh take for granted.
 
-Steps are 16 to 80 of the parts in which numbers are counted, products with rounded reciprocals have the
-floors of quotients, in float32 and in float16, and sums of squares that decide are exact. There are few such
-steps and a few thousand numbers, so all are tried.
+Codes are made of whole numbers of parts of a step, which has 16 to 120 of them: products with reciprocals
+that are nearly right have the floors of quotients, in float32 and in float16. There are few such steps and a
+few thousand numbers, so all are tried. Steps are searched in bytes, and sums of squares are exact.
 
 A product of two float32 or float16 numbers is exact in float64, and so are the sums here.
 """
@@ -15,112 +15,68 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import CANDIDATES, STEPS, candidate_steps, grid_codes, grid_values, rotate
+from kvlab.reference.pages import STEPS, guess_step, rotate
 
 ROUNDER = np.float64(1.5 * 2**23)
-WHOLE = np.arange(-2047, 2048, dtype=np.float64)  # numbers of parts, and of units of 2**-24 in float16
+PARTS = {2: 64, 3: 32, 4: 16, 8: 16}  # of a step, or up to twice as many
 Doubles = NDArray[np.float64]
 
-
-def in_parts(lowest: np.ndarray, byte: np.ndarray) -> np.ndarray:
-    """A step in parts of the lowest that is tried."""
-    return np.ldexp(STEPS[byte], 5 - np.frexp(STEPS[lowest])[1])
-
-
-def floors(step: int, bits: int) -> np.ndarray:
-    """The codes of all numbers, by floors of integers."""
-    quotient = WHOLE.astype(np.int64) // (2 * step)
-    return np.clip(quotient + 2 ** (bits - 1), 0, 2**bits - 1)
+# Numbers of parts, and of units of 2**-24 in float16: of 11 significant bits.
+_SIZES = np.concatenate([np.arange(2048), np.arange(2048, 4096, 2), np.arange(4096, 8193, 4)])
+NUMBERS = np.concatenate([-_SIZES[:0:-1], _SIZES])
 
 
 def steps_in_parts(bits: int) -> list[int]:
-    """All that steps can be: the lowest byte that is tried is 1 or more, the highest at most 0xF7."""
-    lowest = np.arange(1, 0xF8 - (CANDIDATES[bits] - 1))
-    found = np.unique([in_parts(lowest, lowest + i) for i in range(CANDIDATES[bits])])
-    return [int(step) for step in found]
+    """All that steps can be: their mantissas, subnormal numbers among them."""
+    return [int(step) for step in np.unique(2 * PARTS[bits] * np.frexp(STEPS[1:0xF8])[0])]
 
 
-TRIED = [(bits, step) for bits in CANDIDATES for step in steps_in_parts(bits)]
-SEARCHED = [(bits, step) for bits, step in TRIED if bits < 8]
+ALL = [(bits, step) for bits in PARTS for step in steps_in_parts(bits)]
+HALVES = [(bits, step) for bits, step in ALL if bits < 8]
 
 
 def test_steps_in_parts() -> None:
-    found = [[step for b, step in TRIED if b == bits] for bits in CANDIDATES]
-    assert [(min(steps), max(steps)) for steps in found] == [(16, 80), (16, 80), (16, 48), (16, 30)]
+    for bits, parts in PARTS.items():
+        assert steps_in_parts(bits) == [parts // 8 * eighth for eighth in range(8, 16)]
+
+
+def floors(numbers: np.ndarray, step: int, bits: int) -> np.ndarray:
+    """The codes of whole numbers, by floors of integers."""
+    return np.clip(numbers // (2 * step) + 2 ** (bits - 1), 0, 2**bits - 1)
+
+
+def reciprocal(x: np.float32, ulps: int) -> np.float32:
+    """The nearest float32 of 1 / x, or one that is some steps off."""
+    result: np.float32 = ((np.float32(1) / x).view(np.int32) + np.int32(ulps)).view(np.float32)
+    return result
 
 
 # ---- packed_search.cuh: float32
 
 
 def test_rounding_by_a_sum() -> None:
-    """The fused product and sum is rounded to a whole number of units, half to even."""
+    """The fused product and sum is rounded to a whole number, half to even, and has it in its lowest bits."""
     rng = np.random.default_rng(0)
-    x = np.concatenate([rng.uniform(-8200, 8200, 100_000), rng.integers(-8200, 8200, 9999) + 0.5])
-    x = x.astype(np.float32).astype(np.float64)
-    for unit in (1.0, 2.0**-24):
-        rounded = (x * unit + ROUNDER * unit).astype(np.float32) - ROUNDER * unit
-        assert np.array_equal(rounded, np.rint(x) * unit)
+    x = [rng.uniform(-(2**20), 2**20, 100_000), rng.integers(-9999, 9999, 9999) + 0.5, [-(2.0**20), 2.0**20]]
+    numbers = np.concatenate(x).astype(np.float32).astype(np.float64)
+    for factor in (1.0, 0.125, 2.0**-20):
+        rounded = (numbers * factor + ROUNDER).astype(np.float32).view(np.int32) - 0x4B400000
+        assert np.array_equal(rounded, np.rint(numbers * factor))
 
 
-@pytest.mark.parametrize(("bits", "step"), TRIED)
-def test_floor_of_a_product(bits: int, step: int) -> None:
-    """An approximate reciprocal will do; numbers of 8 bits are the largest ones, up to 256 steps."""
-    near = np.float32(0.5) / np.float32(step)
-    x = np.arange(-256 * step, 256 * step + 1)
-    want = np.clip(x // (2 * step) + 2 ** (bits - 1), 0, 2**bits - 1)
-    for ulps in (-16, 0, 16):
-        per_cell = (near.view(np.int32) + np.int32(ulps)).view(np.float32).astype(np.float64)
-        code = np.floor((x + 0.5) * per_cell + ROUNDER + 2 ** (bits - 1))  # above 2**23 that is to round down
-        code = np.clip(code, ROUNDER, ROUNDER + 2**bits - 1)
-        assert np.array_equal(code.astype(np.float32).view(np.uint32) & 255, want)
+def part_codes(step: int, bits: int, ulps: int, spare: float = 0.5) -> Doubles:
+    """Codes by a fused operation that is cut to a part of the grid, 0 ... 1, and one that rounds down."""
+    per_unit = reciprocal(np.float32(np.ldexp(step, bits + 1 - 24)), ulps).astype(np.float64)
+    first = np.float32(per_unit * spare * 2.0**-24 + 0.5)
+    part = (NUMBERS * 2.0**-24 * per_unit + np.float64(first)).astype(np.float32)
+    return np.floor(np.clip(part, 0, 1).astype(np.float64) * (2**bits * (1 - 2.0**-16)))
 
 
-def vectors(head_dim: int) -> np.ndarray:
-    """Rotated vectors of many kinds: their largest element is near to the others, or far from them."""
-    rng = np.random.default_rng(head_dim)
-    outliers = rng.standard_normal((400, head_dim)) * np.exp2(rng.uniform(-9, 0, (400, 1)))
-    outliers[:, :: head_dim // 8] = rng.choice([-1.0, 1.0], (400, 8))
-    outliers[:, 1 :: head_dim // 4] *= np.exp2(rng.uniform(0, 4, (400, 1)))
-    one = np.zeros((50, head_dim))
-    one[:, 3] = np.exp2(rng.uniform(-30, 15, 50))
-    flat = rng.choice([-1.0, 1.0], (50, head_dim)) * np.exp2(rng.uniform(-20, 15, (50, 1)))
-    raw = [rng.standard_normal((200, head_dim)), rng.standard_t(2, (200, head_dim)), one, outliers]
-    turned = [rotate(x.astype(np.float32)) for x in raw]
-    return np.concatenate([*turned, one, flat, outliers]).astype(np.float32)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_sums_of_squares_are_exact(head_dim: int, bits: int) -> None:
-    """All are but for those that are far too large to decide: of the lowest step at 4 bits, where that is 1.
-
-    Then elements are 2.5 / 0.0584 times its step at most, and its grid ends at 15 times. A lane, which has up
-    to 8 elements, adds from 2**23 on.
-    """
-    x = vectors(head_dim)
-    largest = np.abs(x).max(axis=1, keepdims=True)
-    rough = np.rint(np.ldexp(x, 7 - np.frexp(largest)[1]))
-    assert np.square(rough).sum(axis=1).max() < 2**23
-    candidates = candidate_steps(x, bits)
-    held = candidates[:, 0] > 0
-    x, candidates = x[held], candidates[held]
-    assert len(x) > 900
-    parts = np.rint(np.ldexp(x, 5 - np.frexp(STEPS[candidates[:, :1]])[1]))
-    assert np.abs(parts).max() < 2048
-    sums = []
-    for byte in candidates.T:
-        step = in_parts(candidates[:, 0], byte)[:, None]
-        error = parts - grid_values(grid_codes(parts, step, bits), step, bits)
-        squares = np.square(error.astype(np.float64))
-        lanes = np.pad(squares, ((0, 0), (0, -head_dim % 32))).reshape(len(x), -1, 32)
-        assert lanes.sum(axis=1).max() < 2**23
-        sums.append(squares.sum(axis=1))
-    least, most = np.min(sums, axis=0), np.max(sums, axis=0)
-    assert least.max() < 2**22
-    too_large = most >= 2**24
-    assert not too_large.any() or bits == 4
-    assert (candidates[too_large, 0] == 1).all()
-    assert (most[too_large] > 8 * least[too_large]).all()
+@pytest.mark.parametrize("ulps", range(-2, 3))
+@pytest.mark.parametrize(("bits", "step"), ALL)
+def test_floor_of_a_part(bits: int, step: int, ulps: int) -> None:
+    assert np.array_equal(part_codes(step, bits, ulps), floors(NUMBERS, step, bits))
+    assert not np.array_equal(part_codes(step, bits, ulps, spare=0.0), floors(NUMBERS, step, bits))
 
 
 # ---- cache_encode.cuh: float16, where a whole number n is n 2**-24
@@ -131,51 +87,104 @@ def half(x: Any) -> Doubles:
     return np.asarray(x).astype(np.float16).astype(np.float64)
 
 
-def half_codes(step: int, bits: int, last: float) -> Doubles:
+def half_codes(step: int, bits: int, ulps: int = 0, spare: float = 0.5) -> Doubles:
     """Codes by two fused operations: cut to 0 ... 1, and from there to 1536 + code."""
-    lift = 4 if bits < 4 else 1  # factors of float16 are less than 2**16
-    cells = 2 * step * last
-    factor = half(2**24 / cells / lift)
-    first = half((2 ** (bits - 1) - 0.5) / last + 0.5 / cells)
-    cut = np.clip(half(half(WHOLE * 2.0**-24 * lift) * factor + first), 0, 1)
-    return half(cut * last + 1536) - 1536
+    last, unit = np.float32(2**bits - 1), np.float32(2.0**-24)
+    part = reciprocal(np.float32(step) * unit, ulps) * (np.float32(0.5) / last)
+    up = half(part)
+    first = half((np.float32(2 ** (bits - 1)) - np.float32(0.5)) / last + part * (np.float32(spare) * unit))
+    cut = np.clip(half(NUMBERS * 2.0**-24 * up + first), 0, 1)
+    return half(cut * np.float64(last) + 1536) - 1536
 
 
-@pytest.mark.parametrize(("bits", "step"), SEARCHED)
-def test_floor_in_float16(bits: int, step: int) -> None:
-    assert np.array_equal(half_codes(step, bits, 2**bits - 1), floors(step, bits))
+@pytest.mark.parametrize("ulps", range(-2, 3))
+@pytest.mark.parametrize(("bits", "step"), HALVES)
+def test_floor_in_float16(bits: int, step: int, ulps: int) -> None:
+    assert np.array_equal(half_codes(step, bits, ulps), floors(NUMBERS, step, bits))
 
 
 def test_floor_in_float16_has_little_to_spare() -> None:
-    """Steps of 49 parts and more, which there are not, would go wrong at 4 bits."""
-    fails = [step for step in range(16, 61) if (half_codes(step, 4, 15) != floors(step, 4)).any()]
-    assert min(fails) == 49
+    """Steps of more parts, which there are not, would go wrong, and without half a number all would."""
+    for bits, first in ((3, 102), (4, 49)):
+        wrong = [s for s in range(32, 121) if (half_codes(s, bits) != floors(NUMBERS, s, bits)).any()]
+        assert min(wrong) == first
+    for bits, step in HALVES:
+        assert (half_codes(step, bits, spare=0.0) != floors(NUMBERS, step, bits)).any()
 
 
+@pytest.mark.parametrize("ulps", range(-2, 3))
 @pytest.mark.parametrize("step", steps_in_parts(8))
-def test_floor_of_eight_bits(step: int) -> None:
+def test_floor_of_eight_bits(step: int, ulps: int) -> None:
     """By float32, rounded to nearest twice: half a number more keeps quotients from halves.
 
     What lies at the upper end of the grid is to be cut, and nothing else.
     """
     numbers = np.arange(-256 * step, 256 * step + 1)
-    per_cell = np.float32(1) / np.float32(2 * np.ldexp(step, -24))
+    per_cell = np.float32(0.5) * reciprocal(np.float32(np.ldexp(step, -24)), ulps)
     first = np.float32(2.0**-25 * np.float64(per_cell) + 127.5)
     whole = (np.ldexp(numbers, -24) * np.float64(per_cell) + np.float64(first)).astype(np.float32)
     code = whole.astype(np.float64) + ROUNDER
     bits = code.astype(np.float32).view(np.uint32) & 0xFFFF
     assert bits.max() == 256
-    assert np.array_equal(np.minimum(bits, 255), np.clip(numbers // (2 * step) + 128, 0, 255))
+    assert np.array_equal(np.minimum(bits, 255), floors(numbers, step, 8))
 
 
-@pytest.mark.parametrize(("bits", "step"), SEARCHED)
-def test_folded_numbers_are_errors(bits: int, step: int) -> None:
-    """What is left of a number that is folded in the middle of what is left of the grid, time after time."""
-    left = WHOLE * 2.0**-24
+# ---- both: the search, in bytes
+
+
+def vectors(head_dim: int) -> np.ndarray:
+    """Rotated vectors of many kinds: their largest element is near to the others, or far from them."""
+    rng = np.random.default_rng(head_dim)
+    outliers = rng.standard_normal((400, head_dim)) * np.exp2(rng.uniform(-9, 0, (400, 1)))
+    outliers[:, :: head_dim // 8] = rng.choice([-1.0, 1.0], (400, 8))
+    outliers[:, 1 :: head_dim // 4] *= np.exp2(rng.uniform(0, 4, (400, 1)))
+    one = np.zeros((50, head_dim))
+    one[:, 3] = np.exp2(rng.uniform(-30, 15, 50))
+    flat = rng.choice([-1.0, 1.0], (2000, head_dim)) * np.exp2(rng.uniform(-20, 15, (2000, 1)))
+    raw = [rng.standard_normal((200, head_dim)), rng.standard_t(2, (200, head_dim)), one, outliers]
+    turned = [rotate(x.astype(np.float32)) for x in raw]
+    return np.concatenate([*turned, one, flat, outliers]).astype(np.float32)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_sizes_and_steps_are_bytes(head_dim: int, bits: int) -> None:
+    """Sizes, and all steps that are tried: the largest middles of their grids; sums of squares are exact.
+
+    Steps of tiny vectors are cut: up to byte 8 they are further apart than 1/8 of the lower one.
+    """
+    x = vectors(head_dim)
+    above = np.abs(x).max(axis=1, keepdims=True) * np.float32(1 + 2**-7)
+    unit = np.exp2(np.floor(np.log2(above)) - 7)
+    sizes = np.rint(np.abs(x) / unit).astype(np.int64)
+    assert 250 < sizes.max() < 255
+    assert (sizes.max(axis=1) >= 127).all()
+    assert np.square(sizes).sum(axis=1).max() < 2**24
+
+    below = guess_step(x, bits).astype(np.float16).view(np.uint16).astype(np.int64) >> 7
+    tried = np.clip(below, 3, 0xF5)[:, None] + (np.arange(-1, 3) if bits < 4 else np.arange(2))
+    steps = np.floor(STEPS[tried] / unit).astype(np.int64)
+    is_usual = below >= 7
+    assert is_usual.sum() > 1000
+    assert {2: 190, 3: 170, 4: 100}[bits] < (steps[is_usual] << (bits - 1)).max() < 256
+    steps = np.minimum(steps, 255 >> (bits - 1))
+    assert steps.min() > 0
+    left = sizes[:, None]
     for k in range(bits - 1, -1, -1):
-        left = half(np.abs(left) - half(step * 2**k * 2.0**-24))
-    error = WHOLE - (2 * floors(step, bits) + 1 - 2**bits) * step
-    assert np.array_equal(np.abs(left) * 2.0**24, np.abs(error))
+        left = np.abs(left - (steps << k)[..., None])
+    assert np.square(left).sum(axis=2).max() < 2**24
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_folded_sizes_are_errors(bits: int) -> None:
+    """What is left of a size that is folded in the middle of what is left of the grid, time after time."""
+    sizes = np.arange(256)
+    for step in range(1, 256 >> (bits - 1)):
+        left = sizes
+        for k in range(bits - 1, -1, -1):
+            left = np.abs(left - (step << k))
+        error = sizes - (2 * floors(sizes, step, bits) + 1 - 2**bits) * step
+        assert np.array_equal(left, np.abs(error))
 
 
 def test_bfloat16_has_the_order_of_float16() -> None:

@@ -10,173 +10,205 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.reference import pages
-from kvlab.reference.pages import CANDIDATES, GUESS, STEPS, candidate_steps, encode, grid_codes, grid_values
+from kvlab.reference.pages import GUESS, STEPS, encode, grid_codes, grid_values, guess_step, search_step
 from tests.strategies import SEEDS, VECTOR_KINDS, page_vectors
 
 QUANTISED = (2, 3, 4, 8)
 SEARCHED = (2, 3, 4)
-HEAD_DIMS = range(16, 257, 16)
+PARTS = {2: 64, 3: 32, 4: 16, 8: 16}  # of a step, or up to twice as many: what elements are counted in
 Array = NDArray[Any]
+Doubles = NDArray[np.float64]
 
-head_dims = st.sampled_from(HEAD_DIMS)
-FINITE = VECTOR_KINDS[:-1]
+head_dims = st.sampled_from(range(16, 257, 16))
+FINITE_STEPS = STEPS[:0xF8].astype(np.float64)
 
 
 @st.composite
 def usual_vectors(draw: st.DrawFn) -> NDArray[np.float32]:
     """Draw vectors that are neither zero nor too large for a step of 2 bits."""
-    x = page_vectors(np.random.default_rng(draw(SEEDS)), 20, draw(head_dims), FINITE)
+    x = page_vectors(np.random.default_rng(draw(SEEDS)), 20, draw(head_dims), VECTOR_KINDS[:-1])
     largest = np.abs(x).max(axis=1)
-    return x[(largest > 0) & (largest < 2**16)]
+    return x[(largest > 0) & (largest < 2**15)]
+
+
+def unit_of(x: Array) -> Doubles:
+    """Return what errors are counted in: the largest element is 127 to 254 of it."""
+    above = np.abs(x).max(axis=1, keepdims=True) * np.float32(1 + 2**-7)
+    return np.asarray(2.0 ** (np.floor(np.log2(above.astype(np.float64))) - 7))
 
 
 @given(usual_vectors(), st.sampled_from(QUANTISED))
-def test_candidates_stand_around_the_guess(x: NDArray[np.float32], bits: int) -> None:
-    """The guess is that of float64, but for the root mean square, which may be off by half a unit."""
-    guess, candidates = pages.guess_step(x, bits), candidate_steps(x, bits)
+def test_the_guess(x: NDArray[np.float32], bits: int) -> None:
+    """It is that of float64, but for the root mean square, which may be off by half a unit."""
+    guess, unit = guess_step(x, bits), unit_of(x)[:, 0]
     largest, mean = np.abs(x).max(axis=1).astype(np.float64), np.square(x, dtype=np.float64).mean(axis=1)
-    part, off = float(GUESS[bits]), 2.0 ** np.floor(np.log2(largest)) / 128
-    low = high = part * largest
-    if bits in (2, 3):
-        share = 0.5 ** (4 - bits)
-        low, high = (
-            part * largest**share * np.maximum(np.sqrt(mean) + by, 0) ** (1 - share) for by in (-off, off)
-        )
+    assert (largest < 254.02 * unit).all()
+    assert (largest >= 126.99 * unit).all()
+    part = float(GUESS[bits])
+    share = 0.5 ** (4 - bits) if bits < 4 else 1
+    roots = (np.maximum(np.sqrt(mean) + by, 0) for by in (-unit / 2, unit / 2))
+    low, high = (part * largest**share * root ** (1 - share) for root in roots)
     assert (low * (1 - 2.0**-21) - 2.0**-149 <= guess).all()
     assert (guess <= high * (1 + 2.0**-21) + 2.0**-149).all()
-
-    finite = STEPS[:0xF8].astype(np.float64)
-    if bits == 8:  # the least whose grid has cells for all
-        np.testing.assert_array_equal(candidates[:, 0], np.maximum(np.searchsorted(finite, guess), 1))
-        return
-    rounded = guess.astype(np.float16).astype(np.float64)
-    distance = np.abs(finite - rounded[:, None])
-    nearest = distance.argmin(axis=1)
-    tied = distance[np.arange(len(x)), nearest] == distance[np.arange(len(x)), nearest + 1]
-    nearest += tied & (nearest % 2 == 1)
-    below = CANDIDATES[bits] // 2
-    around = np.maximum(nearest, below + 1)[:, None] + np.arange(-below, below + 1)
-    expected = np.where(nearest[:, None] > 0, around, 0)
-    np.testing.assert_array_equal(candidates, expected)
+    if bits == 8:  # the least step whose grid has cells for all
+        expected = np.maximum(np.searchsorted(FINITE_STEPS, guess), 1)
+        np.testing.assert_array_equal(search_step(x, 8), expected)
 
 
-def in_parts(x: NDArray[np.float32], candidates: Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return vectors in parts of their steps, whole or of 11 bits, and the part: the lowest has 16 to 31."""
-    lowest = STEPS[candidates[:, :1]].astype(np.float64)
-    part = 2.0 ** (np.floor(np.log2(lowest)) - 4)
-    whole = np.rint(x / part)
-    mantissa, exponent = np.frexp(x / part)
-    return np.where(np.abs(whole) < 2048, whole, np.ldexp(np.rint(mantissa * 2**11), exponent - 11)), part
+def test_a_step_of_eight_bits_reaches_the_largest_element() -> None:
+    """The least step that does, to the last bit of float32."""
+    byte = np.arange(1, 0xF0)
+    most = np.repeat(STEPS[byte][:, None] * np.float32(256), 16, axis=1)
+    np.testing.assert_array_equal(search_step(most, 8), byte)
+    np.testing.assert_array_equal(search_step(np.nextafter(most, np.float32(1e9)), 8), byte + 1)
 
 
-def values_of(bits: int, step: Array) -> NDArray[np.float64]:
+def values_of(bits: int, step: Array) -> Doubles:
     """Return the grid, for steps (...,) -> (..., 2**bits)."""
     return np.asarray((2.0 * np.arange(2**bits) + 1 - 2**bits) * np.asarray(step, np.float64)[..., None])
 
 
-def errors_on(x: Array, step: Array, bits: int) -> NDArray[np.float64]:
+def errors_on(x: Array, step: Array, bits: int) -> Doubles:
     """Return the least squared errors of vectors (n, d) on the grids of steps (n, m): (n, m)."""
     grid = values_of(bits, step)
-    lowest, highest, cell = grid[..., :1], grid[..., -1:], 2 * np.asarray(step, np.float64)[..., None]
+    lowest, cell = grid[..., :1], 2 * np.asarray(step, np.float64)[..., None]
     place = np.clip(np.rint((x[:, None] - lowest) / cell), 0, 2**bits - 1)
-    assert np.array_equal(lowest + (2**bits - 1) * cell, highest)
     return np.asarray(np.square(x[:, None] - (lowest + place * cell)).sum(axis=2))
 
 
+def whole_steps(byte: NDArray[np.int64], unit: Doubles, bits: int) -> Doubles:
+    """Return steps in units: whole numbers, of which 2**(bits - 1) times is below 256."""
+    return np.minimum(np.floor(FINITE_STEPS[byte] / unit), 255 // 2 ** (bits - 1))
+
+
+def compared(x: Array, bits: int) -> Array:
+    """Return the channels that errors are of: at 4 bits three quarters of 128 and more, in units of 16."""
+    head_dim = x.shape[1]
+    return x[:, : int(0.75 * head_dim) // 16 * 16] if bits == 4 and head_dim >= 128 else x
+
+
+def tried(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.int64], NDArray[np.bool_], Doubles]:
+    """Return the bytes that may be tried below 8 bits, which of them are, and their errors in whole units.
+
+    There are four: that below the guess is the second, that above it the third; the one next to the better of
+    these is tried at 2 and 3 bits.
+    """
+    rounded = guess_step(x, bits).astype(np.float16).astype(np.float64)
+    below = np.maximum(np.searchsorted(FINITE_STEPS, rounded, "right") - 1, 3)
+    byte = below[:, None] + np.arange(-1, 3)
+    unit = unit_of(x)
+    sizes = np.rint(np.abs(compared(x, bits)) / unit)
+    errors = errors_on(sizes, whole_steps(byte, unit, bits), bits)
+    upwards = errors[:, 2] < errors[:, 1]
+    is_tried = np.array([bits < 4, True, True, bits < 4]) & np.ones(byte.shape, bool)
+    is_tried[upwards, 0] = is_tried[~upwards, 3] = False
+    return np.where(rounded[:, None] >= 2.0**-18, byte, 0), is_tried, errors
+
+
+@given(usual_vectors(), st.sampled_from(SEARCHED))
+def test_the_step_is_the_best_of_those_that_are_tried(x: NDArray[np.float32], bits: int) -> None:
+    byte, is_tried, errors = tried(x, bits)
+    errors = np.where(is_tried, errors, np.inf)
+    best = np.array([1, 2, 0, 3])[errors[:, [1, 2, 0, 3]].argmin(axis=1)]  # of equals the first of these
+    expected = byte[np.arange(len(x)), best]
+    np.testing.assert_array_equal(search_step(x, bits), expected)
+    np.testing.assert_array_equal(encode(x, bits)[1], expected)
+
+
+@given(usual_vectors(), st.sampled_from(SEARCHED))
+def test_the_error_is_near_that_of_the_best_byte_tried(x: NDArray[np.float32], bits: int) -> None:
+    """Whole sizes and steps move the root of an error by no more than the norm of what moves elements."""
+    byte, is_tried, _ = tried(x, bits)
+    held = byte[:, 0] > 0
+    x, byte, is_tried = x[held], byte[held], is_tried[held]
+    unit, step = unit_of(x), FINITE_STEPS[byte]
+    codes, found = encode(x, bits)
+    x, codes = compared(x, bits), compared(codes, bits)
+    error = np.linalg.norm(x - grid_values(codes, STEPS[found][:, None], bits).astype(np.float64), axis=1)
+    off = np.abs(np.abs(x) / unit - np.rint(np.abs(x) / unit))
+    less = (2**bits - 1) * (step / unit - whole_steps(byte, unit, bits))
+    moved = unit * np.linalg.norm(off[:, None] + less[..., None], axis=2)
+    rounded = np.sqrt(x.shape[1]) * FINITE_STEPS[found] / PARTS[bits]
+    least = np.sqrt(errors_on(x.astype(np.float64), step, bits)) + moved
+    least = np.where(is_tried, least, np.inf).min(axis=1)
+    of_found = (moved * (byte == found[:, None])).sum(axis=1)
+    assert (error <= (least + of_found + rounded) * (1 + 1e-12)).all()
+
+
 @given(usual_vectors(), st.sampled_from(QUANTISED))
-def test_the_code_is_that_of_the_nearest_value_and_the_step_the_best(
-    x: NDArray[np.float32], bits: int
-) -> None:
+def test_the_code_is_that_of_the_nearest_value(x: NDArray[np.float32], bits: int) -> None:
     """Of elements in parts of a step: within half a part of x, or 2**-11 of x where that is more."""
-    candidates = candidate_steps(x, bits)
-    held = candidates[:, 0] > 0
-    x, candidates = x[held], candidates[held]
     codes, byte = encode(x, bits)
-    assert (byte[:, None] == candidates).any(axis=1).all()
-    whole, part = in_parts(x, candidates)
+    np.testing.assert_array_equal(byte, search_step(x, bits))
+    held = byte > 0
+    assert held.all() or bits < 8
+    assert (codes[~held] == 2 ** (bits - 1)).all()
+    x, codes, step = x[held], codes[held], FINITE_STEPS[byte[held]][:, None]
+    part = 2.0 ** np.floor(np.log2(step)) / PARTS[bits]
+    assert (step % (part * PARTS[bits] / 8) == 0).all()  # of steps 8 to 15 times that
+    mantissa, exponent = np.frexp(x / part)
+    whole = np.where(exponent < 12, np.rint(x / part), np.ldexp(np.rint(mantissa * 2**11), exponent - 11))
     off = np.abs(whole * part - x)
     assert (off <= np.maximum(part / 2, np.abs(x) * 2.0**-11)).all()
-    if bits < 8:
-        assert np.abs(whole).max(initial=0) < 2048
 
-    errors = errors_on(whole * part, STEPS[candidates], bits)
-    np.testing.assert_array_equal(
-        np.take_along_axis(candidates, errors.argmin(axis=1)[:, None], 1)[:, 0], byte
-    )
-    grid = values_of(bits, STEPS[byte])
-    distance = np.abs((whole * part)[..., None] - grid[:, None])
+    distance = np.abs((whole * part)[..., None] - values_of(bits, step))
     upper = 2**bits - 1 - distance[..., ::-1].argmin(axis=2)  # of two that are equally near
     np.testing.assert_array_equal(codes, upper)
-
-    # Rounding to parts moves the root of an error by no more than the norm of what it moves.
-    value = np.take_along_axis(grid, codes.astype(np.int64), axis=1)
-    found, moved = np.linalg.norm(x - value, axis=1), np.linalg.norm(off, axis=1)
-    least = np.sqrt(errors_on(x.astype(np.float64), STEPS[candidates], bits).min(axis=1))
-    assert (found <= (least + 2 * moved) * (1 + 1e-12)).all()
-    step = STEPS[byte].astype(np.float64)[:, None]
     inside = np.abs(x) <= 2**bits * step
-    assert (np.abs(x - value) <= step + off)[inside].all()
+    values = grid_values(codes, STEPS[byte[held]][:, None], bits).astype(np.float64)
+    assert (np.abs(x - values) <= step + off)[inside].all()
     assert inside.all() or bits < 8
 
 
 @given(usual_vectors(), st.sampled_from(SEARCHED))
 def test_sums_of_a_search_are_exact_in_any_order(x: NDArray[np.float32], bits: int) -> None:
-    """They are at most 2**24; but at 4 bits that of the lowest byte, of 1 to 3, may be more.
-
-    Then the largest element is below 2**-10, most others are near it, and a higher byte is chosen, whatever
-    the rounding.
-    """
-    candidates = candidate_steps(x, bits)
-    held = candidates[:, 0] > 0
-    x, candidates = x[held], candidates[held]
-    whole, part = in_parts(x, candidates)
-    errors = errors_on(whole, STEPS[candidates] / part, bits)
-    assert (errors.min(axis=1) < 2**24).all()
-    beyond = (errors > 2**24).any(axis=1)
-    assert bits == 4 or not beyond.any()
-    assert (candidates[beyond, 0] <= 3).all()
-    assert (np.abs(x[beyond]) < 2.0**-10).all()
-    unit = 2.0 ** (np.floor(np.log2(np.abs(x).max(axis=1, keepdims=True))) - 6)
-    assert (np.square(np.rint(x / unit)).sum(axis=1) <= 2**22).all()
+    """They are below 2**24."""
+    byte, is_tried, errors = tried(x, bits)
+    assert (np.square(np.rint(np.abs(x) / unit_of(x))).sum(axis=1) < 2**24).all()
+    assert (errors[is_tried & (byte > 0)] < 2**24).all()
 
 
 @pytest.mark.parametrize("bits", SEARCHED)
 def test_the_largest_sums_of_a_search(bits: int) -> None:
-    """Vectors of one size have the largest errors: all sizes, in steps of 1/2000."""
-    size = np.exp(np.arange(np.log(2.0**-20), np.log(2.0**-4), 1 / 2000)).astype(np.float32)
-    x = np.repeat(size[:, None], 256, axis=1)
-    x = x[candidate_steps(x, bits)[:, 0] > 0]
-    candidates = candidate_steps(x, bits)
-    whole, part = in_parts(x, candidates)
-    errors = errors_on(whole[:, :1], STEPS[candidates] / part, bits) * 256
-    low = candidates[:, 0] <= 3
-    assert errors[~low].max() <= 2**24
-    assert (errors[low].max() > 2**24) == (bits == 4)
-    assert errors[low, 1:].max() < 2**24
-    assert errors.min(axis=1).max() < 2**23
-    _, byte = encode(x, bits)
-    np.testing.assert_array_equal(byte, np.take_along_axis(candidates, errors.argmin(1)[:, None], 1)[:, 0])
+    """Elements of one size, all sizes in steps of 1/2000, and zeros."""
+    size = np.exp(np.arange(np.log(2.0**-18), np.log(2.0**-8), 1 / 2000)).astype(np.float32)
+    x, most = np.repeat(size[:, None], 256, axis=1), 0.0
+    for zeros in (0, 40, 100, 160, 200, 230, 250, 255):
+        x[:, :zeros] = 0
+        byte, is_tried, errors = tried(x, bits)
+        most = max(most, errors[is_tried & (byte > 0)].max())
+    assert 2**18 < most < 2**23
 
 
-def test_of_equally_good_steps_the_lower_is_taken() -> None:
-    x = np.full((1, 32), 3.1875, np.float32)
-    x[0, ::2] *= -1
-    candidates = candidate_steps(x, 2)
-    errors = errors_on(x, STEPS[candidates], 2)[0]
-    assert STEPS[candidates[0]].tolist() == [1, 1.125, 1.25, 1.375, 1.5]
-    assert errors[0] == errors[1] < errors[2:].min()  # 3 and 3 * 1.125 are equally far
-    assert encode(x, 2)[1] == candidates[0, 0]
+@pytest.mark.parametrize("bits", SEARCHED)
+def test_of_equally_good_steps_the_lower_is_taken(bits: int) -> None:
+    """And of a step next to the better one and that, the latter."""
+    rng = np.random.default_rng(bits)
+    x = np.rint(rng.standard_normal((60000, 16)) * 60).astype(np.float32)
+    x = x[np.abs(x).max(axis=1) > 127]
+    byte, is_tried, errors = tried(x, bits)
+    found = search_step(x, bits)
+    pair, others = (np.where(is_tried, errors, np.inf)[:, i].min(axis=1) for i in ([1, 2], [0, 3]))
+    equal = (errors[:, 1] == errors[:, 2]) & (pair <= others)
+    assert equal.sum() > 2
+    np.testing.assert_array_equal(found[equal], byte[equal, 1])
+    if bits < 4:
+        equal = (pair == others) & (errors[:, 1] != errors[:, 2])
+        assert equal.sum() > 2
+        np.testing.assert_array_equal(found[equal], byte[equal, 1 + errors[equal, 1:3].argmin(axis=1)])
 
 
 def test_the_search_is_worth_its_time() -> None:
     """A byte taken without the search is not mistaken for the best of all that are tried."""
     x = np.random.default_rng(0).standard_t(4, (1000, 64)).astype(np.float32)
     for bits in SEARCHED:
-        candidates = candidate_steps(x, bits)
-        errors = errors_on(x, STEPS[candidates], bits)
-        assert (errors.argmin(axis=1)[:, None] == np.arange(errors.shape[1])).any(axis=0).all()
-        assert errors[:, CANDIDATES[bits] // 2].mean() > 1.005 * errors.min(axis=1).mean()
+        byte, _, _ = tried(x, bits)
+        found = search_step(x, bits)
+        wanted = [0, 1, 2, 3] if bits < 4 else [1, 2]
+        assert (found[:, None] == byte[:, wanted]).any(axis=0).all()
+        errors = errors_on(x, STEPS[byte], bits)
+        error = errors_on(x, STEPS[found][:, None], bits).mean()
+        assert (errors.mean(axis=0) > 1.005 * error).all()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -189,14 +221,15 @@ def test_error_of_gaussian_vectors(bits: int, head_dim: int) -> None:
     nearby = byte[:, None] + np.arange(-8, 9)
     best = errors_on(x, STEPS[nearby], bits).min(axis=1)
     assert (best <= error * 1.000001).all()
-    assert error.mean() <= best.mean() * {2: 1.01, 3: 1.01, 4: 1.015, 8: 1.03}[bits]
+    at_4 = {64: 1.02, 128: 1.025, 256: 1.045}[head_dim]
+    assert error.mean() <= best.mean() * {2: 1.005, 3: 1.005, 4: at_4, 8: 1.03}[bits]
     before = {
         64: {2: 0.1135, 3: 0.0336, 4: 0.0093, 8: 4.0e-5},
         128: {2: 0.1170, 3: 0.0358, 4: 0.0103, 8: 4.7e-5},
         256: {2: 0.1190, 3: 0.0370, 4: 0.0110, 8: 5.3e-5},
     }
     mean_error = error.mean() / np.square(x, dtype=np.float64).sum(axis=1).mean()
-    assert mean_error <= before[head_dim][bits] * 1.01
+    assert mean_error <= before[head_dim][bits] * (1.025 if bits == 4 else 1.01)
     unsearched = errors_on(x, STEPS[nearby[:, [7, 9]]], bits).mean(axis=0)  # a byte below, a byte above
     assert (unsearched > error.mean() * 1.005).all()
 
@@ -208,7 +241,7 @@ def test_a_vector_twice_as_large_has_the_same_codes(seed: int, head_dim: int, bi
     codes, byte = encode(x, bits)
     more, byte_more = encode(x * np.float32(2.0**power), bits)
     np.testing.assert_array_equal(more, codes)
-    most = bits + 13 - np.floor(np.log2(np.abs(x).max(axis=1)))
+    most = bits + 6 - np.log2(unit_of(x)[:, 0])
     np.testing.assert_array_equal(byte_more, byte + 8 * np.minimum(power, most))
     assert (byte_more <= 0xF7).all()
     huge, byte_huge = encode(x * np.float32(2.0**110), bits)
@@ -219,21 +252,40 @@ def test_a_vector_twice_as_large_has_the_same_codes(seed: int, head_dim: int, bi
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_vectors_without_a_step(bits: int) -> None:
     """The least step, 2**-17, is for guesses from 2**-18 on; at 8 bits for all vectors but zeros."""
-    x = np.ones((7, 32), np.float32)
+    x = np.ones((8, 32), np.float32)
     x[0] = 0
-    x[1], x[2] = 1e-40, 2.0**-17.2
+    x[1], x[2], x[6] = 1e-40, 2.0**-17.2, 1e-20
     x[3, 7], x[4, 8], x[5, 9] = np.nan, np.inf, -np.inf
     codes, byte = encode(x, bits)
     assert (codes[:2] == 2 ** (bits - 1)).all()
     assert (codes[3:6] == 2 ** (bits - 1)).all()
     least = int(bits == 8)
-    assert byte[:6].tolist() == [0, least, least, 0xFF, 0xFF, 0xFF]
-    assert byte[6] == encode(x[6:], bits)[1]
+    assert byte[:7].tolist() == [0, least, least, 0xFF, 0xFF, 0xFF, least]
+    assert byte[7] == encode(x[7:], bits)[1]
     values = grid_values(codes, STEPS[byte][:, None], bits)
-    assert (np.abs(values[:3]) <= least * 2.0**-17).all()
+    assert (np.abs(values[[0, 1, 2, 6]]) <= least * 2.0**-17).all()
     assert np.isnan(values[3:6]).all()
-    _, first = encode(np.full((1, 32), 2.0**-18 * 1.02 / float(GUESS[bits]), np.float32), bits)
-    assert first[0] in (1, 2, 3)
+    if bits < 8:
+        border = 2.0**-18 / float(GUESS[bits])
+        _, around = encode(np.full((2, 32), [[border * 0.99], [border * 1.02]], np.float32), bits)
+        assert around[0] == 0
+        assert around[1] in (2, 3)
+
+
+@pytest.mark.parametrize("bits", QUANTISED)
+@pytest.mark.parametrize("size", [1e-5, 6e-5, 2e-3, 1e20, 3e38])
+def test_vectors_of_the_least_and_the_largest_steps(bits: int, size: float) -> None:
+    """Tiny ones are no worse off than with a step of 0; huge ones have the codes of smaller ones."""
+    x = np.random.default_rng(0).uniform(-1, 1, (50, 64)).astype(np.float32)
+    x[:, 5] = 1
+    x *= np.float32(size)
+    codes, byte = encode(x, bits)
+    assert (byte <= 0xF7).all()
+    if size > 1:
+        np.testing.assert_array_equal(codes, encode(np.ldexp(x, -int(np.log2(size))), bits)[0])
+    else:
+        error = np.square(x - grid_values(codes, STEPS[byte][:, None], bits)).sum(axis=1)
+        assert (error <= np.square(x).sum(axis=1)).all()
 
 
 @pytest.mark.parametrize("bits", QUANTISED)

@@ -1,29 +1,30 @@
-// Sixteen rotated vectors into codes, a warp, bit for bit as kvlab/reference/pages.py: whole numbers of parts
-// of a step, the errors of all steps that are tried, codes. Threads and data are those of cache_vectors.cuh.
-// A sum of squares is a diagonal of a matrix times its transpose, exact on tensor cores.
+// Sixteen rotated vectors into codes, a warp, bit for bit as kvlab/reference/pages.py: the errors of all
+// steps that are tried, in bytes, then codes, in float16. Threads and data are those of cache_vectors.cuh.
 #pragma once
 
-// Sums of squares of the rows: adds those of 16 channels. Of what the products are, the diagonals matter.
+// Sums of squares of the bytes of rows g and g + 8, diagonals of a matrix times its transpose.
 struct Squares {
-    float low[4] = {}, high[4] = {};
+    int low[2][2], high[2][2];  // by turns, since each waits for the one before
 
-    __device__ __forceinline__ void add(const u32 (&r)[4]) {
-        mma_half(low, r, r[0], r[2]);
-        mma_half(high, r, r[1], r[3]);
+    __device__ __forceinline__ void add(u32 of_low, u32 of_high, int turn) {
+        mma_bytes(low[turn % 2], of_low, of_low, turn < 2);
+        mma_bytes(high[turn % 2], of_high, of_high, turn < 2);
     }
     // In lanes of which u is half of g.
-    __device__ __forceinline__ Two<float> sums(int lane) const {
-        return lane & 4 ? Two<float>{low[1], high[3]} : Two<float>{low[0], high[2]};
+    __device__ __forceinline__ Two<u32> sums(u32 lane) const {
+        const bool odd = lane & 4;
+        return {(u32)((odd ? low[0][1] : low[0][0]) + (odd ? low[1][1] : low[1][0])),
+                (u32)((odd ? high[0][1] : high[0][0]) + (odd ? high[1][1] : high[1][0]))};
     }
 };
 
 // The lane of a row's sums of squares.
-__device__ __forceinline__ int lane_of_sums(int lane) {
-    return (lane & ~3) + lane / 8;
+__device__ __forceinline__ u32 lane_of_sums(u32 lane) {
+    return (lane & ~3u) + lane / 8;
 }
 
 // The largest number of this lane's row.
-__device__ __forceinline__ float largest_of(const Vectors& x, int lane) {
+__device__ __forceinline__ float largest_of(const Vectors& x, u32 lane) {
     u32 most[2] = {};
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
@@ -35,135 +36,178 @@ __device__ __forceinline__ float largest_of(const Vectors& x, int lane) {
     return half_bits_to_float(lane % 2 ? both >> 16 : both & 0xffffu);
 }
 
-// The sum of squares of this lane's row, of numbers times `factor` rounded to whole ones.
-__device__ __forceinline__ float squares_of(const Vectors& x, float factor, int lane) {
-    const Two<u32> factors = of_both(half_of(factor), lane);
+// Sizes of 16 vectors, four to a word: those of rows g and g + 8 of a tile.
+using Sizes = u32[TILES][2];
+
+// How many tiles errors are compared on.
+template <int BITS>
+constexpr int COMPARED = compared_tiles(BITS);
+
+// Sizes of numbers of the first tiles times factors, of float16 in the lower halves.
+template <int COUNT>
+__device__ __forceinline__ void to_sizes(const Vectors& x, Two<u32> factors, Sizes& sizes) {
     const u32 by[2] = {twice(factors.low), twice(factors.high)};
+#pragma unroll
+    for (int t = 0; t < COUNT; ++t)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            sizes[t][i] = __byte_perm(pair_product(x[t][i], by[i]), pair_product(x[t][i + 2], by[i]), 0x6420);
+}
+
+// The sums of squares of distances to the grid, which are what is left of sizes when they are folded in the
+// middle of what is left of the grid, BITS times: four an instruction. 0 times: of sizes themselves. Steps
+// are four times the same byte.
+template <int BITS>
+__device__ __forceinline__ Two<u32> squares_of(const Sizes& sizes, u32 low, u32 high, u32 lane) {
+    const u32 step[2] = {low, high};
     Squares squares;
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) {
-        u32 r[4];
+    for (int t = 0; t < COMPARED<BITS>; ++t) {
+        u32 r[2] = {sizes[t][0], sizes[t][1]};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) r[i] = pair_product(x[t][i], by[i % 2]);
-        squares.add(r);
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int k = BITS - 1; k >= 0; --k) r[i] = distances(r[i], step[i] << k);
+        squares.add(r[0], r[1], t);
     }
-    const Two<float> sums = squares.sums(lane);
-    const float low = __shfl_sync(ALL_LANES, sums.low, lane_of_sums(lane)),
-                high = __shfl_sync(ALL_LANES, sums.high, lane_of_sums(lane));
-    return (lane % 2 ? high : low) * (float)(1ull << 48);
+    return squares.sums(lane);
 }
 
-// The lowest step that is tried for each row, 0 for a row of zeros.
-struct Tried {
-    Two<u32> lowest;
-
-    // Candidate i of a row in parts of the lowest, times 2^-24.
-    static __device__ __forceinline__ float step(u32 lowest, int i) {
-        const u32 first = max(lowest, 1u);
-        return step_value(first + i) * power_of_two(-24 - part_of_step(first));
-    }
+// What a lane knows of its own row: numbers times `factor` are its elements, the largest of them counts
+// `counted` in units of 2^(exponent - 7), 2^unit once elements have been halved so that there are steps for
+// them.
+struct Range {
+    float factor, counted;
+    int exponent, unit;
 };
 
-// Makes numbers times `factor` whole numbers of parts of the lowest step that is tried.
-__device__ __forceinline__ Tried to_parts(Vectors& x, float factor, int bits, int lane) {
-    const float largest = largest_of(x, lane) * (float)(1 << 24) * factor;
-    const bool any = largest > 0.f;
-    const int exponent = exponent_of(largest), unit = unit_of(exponent, bits);
-    const float per_unit = any ? factor * power_of_two(6 - exponent) : 0.f;
-    const float squares = bits < 4 ? squares_of(x, per_unit, lane) : 0.f;
-    const u32 lowest = any ? lowest_step(largest * power_of_two(6 - exponent), squares, unit, bits) : 0u;
-    const float whole = lowest ? factor * power_of_two(unit + 6 - exponent - part_of_step(lowest)) : 0.f;
-    const Two<u32> found = of_both(half_of(whole) | lowest << 16, lane);
-    const u32 by[2] = {twice(found.low), twice(found.high)};
-#pragma unroll
-    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[t][i] = pair_product(x[t][i], by[i % 2]);
-    return {{found.low >> 16, found.high >> 16}};
-}
-
-// The candidate of least error of both rows, from 0 on, the first of equals. The distance of a number to the
-// grid is what is left of it when it is folded in the middle of what is left of the grid, time after time.
 template <int BITS>
-__device__ __forceinline__ Two<u32> best_of(const Vectors& x, const Tried& tried, int lane) {
-    Two<float> least;
-    u32 best = 0;
-#pragma unroll 1
-    for (int c = 0; c < candidates_of(BITS); ++c) {
-        const float low = Tried::step(tried.lowest.low, c), high = Tried::step(tried.lowest.high, c);
-        u32 less[BITS][2];  // 1, 2, 4, ... steps, negative
-        less[0][0] = pack_halves(-low, -low), less[0][1] = pack_halves(-high, -high);
-#pragma unroll
-        for (int k = 1; k < BITS; ++k)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) less[k][i] = pair_sum(less[k - 1][i], less[k - 1][i]);
-        Squares squares;
-#pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-            u32 r[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                r[i] = x[t][i];
-#pragma unroll
-                for (int k = BITS - 1; k >= 0; --k) r[i] = pair_sum(pair_size(r[i]), less[k][i % 2]);
-            }
-            squares.add(r);
-        }
-        const Two<float> sums = squares.sums(lane);
-        if (c == 0 || sums.low < least.low) least.low = sums.low, best = (best & 0xff00u) | c;
-        if (c == 0 || sums.high < least.high) least.high = sums.high, best = (best & 0xffu) | c << 8;
-    }
-    best = __shfl_sync(ALL_LANES, best, lane_of_sums(lane));
-    return {best & 255, best >> 8};
+__device__ __forceinline__ Range range_of(const Vectors& x, float factor, u32 lane) {
+    const float largest = fmaxf(largest_of(x, lane) * (float)(1 << 24) * factor, power_of_two(-60));
+    const int exponent = exponent_above(largest);
+    return {factor, largest * power_of_two(7 - exponent), exponent, unit_of(exponent, BITS)};
 }
 
-// The codes of numbers for a candidate, each in the lowest bits of its half; below 8 bits LIFTED is added.
+// Finds the byte of the step of this lane's row, or 0. What it finds for zeros on the way means nothing.
+template <int BITS>
+__device__ __forceinline__ u32 search_step(const Vectors& x, const Range& range, u32 lane) {
+    if constexpr (BITS == 8) {
+        return range.exponent > -50 ? guess_of(range.counted, 0.f, range.unit, 8) : 0u;
+    } else {
+        constexpr bool WALKS = BITS < 4;
+        Sizes sizes;
+        to_sizes<COMPARED<BITS>>(x, of_both(half_of(range.factor * power_of_two(7 - range.exponent)), lane),
+                                 sizes);
+        float squares = 0.f;
+        if constexpr (WALKS) {
+            const Two<u32> sums = squares_of<0>(sizes, 0, 0, lane);
+            const u32 low = __shfl_sync(ALL_LANES, sums.low, lane_of_sums(lane)),
+                      high = __shfl_sync(ALL_LANES, sums.high, lane_of_sums(lane));
+            squares = (float)max(lane % 2 ? high : low, 1u);
+        }
+        const u32 guess = guess_of(range.counted, squares, range.unit, BITS);
+        const u32 lowest = below_guess(guess) - WALKS;
+        const StepsFrom from(lowest);
+        u32 mine = 0;  // steps, a byte each
+#pragma unroll
+        for (int i = 0; i < (WALKS ? 4 : 2); ++i)
+            mine |=
+                min(step_behind(from.base, i) << (from.exponent - range.unit + 4) >> 4, 255u >> (BITS - 1))
+                << 8 * i;
+        const Two<u32> steps = of_both(mine, lane);
+        constexpr u32 FIRST = WALKS ? 0x1111 : 0x0000, SECOND = FIRST + 0x1111;
+        const Two<u32> below = squares_of<BITS>(sizes, __byte_perm(steps.low, 0, FIRST),
+                                                __byte_perm(steps.high, 0, FIRST), lane);
+        const Two<u32> above = squares_of<BITS>(sizes, __byte_perm(steps.low, 0, SECOND),
+                                                __byte_perm(steps.high, 0, SECOND), lane);
+        // Of rows g and g + 8, in bits 0 and 1.
+        u32 up = (above.low < below.low ? 1u : 0u) | (above.high < below.high ? 2u : 0u), beyond = 0;
+        const u32 up_of_all = __shfl_sync(ALL_LANES, up, lane_of_sums(lane));
+        if constexpr (WALKS) {
+            const Two<u32> third =
+                squares_of<BITS>(sizes, __byte_perm(steps.low, 0, up_of_all & 1 ? 0x3333 : 0x0000),
+                                 __byte_perm(steps.high, 0, up_of_all & 2 ? 0x3333 : 0x0000), lane);
+            beyond = (third.low < min(below.low, above.low) ? 1u : 0u) |
+                     (third.high < min(below.high, above.high) ? 2u : 0u);
+            beyond = __shfl_sync(ALL_LANES, beyond, lane_of_sums(lane));
+        }
+        const u32 ups = up_of_all >> lane % 2 & 1, on = beyond >> lane % 2 & 1;
+        return guess >= LEAST_GUESS ? lowest + WALKS + ups + (ups ? on : 0 - on) : 0u;
+    }
+}
+
+// Codes, each in the lowest bits of its half; below 8 bits LIFTED is added.
 constexpr u32 LIFTED = 0x6600;  // 1536: code n is the float16 1536 + n
 
+// Makes numbers codes for the step of this lane's row.
 template <int BITS>
-__device__ __forceinline__ void to_codes(Vectors& x, const Tried& tried, Two<u32> best) {
-    float step[2] = {Tried::step(tried.lowest.low, best.low), Tried::step(tried.lowest.high, best.high)};
+__device__ __forceinline__ void to_codes(Vectors& x, const Range& range, u32 byte, u32 lane) {
+    const float value = step_value(max(byte, 1u));
+    const int unit = exponent_of(value) - 3 - code_parts(BITS);
+    float factor = range.factor * power_of_two(range.unit + 7 - range.exponent - unit);
+    if (BITS == 8 && LOG_BLOCK % 2) {
+        // It has more bits than float16 has so far down. Numbers that lose some instead are no 1/40 of a
+        // unit.
+        const int down = min(max(-17 - exponent_of(factor), 0), 14);
+        if (__any_sync(ALL_LANES, down > 0)) {
+            const Two<u32> downs = of_both(half_of(power_of_two(-down)), lane);
+#pragma unroll
+            for (int t = 0; t < TILES; ++t)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    x[t][i] = pair_product(x[t][i], twice(i % 2 ? downs.high : downs.low));
+            factor *= power_of_two(down);
+        }
+    }
+    const u32 by_row = byte ? half_of(factor) : 0u;
+    float reciprocal;  // nearly
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(value * power_of_two(-24 - unit)));
     if constexpr (BITS == 8) {
         // In float32, where half a number more keeps quotients away from whole numbers.
         constexpr float ORIGIN = 1.5f * (1 << 23), HALF = .5f / (1 << 24);
-        float first[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            step[i] = __frcp_rn(2.f * step[i]);
-            first[i] = fmaf(HALF, step[i], 127.5f);
-        }
+        const Two<u32> factors = of_both(by_row, lane),
+                       ups = of_both(__float_as_uint(.5f * reciprocal), lane);
+        const u32 by[2] = {twice(factors.low), twice(factors.high)};
+        const float up[2] = {__uint_as_float(ups.low), __uint_as_float(ups.high)};
+        const float first[2] = {fmaf(HALF, up[0], 127.5f), fmaf(HALF, up[1], 127.5f)};
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
+                const u32 y = pair_product(x[t][i], by[i % 2]);
                 const auto code = [&](u32 half) {
-                    return __float_as_uint(fmaf(half_bits_to_float(half), step[i % 2], first[i % 2]) +
-                                           ORIGIN);
+                    return __float_as_uint(fmaf(half_bits_to_float(half), up[i % 2], first[i % 2]) + ORIGIN);
                 };
                 // The largest element may lie at the very end of the grid.
-                x[t][i] =
-                    __vminu2(__byte_perm(code(x[t][i] & 0xffffu), code(x[t][i] >> 16), 0x5410), 0x00ff00ffu);
+                x[t][i] = __vminu2(__byte_perm(code(y & 0xffffu), code(y >> 16), 0x5410), 0x00ff00ffu);
             }
     } else {
         // (y + 1/2) / cell + 2^(BITS - 1) - 1/2 is cut to 0 ... LAST and rounded to a whole number: half of
         // the unit of y keeps it away from halves (tests/kernels/test_grid_codes.py tries all numbers).
-        constexpr u32 LIFT = BITS < 4 ? 0x44004400u : 0;  // 4: factors have to be less than 2^16
         constexpr float LAST = (1 << BITS) - 1;
         constexpr u32 LAST_HALF = BITS == 2 ? 0x4200 : BITS == 3 ? 0x4700 : 0x4b80;
-        u32 up[2], first[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float part = __frcp_rn(step[i]) * (.5f / LAST);
-            up[i] = twice(half_of(part * (LIFT ? .25f : 1.f)));
-            first[i] = twice(half_of(__fadd_rn(((1 << (BITS - 1)) - .5f) / LAST, part * (.5f / (1 << 24)))));
-        }
+        const float part = reciprocal * (.5f / LAST);
+        const Two<u32> rows = of_both(by_row | half_of(part) << 16, lane);
+        const Two<u32> firsts =
+            of_both(half_of(__fadd_rn(((1 << (BITS - 1)) - .5f) / LAST, part * (.5f / (1 << 24)))), lane);
+        const u32 by[2] = {__byte_perm(rows.low, 0, 0x1010), __byte_perm(rows.high, 0, 0x1010)},
+                  up[2] = {__byte_perm(rows.low, 0, 0x3232), __byte_perm(rows.high, 0, 0x3232)},
+                  first[2] = {twice(firsts.low), twice(firsts.high)};
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 y = LIFT ? pair_product(x[t][i], LIFT) : x[t][i];
-                x[t][i] = pair_fused(pair_fused_cut(y, up[i % 2], first[i % 2]), LAST_HALF * 0x10001u,
-                                     LIFTED * 0x10001u);
-            }
+            for (int i = 0; i < 4; ++i)
+                x[t][i] =
+                    pair_fused(pair_fused_cut(pair_product(x[t][i], by[i % 2]), up[i % 2], first[i % 2]),
+                               LAST_HALF * 0x10001u, LIFTED * 0x10001u);
     }
+}
+
+// Makes numbers times `factor` codes; returns the byte of the step of this lane's row.
+template <int BITS>
+__device__ __forceinline__ u32 encode(Vectors& x, float factor, u32 lane) {
+    const Range range = range_of<BITS>(x, factor, lane);
+    const u32 byte = search_step<BITS>(x, range, lane);
+    to_codes<BITS>(x, range, byte, lane);
+    return byte;
 }

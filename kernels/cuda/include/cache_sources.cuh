@@ -1,7 +1,8 @@
 // Where a page's vectors come from: moves, raw rows, means and importance are asked for (cp.async) while the
 // page before is encoded.
 //
-// Needs cache_state.cuh and cache_words.cuh with SLOTS slots and SIDE_THREADS threads.
+// Needs cache_state.cuh, cache_vectors.cuh, cache_side_words.cuh and later_copies.cuh; SLOTS and
+// SIDE_THREADS.
 #pragma once
 
 // One side (K or V) of a page.
@@ -28,7 +29,7 @@ __device__ __forceinline__ bool is_new(const Move& move) {
 struct Turn {
     uint4 moves[SLOTS];           // Move
     uint4 halves[HEAD_DIM / 8];   // the mean of the keys of its pair, float16
-    float4 mean[HEAD_DIM / 4];    // and float32
+    RotatedMean mean;             // and rotated
     u32 importance_words[SLOTS];  // by move: what a new token's importance is a byte of
     u32 named[2];                 // which slots are written
     u32 others;                   // whether a row comes from elsewhere than by a copy that was asked for
@@ -43,6 +44,7 @@ struct Turn {
 // Of this page, of the next, whose rows are on their way, and of the one after, whose moves are.
 struct Details {
     Turn turns[3];
+    Signs signs[32];      // by lane
     u32 heads, per_head;  // 2^32 / heads, rounded down
     bool in_units;        // are_in_units
 };
@@ -53,20 +55,6 @@ __device__ __forceinline__ u32 thread_again() {
     u32 thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
-}
-
-// ---- Copies that nobody waits for until wait_copies
-
-__device__ __forceinline__ void copy_later(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void copy_word_later(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 __device__ __forceinline__ u8* row_for(u8* rows, const Move& move) {
@@ -181,19 +169,4 @@ __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, con
     const u32 step = place_of(fresh, move, page).step;
     const u64 at = (u64)(fresh.importance + (u64)move.from * fresh.steps + step);
     copy_word_later(turn.importance_words + thread, (const void*)(at & ~3ull));
-}
-
-__device__ __forceinline__ float2 unpack_halves(u32 x) {
-    return {half_bits_to_float(x & 0xffffu), half_bits_to_float(x >> 16)};
-}
-
-// Makes the mean of keys float32, by the threads that asked for it.
-__device__ __forceinline__ void unpack_mean(Turn& turn) {
-    const u32 eight = eight_of_mean();
-    if (eight >= HEAD_DIM / 8) return;
-    const uint4 x = turn.halves[eight];
-    const float2 a = unpack_halves(x.x), b = unpack_halves(x.y), c = unpack_halves(x.z),
-                 d = unpack_halves(x.w);
-    turn.mean[2 * eight] = {a.x, a.y, b.x, b.y};
-    turn.mean[2 * eight + 1] = {c.x, c.y, d.x, d.y};
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 __device__ __forceinline__ u32 half_of(float x) {
-    return __half_as_ushort(__float2half_rn(x));
+    return pack_halves(x, 0.f);
 }
 
 __device__ __forceinline__ u32 twice(u32 half) {
@@ -42,5 +42,12 @@ __device__ __forceinline__ u32 pair_size(u32 x) {
 __device__ __forceinline__ u32 pair_larger(u32 x, u32 y) {
     u32 r;
     asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
+    return r;
+}
+
+// Distances of four bytes.
+__device__ __forceinline__ u32 distances(u32 x, u32 y) {
+    u32 r;
+    asm("vabsdiff4.u32.u32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(0));
     return r;
 }

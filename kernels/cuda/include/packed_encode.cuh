@@ -17,9 +17,8 @@ __host__ __device__ constexpr int log_of(int power_of_two) {
 }
 
 constexpr int LOG_BLOCK = log_of(ROTATION_BLOCK);
-// What raw vectors are multiplied by before they are rotated in whole numbers, so that the rest is a power
-// of 2.
-constexpr float STRETCH = LOG_BLOCK % 2 ? 1.41421356237309505f : 1.f;
+// What is left of the factor of the transform besides a power of 2: the square root of 2 as float16.
+constexpr float FACTOR = LOG_BLOCK % 2 ? 1.4140625f : 1.f;
 
 __host__ __device__ constexpr float rotation_factor(int block) {
     return block >= 4 ? .5f * rotation_factor(block / 4) : block == 2 ? .70710678118654752f : 1.f;

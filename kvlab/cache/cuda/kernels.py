@@ -1,4 +1,5 @@
-"""Launchers of the kernels that store tokens in a cache on a GPU: `cache_append.cu` and `cache_write.cu`.
+"""Launchers of the kernels that store tokens in a cache on a GPU: `cache_append.cu`, `cache_write.cu` and
+`cache_prefill.cu`.
 
 A decode step's append is launched once a layer and token, so its arguments are kept as the bytes of one
 struct, in which a call changes no more than the addresses of what is new.
@@ -19,6 +20,7 @@ from kvlab.cache.cuda.store import STATE
 from kvlab.cache.ladder import Rung
 from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.device import compute_capability
+from kvlab.ops.device_arrays import multiprocessors, shared_memory_per_block
 
 __all__ = [
     "MAX_GROUP",
@@ -26,6 +28,7 @@ __all__ = [
     "NEW_TOKENS",
     "OBSERVED",
     "AppendCall",
+    "can_prefill",
     "copy_pages",
     "mean_of_keys",
     "merge_rows",
@@ -63,9 +66,11 @@ _APPEND = np.dtype(
 _FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "has_stored"))  # type: ignore[index]
 _WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
 _WRITE_STORED = struct.Struct("i").pack_into
-_THREADS, _SIDE_THREADS, _APPEND_THREADS = 256, 128, 480
+_THREADS, _SIDE_THREADS, _APPEND_THREADS = 256, 128, 512
 _BLOCKS = 4752  # of all layers together: whole waves of 2, 3 or 4 on 132 multiprocessors
 _FEW_BLOCKS = 1056  # where most lists are empty or short
+_MANY_PAGES = 1024  # from which on a warp writes a page by itself
+_SIGNS = 1024  # bytes of shared memory in cache_prefill.cu besides
 
 
 def new_tokens(k: CudaView, v: CudaView, valid: int, importance: int, steps: int, first: int) -> Any:
@@ -146,12 +151,31 @@ def write_tokens(
 ) -> None:  # fmt: skip
     """Carry out the moves of `layers` lists of at most `groups` destination pages each.
 
-    All moves to a page are of one (row, KV head).
+    All moves to a page are of one (row, KV head). New tokens of a long prefill, whose cache is empty, have a
+    kernel of their own if their vectors can be copied in units of 16 bytes.
     """
+    if groups * layers >= _MANY_PAGES and can_prefill(fresh):
+        kernel = _prefill_kernel(head_dim, dtype, device)
+        each = 60 * head_dim + 1984  # WarpSpace in cache_prefill.cu
+        most = 8 if head_dim > 128 else 20 if compute_capability(device)[0] == 9 else 16
+        warps = min(most, (shared_memory_per_block(device) - _SIGNS) // each)
+        grid = _grid(-(-groups // warps), layers, multiprocessors(device))
+        kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
+        return
     kernel = _write_kernel(head_dim, dtype, "write_tokens", device)
     grid = _grid(groups, layers, _BLOCKS if fresh["k"] else _FEW_BLOCKS)
     shared = 2 * TOKENS_PER_PAGE * (2 * head_dim + 16)  # rows of a page and of the next
     kernel((*grid, 2), (_SIDE_THREADS,), (states, lists, fresh), shared, stream)
+
+
+def can_prefill(fresh: Any) -> bool:
+    """Whether `NewTokens` are those of an empty cache, in places that write_prefill can copy from."""
+    if not fresh["k"] or fresh["first"]:
+        return False
+    strides = [int(fresh[f"{side}_{axis}"]) for side in "kv" for axis in ("batch", "step", "head")]
+    if any(place % 16 for place in (int(fresh["k"]), int(fresh["v"]), *(2 * stride for stride in strides))):
+        return False
+    return all(0 <= 2 * stride * int(fresh["steps"]) < 1 << 32 for stride in (strides[1], strides[4]))
 
 
 def _grid(groups: int, layers: int, blocks: int) -> tuple[int, int]:
@@ -192,6 +216,12 @@ def merge_rows(
 def _append_kernel(head_dim: int, dtype: str, top_k: int, top_v: int, device: int) -> Kernel:
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "TOP_K": top_k, "TOP_V": top_v}
     return load(build("cache_append", macros, arch_of(*compute_capability(device))), device=device)
+
+
+@lru_cache(maxsize=64)
+def _prefill_kernel(head_dim: int, dtype: str, device: int) -> Kernel:
+    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
+    return load(build("cache_prefill", macros, arch_of(*compute_capability(device))), device=device)
 
 
 @lru_cache(maxsize=64)

@@ -121,9 +121,9 @@ class Kernels:
 
     def encoded(self, number: int, pair: int, rung: int, k: Any, v: Any) -> tuple[np.ndarray, np.ndarray]:
         bits = self.store.stores[number].ladder[rung]
-        mean = self.store.tables["k_mean"][number].reshape(-1, len(k))[pair].astype(np.float32)
+        mean = self.store.tables["k_mean"][number].reshape(-1, len(k))[pair]
         k, v = k.astype(np.float32), v.astype(np.float32)
-        k = k if bits.bits_k == 16 else rotate((k - mean)[None])[0]
+        k = k if bits.bits_k == 16 else rotate(k[None], mean)[0]
         return k, v if bits.bits_v == 16 else rotate(v[None])[0]
 
     def tail(self, number: int, page: np.ndarray, rung: int, slot: int) -> tuple[Any, Any]:

@@ -1,0 +1,359 @@
+// Writes new tokens into the pages of an empty cache, as a plan says: what write_tokens does where no token
+// is stored yet and vectors begin at multiples of 16 bytes.
+//
+// Threads and data
+//   write_prefill  grid (any, layers): a warp takes every so many destination page, its keys, then its
+//   values, 16
+//                  slots at a time (cache_vectors.cuh), and needs no other.
+// Memory: shared a WarpSpace for each warp, 9.5 KB at head_dim 128; registers such that 20 warps fill a
+// multiprocessor, 16 where 96 registers would be too few. They are one CTA, whose warps begin together and so
+// find instructions that others asked for.
+//
+// Macros: HEAD_DIM; BF16.
+//
+// clang-format off
+// gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
+// gate: HEAD_DIM=256 BF16=1,0 registers<=255
+// clang-format on
+#include <cuda_fp16.h>
+#include "packed_codes.cuh"
+constexpr int LANES = 4, RUN = 2;
+#include "packed_encode.cuh"
+#include "packed_places.cuh"
+#include "packed_steps.cuh"
+#include "cache_state.cuh"
+
+constexpr int ROW_BYTES = 2 * HEAD_DIM + 16;
+constexpr int WARPS = HEAD_DIM > 128         ? 8
+                      : __CUDA_ARCH__ == 900 ? 20
+                                             : 16;  // fewer where shared memory is less
+#include "half_pairs.cuh"
+#include "cache_vectors.cuh"
+#include "cache_encode.cuh"
+#include "cache_words.cuh"
+#include "later_copies.cuh"
+
+constexpr int SLOTS = 64, ROWS = 16, LAST_BLOCK = SLOTS / ROWS - 1;  // a block is what a warp encodes at once
+
+// Block b of a page has the slots 8 i + 2 b, rows 0 to 7 of it, and 8 i + 2 b + 1, rows 8 to 15.
+__device__ __forceinline__ u32 slot_of(u32 block, u32 row) {
+    return row % 8 * 8 + 2 * block + row / 8;
+}
+
+// A page that a warp writes.
+struct alignas(16) Page {
+    int steps[SLOTS];  // by block and row: which of the new tokens it is, or any
+    u32* codes[2];     // of keys and of values
+    u8 *to_steps[2], *tail;
+    const u16* from[2];  // key and value of step 0 of its pair
+    u64 named;           // which slots are written
+    u32 moved;
+    u8 bits[2];
+};
+
+struct alignas(16) WarpSpace {
+    u32 words[LAST_BLOCK][TILES * 32];  // of codes that share words with those of other blocks
+    u8 rows[ROWS * ROW_BYTES];          // raw, of the next block
+    RotatedMean mean;                   // or float16, of the next page
+    uint4 moves[SLOTS];                 // and its moves, then its Details
+    u32 ahead[2];                       // where the moves of the page after that begin and end
+    int number, pages;                  // of this page; how many there are
+    Page pages_of[2];                   // this one and the next, by turns
+};
+static_assert(sizeof(WarpSpace) == 60 * HEAD_DIM + 1984, "as the host reserves");
+
+// Waits for the copies of all lanes.
+__device__ __forceinline__ void wait_own_copies() {
+    wait_copies();
+    __syncwarp();
+}
+
+// The lane, asked for again: what follows from it is not kept in registers from block to block.
+__device__ __forceinline__ u32 lane_again() {
+    u32 lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+// The layer, likewise.
+__device__ __forceinline__ u32 layer_again() {
+    u32 layer;
+    asm volatile("mov.u32 %0, %%ctaid.y;" : "=r"(layer));
+    return layer;
+}
+
+// Asks where the moves of page `number` begin and end.
+__device__ __forceinline__ void look_ahead(const MoveList& list, int number, WarpSpace& space, u32 lane) {
+    if (lane < 2) copy_word_later(space.ahead + lane, list.begins + number + lane);
+}
+
+// Asks for the moves of a page, of which space.ahead says where they are.
+__device__ __forceinline__ void ask_for_moves(const MoveList& list, WarpSpace& space, Page& page, u32 lane) {
+    const u32 begin = space.ahead[0], moved = space.ahead[1] - begin;
+#pragma unroll
+    for (int i = 0; i < SLOTS; i += 32)
+        if (lane + i < moved) copy_later(space.moves + lane + i, list.moves + begin + lane + i);
+    if (lane == 0) page.moved = moved;
+}
+
+// What a move's slot gets besides codes: it takes the place of the move until it is stored.
+struct Detail {
+    u16 slot;
+    u8 unused, importance_shift;
+    u32 position, importance;
+};
+
+// Makes a page of its moves, which are there, and asks for the mean of its keys and for details.
+__device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& fresh, WarpSpace& space,
+                                        Page& page, u32 lane) {
+    const int moved = page.moved;
+    Move move[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) (uint4&)move[i] = space.moves[min(lane + 32 * i, moved - 1)];
+    const u32 pair = move[0].from, batch = pair / s.heads;
+    const int first = (int)batch * fresh.steps;
+    page.steps[lane] = page.steps[lane + 32] = (int)move[0].token - first;
+    const CacheRung& rung = s.rungs[move[0].to_rung];
+    if (lane < HEAD_DIM / 8)
+        copy_later((uint4*)space.mean.sums + lane, s.k_mean + (u64)pair * HEAD_DIM + 8 * lane);
+    __syncwarp();  // no step is set but by what follows; moves have been read
+    u32 named[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (lane + 32 * i >= moved) continue;
+        const int slot = move[i].to_slot, step = (int)move[i].token - first;
+        page.steps[slot % 8 / 2 * ROWS + slot % 2 * 8 + slot / 8] = step;
+        named[0] |= slot < 32 ? 1u << slot : 0u, named[1] |= slot < 32 ? 0u : 1u << (slot - 32);
+        Detail& detail = (Detail&)space.moves[lane + 32 * i];
+        detail.slot = (u16)slot;
+        detail.position = fresh.first + step;
+        const u64 at = (u64)fresh.importance + (u64)pair * fresh.steps + step;
+        detail.importance_shift = (u8)(at % 4 * 8);
+        copy_word_later(&detail.importance, (const void*)(at & ~3ull));
+    }
+    named[0] = __reduce_or_sync(ALL_LANES, named[0]), named[1] = __reduce_or_sync(ALL_LANES, named[1]);
+    if (lane == 0) {
+        const u32 bits_k = rung.bits_k, bits_v = rung.bits_v;
+        u8* const record = s.arena + (u64)move[0].to * UNIT;
+        u8* const to_steps = record + 8 * HEAD_DIM * (bits_k + bits_v);
+        page.codes[KEYS] = (u32*)record, page.codes[VALUES] = (u32*)(record + 8 * HEAD_DIM * bits_k);
+        page.to_steps[KEYS] = to_steps, page.to_steps[VALUES] = to_steps + (bits_k < 16 ? SLOTS : 0);
+        page.tail = record + rung.tail;
+        page.bits[KEYS] = (u8)bits_k, page.bits[VALUES] = (u8)bits_v;
+        const u32 head = pair - batch * s.heads;
+        page.from[KEYS] = fresh.k + batch * fresh.k_batch + head * fresh.k_head;
+        page.from[VALUES] = fresh.v + batch * fresh.v_batch + head * fresh.v_head;
+        page.named = (u64)named[1] << 32 | named[0];
+    }
+    __syncwarp();
+}
+
+// Stores the details of a page, which are there.
+__device__ __forceinline__ void store_details(const WarpSpace& space, const Page& page, u32 lane) {
+    u8* const tail = page.tail;
+#pragma unroll
+    for (int i = 0; i < SLOTS; i += 32) {
+        if (lane + i >= page.moved) continue;
+        const Detail& detail = (const Detail&)space.moves[lane + i];
+        ((u16*)tail)[detail.slot] = (u16)detail.position;
+        tail[2 * SLOTS + detail.slot] = (u8)(detail.importance >> detail.importance_shift);
+    }
+}
+
+// Asks for the raw vectors of a block, given its steps; `apart`: bytes from one step to the next.
+__device__ __forceinline__ void ask_for_rows(const u16* of_step_0, u32 apart, const int* steps,
+                                             WarpSpace& space, u32 lane) {
+    constexpr int PARTS = HEAD_DIM / 8, OF_ROW = PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32, TURNS = OF_ROW / 2;
+    const int first = lane / OF_ROW * TURNS, part = lane % OF_ROW;
+    const u32 to = shared_address(space.rows) + first * ROW_BYTES + 16 * part;
+    const u8* const from = (const u8*)of_step_0 + 16 * part;
+    const int4* const fours = (const int4*)(steps + first);
+    if (PARTS < OF_ROW && part >= PARTS) return;
+#pragma unroll
+    for (int i = 0; i < TURNS / 4; ++i) {
+        const int4 four = fours[i];
+        const int step[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + (4 * i + j) * ROW_BYTES),
+                         "l"(from + (u32)step[j] * apart)
+                         : "memory");
+    }
+}
+
+// Stores the words of a block of raw rows.
+template <Side SIDE>
+__device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, int block, u32 lane) {
+    const u32 g = lane / 4, u = lane % 4;
+#pragma unroll 1
+    for (u32 word = 0; word < HEAD_DIM / 4; ++word) {
+        const u32 t = word / 4, reg = word % 4, tile = SIDE == KEYS ? block * TILES + t : t * 4 + block;
+        const u32 row = SIDE == KEYS ? g + 8 * (reg % 2) : 2 * u + 8 * (reg / 2);
+        const u32 other = SIDE == KEYS ? row : row + 1;
+        const u32 channel = 16 * t + (SIDE == KEYS ? 2 * u + 8 * (reg / 2) : g + 8 * (reg % 2));
+        const u16* const x = (const u16*)(rows + row * ROW_BYTES) + channel;
+        const u32 pair = SIDE == KEYS ? *(const u32*)x : x[0] | (u32)x[ROW_BYTES / 2] << 16;
+        const u32 live = (named >> slot_of(block, row) & 1 ? 0xffffu : 0) |
+                         (named >> slot_of(block, other) & 1 ? 0xffff0000u : 0);
+        u32* const at = to + (tile * 4 + reg) * 32 + lane;
+        *at = live == ~0u ? pair : (*at & ~live) | (pair & live);
+    }
+}
+
+// Stores the codes of a block. If their words have codes of other blocks, too, they are put down by all
+// blocks but the last, which stores all.
+template <Side SIDE, int BITS>
+__device__ __forceinline__ void put_codes(u32* to, u32 (*put_down)[TILES * 32], const Vectors& x, u64 named,
+                                          int block, u32 lane) {
+    TileWords<BITS> word;
+    words_of_tiles<SIDE, BITS>(x, word);
+    const bool whole = named == ~0ull;
+    if constexpr (IN_ONE_BLOCK<SIDE, BITS>) {
+        if (whole)
+            store_block_words<SIDE, BITS, true>(to, word, named, block, lane);
+        else
+            store_block_words<SIDE, BITS, false>(to, word, named, block, lane);
+    } else {
+        if (block < LAST_BLOCK) {
+#pragma unroll
+            for (int t = 0; t < TILES; ++t) put_down[block][t * 32 + lane] = word[t];
+            return;
+        }
+        constexpr int OF_GROUP = Fields<BITS>::TILES;
+#pragma unroll
+        for (int group = 0; group < HEAD_DIM / 4 / OF_GROUP; ++group) {
+            u32 of_tile[OF_GROUP];
+#pragma unroll
+            for (int i = 0; i < OF_GROUP; ++i) {
+                const int tile = group * OF_GROUP + i, from = SIDE == KEYS ? tile / TILES : tile % 4,
+                          t = SIDE == KEYS ? tile % TILES : tile / 4;
+                of_tile[i] = from == LAST_BLOCK ? word[t] : put_down[from][t * 32 + lane];
+            }
+            if (whole)
+                store_group<SIDE, BITS, true>(to, group, of_tile, named, lane);
+            else
+                store_group<SIDE, BITS, false>(to, group, of_tile, named, lane);
+        }
+    }
+}
+
+template <int BITS>
+__device__ __forceinline__ void store_block(int side, const Page& page, WarpSpace& space, Vectors& x,
+                                            const Taken& taken, int block, u32 lane) {
+    const u32 byte = encode<BITS>(x, taken.factor, lane);
+    const u32 slot = slot_of(block, lane / 4 + lane % 2 * 8);
+    const u64 named = page.named;
+    if (lane % 4 < 2 && named >> slot & 1) page.to_steps[side][slot] = (u8)(taken.fine ? byte : NAN_STEP);
+    if (side == KEYS)
+        put_codes<KEYS, BITS>(page.codes[KEYS], space.words, x, named, block, lane);
+    else
+        put_codes<VALUES, BITS>(page.codes[VALUES], space.words, x, named, block, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+    write_prefill(const LayerState* __restrict__ layers, const MoveList* __restrict__ lists,
+                  const __grid_constant__ NewTokens fresh) {
+    extern __shared__ __align__(16) u8 shared[];  // WarpSpace of each warp
+    __shared__ Signs signs[32];
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) signs[threadIdx.x] = Signs::of(threadIdx.x);
+    __syncthreads();
+    WarpSpace& space = ((WarpSpace*)shared)[warp];
+    const int stride = gridDim.x * (blockDim.x / 32);
+    const auto ask = [&](const Page& page, int side, const int* steps, u32 lane) {
+        __syncwarp();  // all lanes have read the rows before
+        ask_for_rows(page.from[side], 2 * (u32)(side == KEYS ? fresh.k_step : fresh.v_step), steps, space,
+                     lane);
+    };
+    {
+        const u32 lane = lane_again();
+        const LayerState& s = layers[blockIdx.y];
+        const MoveList& list = lists[blockIdx.y];
+        if (blockIdx.x == 0)
+            for (int i = threadIdx.x; i < s.batch * s.heads; i += blockDim.x)
+                s.seqlen[i] = fresh.first + fresh.steps;
+        const int number = blockIdx.x + gridDim.x * warp;  // CTAs share the last pages
+        const int pages = *list.num_groups;
+        if (number >= pages) return;
+        if (lane == 0) space.number = number, space.pages = pages;
+        look_ahead(list, number, space, lane);
+        wait_own_copies();
+        ask_for_moves(list, space, space.pages_of[0], lane);
+        wait_own_copies();
+        if (number + stride < pages) look_ahead(list, number + stride, space, lane);
+        prepare(s, fresh, space, space.pages_of[0], lane);
+        ask(space.pages_of[0], KEYS, space.pages_of[0].steps, lane);
+    }
+    int turn = 0;  // of pages_of
+#pragma unroll 1
+    while (true) {
+        const Page& page = space.pages_of[turn];
+        Page& after = space.pages_of[turn ^ 1];
+        const int then = space.number + stride;
+        const bool more = then < space.pages;
+#pragma unroll 1
+        for (int side = KEYS; side <= VALUES; ++side) {
+            const int bits = page.bits[side];
+#pragma unroll 1
+            for (int block = 0; block <= LAST_BLOCK; ++block) {
+                const u32 lane = lane_again();
+                wait_own_copies();
+                if (block == 0) {
+                    const u32 layer = layer_again();
+                    if (side == KEYS) {
+                        rotate_mean((const __half*)space.mean.sums, space.mean, lane);
+                        store_details(space, page, lane);
+                        __syncwarp();  // details have been read, the rotated mean is there
+                        if (more) ask_for_moves(lists[layer], space, after, lane);
+                    } else if (more) {
+                        prepare(layers[layer], fresh, space, after, lane);
+                        if (then + stride < space.pages) look_ahead(lists[layer], then + stride, space, lane);
+                    }
+                }
+                const auto ask_for_next = [&]() {
+                    if (block < LAST_BLOCK)
+                        ask(page, side, page.steps + ROWS * (block + 1), lane);
+                    else if (side == KEYS)
+                        ask(page, VALUES, page.steps, lane);
+                    else if (more)
+                        ask(after, KEYS, after.steps, lane);
+                };
+                if (bits == 16) {
+                    if (side == KEYS)
+                        store_raw<KEYS>(page.codes[KEYS], space.rows, page.named, block, lane);
+                    else
+                        store_raw<VALUES>(page.codes[VALUES], space.rows, page.named, block, lane);
+                    ask_for_next();
+                    continue;
+                }
+                Vectors x;
+                const Taken taken = take_raw(space.rows, side == KEYS ? space.mean.largest : 0.f, x, lane);
+                ask_for_next();
+                const Signs mine = signs[lane];
+                if (side == KEYS)
+                    rotate_whole(x, mine, &space.mean, taken, lane);
+                else
+                    rotate_whole(x, mine, nullptr, taken, lane);
+                switch (bits) {
+                    case 2:
+                        store_block<2>(side, page, space, x, taken, block, lane);
+                        break;
+                    case 3:
+                        store_block<3>(side, page, space, x, taken, block, lane);
+                        break;
+                    case 4:
+                        store_block<4>(side, page, space, x, taken, block, lane);
+                        break;
+                    case 8:
+                        store_block<8>(side, page, space, x, taken, block, lane);
+                        break;
+                }
+            }
+        }
+        if (!more) break;
+        __syncwarp();  // all lanes have read the number
+        if (threadIdx.x % 32 == 0) space.number = then;
+        __syncwarp();
+        turn ^= 1;
+    }
+}

@@ -1,0 +1,76 @@
+// Words of a side of a page by four warps, each with the slots of a block: stored from registers, or by way
+// of shared memory if they have codes of several blocks. Raw elements go from their rows to words as they
+// are.
+//
+// Rows of slots lie in shared memory, ROW_BYTES apart, in the order of the rows of tiles. Needs ROW_BYTES,
+// SIDE_THREADS and cache_words.cuh.
+#pragma once
+
+__device__ __forceinline__ int row_of(int slot) {
+    return slot % 8 * 8 + slot / 8;
+}
+
+__device__ __forceinline__ bool is_in_one_block(Side side, int bits) {
+    if (bits >= 4) return true;
+    if (bits == 3) return side == KEYS ? IN_ONE_BLOCK<KEYS, 3> : IN_ONE_BLOCK<VALUES, 3>;
+    return side == KEYS ? IN_ONE_BLOCK<KEYS, 2> : IN_ONE_BLOCK<VALUES, 2>;
+}
+
+// Stores the words of a warp's codes, or puts them down in the warp's rows.
+template <Side SIDE, int BITS>
+__device__ __forceinline__ void put_codes(u32* to, u8* rows, const Vectors& x, u64 named, int block,
+                                          u32 lane) {
+    TileWords<BITS> word;
+    words_of_tiles<SIDE, BITS>(x, word);
+    if constexpr (IN_ONE_BLOCK<SIDE, BITS>) {
+        if (named == ~0ull)
+            store_block_words<SIDE, BITS, true>(to, word, named, block, lane);
+        else
+            store_block_words<SIDE, BITS, false>(to, word, named, block, lane);
+    } else {
+        __syncwarp();  // all lanes have read the rows
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) ((u32*)rows)[t * 32 + lane] = word[t];
+    }
+}
+
+// Stores the words of a side from what warps have put down.
+template <Side SIDE, int BITS>
+__device__ __forceinline__ void store_codes(u32* to, const u8* rows, u64 named) {
+    constexpr int OF_GROUP = Fields<BITS>::TILES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int group = warp; group < HEAD_DIM / 4 / OF_GROUP; group += SIDE_THREADS / 32) {
+        u32 x[OF_GROUP];
+#pragma unroll
+        for (int i = 0; i < OF_GROUP; ++i) {
+            const int tile = group * OF_GROUP + i;
+            const int block = SIDE == KEYS ? tile / TILES : tile % 4,
+                      t = SIDE == KEYS ? tile % TILES : tile / 4;
+            x[i] = ((const u32*)(rows + block * 16 * ROW_BYTES))[t * 32 + lane];
+        }
+        if (named == ~0ull)
+            store_group<SIDE, BITS, true>(to, group, x, named, lane);
+        else
+            store_group<SIDE, BITS, false>(to, group, x, named, lane);
+    }
+}
+
+// Stores the words of a side of raw rows, by a warp of SIDE_THREADS.
+template <Side SIDE>
+__device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, int warp, int lane) {
+    const int g = lane / 4, u = lane % 4;
+#pragma unroll 1
+    for (int word = warp; word < HEAD_DIM; word += SIDE_THREADS / 32) {
+        const int tile = word / 4, reg = word % 4, block = SIDE == KEYS ? tile / TILES : tile % 4;
+        const int channels = 16 * (SIDE == KEYS ? tile % TILES : tile / 4);
+        const int low = 2 * block + (SIDE == KEYS ? reg % 2 : reg / 2);
+        const int slot = SIDE == KEYS ? 8 * g + low : 16 * u + low, other = SIDE == KEYS ? slot : slot + 8;
+        const int channel = channels + (SIDE == KEYS ? 2 * u + 8 * (reg / 2) : g + 8 * (reg % 2));
+        const u16* const row = (const u16*)(rows + row_of(slot) * ROW_BYTES) + channel;
+        const u32 pair = SIDE == KEYS ? *(const u32*)row : row[0] | (u32)row[ROW_BYTES / 2] << 16;
+        const u32 live = (named >> slot & 1 ? 0xffffu : 0) | (named >> other & 1 ? 0xffff0000u : 0);
+        u32* const at = to + word * 32 + lane;
+        *at = live == ~0u ? pair : (*at & ~live) | (pair & live);
+    }
+}
