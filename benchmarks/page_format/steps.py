@@ -4,7 +4,7 @@
 
 Vectors are those that pages get: Gaussian ones, sums of heavy tails, or of which two channels are 20 and
 8 times larger, all rotated; or they are decoded from codes of more bits, chosen by the same rule. `kvlab` is
-the rule of `kvlab.reference.pages.encode`; `five, mean square` the one before it, the best of five bytes
+the rule of `kvlab.reference.pages.encode`; `five, mean square` the first there was, the best of five bytes
 around a multiple of the root mean square; `one, mean square` its middle byte alone. Errors are against the
 vector as it was before anything was rounded; length is what is left of it along itself. No GPU is needed.
 """
