@@ -9,8 +9,8 @@
 //   mean_of_keys  a CTA one (row, KV head), a thread one channel.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
 // Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes twice (35 KB at head_dim 128), for this page and the next,
-// and 7 KB of Details; 128 registers for four blocks a multiprocessor,
-// up to 255 for two from compute capability 10.0 on, where 128 are too few.
+// and 7 KB of Details; 128 registers for four blocks a multiprocessor, up to 255 for two from compute
+// capability 10.0 on, where 128 are too few.
 //
 // Macros: HEAD_DIM; BF16.
 //
@@ -272,8 +272,10 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
              &then = page.turns[now == 0 ? 2 : now - 1];
         u8* const rows = both_rows + half * SLOTS * ROW_BYTES;
         wait_copies();
-        if (side == KEYS && threadIdx.x >= SIDE_THREADS - 32)
+        if (side == KEYS && threadIdx.x >= SIDE_THREADS - 32) {
+            __syncwarp();  // the warp's own copies of the mean are there
             rotate_mean((const __half*)turn.halves, turn.mean, threadIdx.x % 32);
+        }
         __syncthreads();  // rows, means and moves are there; the page before is stored
         if (number + gridDim.x < pages)
             ask_for_page(side, s, fresh, both_rows + (half ^ 1) * SLOTS * ROW_BYTES, page, next);
