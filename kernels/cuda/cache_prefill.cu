@@ -1,13 +1,12 @@
-// Writes new tokens into the pages of an empty cache, as a plan says: what write_tokens does where no token
-// is stored yet and vectors begin at multiples of 16 bytes.
+// Writes new tokens into the pages of an empty cache, as a plan says: what write_tokens does, for many
+// pages, where no token is stored yet and vectors begin at multiples of 16 bytes.
 //
 // Threads and data
 //   write_prefill  grid (any, layers): a warp takes every so many destination page, its keys, then its
-//   values, 16
-//                  slots at a time (cache_vectors.cuh), and needs no other.
-// Memory: shared a WarpSpace for each warp, 9.5 KB at head_dim 128; registers such that 20 warps fill a
-// multiprocessor, 16 where 96 registers would be too few. They are one CTA, whose warps begin together and so
-// find instructions that others asked for.
+//                  values, 16 slots at a time (cache_vectors.cuh), and needs no other.
+// Memory: shared a WarpSpace for each warp, 9.4 KiB at head_dim 128; registers such that 20 warps fill a
+// multiprocessor on Hopper, 16 where the compiler needs more than 96, 8 above head_dim 128. They are one CTA,
+// whose warps begin together and so find instructions that others asked for.
 //
 // Macros: HEAD_DIM; BF16.
 //

@@ -9,8 +9,8 @@ values at `bits_v`. Its record is, in this order and without gaps (every part is
 *Width 16* is the dtype of the cache, raw (a float32 cache stores 32 bits). *Widths 2, 3, 4 and 8* take
 vectors that a Hadamard transform has rotated, which makes every element nearly Gaussian. `rotate` does that
 in whole numbers: a vector becomes integers of 17 bits (at head_dim 128), whose sums are exact in any order;
-the mean of keys, transformed likewise, is taken off the sums, which are rounded once. The grid has no zero,
-it is symmetric, and only its step is kept, so a kernel multiplies once a token:
+the mean of keys, transformed likewise, is taken off the sums, which are rounded to 11 bits. The grid has no
+zero, it is symmetric, and only its step is kept, so a kernel multiplies once a token:
 
     value = (2 code + 1 - 2**bits) * step       code = floor(x / (2 step)) + 2**(bits - 1), clipped
 
@@ -283,7 +283,8 @@ def search_step(x: NDArray[np.float32], bits: int) -> Int64:
     then the next one on the side of the lesser error. Errors are sums of squares of `_sizes` of
     `compared_channels`, whole numbers below 256; steps are rounded down to whole ones, of which half a grid
     does not exceed 255. Of equal errors the lower byte counts, or the earlier one. A guess below half of the
-    least step gives 0. As `guess_step`, of vectors that are neither zero nor too large.
+    least step gives 0; the byte below is 3 at least. As `guess_step`, of vectors that are neither zero nor
+    too large.
     """
     guess = guess_step(x, bits)
     near = guess.astype(np.float16).view(np.uint16).astype(np.int64)
@@ -314,7 +315,7 @@ def search_step(x: NDArray[np.float32], bits: int) -> Int64:
 def encode(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Encode rotated vectors: (n, head_dim) -> codes (n, head_dim) and step bytes (n,).
 
-    Elements become whole numbers of 1/16 to 1/128 of a step before they become codes. A vector that is too
+    Elements become whole numbers of 1/16 to 1/120 of a step before they become codes. A vector that is too
     large for the highest steps, with elements of 2**(bits + 14) or nearly so, is halved until it is not.
 
     Examples

@@ -1,5 +1,6 @@
 // Sixteen rotated vectors into codes, a warp, bit for bit as kvlab/reference/pages.py: the errors of all
-// steps that are tried, in bytes, then codes, in float16. Threads and data are those of cache_vectors.cuh.
+// steps that are tried, in bytes, then codes, in float16 below 8 bits. Threads and data are those of
+// cache_vectors.cuh.
 #pragma once
 
 // Sums of squares of the bytes of rows g and g + 8, diagonals of a matrix times its transpose.

@@ -1,4 +1,4 @@
-// Arithmetic of pairs of float16 in 32-bit registers. Needs pairs.cuh.
+// Arithmetic of pairs of float16, and of four bytes, in 32-bit registers. Needs pairs.cuh.
 #pragma once
 
 __device__ __forceinline__ u32 half_of(float x) {
