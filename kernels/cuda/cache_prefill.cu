@@ -206,12 +206,8 @@ __device__ __forceinline__ void put_codes(u32* to, u32 (*put_down)[TILES * 32], 
                                           int block, u32 lane) {
     TileWords<BITS> word;
     words_of_tiles<SIDE, BITS>(x, word);
-    const bool whole = named == ~0ull;
     if constexpr (IN_ONE_BLOCK<SIDE, BITS>) {
-        if (whole)
-            store_block_words<SIDE, BITS, true>(to, word, named, block, lane);
-        else
-            store_block_words<SIDE, BITS, false>(to, word, named, block, lane);
+        store_block_words<SIDE, BITS>(to, word, named, block, lane);
     } else {
         if (block < LAST_BLOCK) {
 #pragma unroll
@@ -228,7 +224,7 @@ __device__ __forceinline__ void put_codes(u32* to, u32 (*put_down)[TILES * 32], 
                           t = SIDE == KEYS ? tile % TILES : tile / 4;
                 of_tile[i] = from == LAST_BLOCK ? word[t] : put_down[from][t * 32 + lane];
             }
-            if (whole)
+            if (named == ~0ull)
                 store_group<SIDE, BITS, true>(to, group, of_tile, named, lane);
             else
                 store_group<SIDE, BITS, false>(to, group, of_tile, named, lane);
@@ -333,20 +329,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                     rotate_whole(x, mine, &space.mean, taken, lane);
                 else
                     rotate_whole(x, mine, nullptr, taken, lane);
-                switch (bits) {
-                    case 2:
-                        store_block<2>(side, page, space, x, taken, block, lane);
-                        break;
-                    case 3:
-                        store_block<3>(side, page, space, x, taken, block, lane);
-                        break;
-                    case 4:
-                        store_block<4>(side, page, space, x, taken, block, lane);
-                        break;
-                    case 8:
-                        store_block<8>(side, page, space, x, taken, block, lane);
-                        break;
-                }
+                KVLAB_FOR_WIDTH(bits, store_block<BITS>(side, page, space, x, taken, block, lane));
             }
         }
         if (!more) break;

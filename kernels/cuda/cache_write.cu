@@ -195,27 +195,6 @@ __device__ __forceinline__ void store_side(Side side, const Turn& turn, const u8
         store_codes<VALUES, BITS>((u32*)turn.to.codes, rows, named);
 }
 
-// `call`, in which BITS is the width of codes.
-#define KVLAB_FOR_WIDTH(bits, call) \
-    switch (bits) {                 \
-        case 2: {                   \
-            constexpr int BITS = 2; \
-            call;                   \
-        } break;                    \
-        case 3: {                   \
-            constexpr int BITS = 3; \
-            call;                   \
-        } break;                    \
-        case 4: {                   \
-            constexpr int BITS = 4; \
-            call;                   \
-        } break;                    \
-        case 8: {                   \
-            constexpr int BITS = 8; \
-            call;                   \
-        } break;                    \
-    }
-
 // Position and importance of a move's token.
 struct Tail {
     int slot;  // or -1

@@ -74,31 +74,16 @@ __device__ __forceinline__ Two<u32> squares_of(const Sizes& sizes, u32 low, u32 
     return squares.sums(lane);
 }
 
-// What a lane knows of its own row: numbers times `factor` are its elements, the largest of them counts
-// `counted` in units of 2^(exponent - 7), 2^unit once elements have been halved so that there are steps for
-// them.
-struct Range {
-    float factor, counted;
-    int exponent, unit;
-};
-
+// Finds the byte of the step of this lane's row, of numbers times `factor`, or 0. What it finds for zeros on
+// the way means nothing.
 template <int BITS>
-__device__ __forceinline__ Range range_of(const Vectors& x, float factor, u32 lane) {
-    const float largest = fmaxf(largest_of(x, lane) * (float)(1 << 24) * factor, power_of_two(-60));
-    const int exponent = exponent_above(largest);
-    return {factor, largest * power_of_two(7 - exponent), exponent, unit_of(exponent, BITS)};
-}
-
-// Finds the byte of the step of this lane's row, or 0. What it finds for zeros on the way means nothing.
-template <int BITS>
-__device__ __forceinline__ u32 search_step(const Vectors& x, const Range& range, u32 lane) {
+__device__ __forceinline__ u32 search_step(const Vectors& x, float factor, const Range& range, u32 lane) {
     if constexpr (BITS == 8) {
         return range.exponent > -50 ? guess_of(range.counted, 0.f, range.unit, 8) : 0u;
     } else {
         constexpr bool WALKS = BITS < 4;
         Sizes sizes;
-        to_sizes<COMPARED<BITS>>(x, of_both(half_of(range.factor * power_of_two(7 - range.exponent)), lane),
-                                 sizes);
+        to_sizes<COMPARED<BITS>>(x, of_both(half_of(factor * power_of_two(7 - range.exponent)), lane), sizes);
         float squares = 0.f;
         if constexpr (WALKS) {
             const Two<u32> sums = squares_of<0>(sizes, 0, 0, lane);
@@ -111,10 +96,7 @@ __device__ __forceinline__ u32 search_step(const Vectors& x, const Range& range,
         const StepsFrom from(lowest);
         u32 mine = 0;  // steps, a byte each
 #pragma unroll
-        for (int i = 0; i < (WALKS ? 4 : 2); ++i)
-            mine |=
-                min(step_behind(from.base, i) << (from.exponent - range.unit + 4) >> 4, 255u >> (BITS - 1))
-                << 8 * i;
+        for (int i = 0; i < (WALKS ? 4 : 2); ++i) mine |= size_of_step(from, i, range.unit, BITS) << 8 * i;
         const Two<u32> steps = of_both(mine, lane);
         constexpr u32 FIRST = WALKS ? 0x1111 : 0x0000, SECOND = FIRST + 0x1111;
         const Two<u32> below = squares_of<BITS>(sizes, __byte_perm(steps.low, 0, FIRST),
@@ -140,12 +122,12 @@ __device__ __forceinline__ u32 search_step(const Vectors& x, const Range& range,
 // Codes, each in the lowest bits of its half; below 8 bits LIFTED is added.
 constexpr u32 LIFTED = 0x6600;  // 1536: code n is the float16 1536 + n
 
-// Makes numbers codes for the step of this lane's row.
+// Makes numbers times `factor` codes for the step of this lane's row.
 template <int BITS>
-__device__ __forceinline__ void to_codes(Vectors& x, const Range& range, u32 byte, u32 lane) {
+__device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& range, u32 byte, u32 lane) {
     const float value = step_value(max(byte, 1u));
     const int unit = exponent_of(value) - 3 - code_parts(BITS);
-    float factor = range.factor * power_of_two(range.unit + 7 - range.exponent - unit);
+    factor *= power_of_two(range.unit + 7 - range.exponent - unit);
     if (BITS == 8 && LOG_BLOCK % 2) {
         // It has more bits than float16 has so far down. Numbers that lose some instead are no 1/40 of a
         // unit.
@@ -207,8 +189,8 @@ __device__ __forceinline__ void to_codes(Vectors& x, const Range& range, u32 byt
 // Makes numbers times `factor` codes; returns the byte of the step of this lane's row.
 template <int BITS>
 __device__ __forceinline__ u32 encode(Vectors& x, float factor, u32 lane) {
-    const Range range = range_of<BITS>(x, factor, lane);
-    const u32 byte = search_step<BITS>(x, range, lane);
-    to_codes<BITS>(x, range, byte, lane);
+    const Range range = range_of(largest_of(x, lane) * (float)(1 << 24) * factor, BITS);
+    const u32 byte = search_step<BITS>(x, factor, range, lane);
+    to_codes<BITS>(x, factor, range, byte, lane);
     return byte;
 }

@@ -23,10 +23,7 @@ __device__ __forceinline__ void put_codes(u32* to, u8* rows, const Vectors& x, u
     TileWords<BITS> word;
     words_of_tiles<SIDE, BITS>(x, word);
     if constexpr (IN_ONE_BLOCK<SIDE, BITS>) {
-        if (named == ~0ull)
-            store_block_words<SIDE, BITS, true>(to, word, named, block, lane);
-        else
-            store_block_words<SIDE, BITS, false>(to, word, named, block, lane);
+        store_block_words<SIDE, BITS>(to, word, named, block, lane);
     } else {
         __syncwarp();  // all lanes have read the rows
 #pragma unroll

@@ -33,12 +33,6 @@ __device__ __forceinline__ Two<u32> of_both(u32 mine, u32 lane) {
     return {__shfl_sync(ALL_LANES, mine, lane & ~1u), __shfl_sync(ALL_LANES, mine, lane | 1)};
 }
 
-__device__ __forceinline__ float larger_or_nan(float x, float y) {
-    float r;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
-    return r;
-}
-
 // The larger of the first and the size of the second of two pairs of raw elements. Compared as float16 even
 // if they are bfloat16: the order is the same up to 2^121, and what is above is NaN.
 __device__ __forceinline__ u32 larger_raw(u32 x, u32 y) {
@@ -87,7 +81,7 @@ __device__ __forceinline__ Taken take_raw(const u8* rows, float least, Vectors& 
     const float2 sizes = unpack_pair(both);
     const float size = u % 2 ? sizes.y : sizes.x;
     const bool fine = size < power_of_two(TOO_LARGE);
-    const int exponent = max(exponent_of(fmaxf(fine ? size : 0.f, least)) - (23 - LOG_BLOCK), LEAST_EXPONENT);
+    const int exponent = rotation_exponent(fmaxf(fine ? size : 0.f, least));
     const Two<u32> found =
         of_both(raw_power((BF16 ? -133 : -24) - min(exponent, 0)) | (u32)exponent << 16, lane);
     const u32 scale[2] = {twice(found.low), twice(found.high)};
@@ -126,7 +120,7 @@ __device__ __forceinline__ void rotate_mean(const __half* mean, RotatedMean& to,
         most = fmaxf(most, fabsf(x[j]));
     }
     most = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(most)));
-    const int exponent = max(exponent_of(most) - (23 - LOG_BLOCK), LEAST_EXPONENT);
+    const int exponent = rotation_exponent(most);
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) x[j] = rintf(x[j] * power_of_two(-exponent));
 #pragma unroll

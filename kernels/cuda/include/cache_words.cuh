@@ -83,12 +83,39 @@ __device__ __forceinline__ void words_of_tiles(const Vectors& x, TileWords<BITS>
 }
 
 // Stores the words of block `block` of a side, if they have codes of this block alone.
-template <Side SIDE, int BITS, bool WHOLE>
+template <Side SIDE, int BITS>
 __device__ __forceinline__ void store_block_words(u32* to, const TileWords<BITS>& word, u64 named, int block,
                                                   u32 lane) {
     constexpr int PER_TILE = BITS == 8 ? 2 : 1, OF_GROUP = Fields<BITS>::TILES;
+    const auto group = [=](int t) { return (SIDE == KEYS ? block * TILES + t : t * 4 + block) / OF_GROUP; };
+    if (named == ~0ull) {
 #pragma unroll
-    for (int t = 0; t < TILES; t += OF_GROUP)
-        store_group<SIDE, BITS, WHOLE>(to, (SIDE == KEYS ? block * TILES + t : t * 4 + block) / OF_GROUP,
-                                       word + t * PER_TILE, named, lane);
+        for (int t = 0; t < TILES; t += OF_GROUP)
+            store_group<SIDE, BITS, true>(to, group(t), word + t * PER_TILE, named, lane);
+    } else {
+#pragma unroll
+        for (int t = 0; t < TILES; t += OF_GROUP)
+            store_group<SIDE, BITS, false>(to, group(t), word + t * PER_TILE, named, lane);
+    }
 }
+
+// `call`, in which BITS is the width of codes.
+#define KVLAB_FOR_WIDTH(bits, call) \
+    switch (bits) {                 \
+        case 2: {                   \
+            constexpr int BITS = 2; \
+            call;                   \
+        } break;                    \
+        case 3: {                   \
+            constexpr int BITS = 3; \
+            call;                   \
+        } break;                    \
+        case 4: {                   \
+            constexpr int BITS = 4; \
+            call;                   \
+        } break;                    \
+        case 8: {                   \
+            constexpr int BITS = 8; \
+            call;                   \
+        } break;                    \
+    }

@@ -58,11 +58,6 @@ __device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_muc
     }
 }
 
-// The exponent of the unit in which a vector is rotated, from the bits of its largest element.
-__device__ __forceinline__ int unit_exponent(u32 largest) {
-    return max((int)(largest >> 23) - 127 - (23 - LOG_BLOCK), LEAST_EXPONENT);
-}
-
 // A rotated vector: numbers times 2^24 `factor` are its elements. If it is not fine, the rest means nothing.
 struct Rotated {
     u32 numbers[PAIRS];  // of elements j = 2 i, 2 i + 1
@@ -80,8 +75,8 @@ __device__ __forceinline__ Rotated rotate_whole(const float (&raw)[PER_LANE], co
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     const u32 most = largest_of(raw), most_of_mean = largest_of(mean);
     const bool fine = most < __float_as_uint(power_of_two(TOO_LARGE));
-    const int exponent = unit_exponent(max(fine ? most : 0u, most_of_mean));
-    const int of_mean = unit_exponent(most_of_mean);
+    const int exponent = rotation_exponent(__uint_as_float(max(fine ? most : 0u, most_of_mean)));
+    const int of_mean = rotation_exponent(__uint_as_float(most_of_mean));
     int finer = most_of_mean ? min(exponent - of_mean, FINEST) : 0;
     const float by = power_of_two(-exponent), by_mean = -power_of_two(-of_mean);
     const u32 times = finer > ROOM ? 0u : 1u << finer;
@@ -116,17 +111,8 @@ __device__ __forceinline__ Rotated rotate_whole(const float (&raw)[PER_LANE], co
     return r;
 }
 
-// What is known of a vector whose step is looked for: the largest element counts `counted` in units of
-// 2^(exponent - 7), 2^unit once elements have been halved so that there are steps for them.
-struct Range {
-    float counted;
-    int exponent, unit;
-};
-
 __device__ __forceinline__ Range range_of(const Rotated& x, int bits) {
-    const float largest = fmaxf(x.largest * (float)(1 << 24) * x.factor, power_of_two(-60));
-    const int exponent = exponent_above(largest);
-    return {largest * power_of_two(7 - exponent), exponent, unit_of(exponent, bits)};
+    return range_of(x.largest * (float)(1 << 24) * x.factor, bits);
 }
 
 // Sizes of elements, bytes; those that are not there are 0.
@@ -167,10 +153,7 @@ __device__ __forceinline__ Guess guess_step(const Rotated& x, const Range& range
 // they are folded in the middle of what is left of the grid, BITS times.
 template <int BITS>
 __device__ __forceinline__ u32 error_of(const Sizes& sizes, const Range& range, u32 lowest, int i, int lane) {
-    const StepsFrom from(lowest);
-    const u32 step =
-        min(step_behind(from.base, i) << (from.exponent - range.unit + 4) >> 4, 255u >> (BITS - 1));
-    const u32 steps = step * 0x01010101u;
+    const u32 steps = size_of_step(StepsFrom(lowest), i, range.unit, BITS) * 0x01010101u;
     constexpr int COUNT = 16 * compared_tiles(BITS);
     Sizes left;
 #pragma unroll

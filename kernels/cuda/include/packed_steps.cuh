@@ -2,7 +2,7 @@
 // kvlab/reference/pages.py says (guess_step, search_step), bit for bit.
 //
 // A number of a vector is counted in units of 2^unit, such that the largest rounds to a whole number of 8
-// bits. Needs packed_codes.cuh.
+// bits. Needs packed_codes.cuh and packed_encode.cuh.
 #pragma once
 
 constexpr u32 HIGHEST_STEP = 0xf7, NAN_STEP = 0xff;  // the highest is the last finite one
@@ -32,6 +32,26 @@ __device__ __forceinline__ int exponent_above(float largest) {
 // steps is halved until it is not: elements count in units of 2^(exponent - 7) all the same.
 __device__ __forceinline__ int unit_of(int exponent, int bits) {
     return min(exponent, bits + 13) - 7;
+}
+
+// The exponent of the unit in which a vector is rotated, of its largest element or that of its mean: no sum
+// is more than 2^24.
+__device__ __forceinline__ int rotation_exponent(float largest) {
+    return max(exponent_of(largest) - (23 - LOG_BLOCK), LEAST_EXPONENT);
+}
+
+// What is known of a vector whose step is looked for: the largest element counts `counted` in units of
+// 2^(exponent - 7), 2^unit once elements have been halved so that there are steps for them. Zeros count as
+// something far below all steps.
+struct Range {
+    float counted;
+    int exponent, unit;
+};
+
+__device__ __forceinline__ Range range_of(float largest, int bits) {
+    largest = fmaxf(largest, power_of_two(-60));
+    const int exponent = exponent_above(largest);
+    return {largest * power_of_two(7 - exponent), exponent, unit_of(exponent, bits)};
 }
 
 // The root of a number that is neither zero, subnormal nor near the end of the range, rounded to the nearest.
@@ -78,6 +98,11 @@ struct StepsFrom {
 __device__ __forceinline__ u32 step_behind(u32 base, u32 i) {
     const u32 k = base + i;
     return (u32)max((int)k, 2 * (int)k - 16);
+}
+
+// The i-th step from `from` on in whole units of sizes, of which half a grid does not exceed 255.
+__device__ __forceinline__ u32 size_of_step(const StepsFrom& from, u32 i, int unit, int bits) {
+    return min(step_behind(from.base, i) << (from.exponent - unit + 4) >> 4, 255u >> (bits - 1));
 }
 
 // What steps have where codes are made: 8 ... 15 times 2^this.

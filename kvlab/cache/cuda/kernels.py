@@ -28,7 +28,6 @@ __all__ = [
     "NEW_TOKENS",
     "OBSERVED",
     "AppendCall",
-    "can_prefill",
     "copy_pages",
     "mean_of_keys",
     "merge_rows",
@@ -70,7 +69,6 @@ _THREADS, _SIDE_THREADS, _APPEND_THREADS = 256, 128, 512
 _BLOCKS = 4752  # of all layers together: whole waves of 2, 3 or 4 on 132 multiprocessors
 _FEW_BLOCKS = 1056  # where most lists are empty or short
 _MANY_PAGES = 1024  # from which on a warp writes a page by itself
-_SIGNS = 1024  # bytes of shared memory in cache_prefill.cu besides
 
 
 def new_tokens(k: CudaView, v: CudaView, valid: int, importance: int, steps: int, first: int) -> Any:
@@ -154,11 +152,12 @@ def write_tokens(
     All moves to a page are of one (row, KV head). New tokens of a long prefill, whose cache is empty, have a
     kernel of their own if their vectors can be copied in units of 16 bytes.
     """
-    if groups * layers >= _MANY_PAGES and can_prefill(fresh):
+    if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
         kernel = _prefill_kernel(head_dim, dtype, device)
         each = 60 * head_dim + 1984  # WarpSpace in cache_prefill.cu
-        most = 8 if head_dim > 128 else 20 if compute_capability(device)[0] == 9 else 16
-        warps = min(most, (shared_memory_per_block(device) - _SIGNS) // each)
+        most = 8 if head_dim > 128 else 20 if compute_capability(device)[0] == 9 else 16  # WARPS there
+        free = shared_memory_per_block(device) - kernel.resources.shared_bytes
+        warps = min(most, free // each)
         grid = _grid(-(-groups // warps), layers, multiprocessors(device))
         kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
         return
@@ -168,7 +167,7 @@ def write_tokens(
     kernel((*grid, 2), (_SIDE_THREADS,), (states, lists, fresh), shared, stream)
 
 
-def can_prefill(fresh: Any) -> bool:
+def _can_prefill(fresh: Any) -> bool:
     """Whether `NewTokens` are those of an empty cache, in places that write_prefill can copy from."""
     if not fresh["k"] or fresh["first"]:
         return False
