@@ -56,13 +56,13 @@ def near_mean_square(x: np.ndarray, bits: int, reach: int) -> np.ndarray:
     return best_of(x, bits, nearest[:, None] + np.arange(-reach, reach + 1))
 
 
-def of_kvlab(x: np.ndarray, bits: int) -> np.ndarray:
+def of_kvlab(x: np.ndarray, bits: int, decoded: bool) -> np.ndarray:
     """What pages hold."""
-    codes, byte = encode(x, bits)
+    codes, byte = encode(x, bits, np.full(len(x), decoded))
     return grid_values(codes, STEPS[byte][:, None], bits)
 
 
-def of_all_bytes(x: np.ndarray, bits: int) -> np.ndarray:
+def of_all_bytes(x: np.ndarray, bits: int, decoded: bool) -> np.ndarray:
     """The best of all bytes near enough to matter."""
     guess = np.float32(MEAN_SQUARE[bits]) * np.sqrt(np.square(x).mean(axis=1))
     nearest = np.abs(FINITE[None] - guess[:, None]).argmin(axis=1)
@@ -71,8 +71,8 @@ def of_all_bytes(x: np.ndarray, bits: int) -> np.ndarray:
 
 RULES = {
     "kvlab": of_kvlab,
-    "five, mean square": lambda x, bits: near_mean_square(x, bits, 2),
-    "one, mean square": lambda x, bits: near_mean_square(x, bits, 0),
+    "five, mean square": lambda x, bits, decoded: near_mean_square(x, bits, 2),
+    "one, mean square": lambda x, bits, decoded: near_mean_square(x, bits, 0),
     "all bytes": of_all_bytes,
 }
 
@@ -97,8 +97,8 @@ def main() -> None:
             row = {"vectors": kind, "head_dim": head_dim, "path": ">".join(map(str, path))}
             for name, rule in RULES.items():
                 x = rotate(raw) if name == "kvlab" else true.astype(np.float32)
-                for bits in path:
-                    x = rule(x, bits)
+                for i, bits in enumerate(path):
+                    x = rule(x, bits, i > 0)
                 row[name] = float((np.square(x - true).mean(axis=1) / power).mean())
                 row[f"{name}, length"] = float(((x * true).mean(axis=1) / power).mean())
             rows.append(row)

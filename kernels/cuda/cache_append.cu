@@ -7,7 +7,8 @@
 //
 // What a step waits for here is latency, so work that depends on nothing is done side by side: each of the
 // steps that may be tried for a vector has a warp, the one of the step that is found stores its codes, and
-// addresses are asked for while vectors are rotated. At 8 bits a vector has one step only, and one warp.
+// addresses are asked for while vectors are rotated. Where nothing is tried, as at 8 bits, a vector has one
+// warp.
 //
 // Threads and data
 //   CTA   one (KV head, row) = pair; 16 warps, two teams of a warp for each step that is tried among them
@@ -34,7 +35,7 @@ constexpr int LANES = 32, RUN = 1;
 #include "cache_state.cuh"
 #include "early_launch.cuh"
 
-constexpr int TEAM = tries_of(TOP_K < TOP_V ? TOP_K : TOP_V);  // warps of a vector
+constexpr int TEAM = tries_of(TOP_K) > tries_of(TOP_V) ? tries_of(TOP_K) : tries_of(TOP_V);  // of a vector
 constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * TEAM;
 constexpr int MAX_STEPS = 16, MAX_GROUP = 16;
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
@@ -170,10 +171,12 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         const Rotated rotated = rotate_whole(x, mean);
         const Range range = range_of(rotated, BITS);
         Sizes sizes;
-        if constexpr (BITS < 8) to_sizes(rotated, range, sizes);
+        if constexpr (BITS < 8) to_sizes(rotated, range, sizes, lane);
         const Guess guess = guess_step<BITS>(rotated, range, sizes);
         u32 found = guess.bits;
-        if constexpr (BITS < 8) {
+        if constexpr (takes_nearest(BITS)) {
+            found = nearest_byte(found);
+        } else if constexpr (BITS < 8) {
             const u32 lowest = below_guess(guess.bits) - (BITS < 4);
             const u32 error = error_of<BITS>(sizes, range, lowest, rank, lane);
             best = best_of<tries_of(BITS)>(meeting, error, is_key ? 0 : 1, rank, turn, lane);

@@ -6,7 +6,8 @@
 //                  values, 16 slots at a time (cache_vectors.cuh), and needs no other.
 // Memory: shared a WarpSpace for each warp, 9.4 KiB at head_dim 128; registers such that 20 warps fill a
 // multiprocessor on Hopper, 16 where the compiler needs more than 96, 8 above head_dim 128. They are one CTA,
-// whose warps begin together and so find instructions that others asked for.
+// whose warps begin together and so find instructions that others asked for. A page takes some 13 KiB of
+// them: more than the cache of instructions holds would cost more than what they do.
 //
 // Macros: HEAD_DIM; BF16.
 //
@@ -22,10 +23,12 @@ constexpr int LANES = 4, RUN = 2;
 #include "packed_steps.cuh"
 #include "cache_state.cuh"
 
-constexpr int ROW_BYTES = 2 * HEAD_DIM + 16;
-constexpr int WARPS = HEAD_DIM > 128         ? 8
-                      : __CUDA_ARCH__ == 900 ? 20
-                                             : 16;  // fewer where shared memory is less
+constexpr int ROW_BYTES = (2 * HEAD_DIM + 127) / 128 * 128;
+constexpr bool SWIZZLED = true;
+constexpr int WARPS = HEAD_DIM > 128          ? 8
+                      : __CUDA_ARCH__ == 900  ? 20
+                      : __CUDA_ARCH__ >= 1200 ? 12   // which fill shared memory
+                                              : 16;  // fewer where shared memory is less
 #include "half_pairs.cuh"
 #include "cache_vectors.cuh"
 #include "cache_encode.cuh"
@@ -50,16 +53,17 @@ struct alignas(16) Page {
     u8 bits[2];
 };
 
-struct alignas(16) WarpSpace {
-    u32 words[LAST_BLOCK][TILES * 32];  // of codes that share words with those of other blocks
-    u8 rows[ROWS * ROW_BYTES];          // raw, of the next block
-    RotatedMean mean;                   // or float16, of the next page
-    uint4 moves[SLOTS];                 // and its moves, then its Details
-    u32 ahead[2];                       // where the moves of the page after that begin and end
-    int number, pages;                  // of this page; how many there are
-    Page pages_of[2];                   // this one and the next, by turns
+struct alignas(128) WarpSpace {
+    u32 words[LAST_BLOCK * TILES * 32];  // of codes that share words with those of other blocks
+    u8 rows[ROWS * ROW_BYTES];           // raw, of the next block
+    RotatedMean mean;                    // or float16, of the next page
+    uint4 moves[SLOTS];                  // and its moves, then its Details
+    u32 ahead[2];                        // where the moves of the page after that begin and end
+    int number, pages;                   // of this page; how many there are
+    Page pages_of[2];                    // this one and the next, by turns
 };
-static_assert(sizeof(WarpSpace) == 60 * HEAD_DIM + 1984, "as the host reserves");
+static_assert(sizeof(WarpSpace) == (28 * HEAD_DIM + ROWS * ROW_BYTES + 1728 + 127) / 128 * 128,
+              "as the host reserves");
 
 // Waits for the copies of all lanes.
 __device__ __forceinline__ void wait_own_copies() {
@@ -159,25 +163,31 @@ __device__ __forceinline__ void store_details(const WarpSpace& space, const Page
     }
 }
 
-// Asks for the raw vectors of a block, given its steps; `apart`: bytes from one step to the next.
+// Asks for this lane's parts of rows TURN to TURNS - 1, of 16 bytes, given that of step 0; `apart`: bytes
+// from one step to the next.
+template <int TURN, int TURNS>
+__device__ __forceinline__ void ask_for_parts(u32 to, const u8* from, u32 apart, const int* steps) {
+    if constexpr (TURN < TURNS) {
+        u64 at;  // asked for like this, or the compiler multiplies by the upper half of `apart` as well
+        asm("mul.wide.u32 %0, %1, %2;" : "=l"(at) : "r"(steps[TURN]), "r"(apart));
+        asm volatile("cp.async.cg.shared.global [%0 + %2], [%1], 16;" ::"r"(to ^ 16 * (TURN % 8)),
+                     "l"(from + at), "n"(TURN * ROW_BYTES)
+                     : "memory");
+        ask_for_parts<TURN + 1, TURNS>(to, from, apart, steps);
+    }
+}
+
+// Asks for the raw vectors of a block, given its steps.
 __device__ __forceinline__ void ask_for_rows(const u16* of_step_0, u32 apart, const int* steps,
                                              WarpSpace& space, u32 lane) {
     constexpr int PARTS = HEAD_DIM / 8, OF_ROW = PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32, TURNS = OF_ROW / 2;
     const int first = lane / OF_ROW * TURNS, part = lane % OF_ROW;
-    const u32 to = shared_address(space.rows) + first * ROW_BYTES + 16 * part;
-    const u8* const from = (const u8*)of_step_0 + 16 * part;
-    const int4* const fours = (const int4*)(steps + first);
     if (PARTS < OF_ROW && part >= PARTS) return;
+    int step[TURNS];
 #pragma unroll
-    for (int i = 0; i < TURNS / 4; ++i) {
-        const int4 four = fours[i];
-        const int step[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + (4 * i + j) * ROW_BYTES),
-                         "l"(from + (u32)step[j] * apart)
-                         : "memory");
-    }
+    for (int i = 0; i < TURNS; i += 4) (int4&)step[i] = *(const int4*)(steps + first + i);
+    ask_for_parts<0, TURNS>(shared_address(space.rows) + raw_place(first, 8 * part),
+                            (const u8*)of_step_0 + 16 * part, apart, step);
 }
 
 // Stores the words of a block of raw rows.
@@ -190,8 +200,9 @@ __device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, in
         const u32 row = SIDE == KEYS ? g + 8 * (reg % 2) : 2 * u + 8 * (reg / 2);
         const u32 other = SIDE == KEYS ? row : row + 1;
         const u32 channel = 16 * t + (SIDE == KEYS ? 2 * u + 8 * (reg / 2) : g + 8 * (reg % 2));
-        const u16* const x = (const u16*)(rows + row * ROW_BYTES) + channel;
-        const u32 pair = SIDE == KEYS ? *(const u32*)x : x[0] | (u32)x[ROW_BYTES / 2] << 16;
+        const u32 pair = SIDE == KEYS ? *(const u32*)(rows + raw_place(row, channel))
+                                      : *(const u16*)(rows + raw_place(row, channel)) |
+                                            (u32) * (const u16*)(rows + raw_place(other, channel)) << 16;
         const u32 live = (named >> slot_of(block, row) & 1 ? 0xffffu : 0) |
                          (named >> slot_of(block, other) & 1 ? 0xffff0000u : 0);
         u32* const at = to + (tile * 4 + reg) * 32 + lane;
@@ -202,43 +213,36 @@ __device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, in
 // Stores the codes of a block. If their words have codes of other blocks, too, they are put down by all
 // blocks but the last, which stores all.
 template <Side SIDE, int BITS>
-__device__ __forceinline__ void put_codes(u32* to, u32 (*put_down)[TILES * 32], const Vectors& x, u64 named,
-                                          int block, u32 lane) {
+__device__ __forceinline__ void put_codes(u32* to, u32* put_down, const Vectors& x, u64 named, int block,
+                                          u32 lane) {
+    constexpr int OF_BLOCK = TILES * 32;
+    u32* const mine = put_down + lane;
     TileWords<BITS> word;
     words_of_tiles<SIDE, BITS>(x, word);
     if constexpr (IN_ONE_BLOCK<SIDE, BITS>) {
-        store_block_words<SIDE, BITS>(to, word, named, block, lane);
+        KVLAB_IF_WHOLE(named, (store_block_words<SIDE, BITS, WHOLE>(to, word, named, block, lane)));
     } else {
         if (block < LAST_BLOCK) {
 #pragma unroll
-            for (int t = 0; t < TILES; ++t) put_down[block][t * 32 + lane] = word[t];
+            for (int i = 0; i < (int)(sizeof(word) / sizeof(u32)); ++i)
+                mine[block * OF_BLOCK + i * 32] = word[i];
             return;
         }
-        constexpr int OF_GROUP = Fields<BITS>::TILES;
-#pragma unroll
-        for (int group = 0; group < HEAD_DIM / 4 / OF_GROUP; ++group) {
-            u32 of_tile[OF_GROUP];
-#pragma unroll
-            for (int i = 0; i < OF_GROUP; ++i) {
-                const int tile = group * OF_GROUP + i, from = SIDE == KEYS ? tile / TILES : tile % 4,
-                          t = SIDE == KEYS ? tile % TILES : tile / 4;
-                of_tile[i] = from == LAST_BLOCK ? word[t] : put_down[from][t * 32 + lane];
-            }
-            if (named == ~0ull)
-                store_group<SIDE, BITS, true>(to, group, of_tile, named, lane);
-            else
-                store_group<SIDE, BITS, false>(to, group, of_tile, named, lane);
-        }
+        const auto word_of = [&](int from, int i) {
+            return from == LAST_BLOCK ? word[i] : mine[from * OF_BLOCK + i * 32];
+        };
+        KVLAB_IF_WHOLE(named, (store_gathered<SIDE, BITS, WHOLE>(to, 0, 1, word_of, named, lane)));
     }
 }
 
 template <int BITS>
 __device__ __forceinline__ void store_block(int side, const Page& page, WarpSpace& space, Vectors& x,
                                             const Taken& taken, int block, u32 lane) {
-    const u32 byte = encode<BITS>(x, taken.factor, lane);
-    const u32 slot = slot_of(block, lane / 4 + lane % 2 * 8);
+    const u32 byte = encode<BITS, false>(x, taken, lane);
+    const u32 slot = lane / 4 * 8 + 2 * block + lane % 2;
     const u64 named = page.named;
-    if (lane % 4 < 2 && named >> slot & 1) page.to_steps[side][slot] = (u8)(taken.fine ? byte : NAN_STEP);
+    if (lane % 4 < 2 && ((const u32*)&page.named)[lane / 16] >> slot % 32 & 1)
+        page.to_steps[side][slot] = (u8)(taken.fine ? byte : NAN_STEP);
     if (side == KEYS)
         put_codes<KEYS, BITS>(page.codes[KEYS], space.words, x, named, block, lane);
     else
@@ -248,10 +252,13 @@ __device__ __forceinline__ void store_block(int side, const Page& page, WarpSpac
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     write_prefill(const LayerState* __restrict__ layers, const MoveList* __restrict__ lists,
                   const __grid_constant__ NewTokens fresh) {
-    extern __shared__ __align__(16) u8 shared[];  // WarpSpace of each warp
-    __shared__ Signs signs[32];
+    extern __shared__ __align__(128) u8 shared[];  // WarpSpace of each warp
+    __shared__ uint4 signs[2][32];                 // by parts of Signs
     const int warp = threadIdx.x / 32;
-    if (warp == 0) signs[threadIdx.x] = Signs::of(threadIdx.x);
+    if (warp == 0) {
+        const Signs of_lane = Signs::of(threadIdx.x);
+        for (int i = 0; i < 2; ++i) signs[i][threadIdx.x] = ((const uint4*)&of_lane)[i];
+    }
     __syncthreads();
     WarpSpace& space = ((WarpSpace*)shared)[warp];
     const int stride = gridDim.x * (blockDim.x / 32);
@@ -284,8 +291,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     while (true) {
         const Page& page = space.pages_of[turn];
         Page& after = space.pages_of[turn ^ 1];
-        const int then = space.number + stride;
-        const bool more = then < space.pages;
+        // Asked for again where it is needed, or it is kept in registers.
+        const auto then = [&](int pages) { return space.number + pages * stride; };
+        const auto more = [&](int pages) { return then(pages) < space.pages; };
 #pragma unroll 1
         for (int side = KEYS; side <= VALUES; ++side) {
             const int bits = page.bits[side];
@@ -299,10 +307,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                         rotate_mean((const __half*)space.mean.sums, space.mean, lane);
                         store_details(space, page, lane);
                         __syncwarp();  // details have been read, the rotated mean is there
-                        if (more) ask_for_moves(lists[layer], space, after, lane);
-                    } else if (more) {
+                        if (more(1)) ask_for_moves(lists[layer], space, after, lane);
+                    } else if (more(1)) {
                         prepare(layers[layer], fresh, space, after, lane);
-                        if (then + stride < space.pages) look_ahead(lists[layer], then + stride, space, lane);
+                        if (more(2)) look_ahead(lists[layer], then(2), space, lane);
                     }
                 }
                 const auto ask_for_next = [&]() {
@@ -310,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                         ask(page, side, page.steps + ROWS * (block + 1), lane);
                     else if (side == KEYS)
                         ask(page, VALUES, page.steps, lane);
-                    else if (more)
+                    else if (more(1))
                         ask(after, KEYS, after.steps, lane);
                 };
                 if (bits == 16) {
@@ -324,7 +332,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 Vectors x;
                 const Taken taken = take_raw(space.rows, side == KEYS ? space.mean.largest : 0.f, x, lane);
                 ask_for_next();
-                const Signs mine = signs[lane];
+                Signs mine;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) ((uint4*)&mine)[i] = signs[i][lane];
                 if (side == KEYS)
                     rotate_whole(x, mine, &space.mean, taken, lane);
                 else
@@ -332,9 +342,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 KVLAB_FOR_WIDTH(bits, store_block<BITS>(side, page, space, x, taken, block, lane));
             }
         }
-        if (!more) break;
+        if (!more(1)) break;
         __syncwarp();  // all lanes have read the number
-        if (threadIdx.x % 32 == 0) space.number = then;
+        if (threadIdx.x % 32 == 0) space.number = then(1);
         __syncwarp();
         turn ^= 1;
     }

@@ -28,6 +28,7 @@ constexpr int LANES = 4, RUN = 2;
 
 constexpr int THREADS = 256;  // of the other kernels
 constexpr int SIDE_THREADS = 128, SLOTS = 64, ROW_BYTES = 2 * HEAD_DIM + 16;
+constexpr bool SWIZZLED = false;
 static_assert(SIDE_THREADS == SLOTS / 16 * 32, "a side of a page at once");
 constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2 : 4;  // of a multiprocessor
 #include "half_pairs.cuh"
@@ -149,7 +150,8 @@ __device__ __forceinline__ void take_numbers(const u8* rows, const Row (&row)[2]
                 const u8* codes = rows + (g + 8 * i) * ROW_BYTES;
                 x[t][i + 2 * half] = pair_fused(pair_of_codes(codes, 16 * t + 8 * half + 2 * u), two, first);
             }
-        if (u % 2 == i) taken.factor = fine ? step_value(row[i].step) : 0.f, taken.fine = fine;
+        if (u % 2 == i)
+            taken.factor = fine ? step_value(row[i].step) : 0.f, taken.fine = fine, taken.decoded = true;
     }
 }
 
@@ -176,7 +178,7 @@ __device__ __forceinline__ void keep_codes(const u8* rows, const Row (&row)[2], 
 template <int BITS>
 __device__ __forceinline__ void encode_rows(Side side, Vectors& x, const Taken& taken, u8* rows,
                                             const Row (&row)[2], Turn& turn, u64 named, int block, int lane) {
-    const u32 byte = encode<BITS>(x, taken.factor, lane);
+    const u32 byte = encode<BITS, true>(x, taken, lane);
     if (turn.others) keep_codes<BITS>(rows, row, x, lane);
     const Row mine = lane % 2 ? row[1] : row[0];
     if (lane % 4 < 2 && named >> mine.slot & 1)

@@ -36,7 +36,7 @@ _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
 _LEAST_EXPONENT, _TOO_LARGE = -39, np.float32(2**100)
 _NAN_STEP = 0xFF
-_ABOVE = np.float32(1 + 2**-7)
+_ABOVE, _HIGHER = np.float32(1 + 2**-7), np.float32(17 / 16)
 _CODE_PARTS = np.array([0, 0, 6, 5, 4, 0, 0, 0, 4])
 STEP_OF = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
 """The step that each byte stands for."""
@@ -124,16 +124,17 @@ def rotate_rows(x, head_dim, mean, of_row, out):
 
 @helper
 def _take_sizes(x, start, n, factor, sizes):
-    """Put magnitudes times `factor` into `sizes`, as whole numbers; return the sum of their squares."""
+    """Put magnitudes times `factor` into `sizes`, as whole numbers; return their sum and that of squares."""
     by = splat(factor)
-    even = odd = splat(_ZERO)
+    even = odd = even_squares = odd_squares = splat(_ZERO)
     for i in range(0, n, 2 * LANES):
         a, b = load(x, start + i) * by, load(x, start + i + LANES) * by
         a, b = nearest(magnitude(a)), nearest(magnitude(b))
         store(sizes, i, a)
         store(sizes, i + LANES, b)
-        even, odd = even + a * a, odd + b * b
-    return total(even + odd)
+        even, odd = even + a, odd + b
+        even_squares, odd_squares = even_squares + a * a, odd_squares + b * b
+    return total(even + odd), total(even_squares + odd_squares)
 
 
 @helper
@@ -160,7 +161,7 @@ def _two_errors(sizes, n, bits, first, second):
 
 
 @helper
-def _search_step(x, start, n, bits, guess, largest, exponent, sizes):
+def _search_step(x, start, n, bits, guess, decoded, largest, exponent, sizes):
     """Return the step byte: `kvlab.reference.pages.search_step`, 0 if there is none.
 
     `guess` is of `kvlab.reference.pages.GUESS`, `largest` that of the magnitudes, above 0 and finite, and
@@ -173,15 +174,21 @@ def _search_step(x, start, n, bits, guess, largest, exponent, sizes):
         return max((np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7, 1)
     if exponent < -24:  # the guess is below 2**-18 then, whatever the other elements are
         return 0
-    compared = n // 16 * 3 // 4 * 16 if bits == 4 and n >= 128 else n  # compared_channels
-    squares = _take_sizes(x, start, compared, _power(7 - exponent), sizes)
-    wanted = largest * _power(7 - exponent)
+    compared = n // 16 * 3 // 4 * 16 if n >= 128 else n  # compared_channels
+    sums, squares = _take_sizes(x, start, compared, _power(7 - exponent), sizes)
+    wanted = largest = largest * _power(7 - exponent)
     if bits < 4:
-        root = np.sqrt(squares / np.float32(n))
-        for _ in range(4 - bits):
-            wanted = np.sqrt(wanted * root)
+        if decoded:
+            guess *= _HIGHER
+        wanted = (squares + largest * largest) / (sums + largest)
+        if bits == 3:
+            wanted = np.sqrt(largest * wanted)
     near = np.int64(half_of(wanted * guess * _power(top - 7)))
-    return _best_step(sizes, compared, bits, max(near >> 7, 3), _power(7 - top)) if near >= 64 else 0
+    if near < 64:
+        return 0
+    if bits < 4 and n >= 128 and not decoded:  # not is_searched
+        return (near + 64) >> 7
+    return _best_step(sizes, compared, bits, max(near >> 7, 3), _power(7 - top))
 
 
 @helper
@@ -209,15 +216,18 @@ def _best_step(sizes, n, bits, below, in_units):
 
 
 @helper
-def encode_vector(x, start, bits, guess, codes, sizes):
-    """Make the codes (uint32) of a vector and return its step byte; `sizes` (float32) is scratch."""
+def encode_vector(x, start, bits, guess, decoded, codes, sizes):
+    """Make the codes (uint32) of a vector and return its step byte; `sizes` (float32) is scratch.
+
+    `decoded`: whether the vector comes from codes.
+    """
     n = codes.size
     largest = _largest(x, start, n)
     byte, exponent = 0, _exponent(largest * _ABOVE)
     if np.isnan(largest):
         byte = _NAN_STEP
     elif largest > _ZERO:
-        byte = _search_step(x, start, n, bits, guess, largest, exponent, sizes)
+        byte = _search_step(x, start, n, bits, guess, decoded, largest, exponent, sizes)
     middle = np.float32(1 << (bits - 1))
     if byte == 0 or byte == _NAN_STEP:
         for i in range(n):

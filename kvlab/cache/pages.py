@@ -214,6 +214,7 @@ def write_tokens(
     slot: NDArray[np.integer[Any]],
     k: Floats,
     v: Floats,
+    decoded: NDArray[np.bool_] | None = None,
 ) -> None:
     """Encode tokens into slots: the codes and steps of K and V. Positions and importance stay as they are.
 
@@ -229,6 +230,8 @@ def write_tokens(
         Where token i goes.
     k, v : float32, (n, head_dim)
         Rotated (`kvlab.reference.pages.rotate`) where that side's width is below 16, raw where it is 16.
+    decoded : bool, (2, n), optional
+        Which keys and which values come from codes of a page; none if it is left out.
 
     Raises
     ------
@@ -255,8 +258,14 @@ def write_tokens(
     for name, x in (("k", k), ("v", v)):
         if x.dtype != np.float32 or x.shape != shape:
             raise ValueError(f"{name} must be float32 of shape {shape}, got {x.dtype} {x.shape}")
-    for side, x in zip(sides, (k, v), strict=True):
-        arguments = pool.reshape(-1), *side, *where, np.ascontiguousarray(x).reshape(-1)
+    if decoded is None:
+        decoded = np.zeros((2, shape[0]), bool)
+    elif decoded.dtype != np.bool_ or decoded.shape != (2, shape[0]):
+        raise ValueError(
+            f"decoded must be bool of shape {(2, shape[0])}, got {decoded.dtype} {decoded.shape}"
+        )
+    for side, x, of_codes in zip(sides, (k, v), np.ascontiguousarray(decoded), strict=True):
+        arguments = pool.reshape(-1), *side, *where, np.ascontiguousarray(x).reshape(-1), of_codes
         bad = _in_threads(write_side, write_side_parallel, len(x), *arguments)
         _check_bad(bad, pool, where)
 

@@ -228,8 +228,8 @@ class LayerStore:
             which = order[arriving.rung[order] == r]
             if which.size:
                 page, at = index[which], slot[which]
-                k, v = arriving.k[which], arriving.v[which]
-                write_tokens(self.pools[r], self.layouts[r], self.dtype, page, at, k, v)
+                k, v, decoded = arriving.k[which], arriving.v[which], arriving.decoded[:, which]
+                write_tokens(self.pools[r], self.layouts[r], self.dtype, page, at, k, v, decoded)
                 self._positions(r)[page, at] = arriving.position[which] & 0xFFFF
                 self._importance(r)[page, at] = arriving.code[which]
         for r in range(len(self.ladder)):
@@ -262,19 +262,23 @@ class LayerStore:
             v=v,
             position=np.concatenate([tokens.position[leaving], new.position[token]]),
             code=np.concatenate([tokens.code[leaving], new.code[head, token]]),
+            decoded=np.zeros((2, n + len(head)), bool),
         )
         self._rotate_arriving(row, found, source)
         return found
 
     def _rotate_arriving(self, row: int, arriving: _Arriving, source: Ints) -> None:
-        """Take the mean off and rotate what was at width 16, or is new, and will be packed."""
-        for x, mean, widths in (
-            (arriving.k, self.k_mean[row], [rung.bits_k for rung in self.ladder]),
-            (arriving.v, None, [rung.bits_v for rung in self.ladder]),
+        """Take the mean off and rotate what was at width 16, or is new, and will be packed.
+
+        What comes from codes is rotated already; `arriving.decoded` says so.
+        """
+        for x, mean, widths, decoded in (
+            (arriving.k, self.k_mean[row], [rung.bits_k for rung in self.ladder], arriving.decoded[0]),
+            (arriving.v, None, [rung.bits_v for rung in self.ladder], arriving.decoded[1]),
         ):
             packed = np.array(widths) < 16
-            turns = packed[arriving.rung]
-            turns[: len(source)] &= ~packed[source]
+            decoded[: len(source)] = packed[source]
+            turns = packed[arriving.rung] & ~decoded
             if turns.any():
                 x[turns] = _rotate(x[turns], mean, arriving.head[turns])
 
@@ -382,3 +386,4 @@ class _Arriving:
     v: Floats
     position: Ints
     code: NDArray[np.uint8]
+    decoded: NDArray[np.bool_]  # (2, n): which keys and which values come from codes

@@ -15,11 +15,13 @@ zero, it is symmetric, and only its step is kept, so a kernel multiplies once a 
     value = (2 code + 1 - 2**bits) * step       code = floor(x / (2 step)) + 2**(bits - 1), clipped
 
 *The step* is a float16 without sign and without its low 7 mantissa bits: a byte, steps a factor 9/8 to 16/15
-apart. At 8 bits it is the least whose grid reaches the largest element. Below, the two bytes next to a guess
-from the largest element and the root mean square are tried, at 2 and 3 bits then the next one on the better
-side, and the one of least squared error is kept (`search_step`); sizes of elements are rounded to 8 bits for
-that, so that these sums are whole numbers too. A vector of zeros has step 0, and so has, below 8 bits, one
-whose guess is less than half of the least step; one with NaN or infinity has step NaN.
+apart. At 8 bits it is the least whose grid reaches the largest element. Below, a guess is made from the
+largest element and sums of sizes and of their squares. The two bytes next to it are tried, at 2 and 3 bits
+then the next one on the better side, and the one of least squared error is kept (`search_step`); sizes are
+rounded to 8 bits for that, so that these sums are whole numbers too. At 2 and 3 bits a vector of 128 channels
+or more takes the byte nearest to the guess instead, unless it comes from codes: those fit few steps well. A
+vector of zeros has step 0, and so has, below 8 bits, one whose guess is less than half of the least step; one
+with NaN or infinity has step NaN.
 
 *The order of the codes* is that of the operands of the tensor-core instruction mma.sync.m16n8k16 (PTX ISA,
 "Matrix Fragments for mma.m16n8k16"), so a GPU loads a fragment with one instruction and expands it in
@@ -52,6 +54,7 @@ __all__ = [
     "grid_codes",
     "grid_values",
     "guess_step",
+    "is_searched",
     "narrow",
     "rotate",
     "search_step",
@@ -60,10 +63,10 @@ __all__ = [
 
 TOKENS_PER_PAGE = 64
 
-GUESS = {2: np.float32(0.4), 3: np.float32(0.185), 4: np.float32(0.0592), 8: np.float32(2**-8)}
+GUESS = {2: np.float32(0.386), 3: np.float32(0.155), 4: np.float32(0.0592), 8: np.float32(2**-8)}
 """Where the search for a vector's step begins, by width, and at 8 bits ends: in multiples of the largest
-element at 4 and 8 bits, of the geometric mean of that and of the root mean square at 3, and of the geometric
-mean of this mean and of the root mean square at 2.
+element at 4 and 8 bits, of the sum of squares over the sum of sizes at 2, and of the geometric mean of both
+at 3. At 2 and 3 bits a vector that comes from codes begins 1/16 higher.
 
 Fitted to rotated vectors of 64, 128 and 256 elements, Gaussian, heavy-tailed and with two outliers each, raw
 or decoded from more bits (docs/performance/page_format.md): the fewer the bits, the more a step cuts off
@@ -239,19 +242,27 @@ def grid_values(codes: NDArray[Any], step: NDArray[np.float32], bits: int) -> ND
     return (2 * codes.astype(np.float32) + np.float32(1 - 2**bits)) * step
 
 
-def guess_step(x: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
+def guess_step(
+    x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | None = None
+) -> NDArray[np.float32]:
     """Return where the search for the step of each vector begins; no vector may be zero or not finite.
 
-    Every operation is one of float32, rounded once, but for the sum of squares: that is of `_sizes`, and so
-    exact in any order.
+    Every operation is one of float32, rounded once, but for sums over channels: those are of `_sizes` of
+    `compared_channels`, and so exact in any order. The largest element is added once more, so that there is
+    something to go by if these channels are zero.
     """
     unit = _exponent_above(x) - 7
-    guess = np.ldexp(np.abs(x).max(axis=1), -unit)
+    guess = largest = np.ldexp(np.abs(x).max(axis=1), -unit)
+    part: Any = GUESS[bits]
     if bits in (2, 3):
-        root = np.sqrt(np.square(_sizes(x, unit)).sum(axis=1) / np.float32(x.shape[1]))
-        for _ in range(4 - bits):
-            guess = np.sqrt(guess * root)
-    guesses: NDArray[np.float32] = np.ldexp(guess * GUESS[bits], unit)
+        if decoded is not None:
+            part = np.where(decoded, part * np.float32(17 / 16), part)
+        sizes = _sizes(x[:, : compared_channels(x.shape[1])], unit)
+        squares = np.square(sizes).sum(axis=1) + largest * largest
+        guess = squares / (sizes.sum(axis=1) + largest)
+        if bits == 3:
+            guess = np.sqrt(largest * guess)
+    guesses: NDArray[np.float32] = np.ldexp(guess * part, unit)
     return guesses
 
 
@@ -265,28 +276,33 @@ def _sizes(x: NDArray[np.float32], unit: NDArray[np.int32]) -> NDArray[np.float3
     return np.rint(np.abs(_times_power(x, -unit)))
 
 
-def compared_channels(head_dim: int, bits: int) -> int:
-    """Return on how many channels, the first, errors are compared: rotated channels are alike.
+def compared_channels(head_dim: int) -> int:
+    """Return how many channels, the first, say which step is best below 8 bits: rotated channels are alike.
 
     Examples
     --------
-    >>> compared_channels(128, 4), compared_channels(128, 3), compared_channels(64, 4)
-    (96, 128, 64)
+    >>> compared_channels(128), compared_channels(64)
+    (96, 64)
     """
-    return head_dim // 16 * 3 // 4 * 16 if bits == 4 and head_dim >= 128 else head_dim
+    return head_dim // 16 * 3 // 4 * 16 if head_dim >= 128 else head_dim
 
 
-def search_step(x: NDArray[np.float32], bits: int) -> Int64:
+def is_searched(head_dim: int, bits: int, decoded: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Say whether errors of steps are compared for vectors, or the byte nearest to the guess is taken."""
+    return decoded | (head_dim < 128 or bits == 4)
+
+
+def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | None = None) -> Int64:
     """Return the step byte of each vector, (n, head_dim) -> (n,).
 
     At 8 bits the guess, rounded up. Below, the bytes next to the guess, under and above it; at 2 and 3 bits
-    then the next one on the side of the lesser error. Errors are sums of squares of `_sizes` of
-    `compared_channels`, whole numbers below 256; steps are rounded down to whole ones, of which half a grid
-    does not exceed 255. Of equal errors the lower byte counts, or the earlier one. A guess below half of the
-    least step gives 0; the byte below is 3 at least. As `guess_step`, of vectors that are neither zero nor
-    too large.
+    then the next one on the side of the lesser error; or the nearest byte, where `is_searched` says so.
+    Errors are sums of squares of `_sizes` of `compared_channels`, whole numbers below 256; steps are rounded
+    down to whole ones, of which half a grid does not exceed 255. Of equal errors the lower byte counts, or
+    the earlier one. A guess below half of the least step gives 0; the byte below is 3 at least. As
+    `guess_step`, of vectors that are neither zero nor too large.
     """
-    guess = guess_step(x, bits)
+    guess = guess_step(x, bits, decoded)
     near = guess.astype(np.float16).view(np.uint16).astype(np.int64)
     if bits == 8:  # rounded up
         rounded = near.astype(np.uint16).view(np.float16).astype(np.float32)
@@ -294,7 +310,7 @@ def search_step(x: NDArray[np.float32], bits: int) -> Int64:
         return np.maximum(up, 1)
     below = np.maximum(near >> 7, 3)
     unit = _exponent_above(x) - 7
-    sizes = _sizes(x[:, : compared_channels(x.shape[1], bits)], unit)
+    sizes = _sizes(x[:, : compared_channels(x.shape[1])], unit)
 
     def error(byte: Int64) -> NDArray[np.float32]:
         with np.errstate(over="ignore"):  # steps far above all elements
@@ -309,11 +325,16 @@ def search_step(x: NDArray[np.float32], bits: int) -> Int64:
     if bits < 4:
         beyond = best + np.where(upwards, 1, -1)
         best = np.where(error(beyond) < least, beyond, best)
-    return np.where(near >= 64, best, 0)
+    searched = is_searched(x.shape[1], bits, np.zeros(len(x), bool) if decoded is None else decoded)
+    return np.where(near >= 64, np.where(searched, best, (near + 64) >> 7), 0)
 
 
-def encode(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def encode(
+    x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | None = None
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Encode rotated vectors: (n, head_dim) -> codes (n, head_dim) and step bytes (n,).
+
+    `decoded`, (n,): which of them come from codes; none if it is left out.
 
     Elements become whole numbers of 1/16 to 1/120 of a step before they become codes. A vector that is too
     large for the highest steps, with elements of 2**(bits + 14) or nearly so, is halved until it is not.
@@ -332,7 +353,7 @@ def encode(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArra
         return codes, byte
     x = x[usual]
     x = _times_power(x, np.minimum(bits + 13 - _exponent_above(x), 0))
-    found = search_step(x, bits)
+    found = search_step(x, bits, None if decoded is None else decoded[usual])
     byte[usual] = found
     usual, x, step = usual[found > 0], x[found > 0], STEPS[found[found > 0]]
     unit = _exponent(step) - _CODE_PARTS[bits]

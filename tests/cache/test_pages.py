@@ -58,18 +58,19 @@ def written(
     slot: NDArray[Any],
     k: NDArray[np.float32],
     v: NDArray[np.float32],
+    decoded: Any = (None, None),
 ) -> NDArray[np.uint8]:
     """Return what `pool` must be after `write_tokens`, by the oracle and bit by bit."""
     pool = pool.copy()
-    for x, side, width, start, steps in (
-        (k, "k", layout.bits_k, layout.k_codes, layout.k_steps),
-        (v, "v", layout.bits_v, layout.v_codes, layout.v_steps),
+    for x, side, of_codes, width, start, steps in (
+        (k, "k", decoded[0], layout.bits_k, layout.k_codes, layout.k_steps),
+        (v, "v", decoded[1], layout.bits_v, layout.v_codes, layout.v_steps),
     ):
         bits = layout.stored_bits(width)
         if width == 16:
             codes = reference.narrow(x, dtype)
         else:
-            codes, pool[page, steps + slot] = reference.encode(x, bits)
+            codes, pool[page, steps + slot] = reference.encode(x, bits, of_codes)
         region = slice(start, start + 8 * layout.head_dim * bits)
         stream = np.unpackbits(pool[:, region], axis=1, bitorder="little")
         address = reference.bit_address(bits, layout.head_dim, side)[slot]
@@ -157,6 +158,10 @@ def test_written_pages_equal_the_oracle(case: tuple[PageLayout, str], seed: int,
     expected = written(pool, layout, dtype, page, slot, k, v)
     write_tokens(pool, layout, dtype, page, slot, k, v)
     np.testing.assert_array_equal(pool, expected)
+    decoded = rng.integers(0, 2, (2, n)).astype(bool)
+    expected = written(pool, layout, dtype, page, slot, k, v, decoded)
+    write_tokens(pool, layout, dtype, page, slot, k, v, decoded)
+    np.testing.assert_array_equal(pool, expected)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -239,11 +244,13 @@ def test_a_page_belongs_to_one_thread() -> None:
     pool = np.zeros((10, layout.nbytes), np.uint8)
     write_tokens(pool, layout, "float16", page, slot, x, np.zeros_like(x))
     together = np.zeros_like(pool)
-    side, places = _sides(layout, "float16")[0]
+    (side, places), raw = _sides(layout, "float16")[0], np.zeros(300, bool)
     for part in range(3):
         alone = np.zeros_like(pool)
         flat = alone.reshape(-1)
-        cpu_pages._write_part(flat, flat.view(np.uint32), side, places, page, slot, x.reshape(-1), part, 3)
+        cpu_pages._write_part(
+            flat, flat.view(np.uint32), side, places, page, slot, x.reshape(-1), raw, part, 3
+        )
         is_touched = alone.any(axis=1)
         assert 0 < is_touched.sum() < 10
         assert not together[is_touched].any()
@@ -284,8 +291,8 @@ def test_the_number_of_threads_does_not_matter(bits: int) -> None:
 def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     """What is read lies on the grid of its step byte, and stays where that byte is found again.
 
-    At 8 bits it nearly always is. Below, the largest value is smaller than the largest element was, so that a
-    lower byte may be found, at 4 bits always; its grid has values that are not far. (Tokens move by
+    At 8 bits it nearly always is, at 2 and 3 mostly. At 4 bits the largest value is smaller than the largest
+    element was, so that a lower byte is found, always; its grid has values that are not far. (Tokens move by
     `copy_tokens`, not by writing them again.)
     """
     layout = PageLayout(head_dim, bits, bits, 2)
@@ -298,17 +305,18 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     byte = pool[where[0], layout.k_steps + where[1]]
 
     again = pool.copy()
-    write_tokens(again, layout, "float16", *where, first, first)
+    decoded = np.ones((2, len(first)), bool)
+    write_tokens(again, layout, "float16", *where, first, first, decoded)
     second, _ = read_tokens(again, layout, "float16", *where)
     byte_again = again[where[0], layout.k_steps + where[1]]
 
     same = byte_again == byte
-    assert same.mean() >= {2: 0.35, 3: 0.7, 4: 0, 8: 0.9}[bits]
-    assert (byte_again <= byte).all()
+    assert same.mean() >= {2: 0.6, 3: 0.7, 4: 0, 8: 0.9}[bits]
+    assert (byte_again <= byte).mean() >= 0.95
     np.testing.assert_array_equal(second[same], first[same])
     moved = np.square(second - first, dtype=np.float64).sum(axis=1)
-    assert (moved <= 0.12 * np.square(first, dtype=np.float64).sum(axis=1)).all()
-    codes, _ = reference.encode(first, bits)
+    assert (moved <= 0.2 * np.square(first, dtype=np.float64).sum(axis=1)).all()
+    codes, _ = reference.encode(first, bits, decoded[0])
     kept = reference.grid_codes(first, reference.STEPS[byte][:, None], bits)
     np.testing.assert_array_equal(codes[same], kept[same])
 
@@ -385,6 +393,8 @@ def good_call() -> dict[str, Any]:
         ({"slot": np.array([64, 1, 1])}, "below 2 and 64, at index 0 they are 0, 64"),
         ({"k": np.ones((2, 16), np.float32)}, r"k must be float32 of shape \(3, 16\), got float32 \(2, 16\)"),
         ({"v": np.ones((3, 16))}, "v must be float32 .* got float64"),
+        ({"decoded": np.ones(3, bool)}, r"decoded must be bool of shape \(2, 3\), got bool \(3,\)"),
+        ({"decoded": np.ones((2, 3))}, r"decoded must be bool .* got float64"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(change: dict[str, Any], message: str) -> None:
@@ -393,7 +403,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(change: dict[str
     with pytest.raises(ValueError, match=message):
         write_tokens(**call)
     np.testing.assert_array_equal(call["pool"], before)
-    if not change.keys() & {"k", "v"}:
+    if not change.keys() & {"k", "v", "decoded"}:
         with pytest.raises(ValueError, match=message):
             read_tokens(*(call[name] for name in ("pool", "layout", "dtype", "page", "slot")))
 

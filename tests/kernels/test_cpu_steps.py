@@ -40,23 +40,30 @@ def assert_same_bits(got: NDArray[np.float32], expected: NDArray[np.float32]) ->
 
 
 @njit
-def _encode_all(x: Any, n: int, bits: int, guess: Any, codes: Any, byte: Any, row: Any, sizes: Any) -> None:
+def _encode_all(
+    x: Any, n: int, bits: int, guess: Any, decoded: Any, codes: Any, byte: Any, row: Any, sizes: Any
+) -> None:
     for i in range(len(byte)):
-        byte[i] = encode_vector(x, i * n, bits, guess, row, sizes)
+        byte[i] = encode_vector(x, i * n, bits, guess, decoded[i], row, sizes)
         codes[i] = row
 
 
-def encoded(x: NDArray[np.float32], bits: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def encoded(
+    x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_]
+) -> tuple[NDArray[Any], NDArray[Any]]:
     n = x.shape[1]
     codes, byte = np.full(x.shape, 999, np.uint32), np.full(len(x), 999, np.int64)
     row, sizes = np.full(n, 999, np.uint32), np.full(n, POISON)
-    _encode_all(x.reshape(-1), n, bits, reference.GUESS[bits], codes, byte, row, sizes)
+    _encode_all(x.reshape(-1), n, bits, reference.GUESS[bits], decoded, codes, byte, row, sizes)
     return codes, byte
 
 
 def assert_same(x: NDArray[np.float32], bits: int) -> None:
-    for got, expected in zip(encoded(x, bits), reference.encode(x, bits), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    """Vectors that are raw, that come from codes, and both together."""
+    for decoded in (np.zeros(len(x), bool), np.ones(len(x), bool), np.arange(len(x)) % 3 == 0):
+        expected = reference.encode(x, bits, decoded)
+        for got, wanted in zip(encoded(x, bits, decoded), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
 
 
 @given(SEEDS, st.integers(1, 40), head_dims)
@@ -155,7 +162,7 @@ def test_one_bit_more_or_less_is_seen() -> None:
     x = page_vectors(np.random.default_rng(1), 100, 64, ("normal",))
     x = x / np.abs(x).max(axis=1, keepdims=True)
     for bits in QUANTISED:
-        codes, byte = encoded(x, bits)
+        codes, byte = encoded(x, bits, np.zeros(len(x), bool))
         step = reference.STEPS[byte][:, None]
         wrong = reference.grid_codes(x + step / 16, step, bits)
         assert (codes != wrong).any()

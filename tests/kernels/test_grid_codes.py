@@ -89,10 +89,10 @@ def half(x: Any) -> Doubles:
 
 def half_codes(step: int, bits: int, ulps: int = 0, spare: float = 0.5) -> Doubles:
     """Codes by two fused operations: cut to 0 ... 1, and from there to 1536 + code."""
-    last, unit = np.float32(2**bits - 1), np.float32(2.0**-24)
-    part = reciprocal(np.float32(step) * unit, ulps) * (np.float32(0.5) / last)
+    last = np.float32(2**bits - 1)
+    part = reciprocal(np.float32(np.ldexp(step, -24)), ulps) * (np.float32(0.5) / last)
     up = half(part)
-    first = half((np.float32(2 ** (bits - 1)) - np.float32(0.5)) / last + part * (np.float32(spare) * unit))
+    first = half(half(up * 2.0**-12) * 2.0**-12 * spare + 0.5)
     cut = np.clip(half(NUMBERS * 2.0**-24 * up + first), 0, 1)
     return half(cut * np.float64(last) + 1536) - 1536
 
@@ -161,7 +161,8 @@ def test_sizes_and_steps_are_bytes(head_dim: int, bits: int) -> None:
     assert (sizes.max(axis=1) >= 127).all()
     assert np.square(sizes).sum(axis=1).max() < 2**24
 
-    below = guess_step(x, bits).astype(np.float16).view(np.uint16).astype(np.int64) >> 7
+    decoded = np.arange(len(x)) % 2 == 0
+    below = guess_step(x, bits, decoded).astype(np.float16).view(np.uint16).astype(np.int64) >> 7
     tried = np.clip(below, 3, 0xF5)[:, None] + (np.arange(-1, 3) if bits < 4 else np.arange(2))
     steps = np.floor(STEPS[tried] / unit).astype(np.int64)
     is_usual = below >= 7
@@ -185,6 +186,20 @@ def test_folded_sizes_are_errors(bits: int) -> None:
             left = np.abs(left - (step << k))
         error = sizes - (2 * floors(sizes, step, bits) + 1 - 2**bits) * step
         assert np.array_equal(left, np.abs(error))
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_errors_are_sums_of_folded_sizes(bits: int) -> None:
+    """But for the sum of squares of sizes, which all steps have: every square is one of the fold before."""
+    sizes = np.arange(256)
+    for step in range(1, 256 >> (bits - 1)):
+        left, sums = sizes, 0
+        for k in range(bits - 1, 0, -1):
+            left = np.abs(left - (step << k))
+            sums = sums + left * 2 ** (k - 1)
+        error = np.square(np.abs(left - step)) - sizes**2
+        of_steps = (4**bits - 1) // 3 * step
+        assert np.array_equal(error, step * (of_steps - 2**bits * sizes - 2 * sums))
 
 
 def test_bfloat16_has_the_order_of_float16() -> None:

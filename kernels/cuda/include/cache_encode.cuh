@@ -1,27 +1,24 @@
-// Sixteen rotated vectors into codes, a warp, bit for bit as kvlab/reference/pages.py: the errors of all
-// steps that are tried, in bytes, then codes, in float16 below 8 bits. Threads and data are those of
+// Sixteen rotated vectors into codes, a warp, bit for bit as kvlab/reference/pages.py: sizes and errors of
+// steps in bytes, then codes, in float16 below 8 bits. Threads and data are those of
 // cache_vectors.cuh.
 #pragma once
 
-// Sums of squares of the bytes of rows g and g + 8, diagonals of a matrix times its transpose.
-struct Squares {
-    int low[2][2], high[2][2];  // by turns, since each waits for the one before
+// Sums over the lanes of a row, of this lane's row; `low` and `high` are what a lane has of rows g and g + 8.
+__device__ __forceinline__ u32 sum_of_row(u32 low, u32 high, u32 lane) {
+    const bool odd = lane & 1;
+    const u32 sum = (odd ? high : low) + __shfl_xor_sync(ALL_LANES, odd ? low : high, 1);
+    return sum + __shfl_xor_sync(ALL_LANES, sum, 2);
+}
 
-    __device__ __forceinline__ void add(u32 of_low, u32 of_high, int turn) {
-        mma_bytes(low[turn % 2], of_low, of_low, turn < 2);
-        mma_bytes(high[turn % 2], of_high, of_high, turn < 2);
-    }
-    // In lanes of which u is half of g.
-    __device__ __forceinline__ Two<u32> sums(u32 lane) const {
-        const bool odd = lane & 4;
-        return {(u32)((odd ? low[0][1] : low[0][0]) + (odd ? low[1][1] : low[1][0])),
-                (u32)((odd ? high[0][1] : high[0][0]) + (odd ? high[1][1] : high[1][0]))};
-    }
-};
-
-// The lane of a row's sums of squares.
-__device__ __forceinline__ u32 lane_of_sums(u32 lane) {
-    return (lane & ~3u) + lane / 8;
+// The same of two sums: lanes u = 0 and 1 have the first, lanes 2 and 3 the second.
+__device__ __forceinline__ u32 sums_of_row(const u32 (&first)[2], const u32 (&second)[2], u32 lane) {
+    const bool odd = lane & 1, upper = lane & 2;
+    u32 mine[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        mine[i] =
+            (upper ? second[i] : first[i]) + __shfl_xor_sync(ALL_LANES, upper ? first[i] : second[i], 2);
+    return (odd ? mine[1] : mine[0]) + __shfl_xor_sync(ALL_LANES, odd ? mine[0] : mine[1], 1);
 }
 
 // The largest number of this lane's row.
@@ -37,90 +34,131 @@ __device__ __forceinline__ float largest_of(const Vectors& x, u32 lane) {
     return half_bits_to_float(lane % 2 ? both >> 16 : both & 0xffffu);
 }
 
-// Sizes of 16 vectors, four to a word: those of rows g and g + 8 of a tile.
-using Sizes = u32[TILES][2];
+// Sizes of 16 vectors on the channels that are compared, four to a word: those of rows g and g + 8 of a tile.
+using Sizes = u32[COMPARED][2];
 
-// How many tiles errors are compared on.
-template <int BITS>
-constexpr int COMPARED = compared_tiles(BITS);
-
-// Sizes of numbers of the first tiles times factors, of float16 in the lower halves.
-template <int COUNT>
+// Sizes of numbers times factors, of float16 in both halves.
 __device__ __forceinline__ void to_sizes(const Vectors& x, Two<u32> factors, Sizes& sizes) {
-    const u32 by[2] = {twice(factors.low), twice(factors.high)};
+    const u32 by[2] = {factors.low, factors.high};
 #pragma unroll
-    for (int t = 0; t < COUNT; ++t)
+    for (int t = 0; t < COMPARED; ++t)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             sizes[t][i] = __byte_perm(pair_product(x[t][i], by[i]), pair_product(x[t][i + 2], by[i]), 0x6420);
 }
 
-// The sums of squares of distances to the grid, which are what is left of sizes when they are folded in the
-// middle of what is left of the grid, BITS times: four an instruction. 0 times: of sizes themselves. Steps
-// are four times the same byte.
+// What this lane adds to the errors of a step of rows g and g + 8, given four times a word. A distance to the
+// grid is what is left of a size when it is folded in the middle of what is left of the grid, BITS times:
+// four an instruction. A square of the last, (a - s)^2, is one of the fold before, a, and a itself; so are
+// those before it. At 2 and 3 bits sums of folded sizes are all there is to add up, the last at once.
 template <int BITS>
-__device__ __forceinline__ Two<u32> squares_of(const Sizes& sizes, u32 low, u32 high, u32 lane) {
-    const u32 step[2] = {low, high};
-    Squares squares;
+__device__ __forceinline__ void add_up(const Sizes& sizes, const u32 (&step)[2], u32 (&sums)[2]) {
 #pragma unroll
-    for (int t = 0; t < COMPARED<BITS>; ++t) {
-        u32 r[2] = {sizes[t][0], sizes[t][1]};
+    for (int i = 0; i < 2; ++i) {
+        u32 outer = 0, inner = 0;
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int t = 0; t < COMPARED; ++t) {
+            u32 left = sizes[t][i];
+            if constexpr (BITS == 4) {
 #pragma unroll
-            for (int k = BITS - 1; k >= 0; --k) r[i] = distances(r[i], step[i] << k);
-        squares.add(r[0], r[1], t);
+                for (int k = BITS - 1; k >= 0; --k) left = distances(left, step[i] << k);
+                inner = __dp4a(left, left, inner);
+            } else {
+                if constexpr (BITS == 3) {
+                    outer = add_distances(left, step[i] << 2, outer);
+                    left = distances(left, step[i] << 2);
+                }
+                inner = add_distances(left, step[i] << 1, inner);
+            }
+        }
+        sums[i] = 2 * outer + inner;
     }
-    return squares.sums(lane);
+}
+
+// The squared error of a step of this lane's row, less the sum of squares of sizes below 4 bits, where `all`
+// is the sum of sizes.
+template <int BITS>
+__device__ __forceinline__ int error_of(u32 sum, int step, int all) {
+    if constexpr (BITS == 4) return (int)sum;
+    constexpr int OF_STEPS = ((1 << 2 * BITS) - 1) / 3 * 16 * COMPARED;  // squares of 1, 2, 4 ... steps
+    return step * (OF_STEPS * step - (all << BITS) - 2 * (int)sum);
+}
+
+// Four times the i-th of the bytes of a word.
+__device__ __forceinline__ u32 byte_of(u32 word, int i) {
+    return __byte_perm(word, 0, 0x1111 * i);
+}
+
+// The better of the two bytes next to a guess, or below 4 bits the next one on its side.
+template <int BITS>
+__device__ __forceinline__ u32 best_byte(const Sizes& sizes, u32 below, int unit, int all, u32 lane) {
+    constexpr bool WALKS = BITS < 4;
+    const u32 middle = whole_steps(below, unit, BITS);
+    u32 mine = __byte_perm(middle, 0, 0x4420);  // steps, a byte each
+    if (WALKS) {
+        const u32 low = whole_steps(below - 1, unit, BITS), high = whole_steps(below + 2, unit, BITS);
+        mine |= low << 16 | high << 24;
+    }
+    const Two<u32> steps = of_both(mine, lane);
+    const auto add = [&](int low, int high, u32(&sums)[2]) {
+        const u32 step[2] = {byte_of(steps.low, low), byte_of(steps.high, high)};
+        add_up<BITS>(sizes, step, sums);
+    };
+    u32 first[2], second[2];
+    add(0, 0, first), add(1, 1, second);
+    const int error = error_of<BITS>(sums_of_row(first, second, lane), mine >> (lane & 2 ? 8 : 0) & 255, all);
+    const int other = __shfl_xor_sync(ALL_LANES, error, 2);
+    const bool up = lane & 2 ? error < other : other < error;
+    if constexpr (WALKS) {
+        const u32 ups = __ballot_sync(ALL_LANES, up) >> (lane & ~3u);
+        add(2 + (ups & 1), 2 + (ups >> 1 & 1), first);
+        const int beyond =
+            error_of<BITS>(sum_of_row(first[0], first[1], lane), mine >> (up ? 24 : 16) & 255, all);
+        if (beyond < min(error, other)) return up ? below + 2 : below - 1;
+    }
+    return below + up;
 }
 
 // Finds the byte of the step of this lane's row, of numbers times `factor`, or 0. What it finds for zeros on
-// the way means nothing.
-template <int BITS>
-__device__ __forceinline__ u32 search_step(const Vectors& x, float factor, const Range& range, u32 lane) {
+// the way means nothing. STORED: some rows may come from codes, as `decoded` says.
+template <int BITS, bool STORED>
+__device__ __forceinline__ u32 search_step(const Vectors& x, float factor, const Range& range, bool decoded,
+                                           u32 lane) {
     if constexpr (BITS == 8) {
-        return range.exponent > -50 ? guess_of(range.counted, 0.f, range.unit, 8) : 0u;
+        return range.exponent > -50 ? guess_of(range.counted, 0.f, 0.f, false, range.unit, 8) : 0u;
     } else {
-        constexpr bool WALKS = BITS < 4;
         Sizes sizes;
-        to_sizes<COMPARED<BITS>>(x, of_both(half_of(factor * power_of_two(7 - range.exponent)), lane), sizes);
-        float squares = 0.f;
-        if constexpr (WALKS) {
-            const Two<u32> sums = squares_of<0>(sizes, 0, 0, lane);
-            const u32 low = __shfl_sync(ALL_LANES, sums.low, lane_of_sums(lane)),
-                      high = __shfl_sync(ALL_LANES, sums.high, lane_of_sums(lane));
-            squares = (float)max(lane % 2 ? high : low, 1u);
-        }
-        const u32 guess = guess_of(range.counted, squares, range.unit, BITS);
-        const u32 lowest = below_guess(guess) - WALKS;
-        const StepsFrom from(lowest);
-        u32 mine = 0;  // steps, a byte each
+        const float by = factor * power_of_two(7 - range.exponent);
+        to_sizes(x, of_both(pack_halves(by, by), lane), sizes);
+        u32 all = 0, squares = 0;
+        if constexpr (BITS < 4) {
+            u32 sum[2] = {}, square[2] = {};
 #pragma unroll
-        for (int i = 0; i < (WALKS ? 4 : 2); ++i) mine |= size_of_step(from, i, range.unit, BITS) << 8 * i;
-        const Two<u32> steps = of_both(mine, lane);
-        constexpr u32 FIRST = WALKS ? 0x1111 : 0x0000, SECOND = FIRST + 0x1111;
-        const Two<u32> below = squares_of<BITS>(sizes, __byte_perm(steps.low, 0, FIRST),
-                                                __byte_perm(steps.high, 0, FIRST), lane);
-        const Two<u32> above = squares_of<BITS>(sizes, __byte_perm(steps.low, 0, SECOND),
-                                                __byte_perm(steps.high, 0, SECOND), lane);
-        // Of rows g and g + 8, in bits 0 and 1.
-        u32 up = (above.low < below.low ? 1u : 0u) | (above.high < below.high ? 2u : 0u), beyond = 0;
-        const u32 up_of_all = __shfl_sync(ALL_LANES, up, lane_of_sums(lane));
-        if constexpr (WALKS) {
-            const Two<u32> third =
-                squares_of<BITS>(sizes, __byte_perm(steps.low, 0, up_of_all & 1 ? 0x3333 : 0x0000),
-                                 __byte_perm(steps.high, 0, up_of_all & 2 ? 0x3333 : 0x0000), lane);
-            beyond = (third.low < min(below.low, above.low) ? 1u : 0u) |
-                     (third.high < min(below.high, above.high) ? 2u : 0u);
-            beyond = __shfl_sync(ALL_LANES, beyond, lane_of_sums(lane));
+            for (int t = 0; t < COMPARED; ++t)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    sum[i] = __dp4a(sizes[t][i], 0x01010101u, sum[i]);
+                    square[i] = __dp4a(sizes[t][i], sizes[t][i], square[i]);
+                }
+            all = sum_of_row(sum[0], sum[1], lane), squares = sum_of_row(square[0], square[1], lane);
         }
-        const u32 ups = up_of_all >> lane % 2 & 1, on = beyond >> lane % 2 & 1;
-        return guess >= LEAST_GUESS ? lowest + WALKS + ups + (ups ? on : 0 - on) : 0u;
+        const u32 guess =
+            guess_of(range.counted, (float)all, (float)squares, STORED && decoded, range.unit, BITS);
+        if (takes_nearest(BITS) && (!STORED || !__any_sync(ALL_LANES, decoded))) return nearest_byte(guess);
+        const u32 best = best_byte<BITS>(sizes, below_guess(guess), range.unit, (int)all, lane);
+        if (takes_nearest(BITS) && !decoded) return nearest_byte(guess);
+        return guess >= LEAST_GUESS ? best : 0u;
     }
 }
 
 // Codes, each in the lowest bits of its half; below 8 bits LIFTED is added.
 constexpr u32 LIFTED = 0x6600;  // 1536: code n is the float16 1536 + n
+
+// Half a code above the lowest one and half a number, as parts of the grid, of a number that is so large a
+// part of it.
+__device__ __forceinline__ u32 first_of(u32 part) {
+    return pair_fused(pair_product(part, 0x0c000c00u), 0x08000800u, 0x38003800u);  // part 2^-12 2^-13 + 1/2
+}
 
 // Makes numbers times `factor` codes for the step of this lane's row.
 template <int BITS>
@@ -142,15 +180,15 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
             factor *= power_of_two(down);
         }
     }
-    const u32 by_row = byte ? half_of(factor) : 0u;
+    if (byte == 0) factor = 0.f;
     float reciprocal;  // nearly
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(value * power_of_two(-24 - unit)));
     if constexpr (BITS == 8) {
         // In float32, where half a number more keeps quotients away from whole numbers.
         constexpr float ORIGIN = 1.5f * (1 << 23), HALF = .5f / (1 << 24);
-        const Two<u32> factors = of_both(by_row, lane),
+        const Two<u32> factors = of_both(pack_halves(factor, factor), lane),
                        ups = of_both(__float_as_uint(.5f * reciprocal), lane);
-        const u32 by[2] = {twice(factors.low), twice(factors.high)};
+        const u32 by[2] = {factors.low, factors.high};
         const float up[2] = {__uint_as_float(ups.low), __uint_as_float(ups.high)};
         const float first[2] = {fmaf(HALF, up[0], 127.5f), fmaf(HALF, up[1], 127.5f)};
 #pragma unroll
@@ -169,13 +207,10 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
         // the unit of y keeps it away from halves (tests/kernels/test_grid_codes.py tries all numbers).
         constexpr float LAST = (1 << BITS) - 1;
         constexpr u32 LAST_HALF = BITS == 2 ? 0x4200 : BITS == 3 ? 0x4700 : 0x4b80;
-        const float part = reciprocal * (.5f / LAST);
-        const Two<u32> rows = of_both(by_row | half_of(part) << 16, lane);
-        const Two<u32> firsts =
-            of_both(half_of(__fadd_rn(((1 << (BITS - 1)) - .5f) / LAST, part * (.5f / (1 << 24)))), lane);
+        const Two<u32> rows = of_both(pack_halves(factor, reciprocal * (.5f / LAST)), lane);
         const u32 by[2] = {__byte_perm(rows.low, 0, 0x1010), __byte_perm(rows.high, 0, 0x1010)},
                   up[2] = {__byte_perm(rows.low, 0, 0x3232), __byte_perm(rows.high, 0, 0x3232)},
-                  first[2] = {twice(firsts.low), twice(firsts.high)};
+                  first[2] = {first_of(up[0]), first_of(up[1])};
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -186,11 +221,11 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
     }
 }
 
-// Makes numbers times `factor` codes; returns the byte of the step of this lane's row.
-template <int BITS>
-__device__ __forceinline__ u32 encode(Vectors& x, float factor, u32 lane) {
-    const Range range = range_of(largest_of(x, lane) * (float)(1 << 24) * factor, BITS);
-    const u32 byte = search_step<BITS>(x, factor, range, lane);
-    to_codes<BITS>(x, factor, range, byte, lane);
+// Makes numbers codes; returns the byte of the step of this lane's row. STORED: rows may come from codes.
+template <int BITS, bool STORED>
+__device__ __forceinline__ u32 encode(Vectors& x, const Taken& taken, u32 lane) {
+    const Range range = range_of(largest_of(x, lane) * (float)(1 << 24) * taken.factor, BITS);
+    const u32 byte = search_step<BITS, STORED>(x, taken.factor, range, taken.decoded, lane);
+    to_codes<BITS>(x, taken.factor, range, byte, lane);
     return byte;
 }

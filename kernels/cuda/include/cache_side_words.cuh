@@ -23,34 +23,23 @@ __device__ __forceinline__ void put_codes(u32* to, u8* rows, const Vectors& x, u
     TileWords<BITS> word;
     words_of_tiles<SIDE, BITS>(x, word);
     if constexpr (IN_ONE_BLOCK<SIDE, BITS>) {
-        store_block_words<SIDE, BITS>(to, word, named, block, lane);
+        KVLAB_IF_WHOLE(named, (store_block_words<SIDE, BITS, WHOLE>(to, word, named, block, lane)));
     } else {
         __syncwarp();  // all lanes have read the rows
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) ((u32*)rows)[t * 32 + lane] = word[t];
+        for (int i = 0; i < (int)(sizeof(word) / sizeof(u32)); ++i) ((u32*)rows)[i * 32 + lane] = word[i];
     }
 }
 
 // Stores the words of a side from what warps have put down.
 template <Side SIDE, int BITS>
 __device__ __forceinline__ void store_codes(u32* to, const u8* rows, u64 named) {
-    constexpr int OF_GROUP = Fields<BITS>::TILES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int group = warp; group < HEAD_DIM / 4 / OF_GROUP; group += SIDE_THREADS / 32) {
-        u32 x[OF_GROUP];
-#pragma unroll
-        for (int i = 0; i < OF_GROUP; ++i) {
-            const int tile = group * OF_GROUP + i;
-            const int block = SIDE == KEYS ? tile / TILES : tile % 4,
-                      t = SIDE == KEYS ? tile % TILES : tile / 4;
-            x[i] = ((const u32*)(rows + block * 16 * ROW_BYTES))[t * 32 + lane];
-        }
-        if (named == ~0ull)
-            store_group<SIDE, BITS, true>(to, group, x, named, lane);
-        else
-            store_group<SIDE, BITS, false>(to, group, x, named, lane);
-    }
+    const auto word_of = [&](int block, int i) {
+        return ((const u32*)(rows + block * 16 * ROW_BYTES))[i * 32 + lane];
+    };
+    KVLAB_IF_WHOLE(named,
+                   (store_gathered<SIDE, BITS, WHOLE>(to, warp, SIDE_THREADS / 32, word_of, named, lane)));
 }
 
 // Stores the words of a side of raw rows, by a warp of SIDE_THREADS.

@@ -12,7 +12,8 @@
 //         What there is one of for a row is found once: by lanes of even u for rows g, odd u for rows g + 8.
 // Memory: registers HEAD_DIM / 4 for the vectors, and as many again while they are rotated.
 //
-// Needs ROW_BYTES, packed_codes.cuh, packed_encode.cuh, packed_steps.cuh and half_pairs.cuh.
+// Needs ROW_BYTES, SWIZZLED (then rows begin at multiples of 128 bytes), packed_codes.cuh, packed_encode.cuh,
+// packed_steps.cuh and half_pairs.cuh.
 #pragma once
 
 constexpr int TILES = HEAD_DIM / 16;
@@ -57,21 +58,29 @@ __device__ __forceinline__ u32 raw_power(int exponent) {
 #endif
 }
 
+// Where a channel of a raw row lies among the rows: ROW_BYTES apart, and if they are SWIZZLED the 16 bytes of
+// eight channels, so that neither copies of rows nor ldmatrix meet in banks; 32 bytes of a row stay together,
+// or a copy would ask for them twice.
+__device__ __forceinline__ u32 raw_place(u32 row, u32 channel) {
+    return row * ROW_BYTES + (2 * channel ^ (SWIZZLED ? 16 * (row % 8) : 0));
+}
+
 // Whole numbers from raw rows, and what is known of them.
 struct Taken {
     Two<u32> rows;  // of rows g and g + 8: the exponent of the unit in the upper halves
     float factor;   // of the rotated numbers of this lane's row
     bool fine;      // it has no NaN, nothing infinite or beyond what counts as that
+    bool decoded;   // it comes from codes
 };
 
 // `least`: what counts as the largest element of a row if no other is larger, the size of the mean.
 __device__ __forceinline__ Taken take_raw(const u8* rows, float least, Vectors& x, u32 lane) {
-    const u32 from = shared_address(rows + lane % 16 * ROW_BYTES + lane / 16 * 16);
+    const u32 from = shared_address(rows) + raw_place(lane % 16, lane / 16 * 8);
     const u32 u = lane % 4;
     u32 most[2] = {};
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-        load_matrices(x[t], from + 32 * t);
+        load_matrices(x[t], SWIZZLED ? (from ^ 32 * (t % 4)) + t / 4 * 128 : from + 32 * t);
 #pragma unroll
         for (int i = 0; i < 4; ++i) most[i % 2] = larger_raw(most[i % 2], x[t][i]);
     }
@@ -99,7 +108,7 @@ __device__ __forceinline__ Taken take_raw(const u8* rows, float least, Vectors& 
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[t][i] = raw_product(x[t][i], scale[i % 2]);
-    return {found, fine ? FACTOR * power_of_two(exponent + 2 - (LOG_BLOCK + 1) / 2) : 0.f, fine};
+    return {found, fine ? FACTOR * power_of_two(exponent + 2 - (LOG_BLOCK + 1) / 2) : 0.f, fine, false};
 }
 
 // The mean of the keys of a pair, rotated.

@@ -38,66 +38,113 @@ __device__ __forceinline__ void named_fields(u64 named, int tile, u32 lane, u32*
 
 // Stores the words of a group of tiles; slots that are not named keep their bits. WHOLE: all are named.
 template <Side SIDE, int BITS, bool WHOLE>
-__device__ __forceinline__ void store_group(u32* to, int group, const u32* x, u64 named, u32 lane) {
+__device__ __forceinline__ void store_words(u32* to, int group, const u32* word, u64 named, u32 lane) {
     constexpr int OF_GROUP = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS;
-    constexpr int PARTS = BITS == 8 ? 2 : OF_GROUP;
-    u32 word[WORDS];
-    join_tiles<BITS>(x, word);
     u32* const at = to + group * WORDS * 32 + lane;
-    if constexpr (!WHOLE) {
-        u32 fields[PARTS], written[WORDS];
+    if constexpr (WHOLE) {
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) at[32 * w] = word[w];
+    } else {
+        u32 fields[BITS == 8 ? 2 : OF_GROUP], written[WORDS];
 #pragma unroll
         for (int tile = 0; tile < OF_GROUP; ++tile)
             named_fields<SIDE, BITS>(named, group * OF_GROUP + tile, lane, fields + tile);
         join_tiles<BITS>(fields, written);
 #pragma unroll
-        for (int w = 0; w < WORDS; ++w) word[w] = (at[32 * w] & ~written[w]) | (word[w] & written[w]);
+        for (int w = 0; w < WORDS; ++w) at[32 * w] = (at[32 * w] & ~written[w]) | (word[w] & written[w]);
     }
-#pragma unroll
-    for (int w = 0; w < WORDS; ++w) at[32 * w] = word[w];
 }
 
-// The words of the tiles of 16 vectors, two a tile at 8 bits. Values are turned, for their tiles have tokens
-// as columns.
+// The words of the tiles of 16 vectors: two a tile at 8 bits, one for two tiles at 2 bits if there are such
+// pairs. Values are turned, for their tiles have tokens as columns.
 template <int BITS>
-using TileWords = u32[TILES * (BITS == 8 ? 2 : 1)];
+constexpr bool PAIRED = BITS == 2 && TILES % 2 == 0;
+template <int BITS>
+using TileWords = u32[PAIRED<BITS> ? TILES / 2 : TILES * (BITS == 8 ? 2 : 1)];
+
+// Lower bytes of the halves of one word and, above them, of another; or the upper ones.
+__device__ __forceinline__ u32 both_bytes(u32 low, u32 high, bool upper = false) {
+    return __byte_perm(low, high, upper ? 0x7351 : 0x6240);
+}
 
 template <Side SIDE, int BITS>
 __device__ __forceinline__ void words_of_tiles(const Vectors& x, TileWords<BITS>& word) {
-    constexpr int PER_TILE = BITS == 8 ? 2 : 1;
     constexpr u32 FIELDS = (1u << 3 * BITS) + (1u << 2 * BITS) + (1u << BITS) + 1u;
+    constexpr int SECOND = SIDE == KEYS ? 1 : 2, THIRD = SIDE == KEYS ? 2 : 1;
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) {
-        const u32 second = x[t][SIDE == KEYS ? 1 : 2], third = x[t][SIDE == KEYS ? 2 : 1];
-        u32* const of_tile = word + t * PER_TILE;
+    for (int t = 0; t < TILES; t += PAIRED<BITS> ? 2 : 1) {
+        const u32(&a)[4] = x[t];
+        u32* const of_tile = word + (PAIRED<BITS> ? t / 2 : BITS == 8 ? 2 * t : t);
         if constexpr (BITS == 8) {
-            of_tile[0] = x[t][0] + (second << 8), of_tile[1] = third + (x[t][3] << 8);
+            of_tile[0] = a[0] + (a[SECOND] << 8), of_tile[1] = a[THIRD] + (a[3] << 8);
+        } else if constexpr (BITS == 4) {
+            of_tile[0] = both_bytes(a[0], a[THIRD]) + (both_bytes(a[SECOND], a[3]) << 4);
+        } else if constexpr (PAIRED<BITS>) {
+            const u32(&b)[4] = x[t + 1];
+            const u32 upper = both_bytes(a[THIRD], b[THIRD]) + (both_bytes(a[3], b[3]) << 2);
+            of_tile[0] = both_bytes(a[0], b[0]) + (both_bytes(a[SECOND], b[SECOND]) << 2) + (upper << 4);
         } else {
-            const u32 upper = (((x[t][3] << BITS) + third) << BITS) + second;
-            of_tile[0] = (upper << BITS) + x[t][0] - LIFTED * 0x10001u * FIELDS;
+            const u32 upper = (((a[3] << BITS) + a[THIRD]) << BITS) + a[SECOND];
+            of_tile[0] = (upper << BITS) + a[0] - LIFTED * 0x10001u * FIELDS;
         }
         if (SIDE == VALUES)
 #pragma unroll
-            for (int w = 0; w < PER_TILE; ++w) of_tile[w] = transposed(of_tile[w]);
+            for (int w = 0; w < (BITS == 8 ? 2 : 1); ++w) of_tile[w] = transposed(of_tile[w]);
     }
 }
 
 // Stores the words of block `block` of a side, if they have codes of this block alone.
-template <Side SIDE, int BITS>
+template <Side SIDE, int BITS, bool WHOLE>
 __device__ __forceinline__ void store_block_words(u32* to, const TileWords<BITS>& word, u64 named, int block,
                                                   u32 lane) {
-    constexpr int PER_TILE = BITS == 8 ? 2 : 1, OF_GROUP = Fields<BITS>::TILES;
-    const auto group = [=](int t) { return (SIDE == KEYS ? block * TILES + t : t * 4 + block) / OF_GROUP; };
-    if (named == ~0ull) {
+    constexpr int OF_GROUP = Fields<BITS>::TILES;
 #pragma unroll
-        for (int t = 0; t < TILES; t += OF_GROUP)
-            store_group<SIDE, BITS, true>(to, group(t), word + t * PER_TILE, named, lane);
-    } else {
-#pragma unroll
-        for (int t = 0; t < TILES; t += OF_GROUP)
-            store_group<SIDE, BITS, false>(to, group(t), word + t * PER_TILE, named, lane);
+    for (int t = 0; t < TILES; t += OF_GROUP) {
+        const int group = (SIDE == KEYS ? block * TILES + t : t * 4 + block) / OF_GROUP;
+        if constexpr (PAIRED<BITS>) {
+            store_words<SIDE, BITS, WHOLE>(to, group, word + t / 2, named, lane);
+        } else {
+            u32 joined[Fields<BITS>::WORDS];
+            join_tiles<BITS>(word + t * (BITS == 8 ? 2 : 1), joined);
+            store_words<SIDE, BITS, WHOLE>(to, group, joined, named, lane);
+        }
     }
 }
+
+// Stores the words of groups `first`, `first` + `apart` ... of a side, which have codes of several blocks;
+// `word_of(block, i)` is the i-th word of a block.
+template <Side SIDE, int BITS, bool WHOLE, class WordOf>
+__device__ __forceinline__ void store_gathered(u32* to, int first, int apart, const WordOf& word_of,
+                                               u64 named, u32 lane) {
+    constexpr int OF_GROUP = Fields<BITS>::TILES;
+#pragma unroll
+    for (int group = first; group < HEAD_DIM / 4 / OF_GROUP; group += apart) {
+        u32 of_tile[OF_GROUP], word[Fields<BITS>::WORDS];
+        bool upper = false;  // of two channel tiles in a word
+#pragma unroll
+        for (int i = 0; i < OF_GROUP; ++i) {
+            const int tile = group * OF_GROUP + i, block = SIDE == KEYS ? tile / TILES : tile % 4,
+                      t = SIDE == KEYS ? tile % TILES : tile / 4;
+            of_tile[i] = word_of(block, PAIRED<BITS> ? t / 2 : t);
+            upper = t % 2;
+        }
+        if constexpr (PAIRED<BITS>)
+            word[0] = both_bytes(of_tile[0], of_tile[1], upper);
+        else
+            join_tiles<BITS>(of_tile, word);
+        store_words<SIDE, BITS, WHOLE>(to, group, word, named, lane);
+    }
+}
+
+// `call`, in which WHOLE is whether all slots are named.
+#define KVLAB_IF_WHOLE(named, call)   \
+    if (named == ~0ull) {             \
+        constexpr bool WHOLE = true;  \
+        call;                         \
+    } else {                          \
+        constexpr bool WHOLE = false; \
+        call;                         \
+    }
 
 // `call`, in which BITS is the width of codes.
 #define KVLAB_FOR_WIDTH(bits, call) \

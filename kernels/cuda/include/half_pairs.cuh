@@ -15,12 +15,6 @@ __device__ __forceinline__ u32 pair_product(u32 x, u32 y) {
     return r;
 }
 
-__device__ __forceinline__ u32 pair_sum(u32 x, u32 y) {
-    u32 r;
-    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(x), "r"(y));
-    return r;
-}
-
 __device__ __forceinline__ u32 pair_fused(u32 x, u32 y, u32 z) {
     u32 r;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(z));
@@ -49,5 +43,12 @@ __device__ __forceinline__ u32 pair_larger(u32 x, u32 y) {
 __device__ __forceinline__ u32 distances(u32 x, u32 y) {
     u32 r;
     asm("vabsdiff4.u32.u32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(0));
+    return r;
+}
+
+// The sum of these distances and z.
+__device__ __forceinline__ u32 add_distances(u32 x, u32 y, u32 z) {
+    u32 r;
+    asm("vabsdiff4.u32.u32.u32.add %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(z));
     return r;
 }

@@ -19,7 +19,7 @@ constexpr u32 ZERO = 0x4b400000;  // the bits of ROUNDER
 
 // How many warps look for the step of a vector, one for each that is tried.
 __host__ __device__ constexpr int tries_of(int bits) {
-    return bits < 4 ? 4 : bits == 4 ? 2 : 1;
+    return bits >= 8 || takes_nearest(bits) ? 1 : bits == 4 ? 2 : 4;
 }
 
 // The largest size of a number, as bits: an infinite one is above all others, and NaN above that.
@@ -115,17 +115,36 @@ __device__ __forceinline__ Range range_of(const Rotated& x, int bits) {
     return range_of(x.largest * (float)(1 << 24) * x.factor, bits);
 }
 
-// Sizes of elements, bytes; those that are not there are 0.
+// Sizes of elements, bytes; those that are not compared are 0.
 using Sizes = u32[SIZE_WORDS];
 
-__device__ __forceinline__ void to_sizes(const Rotated& x, const Range& range, Sizes& sizes) {
+// The bytes of a word of sizes that are of channels that are compared.
+__device__ __forceinline__ u32 compared_bytes(int word, int lane) {
+    u32 bytes = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const int channel = 32 * (4 * word + j);  // of lane 0
+        if (channel + 32 <= 16 * COMPARED || (channel < 16 * COMPARED && channel + lane < 16 * COMPARED))
+            bytes |= 255u << 8 * j;
+    }
+    return bytes;
+}
+
+__device__ __forceinline__ void to_sizes(const Rotated& x, const Range& range, Sizes& sizes, int lane) {
     const float factor = x.factor * power_of_two(7 - range.exponent);
     const u32 by = pack_halves(factor, factor);
 #pragma unroll
     for (int i = 0; i < SIZE_WORDS; ++i) {
         const u32 upper = 2 * i + 1 < PAIRS ? pair_product(x.numbers[2 * i + 1], by) : 0u;
-        sizes[i] = __byte_perm(pair_product(x.numbers[2 * i], by), upper, 0x6420);
+        sizes[i] = __byte_perm(pair_product(x.numbers[2 * i], by), upper, 0x6420) & compared_bytes(i, lane);
     }
+}
+
+__device__ __forceinline__ u32 sum_of(const Sizes& sizes) {
+    u32 sum = 0;
+#pragma unroll
+    for (int i = 0; i < SIZE_WORDS; ++i) sum = __dp4a(sizes[i], 0x01010101u, sum);
+    return __reduce_add_sync(ALL_LANES, sum);
 }
 
 __device__ __forceinline__ u32 sum_of_squares(const Sizes& sizes) {
@@ -144,8 +163,9 @@ struct Guess {
 
 template <int BITS>
 __device__ __forceinline__ Guess guess_step(const Rotated& x, const Range& range, const Sizes& sizes) {
-    const float squares = BITS < 4 ? (float)max(sum_of_squares(sizes), 1u) : 0.f;
-    const u32 guess = guess_of(range.counted, squares, range.unit, BITS);
+    const float sum = BITS < 4 ? (float)sum_of(sizes) : 0.f,
+                squares = BITS < 4 ? (float)sum_of_squares(sizes) : 0.f;
+    const u32 guess = guess_of(range.counted, sum, squares, false, range.unit, BITS);
     return {guess, x.fine && (BITS == 8 ? x.largest > 0.f : guess >= LEAST_GUESS)};
 }
 
@@ -153,21 +173,14 @@ __device__ __forceinline__ Guess guess_step(const Rotated& x, const Range& range
 // they are folded in the middle of what is left of the grid, BITS times.
 template <int BITS>
 __device__ __forceinline__ u32 error_of(const Sizes& sizes, const Range& range, u32 lowest, int i, int lane) {
-    const u32 steps = size_of_step(StepsFrom(lowest), i, range.unit, BITS) * 0x01010101u;
-    constexpr int COUNT = 16 * compared_tiles(BITS);
+    const u32 steps = (whole_steps(lowest + i, range.unit, BITS) & 255) * 0x01010101u;
     Sizes left;
 #pragma unroll
     for (int w = 0; w < SIZE_WORDS; ++w) {
-        u32 there = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int channel = 32 * (4 * w + j);  // of lane 0
-            if (channel + 32 <= COUNT || (channel < COUNT && channel + lane < COUNT)) there |= 255u << 8 * j;
-        }
         left[w] = sizes[w];
 #pragma unroll
         for (int k = BITS - 1; k >= 0; --k) left[w] = distances(left[w], steps << k);
-        left[w] &= there;
+        left[w] &= compared_bytes(w, lane);
     }
     return sum_of_squares(left);
 }

@@ -62,19 +62,30 @@ __device__ __forceinline__ float root_of(float x) {
     return fmaf(fmaf(-root, root, x), .5f * rough, root);
 }
 
-// Where the search for a step begins, the bits of a float16; at 8 bits it is the step's byte. `squares`, of
-// sizes, matters at 2 and 3 bits.
-__device__ __forceinline__ u32 guess_of(float largest, float squares, int unit, int bits) {
+// The quotient of two numbers that are neither zero, subnormal nor near the ends of the range, rounded to the
+// nearest.
+__device__ __forceinline__ float quotient_of(float x, float y) {
+    float rough;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(rough) : "f"(y));
+    rough = fmaf(fmaf(-y, rough, 1.f), rough, rough);
+    float quotient = x * rough;
+    quotient = fmaf(fmaf(-quotient, y, x), rough, quotient);
+    return fmaf(fmaf(-quotient, y, x), rough, quotient);
+}
+
+// Where the search for a step begins, the bits of a float16; at 8 bits it is the step's byte. `sum` and
+// `squares`, of sizes, matter at 2 and 3 bits, and so does whether the vector comes from codes.
+__device__ __forceinline__ u32 guess_of(float largest, float sum, float squares, bool decoded, int unit,
+                                        int bits) {
     if (bits == 8)
         return max((__half_as_ushort(__float2half_ru(largest * power_of_two(unit - 8))) + 127u) >> 7, 1u);
+    float part = bits == 2 ? .386f : bits == 3 ? .155f : .0592f;
     if (bits < 4) {
-        constexpr bool IS_POWER = (HEAD_DIM & (HEAD_DIM - 1)) == 0;
-        const float mean = IS_POWER ? squares * (1.f / HEAD_DIM) : __fdiv_rn(squares, (float)HEAD_DIM);
-        const float root = root_of(mean);
-        largest = root_of(__fmul_rn(largest, root));
-        if (bits == 2) largest = root_of(__fmul_rn(largest, root));
+        const float ratio =
+            quotient_of(__fadd_rn(squares, __fmul_rn(largest, largest)), __fadd_rn(sum, largest));
+        largest = bits == 3 ? root_of(__fmul_rn(largest, ratio)) : ratio;
+        if (decoded) part *= 17.f / 16;
     }
-    const float part = bits == 2 ? .4f : bits == 3 ? .185f : .0592f;
     return pack_halves(__fmul_rn(largest, part) * power_of_two(unit), 0.f);
 }
 
@@ -85,24 +96,23 @@ __device__ __forceinline__ u32 below_guess(u32 guess) {
     return max(guess >> 7, 3u);
 }
 
-// A step and those that follow, whole numbers times a power of 2.
-struct StepsFrom {
-    u32 base;      // of the first
-    int exponent;  // of 2
-
-    __device__ __forceinline__ explicit StepsFrom(u32 byte)
-        : base(byte < 8 ? byte : byte % 8 + 8), exponent((int)max(byte >> 3, 1u) - 18) {}
-};
-
-// The i-th step behind one of this base.
-__device__ __forceinline__ u32 step_behind(u32 base, u32 i) {
-    const u32 k = base + i;
-    return (u32)max((int)k, 2 * (int)k - 16);
+// The byte nearest to a guess, and whether a raw vector has that without a search.
+__device__ __forceinline__ u32 nearest_byte(u32 guess) {
+    return guess >= LEAST_GUESS ? (guess + 64) >> 7 : 0u;
+}
+__host__ __device__ constexpr bool takes_nearest(int bits) {
+    return bits < 4 && HEAD_DIM >= 128;
 }
 
-// The i-th step from `from` on in whole units of sizes, of which half a grid does not exceed 255.
-__device__ __forceinline__ u32 size_of_step(const StepsFrom& from, u32 i, int unit, int bits) {
-    return min(step_behind(from.base, i) << (from.exponent - unit + 4) >> 4, 255u >> (bits - 1));
+// The steps of a byte and of the next, rounded down to whole units of sizes, in halves; half a grid does not
+// exceed 255.
+__device__ __forceinline__ u32 whole_steps(u32 byte, int unit, int bits) {
+    const float in_units = power_of_two(-24 - unit);
+    u32 steps;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;"
+        : "=r"(steps)
+        : "f"(step_value(byte + 1) * in_units), "f"(step_value(byte) * in_units));
+    return __vminu2(steps, (255u >> (bits - 1)) * 0x10001u);
 }
 
 // What steps have where codes are made: 8 ... 15 times 2^this.
@@ -110,8 +120,5 @@ __host__ __device__ constexpr int code_parts(int bits) {
     return bits == 2 ? 3 : bits == 3 ? 2 : 1;
 }
 
-// On how many tiles of 16 channels errors are compared: rotated channels are alike.
-__host__ __device__ constexpr int compared_tiles(int bits) {
-    constexpr int TILES = HEAD_DIM / 16;
-    return bits == 4 && HEAD_DIM >= 128 ? TILES * 3 / 4 : TILES;
-}
+// How many tiles of 16 channels say which step is best: rotated channels are alike.
+constexpr int COMPARED = HEAD_DIM >= 128 ? HEAD_DIM / 16 * 3 / 4 : HEAD_DIM / 16;

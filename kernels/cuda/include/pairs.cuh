@@ -37,13 +37,6 @@ __device__ __forceinline__ void mma_half(float (&c)[4], const u32 (&a)[4], u32 b
     KVLAB_MMA("f16", c, a, b0, b1);
 }
 
-// c += a b, or c = a b, for bytes without sign, m8n8k16.
-__device__ __forceinline__ void mma_bytes(int (&c)[2], u32 a, u32 b, bool first) {
-    asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.u8.s32 {%0,%1},{%2},{%3},{%4,%5};"
-        : "=r"(c[0]), "=r"(c[1])
-        : "r"(a), "r"(b), "r"(first ? 0 : c[0]), "r"(first ? 0 : c[1]));
-}
-
 // Four 8 x 8 matrices from shared memory; each lane gives the address of one of their rows.
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -154,8 +154,10 @@ def write_tokens(
     """
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
         kernel = _prefill_kernel(head_dim, dtype, device)
-        each = 60 * head_dim + 1984  # WarpSpace in cache_prefill.cu
-        most = 8 if head_dim > 128 else 20 if compute_capability(device)[0] == 9 else 16  # WARPS there
+        row = -(-2 * head_dim // 128) * 128
+        each = -(-(28 * head_dim + 16 * row + 1728) // 128) * 128  # WarpSpace in cache_prefill.cu
+        most = {9: 20, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
+        most = 8 if head_dim > 128 else most
         free = shared_memory_per_block(device) - kernel.resources.shared_bytes
         warps = min(most, free // each)
         grid = _grid(-(-groups // warps), layers, multiprocessors(device))

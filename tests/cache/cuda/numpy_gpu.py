@@ -114,10 +114,20 @@ class Kernels:
         layout = self.store.stores[number].layouts[rung]
         return arena[address * UNIT : address * UNIT + layout.nbytes][None]
 
-    def write_slot(self, number: int, page: np.ndarray, rung: int, slot: int, k: Any, v: Any) -> None:
+    def write_slot(
+        self,
+        number: int,
+        page: np.ndarray,
+        rung: int,
+        slot: int,
+        k: Any,
+        v: Any,
+        decoded: Any = (False, False),
+    ) -> None:
         store = self.store.stores[number]
         where = np.array([0]), np.array([slot])
-        write_tokens(page, store.layouts[rung], store.dtype, *where, k[None], v[None])
+        of_codes = np.array(decoded)[:, None]
+        write_tokens(page, store.layouts[rung], store.dtype, *where, k[None], v[None], of_codes)
 
     def encoded(self, number: int, pair: int, rung: int, k: Any, v: Any) -> tuple[np.ndarray, np.ndarray]:
         bits = self.store.stores[number].ladder[rung]
@@ -147,6 +157,7 @@ class Kernels:
                     position[:] = (int(fresh["first"]) + step) & 0xFFFF
                     importance[:] = self.arrays[int(fresh["importance"])].reshape(-1, steps)[pair, step]
                     k, v = self.encoded(number, pair, to_rung, k, v)
+                    decoded = False, False
                 else:
                     old = self.page(before, number, source, from_rung)
                     for new, kept in zip(
@@ -159,9 +170,10 @@ class Kernels:
                     raw_k, raw_v = self.encoded(number, token, to_rung, k, v)
                     k = raw_k if present.bits_k == 16 else k
                     v = raw_v if present.bits_v == 16 else v
+                    decoded = present.bits_k < 16, present.bits_v < 16
                     assert wanted.bits_k <= present.bits_k
                     assert wanted.bits_v <= present.bits_v
-                self.write_slot(number, page, to_rung, to_slot, k, v)
+                self.write_slot(number, page, to_rung, to_slot, k, v, decoded)
             if steps:
                 self.store.tables["seqlen"][number] = int(fresh["first"]) + steps
 
