@@ -124,7 +124,7 @@ def _first_bad(pages, page, slot):
 
 
 @njit
-def _write_part(pool, words, side, places, page, slot, x, decoded, part, parts):
+def _write_part(pool, words, side, places, page, slot, x, step, part, parts):
     d = places.shape[1]
     codes, sizes = np.empty(d, np.uint32), np.empty(d, np.float32)
     for i in range(page.size):
@@ -132,7 +132,7 @@ def _write_part(pool, words, side, places, page, slot, x, decoded, part, parts):
             continue
         start = page[i] * side.nbytes
         if side.bits < 16:
-            byte = encode_vector(x, i * d, side.bits, side.guess, decoded[i], codes, sizes)
+            byte = encode_vector(x, i * d, side.bits, side.guess, step[i], codes, sizes)
             pool[start + side.steps + slot[i]] = byte
         else:
             _narrow(x, i * d, side.kind, codes)
@@ -140,26 +140,26 @@ def _write_part(pool, words, side, places, page, slot, x, decoded, part, parts):
 
 
 @njit(cache=True)
-def write_side(pool, side, places, page, slot, x, decoded):
+def write_side(pool, side, places, page, slot, x, step):
     """Encode vector i into slot[i] of page[i]; -1, or the index of an entry outside the pool.
 
-    pool uint8 (pages * nbytes,), page and slot int64 (n,), x float32 (n * head_dim,), decoded bool (n,):
-    which come from codes; all contiguous.
+    pool uint8 (pages * nbytes,), page and slot int64 (n,), x float32 (n * head_dim,), step int16 (n,): as
+    `encode_vector` takes them; all contiguous.
     """
     bad = _first_bad(pool.size // side.nbytes, page, slot)
     if bad < 0:
-        _write_part(pool, pool.view(np.uint32), side, places, page, slot, x, decoded, 0, 1)
+        _write_part(pool, pool.view(np.uint32), side, places, page, slot, x, step, 0, 1)
     return bad
 
 
 @njit(parallel=True, cache=True)
-def write_side_parallel(pool, side, places, page, slot, x, decoded, parts):
+def write_side_parallel(pool, side, places, page, slot, x, step, parts):
     """Do what `write_side` does in `parts` threads: for many vectors, as threads take a while to wake."""
     bad = _first_bad(pool.size // side.nbytes, page, slot)
     if bad < 0:
         words = pool.view(np.uint32)
         for part in prange(parts):
-            _write_part(pool, words, side, places, page, slot, x, decoded, part, parts)
+            _write_part(pool, words, side, places, page, slot, x, step, part, parts)
     return bad
 
 

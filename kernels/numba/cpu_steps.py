@@ -38,6 +38,8 @@ _LEAST_EXPONENT, _TOO_LARGE = -39, np.float32(2**100)
 _NAN_STEP = 0xFF
 _ABOVE, _HIGHER = np.float32(1 + 2**-7), np.float32(17 / 16)
 _CODE_PARTS = np.array([0, 0, 6, 5, 4, 0, 0, 0, 4])
+RAW, DECODED = -1, -2
+"""In place of a vector's step byte, where that is to be found: whether it comes from codes."""
 STEP_OF = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
 """The step that each byte stands for."""
 
@@ -216,18 +218,21 @@ def _best_step(sizes, n, bits, below, in_units):
 
 
 @helper
-def encode_vector(x, start, bits, guess, decoded, codes, sizes):
+def encode_vector(x, start, bits, guess, step, codes, sizes):
     """Make the codes (uint32) of a vector and return its step byte; `sizes` (float32) is scratch.
 
-    `decoded`: whether the vector comes from codes.
+    `step`: that byte, of a vector that was read from codes of this width and stays what it is; or RAW or
+    DECODED.
     """
     n = codes.size
     largest = _largest(x, start, n)
     byte, exponent = 0, _exponent(largest * _ABOVE)
-    if np.isnan(largest):
+    if step >= 0:
+        byte, exponent = step, 0  # its grid is that of no vector that is halved
+    elif np.isnan(largest):
         byte = _NAN_STEP
     elif largest > _ZERO:
-        byte = _search_step(x, start, n, bits, guess, decoded, largest, exponent, sizes)
+        byte = _search_step(x, start, n, bits, guess, step == DECODED, largest, exponent, sizes)
     middle = np.float32(1 << (bits - 1))
     if byte == 0 or byte == _NAN_STEP:
         for i in range(n):

@@ -170,6 +170,10 @@ def decode_importance(codes: Bytes) -> Floats:
 _IMPORTANCE_OF = np.concatenate([[0.0], 2.0 ** ((np.arange(1, 256) - 192) / 8)]).astype(np.float32)
 
 
+RAW, DECODED = -1, -2
+"""In place of a step byte that is to be found (`write_tokens`): of a vector that comes from codes, or not."""
+
+
 @lru_cache(maxsize=64)
 def _sides(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.int32]], ...]:
     """Return K and V as the kernels want them: numbers, and the place of every code."""
@@ -214,7 +218,7 @@ def write_tokens(
     slot: NDArray[np.integer[Any]],
     k: Floats,
     v: Floats,
-    decoded: NDArray[np.bool_] | None = None,
+    steps: NDArray[np.int16] | None = None,
 ) -> None:
     """Encode tokens into slots: the codes and steps of K and V. Positions and importance stay as they are.
 
@@ -230,8 +234,9 @@ def write_tokens(
         Where token i goes.
     k, v : float32, (n, head_dim)
         Rotated (`kvlab.reference.pages.rotate`) where that side's width is below 16, raw where it is 16.
-    decoded : bool, (2, n), optional
-        Which keys and which values come from codes of a page; none if it is left out.
+    steps : int16, (2, n), optional
+        Of keys and of values: the step byte of one that was read from codes of this width, which stay as they
+        are; DECODED of one that was read from codes of another width; RAW of others, and if it is left out.
 
     Raises
     ------
@@ -258,14 +263,12 @@ def write_tokens(
     for name, x in (("k", k), ("v", v)):
         if x.dtype != np.float32 or x.shape != shape:
             raise ValueError(f"{name} must be float32 of shape {shape}, got {x.dtype} {x.shape}")
-    if decoded is None:
-        decoded = np.zeros((2, shape[0]), bool)
-    elif decoded.dtype != np.bool_ or decoded.shape != (2, shape[0]):
-        raise ValueError(
-            f"decoded must be bool of shape {(2, shape[0])}, got {decoded.dtype} {decoded.shape}"
-        )
-    for side, x, of_codes in zip(sides, (k, v), np.ascontiguousarray(decoded), strict=True):
-        arguments = pool.reshape(-1), *side, *where, np.ascontiguousarray(x).reshape(-1), of_codes
+    if steps is None:
+        steps = np.full((2, shape[0]), RAW, np.int16)
+    elif steps.dtype != np.int16 or steps.shape != (2, shape[0]):
+        raise ValueError(f"steps must be int16 of shape {(2, shape[0])}, got {steps.dtype} {steps.shape}")
+    for side, x, known in zip(sides, (k, v), np.ascontiguousarray(steps), strict=True):
+        arguments = pool.reshape(-1), *side, *where, np.ascontiguousarray(x).reshape(-1), known
         bad = _in_threads(write_side, write_side_parallel, len(x), *arguments)
         _check_bad(bad, pool, where)
 

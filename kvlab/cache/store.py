@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from kvlab.cache.allocator import Method
 from kvlab.cache.ladder import Ladder, Rung
 from kvlab.cache.pages import (
+    DECODED,
     PAGE_TABLE_BYTES,
+    RAW,
     TOKENS_PER_PAGE,
     LayerPages,
     PageLayout,
@@ -228,8 +230,8 @@ class LayerStore:
             which = order[arriving.rung[order] == r]
             if which.size:
                 page, at = index[which], slot[which]
-                k, v, decoded = arriving.k[which], arriving.v[which], arriving.decoded[:, which]
-                write_tokens(self.pools[r], self.layouts[r], self.dtype, page, at, k, v, decoded)
+                k, v, steps = arriving.k[which], arriving.v[which], arriving.steps[:, which]
+                write_tokens(self.pools[r], self.layouts[r], self.dtype, page, at, k, v, steps)
                 self._positions(r)[page, at] = arriving.position[which] & 0xFFFF
                 self._importance(r)[page, at] = arriving.code[which]
         for r in range(len(self.ladder)):
@@ -244,6 +246,7 @@ class LayerStore:
         head, token = np.nonzero(plan.new >= 0)
         n = len(leaving)
         k, v = (np.empty((n + len(head), self.head_dim), np.float32) for _ in "kv")
+        steps = np.full((2, n + len(head)), RAW, np.int16)
         source = tokens.rung[leaving]
         index = self.index[row, tokens.head[leaving], tokens.page[leaving]].astype(np.int64)
         slot = tokens.slot[leaving]
@@ -251,9 +254,9 @@ class LayerStore:
             first, last = np.searchsorted(source, [r, r + 1])
             if first < last:
                 part = slice(first, last)
-                k[part], v[part] = read_tokens(
-                    self.pools[r], self.layouts[r], self.dtype, index[part], slot[part]
-                )
+                where = index[part], slot[part]
+                k[part], v[part] = read_tokens(self.pools[r], self.layouts[r], self.dtype, *where)
+                steps[:, part] = self._steps(r, plan.stored[leaving[part]], *where)
         k[n:], v[n:] = new.k[token, head], new.v[token, head]
         found = _Arriving(
             head=np.concatenate([tokens.head[leaving], head]),
@@ -262,23 +265,31 @@ class LayerStore:
             v=v,
             position=np.concatenate([tokens.position[leaving], new.position[token]]),
             code=np.concatenate([tokens.code[leaving], new.code[head, token]]),
-            decoded=np.zeros((2, n + len(head)), bool),
+            steps=steps,
         )
-        self._rotate_arriving(row, found, source)
+        self._rotate_arriving(row, found)
         return found
 
-    def _rotate_arriving(self, row: int, arriving: _Arriving, source: Ints) -> None:
+    def _steps(self, rung: int, to: Ints, index: Ints, slot: Ints) -> NDArray[np.int16]:
+        """Return what `write_tokens` is to know of the steps of tokens that leave a rung for others."""
+        layout, steps = self.layouts[rung], np.full((2, len(to)), RAW, np.int16)
+        for side, bits, first in ((0, layout.bits_k, layout.k_steps), (1, layout.bits_v, layout.v_steps)):
+            if bits < 16:
+                widths = np.array([(other.bits_k, other.bits_v)[side] for other in self.layouts])
+                own = self.pools[rung][index, first + slot].astype(np.int16)
+                steps[side] = np.where(widths[to] == bits, own, DECODED)
+        return steps
+
+    def _rotate_arriving(self, row: int, arriving: _Arriving) -> None:
         """Take the mean off and rotate what was at width 16, or is new, and will be packed.
 
-        What comes from codes is rotated already; `arriving.decoded` says so.
+        What comes from codes is rotated already; `arriving.steps` says so.
         """
-        for x, mean, widths, decoded in (
-            (arriving.k, self.k_mean[row], [rung.bits_k for rung in self.ladder], arriving.decoded[0]),
-            (arriving.v, None, [rung.bits_v for rung in self.ladder], arriving.decoded[1]),
+        for x, mean, widths, steps in (
+            (arriving.k, self.k_mean[row], [rung.bits_k for rung in self.ladder], arriving.steps[0]),
+            (arriving.v, None, [rung.bits_v for rung in self.ladder], arriving.steps[1]),
         ):
-            packed = np.array(widths) < 16
-            decoded[: len(source)] = packed[source]
-            turns = packed[arriving.rung] & ~decoded
+            turns = (np.array(widths) < 16)[arriving.rung] & (steps == RAW)
             if turns.any():
                 x[turns] = _rotate(x[turns], mean, arriving.head[turns])
 
@@ -386,4 +397,4 @@ class _Arriving:
     v: Floats
     position: Ints
     code: NDArray[np.uint8]
-    decoded: NDArray[np.bool_]  # (2, n): which keys and which values come from codes
+    steps: NDArray[np.int16]  # (2, n): of keys and of values, as `write_tokens` takes them

@@ -16,6 +16,7 @@ from kvlab.cache.store import ERRORS
 from kvlab.errors import BudgetError
 from kvlab.reference.attention import attend_rows
 from kvlab.reference.codec import hadamard
+from kvlab.reference.pages import bit_address
 
 LAYERS, HEADS_Q, HEADS, DIM = 2, 4, 2, 32
 
@@ -90,6 +91,44 @@ def check(cache):
     assert cache.budget_nbytes is None or cache.nbytes <= cache.budget_nbytes
     for layer in cache.layers:
         layer.store.view().check_entries()
+
+
+@pytest.mark.parametrize(
+    ("bits", "side", "budget"),
+    [(("k4v2", "k4v8"), "k", 0.3), (("k2v4", "k8v4"), "v", 0.3), (("k8v3", 8), "k", 0.4)],
+)
+def test_a_side_whose_width_stays_keeps_its_codes(bits, side, budget):
+    """Of tokens that lose bits of the other side: to find a step once more would change what was stored."""
+    cache, rng = make(bits=bits, budget=budget, plan_length=1024), np.random.default_rng(0)
+
+    def codes(store):
+        """(head, position) -> rung, and all bits of the side with its step byte."""
+        found, listed = {}, store.tokens(0)
+        for head, page, slot, rung, position in zip(
+            listed.head, listed.page, listed.slot, listed.rung, listed.position, strict=True
+        ):
+            layout = store.layouts[rung]
+            record = store.pools[rung][store.index[0, head, page]]
+            first, width, steps = {
+                "k": (layout.k_codes, layout.bits_k, layout.k_steps),
+                "v": (layout.v_codes, layout.bits_v, layout.v_steps),
+            }[side]
+            stream = np.unpackbits(record[first:], bitorder="little")
+            bits_of = stream[bit_address(width, DIM, side)[slot]]
+            found[int(head), int(position)] = rung, (*bits_of.ravel(), int(record[steps + slot]))
+        return found
+
+    before, moved = {}, 0
+    for _ in range(12):
+        for layer in range(LAYERS):
+            cache.step(layer, *tokens(rng, 1, 64))
+        now = codes(cache.layers[0].store)
+        for token in before.keys() & now.keys():
+            if before[token][0] != now[token][0]:
+                moved += 1
+                assert before[token][1] == now[token][1]
+        before = now
+    assert moved > 50
 
 
 class Growth(RuleBasedStateMachine):

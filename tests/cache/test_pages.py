@@ -14,7 +14,9 @@ from kvlab.numba_kernels import cpu_pages
 from numpy.typing import NDArray
 
 from kvlab.cache.pages import (
+    DECODED,
     PAGE_TABLE_BYTES,
+    RAW,
     TOKENS_PER_PAGE,
     WIDTHS,
     PageLayout,
@@ -160,7 +162,8 @@ def test_written_pages_equal_the_oracle(case: tuple[PageLayout, str], seed: int,
     np.testing.assert_array_equal(pool, expected)
     decoded = rng.integers(0, 2, (2, n)).astype(bool)
     expected = written(pool, layout, dtype, page, slot, k, v, decoded)
-    write_tokens(pool, layout, dtype, page, slot, k, v, decoded)
+    steps = np.where(decoded, DECODED, RAW).astype(np.int16)
+    write_tokens(pool, layout, dtype, page, slot, k, v, steps)
     np.testing.assert_array_equal(pool, expected)
 
 
@@ -244,7 +247,7 @@ def test_a_page_belongs_to_one_thread() -> None:
     pool = np.zeros((10, layout.nbytes), np.uint8)
     write_tokens(pool, layout, "float16", page, slot, x, np.zeros_like(x))
     together = np.zeros_like(pool)
-    (side, places), raw = _sides(layout, "float16")[0], np.zeros(300, bool)
+    (side, places), raw = _sides(layout, "float16")[0], np.full(300, RAW, np.int16)
     for part in range(3):
         alone = np.zeros_like(pool)
         flat = alone.reshape(-1)
@@ -287,6 +290,24 @@ def test_the_number_of_threads_does_not_matter(bits: int) -> None:
                 np.testing.assert_array_equal(x[part], y)
 
 
+@given(layouts, SEEDS)
+def test_what_was_read_is_written_as_it_was(case: tuple[PageLayout, str], seed: int) -> None:
+    """Of any vectors, zeros, tiny, huge and not finite ones among them, if their steps are known."""
+    layout, dtype = case
+    rng = np.random.default_rng(seed)
+    page, slot = some_places(rng, 40)
+    k, v = page_vectors(rng, 40, layout.head_dim), page_vectors(rng, 40, layout.head_dim)
+    pool = random_pool(rng, layout)
+    write_tokens(pool, layout, dtype, page, slot, k, v)
+    k, v = read_tokens(pool, layout, dtype, page, slot)
+    first = ((layout.bits_k, layout.k_steps), (layout.bits_v, layout.v_steps))
+    steps = [pool[page, at + slot] if bits < 16 else np.full(40, RAW) for bits, at in first]
+    again = pool.copy()
+    write_tokens(again, layout, dtype, page, slot, np.zeros_like(k), np.zeros_like(v))
+    write_tokens(again, layout, dtype, page, slot, k, v, np.array(steps, np.int16))
+    np.testing.assert_array_equal(again, pool)
+
+
 @given(SEEDS, st.sampled_from((2, 3, 4, 8)), st.sampled_from((16, 64, 112, 128)))
 def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     """What is read lies on the grid of its step byte, and stays where that byte is found again.
@@ -305,8 +326,7 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     byte = pool[where[0], layout.k_steps + where[1]]
 
     again = pool.copy()
-    decoded = np.ones((2, len(first)), bool)
-    write_tokens(again, layout, "float16", *where, first, first, decoded)
+    write_tokens(again, layout, "float16", *where, first, first, np.full((2, len(first)), DECODED, np.int16))
     second, _ = read_tokens(again, layout, "float16", *where)
     byte_again = again[where[0], layout.k_steps + where[1]]
 
@@ -316,7 +336,7 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     np.testing.assert_array_equal(second[same], first[same])
     moved = np.square(second - first, dtype=np.float64).sum(axis=1)
     assert (moved <= 0.2 * np.square(first, dtype=np.float64).sum(axis=1)).all()
-    codes, _ = reference.encode(first, bits, decoded[0])
+    codes, _ = reference.encode(first, bits, np.ones(len(first), bool))
     kept = reference.grid_codes(first, reference.STEPS[byte][:, None], bits)
     np.testing.assert_array_equal(codes[same], kept[same])
 
@@ -393,8 +413,8 @@ def good_call() -> dict[str, Any]:
         ({"slot": np.array([64, 1, 1])}, "below 2 and 64, at index 0 they are 0, 64"),
         ({"k": np.ones((2, 16), np.float32)}, r"k must be float32 of shape \(3, 16\), got float32 \(2, 16\)"),
         ({"v": np.ones((3, 16))}, "v must be float32 .* got float64"),
-        ({"decoded": np.ones(3, bool)}, r"decoded must be bool of shape \(2, 3\), got bool \(3,\)"),
-        ({"decoded": np.ones((2, 3))}, r"decoded must be bool .* got float64"),
+        ({"steps": np.ones(3, np.int16)}, r"steps must be int16 of shape \(2, 3\), got int16 \(3,\)"),
+        ({"steps": np.ones((2, 3), np.uint8)}, r"steps must be int16 .* got uint8"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(change: dict[str, Any], message: str) -> None:
@@ -403,7 +423,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(change: dict[str
     with pytest.raises(ValueError, match=message):
         write_tokens(**call)
     np.testing.assert_array_equal(call["pool"], before)
-    if not change.keys() & {"k", "v", "decoded"}:
+    if not change.keys() & {"k", "v", "steps"}:
         with pytest.raises(ValueError, match=message):
             read_tokens(*(call[name] for name in ("pool", "layout", "dtype", "page", "slot")))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlab.numba_kernels.cpu_steps import encode_vector, rotate_rows
+from kvlab.numba_kernels.cpu_steps import DECODED, RAW, encode_vector, rotate_rows
 from numba import njit
 from numpy.typing import NDArray
 
@@ -44,7 +44,7 @@ def _encode_all(
     x: Any, n: int, bits: int, guess: Any, decoded: Any, codes: Any, byte: Any, row: Any, sizes: Any
 ) -> None:
     for i in range(len(byte)):
-        byte[i] = encode_vector(x, i * n, bits, guess, decoded[i], row, sizes)
+        byte[i] = encode_vector(x, i * n, bits, guess, DECODED if decoded[i] else RAW, row, sizes)
         codes[i] = row
 
 

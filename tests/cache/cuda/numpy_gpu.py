@@ -33,7 +33,7 @@ from kvlab.cache.cuda.store import STATE, UNIT, DeviceStore
 from kvlab.cache.exact import attend_exact
 from kvlab.cache.frame import key_mean
 from kvlab.cache.ladder import Rung
-from kvlab.cache.pages import encode_importance, read_tokens, write_tokens
+from kvlab.cache.pages import DECODED, RAW, encode_importance, read_tokens, write_tokens
 from kvlab.cache.store import LayerStore
 from kvlab.ops.packed import packed_attention
 from kvlab.reference import cache_layer, cache_plan
@@ -115,19 +115,11 @@ class Kernels:
         return arena[address * UNIT : address * UNIT + layout.nbytes][None]
 
     def write_slot(
-        self,
-        number: int,
-        page: np.ndarray,
-        rung: int,
-        slot: int,
-        k: Any,
-        v: Any,
-        decoded: Any = (False, False),
+        self, number: int, page: np.ndarray, rung: int, slot: int, k: Any, v: Any, steps: Any = (RAW, RAW)
     ) -> None:
         store = self.store.stores[number]
-        where = np.array([0]), np.array([slot])
-        of_codes = np.array(decoded)[:, None]
-        write_tokens(page, store.layouts[rung], store.dtype, *where, k[None], v[None], of_codes)
+        where, known = (np.array([0]), np.array([slot])), np.array(steps, np.int16)[:, None]
+        write_tokens(page, store.layouts[rung], store.dtype, *where, k[None], v[None], known)
 
     def encoded(self, number: int, pair: int, rung: int, k: Any, v: Any) -> tuple[np.ndarray, np.ndarray]:
         bits = self.store.stores[number].ladder[rung]
@@ -157,7 +149,7 @@ class Kernels:
                     position[:] = (int(fresh["first"]) + step) & 0xFFFF
                     importance[:] = self.arrays[int(fresh["importance"])].reshape(-1, steps)[pair, step]
                     k, v = self.encoded(number, pair, to_rung, k, v)
-                    decoded = False, False
+                    steps_of = [RAW, RAW]
                 else:
                     old = self.page(before, number, source, from_rung)
                     for new, kept in zip(
@@ -170,10 +162,17 @@ class Kernels:
                     raw_k, raw_v = self.encoded(number, token, to_rung, k, v)
                     k = raw_k if present.bits_k == 16 else k
                     v = raw_v if present.bits_v == 16 else v
-                    decoded = present.bits_k < 16, present.bits_v < 16
+                    layout = store.layouts[from_rung]
+                    steps_of = [
+                        RAW if bits == 16 else int(old[0, first + from_slot]) if bits == to_bits else DECODED
+                        for bits, to_bits, first in (
+                            (present.bits_k, wanted.bits_k, layout.k_steps),
+                            (present.bits_v, wanted.bits_v, layout.v_steps),
+                        )
+                    ]
                     assert wanted.bits_k <= present.bits_k
                     assert wanted.bits_v <= present.bits_v
-                self.write_slot(number, page, to_rung, to_slot, k, v, decoded)
+                self.write_slot(number, page, to_rung, to_slot, k, v, steps_of)
             if steps:
                 self.store.tables["seqlen"][number] = int(fresh["first"]) + steps
 
