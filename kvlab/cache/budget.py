@@ -71,7 +71,12 @@ def parse_budget(budget: float | int | str | None) -> Budget:
     elif isinstance(budget, float):
         fraction = budget
     else:
-        nbytes = parse_size(budget, "budget")
+        try:
+            nbytes = parse_size(budget, "budget")
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; or a fraction of float16's bytes, 0.35, bits per element, '4.25bpe', or None"
+            ) from None
         if nbytes <= 0:
             raise ValueError(f"budget={budget!r} must be positive")
         return Budget(nbytes=nbytes)
