@@ -112,7 +112,8 @@ class KVLabCache(Cache):
         Parameters
         ----------
         packed : MixedPrecisionCache
-            With a layer for each layer with full attention; no row of it begins with padding.
+            With a layer for each layer with full attention; no row of it begins with padding. It keeps its
+            own budget, widths and other options; those that this cache was made with are not used.
 
         Raises
         ------
