@@ -58,7 +58,7 @@ def near_mean_square(x: np.ndarray, bits: int, reach: int) -> np.ndarray:
 
 def of_kvlab(x: np.ndarray, bits: int, decoded: bool) -> np.ndarray:
     """What pages hold."""
-    codes, byte = encode(x, bits, np.full(len(x), decoded))
+    codes, byte = encode(x, bits, decoded)
     return grid_values(codes, STEPS[byte][:, None], bits)
 
 

@@ -239,7 +239,7 @@ template <int BITS>
 __device__ __forceinline__ void store_block(int side, const Page& page, WarpSpace& space, Vectors& x,
                                             const Taken& taken, int block, u32 lane) {
     const u32 byte = encode<BITS, false>(x, taken, lane);
-    const u32 slot = lane / 4 * 8 + 2 * block + lane % 2;
+    const u32 slot = lane / 4 * 8 + 2 * block + lane % 2;  // slot_of, in fewer steps
     const u64 named = page.named;
     if (lane % 4 < 2 && ((const u32*)&page.named)[lane / 16] >> slot % 32 & 1)
         page.to_steps[side][slot] = (u8)(taken.fine ? byte : NAN_STEP);

@@ -39,7 +39,7 @@ _NAN_STEP = 0xFF
 _ABOVE, _HIGHER = np.float32(1 + 2**-7), np.float32(17 / 16)
 _CODE_PARTS = np.array([0, 0, 6, 5, 4, 0, 0, 0, 4])
 RAW, DECODED = -1, -2
-"""In place of a vector's step byte, where that is to be found: whether it comes from codes."""
+"""In place of a step byte that is to be found: of a raw vector, or one that comes from codes."""
 STEP_OF = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
 """The step that each byte stands for."""
 

@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from kvlab.reference.pages import GUESS, TOKENS_PER_PAGE, bit_address
 
 __all__ = [
+    "DECODED",
     "PAGE_TABLE_BYTES",
+    "RAW",
     "TOKENS_PER_PAGE",
     "WIDTHS",
     "LayerPages",
@@ -171,7 +173,10 @@ _IMPORTANCE_OF = np.concatenate([[0.0], 2.0 ** ((np.arange(1, 256) - 192) / 8)])
 
 
 RAW, DECODED = -1, -2
-"""In place of a step byte that is to be found (`write_tokens`): of a vector that comes from codes, or not."""
+"""In place of a step byte that is to be found: of a raw vector, or one that comes from codes.
+
+As kernels/numba/cpu_steps.py has them, which is not imported before a kernel is called.
+"""
 
 
 @lru_cache(maxsize=64)

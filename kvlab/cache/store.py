@@ -273,11 +273,14 @@ class LayerStore:
     def _steps(self, rung: int, to: Ints, index: Ints, slot: Ints) -> NDArray[np.int16]:
         """Return what `write_tokens` is to know of the steps of tokens that leave a rung for others."""
         layout, steps = self.layouts[rung], np.full((2, len(to)), RAW, np.int16)
-        for side, bits, first in ((0, layout.bits_k, layout.k_steps), (1, layout.bits_v, layout.v_steps)):
-            if bits < 16:
-                widths = np.array([(other.bits_k, other.bits_v)[side] for other in self.layouts])
-                own = self.pools[rung][index, first + slot].astype(np.int16)
-                steps[side] = np.where(widths[to] == bits, own, DECODED)
+        for of_side, first, widths in (
+            (steps[0], layout.k_steps, [other.bits_k for other in self.ladder]),
+            (steps[1], layout.v_steps, [other.bits_v for other in self.ladder]),
+        ):
+            if widths[rung] < 16:
+                stays = (np.array(widths) == widths[rung])[to]
+                of_side[:] = DECODED
+                of_side[stays] = self.pools[rung][index[stays], first + slot[stays]]
         return steps
 
     def _rotate_arriving(self, row: int, arriving: _Arriving) -> None:

@@ -243,7 +243,7 @@ def grid_values(codes: NDArray[Any], step: NDArray[np.float32], bits: int) -> ND
 
 
 def guess_step(
-    x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | None = None
+    x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | bool = False
 ) -> NDArray[np.float32]:
     """Return where the search for the step of each vector begins; no vector may be zero or not finite.
 
@@ -255,8 +255,7 @@ def guess_step(
     guess = largest = np.ldexp(np.abs(x).max(axis=1), -unit)
     part: Any = GUESS[bits]
     if bits in (2, 3):
-        if decoded is not None:
-            part = np.where(decoded, part * np.float32(17 / 16), part)
+        part = np.where(decoded, part * np.float32(17 / 16), part)
         sizes = _sizes(x[:, : compared_channels(x.shape[1])], unit)
         squares = np.square(sizes).sum(axis=1) + largest * largest
         guess = squares / (sizes.sum(axis=1) + largest)
@@ -287,12 +286,12 @@ def compared_channels(head_dim: int) -> int:
     return head_dim // 16 * 3 // 4 * 16 if head_dim >= 128 else head_dim
 
 
-def is_searched(head_dim: int, bits: int, decoded: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def is_searched(head_dim: int, bits: int, decoded: NDArray[np.bool_] | bool) -> NDArray[np.bool_] | bool:
     """Say whether errors of steps are compared for vectors, or the byte nearest to the guess is taken."""
     return decoded | (head_dim < 128 or bits == 4)
 
 
-def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | None = None) -> Int64:
+def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | bool = False) -> Int64:
     """Return the step byte of each vector, (n, head_dim) -> (n,).
 
     At 8 bits the guess, rounded up. Below, the bytes next to the guess, under and above it; at 2 and 3 bits
@@ -325,16 +324,16 @@ def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | 
     if bits < 4:
         beyond = best + np.where(upwards, 1, -1)
         best = np.where(error(beyond) < least, beyond, best)
-    searched = is_searched(x.shape[1], bits, np.zeros(len(x), bool) if decoded is None else decoded)
+    searched = is_searched(x.shape[1], bits, decoded)
     return np.where(near >= 64, np.where(searched, best, (near + 64) >> 7), 0)
 
 
 def encode(
-    x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | None = None
+    x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | bool = False
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Encode rotated vectors: (n, head_dim) -> codes (n, head_dim) and step bytes (n,).
 
-    `decoded`, (n,): which of them come from codes; none if it is left out.
+    `decoded`, (n,) or for all: which of them come from codes.
 
     Elements become whole numbers of 1/16 to 1/120 of a step before they become codes. A vector that is too
     large for the highest steps, with elements of 2**(bits + 14) or nearly so, is halved until it is not.
@@ -353,7 +352,7 @@ def encode(
         return codes, byte
     x = x[usual]
     x = _times_power(x, np.minimum(bits + 13 - _exponent_above(x), 0))
-    found = search_step(x, bits, None if decoded is None else decoded[usual])
+    found = search_step(x, bits, np.broadcast_to(decoded, len(codes))[usual])
     byte[usual] = found
     usual, x, step = usual[found > 0], x[found > 0], STEPS[found[found > 0]]
     unit = _exponent(step) - _CODE_PARTS[bits]

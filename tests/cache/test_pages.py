@@ -60,7 +60,7 @@ def written(
     slot: NDArray[Any],
     k: NDArray[np.float32],
     v: NDArray[np.float32],
-    decoded: Any = (None, None),
+    decoded: Any = (False, False),
 ) -> NDArray[np.uint8]:
     """Return what `pool` must be after `write_tokens`, by the oracle and bit by bit."""
     pool = pool.copy()

@@ -191,7 +191,7 @@ def move_reference(old: Record, at: int, new: Record, slot: int, mean: np.ndarra
         if bits_new == 16:
             new.put(side, slot, narrow(hadamard(x) + offset, dtype), 0)
             continue
-        codes, steps = encode(x[None], bits_new, np.array([bits_old < 16]))
+        codes, steps = encode(x[None], bits_new, bits_old < 16)
         new.put(side, slot, codes[0], int(steps[0]))
 
 

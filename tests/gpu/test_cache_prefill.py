@@ -54,11 +54,12 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtyp
                 record.bytes[position] = np.array([step], np.uint16).view(np.uint8)
                 record.bytes[code] = importance[pair, step]
     monkeypatch.setattr(kernels, "_MANY_PAGES", 1)
-    launched = []
-    prefill = kernels._prefill_kernel
-    monkeypatch.setattr(kernels, "_prefill_kernel", lambda *args: launched.append(args) or prefill(*args))
+    taken, kernel = [], kernels._kernel
+    monkeypatch.setattr(
+        kernels, "_kernel", lambda source, *args: taken.append(source) or kernel(source, *args)
+    )
     run_moves(device, rows, k, v, importance, steps, 0)
-    assert launched, "another kernel was taken"
+    assert taken == ["cache_prefill"], "another kernel was taken"
     got = to_numpy(device.arenas[0])
     wrong = np.flatnonzero(got != after)
     assert len(wrong) == 0, f"{len(wrong)} bytes differ, the first at {wrong[:5]}"

@@ -12,6 +12,7 @@ from kvlab.numba_kernels.cpu_steps import DECODED, RAW, encode_vector, rotate_ro
 from numba import njit
 from numpy.typing import NDArray
 
+from kvlab.cache import pages
 from kvlab.reference import pages as reference
 from tests.strategies import SEEDS, VECTOR_KINDS, page_vectors
 
@@ -155,6 +156,10 @@ def test_equally_good_steps(bits: int) -> None:
     rng = np.random.default_rng(bits)
     x = np.rint(rng.standard_normal((20000, 16)) * rng.choice([8, 60], (20000, 1))).astype(np.float32)
     assert_same(x, bits)
+
+
+def test_raw_and_decoded_are_told_alike() -> None:
+    assert (RAW, DECODED) == (pages.RAW, pages.DECODED)
 
 
 def test_one_bit_more_or_less_is_seen() -> None:

@@ -153,17 +153,16 @@ def write_tokens(
     kernel of their own if their vectors can be copied in units of 16 bytes.
     """
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
-        kernel = _prefill_kernel(head_dim, dtype, device)
+        kernel = _kernel("cache_prefill", "write_prefill", head_dim, dtype, device)
         row = -(-2 * head_dim // 128) * 128
         each = -(-(28 * head_dim + 16 * row + 1728) // 128) * 128  # WarpSpace in cache_prefill.cu
-        most = {9: 20, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
-        most = 8 if head_dim > 128 else most
+        most = 8 if head_dim > 128 else {9: 20, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
         free = shared_memory_per_block(device) - kernel.resources.shared_bytes
         warps = min(most, free // each)
         grid = _grid(-(-groups // warps), layers, multiprocessors(device))
         kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
         return
-    kernel = _write_kernel(head_dim, dtype, "write_tokens", device)
+    kernel = _kernel("cache_write", "write_tokens", head_dim, dtype, device)
     grid = _grid(groups, layers, _BLOCKS if fresh["k"] else _FEW_BLOCKS)
     shared = 2 * TOKENS_PER_PAGE * (2 * head_dim + 16)  # rows of a page and of the next
     kernel((*grid, 2), (_SIDE_THREADS,), (states, lists, fresh), shared, stream)
@@ -188,7 +187,7 @@ def copy_pages(
     head_dim: int, dtype: str, device: int, states: int, lists: int, layers: int, copies: int, stream: int
 ) -> None:
     """Carry out the page copies of `layers` lists of at most `copies` each."""
-    kernel = _write_kernel(head_dim, dtype, "copy_pages", device)
+    kernel = _kernel("cache_write", "copy_pages", head_dim, dtype, device)
     kernel(_grid(copies, layers, _FEW_BLOCKS), (_THREADS,), (states, lists), 0, stream)
 
 
@@ -196,7 +195,7 @@ def mean_of_keys(
     head_dim: int, dtype: str, device: int, fresh: Any, pairs: int, heads: int, k_mean: int, stream: int
 ) -> None:
     """Write the mean of the first keys of each (row, KV head)."""
-    kernel = _write_kernel(head_dim, dtype, "mean_of_keys", device)
+    kernel = _kernel("cache_write", "mean_of_keys", head_dim, dtype, device)
     kernel((pairs,), (head_dim,), (fresh, np.int32(heads), k_mean), 0, stream)
 
 
@@ -208,7 +207,7 @@ def merge_rows(
     Addresses are of out, lse, the other out and its lse, contiguous; shape is (batch, steps, heads).
     """
     batch, steps, heads = shape
-    kernel, rows = _write_kernel(head_dim, dtype, "merge_rows", device), batch * steps * heads
+    kernel, rows = _kernel("cache_write", "merge_rows", head_dim, dtype, device), batch * steps * heads
     numbers = (np.int32(rows), np.int32(steps), np.int32(heads))
     kernel((-(-rows // 8),), (_THREADS,), (*addresses, *numbers), 0, stream)
 
@@ -220,12 +219,6 @@ def _append_kernel(head_dim: int, dtype: str, top_k: int, top_v: int, device: in
 
 
 @lru_cache(maxsize=64)
-def _prefill_kernel(head_dim: int, dtype: str, device: int) -> Kernel:
+def _kernel(source: str, entry: str, head_dim: int, dtype: str, device: int) -> Kernel:
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
-    return load(build("cache_prefill", macros, arch_of(*compute_capability(device))), device=device)
-
-
-@lru_cache(maxsize=64)
-def _write_kernel(head_dim: int, dtype: str, entry: str, device: int) -> Kernel:
-    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
-    return load(build("cache_write", macros, arch_of(*compute_capability(device))), entry, device=device)
+    return load(build(source, macros, arch_of(*compute_capability(device))), entry, device=device)
