@@ -1,5 +1,5 @@
-// Which steps are tried for a rotated vector, or taken untried, from its largest element and the sums of sizes
-// and of their squares, as kvlab/reference/pages.py says (guess_step, search_step), bit for bit.
+// Which steps are tried for a rotated vector, or taken untried, from its largest element and the sums of
+// sizes and of their squares, as kvlab/reference/pages.py says (guess_step, search_step), bit for bit.
 //
 // A number of a vector is counted in units of 2^unit, such that the largest rounds to a whole number of 8
 // bits. Needs packed_codes.cuh and packed_encode.cuh.
