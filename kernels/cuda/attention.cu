@@ -49,9 +49,9 @@ __device__ __forceinline__ void copy_queries(u16* to, const Call& call, const Wo
         if (THREADS % CHUNKS && !c.takes_part) return;
 #pragma unroll 2
         for (int r = c.row; r < BLOCK_M; r += PASS)
-            copy_16(shared_address(to + r * PITCH + c.channel),
-                    from + row_offset(call.q, min(w.row0 + r, w.rows - 1), call.group) + c.channel,
-                    c.any && w.row0 + r < w.rows);
+            copy_async_if(shared_address(to + r * PITCH + c.channel),
+                          from + row_offset(call.q, min(w.row0 + r, w.rows - 1), call.group) + c.channel,
+                          c.any && w.row0 + r < w.rows);
     } else {
         for (int at = threadIdx.x; at < BLOCK_M * HEAD_DIM; at += THREADS) {
             const int r = at / HEAD_DIM, channel = at % HEAD_DIM, row = w.row0 + r;

@@ -112,7 +112,7 @@ __device__ __forceinline__ void copy_stats(float* to, const Call& call, const Sp
     const int i = threadIdx.x * 4;
     if (i >= 2 * BLOCK_M) return;
     const float* from = i < BLOCK_M ? call.peaks : call.deltas;
-    copy_16(shared_address(to + i), from + at.head * call.rows + s.stored + at.row + i % BLOCK_M, true);
+    copy_async_if(shared_address(to + i), from + at.head * call.rows + s.stored + at.row + i % BLOCK_M, true);
 }
 
 // Scores to P and dS, in shared memory as [keys, rows]; the CTA's part of the warp begins at key and row.

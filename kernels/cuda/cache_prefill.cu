@@ -33,7 +33,7 @@ constexpr int WARPS = HEAD_DIM > 128          ? 8
 #include "cache_vectors.cuh"
 #include "cache_encode.cuh"
 #include "cache_words.cuh"
-#include "later_copies.cuh"
+#include "async_copies.cuh"
 
 constexpr int SLOTS = 64, ROWS = 16, LAST_BLOCK = SLOTS / ROWS - 1;  // a block is what a warp encodes at once
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ u32 layer_again() {
 
 // Asks where the moves of page `number` begin and end.
 __device__ __forceinline__ void look_ahead(const MoveList& list, int number, WarpSpace& space, u32 lane) {
-    if (lane < 2) copy_word_later(space.ahead + lane, list.begins + number + lane);
+    if (lane < 2) copy_word_async(space.ahead + lane, list.begins + number + lane);
 }
 
 // Asks for the moves of a page, of which space.ahead says where they are.
@@ -95,7 +95,7 @@ __device__ __forceinline__ void ask_for_moves(const MoveList& list, WarpSpace& s
     const u32 begin = space.ahead[0], moved = space.ahead[1] - begin;
 #pragma unroll
     for (int i = 0; i < SLOTS; i += 32)
-        if (lane + i < moved) copy_later(space.moves + lane + i, list.moves + begin + lane + i);
+        if (lane + i < moved) copy_async(space.moves + lane + i, list.moves + begin + lane + i);
     if (lane == 0) page.moved = moved;
 }
 
@@ -118,7 +118,7 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& fr
     page.steps[lane] = page.steps[lane + 32] = (int)move[0].token - first;
     const CacheRung& rung = s.rungs[move[0].to_rung];
     if (lane < HEAD_DIM / 8)
-        copy_later((uint4*)space.mean.sums + lane, s.k_mean + (u64)pair * HEAD_DIM + 8 * lane);
+        copy_async((uint4*)space.mean.sums + lane, s.k_mean + (u64)pair * HEAD_DIM + 8 * lane);
     __syncwarp();  // no step is set but by what follows; moves have been read
     u32 named[2] = {};
 #pragma unroll
@@ -132,7 +132,7 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& fr
         detail.position = fresh.first + step;
         const u64 at = (u64)fresh.importance + (u64)pair * fresh.steps + step;
         detail.importance_shift = (u8)(at % 4 * 8);
-        copy_word_later(&detail.importance, (const void*)(at & ~3ull));
+        copy_word_async(&detail.importance, (const void*)(at & ~3ull));
     }
     named[0] = __reduce_or_sync(ALL_LANES, named[0]), named[1] = __reduce_or_sync(ALL_LANES, named[1]);
     if (lane == 0) {

@@ -36,7 +36,7 @@ constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2 : 4;  // of a
 #include "cache_encode.cuh"
 #include "cache_words.cuh"
 #include "cache_side_words.cuh"
-#include "later_copies.cuh"
+#include "async_copies.cuh"
 #include "cache_sources.cuh"
 
 // Codes of a stored token; each lane asks for AT_ONCE of them before it waits for the first.

@@ -88,7 +88,7 @@ __device__ __forceinline__ void take_chunks(const void* x, const Shape& shape, i
         copy_async(to, from);
         from += 32 / PIECES * row_bytes, to += 32 * 16;
     }
-    wait_for_copies();
+    wait_copies();
     __syncwarp();  // the copies of all lanes are there
 }
 

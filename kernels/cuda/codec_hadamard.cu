@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZE_WARPS, QUANTIZE_BLOCK
         const bool inside = lane * VALUES < tile.here();
         const i64 group = group_of(tile, lane);
         float v[VALUES];
-        wait_for_copies();
+        wait_copies();
         __syncwarp();  // the copies of all lanes are there, the codes of the tile before are read
 #pragma unroll
         for (int j = 0; j < PIECES; ++j)
@@ -370,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, DEQUANTIZE_BLOCKS)
                 levels[i * THREADS + threadIdx.x] = __fmul_rn(level(book, i, HALF), s);
         }
         u32 words[WORDS];
-        wait_for_copies();
+        wait_copies();
         __syncwarp();  // the copies of all lanes are there, the elements of the tile before are read
 #pragma unroll
         for (int i = 0; i < WORDS; i += STEP) {

@@ -3,17 +3,8 @@
 // Needs HEAD_DIM, PITCH (elements of a row in shared memory), THREADS, ALIGNED (1: rows can be copied 16
 // bytes at a time, 0: element by element) and pairs.cuh, attention_call.cuh.
 #pragma once
+#include "async_copies.cuh"
 
-__device__ __forceinline__ void copy_16(u32 to, const void* from, bool present) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0));
-}
-__device__ __forceinline__ void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int PENDING>
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -44,7 +35,7 @@ __device__ __forceinline__ void copy_rows(u16* to, const u16* from, i64 stride, 
 #pragma unroll
         for (int i = 0; i < ROWS; i += PASS) {
             if (ROWS % PASS && i + PASS > ROWS && c.row + i >= ROWS) break;
-            copy_16(at + i * PITCH * 2, from, c.any && c.row + i < present);
+            copy_async_if(at + i * PITCH * 2, from, c.any && c.row + i < present);
             from += PASS * stride;
             asm volatile("" : "+l"(from));  // step by step: the multiples of stride shall not take registers
         }

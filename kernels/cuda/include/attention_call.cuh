@@ -5,8 +5,6 @@
 constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
 #define INFINITE __int_as_float(0x7f800000)
 
-using i64 = long long;
-
 #if FLOAT32
 using Element = float;
 #else

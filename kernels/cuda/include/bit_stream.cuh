@@ -6,17 +6,9 @@
 // does so with neighbouring lanes at neighbouring addresses. Ternary tiles hold digits 0, 1, 2 in place of
 // codes.
 #pragma once
+#include "words.cuh"
 
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i32 = int;
-using i64 = long long;
-
-constexpr u32 ALL_LANES = 0xffffffffu;
-constexpr int TILE = 1024;  // codes that a warp takes at a time; bytes of shared
-                            // memory it needs for them
+constexpr int TILE = 1024;  // codes that a warp takes at a time; bytes of shared memory it needs for them
 
 // x / by, without the slow division of 64 bits where 32 are enough.
 __device__ __forceinline__ i64 quotient(i64 x, i64 by) {

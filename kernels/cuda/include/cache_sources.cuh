@@ -1,7 +1,7 @@
 // Where a page's vectors come from: moves, raw rows, means and importance are asked for (cp.async) while the
 // page before is encoded.
 //
-// Needs cache_state.cuh, cache_vectors.cuh, cache_side_words.cuh and later_copies.cuh; SLOTS and
+// Needs cache_state.cuh, cache_vectors.cuh, cache_side_words.cuh and async_copies.cuh; SLOTS and
 // SIDE_THREADS.
 #pragma once
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ void ask_for_moves(const MoveList& list, int group, u
     if (thread < 0) return;
     const int begin = list.begins[group], moved = list.begins[group + 1] - begin;
     if (thread < moved)
-        copy_later(moves + thread, list.moves + begin + thread);
+        copy_async(moves + thread, list.moves + begin + thread);
     else
         moves[thread] = {0, 0, (u32)NO_MOVE << 16, 0};
 }
@@ -141,7 +141,7 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
         const int vector = i + lane / LANES_OF_ROW, its_row = __shfl_sync(ALL_LANES, row, vector),
                   its_unit = __shfl_sync(ALL_LANES, unit, vector);
         if (its_row != NO_ROW && (PARTS == LANES_OF_ROW || part < PARTS))
-            copy_later(rows + its_row * ROW_BYTES + 16 * part, from + its_unit);
+            copy_async(rows + its_row * ROW_BYTES + 16 * part, from + its_unit);
     }
 }
 
@@ -161,12 +161,12 @@ __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, con
     const u32 eight = eight_of_mean();
     if (eight < HEAD_DIM / 8) {
         const u32 pair = is_new(first) ? first.from : first.token;
-        copy_later(turn.halves + eight, s.k_mean + (u64)pair * HEAD_DIM + 8 * eight);
+        copy_async(turn.halves + eight, s.k_mean + (u64)pair * HEAD_DIM + 8 * eight);
     }
     if (thread >= SLOTS) return;
     const Move move = (const Move&)turn.moves[thread];
     if (!is_new(move)) return;
     const u32 step = place_of(fresh, move, page).step;
     const u64 at = (u64)(fresh.importance + (u64)move.from * fresh.steps + step);
-    copy_word_later(turn.importance_words + thread, (const void*)(at & ~3ull));
+    copy_word_async(turn.importance_words + thread, (const void*)(at & ~3ull));
 }

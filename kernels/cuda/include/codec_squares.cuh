@@ -8,12 +8,6 @@ __device__ __forceinline__ float rough_root(float x) {
     return r;
 }
 
-__device__ __forceinline__ u32 half_pair(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
 // What the root of a sum and that of the reference's differ by, at most: each of the `additions` that a term
 // passes through here, its square among them, and of the 11 there, rounds by 2^-24 of what it has; the root
 // halves that; the roots and products, of which the rough root counts twice, are 7 more.
@@ -30,7 +24,7 @@ __device__ __forceinline__ bool scale_of_squares(float squares, float inverse_co
     const float step = CODEC == TERNARY ? __fmul_rn(root, TERNARY_LEVEL) : root;
     const float low = __fmul_rn(step, 1.f - doubt_of(ADDITIONS)),
                 high = __fmul_rn(step, 1.f + doubt_of(ADDITIONS));
-    const u32 ends = half_pair(low, high), word = ends & 0xffff;
+    const u32 ends = pack_halves(low, high), word = ends & 0xffff;
     found = {half_value(word), 0.f, word, 0, true};
     return low > 6.2e-5f && high < 32752.f && word == ends >> 16;
 }

@@ -4,23 +4,13 @@
 #pragma once
 
 #include <cuda_fp16.h>
-
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
+#include "words.cuh"
 
 #if BF16
 #define KVLAB_PAIR "bf16"
 #else
 #define KVLAB_PAIR "f16"
 #endif
-
-constexpr u32 ALL_LANES = 0xffffffffu;
-
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
 
 #define KVLAB_MMA(TYPE, c, a, b0, b1)                             \
     asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE    \
@@ -60,18 +50,6 @@ __device__ __forceinline__ u32 pack_pair(float low, float high) {
     u32 r;
     asm("cvt.rn." KVLAB_PAIR "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
-}
-
-__device__ __forceinline__ u32 pack_halves(float low, float high) {
-    u32 r;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    return r;
-}
-
-__device__ __forceinline__ float half_bits_to_float(u32 bits) {
-    float f;
-    asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(bits));
-    return f;
 }
 
 __device__ __forceinline__ float2 unpack_pair(u32 x) {
