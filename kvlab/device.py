@@ -45,6 +45,7 @@ _SIMD_ARM = ("neon", "fullfp16", "bf16", "sve", "sve2")
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _CGROUP_MEMBERSHIP = Path("/proc/self/cgroup")
+_DROPPED_ON_DEMAND = ("active_file", "inactive_file", "slab_reclaimable")  # of memory.stat
 
 _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation")
 """How torch on the CPU, the CUDA driver and the CUDA runtime say it where no class of exception does."""
@@ -136,7 +137,9 @@ def _meminfo_available() -> int:
 def _cgroup_memory(root: Path = _CGROUP_ROOT, membership: Path = _CGROUP_MEMBERSHIP) -> tuple[int, int]:
     """Return the tightest (limit, use) in bytes of this process's control group and those above it.
 
-    Only version 2 of control groups is read; where there is no limit, a very large one is returned.
+    Of the use, copies of files and what the kernel drops on demand do not count: they are up to the limit
+    wherever much has been read. Only version 2 of control groups is read; where there is no limit, a very
+    large one is returned.
     """
     tightest, free = (sys.maxsize, 0), sys.maxsize
     try:
@@ -146,8 +149,11 @@ def _cgroup_memory(root: Path = _CGROUP_ROOT, membership: Path = _CGROUP_MEMBERS
     for folder in (root / own, *(root / own).parents):
         try:
             limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+            lines = (folder / "memory.stat").read_text().splitlines()
+            amounts = {name: int(amount) for name, _, amount in (line.partition(" ") for line in lines)}
         except (OSError, ValueError):  # ValueError: the limit reads "max"
             continue
+        used = max(used - sum(amounts.get(name, 0) for name in _DROPPED_ON_DEMAND), 0)
         if limit - used < free:
             tightest, free = (limit, used), limit - used
     return tightest

@@ -115,7 +115,15 @@ def test_memory_limit_of_a_control_group_counts(tmp_path: Path) -> None:
     for folder, limit, used in ((step, "max", 50), (job, 100, 60), (tmp_path, 1000, 100)):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("anon 5\nshmem 3\n")
     assert device._cgroup_memory(tmp_path, membership) == (100, 60)
+    # Files that were read fill the job's memory; the kernel gives it back when it is asked for.
+    (job / "memory.stat").write_text(
+        "anon 5\nfile 48\nactive_file 20\ninactive_file 25\nslab_reclaimable 4\n"
+    )
+    assert device._cgroup_memory(tmp_path, membership) == (100, 11)
+    (job / "memory.stat").write_text("active_file 80\n")  # read at another moment than what is used
+    assert device._cgroup_memory(tmp_path, membership) == (100, 0)
     assert device._cgroup_memory(tmp_path, tmp_path / "absent") == (sys.maxsize, 0)
 
 
