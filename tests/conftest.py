@@ -1,4 +1,4 @@
-"""What every test starts from: no network, hypothesis profiles, the size of jobs.
+"""What every test starts from: no network, hypothesis profiles, the size of jobs, a share of the CPU.
 
 `KVLAB_TINY=1` shrinks jobs (default in tests). `HYPOTHESIS_PROFILE=thorough` draws 2,000 examples a property,
 `KVLAB_EXAMPLES=N` draws N.
@@ -13,6 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvlab.device import cpu
+
+# Processes of pytest-xdist share the threads of the CPU: 16 processes of 16 threads each take ten times as
+# long. NumPy, Numba and torch read it when they are loaded, which is later.
+if processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        os.environ.setdefault(name, str(max(cpu().threads // int(processes), 1)))
 os.environ.setdefault("KVLAB_TINY", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 

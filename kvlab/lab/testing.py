@@ -15,7 +15,6 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from kvlab.device import cpu
 from kvlab.lab.results import provenance
 from kvlab.lab.targets import ROOT, Machine, resolve
 
@@ -34,7 +33,6 @@ PATTERNS = {
 """Test files of each part on each kind of device, below ``tests/``."""
 
 _NOTHING_COLLECTED = 5  # exit code of pytest
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 def paths(target: str, device: str) -> list[str]:
@@ -126,7 +124,6 @@ def _run(
 ) -> dict[str, Any]:
     if jobs > 1:
         options = [*options, "-n", str(jobs)]
-        environment = environment | dict.fromkeys(_THREADS, str(max(cpu().threads // jobs, 1)))
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *files]

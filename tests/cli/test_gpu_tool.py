@@ -167,6 +167,16 @@ def test_a_number_of_examples_reaches_the_properties(monkeypatch: pytest.MonkeyP
     assert testing.run("ternary", targets.machine("cpu"), examples=7)["passed"]
 
 
+def test_processes_of_a_run_share_the_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As pytest-xdist starts them: it is not installed here."""
+    file = tmp_path / "test_of_this_test.py"
+    file.write_text("import numba\ndef test_a(): assert numba.config.NUMBA_NUM_THREADS == 1\n")
+    monkeypatch.setattr(testing, "paths", lambda target, device: ["-p", "tests.conftest", str(file)])
+    monkeypatch.delenv("NUMBA_NUM_THREADS", raising=False)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(device.cpu().threads))
+    assert testing.run("ternary", targets.machine("cpu"))["passed"]
+
+
 def test_several_processes_need_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
         testing.run("ternary", targets.machine("cpu"), jobs=0)
