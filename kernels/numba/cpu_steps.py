@@ -126,17 +126,20 @@ def rotate_rows(x, head_dim, mean, of_row, out):
 
 @helper
 def _take_sizes(x, start, n, factor, sizes):
-    """Put magnitudes times `factor` into `sizes`, as whole numbers; return their sum and that of squares."""
+    """Put magnitudes times `factor` into `sizes`, as whole numbers."""
     by = splat(factor)
-    even = odd = even_squares = odd_squares = splat(_ZERO)
-    for i in range(0, n, 2 * LANES):
-        a, b = load(x, start + i) * by, load(x, start + i + LANES) * by
-        a, b = nearest(magnitude(a)), nearest(magnitude(b))
-        store(sizes, i, a)
-        store(sizes, i + LANES, b)
-        even, odd = even + a, odd + b
-        even_squares, odd_squares = even_squares + a * a, odd_squares + b * b
-    return total(even + odd), total(even_squares + odd_squares)
+    for i in range(0, n, LANES):
+        store(sizes, i, nearest(magnitude(load(x, start + i) * by)))
+
+
+@helper
+def _two_sums(sizes, n):
+    """Return the sum of sizes and that of their squares."""
+    sums = squares = splat(_ZERO)
+    for i in range(0, n, LANES):
+        size = load(sizes, i)
+        sums, squares = sums + size, squares + size * size
+    return total(sums), total(squares)
 
 
 @helper
@@ -177,9 +180,10 @@ def _search_step(x, start, n, bits, guess, decoded, largest, exponent, sizes):
     if exponent < -24:  # the guess is below 2**-18 then, whatever the other elements are
         return 0
     compared = n // 16 * 3 // 4 * 16 if n >= 128 else n  # compared_channels
-    sums, squares = _take_sizes(x, start, compared, _power(7 - exponent), sizes)
+    _take_sizes(x, start, compared, _power(7 - exponent), sizes)
     wanted = largest = largest * _power(7 - exponent)
     if bits < 4:
+        sums, squares = _two_sums(sizes, compared)
         if decoded:
             guess *= _HIGHER
         wanted = (squares + largest * largest) / (sums + largest)
