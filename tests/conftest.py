@@ -15,11 +15,6 @@ from hypothesis import HealthCheck, settings
 
 from kvlab.device import cpu
 
-# Processes of pytest-xdist share the threads of the CPU: 16 processes of 16 threads each take ten times as
-# long. NumPy, Numba and torch read it when they are loaded, which is later.
-if processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
-        os.environ.setdefault(name, str(max(cpu().threads // int(processes), 1)))
 os.environ.setdefault("KVLAB_TINY", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -37,6 +32,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 if examples := os.environ.get("KVLAB_EXAMPLES"):
     settings.register_profile("asked", settings(), max_examples=int(examples))
     settings.load_profile("asked")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let processes of pytest-xdist share the threads of the CPU: 16 of 16 each take ten times as long.
+
+    This runs in the process that starts them. In each of them it would be late: a plugin may have loaded
+    NumPy, whose OpenBLAS has its threads from then on.
+    """
+    if processes := getattr(config.option, "numprocesses", None):
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+            os.environ.setdefault(name, str(max(cpu().threads // processes, 1)))
 
 
 @pytest.fixture(scope="session")

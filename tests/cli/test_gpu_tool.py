@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from kvlab import cli, device
 from kvlab.build import Kernel, PreparedLaunch
 from kvlab.cubin import Resources
 from kvlab.lab import accuracy, cleaning, profiling, targets, testing, validate
+from tests import conftest
 
 RUNNER = CliRunner()
 ROOT = Path(__file__).parents[2]
@@ -167,14 +170,22 @@ def test_a_number_of_examples_reaches_the_properties(monkeypatch: pytest.MonkeyP
     assert testing.run("ternary", targets.machine("cpu"), examples=7)["passed"]
 
 
-def test_processes_of_a_run_share_the_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As pytest-xdist starts them: it is not installed here."""
-    file = tmp_path / "test_of_this_test.py"
-    file.write_text("import numba\ndef test_a(): assert numba.config.NUMBA_NUM_THREADS == 1\n")
-    monkeypatch.setattr(testing, "paths", lambda target, device: ["-p", "tests.conftest", str(file)])
-    monkeypatch.delenv("NUMBA_NUM_THREADS", raising=False)
-    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(device.cpu().threads))
-    assert testing.run("ternary", targets.machine("cpu"))["passed"]
+def _config(**options: int | None) -> pytest.Config:
+    return cast(pytest.Config, SimpleNamespace(option=SimpleNamespace(**options)))
+
+
+def test_processes_of_a_run_share_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they inherit; pytest-xdist is not installed here."""
+    monkeypatch.setattr(conftest, "cpu", lambda: SimpleNamespace(threads=16))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # what the user said stays
+    for name in ("OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for option in ({}, {"numprocesses": None}):  # without the plugin, without processes
+        conftest.pytest_configure(_config(**option))
+        assert "NUMBA_NUM_THREADS" not in os.environ
+    conftest.pytest_configure(_config(numprocesses=5))
+    assert [os.environ[f"{name}_NUM_THREADS"] for name in ("OMP", "OPENBLAS", "NUMBA")] == ["2", "3", "3"]
 
 
 def test_several_processes_need_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
