@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run import BACKENDS, CASES, about, smi, times_ms
+from run import BACKENDS, CASES, about, clocks_and_power, times_ms
 from torch.nn.attention import sdpa_kernel
 
 import kvlab
@@ -115,8 +115,8 @@ def main() -> None:
             row = {"case": name, "contestant": contestant, "ms": ms, "tflops": operations / ms / 1e9}
             results.append(row)
             print(f"{name:28s} {contestant:24s} {ms:8.3f} ms {row['tflops']:7.1f} TFLOPS", flush=True)
-        clocks[name] = smi("clocks.sm,power.draw")
-    options.output.write_text(json.dumps({"about": about(clocks), "results": results}, indent=1) + "\n")
+        clocks[name] = clocks_and_power()
+    options.output.write_text(json.dumps({"provenance": about(clocks), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from backward import contestants
-from run import about, smi
+from run import about, clocks_and_power
 
 HEADS = {
     128: ((8, 1), (8, 2), (8, 4), (8, 8), (32, 8), (64, 8)),
@@ -83,8 +83,8 @@ def main() -> None:
             f"{best / times['kvlab']:.2f}",
             flush=True,
         )
-        clocks[name] = smi("clocks.sm,power.draw")
-    options.output.write_text(json.dumps({"about": about(clocks), "results": results}, indent=1) + "\n")
+        clocks[name] = clocks_and_power()
+    options.output.write_text(json.dumps({"provenance": about(clocks), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ head_dim operations, half of them under a causal mask. `--variants` times the po
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvlab
+from kvlab.lab.guard import gpu_state
+from kvlab.lab.results import provenance
 from kvlab.ops import attention_cuda
 
 # batch, tokens, query heads, KV heads, head_dim, causal
@@ -119,19 +118,14 @@ def recorded(call: Any) -> Any:
     return lambda held=call: graph.replay()  # held: what the graph reads must stay
 
 
-def smi(query: str) -> str:
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+def clocks_and_power() -> str:
+    state = gpu_state() or {}
+    return f"{state.get('clocks.sm')}, {state.get('power.draw')}"
 
 
 def about(clocks: dict[str, str]) -> dict[str, Any]:
-    script, output, *options = sys.argv
-    command = ["python", f"benchmarks/attention/{Path(script).name}", Path(output).name, *options]
-    return {
-        "date": datetime.date.today().isoformat(), "command": " ".join(command),
-        "gpu": smi("name,driver_version,clocks.max.sm"), "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(), "clocks and power after each case": clocks,
-    }  # fmt: skip
+    cudnn = torch.backends.cudnn.version()
+    return provenance() | {"cudnn": cudnn, "clocks and power after each case": clocks}
 
 
 def main() -> None:
@@ -148,8 +142,8 @@ def main() -> None:
             row = {"case": name, "contestant": contestant, "ms": ms, "tflops": operations / ms / 1e9}
             results.append(row)
             print(f"{name:28s} {contestant:24s} {ms:8.3f} ms {row['tflops']:7.1f} TFLOPS", flush=True)
-        clocks[name] = smi("clocks.sm,power.draw")
-    options.output.write_text(json.dumps({"about": about(clocks), "results": results}, indent=1) + "\n")
+        clocks[name] = clocks_and_power()
+    options.output.write_text(json.dumps({"provenance": about(clocks), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from run import about, recorded, smi, times_ms
+from run import about, clocks_and_power, recorded, times_ms
 
 import kvlab
 
@@ -90,8 +90,8 @@ def main() -> None:
             }
             results.append(row)
             print(f"{name:28s} {contestant:24s} {ms:8.3f} ms {row['tflops']:7.1f} TFLOPS", flush=True)
-        clocks[name] = smi("clocks.sm,power.draw")
-    document = {"about": about(clocks), "lengths": np.diff(ragged_bounds()).tolist(), "results": results}
+        clocks[name] = clocks_and_power()
+    document = {"provenance": about(clocks), "lengths": np.diff(ragged_bounds()).tolist(), "results": results}
     options.output.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvlab.environment import report
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
+from kvlab.lab.results import provenance
 
 CHUNK, LENGTH = 64, 2048
 CONFIG = LlamaConfig(
@@ -66,8 +65,7 @@ def main() -> None:
             read(model, make(), rows)  # kernels are loaded, memory is taken
             cases.append({"cache": name, "rows": rows, **read(model, make(), rows)})
             print(json.dumps(cases[-1]), flush=True)
-    results = {"command": " ".join(sys.argv), "environment": report(), "cases": cases}
-    options.output.write_text(json.dumps(results, indent=1))
+    options.output.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1))
 
 
 if __name__ == "__main__":

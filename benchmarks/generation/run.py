@@ -28,10 +28,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvlab
 from kvlab.arrays import cuda_view
-from kvlab.environment import report
 from kvlab.integrations.decode_graph import DecodeGraph
 from kvlab.integrations.packed_attention import packed_attention_forward
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
+from kvlab.lab.results import provenance
 
 BITS, BUDGET, ROOM = (4, 8), 0.3, 128
 SHORT, SHORT_BITS = 4096, (2, 4, 8)  # up to this length open pages at 8 bits leave less than 4 bits to others
@@ -225,8 +225,8 @@ def main() -> int:
     parser.add_argument("--cases", default=DEFAULT)
     options = parser.parse_args()
     register()
-    results: dict[str, Any] = {"command": " ".join(sys.argv), "environment": report(), "cases": []}
-    results |= {"bits": BITS, "budget": BUDGET, "layers": options.layers}
+    settings = provenance(bits=",".join(map(str, BITS)), budget=BUDGET, layers=options.layers)
+    results: dict[str, Any] = {"provenance": settings, "cases": []}
     model = make_model(options.layers)
     failed = 0
     works: list[Any] = [("host", lambda: host_times(model))]
