@@ -1,10 +1,10 @@
 """CUDA source to cubin to launchable kernel; the one road all CUDA C++ of kvlab takes.
 
 `build` compiles ``<root>/<name>.cu`` for one exact architecture and keeps the cubin in a folder by the
-hash of everything that decides its bytes: the source, every ``.cuh``, the CUDA headers kernels may
-include, macros, options and compiler version. It needs no GPU, so any machine can compile and check
-every kernel. `load` puts a cubin on a device and gives back a `Kernel`, which launches on the caller's
-stream.
+hash of everything that decides its bytes: the source, every ``.cuh`` it includes, the CUDA headers
+kernels may include, macros, options and compiler version. It needs no GPU, so any machine can compile
+and check every kernel. `load` puts a cubin on a device and gives back a `Kernel`, which launches on the
+caller's stream.
 
 NVRTC compiles through ``cuda.core``, because CuPy asks the driver before it compiles and leaves included
 headers out of its cache key; launching goes through CuPy, which holds the modules. Kernels are
@@ -36,6 +36,7 @@ from kvlab.nvrtc import arch_of, check_arch, compile_cubin, compiler
 __all__ = ["Built", "Kernel", "arch_of", "build", "content_key", "kernel_folder", "kernel_root", "load"]
 
 _SHARED_BYTES_UNASKED = 48 * 1024  # static and dynamic together; a kernel that wants more has to ask
+_INCLUDED = re.compile(r'^#include "(.+)"', re.MULTILINE)
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 Macros = Mapping[str, SupportsIndex | str]
@@ -150,11 +151,9 @@ def _request(name: str, macros: Macros, arch: str, root: Path | None) -> _Reques
         raise ValueError(f"name={name!r}: no such kernel source in {root}; there are: {known}")
     definitions = _definitions(macros)
     check_arch(arch)
-    source = path.read_text(encoding="utf-8")
-    parts = [compiler(), arch, source, *(f"{key}={value}" for key, value in definitions)]
-    for header in sorted((root / "include").glob("*.cuh")):
-        parts += [header.name, header.read_text(encoding="utf-8")]
-    return _Request(path, source, definitions, arch, _digest(part.encode() for part in parts))
+    texts = with_included(path, lambda text: (root / "include" / name for name in _INCLUDED.findall(text)))
+    parts = [compiler(), arch, *(f"{key}={value}" for key, value in definitions), *map(str, texts.items())]
+    return _Request(path, texts[path.name], definitions, arch, digest(parts))
 
 
 def _definitions(macros: Macros) -> tuple[tuple[str, str], ...]:
@@ -174,11 +173,24 @@ def _definitions(macros: Macros) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(definitions))
 
 
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
+def with_included(first: Path, included: Callable[[str], Iterable[Path]]) -> dict[str, str]:
+    """Texts of a source file and of all that it includes, by name, sorted; compilers name what is missing."""
+    texts: dict[str, str] = {}
+    wanted = [first]
+    while wanted:
+        path = wanted.pop()
+        if path.name not in texts and path.is_file():
+            texts[path.name] = path.read_text(encoding="utf-8")
+            wanted += included(texts[path.name])
+    return dict(sorted(texts.items()))
+
+
+def digest(parts: Iterable[str]) -> str:
+    """Hash of all `parts` and of where each ends."""
+    found = hashlib.sha256()
+    for part in map(str.encode, parts):
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()
 
 
 @functools.cache

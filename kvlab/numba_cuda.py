@@ -18,7 +18,6 @@ simulator. A tuple of scalars becomes one parameter a member. The key of the cac
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import re
@@ -29,13 +28,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvlab.build import Built, kernel_folder
+from kvlab.build import Built, digest, kernel_folder, with_included
 from kvlab.errors import BuildError, needs_extra
 from kvlab.filecache import FileCache, cache_folder
 
 __all__ = ["build_numba", "numba_content_key", "numba_kernel_root"]
 
 _PARTS = ("numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink")
+_IMPORTED = re.compile(r"^from \.(\w+) import", re.MULTILINE)
 _compiling = threading.Lock()
 
 
@@ -75,26 +75,12 @@ def build_numba(module: str, kernel: str, options: Mapping[str, Any], arch: str)
 def numba_content_key(module: str, kernel: str, options: Mapping[str, Any], arch: str) -> str:
     """The `Built.key` that `build_numba` would give, without compiling; arguments and errors as there."""
     _capability(arch)
-    parts = [compiler(), arch, module, kernel, repr(_definitions(options))]
-    parts += _sources(f"{module}.py")
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
-    return digest.hexdigest()
-
-
-def _sources(name: str) -> list[str]:
-    """Names and texts of a kernel file and of those it imports (``from .cuda_x import``), each once."""
-    found: dict[str, str] = {}
-    wanted = [name]
-    while wanted:
-        name = wanted.pop()
-        if name not in found:
-            found[name] = (numba_kernel_root() / name).read_text(encoding="utf-8")
-            wanted += [
-                f"{other}.py" for other in re.findall(r"^from \.(\w+) import", found[name], re.MULTILINE)
-            ]
-    return [part for item in sorted(found.items()) for part in item]
+    root = numba_kernel_root()
+    texts = with_included(
+        root / f"{module}.py", lambda text: (root / f"{name}.py" for name in _IMPORTED.findall(text))
+    )
+    parts = [compiler(), arch, module, kernel, repr(_definitions(options)), *map(str, texts.items())]
+    return digest(parts)
 
 
 def numba_kernel_root() -> Path:

@@ -127,9 +127,11 @@ def test_key_changes_with_all_that_decides_the_bytes(root: Path, monkeypatch: py
     changed(arch="sm_90")
     (root / "include" / "scale.cuh").write_text(HEADER + "\n")
     changed()
+    (root / "include" / "scale.cuh").write_text(f'#include "another.cuh"\n{HEADER}')
+    changed()
     (root / "include" / "another.cuh").write_text("")
     changed()
-    (root / "include" / "another.cuh").rename(root / "include" / "other.cuh")
+    (root / "include" / "another.cuh").write_text('#include "scale.cuh"\n')
     changed()
     (root / "fill.cu").write_text(SOURCE + "\n")
     changed()
@@ -141,6 +143,7 @@ def test_key_depends_on_nothing_else(root: Path) -> None:
     key = content_key("fill", {"VALUE": 7, "MORE": True}, "sm_90a", root=root)
     (root / "unrelated.cu").write_text("")
     (root / "include" / "notes.txt").write_text("")
+    (root / "include" / "unrelated.cuh").write_text("")
     assert content_key("fill", {"MORE": "1", "VALUE": "7"}, "sm_90a", root=root) == key
     assert content_key("fill", {"VALUE": np.int64(7), "MORE": 1}, "sm_90a", root=root) == key
 

@@ -37,11 +37,6 @@ constexpr int WARPS = HEAD_DIM > 128          ? 8
 
 constexpr int SLOTS = 64, ROWS = 16, LAST_BLOCK = SLOTS / ROWS - 1;  // a block is what a warp encodes at once
 
-// Block b of a page has the slots 8 i + 2 b, rows 0 to 7 of it, and 8 i + 2 b + 1, rows 8 to 15.
-__device__ __forceinline__ u32 slot_of(u32 block, u32 row) {
-    return row % 8 * 8 + 2 * block + row / 8;
-}
-
 // A page that a warp writes.
 struct alignas(16) Page {
     int steps[SLOTS];  // by block and row: which of the new tokens it is, or any
@@ -170,9 +165,7 @@ __device__ __forceinline__ void ask_for_parts(u32 to, const u8* from, u32 apart,
     if constexpr (TURN < TURNS) {
         u64 at;  // asked for like this, or the compiler multiplies by the upper half of `apart` as well
         asm("mul.wide.u32 %0, %1, %2;" : "=l"(at) : "r"(steps[TURN]), "r"(apart));
-        asm volatile("cp.async.cg.shared.global [%0 + %2], [%1], 16;" ::"r"(to ^ 16 * (TURN % 8)),
-                     "l"(from + at), "n"(TURN * ROW_BYTES)
-                     : "memory");
+        copy_async<TURN * ROW_BYTES>(to ^ 16 * (TURN % 8), from + at);
         ask_for_parts<TURN + 1, TURNS>(to, from, apart, steps);
     }
 }
@@ -188,26 +181,6 @@ __device__ __forceinline__ void ask_for_rows(const u16* of_step_0, u32 apart, co
     for (int i = 0; i < TURNS; i += 4) (int4&)step[i] = *(const int4*)(steps + first + i);
     ask_for_parts<0, TURNS>(shared_address(space.rows) + raw_place(first, 8 * part),
                             (const u8*)of_step_0 + 16 * part, apart, step);
-}
-
-// Stores the words of a block of raw rows.
-template <Side SIDE>
-__device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, int block, u32 lane) {
-    const u32 g = lane / 4, u = lane % 4;
-#pragma unroll 1
-    for (u32 word = 0; word < HEAD_DIM / 4; ++word) {
-        const u32 t = word / 4, reg = word % 4, tile = SIDE == KEYS ? block * TILES + t : t * 4 + block;
-        const u32 row = SIDE == KEYS ? g + 8 * (reg % 2) : 2 * u + 8 * (reg / 2);
-        const u32 other = SIDE == KEYS ? row : row + 1;
-        const u32 channel = 16 * t + (SIDE == KEYS ? 2 * u + 8 * (reg / 2) : g + 8 * (reg % 2));
-        const u32 pair = SIDE == KEYS ? *(const u32*)(rows + raw_place(row, channel))
-                                      : *(const u16*)(rows + raw_place(row, channel)) |
-                                            (u32) * (const u16*)(rows + raw_place(other, channel)) << 16;
-        const u32 live = (named >> slot_of(block, row) & 1 ? 0xffffu : 0) |
-                         (named >> slot_of(block, other) & 1 ? 0xffff0000u : 0);
-        u32* const at = to + (tile * 4 + reg) * 32 + lane;
-        *at = live == ~0u ? pair : (*at & ~live) | (pair & live);
-    }
 }
 
 // Stores the codes of a block. If their words have codes of other blocks, too, they are put down by all

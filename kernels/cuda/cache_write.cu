@@ -271,9 +271,9 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
         u8* const my_rows = rows + block * 16 * ROW_BYTES;
         if (turn.to.bits == 16) {
             if (side == KEYS)
-                store_raw<KEYS>((u32*)turn.to.codes, rows, named, block, lane);
+                store_raw<KEYS>((u32*)turn.to.codes, my_rows, named, block, lane);
             else
-                store_raw<VALUES>((u32*)turn.to.codes, rows, named, block, lane);
+                store_raw<VALUES>((u32*)turn.to.codes, my_rows, named, block, lane);
         } else {
             const int slot = lane / 4 * 8 + 2 * block;
             Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};

@@ -8,6 +8,13 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {  // 16 
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
+// 16 bytes to `to` + OFFSET, in one instruction.
+template <int OFFSET>
+__device__ __forceinline__ void copy_async(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0 + %2], [%1], 16;" ::"r"(to), "l"(from), "n"(OFFSET)
+                 : "memory");
+}
+
 __device__ __forceinline__ void copy_word_async(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }

@@ -1,6 +1,5 @@
 // Words of a side of a page by four warps, each with the slots of a block: stored from registers, or by way
-// of shared memory if they have codes of several blocks. Raw elements go from their rows to words as they
-// are.
+// of shared memory if they have codes of several blocks.
 //
 // Rows of slots lie in shared memory, ROW_BYTES apart, in the order of the rows of tiles. Needs ROW_BYTES,
 // SIDE_THREADS and cache_words.cuh.
@@ -40,23 +39,4 @@ __device__ __forceinline__ void store_codes(u32* to, const u8* rows, u64 named) 
     };
     KVLAB_IF_WHOLE(named,
                    (store_gathered<SIDE, BITS, WHOLE>(to, warp, SIDE_THREADS / 32, word_of, named, lane)));
-}
-
-// Stores the words of a side of raw rows, by a warp of SIDE_THREADS.
-template <Side SIDE>
-__device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, int warp, int lane) {
-    const int g = lane / 4, u = lane % 4;
-#pragma unroll 1
-    for (int word = warp; word < HEAD_DIM; word += SIDE_THREADS / 32) {
-        const int tile = word / 4, reg = word % 4, block = SIDE == KEYS ? tile / TILES : tile % 4;
-        const int channels = 16 * (SIDE == KEYS ? tile % TILES : tile / 4);
-        const int low = 2 * block + (SIDE == KEYS ? reg % 2 : reg / 2);
-        const int slot = SIDE == KEYS ? 8 * g + low : 16 * u + low, other = SIDE == KEYS ? slot : slot + 8;
-        const int channel = channels + (SIDE == KEYS ? 2 * u + 8 * (reg / 2) : g + 8 * (reg % 2));
-        const u16* const row = (const u16*)(rows + row_of(slot) * ROW_BYTES) + channel;
-        const u32 pair = SIDE == KEYS ? *(const u32*)row : row[0] | (u32)row[ROW_BYTES / 2] << 16;
-        const u32 live = (named >> slot & 1 ? 0xffffu : 0) | (named >> other & 1 ? 0xffff0000u : 0);
-        u32* const at = to + word * 32 + lane;
-        *at = live == ~0u ? pair : (*at & ~live) | (pair & live);
-    }
 }

@@ -1,7 +1,8 @@
 // Codes of a side of a page into its words: fields of the four registers of a tile in a word of a lane (two
-// words at 8 bits), then those of the tiles that share words into these.
+// words at 8 bits), then those of the tiles that share words into these. Raw elements go into words as they
+// are.
 //
-// Needs HEAD_DIM, packed_codes.cuh, packed_places.cuh and cache_encode.cuh.
+// Needs HEAD_DIM, packed_codes.cuh, packed_places.cuh, cache_encode.cuh and cache_vectors.cuh.
 #pragma once
 
 // Whether the tiles that share words have slots of one block of 16 alone.
@@ -133,6 +134,31 @@ __device__ __forceinline__ void store_gathered(u32* to, int first, int apart, co
         else
             join_tiles<BITS>(of_tile, word);
         store_words<SIDE, BITS, WHOLE>(to, group, word, named, lane);
+    }
+}
+
+// Block b of a page has the slots 8 i + 2 b, rows 0 to 7 of it, and 8 i + 2 b + 1, rows 8 to 15.
+__device__ __forceinline__ u32 slot_of(u32 block, u32 row) {
+    return row % 8 * 8 + 2 * block + row / 8;
+}
+
+// Stores the words of a block of raw rows.
+template <Side SIDE>
+__device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, int block, u32 lane) {
+    const u32 g = lane / 4, u = lane % 4;
+#pragma unroll 1
+    for (u32 word = 0; word < HEAD_DIM / 4; ++word) {
+        const u32 t = word / 4, reg = word % 4, tile = SIDE == KEYS ? block * TILES + t : t * 4 + block;
+        const u32 row = SIDE == KEYS ? g + 8 * (reg % 2) : 2 * u + 8 * (reg / 2);
+        const u32 other = SIDE == KEYS ? row : row + 1;
+        const u32 channel = 16 * t + (SIDE == KEYS ? 2 * u + 8 * (reg / 2) : g + 8 * (reg % 2));
+        const u32 pair = SIDE == KEYS ? *(const u32*)(rows + raw_place(row, channel))
+                                      : *(const u16*)(rows + raw_place(row, channel)) |
+                                            (u32) * (const u16*)(rows + raw_place(other, channel)) << 16;
+        const u32 live = (named >> slot_of(block, row) & 1 ? 0xffffu : 0) |
+                         (named >> slot_of(block, other) & 1 ? 0xffff0000u : 0);
+        u32* const at = to + (tile * 4 + reg) * 32 + lane;
+        *at = live == ~0u ? pair : (*at & ~live) | (pair & live);
     }
 }
 
