@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from kvlab.cache.options import CacheOptions
 from kvlab.errors import BudgetError
 from kvlab.sizes import parse_size
 
 __all__ = ["Budget", "Limit", "parse_budget"]
+
+MOST_FRACTION = 16
+"""Larger ones were meant as bytes: pages of 32 bits take twice those of float16, open pages little more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,9 @@ def parse_budget(budget: float | int | str | None) -> Budget:
     """
     if budget is None:
         return Budget()
+    number: Any = budget
+    if isinstance(number, (np.integer, np.floating)):
+        budget = number.item()
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(
             f"budget={budget!r} must be a fraction, bytes, a string such as '6GiB' or '4.25bpe', or None"
@@ -75,13 +84,19 @@ def parse_budget(budget: float | int | str | None) -> Budget:
             nbytes = parse_size(budget, "budget")
         except ValueError as error:
             raise ValueError(
-                f"{error}; or a fraction of float16's bytes, 0.35, bits per element, '4.25bpe', or None"
+                f"{error}; or a fraction of float16's bytes as a number, 0.35, bits per element, '4.25bpe', "
+                "or None"
             ) from None
         if nbytes <= 0:
             raise ValueError(f"budget={budget!r} must be positive")
         return Budget(nbytes=nbytes)
     if not 0 < fraction < float("inf"):
         raise ValueError(f"budget={budget!r} must be positive and finite")
+    if fraction > MOST_FRACTION:
+        raise ValueError(
+            f"budget={budget!r} is a fraction of float16's bytes; no cache takes {MOST_FRACTION} times as "
+            "many. Write a number of bytes as a whole number or with a unit: 500_000, '6GiB'"
+        )
     return Budget(fraction=fraction)
 
 

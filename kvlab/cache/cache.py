@@ -34,7 +34,7 @@ from kvlab.cache.cuda.road import GpuRoad, smallest_on_gpu
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.layer import Layer
-from kvlab.cache.options import MOST, CacheOptions
+from kvlab.cache.options import MOST, CacheOptions, check_device
 from kvlab.errors import BudgetError, FormatError
 
 __all__ = ["MixedPrecisionCache"]
@@ -70,7 +70,9 @@ class MixedPrecisionCache(CacheOptions):
     plan_length : int
         A relative budget counts a shorter sequence as this long.
     max_seqlen : int, optional
-        Longest sequence; a budget that cannot hold it is refused at once.
+        Longest sequence to expect: a budget that cannot hold it is refused at once, and memory of a GPU is
+        taken for so many tokens. Longer ones are no error as long as the budget holds them; a GPU takes
+        memory anew for them.
     realloc_every : int
         Query tokens between two collections of attention mass.
     ema_decay : float
@@ -378,6 +380,7 @@ class MixedPrecisionCache(CacheOptions):
         FormatError
             If the file is damaged, truncated, of another version, or no saved cache.
         """
+        check_device(device)
         description, arrays = persistence.read(path)
         try:
             persistence.check_sizes(description, arrays)

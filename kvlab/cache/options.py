@@ -6,6 +6,7 @@ cache is made from again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
@@ -15,7 +16,7 @@ from kvlab.cache.allocator import METHODS, Method
 from kvlab.cache.importance import Importance
 from kvlab.cache.ladder import Bits
 
-__all__ = ["MOST", "CacheOptions"]
+__all__ = ["MOST", "CacheOptions", "check_device"]
 
 DTYPES = ("float16", "bfloat16", "float32")
 _ON_GPU = {"dtype": ("float16", "bfloat16"), "head_dim": (64, 80, 96, 128, 256)}
@@ -33,6 +34,14 @@ _LEAST = {
 }
 MOST = (1 << 31) - 1
 """Largest whole number that an option may be."""
+
+
+def check_device(device: object) -> None:
+    """Refuse what is neither None nor "cpu", "cuda" or "cuda:" and a number."""
+    if device is not None and not isinstance(device, str):
+        raise TypeError(f"device={device!r} must be 'cpu', 'cuda' or None, not {type(device).__name__}")
+    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device, re.ASCII):
+        raise ValueError(f"device={device!r} is not supported; 'cpu', 'cuda' and 'cuda:0', 'cuda:1' ... are")
 
 
 @dataclass(eq=False)
@@ -75,11 +84,8 @@ class CacheOptions:
         self.ema_decay = number(self.ema_decay, "ema_decay", 0, 1)
         choice(self.allocator, "allocator", METHODS)
         choice(self.dtype, "dtype", DTYPES)
-        if self.device is not None and not isinstance(self.device, str):
-            raise TypeError(f"device={self.device!r} must be 'cpu', 'cuda' or None, not {type(self.device)}")
+        check_device(self.device)
         self.device = self.device or "cpu"
-        if self.device != "cpu" and not self.on_gpu:
-            raise ValueError(f"device={self.device!r} is not supported; 'cpu' and 'cuda' are")
         if self.on_gpu:
             self._check_gpu()
 

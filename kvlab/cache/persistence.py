@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,16 +72,20 @@ def write(path: str | os.PathLike[str], description: dict[str, Any], arrays: Arr
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
     target = checked_path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    if target.is_dir():
+        raise IsADirectoryError(f"path={os.fspath(path)!r} is a folder: name a file")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"path={os.fspath(path)!r}: make the folder {target.parent} first")
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}"
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
             file.writelines(parts)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 

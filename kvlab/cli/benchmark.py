@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvlab.cli.options import Json, MinVram, Release, Verbose, size
+from kvlab.device import cpu
 
 
 def command(
@@ -75,6 +76,8 @@ def command(
         )
     if len(names) > 1:  # of several, those that run there
         pairs = [(name, on) for name, on in pairs if on in DEVICES[name]]
+    if not 1 <= threads <= cpu().threads:
+        raise ValueError(f"threads={threads} must be from 1 to the {cpu().threads} of this machine")
     options = Options(array_size, threads, repeats, device, release, baseline, context_lengths)
     results = [run(name, replace(options, device=on)) for name, on in pairs]
     result: dict[str, Any] = results[0] if len(results) == 1 else {"case": case, "results": results}

@@ -123,6 +123,11 @@ def attention_varlen(
 
 def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors with their last axis contiguous: themselves, or copies."""
+    for x in tensors:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(
+                f"q, k and v must be tensors of torch, got {type(x).__name__}: kvlab.attention takes others"
+            )
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors)
 
 

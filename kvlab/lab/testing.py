@@ -15,6 +15,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+from kvlab.errors import MissingExtraError
 from kvlab.lab.results import provenance
 from kvlab.lab.targets import ROOT, Machine, resolve
 
@@ -132,7 +133,9 @@ def _run(
             command, cwd=ROOT, env=os.environ | environment, stdout=2, check=False
         ).returncode
         if not report.exists():
-            raise RuntimeError(f"pytest ended with {code} and no report; it takes pip install 'kvlab[test]'")
+            raise MissingExtraError(
+                f"pytest ended with {code} and no report; it takes pip install 'kvlab[test]'"
+            )
         suites = ElementTree.parse(report).getroot().findall("testsuite")
     counts = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in _COUNTS}
     failed = counts["failures"] + counts["errors"]

@@ -121,6 +121,12 @@ def test_the_operators_pass_the_checks_of_torch() -> None:
     )
 
 
+def test_other_arrays_are_refused_by_name() -> None:
+    q = np.zeros((1, 2, 1, 4), np.float32)
+    with pytest.raises(TypeError, match="must be tensors of torch, got ndarray"):
+        attention(q, q, q)
+
+
 def test_errors_are_those_of_the_function() -> None:
     q, k = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 2, 4)
     with pytest.raises(ValueError, match=r"q has 3 heads: .* multiple of the 2 heads"):
