@@ -35,6 +35,7 @@ __all__ = [
     "dtype_name",
     "empty",
     "like_first",
+    "meant_strides",
     "numpy_dtype",
     "one_device",
     "pointer_of",
@@ -344,7 +345,10 @@ def cuda_view(x: Any, name: str) -> CudaView:
         if not x.is_cuda:
             raise TypeError(f"{name} is on {x.device}; this backend works on arrays on a CUDA GPU")
         _check_tensor(x, torch, name)
-        return CudaView(x.data_ptr(), tuple(x.shape), x.stride(), dtype_name(x, name), x.device.index)
+        shape = tuple(x.shape)
+        return CudaView(
+            x.data_ptr(), shape, meant_strides(shape, x.stride()), dtype_name(x, name), x.device.index
+        )
     cupy = sys.modules.get("cupy")
     if cupy is None or not isinstance(x, cupy.ndarray):
         device = device_of(x, name)
@@ -352,8 +356,25 @@ def cuda_view(x: Any, name: str) -> CudaView:
             raise TypeError(f"{name} is on {device}; this backend works on arrays on a CUDA GPU")
         x = _loaded_cupy(x, name).from_dlpack(x)
     itemsize = x.itemsize
-    strides = tuple([step // itemsize for step in x.strides])
+    strides = meant_strides(x.shape, tuple([step // itemsize for step in x.strides]))
     return CudaView(x.data.ptr, x.shape, strides, dtype_name(x, name), x.device.id)
+
+
+def meant_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides with those of a contiguous array along axes of one element, where frameworks leave any.
+
+    Examples
+    --------
+    >>> meant_strides((1, 20), (400, 1))
+    (20, 1)
+    """
+    if 1 not in shape:
+        return strides
+    meant, dense = [], 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        meant.append(dense if size == 1 else stride)
+        dense *= size
+    return tuple(reversed(meant))
 
 
 def pointer_of(x: Any) -> int:

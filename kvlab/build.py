@@ -20,7 +20,8 @@ import hashlib
 import importlib.util
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -230,7 +231,7 @@ class Kernel:
         shared_bytes: int = 0,
         stream_pointer: int = 0,
     ) -> None:
-        """Launch on a stream of the kernel's device, which is the current one; returns without waiting.
+        """Launch on a stream of the kernel's device, the current one or another; returns without waiting.
 
         Parameters
         ----------
@@ -253,7 +254,11 @@ class Kernel:
         if 0 in grid:
             return
         self.accept(args, shared_bytes)
-        self._function(grid, block, args, shared_bytes, _stream(stream_pointer))
+        try:
+            self._function(grid, block, args, shared_bytes, _stream(stream_pointer))
+        except _driver_error():
+            with _current(self.device):
+                self._function(grid, block, args, shared_bytes, _stream(stream_pointer))
 
     @property
     def pointer(self) -> int:
@@ -338,7 +343,7 @@ class PreparedLaunch:
         *,
         early: bool = False,
     ) -> None:
-        from cupy.cuda import driver, runtime
+        from cupy.cuda import driver
 
         kernel.accept((argument[0],), shared_bytes)
         self.kernel, self.grid, self.block, self.shared_bytes = kernel, grid, block, shared_bytes
@@ -351,16 +356,33 @@ class PreparedLaunch:
         else:
             fixed, launch = (kernel.pointer, *shape), driver.launchKernel
             self._launch = lambda stream: launch(*fixed, stream, address, 0)
-        self._error: type[Exception] = driver.CUDADriverError
-        self._make_context: Any = runtime.free
+        self._error = _driver_error()
 
     def __call__(self, stream_pointer: int) -> None:
-        """Launch on a stream of the kernel's device, which is the current one."""
+        """Launch on a stream of the kernel's device, the current one or another."""
         try:
             self._launch(stream_pointer)
-        except self._error:  # a thread that has not used CUDA yet has no context
-            self._make_context(0)
-            self._launch(stream_pointer)
+        except self._error:
+            with _current(self.kernel.device):
+                self._launch(stream_pointer)
+
+
+@functools.cache
+def _driver_error() -> type[Exception]:
+    from cupy.cuda import driver
+
+    error: type[Exception] = driver.CUDADriverError
+    return error
+
+
+@contextmanager
+def _current(device: int) -> Iterator[None]:
+    """For a launch that failed: another device is current, or the thread has not used CUDA yet."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        cupy.cuda.runtime.free(0)  # makes the context
+        yield
 
 
 def _early_launch(function: int, shape: tuple[int, ...], address: int) -> Callable[[int], None]:

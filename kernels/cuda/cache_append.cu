@@ -16,7 +16,7 @@
 //         group) go to the other warps, those that are left to all warps in turn.
 //   lane  of a vector to be stored: elements lane + 32 j; of a query row: pairs of elements lane + 32 i, and
 //         the score of new token `lane`
-// Memory: shared 64 steps group bytes for probabilities, at most 16 KiB.
+// Memory: shared 16.4 KiB, probabilities of 16 steps of 16 heads for the most part.
 //
 // Macros: HEAD_DIM; BF16; TOP_K, TOP_V: widths of the top rung.
 //
@@ -213,7 +213,8 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         store(slot.page + K_BYTES, 8);
 }
 
-// Finishes one query row and leaves the probabilities of the new tokens, [MAX_STEPS].
+// Finishes one query row and leaves the probabilities of the new tokens, [MAX_STEPS]. Padding gives no token
+// any: the log-sum-exp that it leaves is infinite.
 __device__ __forceinline__ void finish_row(const Append& call, int row, int head, int step, int g,
                                            float* probabilities, int lane) {
     const NewTokens& n = call.fresh;
@@ -275,8 +276,9 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         out[lane + 32 * i] = pack_pair(sum[i].x * unit, sum[i].y * unit);
     }
-    if (lane == 0) *lse = total == 0.f ? -INFINITE : (origin + __log2f(total)) * LN2;
-    if (lane < MAX_STEPS) probabilities[lane] = weight;
+    const bool counts = is_valid(n, row, step);
+    if (lane == 0) *lse = !counts ? INFINITE : total == 0.f ? -INFINITE : (origin + __log2f(total)) * LN2;
+    if (lane < MAX_STEPS) probabilities[lane] = counts ? weight : 0.f;
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)

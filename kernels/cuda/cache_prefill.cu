@@ -4,7 +4,7 @@
 // Threads and data
 //   write_prefill  grid (any, layers): a warp takes every so many destination page, its keys, then its
 //                  values, 16 slots at a time (cache_vectors.cuh), and needs no other.
-// Memory: shared a WarpSpace for each warp, 9.4 KiB at head_dim 128; registers such that 20 warps fill a
+// Memory: shared a WarpSpace for each warp, 9.25 KiB at head_dim 128; registers such that 20 warps fill a
 // multiprocessor on Hopper, 16 where the compiler needs more than 96, 8 above head_dim 128. They are one CTA,
 // whose warps begin together and so find instructions that others asked for. A page takes some 13 KiB of
 // them: more than the cache of instructions holds would cost more than what they do.

@@ -108,8 +108,11 @@ struct Rows {
         for (int i = 0; i < AT_ONCE; ++i)
             codes[i] = read_words(block + PAGE * min(first + i, rows - 1) + OWN * lane);
         base = -INFINITE;
-        if (lane < AT_ONCE && row < rows)
-            base = read_now((const float*)(block + PAGE * rows) + row) + base_of(kept, pair, row);
+        if (lane < AT_ONCE && row < rows) {
+            const float reference = read_now((const float*)(block + PAGE * rows) + row);
+            base = base_of(kept, pair, row);
+            if (base != -INFINITE) base += reference;  // or a query of NaN, if it is padding, would count
+        }
     }
 
     // All lanes of a warp.
@@ -227,6 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int row = 0; row < rows; ++row) {
             const float4 score = scores[row * FOURS];
             const float base = base_of(kept, pair, row);
+            if (base == -INFINITE) continue;  // even if its query is NaN
             found[0] += power_of_2(fmaf(score.x, LOG2E, base));
             found[1] += power_of_2(fmaf(score.y, LOG2E, base));
             found[2] += power_of_2(fmaf(score.z, LOG2E, base));
@@ -292,12 +296,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_con
             const int query = head * sight.group + r / sight.window;
             const u16* from =
                 sight.q + batch * sight.q_batch + step * sight.q_step + query * sight.q_head + 8 * part;
-            *(uint4*)(queries + row * STRIDE + 16 * part) = *(const uint4*)from;
-            if (part) continue;
             const float whole =
                 sight.lse[((u64)batch * sight.heads * sight.group + query) * sight.seqlen + step];
-            const bool counts = first + row < rows && fabsf(whole) < __int_as_float(0x7f800000);
-            base[row] = counts ? whole * LOG2E : __int_as_float(0x7f800000);
+            const bool counts = first + row < rows && fabsf(whole) < INFINITE;
+            *(uint4*)(queries + row * STRIDE + 16 * part) = counts ? *(const uint4*)from : uint4{};
+            if (part) continue;
+            base[row] = counts ? whole * LOG2E : INFINITE;
             last[row] = step;
         }
         __syncthreads();  // a chunk of rows is in shared memory

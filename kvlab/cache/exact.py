@@ -42,15 +42,19 @@ class ExactResult:
     def mass(self, lse: Floats) -> Floats:
         """Probability that each key received, mean over the kept rows and the heads of a group, (B, Hkv, Sk).
 
-        `lse` (B, Hq, Sq) is the log-sum-exp over all keys of the step, stored ones included.
+        `lse` (B, Hq, Sq) is the log-sum-exp over all keys of the step, stored ones included; a row with +inf,
+        padding for example, gives none, whatever its query is.
         """
         from kvlab.numba_kernels.cpu_exact import sum_exact_mass
 
         batch, rows = self.queries.shape[:2]
         mass = np.empty((batch, self.k.shape[2], self.k.shape[1]), np.float32)
         last = np.ascontiguousarray(lse[:, :, lse.shape[2] - rows :], np.float32)
+        left_out, queries = np.isposinf(last).swapaxes(1, 2), self.queries
+        if left_out.any():
+            queries = np.where(left_out[..., None], np.float32(0), queries)
         share(
-            sum_exact_mass, np.zeros(1, np.int64), self.queries, self.k, self.visible, self.scale,
+            sum_exact_mass, np.zeros(1, np.int64), queries, self.k, self.visible, self.scale,
             self.softcap, last, mass, alone=self.queries.size * mass.shape[2] < _WORTH_SHARING,
         )  # fmt: skip
         return mass

@@ -7,6 +7,7 @@ GPU but `Flag.is_raised` and `to_host`, which say so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,9 @@ from kvlab.numba_cuda import build_numba
 __all__ = [
     "Flag",
     "contiguous",
+    "copied",
     "cuda_kernel",
+    "dense_pointer",
     "launch",
     "launch_in_turn",
     "multiprocessors",
@@ -41,14 +44,18 @@ def contiguous(x: Any, name: str) -> Any:
         import cupy
 
         x = cupy.from_dlpack(x)
-    expected = 1
-    for size, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
-        if size != 1 and stride != expected:
-            return x.contiguous() if hasattr(x, "contiguous") else x.copy(order="C")
-        expected *= size
-    if view.pointer % _ALIGNMENT:
-        return x.clone() if hasattr(x, "clone") else x.copy()
-    return x
+    if view.strides != _dense(view.shape):
+        return x.contiguous() if hasattr(x, "contiguous") else x.copy(order="C")
+    return copied(x) if view.pointer % _ALIGNMENT else x
+
+
+def copied(x: Any) -> Any:
+    """Return a copy in memory of its own, on the stream that is current in its library."""
+    return x.clone() if hasattr(x, "clone") else x.copy()
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
 
 
 def permuted(x: Any, order: Sequence[int]) -> Any:
@@ -59,6 +66,16 @@ def permuted(x: Any, order: Sequence[int]) -> Any:
 def pointer(x: Any) -> int:
     """Return the address of an array on a GPU; 0 for None."""
     return 0 if x is None else cuda_view(x, "x").pointer
+
+
+def dense_pointer(x: Any, name: str) -> int:
+    """Return the address of an array on a GPU that must be contiguous, because kernels take it for that."""
+    view = cuda_view(x, name)
+    if view.strides != _dense(view.shape) and 0 not in view.shape:
+        raise ValueError(
+            f"{name} must be contiguous, got strides {view.strides} of shape {view.shape}; pass a copy"
+        )
+    return view.pointer
 
 
 def to_host(x: Any, name: str) -> NDArray[Any]:

@@ -135,7 +135,7 @@ def packed_attention(
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         float16, bfloat16 or float32. Query head h reads KV head h // (num_heads_q // num_heads_kv).
     pages : Pages
-        A `kvlab.cache.pages.LayerPages` on the same device.
+        A `kvlab.cache.pages.LayerPages`, or what has its attributes on the GPU of `q`: a cache's own pages.
     scale : float, optional
         Factor on the scores; 1 / sqrt(head_dim) if not given.
     softcap : float
@@ -169,7 +169,8 @@ def packed_attention(
     ------
     ValueError
         If shapes do not fit, softcap, window or keep_scores is out of range, a window comes without
-        first_position or the other way round, or the page table names a page that does not exist.
+        first_position or the other way round, or, on the CPU, the page table names a page that does not
+        exist.
     TypeError
         If q is no array of a supported dtype or first_position none of int32.
     NotImplementedError

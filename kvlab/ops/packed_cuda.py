@@ -19,13 +19,16 @@ import numpy as np
 from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype, pointer_of
 from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.device import compute_capability
-from kvlab.ops.device_arrays import multiprocessors, shared_memory_per_block
+from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memory_per_block
 from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, Pages, Sight
 
-__all__ = ["KEPT_ROW_BYTES", "AttendCall", "Workspace", "attend", "kept_page_bytes", "make_workspace"]
+__all__ = [
+    "KEPT_ROW_BYTES", "AttendCall", "Workspace", "attend", "check_capability", "kept_page_bytes",
+    "make_workspace", "most_query_tokens",
+]  # fmt: skip
 
 KEPT_ROW_BYTES = 64 + 4
 """Of a row of a page, kept as bytes: a code for each slot, and what they are relative to."""
@@ -98,12 +101,32 @@ def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int, arriva
     return Workspace(empty((blocks + sequences, _ROWS, head_dim + 2), "float32", like), arrivals)
 
 
+def most_query_tokens(pages: int, group: int, device: int) -> int:
+    """Return how many query tokens a call may have, whose work the kernel counts with 32 bits.
+
+    `pages` are the entries of the page tables of all (row, KV head) pairs.
+    """
+    blocks = ((1 << 32) - 1) // max(pages * multiprocessors(device), 1)  # of _ROWS query rows
+    return blocks * _ROWS // group
+
+
 def kept_page_bytes(rows: int) -> int:
     """Return the bytes that the scores of so many query rows of a KV head take for each page, kept as bytes.
 
     `kvlab.reference.packed.scores_of_bytes` tells what they hold.
     """
     return -(-KEPT_ROW_BYTES * rows // 16) * 16
+
+
+def check_capability(device: int) -> tuple[int, int]:
+    """Return the compute capability of a device, or refuse one that lacks bulk copies."""
+    capability = compute_capability(device)
+    if capability < (9, 0):
+        raise NotImplementedError(
+            f"packed_attention copies pages in bulk, which takes compute capability 9.0; device {device} has "
+            f"{capability[0]}.{capability[1]}: keep the cache on the CPU"
+        )
+    return capability
 
 
 @dataclass(frozen=True)
@@ -141,12 +164,7 @@ def _plan(
     head_dim = layouts[0].head_dim
     widths = [sum({_FLAG[getattr(layout, side)] for layout in layouts}) for side in ("bits_k", "bits_v")]
     slot = max(map(item_bytes, layouts)) + _SHIFT
-    capability = compute_capability(device)
-    if capability < (9, 0):
-        raise NotImplementedError(
-            f"packed_attention copies pages in bulk, which takes compute capability 9.0; device {device} has "
-            f"{capability[0]}.{capability[1]}: keep the cache on the CPU"
-        )
+    capability = check_capability(device)
     # 12 warps leave 168 registers a thread, too few for larger heads, for windows, and for all widths beyond
     # sm_90. Raw pages take few instructions, and the ring is deeper with 8.
     raw = all(bits == _FLAG[16] for bits in widths)
@@ -211,7 +229,7 @@ def attend(
     """
     options = {"scale": scale, "softcap": softcap, "scores": scores, "sight": sight, "warps": warps}
     call = AttendCall(q, pages, workspace, **options)
-    call(cuda_view(q, "q"), cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer, current_stream(q))
+    call(cuda_view(q, "q"), dense_pointer(out, "out"), dense_pointer(lse, "lse"), current_stream(q))
 
 
 class AttendCall:
@@ -240,10 +258,11 @@ class AttendCall:
         batch, seqlen_q, heads, _ = q.shape
         kv_heads, entries = pages.rung.shape[1:]
         group, device = heads // kv_heads, cuda_view(q, "q").device
-        if batch * kv_heads * -(-seqlen_q * group // _ROWS) * entries * multiprocessors(device) >= 1 << 32:
+        most = most_query_tokens(batch * kv_heads * entries, group, device)
+        if seqlen_q > most:
             raise NotImplementedError(
-                f"the page table has room for {batch * kv_heads * entries} pages, too many for one call: "
-                "attend fewer rows of the batch at a time"
+                f"q has {seqlen_q} tokens; with room for {batch * kv_heads * entries} pages in the page "
+                f"table a call takes {most}: attend fewer query tokens or rows of the batch at a time"
             )
         rows, kept_bytes, kept = seqlen_q * group, 0, 0
         if scores is not None:
@@ -266,7 +285,7 @@ class AttendCall:
             arrays |= {"base": pages.base, "first": sight.first}
             call["left"] = sight.left
         for name, array in arrays.items():
-            call[name] = cuda_view(array, name).pointer
+            call[name] = dense_pointer(array, name)
         tables = (batch * kv_heads, kv_heads, entries, len(layouts))
         numbers = (*tables, rows, group, kept, plan.slot_bytes, plan.stages)
         for name, value in zip(_INTEGERS, numbers, strict=True):
@@ -287,9 +306,10 @@ class AttendCall:
     def __call__(self, q: CudaView, out: int, lse: int, stream: int) -> None:
         """Launch; `out` and `lse` are the addresses of contiguous arrays."""
         batch, position, head, last = q.strides
-        if last != 1 or (batch | position | head) & 1:
+        if last != 1 or (batch | position | head) & 1 or q.pointer & 3:
             raise ValueError(
-                f"q must be contiguous in its last axis and even in the others, got strides {q.strides}"
+                "q must be contiguous in its last axis, even in the others and at a multiple of 4 bytes, "
+                f"got strides {q.strides} at {q.pointer:#x}; pass a contiguous copy"
             )
         _POINTERS_OF_CALL(self._bytes, _Q, q.pointer, out, lse)
         _STRIDES_OF_CALL(self._bytes, _STRIDES, batch, position, head)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import Array, ArrayT, cuda_view, current_stream, empty
+from kvlab.arrays import Array, ArrayT, cuda_view, empty
 from kvlab.build import Kernel, arch_of, build, load
 from kvlab.device import compute_capability
+from kvlab.ops.device_arrays import contiguous, dense_pointer
+from kvlab.ops.device_arrays import launch as launch_on_device
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Pages
@@ -42,11 +44,12 @@ def kept_scores(scores: Any, lse: Any, group: int, rows: int, entries: int) -> N
 def launch(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     """Launcher of backend "cuda" for `kvlab.ops.packed.mass_from_scores`."""
     batch, heads, entries, rows, slots = scores.shape  # type: ignore[attr-defined]
+    scores, lse = contiguous(scores, "scores"), contiguous(lse, "lse")
     mass = empty((batch, heads, entries, slots), "float32", scores)
     kept = np.frombuffer(kept_scores(scores, lse, group, rows, entries).tobytes(), f"V{KEPT.itemsize}")[0]
     grid = -(-entries // _PAGES), batch * heads
     names = {"pages.count": pages.count, "pages.num_pages": pages.num_pages, "mass": mass}
-    pointers = [cuda_view(x, name).pointer for name, x in names.items()]
+    pointers = [dense_pointer(x, name) for name, x in names.items()]
     kernel = score_kernel("mass_of_scores", cuda_view(mass, "mass").device)
-    kernel(grid, (_THREADS,), (*pointers, kept), 0, current_stream(scores))
+    launch_on_device(kernel, grid, (_THREADS,), (*pointers, kept), scores)
     return mass

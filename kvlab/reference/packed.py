@@ -146,14 +146,15 @@ def mass_from_scores(scores: ArrayLike, lse: ArrayLike) -> Float64:
     """Return the mean probability of each slot over the kept rows, (batch, num_heads_kv, pages, 64).
 
     scores as from `packed_attention`; lse (batch, num_heads_q, seqlen_q) over all keys, stored or not, of
-    which the last rows are read.
+    which the last rows are read. A row with +inf gets no probability, whatever its scores are.
     """
     kept, total = np.asarray(scores, np.float64), np.asarray(lse, np.float64)
     batch, kv_heads, _, rows, _ = kept.shape
     group = total.shape[1] // kv_heads
     last = total[..., total.shape[2] - rows // group :].reshape(batch, kv_heads, group, rows // group)
     whole = last.swapaxes(2, 3).reshape(batch, kv_heads, 1, rows, 1)
-    mass: Float64 = np.exp(kept - np.where(whole == -np.inf, 0.0, whole)).mean(axis=3)
+    probability = np.exp(np.where(whole == np.inf, -np.inf, kept) - np.where(np.isinf(whole), 0.0, whole))
+    mass: Float64 = probability.mean(axis=3)
     return mass
 
 

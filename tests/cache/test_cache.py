@@ -330,6 +330,22 @@ def test_batch_mates_and_padding_change_nothing():
         np.testing.assert_array_equal(pages[:, 0], among.allocation()[name][:, 0])
 
 
+@pytest.mark.parametrize("chunk", [1, 20, 90])
+def test_queries_of_padding_are_not_looked_at(chunk):
+    held = []
+    for query in (0, 30, np.nan):
+        cache, rng = make(budget=0.3, batch=2, bits=(2, 8), realloc_every=1), np.random.default_rng(0)
+        cache.step(0, *tokens(rng, 2, 120))
+        q, k, v = tokens(rng, 2, chunk)
+        valid = np.ones((2, chunk), bool)
+        valid[0, -3:] = False
+        q[0, -3:] = query
+        cache.step(0, q, k, v, valid=valid)
+        held.append((cache.layers[0].store.tokens(0).code, cache.step(0, *tokens(rng, 2, 90))))
+    for other in held[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(held[0], other, strict=True))
+
+
 def test_same_calls_same_bits():
     results = []
     for _ in range(2):
@@ -470,11 +486,13 @@ def test_what_a_crop_leaves_fits_the_smaller_budget():
         ({"bits": ("k16v2", "k8v16")}, ValueError, "more bits for K or V than it has"),
         ({"bits": "0-0:8"}, ValueError, r"layers \[1\] of 2"),
         ({"budget": -1.0}, ValueError, "budget=-1.0"),
+        ({"budget": 524288.0}, ValueError, "is a fraction of float16's bytes"),
         ({"budget": "6 parsecs"}, ValueError, "budget="),
         ({"allocator": "random"}, ValueError, "allocator='random'"),
         ({"importance": "vibes"}, ValueError, "importance='vibes'"),
         ({"dtype": "int8"}, ValueError, "dtype='int8'"),
         ({"device": "tpu"}, ValueError, "device='tpu'"),
+        ({"device": "cuda:x"}, ValueError, "device='cuda:x'"),
         ({"device": "cuda"}, NotImplementedError, "head_dim=32"),
         ({"residual": -1}, ValueError, "residual=-1"),
     ],
@@ -482,6 +500,24 @@ def test_what_a_crop_leaves_fits_the_smaller_budget():
 def test_bad_options_name_themselves(options, error, text):
     with pytest.raises(error, match=text):
         make(**options)
+
+
+@pytest.mark.parametrize("budget", [np.int64(200_000), np.float32(0.5), np.float64(0.5)])
+def test_a_budget_may_be_a_number_of_numpy(budget):
+    assert make(budget=budget).budget_nbytes == make(budget=budget.item()).budget_nbytes
+
+
+def test_a_file_is_as_readable_as_others_and_errors_name_the_path(tmp_path):
+    make().save(tmp_path / "cache")
+    (tmp_path / "other").write_bytes(b"")
+    assert (tmp_path / "cache").stat().st_mode == (tmp_path / "other").stat().st_mode
+    with pytest.raises(IsADirectoryError, match="is a folder: name a file"):
+        make().save(tmp_path)
+    with pytest.raises(FileNotFoundError, match="make the folder"):
+        make().save(tmp_path / "none" / "cache")
+    with pytest.raises(ValueError, match="device='gpu' is not supported"):
+        MixedPrecisionCache.load(tmp_path / "cache", device="gpu")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "other"]
 
 
 def test_bad_arrays_name_themselves():

@@ -343,3 +343,108 @@ def test_lack_of_memory_at_any_allocation() -> None:
 def test_what_is_not_there_says_so(options: Any, way_round: str) -> None:
     with pytest.raises(NotImplementedError, match=way_round):
         make(**options)
+
+
+def tensors(cache: Any, steps: int, seed: int, device: str = "cuda") -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    shapes = [(cache.batch, steps, heads, cache.head_dim) for heads in (HEADS * GROUP, HEADS, HEADS)]
+    return [torch.randn(shape).to(getattr(torch, cache.dtype)).to(device) for shape in shapes]
+
+
+def assert_same_pages(one: Any, other: Any) -> None:
+    for a, b in zip(pages_of(one), pages_of(other), strict=True):
+        assert np.array_equal(a.num_pages, b.num_pages)
+        assert all(np.array_equal(x, y) for x, y in zip(a.pools, b.pools, strict=True))
+
+
+@pytest.mark.parametrize("importance", ["attention", "forecast"])
+@pytest.mark.parametrize("chunks", [(100, 8, 1), (20, 40), (16, 16, 90)])
+def test_queries_of_padding_are_not_looked_at(importance: str, chunks: tuple[int, ...]) -> None:
+    caches = []
+    for query in (0.0, float("nan")):
+        cache = make(importance=importance, realloc_every=1)
+        for number, n in enumerate((80, *chunks)):
+            torch.manual_seed(number)
+            valid = torch.rand(2, n, device="cuda") < 0.7
+            valid[:, 0] = True
+            for layer in range(LAYERS):
+                q, k, v = tensors(cache, n, 10 * number + layer)
+                q[~valid] = query
+                out = cache.step(layer, q, k, v, valid=valid)
+                assert bool(out[valid].isfinite().all())
+        caches.append(cache)
+    assert_same_pages(*caches)
+
+
+def test_new_tokens_may_be_overwritten_behind_their_step() -> None:
+    """Though there was no room for them yet, and a later plan reads them again."""
+    caches = []
+    for reused in (False, True):
+        cache = make(budget=int(0.3 * 4 * LAYERS * HEADS * 64 * 1200) * 2, bits=(2, 8), importance="recency")
+        own = tensors(cache, 300, 0)
+        for number in range(4):
+            for layer in range(LAYERS):
+                new = tensors(cache, 300, 10 * number + layer)
+                if reused:
+                    new = [mine.copy_(x) for mine, x in zip(own, new, strict=True)]
+                cache.step(layer, *new)
+        caches.append(cache)
+    assert_same_pages(*caches)
+
+
+def test_an_append_leaves_the_result_of_the_step_before() -> None:
+    cache = make(importance="key_norm")
+    for layer in range(LAYERS):
+        cache.step(layer, *tensors(cache, 80, layer))
+    outs = [cache.step(layer, *tensors(cache, 1, 5 + layer), scale=1.0) for layer in range(LAYERS)]
+    before = [out.clone() for out in outs]
+    for layer in range(LAYERS):
+        cache.append(layer, *tensors(cache, 1, 7 + layer)[1:])
+    assert all(torch.equal(out, kept) for out, kept in zip(outs, before, strict=True))
+    check_state(cache, [list(range(82))] * 2)
+
+
+@pytest.mark.parametrize("steps", [40, 3])
+def test_arrays_that_lie_anyhow(steps: int) -> None:
+    """Vectors at multiples of 4 bytes; a mask of one row that is part of a longer one."""
+    results = []
+    for anyhow in (False, True):
+        cache = make(batch=1)
+        mask = torch.ones(1, 400, dtype=torch.bool, device="cuda")
+        mask[0, 361] = False
+        mask = mask[:, 360 : 360 + steps] if anyhow else mask[:, 360 : 360 + steps].clone()
+        for layer in range(LAYERS):
+            cache.step(layer, *tensors(cache, 80, layer))
+            new = tensors(cache, steps, 5 + layer)
+            if anyhow:
+                wide = [torch.zeros(*x.shape[:3], 68, dtype=x.dtype, device="cuda") for x in new]
+                new = [y[..., 2:66].copy_(x) for x, y in zip(new, wide, strict=True)]
+            results.append(cache.step(layer, *new, valid=mask).float())
+        check_state(cache, [[p for p in range(80 + steps) if p != 81]])
+    assert all(float((results[i] - results[i + LAYERS]).abs().max()) < 0.02 for i in range(LAYERS))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("importance", ["attention", "key_norm"])
+def test_a_gpu_that_is_not_the_current_one(importance: str) -> None:
+    caches, results = [], []
+    for device in ("cuda:0", "cuda:1"):
+        cache = make(device=device, importance=importance, realloc_every=4)
+        for number, steps in enumerate((80, 40, *[1] * 30, 3)):
+            for layer in range(LAYERS):
+                results.append(cache.step(layer, *tensors(cache, steps, 10 * number + layer, device)))
+        results += [cache.attend(layer, tensors(cache, 5, layer, device)[0]) for layer in range(LAYERS)]
+        caches.append(cache)
+        assert torch.cuda.current_device() == 0
+    half = len(results) // 2
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(results[:half], results[half:], strict=True))
+    assert_same_pages(*caches)
+
+
+@pytest.mark.parametrize("most", [70, 100])
+def test_more_queries_than_a_launch_takes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "most_query_tokens", lambda pages, group, device: most)
+    cache, rng = make(realloc_every=1), np.random.default_rng(11)
+    for steps in (100, 230, 100):
+        step(cache, rng, steps)
+    check_state(cache, [list(range(430))] * 2)

@@ -106,6 +106,9 @@ def test_strided_rows_without_keys_and_keys_that_are_padding() -> None:
     score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, again, scale=0.1, stream=stream())
     assert not bool(again[2:].any())
     assert bool(again[:2].any())
+    whole[1], q[1] = float("inf"), float("nan")  # the same of padding whose queries are anything
+    score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, scale=0.1, stream=stream())
+    assert torch.equal(again, codes)
 
 
 def test_vectors_between_16_bytes_are_refused() -> None:
@@ -133,6 +136,7 @@ def stored_layer() -> tuple[Simulation, Device, torch.Tensor, np.ndarray, torch.
         ]
     )
     hostile = np.where(unused[:, :, :, None], np.nan, scores).astype(np.float32)
+    hostile[0, 1, :, 3] = np.nan  # the row whose lse is infinite
     exact = np.where(unused[:, :, :, None], -np.inf, scores)
     kept, whole = torch.from_numpy(hostile).cuda(), torch.from_numpy(lse).cuda()
     return simulation, Device([layer]), kept, exact, whole, lse
@@ -178,6 +182,7 @@ def test_stored_tokens_follow_what_they_receive(importance: str, own: int) -> No
     device = Device([simulation.layer, simulation.layer])
     unused = np.isnan(hostile.cpu().numpy()[:, :, :, 0])
     kept = np.stack([kept_bytes(exact, unused), kept_bytes(exact - 2, unused)])
+    kept[:, 0, 1, :, 64 * 6 + 4 * 3 :][..., :4] = np.float32([np.nan]).view(np.uint8)
     score.score_stored(
         device.states.data_ptr(),
         torch.from_numpy(kept).cuda(),

@@ -44,7 +44,7 @@ struct LayerState {
     int batch, heads, entries, num_rungs, max_slabs, max_pages, slab_units, evicts;
 };
 
-enum Trouble { NO_ROOM = 1, NO_SLAB = 2, NO_ENTRY = 4, UNFINISHED = 8 };
+enum Trouble { NO_ROOM = 1, NO_ENTRY = 4, UNFINISHED = 8 };
 
 // The address of page `number` of rung r.
 __device__ __forceinline__ u32 page_address(const LayerState& s, int r, u32 number) {

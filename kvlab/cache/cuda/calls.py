@@ -16,7 +16,13 @@ from kvlab.arrays import CudaView, cuda_view, current_stream, empty, pointer_of
 from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.collect import Collector
 from kvlab.cache.cuda.store import DeviceStore
-from kvlab.ops.packed_cuda import AttendCall, Workspace, kept_page_bytes, make_workspace
+from kvlab.ops.packed_cuda import (
+    AttendCall,
+    Workspace,
+    kept_page_bytes,
+    make_workspace,
+    most_query_tokens,
+)
 
 __all__ = ["Repeated", "StepCalls"]
 
@@ -130,6 +136,18 @@ class StepCalls:
 
         The next call for as many queries gives the same arrays again, until `forget`.
         """
+        steps, most = view.shape[1], self.most_query_tokens
+        if steps > most > 0:
+            out, lse = (
+                empty(view.shape, view.dtype, q),
+                empty((view.shape[0], view.shape[2], steps), "float32", q),
+            )
+            for end in range((steps - 1) % most + 1, steps + 1, most):  # the last part is a whole one
+                part = slice(max(end - most, 0), end)
+                of_part, last = q[:, part], kept if end == steps else 0
+                found = self.attend(layer, of_part, cuda_view(of_part, "q"), scale, softcap, last)
+                out[:, part], lse[:, :, part], scores = found
+            return out, lse, scores
         shape = view.shape, scale, softcap, kept
         if shape != self._last_shape:
             self._last_shape, self._attends = shape, {}
@@ -154,6 +172,11 @@ class StepCalls:
         workspace = self._new_workspace(steps, self._arrivals)
         self._arrivals = workspace.arrivals
         return out, lse, scores, workspace
+
+    @property
+    def most_query_tokens(self) -> int:
+        """How many a launch takes, and `attend` with scores kept of the last of them."""
+        return most_query_tokens(self._pairs * self._store.entries, self._group, self._device)
 
     def forget(self) -> None:
         """Give back what `attend` has used."""

@@ -136,7 +136,9 @@ class AppendCall:
         """Launch; without queries `q` is None and `out`, `lse` are not read. `valid` is an address or 0."""
         call = self._bytes
         _WRITE_FRESH(call, _FRESH, k.pointer, v.pointer, valid, 0, *k.strides[:3], *v.strides[:3])
-        if q is not None:
+        if q is None:
+            _WRITE_QUERY(call, _QUERY, 0, 0, 0, 0, 0, 0)  # or those of a step before would be read again
+        else:
             _WRITE_QUERY(call, _QUERY, q.pointer, out, lse, *q.strides[:3])
         _WRITE_STORED(call, _STORED, stored)
         if self._launch is not None:

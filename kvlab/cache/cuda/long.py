@@ -27,6 +27,7 @@ from kvlab.cache.cuda.changes import Admission
 from kvlab.cache.cuda.plan import Workspace
 from kvlab.cache.importance import MOST_TOKENS
 from kvlab.ops.attention import attention, attention_varlen
+from kvlab.ops.device_arrays import contiguous, copied
 from kvlab.ops.packed_cuda import kept_page_bytes
 
 if TYPE_CHECKING:
@@ -50,22 +51,24 @@ def step(
     share: int | None,
 ) -> Any:
     """A step of many tokens: `arrays` and `views` of q, k and v; the last layer waits for the device."""
-    (q, k, v), steps, stream = arrays, views[0].shape[1], current_stream(arrays[0])
+    steps, stream, observed = views[0].shape[1], current_stream(arrays[0]), cache.observes[layer] == "mass"
+    if observed:
+        arrays[:2], views[:2] = zip(*map(_in_units, arrays[:2], views[:2]), strict=True)
+    q, k, v = arrays
     workspace = _begin(cache, layer, steps, stream)
+    new = _kept(cache, layer, [k, v], views[1:], valid, share)
     codes = empty((cache.pairs, steps), "uint8", k)  # all memory is taken before anything changes
     out, lse = attend_new(q, k, v, valid, scale, softcap)
     collects = cache.collects(layer, steps)
     if cache.lengths[layer]:
-        _attend_stored(cache, layer, q, views[0], out, lse, scale, softcap, collects, stream)
+        _attend_stored(cache, layer, q, views[0], out, lse, valid, scale, softcap, collects, stream)
     mass = None
-    if cache.observes[layer] == "mass":
-        if valid is not None:
-            lse.swapaxes(1, 2)[~valid] = float("-inf")
+    if observed:
         score.score_new(views[0], views[1], lse, codes, scale=scale, softcap=softcap, stream=stream)
         mass = codes
     else:
         score.score_norms(k, codes, cache.settings.importance, stream)
-    _admit(cache, layer, arrays[1:], views[1:], valid, codes, mass, share, workspace, stream)
+    _admit(cache, layer, *new, codes, mass, share, workspace, stream)
     cache.count(layer, steps, collects)
     if layer == len(cache.layers) - 1:
         cache.calls.forget()
@@ -78,9 +81,10 @@ def append(
     """Store many tokens: `arrays` and `views` of k and v; the last layer waits for the device."""
     k, steps, stream = arrays[0], views[0].shape[1], current_stream(arrays[0])
     workspace = _begin(cache, layer, steps, stream)
+    new = _kept(cache, layer, arrays, views, valid, share)
     codes = empty((cache.pairs, steps), "uint8", k)
     score.score_norms(k, codes, cache.settings.importance, stream)
-    _admit(cache, layer, arrays, views, valid, codes, None, share, workspace, stream)
+    _admit(cache, layer, *new, codes, None, share, workspace, stream)
     cache.count(layer, steps, False)
 
 
@@ -90,6 +94,28 @@ def _begin(cache: DeviceCache, layer: int, steps: int, stream: int) -> Workspace
     if cache.changes.awaits(layer):
         cache.changes.confirm()
     return cache.changes.admission(steps, cache.lengths[layer] > 0)
+
+
+def _in_units(x: Any, view: CudaView) -> tuple[Any, CudaView]:
+    """An array whose vectors `score_new` can read in units of 16 bytes: itself, or a copy."""
+    if view.pointer % 16 or any(stride % 8 for stride in view.strides[:3]):
+        x = contiguous(x, "x")
+        view = cuda_view(x, "x")
+    return x, view
+
+
+def _kept(
+    cache: DeviceCache, layer: int, new: list[Any], views: list[CudaView], valid: Any, share: int | None
+) -> tuple[list[Any], list[CudaView], Any]:
+    """New keys and values, their views and mask, which stay as they are until `Changes.confirm`.
+
+    Tokens that find no room in a first plan are read again behind the last layer's step, when the caller may
+    have put those of another layer in their place. Only a budget and tokens in pages leave too little room.
+    """
+    if share is None or not cache.lengths[layer] or cache.settings.on_host:
+        return new, views, valid
+    new = [copied(x) for x in new]
+    return new, [cuda_view(x, "x") for x in new], None if valid is None else copied(valid)
 
 
 def attend_new(q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float) -> tuple[Any, Any]:
@@ -120,18 +146,24 @@ def _attend_stored(
     view: CudaView,
     out: Any,
     lse: Any,
+    valid: Any,
     scale: float,
     softcap: float,
     collects: bool,
     stream: int,
 ) -> None:
-    """Merge attention over stored tokens into `out` and `lse`, and score them if the step `collects`."""
+    """Merge attention over stored tokens into `out` and `lse`, and score them if the step `collects`.
+
+    `lse` of padding is infinite behind it: it counts nothing for the importance of any token.
+    """
     steps, store = q.shape[1], cache.layers[layer].store
     rows, whole = _observed_rows(cache, steps) if collects else (slice(0), False)
     kept = len(range(steps)[rows]) if whole else 0
     stored, stored_lse, scores = cache.calls.attend(layer, q, view, scale, softcap, kept)
     addresses = [pointer_of(x) for x in (out, lse, stored, stored_lse)]
     kernels.merge_rows(store.head_dim, store.dtype, cache.device, addresses, tuple(q.shape[:3]), stream)
+    if valid is not None:
+        lse.swapaxes(1, 2)[~valid] = float("inf")
     if not collects:
         return
     total = lse
@@ -151,7 +183,8 @@ def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
     """Query rows of a long step that are observed, and whether these are its last ones without a gap."""
     store, last = cache.store, min(steps, MOST_TOKENS)
     nbytes = cache.pairs * store.entries * kept_page_bytes(cache.group * last) // last
-    apart = -(-last // min(last, max(FEWEST_ROWS, MOST_SCORES // max(nbytes, 1))))
+    most = min(max(FEWEST_ROWS, MOST_SCORES // max(nbytes, 1)), cache.calls.most_query_tokens)
+    apart = -(-last // max(min(last, most), 1))
     return slice(steps - 1 - (last - 1) // apart * apart, steps, apart), apart == 1
 
 

@@ -23,6 +23,7 @@ from kvlab.cache.layer import Layer
 from kvlab.cache.options import CacheOptions
 from kvlab.cache.pages import PAGE_TABLE_BYTES, PageLayout
 from kvlab.device import translated_out_of_memory
+from kvlab.ops.packed_cuda import check_capability
 from kvlab.shapes import match_shapes
 
 if TYPE_CHECKING:
@@ -263,6 +264,7 @@ class GpuRoad:
         cache = self._options
         if cache.device not in ("cuda", f"cuda:{views[0].device}"):
             raise ValueError(f"the arrays are on cuda:{views[0].device}, the cache is on {cache.device}")
+        check_capability(views[0].device)
         settings = Settings(
             num_heads_q=cache.num_heads_q,
             sink=cache.sink,
@@ -308,7 +310,8 @@ class GpuRoad:
         if min(device.room) < steps:
             self._make_sure(device.lengths[0] + steps)
             device.reallocate(steps, self._share(0, steps))
-        return device.generation, device.lengths[0] > 0, device.collects(0, steps)
+        collects = tuple([device.collects(layer, steps) for layer in range(len(device.lengths))])
+        return device.generation, device.lengths[0] > 0, collects
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -316,10 +319,11 @@ class GpuRoad:
         device = self._device
         if device is None:
             raise RuntimeError("a step must run once before a graph records it")
-        before = [counter.copy() for counter in device.counters]
+        before, kept = [counter.copy() for counter in device.counters], device.collector.state
         try:
             yield
         finally:
+            device.collector.state = kept
             for counter, values in zip(device.counters, before, strict=True):
                 counter[:] = values
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.arrays import CudaView, dtype_name
+from kvlab.arrays import CudaView, dtype_name, meant_strides
 from kvlab.cache.cuda import (
     calls,
     changes,
@@ -47,15 +47,18 @@ class Kernels:
 
     def __init__(self) -> None:
         self.arrays: dict[int, np.ndarray] = {}
+        self.by_shape: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}  # parts begin where the whole does
         self.store: DeviceStore
         self.plans: list[tuple[int, int, int]] = []  # (layer, new tokens, status) of every plan so far
         self.most_births: list[int] = []  # of the next plans, in place of what their workspace has room for
+        self.most_query_tokens = 1 << 20
         self.scored: list[list[tuple[int, int]]] = []  # of every launch: (layer, tokens before the step)
 
     def view(self, x: np.ndarray, name: str) -> CudaView:
         address = x.ctypes.data
-        self.arrays[address] = x
-        return CudaView(address, x.shape, tuple(s // x.itemsize for s in x.strides), dtype_name(x), 0)
+        self.arrays[address] = self.by_shape[address, x.shape] = x
+        strides = tuple(s // x.itemsize for s in x.strides)
+        return CudaView(address, x.shape, meant_strides(x.shape, strides), dtype_name(x), 0)
 
     def score_stored(self, states: int, scores: Any, lse: Any, *, counted: int, **rest: Any) -> None:
         """Importance itself stays as it is; what is checked is when a launch serves which layers."""
@@ -212,6 +215,7 @@ class Kernels:
     def finish(
         self, q: Any, k: Any, v: Any, valid: Any, out: int, lse: int, stored: bool, options: Any
     ) -> np.ndarray:
+        q = np.where(valid[..., None, None], q, np.float16(0))
         wide = [x.astype(np.float32) for x in (q, k, v)]
         exact = attend_exact(
             *wide, valid, scale=options["scale"], softcap=options["softcap"], keep_rows=q.shape[1]
@@ -220,6 +224,7 @@ class Kernels:
         if not stored:
             result[...], total[...] = 0, -np.inf
         merge(result, total, exact.out, exact.lse)
+        total.swapaxes(1, 2)[~valid] = np.inf
         return exact.mass(total)
 
     def store_tokens(self, number: int, k: Any, v: Any, valid: Any, mass: Any) -> None:
@@ -267,7 +272,8 @@ class Kernels:
             arena = self.store.arenas[number].reshape(-1, UNIT)
             others = (self.store.tables[name][number] for name in ("num_pages", "k_mean"))
             exchange._fill(held, arena, tables, *others)
-            found = packed_attention(self.arrays[view.pointer], held.view(), **options)
+            queries = self.by_shape[view.pointer, view.shape]
+            found = packed_attention(queries, held.view(), **options)
             self.arrays[out][...], self.arrays[lse][...] = found.out, found.lse
             if used[0] is not None:
                 used[0][...] = 0
@@ -276,6 +282,7 @@ class Kernels:
         return attend
 
 
+@np.errstate(invalid="ignore")  # queries of padding may be NaN
 def merge(out: np.ndarray, lse: np.ndarray, other: np.ndarray, other_lse: np.ndarray) -> None:
     total = np.logaddexp(lse, other_lse)
     base = np.where(np.isneginf(total), 0, total)
@@ -285,6 +292,8 @@ def merge(out: np.ndarray, lse: np.ndarray, other: np.ndarray, other_lse: np.nda
 
 
 def score_new(q: Any, k: Any, lse: Any, codes: Any, *, scale: float, softcap: float, stream: int) -> None:
+    counts = np.isfinite(lse).swapaxes(1, 2)
+    q, lse = np.where(counts[..., None], q, 0), np.where(np.isfinite(lse), lse, np.inf)
     exact = attend_exact(
         *(x.astype(np.float32) for x in (q, k, k)), np.ones(k.shape[:2], bool), scale=scale, softcap=softcap,
         keep_rows=min(64, q.shape[1]),
@@ -315,7 +324,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         return kernels.store
 
     def by_view(q: CudaView, k: CudaView, *rest: Any, **options: Any) -> None:
-        score_new(kernels.arrays[q.pointer], kernels.arrays[k.pointer], *rest, **options)
+        score_new(*(kernels.by_shape[x.pointer, x.shape] for x in (q, k)), *rest, **options)
 
     scores = SimpleNamespace(score_new=by_view, score_norms=score_norms, score_stored=kernels.score_stored)
     workspace = SimpleNamespace(partial=np.zeros(1), arrivals=np.zeros(1))
@@ -323,12 +332,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         (changes, {"DeviceStore": device_store, "make_workspace": kernels.make_workspace,
                         "launch_plan": kernels.launch_plan}),
         (layers, {"current_stream": lambda x: 0}),
-        (long, {"current_stream": lambda x: 0, "score": scores}),
+        (long, {"current_stream": lambda x: 0, "score": scores,
+                     "contiguous": lambda x, name: np.ascontiguousarray(x)}),
+        (road, {"check_capability": lambda device: (9, 0)}),
         (collect, {"score": scores}),
         (host, {"current_stream": lambda x: 0}),
         (repeat, {"current_stream": lambda x: 0}),
         (calls, {"current_stream": lambda x: 0, "AttendCall": kernels.attend_call,
-                      "make_workspace": lambda *args: workspace}),
+                      "make_workspace": lambda *args: workspace,
+                      "most_query_tokens": lambda pages, group, device: kernels.most_query_tokens}),
         (launchers, {"write_tokens": kernels.write_tokens, "copy_pages": kernels.copy_pages,
                         "mean_of_keys": kernels.mean_of_keys, "merge_rows": kernels.merge_rows,
                         "AppendCall": kernels.append_call}),

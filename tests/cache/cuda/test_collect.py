@@ -84,6 +84,21 @@ def test_what_is_kept_settles_before_pages_change(kernels: Kernels, change: Any)
     assert found[:2] == [(0, 24), (1, 24)]
 
 
+def test_a_recording_that_fails_leaves_nothing_to_score(kernels: Kernels) -> None:
+    cache = make()
+    for _ in range(3):
+        for layer in range(LAYERS):
+            cache.step(layer, *draw(1))
+    kernels.scored.clear()
+    recording = cache.recording()
+    recording.__enter__()
+    cache.step(0, *draw(1))
+    cache.step(1, *draw(1))
+    recording.__exit__(None, None, None)  # as after an error
+    cache._gpu._device.collector.settle(0)
+    assert not kernels.scored
+
+
 def test_clearing_forgets(kernels: Kernels) -> None:
     cache = make()
     for _ in range(4):

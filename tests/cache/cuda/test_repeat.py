@@ -93,6 +93,18 @@ def test_repeated_steps(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> No
     assert not took
 
 
+def test_graphs_tell_steps_that_collect_in_any_layer(kernels: Kernels) -> None:
+    """Layer 0 has one width, so nobody asks what its tokens receive."""
+    cache, rng = make(bits="0:8,1:2+8", budget=0.75, max_seqlen=200), np.random.default_rng(0)
+    step(cache, rng, 80)
+    device, kinds = cache._gpu._device, dict[Any, set[bool]]()
+    for _ in range(40):
+        kinds.setdefault(cache.prepare(), set()).add(device.collects(1, 1))
+        step(cache, rng, 1)
+    assert {collects for found in kinds.values() for collects in found} == {False, True}
+    assert all(len(found) == 1 for found in kinds.values())
+
+
 def test_graphs_follow_memory_and_refuse(kernels: Kernels) -> None:
     cache, rng = make(plan_length=64, budget=None, bits=(8,)), np.random.default_rng(4)
     with pytest.raises(RuntimeError, match="run once"), cache.recording():

@@ -191,6 +191,67 @@ def test_padding(kernels: Kernels) -> None:
     check_state(cache, [[*range(37, 101), 102], range(103)])
 
 
+@pytest.mark.parametrize("importance", ["attention", "forecast"])
+@pytest.mark.parametrize("steps", [[100, 8], [20, 40], [1, 1]])
+def test_queries_of_padding_are_not_looked_at(kernels: Kernels, importance: str, steps: list[int]) -> None:
+    held = []
+    for query in (0, np.nan):
+        cache, rng = make(importance=importance, realloc_every=1), np.random.default_rng(7)
+        for n in (80, *steps):
+            valid = rng.random((2, n)) < 0.7
+            valid[:, 0] = True
+            for layer in range(LAYERS):
+                q, k, v = draw(rng, cache, n)
+                q[~valid] = query
+                out = cache.step(layer, q, k, v, valid=valid)
+                assert np.isfinite(out[valid]).all()
+        held.append(pages_of(cache))
+    for one, other in zip(*held, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one.pools, other.pools, strict=True))
+
+
+def test_a_mask_of_one_row_may_be_part_of_a_longer_one(kernels: Kernels) -> None:
+    """Its rows are as far apart as those of the longer one, which torch calls contiguous."""
+    cache, rng = make(batch=1), np.random.default_rng(2)
+    mask = np.ones((1, 100), bool)
+    mask[0, 70] = False
+    step(cache, rng, 40, mask[:, 60:])
+    step(cache, rng, 3, mask[:, 69:72])
+    check_state(cache, [[p for p in range(43) if p not in (10, 41)]])
+
+
+def test_new_tokens_may_be_overwritten_behind_their_step(kernels: Kernels) -> None:
+    """Though a plan may have left them for another one, which reads them again."""
+    held = []
+    for overwrite in (False, True):
+        cache, rng = make(budget=480_000, bits=(2, 8), plan_length=64), np.random.default_rng(3)
+        for _ in range(2):
+            step(cache, rng, 300)
+        kernels.most_births = [3]
+        arrays, mask = draw(rng, cache, 300), np.ones((2, 300), bool)
+        cache.step(0, *arrays, valid=mask)
+        assert kernels.plans[-1] == (0, 300, 8)
+        if overwrite:
+            arrays[1][...], arrays[2][...], mask[...] = 0, 0, False
+        cache.step(1, *draw(rng, cache, 300))
+        held.append(pages_of(cache))
+    for one, other in zip(*held, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one.pools, other.pools, strict=True))
+
+
+@pytest.mark.parametrize("most", [70, 100])
+def test_more_queries_than_a_launch_takes(kernels: Kernels, most: int) -> None:
+    cache, rng = make(), np.random.default_rng(8)
+    step(cache, rng, 100)
+    kernels.most_query_tokens = most
+    step(cache, rng, 230)
+    step(cache, rng, 100)
+    check_state(cache, [range(430)] * 2)
+    q = draw(rng, cache, 230)[0]
+    parts = [cache.attend(0, q[:, first : first + 10]) for first in range(0, 230, 10)]
+    assert np.abs(cache.attend(0, q) - np.concatenate(parts, 1)).max() < 1e-3
+
+
 def test_a_prompt_that_needs_several_plans(kernels: Kernels) -> None:
     """Where old and new pages do not fit side by side, plans demote first and admit then."""
     cache, rng = make(budget=480_000, bits=(2, 8), plan_length=64), np.random.default_rng(3)
