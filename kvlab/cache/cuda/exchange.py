@@ -3,6 +3,8 @@
 Rare operations (crop, beam reordering, files) are written once, for layers on the CPU. A cache on a GPU takes
 its layers to the host, changes them there and puts them back: correct, and as slow as the bus. Pages that
 hold no token yet are left behind; the next plan opens new ones.
+
+The device keeps what it has until it is written over, and writing over takes no memory there.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import to_device, to_host
+from kvlab.arrays import dtype_name, numpy_dtype, to_host
 from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.cache.cuda.window import joined, split
 from kvlab.cache.layer import Layer
 from kvlab.cache.store import LayerStore
 
-__all__ = ["from_layers", "to_layers"]
+__all__ = ["from_layer", "overwrite", "to_layers"]
 
 _TABLES = {"rung": np.uint8, "count": np.uint8, "index": np.uint32, "base": np.uint16}
 
@@ -67,30 +69,57 @@ def _fill(
     store.restore(pools, taken, held, k_mean.copy())
 
 
-def from_layers(device: DeviceStore, layers: Sequence[Layer], which: Sequence[int]) -> None:
-    """Fill layers of the device, by their numbers and empty so far, with those of the CPU.
+def from_layer(device: DeviceStore, layer: Layer, number: int) -> None:
+    """Fill a layer of the device, by its number, with one of the CPU, in place of what it held.
 
     Raises
     ------
     NotImplementedError
         If a layer without a residual window holds exact tokens.
     """
-    for number in which:
-        layer, store = layers[number], device.stores[number]
-        if store is not layer.store:
-            store = joined(layer, store.whole_ladder)
-        elif any(len(window) for window in layer.windows):
-            raise NotImplementedError(
-                "this cache holds exact tokens (too few for a mean of keys); a cache on a GPU without a "
-                "residual window keeps all tokens in pages: use device='cpu'"
-            )
-        host = {name: to_host(table[number]) for name, table in device.tables.items()}
-        arena = np.zeros((len(device.arenas[number]) // UNIT, UNIT), np.uint8)
-        _place(device, number, store, host, arena)
-        host["k_mean"][...], host["seqlen"][...] = store.k_mean, layer.seqlen
-        device.arenas[number][...] = to_device(arena.reshape(-1), device.like)
-        for name, table in host.items():
-            device.tables[name][number][...] = to_device(table, device.like)
+    store = device.stores[number]
+    if store is not layer.store:
+        store = joined(layer, store.whole_ladder)
+    elif any(len(window) for window in layer.windows):
+        raise NotImplementedError(
+            "this cache holds exact tokens (too few for a mean of keys); a cache on a GPU without a "
+            "residual window keeps all tokens in pages: use device='cpu'"
+        )
+    host = _empty_tables(device, number)
+    arena = np.zeros((len(device.arenas[number]) // UNIT, UNIT), np.uint8)
+    _place(device, number, store, host, arena)
+    host["k_mean"][...], host["seqlen"][...] = store.k_mean, layer.seqlen
+    overwrite(device.arenas[number], arena.reshape(-1))
+    for name, table in host.items():
+        overwrite(device.tables[name][number], table)
+
+
+def overwrite(array: Any, host: NDArray[Any]) -> None:
+    """Write an array of the host over one on the device, both contiguous, on its current stream.
+
+    An assignment would first make a copy of the whole on the device, for which there may be no memory.
+    """
+    if hasattr(array, "copy_"):
+        import torch
+
+        array.copy_(torch.from_numpy(host))
+    else:
+        import cupy
+
+        with array.device:
+            array.set(host, cupy.cuda.get_current_stream())
+
+
+def _empty_tables(device: DeviceStore, number: int) -> dict[str, NDArray[Any]]:
+    """Tables of a layer on the host as `DeviceStore.clear` leaves them."""
+    host = {
+        name: np.zeros(tuple(table.shape[1:]), numpy_dtype(dtype_name(table)))
+        for name, table in device.tables.items()
+    }
+    slabs = device.num_slabs[number]
+    host["open"][...], host["num_free"][...] = -1, slabs
+    host["free_slabs"][:slabs] = np.arange(slabs)[::-1]
+    return host
 
 
 def _place(

@@ -3,7 +3,8 @@
 The layers of the CPU are empty while a cache is on a GPU. For crops, other rows and files they borrow what it
 holds (exchange.py), and give it back changed. So do they where widths are chosen by another allocator
 than "greedy", where a residual window is kept (window.py), and where bytes are so few that partly filled
-pages have to be closed up (tight.py). All of it waits for the device.
+pages have to be closed up (tight.py). All of it waits for the device, which keeps what it holds until it gets
+that back: an error on the way changes nothing.
 """
 
 from __future__ import annotations
@@ -16,54 +17,58 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import current_stream, to_host
-from kvlab.cache.cuda.exchange import from_layers, to_layers
+from kvlab.cache.cuda.exchange import from_layer, to_layers
 from kvlab.cache.cuda.state import DeviceState
 from kvlab.cache.cuda.tight import reserve_nbytes
 from kvlab.cache.cuda.window import window_nbytes
 from kvlab.cache.layer import Arrival
 from kvlab.cache.pages import decode_importance
+from kvlab.device import translated_out_of_memory
 
 __all__ = [
     "admit",
     "borrowed",
     "choose",
     "consolidate",
-    "lend",
+    "lent",
     "take_back",
 ]
 
 ALL = slice(None)
 
 
-def lend(cache: DeviceState, which: slice = ALL) -> None:
-    """Fill layers of the CPU with what the device holds."""
-    cache.settle(current_stream(cache.like))
-    numbers = range(len(cache.layers))[which]
-    to_layers(cache.store, cache.layers, cache.lengths, numbers)
-    for number in numbers:
-        cache.layers[number].since_collection = cache.since[number]
+@contextmanager
+def lent(cache: DeviceState, which: slice = ALL) -> Iterator[None]:
+    """Let some layers of the CPU hold what the device does; in the end they are empty again."""
+    layers = cache.layers[which]
+    try:
+        with translated_out_of_memory("the pages of a cache on the host"):
+            cache.settle(current_stream(cache.like))
+            to_layers(cache.store, cache.layers, cache.lengths, range(len(cache.layers))[which])
+            for layer, since in zip(layers, cache.since[which], strict=True):
+                layer.since_collection = since
+            yield
+    finally:
+        for layer in layers:
+            layer.store.batch = cache.store.batch  # another one if the rows were to change and did not
+            layer.clear()
 
 
 def take_back(cache: DeviceState, which: slice = ALL) -> None:
-    """Move what layers of the CPU hold to the device, which has none of it."""
-    numbers = range(len(cache.layers))[which]
-    from_layers(cache.store, cache.layers, numbers)
-    for number in numbers:
+    """Move what layers of the CPU hold to the device, in place of what it has of them."""
+    for number in range(len(cache.layers))[which]:
         layer = cache.layers[number]
+        from_layer(cache.store, layer, number)
         cache.lengths[number], cache.since[number] = layer.seqlen, layer.since_collection
         cache.room[number] = 0
-        layer.clear()
-    cache.changes.restart(tidy=False)
+        cache.changes.restart(tidy=False)
 
 
 @contextmanager
 def borrowed(cache: DeviceState, which: slice = ALL) -> Iterator[None]:
     """Let some layers of the CPU change what they hold, rows and lengths aside."""
-    lend(cache, which)
-    try:
+    with lent(cache, which):
         yield
-    finally:
-        cache.store.clear(which)
         take_back(cache, which)
 
 

@@ -18,6 +18,7 @@ from kvlab.arrays import CudaView, cuda_view, current_stream, empty
 from kvlab.cache.cuda import host, kernels
 from kvlab.cache.cuda.state import DeviceState, Settings
 from kvlab.cache.layer import Layer
+from kvlab.device import translated_out_of_memory
 
 __all__ = ["DeviceCache"]
 
@@ -36,7 +37,10 @@ class DeviceCache(DeviceState):
     ) -> None:
         super().__init__(layers, settings, like, capacity, share)
         if any(self.lengths):
-            host.take_back(self)
+            with translated_out_of_memory("moving a cache to its GPU"):
+                host.take_back(self)
+            for layer in layers:
+                layer.clear()
 
     # ---- what a step does ----------------------------------------------------------------------------------
 
@@ -140,14 +144,8 @@ class DeviceCache(DeviceState):
 
     def grow(self, capacity: int, share: int | None) -> None:
         """Make room for longer sequences, by way of the host."""
-        host.lend(self)
-        try:
-            self.make(capacity, share)
-        except BaseException:
-            for layer in self.layers:
-                layer.clear()
-            raise
-        host.take_back(self)
+        with host.lent(self):
+            self._move(capacity, share)
 
     @contextmanager
     def on_host(self, memory: Callable[[], tuple[int, int | None]], changes: bool) -> Iterator[None]:
@@ -155,30 +153,24 @@ class DeviceCache(DeviceState):
 
         `memory()` gives capacity and share if the batch is another one afterwards.
         """
-        host.lend(self)
-        try:
+        with host.lent(self):
             yield
-        finally:
-            if changes:
-                batch = self.layers[0].store.batch
-                if batch != self.store.batch:
-                    self._make_for_rows(*memory())
-                    self.pairs = batch * self.store.heads
-                else:
-                    self.store.clear()
+            if not changes:
+                return
+            if self.layers[0].store.batch == self.store.batch:
                 host.take_back(self)
             else:
-                for layer in self.layers:
-                    layer.clear()
+                self._move(*memory())
 
-    def _make_for_rows(self, capacity: int, share: int | None) -> None:
-        """Take memory for the rows that the layers of the CPU have, or leave them with the old number."""
+    def _move(self, capacity: int, share: int | None) -> None:
+        """Take other memory for what the layers of the CPU hold; an error leaves the old as it was."""
+        before = vars(self).copy()
         try:
             self.make(capacity, share)
+            self.pairs = self.store.batch * self.store.heads
+            host.take_back(self)
         except BaseException:
-            for layer in self.layers:
-                layer.store.batch = self.store.batch
-                layer.clear()
+            vars(self).update(before)
             raise
 
     def clear(self) -> None:

@@ -12,21 +12,14 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.cuda import (
-    calls,
-    changes,
-    collect,
-    layers,
-    long,
-    store,
-)
+from kvlab.cache.cuda import changes, long
 from kvlab.cache.pages import encode_importance
-from kvlab.errors import BudgetError, OutOfMemory
+from kvlab.errors import BudgetError
 from kvlab.ops.packed import packed_attention
 from kvlab.ops.packed_cuda import kept_page_bytes
 from tests.cache.cuda.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
 from tests.cache.cuda.numpy_gpu import Kernels
-from tests.held import failures_of_cache, pages_of, positions
+from tests.held import pages_of, positions
 
 
 @pytest.mark.parametrize(
@@ -298,27 +291,6 @@ def test_refusal_changes_nothing(kernels: Kernels) -> None:
     assert cache.seqlen == 200
 
 
-def test_lack_of_memory_changes_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvlab.cache.cuda import store
-
-    cache, rng = make(plan_length=256), np.random.default_rng(5)
-    step(cache, rng, 100)
-    before = pages_of(cache)
-
-    def fail(*args: Any) -> Any:
-        raise MemoryError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "empty", fail)
-        with pytest.raises(OutOfMemory, match="no memory"):
-            cache.step(0, *draw(rng, cache, 500))
-    assert cache.seqlen == 100
-    for old, new in zip(before, pages_of(cache), strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
-    step(cache, rng, 500)
-    check_state(cache, [range(600)] * 2)
-
-
 def test_append_and_attend(kernels: Kernels) -> None:
     cache, rng = make(), np.random.default_rng(6)
     for steps in (150, 3, 1):
@@ -398,15 +370,3 @@ def test_bad_arguments(kernels: Kernels, change: Any, error: Any, text: str) -> 
     with pytest.raises(error, match=text):
         cache.step(0, *change(*draw(np.random.default_rng(8), cache, 2)))
     assert cache.seqlen == 0
-
-
-def test_lack_of_memory_at_any_allocation(kernels: Kernels) -> None:
-    """Steps, appends, growth and other rows: a failed allocation leaves the cache as it was."""
-    cache, rng = make(), np.random.default_rng(8)
-    step(cache, rng, 100)
-    new, many = draw(rng, cache, 1), draw(rng, cache, 90)
-    modules = (layers, calls, collect, long, store)
-    found = failures_of_cache(cache, new, many, modules, MemoryError("no memory"))
-    assert found[0] > 0
-    assert min(found[2:]) > 0
-    assert (cache.batch, cache._gpu._device.lengths) == (4, [191, 191])

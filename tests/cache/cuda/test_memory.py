@@ -1,0 +1,180 @@
+"""Lack of memory, on the device and on the host: `OutOfMemory`, and the cache is as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlab.cache.cuda import calls, changes, collect, exchange, function, host, layers, long, plan, store
+from kvlab.errors import OutOfMemory
+from tests.allocations import fail_everywhere
+from tests.cache.cuda.cases import HEADS, check_state, draw, make, step
+from tests.cache.cuda.numpy_gpu import Kernels
+from tests.cache.cuda.test_tight import tight_cache
+from tests.held import failures_of_cache, pages_of
+
+NO_MEMORY = MemoryError("no memory")
+
+
+class Copies:
+    """A module of which `fail_everywhere` lets copies to the device fail, in place of its `empty`."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    @property
+    def empty(self) -> Any:
+        return self.module.to_device
+
+    @empty.setter
+    def empty(self, copy: Any) -> None:
+        self.module.to_device = copy  # type: ignore[attr-defined]
+
+
+ALLOCATING: Any = [layers, calls, collect, long, store]
+ALLOCATING += [
+    Copies(module)
+    for module in (store, exchange, changes, function, host, long, plan)
+    if hasattr(module, "to_device")
+]
+
+
+def weigh(previous: Any, observed: Any, positions: Any, seqlen: int) -> Any:
+    return np.exp2(-(positions % 7.0))
+
+
+def test_growth_fails_as_a_whole(kernels: Kernels) -> None:
+    cache, rng = make(plan_length=256), np.random.default_rng(5)
+    step(cache, rng, 100)
+    many = draw(rng, cache, 500)
+    unchanged = kept(cache)
+    assert fail_everywhere(ALLOCATING, NO_MEMORY, lambda: cache.step(0, *many), unchanged) > 0
+    cache.step(1, *many)
+    check_state(cache, [range(600)] * 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"allocator": "dp"},
+        {"residual": 40, "budget": 0.7},
+        {"importance": weigh},
+        {"importance": weigh, "allocator": "dp"},
+    ],
+)
+def test_at_any_allocation(kernels: Kernels, options: dict[str, Any]) -> None:
+    """Steps, appends, growth and other rows: a failed allocation leaves the cache as it was."""
+    cache, rng = make(**options), np.random.default_rng(8)
+    step(cache, rng, 100)
+    new, many = draw(rng, cache, 1), draw(rng, cache, 90)
+    found = failures_of_cache(cache, new, many, ALLOCATING, NO_MEMORY)
+    assert min(found[2:]) > 0
+    assert (cache.batch, cache._gpu._device.lengths) == (4, [191, 191])
+    check_state(cache, [range(191)] * 4)
+
+
+def test_where_bytes_are_few(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that a plan has to close up first."""
+    closed: list[int] = []
+    consolidate = host.consolidate
+    monkeypatch.setattr(
+        host, "consolidate", lambda *args, **rest: (closed.append(args[1]), consolidate(*args, **rest))
+    )
+    cache, rng = tight_cache(300, (2, 4, 8)), np.random.default_rng(2)
+    for steps in (100, 137, 33):
+        step(cache, rng, steps)
+    cache.crop(25)
+    for steps in (1, 3, 51):
+        new, lengths = draw(rng, cache, steps), cache._gpu._device.lengths.copy()
+        for layer in range(2):
+            unchanged = kept(cache, lengths)
+            fail_everywhere(ALLOCATING, NO_MEMORY, lambda: cache.step(layer, *new), unchanged)  # noqa: B023
+            lengths[layer] += steps
+    assert closed
+    check_state(cache, [range(300)] * 2)
+
+
+RARE: dict[str, Callable[[Any], Any]] = {
+    "crop": lambda cache: cache.crop(12),
+    "reorder": lambda cache: cache.reorder(np.array([1, 0])),
+    "repeat": lambda cache: cache.repeat(2),
+    "select": lambda cache: cache.select(np.array([1])),
+    "growth": lambda cache: cache.step(0, *draw(np.random.default_rng(1), cache, 700)),
+    "save": lambda cache: cache.save("/nowhere"),  # puts nothing back
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [("_fill", what) for what in RARE] + [("_place", what) for what in RARE if what != "save"],
+)
+@pytest.mark.parametrize("options", [{}, {"residual": 40, "budget": 0.7}], ids=["plain", "window"])
+def test_on_the_host(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, where: str, what: str, options: dict[str, Any]
+) -> None:
+    """Rare operations and growth hold all pages on the host for a while, going there and back."""
+    cache, rng = make(**options), np.random.default_rng(9)
+    step(cache, rng, 100)
+    unchanged, new = kept(cache), draw(rng, cache, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, where, no_memory)
+        with pytest.raises(OutOfMemory, match="no memory"):
+            RARE[what](cache)
+    assert all(layer.seqlen == layer.tokens() == 0 for layer in cache.layers)
+    kernels.store = cache._gpu._device.store
+    unchanged()
+    for layer in range(2):
+        cache.step(layer, *new)
+    check_state(cache, [range(120)] * 2)
+
+
+def test_of_a_loaded_cache(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    cache, rng = make(), np.random.default_rng(10)
+    step(cache, rng, 100)
+    cache.save(tmp_path / "cache")
+    again = type(cache).load(tmp_path / "cache", device="cuda")
+    new = draw(rng, cache, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "_place", no_memory)
+        with pytest.raises(OutOfMemory, match="no memory"):
+            again.step(0, *new)
+    assert again.seqlen == 100
+    for layer in range(2):
+        again.step(layer, *new)
+    check_state(again, [range(120)] * 2)
+
+
+def test_writing_over_a_tensor() -> None:
+    """As on the device, for which the other tests have NumPy: every dtype of tables, one layer of several."""
+    torch = pytest.importorskip("torch")
+    for dtype in (np.uint8, np.int16, np.int32, np.int64, np.float16):
+        table, host = (
+            torch.zeros((3, 2, 4), dtype=getattr(torch, np.dtype(dtype).name)),
+            np.ones((2, 4), dtype),
+        )
+        exchange.overwrite(table[1], host)
+        assert np.array_equal(table.numpy(), np.stack([0 * host, host, 0 * host]))
+
+
+def no_memory(*args: Any) -> Any:
+    raise NO_MEMORY
+
+
+def kept(cache: Any, lengths: list[int] | None = None) -> Callable[[], None]:
+    """A check that a cache holds what it holds now."""
+    lengths, batch, before = list(lengths or cache._gpu._device.lengths), cache.batch, pages_of(cache)
+
+    def unchanged() -> None:
+        assert cache._gpu._device.lengths == lengths
+        assert cache.batch == cache._gpu._device.store.batch == batch
+        assert cache._gpu._device.pairs == batch * HEADS
+        for old, new in zip(before, pages_of(cache), strict=True):
+            assert np.array_equal(old.num_pages, new.num_pages)
+            assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
+
+    return unchanged
