@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import to_device, to_host
+from kvlab.arrays import to_host
+from kvlab.cache.cuda.exchange import overwrite
 from kvlab.cache.cuda.store import UNIT
 from kvlab.cache.pages import decode_importance, encode_importance
 
@@ -41,19 +42,28 @@ def score_new(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
         position = np.broadcast_to(length + np.flatnonzero(use[row]), observed.shape)
         score = cache.layers[layer].policy.update(None, observed, position, length + steps, 0)
         host[row][:, use[row]] = encode_importance(score)
-    codes[...] = to_device(host.reshape(-1, steps), cache.like)
+    overwrite(codes, host.reshape(-1, steps))
 
 
 def score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, stream: int) -> None:
     """Let the function score the tokens in pages of a layer; `scores` and `lse` as for `Collector.score`.
 
-    The kernel writes what tokens received in place of their importance, which is read before and after.
+    The kernel writes what tokens received in place of their importance, which is read before and after, and
+    put back if the function fails.
     """
-    store, length = cache.store, cache.lengths[layer]
     arena = cache.store.arenas[layer]
     before = to_host(arena).copy()
-    cache.collector.score(layer, scores, lse, 1, 0, stream)
-    after = to_host(arena).copy()
+    result = before
+    try:
+        cache.collector.score(layer, scores, lse, 1, 0, stream)
+        result = _scored(cache, layer, before, to_host(arena).copy())
+    finally:
+        overwrite(arena, result)
+
+
+def _scored(cache: DeviceCache, layer: int, before: Bytes, after: Bytes) -> Bytes:
+    """Put the function's scores into `after`, which has what tokens received; `before` has importance."""
+    store, length = cache.store, cache.lengths[layer]
     tables = {name: to_host(store.tables[name][layer]) for name in ("rung", "count", "index", "base")}
     live = np.arange(store.entries) < to_host(store.tables["num_pages"][layer])[..., None]
     for row in range(store.batch):
@@ -64,7 +74,7 @@ def score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, stream: 
         after[at] = encode_importance(
             cache.layers[layer].policy.update(previous, observed, position, length, 1)
         )
-    arena[...] = to_device(after, cache.like)
+    return after
 
 
 def _places(

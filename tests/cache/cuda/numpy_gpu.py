@@ -317,7 +317,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         for name, stand_in in (("to_device", lambda host, like: np.array(host)), ("to_host", np.array)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
-    monkeypatch.setattr(exchange, "overwrite", np.copyto)
+    for module in (exchange, function):
+        monkeypatch.setattr(module, "overwrite", np.copyto)
     made = changes.DeviceStore
 
     def device_store(*args: Any) -> DeviceStore:

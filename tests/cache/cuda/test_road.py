@@ -108,6 +108,28 @@ def test_importance_as_a_function(kernels: Kernels, allocator: str) -> None:
         cache.prepare()
 
 
+def test_a_function_that_fails_changes_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has put attention mass in the place of importance by then."""
+
+    def by_place(previous: Any, observed: Any, positions: Any, seqlen: int) -> Any:
+        return np.exp2(-(positions % 7.0)) if previous is None or seqlen != 90 else -positions
+
+    cache, rng = make(importance=by_place), np.random.default_rng(15)
+    step(cache, rng, 90)
+    device = cache._gpu._device
+    arenas = [arena.copy() for arena in device.store.arenas]
+
+    def score(layer: int, *rest: Any) -> None:
+        device.store.arenas[layer][...] ^= 255
+
+    monkeypatch.setattr(device.collector, "score", score)
+    for steps in (1, 20):
+        with pytest.raises(ValueError, match="negative or NaN"):
+            cache.step(0, *draw(rng, cache, steps))
+        assert device.lengths == [90, 90]
+        assert all(map(np.array_equal, arenas, device.store.arenas))
+
+
 def test_a_window_crops_and_travels(kernels: Kernels, tmp_path: Any) -> None:
     cache, rng = make(residual=40), np.random.default_rng(12)
     for steps in (150, 5, 16):
