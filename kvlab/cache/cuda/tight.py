@@ -94,7 +94,8 @@ def least_nbytes(
     rungs = len(ladder.cost) - evicts
     live = np.arange(entries) < tables["num_pages"][..., None]
     tokens = np.zeros((batch, heads, segments, rungs), np.int64)
-    row, head, entry = np.nonzero(live)
+    # An open page without a token may lie farther ahead than this plan looks, which drops it.
+    row, head, entry = np.nonzero(live & (tables["count"] > 0))
     at = row, head, entry
     place = row, head, tables["base"][at].astype(np.int64), tables["rung"][at].astype(np.int64)
     np.add.at(tokens, place, tables["count"][at].astype(np.int64))

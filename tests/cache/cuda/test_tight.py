@@ -51,12 +51,8 @@ def test_least_bytes_are_where_plans_begin_to_fail(
         layer.budget[:] = int(needed * rng.uniform(1, 2)) if i else 1 << 40
         simulation.change(draw_tokens(rng, batch, heads, n, layer.seqlen, kind))
     fresh = draw_tokens(rng, batch, heads, new, layer.seqlen, kind)
-    tables: dict[str, Any] = {
-        side: getattr(layer, side).reshape(batch, heads, -1) for side in ("rung", "count", "base")
-    }
-    tables["num_pages"] = layer.num_pages.reshape(batch, heads)
     least = least_nbytes(
-        tables,
+        tables_of(layer),
         ladder,
         evicts,
         simulation.fixed,
@@ -70,6 +66,35 @@ def test_least_bytes_are_where_plans_begin_to_fail(
     poor.layer.budget[:] = least
     poor.layer.budget[0] -= 1
     assert poor.change(fresh if new else None).status & NO_ROOM
+
+
+@pytest.mark.parametrize("new", [0, 20, 46, 47, 200])
+def test_open_pages_behind_a_border_of_positions(new: int) -> None:
+    """Room for 48 tokens has been made at position 65,490; those that come may end before 65,536."""
+    rng, (ladder, evicts) = np.random.default_rng(0), LADDERS["248"]
+    layer = empty_layer("248", 1, 2, 80, 1 << 40, 600)
+    layer.seqlen = 65_400
+    simulation = Simulation(layer, "248", room=0)
+    simulation.change(draw_tokens(rng, 1, 2, 90, layer.seqlen, "normal"))
+    simulation.room = 48
+    simulation.change()
+    with_open = tables_of(layer)
+    ends = with_open["num_pages"] - 1
+    assert (np.take_along_axis(with_open["base"], ends[..., None], 2) == 1).all()
+    without = with_open | {"num_pages": ends}
+    least, wanted = (
+        least_nbytes(tables, ladder, evicts, 100, length=layer.seqlen, new=np.ones((1, new), bool))
+        for tables in (with_open, without)
+    )
+    assert least == wanted
+
+
+def tables_of(layer: Any) -> dict[str, Any]:
+    """The tables of a layer as `least_nbytes` wants them."""
+    tables = {
+        side: getattr(layer, side).reshape(layer.batch, layer.heads, -1) for side in ("rung", "count", "base")
+    }
+    return tables | {"num_pages": layer.num_pages.reshape(layer.batch, layer.heads)}
 
 
 def tight_cache(length: int, bits: Any, short: int = 0) -> Any:
