@@ -122,5 +122,5 @@ class Collector:
         )
 
     def _group(self, steps: int) -> int:
-        nbytes = math.prod(self._shape(steps))
+        nbytes = max(math.prod(self._shape(steps)), 1)  # 0 in an empty batch
         return max(1, min(_MOST_LAYERS, len(self._store.stores), _MOST_BYTES // nbytes))

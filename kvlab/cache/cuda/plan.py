@@ -152,6 +152,8 @@ def make_workspace(
         offsets[name] = total
         total += -(-layers * size // 256) * 256
     memory = empty((total,), "uint8", like)
+    if not shape.batch:  # no plan is launched, and what carries out its moves must find none
+        memory[...] = 0
     start = cuda_view(memory, "memory").pointer
     call = np.zeros(1, _CALL)
     for name in _FIELDS:

@@ -55,17 +55,18 @@ class Kernels:
         self.scored: list[list[tuple[int, int]]] = []  # of every launch: (layer, tokens before the step)
 
     def view(self, x: np.ndarray, name: str) -> CudaView:
-        address = x.ctypes.data
+        address, like = x.ctypes.data, x if x.size else np.empty([max(n, 1) for n in x.shape], x.dtype)
         self.arrays[address] = self.by_shape[address, x.shape] = x
-        strides = tuple(s // x.itemsize for s in x.strides)
-        return CudaView(address, x.shape, meant_strides(x.shape, strides), dtype_name(x), 0)
+        # Without an element NumPy's strides are 0, those of GPU arrays are not.
+        strides = meant_strides(like.shape, tuple(s // x.itemsize for s in like.strides))
+        return CudaView(address, x.shape, strides, dtype_name(x), 0)
 
     def score_stored(self, states: int, scores: Any, lse: Any, *, counted: int, **rest: Any) -> None:
         """Importance itself stays as it is; what is checked is when a launch serves which layers."""
         first = (states - self.store.states_pointer) // STATE.itemsize
         assert len(scores) == len(lse)
         lengths = self.store.tables["seqlen"][first : first + len(scores)]
-        self.scored.append([(first + i, int(x.flat[0]) - counted) for i, x in enumerate(lengths)])
+        self.scored.append([(first + i, int(x.max(initial=0)) - counted) for i, x in enumerate(lengths)])
 
     # ---- plans and moves
 
@@ -80,7 +81,8 @@ class Kernels:
         tables = {name: table[number] for name, table in store.tables.items()}
         pairs = store.batch * store.heads
         by_pair = {
-            name: tables[name].reshape(pairs, -1) for name in ("rung", "count", "index", "base", "open")
+            name: tables[name].reshape(pairs, tables[name].shape[2])
+            for name in ("rung", "count", "index", "base", "open")
         }
         rungs = tuple(
             cache_layer.Rung(x.nbytes // UNIT, store.slab[number] // x.nbytes, x.positions)
@@ -92,7 +94,7 @@ class Kernels:
             by_pair["base"].view(np.uint16), tables["num_pages"].reshape(pairs), by_pair["open"],
             tables["used"][: len(rungs)], tables["slab_count"][: len(rungs)], tables["slabs"],
             tables["free_slabs"], int(tables["num_free"][0]), tables["owner"].view(np.uint32),
-            tables["place"], int(tables["seqlen"].flat[0]), tables["budget"],
+            tables["place"], int(tables["seqlen"].max(initial=0)), tables["budget"],
         )  # fmt: skip
 
     def launch_plan(
@@ -192,7 +194,8 @@ class Kernels:
     def mean_of_keys(self, dim: int, dtype: str, device: int, fresh: Any, *args: Any) -> None:
         k, mean = self.arrays[int(fresh["k"])], self.arrays[args[2]]
         valid = self.arrays[int(fresh["valid"])] if int(fresh["valid"]) else np.ones(k.shape[:2], bool)
-        mean[...] = [key_mean(k[row][valid[row]].astype(np.float32)[:68]) for row in range(len(k))]
+        for row in range(len(k)):
+            mean[row] = key_mean(k[row][valid[row]].astype(np.float32)[:68])
 
     def merge_rows(self, dim: int, dtype: str, device: int, addresses: Any, shape: Any, stream: int) -> None:
         out, lse, other, other_lse = (self.arrays[address] for address in addresses)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.cuda import changes, long
+from kvlab.cache.cuda import changes, long, plan
 from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
 from kvlab.ops.packed import packed_attention
@@ -194,6 +194,31 @@ def test_chunks_longer_than_the_time_between_plans_and_no_steps(kernels: Kernels
     cache.append(0, *draw(rng, cache, 0)[1:])
     check_state(cache, [range(46)] * 2)
     assert cache.attend(1, draw(rng, cache, 0)[0]).shape == (2, 0, HEADS * GROUP, DIM)
+
+
+def test_an_empty_batch(kernels: Kernels) -> None:
+    """Prefill, several collections of attention mass, other rows."""
+    cache, rng = make(batch=0, realloc_every=4), np.random.default_rng(16)
+    for steps in (90, *[1] * 9, 20):
+        for layer in range(LAYERS):
+            q, k, v = draw(rng, cache, steps)
+            assert cache.step(layer, q, k, v).shape == q.shape
+    cache.crop(30)
+    cache.repeat(2)
+    assert (cache.seqlen, cache.nbytes) == (89, 0)
+
+
+def test_an_empty_batch_has_no_moves(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan is launched that would say so, but what carries out moves and page copies is."""
+    monkeypatch.setattr(plan, "empty", lambda shape, *_: np.full(shape, 255, np.uint8))
+    monkeypatch.setattr(plan, "to_device", lambda host, like: np.array(host))
+    monkeypatch.setattr(plan, "cuda_view", kernels.view)
+    shape = plan.PlanShape(0, HEADS, 16, num_rungs=3, evicts=False, segments=1, new_tokens=20)
+    workspace = plan.make_workspace(np.empty(0), shape, LAYERS, most_births=4, most_dropped=1)
+    start, numbers = workspace.memory.ctypes.data, workspace.memory.view(np.int32)
+    for lists in workspace.lists.view(plan._LIST):
+        for name in ("num_groups", "num_copies"):
+            assert numbers[(int(lists[name]) - start) // 4] == 0
 
 
 def test_padding(kernels: Kernels) -> None:
