@@ -113,7 +113,10 @@ class DeviceCache(DeviceState):
     # ---- room ----------------------------------------------------------------------------------------------
 
     def make_room(self, layer: int, steps: int, share: int | None) -> None:
-        """Plan all layers that stand where this one does, so that each has room for `steps` tokens."""
+        """Plan a layer so that it has room for `steps` tokens, and all others with it if they stand alike.
+
+        Where pages may have holes all layers are planned in any case: only together do they become tidy.
+        """
         state = self.lengths[layer], self.room[layer]
         together = all((self.lengths[i], self.room[i]) == state for i in range(len(self.layers)))
         whole = together or not self.changes.tidy
