@@ -21,8 +21,6 @@ from kvlab.device import compute_capability
 from kvlab.reference.cache_layer import Ladder
 
 __all__ = [
-    "NO_ENTRY",
-    "NO_ROOM",
     "UNFINISHED",
     "Ladder",
     "PlanShape",
@@ -34,8 +32,8 @@ __all__ = [
     "spare_nbytes",
 ]
 
-NO_ROOM, NO_ENTRY, UNFINISHED = 1, 4, 8
-"""Bits of a layer's status: budget too small, table or workspace too small, call to be repeated."""
+UNFINISHED = 8
+"""Bit of a layer's status: call to be repeated. The others, of lack, are in `Trouble` of cache_state.cuh."""
 
 _PAGE, _KEYS, _RUNGS = 64, 256, 16
 _MOST_HELD = 20_000  # chunks of 4 bytes, in the 99 KiB that a block has on the smallest supported GPU
