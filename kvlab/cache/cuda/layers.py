@@ -167,7 +167,7 @@ class DeviceCache(DeviceState):
 
     def _move(self, capacity: int, share: int | None) -> None:
         """Take other memory for what the layers of the CPU hold; an error leaves the old as it was."""
-        before = vars(self).copy()
+        before = {name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()}
         try:
             self.make(capacity, share)
             self.pairs = self.store.batch * self.store.heads
