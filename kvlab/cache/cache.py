@@ -242,7 +242,7 @@ class MixedPrecisionCache(CacheOptions):
 
     # ---- CUDA graphs ---------------------------------------------------------------------------------------
 
-    def prepare(self, steps: int = 1) -> Hashable:
+    def prepare(self, steps: int = 1) -> tuple[Hashable, ...]:
         """Make room for the next tokens, so that the next step of every layer only launches kernels.
 
         With `recording` and `replayed` this lets a CUDA graph hold a step of all layers: lengths, places and
@@ -255,10 +255,11 @@ class MixedPrecisionCache(CacheOptions):
 
         Returns
         -------
-        hashable
-            What a recording depends on: where memory lies, and what the step has to do (every
-            `realloc_every` tokens it collects attention mass). A graph serves steps for which this is equal.
-            A step of each kind must have run once before it is recorded.
+        tuple
+            What a recording depends on: first where memory lies, then what the step has to do (every
+            `realloc_every` tokens it collects attention mass). A graph serves steps for which this is equal,
+            and none any more once the first part is another. A step of each kind must have run once before
+            it is recorded. Empty before the first step.
 
         Raises
         ------

@@ -122,7 +122,7 @@ class CpuRoad:
 
     # ---- what only a GPU has -------------------------------------------------------------------------------
 
-    def prepare(self, steps: int) -> Hashable:
+    def prepare(self, steps: int) -> tuple[Hashable, ...]:
         """`MixedPrecisionCache.prepare`, which the CPU refuses."""
         _refuse("prepare")
 

@@ -69,7 +69,7 @@ class DecodeGraph:
                 f"or the like); their caches grow by copies, which a CUDA graph cannot record"
             )
         self._model, self._cache, self._packed = model, cache, packed
-        self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor] | None] = {}
+        self._recorded: dict[tuple[Hashable, ...], tuple[torch.cuda.CUDAGraph, torch.Tensor] | None] = {}
         self._ids = torch.zeros(packed.batch, 1, dtype=torch.long, device=model.device)
         self._positions = torch.zeros_like(self._ids)
         # Masks of four dimensions pass through transformers as they are; the cache looks at none here.
@@ -118,6 +118,8 @@ class DecodeGraph:
     def _step(self) -> torch.Tensor:
         kind = self._packed.prepare()
         if kind not in self._recorded:
+            # Graphs for memory that the cache has given back serve no step any more and hold some.
+            self._recorded = {other: graph for other, graph in self._recorded.items() if other[0] == kind[0]}
             self._recorded[kind] = None
             return self._forward()
         recorded = self._recorded[kind]
@@ -195,7 +197,9 @@ def _is_plain_step(kwargs: dict[str, Any]) -> bool:
     cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
     if not isinstance(cache, KVLabCache) or ids is None or ids.shape[1:] != (1,) or torch.is_grad_enabled():
         return False
-    positions = kwargs.get("position_ids")
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is not None and mask.ndim != 2:
+        return False
     if positions is not None and positions.shape != ids.shape:
         return False
     more = {name for name, value in kwargs.items() if value is not None} - _KNOWN

@@ -80,12 +80,16 @@ class Padding:
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` time steps."""
-        self.steps = None if self.steps is None else self.steps[:, :length]
-        self._last = None
+        self._keep(lambda steps: steps[:, :length])
 
     def take(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the rows."""
-        self.steps = None if self.steps is None else rows(self.steps)
+        self._keep(rows)
+
+    def _keep(self, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Go on with a part, which may have no padding: no mask is asked for then, and none remembered."""
+        kept = None if self.steps is None else part(self.steps)
+        self.steps = None if kept is None or bool(kept.all()) else kept
         self._last = None
 
 

@@ -117,6 +117,8 @@ class KVLabCache(Cache):
 
         Raises
         ------
+        NotImplementedError
+            If layers of the model are not packed.
         ValueError
             If the number of layers differs.
 
@@ -126,6 +128,11 @@ class KVLabCache(Cache):
         >>> cache = KVLabCache(LlamaConfig(num_hidden_layers=2))
         >>> cache.hold(MixedPrecisionCache(2, 32, 32, 128))
         """
+        if self._stock():
+            raise NotImplementedError(
+                f"{len(self._stock())} of {len(self.layers)} layers of this model have sliding windows or "
+                "the like, whose keys a packed cache does not hold: read the text again with this cache"
+            )
         if packed.num_layers != len(self._shared.lengths):
             raise ValueError(
                 f"packed has {packed.num_layers} layers, the model has {len(self._shared.lengths)} with full "
@@ -189,9 +196,18 @@ class KVLabCache(Cache):
             Zero or negative, as transformers counts: -3 removes three tokens.
         """
         tokens_to_remove = whole_number(tokens_to_remove, "tokens_to_remove", -self.get_seq_length(), 0)
+        # What may be refused comes first, so that layers stay as long as each other.
+        for layer in self._stock() if tokens_to_remove else ():
+            forgets = getattr(layer, "is_sliding", False) and not getattr(layer, "record_past", False)
+            if forgets and layer.get_seq_length() >= layer.sliding_window:
+                raise RuntimeError(
+                    f"a layer with a window of {layer.sliding_window} has forgotten what came before it, so "
+                    f"{-tokens_to_remove} of {layer.get_seq_length()} tokens cannot be removed; call "
+                    "activate_past_recording() before the first step"
+                )
+        self._shared.crop(-tokens_to_remove)
         for layer in self._stock():
             layer.crop(tokens_to_remove)
-        self._shared.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`."""

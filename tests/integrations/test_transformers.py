@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from transformers import BartConfig, DynamicCache, GptOssConfig, GptOssForCausal
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvlab import BudgetError, MixedPrecisionCache
+from kvlab.integrations.decode_graph import _is_plain_step
 from kvlab.integrations.packed_layer import PackedLayer
 from kvlab.integrations.padding import Padding
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
-from tests.integrations.models import CONFIGS, MHA, tiny, tokens
+from tests.integrations.models import CONFIGS, MHA, WINDOW, tiny, tokens
 
 register()
 EXACT: dict[str, Any] = {"bits": (16,), "budget": None}
@@ -234,6 +236,54 @@ def test_padding_is_read_from_masks() -> None:
     for _ in range(3):  # every layer asks
         assert padding.extend(longer, batch=2, length=4, new=1).tolist() == [[True], [True]]  # type: ignore[union-attr]
     assert Padding().extend(causal(3, 9), batch=2, length=6, new=3) is None
+
+
+def test_padding_that_is_gone_is_forgotten() -> None:
+    """Then steps without a mask and with one may follow each other."""
+    taken, mask = Padding(), causal(4, 4)
+    mask[0, :, :, :2] = False
+    taken.extend(mask, batch=2, length=0, new=4)
+    taken.take(lambda steps: steps[1:])
+    assert taken.extend(None, batch=1, length=4, new=1) is None
+    assert taken.extend(causal(2, 7)[:1], batch=1, length=5, new=2) is None
+    cropped, mask = Padding(), causal(4, 4)
+    mask[0, :, :, 3] = False
+    cropped.extend(mask, batch=2, length=0, new=4)
+    cropped.crop(3)
+    assert cropped.extend(None, batch=2, length=3, new=1) is None
+    assert cropped.extend(causal(2, 6), batch=2, length=4, new=2) is None
+
+
+def test_a_crop_that_is_refused_changes_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("gemma2")
+    model.set_attn_implementation(ATTENTION)
+    for refused in ("packed", "sliding"):
+        cache = KVLabCache(model.config, budget=None, bits=(8,))
+        model(torch.randint(0, 99, (1, 7 if refused == "packed" else 3 * WINDOW)), past_key_values=cache)
+        assert cache.packed is not None
+        before = [layer.get_seq_length() for layer in cache.layers]
+        with monkeypatch.context() as patch:
+            if refused == "packed":
+                patch.setattr(cache.packed, "crop", lambda length: (_ for _ in ()).throw(BudgetError("no")))
+            with pytest.raises(BudgetError if refused == "packed" else RuntimeError):
+                cache.crop(-3)
+        assert [layer.get_seq_length() for layer in cache.layers] == before
+
+
+def test_a_held_cache_must_have_all_layers() -> None:
+    packed = MixedPrecisionCache(2, 4, 2, 32, budget=None, bits=(8,))
+    with pytest.raises(NotImplementedError, match="1 of 3 layers"):
+        KVLabCache(CONFIGS["gemma2"]).hold(packed)
+
+
+def test_a_mask_of_four_dimensions_is_no_plain_step() -> None:
+    cache: Any = KVLabCache(CONFIGS["llama"])
+    cache._shared.cache = SimpleNamespace(on_gpu=True, seqlen=8)
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        for shape, plain in (((1, 9), True), ((1, 1, 1, 9), False)):
+            step = {"past_key_values": cache, "input_ids": ids, "attention_mask": torch.ones(shape)}
+            assert _is_plain_step(step) is plain
 
 
 @given(st.integers(0, 5), st.integers(1, 6), st.data())

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import dtype_name, numpy_dtype, to_host
+from kvlab.arrays import dtype_name, like_first, numpy_dtype, to_host
 from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.cache.cuda.window import joined, split
 from kvlab.cache.layer import Layer
@@ -99,10 +99,8 @@ def overwrite(array: Any, host: NDArray[Any]) -> None:
 
     An assignment would first make a copy of the whole on the device, for which there may be no memory.
     """
-    if hasattr(array, "copy_"):
-        import torch
-
-        array.copy_(torch.from_numpy(host))
+    if hasattr(array, "copy_"):  # a tensor of torch
+        array.copy_(like_first(host, array))
     else:
         import cupy
 

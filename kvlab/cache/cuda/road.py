@@ -291,11 +291,11 @@ class GpuRoad:
 
     # ---- CUDA graphs ---------------------------------------------------------------------------------------
 
-    def prepare(self, steps: int) -> Hashable:
+    def prepare(self, steps: int) -> tuple[Hashable, ...]:
         """`MixedPrecisionCache.prepare`."""
         device = self._device
         if device is None:
-            return None
+            return ()
         if device.settings.by_function:
             raise NotImplementedError(
                 "importance as a function runs on the host at every step, which a graph cannot: name a policy"

@@ -21,7 +21,7 @@ def test_recorded_steps(kernels: Kernels) -> None:
     tokens = [draw(rng, usual, steps) for steps in [80, *[1] * 34]]
     want = [[usual.step(layer, *qkv) for layer in range(LAYERS)] for qkv in tokens]
     cache = make(max_seqlen=200)
-    assert cache.prepare() is None
+    assert cache.prepare() == ()
     for layer in range(LAYERS):
         cache.step(layer, *tokens[0])
     kinds = []
