@@ -151,7 +151,8 @@ class DecodeGraph:
 def replayed_steps(model: Any) -> Iterator[None]:
     """Let a model replay its steps of one token a row inside a `with` block, in `generate`, too.
 
-    Steps of several tokens, with other caches or with more arguments run as usual.
+    Steps of several tokens, with other caches, with masks that are not (batch, tokens) or with more arguments
+    run as usual.
 
     Parameters
     ----------
@@ -198,7 +199,7 @@ def _is_plain_step(kwargs: dict[str, Any]) -> bool:
     if not isinstance(cache, KVLabCache) or ids is None or ids.shape[1:] != (1,) or torch.is_grad_enabled():
         return False
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if mask is not None and mask.ndim != 2:
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return False
     if positions is not None and positions.shape != ids.shape:
         return False

@@ -19,7 +19,7 @@ class Padding:
     Attributes
     ----------
     steps : (batch, time steps) bool tensor or None
-        False: padding. None: there was none yet.
+        False: padding. None: there is none.
     """
 
     def __init__(self) -> None:
@@ -60,6 +60,7 @@ class Padding:
         if mask is None:
             if old is not None and not old.all():
                 raise ValueError("the cache holds rows with padding: pass the attention_mask of all tokens")
+            self.steps = None  # the rows or time steps with padding are gone
             return None
         visible = _visible(mask, batch, length, new)
         if not torch.equal(visible[:, :length], torch.ones_like(visible[:, :length]) if old is None else old):
@@ -80,16 +81,12 @@ class Padding:
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` time steps."""
-        self._keep(lambda steps: steps[:, :length])
+        self.steps = None if self.steps is None else self.steps[:, :length]
+        self._last = None
 
     def take(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the rows."""
-        self._keep(rows)
-
-    def _keep(self, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Go on with a part, which may have no padding: no mask is asked for then, and none remembered."""
-        kept = None if self.steps is None else part(self.steps)
-        self.steps = None if kept is None or bool(kept.all()) else kept
+        self.steps = None if self.steps is None else rows(self.steps)
         self._last = None
 
 

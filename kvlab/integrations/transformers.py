@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 from kvlab.arguments import whole_number
@@ -194,20 +195,24 @@ class KVLabCache(Cache):
         ----------
         tokens_to_remove : int
             Zero or negative, as transformers counts: -3 removes three tokens.
+
+        Raises
+        ------
+        BudgetError
+            If a relative budget falls so far that what stays does not fit; the cache is as it was.
+        RuntimeError
+            If a layer of transformers has dropped what it needs again; the cache is as it was.
         """
         tokens_to_remove = whole_number(tokens_to_remove, "tokens_to_remove", -self.get_seq_length(), 0)
-        # What may be refused comes first, so that layers stay as long as each other.
-        for layer in self._stock() if tokens_to_remove else ():
-            forgets = getattr(layer, "is_sliding", False) and not getattr(layer, "record_past", False)
-            if forgets and layer.get_seq_length() >= layer.sliding_window:
-                raise RuntimeError(
-                    f"a layer with a window of {layer.sliding_window} has forgotten what came before it, so "
-                    f"{-tokens_to_remove} of {layer.get_seq_length()} tokens cannot be removed; call "
-                    "activate_past_recording() before the first step"
-                )
-        self._shared.crop(-tokens_to_remove)
-        for layer in self._stock():
-            layer.crop(tokens_to_remove)
+        before = [(layer, _attributes(layer)) for layer in self._stock()]
+        try:
+            for layer, _ in before:
+                layer.crop(tokens_to_remove)
+            self._shared.crop(-tokens_to_remove)
+        except Exception:  # layers stay as long as each other
+            for layer, attributes in before:
+                vars(layer).update(attributes)
+            raise
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make row i a copy of row `beam_idx[i]`."""
@@ -229,6 +234,11 @@ class KVLabCache(Cache):
 
     def _stock(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
+
+
+def _attributes(layer: Any) -> dict[str, Any]:
+    """What a layer of transformers holds; its crop puts other tensors there and writes over none."""
+    return {name: copy(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
 
 
 def _indices(rows: torch.Tensor, name: str) -> torch.Tensor:

@@ -185,7 +185,9 @@ class StepCalls:
     def _new_scores(self, kept: int) -> Any:
         store = self._store
         shape = (store.batch, store.heads, store.entries, kept_page_bytes(kept * self._group))
-        return empty(shape, "uint8", store.like)
+        scores = empty(shape, "uint8", store.like)
+        scores[...] = 0  # score_stored asks for those of all pages before it knows which are live
+        return scores
 
     def _new_workspace(self, steps: int, arrivals: Any = None) -> Workspace:
         store = self._store

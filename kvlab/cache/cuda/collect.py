@@ -64,7 +64,9 @@ class Collector:
         if steps not in self._kept:
             group, store = self._group(steps), self._store
             lse = empty((group, store.batch, self._num_heads_q, steps), "float32", store.like)
-            self._kept[steps] = empty((group, *self._shape(steps)), "uint8", store.like), lse
+            scores = empty((group, *self._shape(steps)), "uint8", store.like)
+            scores[...] = 0  # score_stored asks for all before it knows which pages are live
+            self._kept[steps] = scores, lse
         scores, lse = self._kept[steps]
         return scores[layer % len(scores)], lse[layer % len(lse)]
 

@@ -60,15 +60,19 @@ def step(
     codes = empty((cache.pairs, steps), "uint8", k)  # all memory is taken before anything changes
     out, lse = attend_new(q, k, v, valid, scale, softcap)
     collects = cache.collects(layer, steps)
+    received = None
     if cache.lengths[layer]:
-        _attend_stored(cache, layer, q, views[0], out, lse, valid, scale, softcap, collects, stream)
-    mass = None
+        received = _attend_stored(
+            cache, layer, q, views[0], out, lse, valid, scale, softcap, collects, stream
+        )
     if observed:
         score.score_new(views[0], views[1], lse, codes, scale=scale, softcap=softcap, stream=stream)
-        mass = codes
+        _ask_function(cache, layer, codes, valid)
     else:
         score.score_norms(k, codes, cache.settings.importance, stream)
-    _admit(cache, layer, *new, codes, mass, share, workspace, stream)
+    if received is not None:  # behind what a user's function says of new tokens: if it fails, nothing changed
+        _score_stored(cache, layer, *received, steps, stream)
+    _admit(cache, layer, *new, codes, codes if observed else None, share, workspace, stream)
     cache.count(layer, steps, collects)
     if layer == len(cache.layers) - 1:
         cache.calls.forget()
@@ -84,6 +88,8 @@ def append(
     new = _kept(cache, layer, arrays, views, valid, share)
     codes = empty((cache.pairs, steps), "uint8", k)
     score.score_norms(k, codes, cache.settings.importance, stream)
+    if cache.observes[layer] == "mass":
+        _ask_function(cache, layer, codes, valid)
     _admit(cache, layer, *new, codes, None, share, workspace, stream)
     cache.count(layer, steps, False)
 
@@ -151,8 +157,8 @@ def _attend_stored(
     softcap: float,
     collects: bool,
     stream: int,
-) -> None:
-    """Merge attention over stored tokens into `out` and `lse`, and score them if the step `collects`.
+) -> tuple[Any, Any] | None:
+    """Merge attention over stored tokens into `out` and `lse`; the scores and lse of a step that `collects`.
 
     `lse` of padding is infinite behind it: it counts nothing for the importance of any token.
     """
@@ -165,7 +171,7 @@ def _attend_stored(
     if valid is not None:
         lse.swapaxes(1, 2)[~valid] = float("inf")
     if not collects:
-        return
+        return None
     total = lse
     if kept != steps:
         some = q[:, rows]
@@ -173,10 +179,21 @@ def _attend_stored(
             scores = cache.calls.attend(layer, some, cuda_view(some, "q"), scale, softcap, some.shape[1])[2]
         total = empty((len(q), q.shape[2], some.shape[1]), "float32", q)
         total[...] = lse[:, :, rows]
+    return scores[None], total[None]
+
+
+def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, steps: int, stream: int) -> None:
+    """Bring the importance of stored tokens up to date with what they received."""
     if cache.settings.by_function:
-        function.score_stored(cache, layer, scores[None], total[None], stream)
+        function.score_stored(cache, layer, scores, lse, stream)
     else:
-        cache.collector.score(layer, scores[None], total[None], cache.since[layer] + steps, 0, stream)
+        cache.collector.score(layer, scores, lse, cache.since[layer] + steps, 0, stream)
+
+
+def _ask_function(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
+    """Let a user's function, if importance is one, score new tokens; where the CPU plans, it asks later."""
+    if cache.settings.by_function and not cache.settings.on_host:
+        function.score_new(cache, layer, codes, valid)
 
 
 def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
@@ -202,8 +219,6 @@ def _admit(
 ) -> None:
     """Plan and write new keys and values of one layer."""
     store, steps, length = cache.layers[layer].store, views[0].shape[1], cache.lengths[layer]
-    if cache.settings.by_function and cache.observes[layer] == "mass" and not cache.settings.on_host:
-        function.score_new(cache, layer, codes, valid)
     mask = 0 if valid is None else pointer_of(valid)
     fresh = kernels.new_tokens(views[0], views[1], mask, pointer_of(codes), steps, length)
     if length == 0 and cache.layers[layer].takes_mean:

@@ -171,18 +171,23 @@ class DeviceStore:
 
     def clear(self, which: slice = slice(None)) -> None:
         """Drop all tokens, or those of some layers."""
-        for arena in self.arenas[which]:
-            arena[...] = 0
-        for table in self.tables.values():
-            table[which][...] = 0
-        self.tables["open"][which][...] = -1
         free = np.arange(self.max_slabs, dtype=np.int32)
         host = np.zeros((len(self.stores), self.max_slabs), np.int32)
         for row, n in zip(host, self.num_slabs, strict=True):
             row[:n] = free[:n][::-1]
         slabs = np.array(self.num_slabs, np.int32)[:, None]
-        self.tables["free_slabs"][which][...] = to_device(host[which], self.like)
-        self.tables["num_free"][which][...] = to_device(slabs[which], self.like)
+        copies = {
+            "free_slabs": to_device(host[which], self.like),
+            "num_free": to_device(slabs[which], self.like),
+        }
+        # Nothing is dropped before all memory is there.
+        for arena in self.arenas[which]:
+            arena[...] = 0
+        for table in self.tables.values():
+            table[which][...] = 0
+        self.tables["open"][which][...] = -1
+        for name, copy in copies.items():
+            self.tables[name][which][...] = copy
 
     def _state(self, layer: int) -> Any:
         store = self.stores[layer]

@@ -108,11 +108,15 @@ def test_importance_as_a_function(kernels: Kernels, allocator: str) -> None:
         cache.prepare()
 
 
-def test_a_function_that_fails_changes_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("new_fail", [False, True])
+def test_a_function_that_fails_changes_nothing(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, new_fail: bool
+) -> None:
     """The kernel has put attention mass in the place of importance by then."""
 
     def by_place(previous: Any, observed: Any, positions: Any, seqlen: int) -> Any:
-        return np.exp2(-(positions % 7.0)) if previous is None or seqlen != 90 else -positions
+        fails = (previous is None) == new_fail and seqlen >= 90 + new_fail
+        return -positions if fails else np.exp2(-(positions % 7.0))
 
     cache, rng = make(importance=by_place), np.random.default_rng(15)
     step(cache, rng, 90)
