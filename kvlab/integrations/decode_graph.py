@@ -119,7 +119,9 @@ class DecodeGraph:
         kind = self._packed.prepare()
         if kind not in self._recorded:
             # Graphs for memory that the cache has given back serve no step any more and hold some.
-            self._recorded = {other: graph for other, graph in self._recorded.items() if other[0] == kind[0]}
+            self._recorded = {
+                other: graph for other, graph in self._recorded.items() if other[:1] == kind[:1]
+            }
             self._recorded[kind] = None
             return self._forward()
         recorded = self._recorded[kind]

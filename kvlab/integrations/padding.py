@@ -56,7 +56,7 @@ class Padding:
         return valid
 
     def _extend(self, mask: torch.Tensor | None, batch: int, length: int, new: int) -> torch.Tensor | None:
-        old = None if self.steps is None else self.steps[:, :length]
+        old = self.seen(length)
         if mask is None:
             if old is not None and not old.all():
                 raise ValueError("the cache holds rows with padding: pass the attention_mask of all tokens")
@@ -73,16 +73,19 @@ class Padding:
         self.steps = visible.clone()
         return visible[:, length:].contiguous()
 
-    def add_tokens(self) -> None:
-        """Add a time step without padding."""
-        if self.steps is not None:
-            self.steps = torch.cat([self.steps, torch.ones_like(self.steps[:, :1])], 1)
+    def seen(self, length: int) -> torch.Tensor | None:
+        """The padding of the first `length` time steps; those of a step that was refused may lie behind."""
+        return None if self.steps is None else self.steps[:, :length]
+
+    def add_token(self, length: int) -> None:
+        """Add a time step without padding behind `length` others."""
+        seen = self.seen(length)
+        self.steps = None if seen is None else torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
         self._last = None
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` time steps."""
-        self.steps = None if self.steps is None else self.steps[:, :length]
-        self._last = None
+        self.steps, self._last = self.seen(length), None
 
     def take(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the rows."""

@@ -118,10 +118,10 @@ class KVLabCache(Cache):
 
         Raises
         ------
-        NotImplementedError
-            If layers of the model are not packed.
         ValueError
             If the number of layers differs.
+        NotImplementedError
+            If the model has layers without full attention, of which `packed` holds nothing.
 
         Examples
         --------
@@ -129,10 +129,12 @@ class KVLabCache(Cache):
         >>> cache = KVLabCache(LlamaConfig(num_hidden_layers=2))
         >>> cache.hold(MixedPrecisionCache(2, 32, 32, 128))
         """
-        if self._stock():
+        if stock := self._stock():
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in stock}))
             raise NotImplementedError(
-                f"{len(self._stock())} of {len(self.layers)} layers of this model have sliding windows or "
-                "the like, whose keys a packed cache does not hold: read the text again with this cache"
+                f"packed holds nothing of {len(stock)} of the model's {len(self.layers)} layers ({kinds}); a "
+                f"model goes on from a packed cache if all its layers have full attention: let this one read "
+                f"its tokens again"
             )
         if packed.num_layers != len(self._shared.lengths):
             raise ValueError(
@@ -148,16 +150,16 @@ class KVLabCache(Cache):
     @contextmanager
     def unmasked(self) -> Iterator[None]:
         """Inside this block the model takes one step of one token a row, none of them padding."""
-        self._shared.unmasked = True
+        length, self._shared.unmasked = self.get_seq_length(), True
         try:
             yield
         finally:
             self._shared.unmasked = False
-        self._shared.padding.add_tokens()
+        self._shared.padding.add_token(length)
 
     def check_step(self, mask: torch.Tensor) -> None:
         """Refuse a mask, (B, tokens), that hides the next token, or other ones than when they came."""
-        steps = self._shared.padding.steps
+        steps = self._shared.padding.seen(self.get_seq_length())
         new = torch.ones_like(mask[:, :1], dtype=torch.bool)
         seen = new.expand(-1, self.get_seq_length()) if steps is None else steps
         if not torch.equal(mask.bool(), torch.cat([seen, new], 1)):
@@ -209,7 +211,7 @@ class KVLabCache(Cache):
             for layer, _ in before:
                 layer.crop(tokens_to_remove)
             self._shared.crop(-tokens_to_remove)
-        except Exception:  # layers stay as long as each other
+        except Exception:
             for layer, attributes in before:
                 vars(layer).update(attributes)
             raise
@@ -237,7 +239,7 @@ class KVLabCache(Cache):
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """What a layer of transformers holds; its crop puts other tensors there and writes over none."""
+    """What a layer of transformers holds; to crop it puts other tensors there and writes over none."""
     return {name: copy(value) if isinstance(value, dict) else value for name, value in vars(layer).items()}
 
 

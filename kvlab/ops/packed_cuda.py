@@ -68,6 +68,11 @@ _CALL = np.dtype(
     align=True,
 )
 
+_GIVEN_AS = {
+    "partial": "workspace", "arrivals": "workspace", "scores": "scores", "first": "first_position"
+}  # fmt: skip
+"""What the caller calls an array that `_CALL` points to, if it is none of `pages`."""
+
 _Q, _STRIDES = (_CALL.fields[name][1] for name in ("q", "q_batch"))  # type: ignore[index]
 _POINTERS_OF_CALL, _STRIDES_OF_CALL = struct.Struct("3Q").pack_into, struct.Struct("3q").pack_into
 
@@ -285,7 +290,7 @@ class AttendCall:
             arrays |= {"base": pages.base, "first": sight.first}
             call["left"] = sight.left
         for name, array in arrays.items():
-            call[name] = dense_pointer(array, name)
+            call[name] = dense_pointer(array, _GIVEN_AS.get(name, f"pages.{name}"))
         tables = (batch * kv_heads, kv_heads, entries, len(layouts))
         numbers = (*tables, rows, group, kept, plan.slot_bytes, plan.stages)
         for name, value in zip(_INTEGERS, numbers, strict=True):

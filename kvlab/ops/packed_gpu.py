@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvlab.arrays import ArrayT, dtype_name, empty
-from kvlab.ops.device_arrays import contiguous
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import PackedAttention, Pages, Sight
@@ -41,8 +40,6 @@ def attend_anew(
         raise NotImplementedError(
             f"pages have {len(pages.layouts)} rungs; on a GPU at most {MAX_RUNGS} are supported"
         )
-    if sight is not None:
-        sight = sight._replace(first=contiguous(sight.first, "first_position"))
     kv_heads, entries = pages.rung.shape[1:]
     out = empty((batch, seqlen_q, heads, head_dim), dtype, q)
     lse = empty((batch, heads, seqlen_q), "float32", q)

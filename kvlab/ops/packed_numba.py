@@ -197,7 +197,12 @@ def attend(
     base, first, left = 0, 0, 0
     if sight:
         base, left = cuda_view(pages.base, "pages.base").pointer, sight.left
-        first = cuda_view(sight.first, "first_position").pointer
+        view_first = cuda_view(sight.first, "first_position")
+        if view_first.strides != (1,):
+            raise ValueError(
+                f"first_position must be contiguous, got strides {view_first.strides}; pass a copy"
+            )
+        first = view_first.pointer
     stream = current_stream(q)
     attend_parts(
         (row_blocks * shares, kv_heads, batch), (32 * _WARPS,),

@@ -6,7 +6,6 @@ import copy
 import gc
 import inspect
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +16,10 @@ from transformers import BartConfig, DynamicCache, GptOssConfig, GptOssForCausal
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvlab import BudgetError, MixedPrecisionCache
-from kvlab.integrations.decode_graph import _is_plain_step
 from kvlab.integrations.packed_layer import PackedLayer
 from kvlab.integrations.padding import Padding
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
-from tests.integrations.models import CONFIGS, MHA, WINDOW, tiny, tokens
+from tests.integrations.models import CONFIGS, MHA, tiny, tokens
 
 register()
 EXACT: dict[str, Any] = {"bits": (16,), "budget": None}
@@ -238,52 +236,16 @@ def test_padding_is_read_from_masks() -> None:
     assert Padding().extend(causal(3, 9), batch=2, length=6, new=3) is None
 
 
-def test_padding_that_is_gone_is_forgotten() -> None:
-    """Then steps without a mask and with one may follow each other."""
-    taken, mask = Padding(), causal(4, 4)
+def test_the_mask_of_a_step_that_was_refused_is_forgotten() -> None:
+    padding, mask = Padding(), causal(4, 4)
     mask[0, :, :, :2] = False
-    taken.extend(mask, batch=2, length=0, new=4)
-    taken.take(lambda steps: steps[1:])
-    assert taken.extend(None, batch=1, length=4, new=1) is None
-    assert taken.extend(causal(2, 7)[:1], batch=1, length=5, new=2) is None
-    cropped, mask = Padding(), causal(4, 4)
-    mask[0, :, :, 3] = False
-    cropped.extend(mask, batch=2, length=0, new=4)
-    cropped.crop(3)
-    assert cropped.extend(None, batch=2, length=3, new=1) is None
-    assert cropped.extend(causal(2, 6), batch=2, length=4, new=2) is None
-
-
-def test_a_crop_that_is_refused_changes_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("gemma2")
-    model.set_attn_implementation(ATTENTION)
-    for refused in ("packed", "sliding"):
-        cache = KVLabCache(model.config, budget=None, bits=(8,))
-        model(torch.randint(0, 99, (1, 7 if refused == "packed" else 3 * WINDOW)), past_key_values=cache)
-        assert cache.packed is not None
-        before = [layer.get_seq_length() for layer in cache.layers]
-        with monkeypatch.context() as patch:
-            if refused == "packed":
-                patch.setattr(cache.packed, "crop", lambda length: (_ for _ in ()).throw(BudgetError("no")))
-            with pytest.raises(BudgetError if refused == "packed" else RuntimeError):
-                cache.crop(-3)
-        assert [layer.get_seq_length() for layer in cache.layers] == before
-
-
-def test_a_held_cache_must_have_all_layers() -> None:
-    packed = MixedPrecisionCache(2, 4, 2, 32, budget=None, bits=(8,))
-    with pytest.raises(NotImplementedError, match="1 of 3 layers"):
-        KVLabCache(CONFIGS["gemma2"]).hold(packed)
-
-
-def test_a_mask_of_four_dimensions_is_no_plain_step() -> None:
-    cache: Any = KVLabCache(CONFIGS["llama"])
-    cache._shared.cache = SimpleNamespace(on_gpu=True, seqlen=8)
-    ids = torch.zeros(1, 1, dtype=torch.long)
-    with torch.no_grad():
-        for shape, plain in (((1, 9), True), ((1, 1, 1, 9), False)):
-            step = {"past_key_values": cache, "input_ids": ids, "attention_mask": torch.ones(shape)}
-            assert _is_plain_step(step) is plain
+    padding.extend(mask, batch=2, length=0, new=4)
+    refused = causal(3, 7)
+    refused[0, :, :, :2], refused[0, :, :, 5] = False, False
+    padding.extend(refused, batch=2, length=4, new=3)  # and the cache stays as it was
+    padding.add_token(4)
+    wanted = [[False, False, True, True, True], [True] * 5]
+    assert padding.seen(5).tolist() == wanted  # type: ignore[union-attr]
 
 
 @given(st.integers(0, 5), st.integers(1, 6), st.data())
@@ -319,6 +281,30 @@ def test_masks_that_do_not_fit_are_refused(mask: torch.Tensor | None, error: typ
         padding.extend(mask, batch=2, length=7, new=2)
 
 
+@pytest.mark.parametrize("how", ["select", "crop"])
+def test_once_no_padding_is_left_masks_need_not_be_there(llama: Any, how: str) -> None:
+    """transformers makes no mask for one token without padding, and one for the chunk behind it."""
+    cache, seen = KVLabCache(llama.config, **EXACT), tokens(2, 16)
+    mask = torch.ones_like(seen)
+    if how == "select":
+        mask[0, :5] = 0
+    else:
+        mask[:, 12:] = 0
+    llama(seen, attention_mask=mask, past_key_values=cache)
+    if how == "select":
+        cache.batch_select_indices(torch.tensor([1]))
+        seen = seen[1:]
+    else:
+        cache.crop(-4)
+        seen = seen[:, :12]
+    for new in (1, 3):
+        cache.check_step(torch.ones(len(seen), seen.shape[1] + 1))
+        seen = torch.cat([seen, tokens(len(seen), new, seed=new)], 1)
+        mask = torch.ones_like(seen)
+        found = llama(seen[:, -new:], attention_mask=mask, past_key_values=cache).logits
+    assert torch.allclose(found, llama(seen).logits[:, -3:], atol=1e-4)
+
+
 # ---- errors say what to do
 
 
@@ -345,6 +331,15 @@ def test_a_model_without_full_attention_is_warned_of() -> None:
     assert cache.packed is None
     cache.reset()
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+def test_hold_refuses_models_with_layers_that_are_not_packed(name: str) -> None:
+    """They would stay empty, and positions begin anew."""
+    cache, packed = KVLabCache(CONFIGS[name], **EXACT), MixedPrecisionCache(2, 4, 2, 32, **EXACT)
+    with pytest.raises(NotImplementedError, match="nothing of 1 of the model's 3 layers"):
+        cache.hold(packed)
+    assert cache.packed is None
 
 
 WRONG_CALLS: dict[str, tuple[str, list[Any]]] = {
@@ -383,6 +378,28 @@ def test_a_full_budget_leaves_the_cache_as_it_was(llama: Any) -> None:
     assert error.value.longest_length is not None
     llama(tokens(1, error.value.longest_length - 200), past_key_values=cache)
     assert cache.get_seq_length() == error.value.longest_length
+
+
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+def test_a_refused_crop_leaves_the_cache_as_it_was(name: str, attend: Any) -> None:
+    """Whether packed layers refuse it or those of transformers, which forget what a window has passed."""
+    model, cache = tiny(name), KVLabCache(CONFIGS[name], budget=0.9, bits=(2,), plan_length=1)
+    attend(model, ATTENTION)
+    model(tokens(1, 20), past_key_values=cache)
+    cache.activate_past_recording()
+    model(tokens(1, 2), past_key_values=cache)
+    same = copy.deepcopy(cache)
+    with pytest.raises(BudgetError):
+        cache.crop(-21)  # a page for one token is more than its share
+    step = tokens(1, 1)
+    found, expected = (model(step, past_key_values=held).logits for held in (cache, same))
+    assert torch.equal(found, expected)
+
+    forgetful = KVLabCache(CONFIGS[name], **EXACT)
+    model(tokens(1, 30), past_key_values=forgetful)
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        forgetful.crop(-3)
+    assert forgetful.get_seq_length(2) == 30
 
 
 def test_a_step_that_failed_between_two_layers_is_remembered(llama: Any, monkeypatch: Any) -> None:
