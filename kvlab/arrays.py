@@ -38,6 +38,7 @@ __all__ = [
     "meant_strides",
     "numpy_dtype",
     "one_device",
+    "overwrite",
     "pointer_of",
     "to_device",
     "to_host",
@@ -470,6 +471,19 @@ def to_device(host: NDArray[Any], like: ArrayT) -> ArrayT:
     cupy = _loaded_cupy(like, "like")
     with cupy.cuda.Device(device_of(like).index):
         return cast("ArrayT", cupy.asarray(host))
+
+
+def overwrite(array: Any, host: NDArray[Any]) -> None:
+    """Write a NumPy array over one on a GPU, both contiguous and of one dtype, on its current stream.
+
+    An assignment would first make a copy of the whole on the device, for which there may be no memory.
+    """
+    if _torch_of(array) is not None:
+        array.copy_(like_first(host, array))
+        return
+    cupy = _loaded_cupy(array, "array")
+    with array.device:
+        array.set(host, cupy.cuda.get_current_stream())
 
 
 def to_host(x: Any) -> NDArray[Any]:

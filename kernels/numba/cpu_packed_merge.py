@@ -78,7 +78,7 @@ def _sum_page(scores, lse, head, group, used, mass):
         mass[slot] = 0
     for row in range(rows if used else 0):
         whole = lse[head + row % group, row // group]
-        if abs(whole) != -_MINUS_INFINITY:  # +inf: a row that is left out, whose scores may be NaN
+        if not np.isinf(whole):  # +inf: a row that is left out, whose scores may be NaN
             for slot in range(0, PAGE, 8):
                 p = exp2((load(scores[row], slot) - splat(whole)) * splat(LOG2_E))
                 store(mass, slot, load(mass, slot) + p)

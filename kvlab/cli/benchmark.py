@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from kvlab.cli.options import Json, MinVram, Release, Verbose, size
-from kvlab.device import cpu
 
 
 def command(
@@ -27,7 +26,7 @@ def command(
     array_size: Annotated[
         int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes of an array (packing, codec).")
     ] = 256 * 2**20,
-    threads: Annotated[int, typer.Option(help="Threads on the CPU.")] = 2,
+    threads: Annotated[int | None, typer.Option(help="Threads on the CPU; default 2, if it has two.")] = None,
     repeats: Annotated[
         int,
         typer.Option(
@@ -76,8 +75,7 @@ def command(
         )
     if len(names) > 1:  # of several, those that run there
         pairs = [(name, on) for name, on in pairs if on in DEVICES[name]]
-    if not 1 <= threads <= cpu().threads:
-        raise ValueError(f"threads={threads} must be from 1 to the {cpu().threads} of this machine")
+    threads = Options().threads if threads is None else threads
     options = Options(array_size, threads, repeats, device, release, baseline, context_lengths)
     results = [run(name, replace(options, device=on)) for name, on in pairs]
     result: dict[str, Any] = results[0] if len(results) == 1 else {"case": case, "results": results}

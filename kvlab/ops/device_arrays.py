@@ -14,7 +14,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kvlab.arrays import cuda_view, current_stream, empty, to_numpy_view
+from kvlab.arrays import CudaView, cuda_view, current_stream, empty, to_numpy_view
 from kvlab.build import Kernel, arch_of, build, load
 from kvlab.device import compute_capability
 from kvlab.numba_cuda import build_numba
@@ -68,9 +68,8 @@ def pointer(x: Any) -> int:
     return 0 if x is None else cuda_view(x, "x").pointer
 
 
-def dense_pointer(x: Any, name: str) -> int:
-    """Return the address of an array on a GPU that must be contiguous, because kernels take it for that."""
-    view = cuda_view(x, name)
+def dense_pointer(view: CudaView, name: str) -> int:
+    """Return the address of an array that must be contiguous, because kernels take it for that."""
     if view.strides != _dense(view.shape) and 0 not in view.shape:
         raise ValueError(
             f"{name} must be contiguous, got strides {view.strides} of shape {view.shape}; pass a copy"

@@ -234,7 +234,8 @@ def attend(
     """
     options = {"scale": scale, "softcap": softcap, "scores": scores, "sight": sight, "warps": warps}
     call = AttendCall(q, pages, workspace, **options)
-    call(cuda_view(q, "q"), dense_pointer(out, "out"), dense_pointer(lse, "lse"), current_stream(q))
+    to, lse_to = dense_pointer(cuda_view(out, "out"), "out"), dense_pointer(cuda_view(lse, "lse"), "lse")
+    call(cuda_view(q, "q"), to, lse_to, current_stream(q))
 
 
 class AttendCall:
@@ -290,7 +291,8 @@ class AttendCall:
             arrays |= {"base": pages.base, "first": sight.first}
             call["left"] = sight.left
         for name, array in arrays.items():
-            call[name] = dense_pointer(array, _GIVEN_AS.get(name, f"pages.{name}"))
+            given_as = _GIVEN_AS.get(name, f"pages.{name}")
+            call[name] = dense_pointer(cuda_view(array, given_as), given_as)
         tables = (batch * kv_heads, kv_heads, entries, len(layouts))
         numbers = (*tables, rows, group, kept, plan.slot_bytes, plan.stages)
         for name, value in zip(_INTEGERS, numbers, strict=True):

@@ -49,7 +49,7 @@ def launch(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     kept = np.frombuffer(kept_scores(scores, lse, group, rows, entries).tobytes(), f"V{KEPT.itemsize}")[0]
     grid = -(-entries // _PAGES), batch * heads
     names = {"pages.count": pages.count, "pages.num_pages": pages.num_pages, "mass": mass}
-    pointers = [dense_pointer(x, name) for name, x in names.items()]
+    pointers = [dense_pointer(cuda_view(x, name), name) for name, x in names.items()]
     kernel = score_kernel("mass_of_scores", cuda_view(mass, "mass").device)
     launch_on_device(kernel, grid, (_THREADS,), (*pointers, kept), scores)
     return mass

@@ -18,7 +18,7 @@ from kvlab.arrays import cuda_view, current_stream, empty
 from kvlab.build import Kernel, arch_of, load
 from kvlab.device import compute_capability
 from kvlab.numba_cuda import build_numba
-from kvlab.ops.device_arrays import multiprocessors
+from kvlab.ops.device_arrays import dense_pointer, multiprocessors
 from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
 
 if TYPE_CHECKING:
@@ -197,12 +197,7 @@ def attend(
     base, first, left = 0, 0, 0
     if sight:
         base, left = cuda_view(pages.base, "pages.base").pointer, sight.left
-        view_first = cuda_view(sight.first, "first_position")
-        if view_first.strides != (1,):
-            raise ValueError(
-                f"first_position must be contiguous, got strides {view_first.strides}; pass a copy"
-            )
-        first = view_first.pointer
+        first = dense_pointer(cuda_view(sight.first, "first_position"), "first_position")
     stream = current_stream(q)
     attend_parts(
         (row_blocks * shares, kv_heads, batch), (32 * _WARPS,),

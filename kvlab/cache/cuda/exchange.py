@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import dtype_name, like_first, numpy_dtype, to_host
+from kvlab.arrays import dtype_name, numpy_dtype, overwrite, to_host
 from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.cache.cuda.window import joined, split
 from kvlab.cache.layer import Layer
 from kvlab.cache.store import LayerStore
 
-__all__ = ["from_layer", "overwrite", "to_layers"]
+__all__ = ["from_layer", "to_layers"]
 
 _TABLES = {"rung": np.uint8, "count": np.uint8, "index": np.uint32, "base": np.uint16}
 
@@ -94,29 +94,14 @@ def from_layer(device: DeviceStore, layer: Layer, number: int) -> None:
         overwrite(device.tables[name][number], table)
 
 
-def overwrite(array: Any, host: NDArray[Any]) -> None:
-    """Write an array of the host over one on the device, both contiguous, on its current stream.
-
-    An assignment would first make a copy of the whole on the device, for which there may be no memory.
-    """
-    if hasattr(array, "copy_"):  # a tensor of torch
-        array.copy_(like_first(host, array))
-    else:
-        import cupy
-
-        with array.device:
-            array.set(host, cupy.cuda.get_current_stream())
-
-
 def _empty_tables(device: DeviceStore, number: int) -> dict[str, NDArray[Any]]:
     """Tables of a layer on the host as `DeviceStore.clear` leaves them."""
     host = {
         name: np.zeros(tuple(table.shape[1:]), numpy_dtype(dtype_name(table)))
         for name, table in device.tables.items()
     }
-    slabs = device.num_slabs[number]
-    host["open"][...], host["num_free"][...] = -1, slabs
-    host["free_slabs"][:slabs] = np.arange(slabs)[::-1]
+    host["open"][...], host["num_free"][...] = -1, device.num_slabs[number]
+    host["free_slabs"][...] = device.all_slabs(number)
     return host
 
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import to_host
-from kvlab.cache.cuda.exchange import overwrite
+from kvlab.arrays import overwrite, to_host
 from kvlab.cache.cuda.store import UNIT
 from kvlab.cache.pages import decode_importance, encode_importance
 

@@ -178,8 +178,7 @@ class DeviceCache(DeviceState):
 
     def clear(self) -> None:
         """Forget everything."""
-        with translated_out_of_memory("clearing a cache"):
-            self.store.clear()
         self.collector.forget()
+        self.store.clear()
         self.lengths, self.since, self.room = ([0] * len(self.layers) for _ in range(3))
         self.changes.restart(tidy=True)

@@ -25,6 +25,7 @@ from kvlab.arrays import (
 from kvlab.cache.cuda import function, host, kernels, score
 from kvlab.cache.cuda.changes import Admission
 from kvlab.cache.cuda.plan import Workspace
+from kvlab.cache.cuda.score import lies_in_units
 from kvlab.cache.importance import MOST_TOKENS
 from kvlab.ops.attention import attention, attention_varlen
 from kvlab.ops.device_arrays import contiguous, copied
@@ -104,10 +105,10 @@ def _begin(cache: DeviceCache, layer: int, steps: int, stream: int) -> Workspace
 
 def _in_units(x: Any, view: CudaView) -> tuple[Any, CudaView]:
     """An array whose vectors `score_new` can read in units of 16 bytes: itself, or a copy."""
-    if view.pointer % 16 or any(stride % 8 for stride in view.strides[:3]):
-        x = contiguous(x, "x")
-        view = cuda_view(x, "x")
-    return x, view
+    if lies_in_units(view):
+        return x, view
+    x = contiguous(x, "x")
+    return x, cuda_view(x, "x")
 
 
 def _kept(

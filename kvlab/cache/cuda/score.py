@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView, cuda_view, device_of, dtype_name, pointer_of
 from kvlab.build import PreparedLaunch
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
+from kvlab.ops.device_arrays import dense_pointer
 from kvlab.ops.packed_cuda import KEPT_ROW_BYTES
 from kvlab.ops.packed_mass_cuda import KEPT, score_kernel
 
-__all__ = ["score_new", "score_norms", "score_stored"]
+__all__ = ["lies_in_units", "score_new", "score_norms", "score_stored"]
 
 _SIGHT = struct.Struct("4Q6q4i2f")
 """`Sight` of cache_score.cu: addresses of q, k, lse, codes; strides of q and k; heads, group, seqlen, window;
@@ -108,27 +109,25 @@ def score_new(
         If q or k does not lie at multiples of 16 bytes.
     """
     for name, view in (("q", q), ("k", k)):
-        rows, steps, vectors, last = view.strides
-        if last != 1 or view.pointer % 16 or (rows | steps | vectors) % 8:
+        if view.strides[3] != 1 or not lies_in_units(view):
             raise ValueError(
                 f"{name} must have a contiguous last axis and vectors at multiples of 16 bytes, got strides "
                 f"{view.strides} at address {view.pointer}: pass a contiguous copy"
             )
     batch, seqlen, heads_q, head_dim = q.shape
-    heads, whole = k.shape[2], cuda_view(lse, "lse")
-    dense = heads_q * seqlen, seqlen, 1
-    if whole.strides != dense and any(
-        size > 1 and step != wanted
-        for size, step, wanted in zip(whole.shape, whole.strides, dense, strict=True)
-    ):
-        raise ValueError(f"lse must be contiguous, got shape {tuple(lse.shape)}, strides {whole.strides}")
+    heads, whole = k.shape[2], dense_pointer(cuda_view(lse, "lse"), "lse")
     sight = _SIGHT.pack(
-        q.pointer, k.pointer, whole.pointer, pointer_of(codes), *q.strides[:3], *k.strides[:3],
+        q.pointer, k.pointer, whole, pointer_of(codes), *q.strides[:3], *k.strides[:3],
         heads, heads_q // heads, seqlen, min(seqlen, MOST_TOKENS), scale, softcap,
     )  # fmt: skip
     kernel = score_kernel("score_new", q.device, head_dim, q.dtype)
     keys_per_block = _WARPS * (32 if head_dim <= 128 else 16)
     kernel((-(-seqlen // keys_per_block), batch * heads), (_THREADS,), (np.void(sight),), 0, stream)
+
+
+def lies_in_units(view: CudaView) -> bool:
+    """Whether all vectors of an array (B, S, H, D) of 16-bit elements begin at multiples of 16 bytes."""
+    return not (view.pointer % 16 or any(stride % 8 for stride in view.strides[:3]))
 
 
 def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:

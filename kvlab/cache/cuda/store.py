@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import cuda_view, empty, to_device, to_host
+from kvlab.arrays import cuda_view, empty, overwrite, to_device, to_host
 from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, PageLayout
 from kvlab.cache.store import LayerStore
 
@@ -169,25 +169,21 @@ class DeviceStore:
             "status": ((1,), "int32"),
         }
 
-    def clear(self, which: slice = slice(None)) -> None:
-        """Drop all tokens, or those of some layers."""
-        free = np.arange(self.max_slabs, dtype=np.int32)
-        host = np.zeros((len(self.stores), self.max_slabs), np.int32)
-        for row, n in zip(host, self.num_slabs, strict=True):
-            row[:n] = free[:n][::-1]
-        slabs = np.array(self.num_slabs, np.int32)[:, None]
-        copies = {
-            "free_slabs": to_device(host[which], self.like),
-            "num_free": to_device(slabs[which], self.like),
-        }
-        # Nothing is dropped before all memory is there.
-        for arena in self.arenas[which]:
+    def clear(self) -> None:
+        """Drop all tokens; takes no memory on the device."""
+        for arena in self.arenas:
             arena[...] = 0
         for table in self.tables.values():
-            table[which][...] = 0
-        self.tables["open"][which][...] = -1
-        for name, copy in copies.items():
-            self.tables[name][which][...] = copy
+            table[...] = 0
+        self.tables["open"][...] = -1
+        overwrite(self.tables["free_slabs"], np.stack([*map(self.all_slabs, range(len(self.stores)))]))
+        overwrite(self.tables["num_free"], np.array(self.num_slabs, np.int32)[:, None])
+
+    def all_slabs(self, layer: int) -> NDArray[np.int32]:
+        """What `free_slabs` of a layer holds while no slab is taken."""
+        slabs, n = np.zeros(self.max_slabs, np.int32), self.num_slabs[layer]
+        slabs[:n] = np.arange(n)[::-1]
+        return slabs
 
     def _state(self, layer: int) -> Any:
         store = self.stores[layer]

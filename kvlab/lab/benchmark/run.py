@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvlab import environment
+from kvlab.device import cpu
 from kvlab.lab import targets
 from kvlab.lab.benchmark.yardstick import Options
 from kvlab.lab.results import Row, provenance
@@ -170,7 +171,7 @@ def run(case: str, options: Options) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        If the case is unknown, or size, threads or repeats are not positive.
+        If the case is unknown, or size, threads or repeats are not positive, or threads are too many.
     NotImplementedError
         If the case does not run on that device, or there is no GPU that can be used.
     RuntimeError
@@ -180,6 +181,8 @@ def run(case: str, options: Options) -> dict[str, Any]:
     for name in ("size", "threads", "repeats"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name}={getattr(options, name)} must be at least 1")
+    if options.device == "cpu" and options.threads > cpu().threads:
+        raise ValueError(f"threads={options.threads}: this process may use {cpu().threads} at most")
     if options.device not in DEVICES[case]:
         supported = " and ".join(DEVICES[case])
         raise NotImplementedError(f"device={options.device!r}: the case {case} runs on {supported}")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvlab.device import cpu
 from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
 
@@ -28,7 +29,7 @@ class Options:
     """
 
     size: int = 256 * 2**20
-    threads: int = 2
+    threads: int = field(default_factory=lambda: min(2, cpu().threads))
     repeats: int = 15
     device: str = "cpu"
     release: bool = False

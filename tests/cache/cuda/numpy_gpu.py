@@ -320,7 +320,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         for name, stand_in in (("to_device", lambda host, like: np.array(host)), ("to_host", np.array)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
-    for module in (exchange, function):
+    for module in (exchange, function, store):
         monkeypatch.setattr(module, "overwrite", np.copyto)
     made = changes.DeviceStore
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlab.arrays import overwrite
 from kvlab.cache.cuda import calls, changes, collect, exchange, function, host, layers, long, plan, store
 from kvlab.errors import OutOfMemory
 from tests.allocations import fail_everywhere
@@ -157,7 +158,7 @@ def test_writing_over_a_tensor() -> None:
             torch.zeros((3, 2, 4), dtype=getattr(torch, np.dtype(dtype).name)),
             np.ones((2, 4), dtype),
         )
-        exchange.overwrite(table[1], host)
+        overwrite(table[1], host)
         assert np.array_equal(table.numpy(), np.stack([0 * host, host, 0 * host]))
 
 

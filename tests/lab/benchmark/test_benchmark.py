@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvlab
+from kvlab.device import cpu
 from kvlab.lab import results
 from kvlab.lab.benchmark import attention_figure
 from kvlab.lab.benchmark import run as benchmark
@@ -197,6 +198,8 @@ def test_bad_options() -> None:
         benchmark.run("speed", SMALL)
     with pytest.raises(ValueError, match="threads=0 must be at least 1"):
         benchmark.run("packing", Options(threads=0))
+    with pytest.raises(ValueError, match=f"threads=99999: this process may use {cpu().threads} at most"):
+        benchmark.run("packing", Options(threads=99999))
     with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
         time_in_turns({}, repeats=0)
 
