@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
+from inspect import signature
 from typing import Any
 
 from kvlab.errors import needs_extra
+from kvlab.integrations.patching import by_name, replaced
 
 with needs_extra("hf", "kvlab.integrations.decode_graph"):
     import torch
@@ -161,25 +163,22 @@ def replayed_steps(model: Any) -> Iterator[None]:
     model : transformers.PreTrainedModel
         As for `DecodeGraph`.
     """
-    before = vars(model).get("forward")
-    model.forward = _replaying(model, model.forward)
-    try:
+    with replaced(model, "forward", partial(_replaying, model)):
         yield
-    finally:
-        del model.forward
-        if before is not None:
-            model.forward = before
 
 
 def _replaying(model: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
     latest: DecodeGraph | None = None
     inside = False
 
+    parameters = signature(forward)
+
     @wraps(forward)
     def replaying(*args: Any, **kwargs: Any) -> Any:
         nonlocal latest, inside
-        if inside or args or not _is_plain_step(kwargs):
-            return forward(*args, **kwargs)
+        kwargs = by_name(parameters, args, kwargs)
+        if inside or not _is_plain_step(kwargs):
+            return forward(**kwargs)
         cache, ids, mask = kwargs["past_key_values"], kwargs["input_ids"], kwargs.get("attention_mask")
         if mask is not None:
             cache.check_step(mask)

@@ -107,6 +107,11 @@ class KVLabCache(Cache):
         """What holds the layers with full attention; None before the first step."""
         return self._shared.cache
 
+    @property
+    def packed_length(self) -> int | None:
+        """Number of tokens that the packed layers have seen; None where no layer is packed."""
+        return self._shared.lengths[0] if self._shared.lengths else None
+
     def hold(self, packed: MixedPrecisionCache) -> None:
         """Go on from what a `MixedPrecisionCache` holds, for example one that was saved and loaded.
 

@@ -45,6 +45,8 @@ def test_only_masks_of_two_dimensions_are_replayed(attend: Any, monkeypatch: pyt
         for mask in (None, torch.ones(2, 10)):
             with pytest.raises(Recorded):
                 model(**step, attention_mask=mask)
+        with pytest.raises(Recorded):
+            model(ids[:, 9:], past_key_values=cache)
         found = model(**step, attention_mask=torch.ones(2, 1, 1, 10, dtype=torch.bool)).logits
     assert torch.allclose(found, model(ids).logits[:, 9:], atol=1e-4)
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, DynamicCache, GenerationConfig
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 import kvlab
 from kvlab.integrations.transformers import ATTENTION, KVLabCache
@@ -17,7 +27,8 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
 
 
 def state(model: Any) -> tuple[Any, ...]:
-    return model.config._attn_implementation, vars(model).get("generate"), model.generate
+    methods = [vars(part).get(name) for part in (model, model.model) for name in ("generate", "forward")]
+    return model.config._attn_implementation, methods, model.generate, model.forward, model.model.forward
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -96,7 +107,12 @@ def test_an_assistant_model_may_be_quantized(assistant: str) -> None:
             r"DynamicCache; inside kvlab\.quantized pass a KVLabCache",
         ),
         ({"use_cache": False}, ValueError, "use_cache=False"),
-        ({"cache_implementation": "static"}, ValueError, "cache_implementation"),
+        ({"cache_implementation": "static"}, ValueError, "cache_implementation='static' .* leave it out"),
+        (
+            {"generation_config": GenerationConfig(cache_implementation="dynamic")},
+            ValueError,
+            "cache_implementation='dynamic' .* leave it out",
+        ),
     ],
 )
 def test_generate_refuses_other_caches(options: Any, error: type[Exception], words: str) -> None:
@@ -119,12 +135,120 @@ def test_bad_arguments_change_nothing() -> None:
 
 def test_a_model_without_attention_functions_is_refused() -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=64, n_layer=2, n_head=2)).eval()
-    before = state(model)
     with pytest.raises(NotImplementedError, match="BloomForCausalLM does not take"), kvlab.quantized(model):
         pass
-    assert state(model) == before
+    assert model.config._attn_implementation == "eager"
+    assert "generate" not in vars(model)
     with pytest.raises(RuntimeError, match=r"needs a transformers\.DynamicCache"):
         model.generate(tokens(1, 9) % 64, past_key_values=KVLabCache(model.config), max_new_tokens=2)
+
+
+# ---- model(...) inside the block
+
+
+@pytest.mark.parametrize("call", [lambda m, ids: m(ids), lambda m, ids: m(input_ids=ids, use_cache=True)])
+def test_inside_the_block_a_call_of_the_model_uses_a_packed_cache(call: Any) -> None:
+    model, ids = tiny("llama"), tokens(2, 90)
+    before, expected = state(model), model(ids).logits
+    with torch.no_grad(), kvlab.quantized(model, bits=2, budget=None):
+        out = call(model, ids[:, :-1])
+        found = model(ids[:, -1:], past_key_values=out.past_key_values)
+    assert isinstance(out.past_key_values, KVLabCache)
+    assert found.past_key_values is out.past_key_values
+    assert out.past_key_values.packed_length == 90
+    assert torch.allclose(out.logits, expected[:, :-1], atol=1e-4)  # tokens of one call are exact
+    assert not torch.allclose(found.logits, expected[:, -1:], atol=1e-2)  # 2 bits are not
+    assert state(model) == before
+    assert not isinstance(model(ids).past_key_values, KVLabCache)
+
+
+def test_hidden_states_come_from_a_packed_cache_too() -> None:
+    model = tiny("llama")
+    with torch.no_grad(), kvlab.quantized(model, **EXACT):
+        assert isinstance(model.model(tokens(1, 9)).past_key_values, KVLabCache)
+        assert isinstance(model(tokens(1, 9), return_dict=False)[1], KVLabCache)
+
+
+def test_a_configuration_without_caches_does_not_undo_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    monkeypatch.setattr(model.config, "use_cache", False)
+    with torch.no_grad(), kvlab.quantized(model, **EXACT):
+        assert isinstance(model(tokens(1, 9)).past_key_values, KVLabCache)
+
+
+def test_inner_options_hold_in_an_inner_block() -> None:
+    model, ids = tiny("llama"), tokens(1, 9)
+    with torch.no_grad(), kvlab.quantized(model, budget="2MiB"):
+        with kvlab.quantized(model, budget="1MiB"):
+            inner = model(ids).past_key_values
+        outer = model(ids).past_key_values
+    assert inner.packed.budget_nbytes == 2**20 // 3 * 3
+    assert outer.packed.budget_nbytes == 2**21 // 3 * 3
+
+
+def test_two_models_in_two_blocks_in_two_threads() -> None:
+    models, ids = [tiny("llama"), tiny("qwen2")], tokens(1, 30)
+    meet = threading.Barrier(2, timeout=60)
+
+    def read(model: Any) -> list[int]:
+        with torch.no_grad(), kvlab.quantized(model, **EXACT):
+            meet.wait()
+            found = model.generate(ids, **GREEDY)
+            meet.wait()
+        return found.tolist()  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(read, models))
+    assert found == [model.generate(ids, **GREEDY).tolist() for model in models]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"past_key_values": DynamicCache()}, TypeError, "past_key_values is a DynamicCache"),
+        ({"use_cache": False}, ValueError, r"use_cache=False .* outside kvlab\.quantized"),
+    ],
+)
+def test_a_call_refuses_other_caches(options: Any, error: type[Exception], words: str) -> None:
+    model = tiny("llama")
+    before = state(model)
+    with torch.no_grad(), pytest.raises(error, match=words), kvlab.quantized(model):
+        model(tokens(1, 9), **options)
+    assert state(model) == before
+
+
+def test_a_call_refuses_gradients() -> None:
+    model = copy.deepcopy(tiny("llama")).requires_grad_(True)
+    with kvlab.quantized(model):
+        with pytest.raises(ValueError, match=r"gradients.* torch\.no_grad\(\)"):
+            model.train()(tokens(1, 9))
+        model.model.layers[0].gradient_checkpointing = True
+        with torch.no_grad(), pytest.raises(ValueError, match=r"gradient checkpointing .* model\.eval\(\)"):
+            model(tokens(1, 9))
+        with torch.no_grad():
+            assert isinstance(model.eval()(tokens(1, 9)).past_key_values, KVLabCache)
+
+
+def test_a_model_that_does_not_use_the_cache_it_is_given_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    forward = model.model.forward
+    monkeypatch.setattr(
+        model.model,
+        "forward",
+        lambda past_key_values=None, **rest: forward(use_cache=False, input_ids=rest["input_ids"]),
+    )
+    with (
+        torch.no_grad(),
+        kvlab.quantized(model),
+        pytest.raises(RuntimeError, match="stored nothing in the cache"),
+    ):
+        model(tokens(1, 9))
+
+
+def test_a_model_with_states_is_refused() -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, state_size=8))
+    with pytest.raises(NotImplementedError, match="takes no past_key_values"), kvlab.quantized(model):
+        pass
 
 
 def test_graphs_need_a_gpu() -> None:
