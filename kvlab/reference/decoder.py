@@ -244,7 +244,8 @@ def attend_token(query: Float64, past: KeysValues) -> Float64:
     scores = np.einsum("hgd,khd->hgk", grouped, keys) / math.sqrt(head_dim)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hgk,khd->hgd", weights, values).reshape(num_heads_q, head_dim)
+    attended: Float64 = np.einsum("hgk,khd->hgd", weights, values).reshape(num_heads_q, head_dim)
+    return attended
 
 
 def layer_token(x: Float64, layer: Layer, past: KeysValues, model: Model) -> Trace:
