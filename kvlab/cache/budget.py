@@ -103,23 +103,43 @@ def parse_budget(budget: float | int | str | None) -> Budget:
 class Limit:
     """The budget of one cache, for rows of any length.
 
+    A relative budget never gives a row less than an empty one takes; an absolute one that does is refused.
+
     Parameters
     ----------
     options : CacheOptions
     smallest_nbytes : callable
         From the tokens of a row to the bytes with which it does in any layer, at the lowest widths.
+    fixed_nbytes : int
+        Bytes of a row without tokens, in any layer.
+
+    Raises
+    ------
+    BudgetError
+        If not even an empty cache fits.
     """
 
-    def __init__(self, options: CacheOptions, smallest_nbytes: Callable[[int], int]) -> None:
+    def __init__(
+        self, options: CacheOptions, smallest_nbytes: Callable[[int], int], fixed_nbytes: int
+    ) -> None:
         self.budget = parse_budget(options.budget)
-        self.smallest_nbytes = smallest_nbytes
+        self.smallest_nbytes, self._fixed_nbytes = smallest_nbytes, fixed_nbytes
         self._num_layers, self._plan_length = options.num_layers, options.plan_length
         self._fp16_token = 2 * 2 * options.num_heads_kv * options.head_dim
+        if not self._holds_rows(options.batch):
+            needed = self._empty_nbytes(options.batch)
+            raise BudgetError(
+                f"budget={options.budget!r} is {self.budget.nbytes} bytes and an empty cache takes {needed} "
+                "already. Write a fraction of float16's bytes as 0.3 or '30%', bits per element as '4bpe', "
+                "bytes with a unit, '8MiB'",
+                needed_bytes=needed,
+            )
 
     def share(self, seqlen: int, batch: int) -> int | None:
         """Bytes that one row of one layer may take at a length; None: no limit."""
         fp16 = self._fp16_token * max(seqlen, self._plan_length)
-        return self.budget.share(self._num_layers, max(batch, 1), fp16)
+        share = self.budget.share(self._num_layers, max(batch, 1), fp16)
+        return share if self.budget.fraction is None or share is None else max(share, self._fixed_nbytes)
 
     def fits(self, seqlen: int, batch: int) -> bool:
         """Whether rows of a length fit for certain."""
@@ -128,16 +148,31 @@ class Limit:
 
     def refusal(self, seqlen: int, batch: int) -> BudgetError:
         """The error for a length that does not fit: it names the longest that does and the bytes needed."""
+        parts = self._num_layers * max(batch, 1)
+        needed, given = self.smallest_nbytes(seqlen) * parts, (self.share(seqlen, batch) or 0) * parts
+        fault = f"{seqlen} tokens in {batch} rows need at least {needed} bytes at the lowest widths and the "
+        if not self._holds_rows(batch):
+            return BudgetError(
+                f"{fault}budget gives {given}; so many rows take {self._empty_nbytes(batch)} without any "
+                "token. Raise the budget or keep fewer rows",
+                needed_bytes=needed,
+            )
         low, high = 0, seqlen
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle, batch) else (low, middle)
-        parts = self._num_layers * max(batch, 1)
-        needed, given = self.smallest_nbytes(seqlen) * parts, (self.share(seqlen, batch) or 0) * parts
+        budget = "budget" if self.budget.fraction is None else "budget or plan_length"
         return BudgetError(
-            f"{seqlen} tokens in {batch} rows need at least {needed} bytes at the lowest widths and the "
-            f"budget gives {given}; the longest length that fits is {low}. Raise the budget, add a lower "
-            f"width to bits (0 evicts) or shorten the sequence",
+            f"{fault}budget gives {given}; the longest length that fits is {low}. Raise the {budget}, add a "
+            f"lower width to bits (0 evicts) or shorten the sequence",
             needed_bytes=needed,
             longest_length=low,
         )
+
+    def _holds_rows(self, batch: int) -> bool:
+        """Whether rows without tokens fit."""
+        share = self.share(0, batch)
+        return share is None or self._fixed_nbytes <= share
+
+    def _empty_nbytes(self, batch: int) -> int:
+        return self._fixed_nbytes * self._num_layers * max(batch, 1)

@@ -53,7 +53,7 @@ class MixedPrecisionCache(CacheOptions):
         Number of rows.
     budget : float, int, str or None
         Bytes that all live buffers may take: a fraction of float16 (`0.35`), `"4.25bpe"`, `"6GiB"`, bytes, or
-        None for no limit.
+        None for no limit. A fraction never gives less than an empty cache takes.
     bits : str, int or sequence
         Widths in use, for example `(2, 3, 4, 8)`, `"k4v2"` or `"0-3:8,4-29:2+4"`; 16 is the cache's dtype
         unchanged, 0 evicts.
@@ -88,7 +88,7 @@ class MixedPrecisionCache(CacheOptions):
     Raises
     ------
     BudgetError
-        If `max_seqlen` tokens cannot fit the budget even at the lowest rung.
+        If an empty cache does not fit the budget, or `max_seqlen` tokens do not, even at the lowest rung.
     NotImplementedError
         On a GPU: for dtype "float32", a residual window beside width 16, or a head dimension for which there
         is no kernel.
@@ -123,7 +123,7 @@ class MixedPrecisionCache(CacheOptions):
             for ladder in parse_bits(self.bits, self.num_layers)
         ]
         smallest = smallest_on_gpu(self.layers) if self.on_gpu else smallest_on_cpu(self.layers)
-        self._limit = Limit(self, smallest)
+        self._limit = Limit(self, smallest, self.layers[0].store.fixed_nbytes)
         self._gpu = GpuRoad(self, self.layers, self._limit) if self.on_gpu else None
         self._road = self._gpu or CpuRoad(self, self.layers, self._limit)
         if self.max_seqlen is not None and not self._limit.fits(self.max_seqlen, self.batch):
@@ -350,6 +350,8 @@ class MixedPrecisionCache(CacheOptions):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a file, atomically; see `kvlab.cache.persistence` for the format.
+
+        A file that is there keeps its permissions; a symbolic link stays, and what it names is replaced.
 
         Raises
         ------

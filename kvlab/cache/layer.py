@@ -144,15 +144,9 @@ class Layer:
         """
         changes = [self._prepare(row, arrival, share) for row in range(self.store.batch)]
         for row, change in enumerate(changes):
-            if change.mean is not None:
-                self.store.k_mean[row], self.has_mean[row] = change.mean, True
             if arrival.stored_mass is not None:
                 self.store.set_importance(row, change.tokens)
-            if change.plan is None:
-                self.store.append(row, change.new)
-            else:
-                self.store.apply(row, change.plan, change.new)
-            self.windows[row] = change.window
+            self._carry_out(row, change)
         steps = arrival.k.shape[1]
         self.seqlen += steps
         self.since_collection = 0 if arrival.stored_mass is not None else self.since_collection + steps
@@ -162,24 +156,38 @@ class Layer:
         use = np.flatnonzero(arrival.valid[row])
         observed = self._observe(row, arrival, use)
         exact = before.extended(arrival.k[row, use], arrival.v[row, use], self.seqlen + use, observed)
-        mean = None
-        if not self.has_mean[row]:
-            # No token of this row has left its window yet, so the window holds its first tokens: the mean is
-            # taken when there are enough, or when they become too many to hold.
-            held = store.fixed_nbytes + exact.nbytes
-            if len(exact) >= LAST or (share is not None and held > share):
-                mean = key_mean(exact.k[:LAST].astype(np.float32))
-        keeps = self.residual if mean is not None or self.has_mean[row] else len(exact)
-        leaving = max(len(exact) - keeps, 0)
-        window = exact.part(leaving, len(exact))
-        new = self._new_tokens(exact.part(0, leaving), self.seqlen + arrival.k.shape[1])
+        end = self.seqlen + arrival.k.shape[1]
+        mean, window, new = self._divide(row, exact, end, share)
         tokens = store.tokens(row)
         if arrival.stored_mass is not None:
             since = self.since_collection + arrival.k.shape[1]
             tokens = self._observed(tokens, arrival.stored_mass[row], since)
         room = None if share is None else share - window.nbytes
-        plan = self._plan(row, tokens, new, room, self.seqlen + arrival.k.shape[1])
-        return _Change(tokens, new, plan, window, mean)
+        return _Change(tokens, new, self._plan(row, tokens, new, room, end), window, mean)
+
+    def _divide(
+        self, row: int, exact: Window, end: int, share: int | None
+    ) -> tuple[NDArray[np.float16] | None, Window, NewTokens]:
+        """The key mean if it is to be taken now, the exact tokens that stay, and those that go to pages."""
+        mean = None
+        if not self.has_mean[row]:
+            # No token of this row has left its window yet, so the window holds its first tokens: the mean is
+            # taken when there are enough, or when they become too many to hold.
+            held = self.store.fixed_nbytes + exact.nbytes
+            if len(exact) >= LAST or (share is not None and held > share):
+                mean = key_mean(exact.k[:LAST].astype(np.float32))
+        keeps = self.residual if mean is not None or self.has_mean[row] else len(exact)
+        leaving = max(len(exact) - keeps, 0)
+        return mean, exact.part(leaving, len(exact)), self._new_tokens(exact.part(0, leaving), end)
+
+    def _carry_out(self, row: int, change: _Change) -> None:
+        if change.mean is not None:
+            self.store.k_mean[row], self.has_mean[row] = change.mean, True
+        if change.plan is None:
+            self.store.append(row, change.new)
+        else:
+            self.store.apply(row, change.plan, change.new)
+        self.windows[row] = change.window
 
     def _observe(self, row: int, arrival: Arrival, use: Ints) -> Floats:
         """What the policy sees of a row's exact tokens, (Hkv, window + new)."""
@@ -230,55 +238,44 @@ class Layer:
 
     # ---- rows and lengths ----------------------------------------------------------------------------------
 
-    def plan_crop(self, end: int, share: int | None) -> list[Plan]:
-        """Plans, one a row, that forget the tokens from position `end` on and take at most `share` bytes.
+    def plan_crop(self, end: int, share: int | None) -> list[_Change]:
+        """Changes, one a row, that forget the tokens from position `end` on and take at most `share` bytes.
 
         A relative budget falls with the length, so what stays may have to be demoted. Errors as of `commit`.
         """
-        nothing = NewTokens.none(self.store.num_heads_kv, self.store.head_dim)
-        plans = []
+        changes = []
         for row in range(self.store.batch):
-            tokens = self.store.tokens(row)
+            tokens, before = self.store.tokens(row), self.windows[row]
+            exact = before.part(0, int((before.position < end).sum()))
+            mean, window, new = self._divide(row, exact, end, share)
             kept = np.flatnonzero(tokens.position < end)
-            stored = np.full(len(tokens), -1)
-            stored[kept] = tokens.rung[kept]
-            if share is not None and len(kept):
-                room = share - self._window_before(row, end).nbytes
-                if self.store.packed_nbytes(tokens.part(kept)) > room:
-                    plan = self.store.plan(
-                        tokens.part(kept), nothing, room, self._weigher(end), self.allocator
-                    )
-                    stored[kept] = plan.stored
-            plans.append(Plan(tokens, stored, np.empty((self.store.num_heads_kv, 0), np.int64)))
-        return plans
+            stays, stored, added = tokens.part(kept), np.full(len(tokens), -1), new.code[:, :0].astype(int)
+            stored[kept] = stays.rung
+            room = None if share is None else share - window.nbytes
+            if len(new.position) or (room is not None and self.store.packed_nbytes(stays) > room):
+                plan = self.store.plan(stays, new, room, self._weigher(end), self.allocator)
+                stored[kept], added = plan.stored, plan.new
+            changes.append(_Change(tokens, new, Plan(tokens, stored, added), window, mean))
+        return changes
 
-    def crop(self, end: int, plans: list[Plan]) -> None:
+    def crop(self, end: int, changes: list[_Change]) -> None:
         """Forget the tokens from position `end` on, as `plan_crop` has planned it."""
-        nothing = NewTokens.none(self.store.num_heads_kv, self.store.head_dim)
-        for row, plan in enumerate(plans):
-            self.windows[row] = self._window_before(row, end)
-            if not np.array_equal(plan.stored, plan.tokens.rung):
-                self.store.apply(row, plan, nothing)
+        for row, change in enumerate(changes):
+            self._carry_out(row, change)
         self.seqlen = end
 
-    def _window_before(self, row: int, end: int) -> Window:
-        window = self.windows[row]
-        return window.part(0, int((window.position < end).sum()))
+    def shrink(self, rows: Ints, share: int | None) -> list[tuple[int, _Change]]:
+        """Changes by which the given rows take at most `share` bytes; see `commit` for errors."""
+        store = self.store
+        shape = (store.batch, 0, store.num_heads_kv, store.head_dim)
+        none = np.empty(shape, np.float32)
+        nothing = Arrival(none, none, np.empty(shape[:2], bool))
+        return [(row, self._prepare(row, nothing, share)) for row in map(int, rows)]
 
-    def shrink(self, rows: Ints, share: int | None) -> list[tuple[int, Plan]]:
-        """Plans by which the given rows would take at most `share` bytes; see `commit` for errors."""
-        nothing = NewTokens.none(self.store.num_heads_kv, self.store.head_dim)
-        plans = []
-        for row in map(int, rows):
-            room = None if share is None else share - self.windows[row].nbytes
-            weigh = self._weigher(self.seqlen)
-            plans.append((row, self.store.plan(self.store.tokens(row), nothing, room, weigh, self.allocator)))
-        return plans
-
-    def carry_out(self, plans: list[tuple[int, Plan]]) -> None:
-        """Apply the plans of `shrink`."""
-        for row, plan in plans:
-            self.store.apply(row, plan, NewTokens.none(self.store.num_heads_kv, self.store.head_dim))
+    def carry_out(self, changes: list[tuple[int, _Change]]) -> None:
+        """Apply the changes of `shrink`."""
+        for row, change in changes:
+            self._carry_out(row, change)
 
     def take_rows(self, rows: Ints) -> None:
         """Make row i a copy of the present row `rows[i]`; the batch becomes `len(rows)`."""

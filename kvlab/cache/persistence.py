@@ -8,7 +8,8 @@ has it, so that other tools can list and read them. The header's metadata holds
 
 Nothing is executed, and nothing is allocated from a number in the file before the file is known to be whole:
 size, checksum and every shape are checked first. Whatever the damage, `load` raises FormatError. Files are
-written under a temporary name in the same folder, flushed to disk and renamed.
+written under a temporary name in the same folder, flushed to disk and renamed. A file that is there keeps its
+permissions; a symbolic link stays, and the file that it names is replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from numpy.typing import NDArray
 from kvlab.arguments import whole_number
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.layer import Layer
+from kvlab.cache.options import MOST
 from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.cache.window import Window
 from kvlab.errors import FormatError
@@ -71,14 +75,17 @@ def write(path: str | os.PathLike[str], description: dict[str, Any], arrays: Arr
     metadata = {"kvlab": text, "checksum": _checksum(entries, text, parts)}
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    target = checked_path(path)
+    target = Path(os.path.realpath(checked_path(path)))  # a link stays one: what it names is replaced
     if target.is_dir():
         raise IsADirectoryError(f"path={os.fspath(path)!r} is a folder: name a file")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"path={os.fspath(path)!r}: make the folder {target.parent} first")
-    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}"
+    temporary = target.parent / f".kvlab-{secrets.token_hex(8)}"
+    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=partial(os.open, mode=0o666 if mode is None else 0o600)) as file:
+            if mode is not None:
+                os.chmod(temporary, mode)
             file.write(len(header).to_bytes(8, "little") + header)
             file.writelines(parts)
             file.flush()
@@ -231,6 +238,10 @@ def _load_layer(layer: Layer, state: dict[str, Any], arrays: Arrays, prefix: str
         k, v = (take(f"window{row}.{side}", store.dtype, (length, heads, dim)) for side in "kv")
         position = take(f"window{row}.position", "int64", (length,))
         observed = take(f"window{row}.observed", "float32", (heads, length))
+        if not np.isfinite(observed).all() or (observed < 0).any():
+            raise FormatError(f"{prefix}window{row}.observed is negative or not finite")
+        if (np.diff(position) <= 0).any():
+            raise FormatError(f"{prefix}window{row}.position does not rise")
         windows.append(Window(k, v, position, observed))
     mean, has_mean = (
         take("k_mean", "float16", (store.batch, heads, dim)),
@@ -238,10 +249,13 @@ def _load_layer(layer: Layer, state: dict[str, Any], arrays: Arrays, prefix: str
     )
     if arrays:
         raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
+    if not np.isfinite(mean).all():
+        raise FormatError(f"{prefix}k_mean is not finite")
     store.restore(pools, tables, num_pages, mean)
     layer.windows, layer.has_mean = windows, has_mean
-    layer.seqlen = whole_number(state["seqlen"], f"{prefix}seqlen", 0)
-    layer.since_collection = whole_number(state["since_collection"], f"{prefix}since_collection", 0)
+    layer.seqlen = whole_number(state["seqlen"], f"{prefix}seqlen", 0, MOST)
+    since = whole_number(state["since_collection"], f"{prefix}since_collection", 0, MOST)
+    layer.since_collection = since
     positions = [window.position for window in windows]
     positions += [store.tokens(row).position for row in range(store.batch)]
     if any(len(known) and (known.min() < 0 or known.max() >= layer.seqlen) for known in positions):

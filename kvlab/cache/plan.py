@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvlab.cache.allocator import Method, allocate
 from kvlab.cache.pages import TOKENS_PER_PAGE
+from kvlab.errors import BudgetError
 
 __all__ = ["ERRORS", "NewTokens", "Plan", "Rates", "Tokens", "Weigh", "plan_row"]
 
@@ -113,10 +114,12 @@ def plan_row(
     Raises
     ------
     BudgetError
-        If even the lowest rung does not fit.
+        If even the lowest rung does not fit; without any token, if `room` is negative.
     """
     from kvlab.numba_kernels.cpu_plan import order_tokens
 
+    if room is not None and room < 0:
+        raise BudgetError(f"what lies outside pages takes {-room} bytes more than a row may")
     heads, n = new.code.shape
     head = np.concatenate([tokens.head, np.repeat(np.arange(heads), n)])
     position = np.concatenate([tokens.position, np.tile(new.position, heads)])

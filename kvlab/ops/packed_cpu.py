@@ -125,8 +125,8 @@ class _CpuCall(NamedTuple):
 
     def splits(self, items: int, most: int, pages_each: int) -> int:
         """Into how many ranges to cut the pages of a row, so that there are about `most` items of work."""
-        entries: int = self.table[0].shape[1]
-        return max(1, min(-(-most // max(items, 1)), entries // pages_each))
+        used = int(self.table[3].max(initial=0))  # the table of a loaded cache is shorter
+        return max(1, min(-(-most // max(items, 1)), used // pages_each))
 
 
 def attend(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import stat
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def test_a_loaded_cache_goes_on_as_the_saved_one_would(tmp_path, options):
     loaded = MixedPrecisionCache.load(tmp_path / "cache")
     assert (loaded.nbytes, loaded.seqlen, loaded.budget_nbytes) == (cache.nbytes, 171, cache.budget_nbytes)
     for one, other in zip(go_on(cache), go_on(loaded), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-6)
+        np.testing.assert_array_equal(one, other)
     for name, pages in cache.allocation().items():
         np.testing.assert_array_equal(pages, loaded.allocation()[name])
     assert [path.name for path in tmp_path.iterdir()] == ["cache"], "a temporary file was left"
@@ -149,6 +150,74 @@ def test_contents_that_do_not_fit(small, tmp_path, change):
     rewritten(path, change)
     with pytest.raises(FormatError):
         MixedPrecisionCache.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d, a: d["layers"][0].update(seqlen=1 << 63),
+        lambda d, a: d["layers"][0].update(seqlen=1 << 31),
+        lambda d, a: d["layers"][0].update(since_collection=1 << 63),
+        lambda d, a: a["0.k_mean"].fill(np.nan),
+        lambda d, a: a["0.k_mean"].fill(np.inf),
+        lambda d, a: a["0.window0.observed"].fill(np.nan),
+        lambda d, a: a["0.window0.observed"].fill(np.inf),
+        lambda d, a: a["0.window0.observed"].fill(-1),
+        lambda d, a: a["0.window0.position"].fill(69),
+    ],
+)
+def test_contents_that_a_later_call_would_stumble_over(tmp_path, change):
+    path, cache = tmp_path / "cache", MixedPrecisionCache(1, 2, 1, 16, residual=8, plan_length=100)
+    cache.append(0, *np.random.default_rng(1).standard_normal((2, 1, 70, 1, 16), dtype=np.float32))
+    cache.save(path)
+    MixedPrecisionCache.load(path)
+    rewritten(path, change)
+    with pytest.raises(FormatError):
+        MixedPrecisionCache.load(path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_results_do_not_depend_on_how_long_the_tables_have_grown(tmp_path, seed):
+    """A loaded cache has a page table without unused entries; the bits of its results are the same."""
+    rng = np.random.default_rng(seed)
+    cache = MixedPrecisionCache(1, 2, 1, 32, budget=None, bits=(4, 8), residual=0)
+    for n in (4000, 130):
+        cache.append(0, *rng.standard_normal((2, 1, n, 1, 32), dtype=np.float32))
+    cache.save(tmp_path / "cache")
+    loaded = MixedPrecisionCache.load(tmp_path / "cache")
+    for rows in (1, 40):
+        q = rng.standard_normal((1, rows, 2, 32), dtype=np.float32)
+        np.testing.assert_array_equal(cache.attend(0, q), loaded.attend(0, q))
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_a_file_that_is_there_keeps_its_permissions(tmp_path, mode):
+    path = tmp_path / "cache"
+    path.write_bytes(b"old")
+    path.chmod(mode)
+    MixedPrecisionCache(1, 2, 1, 16).save(path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    MixedPrecisionCache.load(path)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_its_target_is_replaced(tmp_path, exists):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    target, link = folder / "target", tmp_path / "link"
+    link.symlink_to(target)
+    if exists:
+        target.write_bytes(b"old")
+    MixedPrecisionCache(1, 2, 1, 16).save(link)
+    assert link.is_symlink()
+    MixedPrecisionCache.load(target)
+    assert [path.name for path in folder.iterdir()] == ["target"]
+
+
+def test_names_may_be_as_long_as_the_file_system_has_them(tmp_path):
+    path = tmp_path / ("n" * 255)
+    MixedPrecisionCache(1, 2, 1, 16).save(path)
+    MixedPrecisionCache.load(path)
 
 
 @pytest.mark.parametrize(
