@@ -164,7 +164,7 @@ def choice(value: Any, name: str, supported: Collection[str]) -> str:
     return value
 
 
-def sides_of_window(window: Any) -> tuple[int, int]:
+def sides_of_window(window: Any, name: str = "window") -> tuple[int, int]:
     """Return a window of attention as (left, right): -1, no limit, or a number of keys each.
 
     Raises
@@ -184,6 +184,6 @@ def sides_of_window(window: Any) -> tuple[int, int]:
     TypeError: window=128 must be two numbers of keys, left and right; -1 means no limit
     """
     if not isinstance(window, list | tuple) or len(window) != 2:
-        raise TypeError(f"window={window!r} must be two numbers of keys, left and right; -1 means no limit")
+        raise TypeError(f"{name}={window!r} must be two numbers of keys, left and right; -1 means no limit")
     left, right = window
-    return whole_number(left, "window", -1, LONGEST), whole_number(right, "window", -1, LONGEST)
+    return whole_number(left, name, -1, LONGEST), whole_number(right, name, -1, LONGEST)

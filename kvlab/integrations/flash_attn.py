@@ -22,16 +22,18 @@ from typing import Any
 
 import torch
 
+from kvlab.arguments import flag, whole_number
 from kvlab.integrations import flash_attn_padding
-from kvlab.integrations.flash_attn_cache import append, attend_cache, attend_paged, gather_pages
+from kvlab.integrations.flash_attn_arguments import refuse_unsupported, score_options
+from kvlab.integrations.flash_attn_cache import attend_cache, attend_paged, rotate_new, write_new
+from kvlab.integrations.flash_attn_cache_checks import check_cache
 from kvlab.integrations.flash_attn_private import (
     _flash_attn_backward,
     _flash_attn_forward,
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
-    refuse_unsupported,
 )
-from kvlab.integrations.torch_autograd import attention, attention_varlen, options_of
+from kvlab.integrations.torch_autograd import attention, attention_varlen
 
 __all__ = [
     "flash_attn_func",
@@ -94,7 +96,7 @@ def _module(name: str, contents: dict[str, Any]) -> ModuleType:
 
 def _answer(result: Any, q: Tensor, return_attn_probs: bool) -> Any:
     """Out, or out, lse and the probabilities after dropout, of which there are none."""
-    return (*result, q.new_empty(0)) if return_attn_probs else result[0]
+    return (*result, q.new_empty(0)) if flag(return_attn_probs, "return_attn_probs") else result[0]
 
 
 # ---- fixed length
@@ -148,8 +150,8 @@ def flash_attn_func(
     torch.Size([1, 3, 2, 4])
     """
     refuse_unsupported(dropout_p, alibi_slopes)
-    options = options_of(causal, softmax_scale, *window_size, softcap)
-    result = attention(q, k, v, deterministic=bool(deterministic), return_lse=True, **options)
+    options = score_options(causal, softmax_scale, window_size, softcap)
+    result = attention(q, k, v, deterministic=deterministic, return_lse=True, **options)
     return _answer(result, q, return_attn_probs)
 
 
@@ -221,9 +223,10 @@ def flash_attn_varlen_func(
     k, v : tensor, (total_k, nheads_k, headdim)
         With a block_table (num_blocks, page_block_size, nheads_k, headdim); pages are gathered first.
     cu_seqlens_q, cu_seqlens_k : int32 tensor, (batch + 1,)
+        Prefix sums; as in `kvlab.attention_varlen` a GPU does not check their values.
     max_seqlen_q, max_seqlen_k : int
     block_table : int32 tensor, (batch, max_num_blocks_per_seq), optional
-        Pages of each sequence; then there are no gradients.
+        Pages of each sequence; then there are no gradients. Checked as in `flash_attn_with_kvcache`.
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
         As in `flash_attn_func`.
 
@@ -243,12 +246,14 @@ def flash_attn_varlen_func(
     torch.Size([3, 2, 4])
     """
     refuse_unsupported(dropout_p, alibi_slopes)
-    options = options_of(causal, softmax_scale, *window_size, softcap) | {"return_lse": True}
+    options = score_options(causal, softmax_scale, window_size, softcap)
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if block_table is not None:
-        result: Any = attend_paged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, options)
+        result: Any = attend_paged(q, k, v, *sequences, block_table, options)
     else:
-        sequences = cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k)
-        result = attention_varlen(q, k, v, *sequences, deterministic=bool(deterministic), **options)
+        result = attention_varlen(
+            q, k, v, *sequences, deterministic=deterministic, return_lse=True, **options
+        )
     return _answer(result, q, return_attn_probs)
 
 
@@ -336,13 +341,13 @@ def flash_attn_with_kvcache(
         Rotate k and q to their positions in the cache; all rows of q to one position if neither causal nor
         windowed.
     cache_seqlens : int or int32 tensor, (batch,), optional
-        Tokens in the cache before the call; all of them if not given.
-    cache_batch_idx : int tensor, (batch,), optional
-        Which row of the cache belongs to which row of q.
+        Tokens in the cache before the call, left padding included; the whole cache if not given.
+    cache_batch_idx : int32 tensor, (batch,), optional
+        Which row of the cache belongs to which row of q; the first rows if not given. Not with a block_table.
     cache_leftpad : int32 tensor, (batch,), optional
-        First token of each row.
+        First token of each row, at most cache_seqlens.
     block_table : int32 tensor, (batch, max_num_blocks_per_seq), optional
-        Pages of each row.
+        Pages of each row; entries that hold none of its tokens may be anything.
     softmax_scale, causal, window_size, softcap, alibi_slopes
         As in `flash_attn_func`.
     rotary_interleaved : bool
@@ -361,11 +366,17 @@ def flash_attn_with_kvcache(
     NotImplementedError
         If ALiBi is asked for.
     ValueError, TypeError
-        As `kvlab.attention`, or if one of k and v, or of rotary_cos and rotary_sin, is missing.
+        As `kvlab.attention`; if one of k and v, or of rotary_cos and rotary_sin, is missing; if a length, a
+        padding, an index or the rotary table does not fit. Then nothing has been written.
 
     Notes
     -----
     Reads a contiguous cache in place; chosen rows (cache_batch_idx) and pages are gathered first.
+
+    On a GPU the values of cache_seqlens, cache_leftpad, cache_batch_idx and block_table are not checked,
+    since the host would have to wait for them. Values out of range are moved to the nearest one in range: so
+    nothing outside the arguments is read or written, but the result of that row, and where its new tokens are
+    written, have no meaning. A cache_seqlens that is an int is checked on every device.
 
     Examples
     --------
@@ -375,16 +386,19 @@ def flash_attn_with_kvcache(
     (tensor([1., 1., 1., 1.]), tensor([1., 0.]))
     """
     refuse_unsupported(alibi_slopes=alibi_slopes)
-    options = options_of(causal, softmax_scale, *window_size, softcap) | {"return_lse": True}
+    options = score_options(causal, softmax_scale, window_size, softcap)
+    one_position = not options["causal"] and options["window"] == (-1, -1)
+    interleaved = flag(rotary_interleaved, "rotary_interleaved")
+    return_lse = flag(return_softmax_lse, "return_softmax_lse")
+    whole_number(num_splits, "num_splits", 0)
     with torch.no_grad():
-        q, lengths = append(
+        rows = check_cache(
             q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-            block_table, one_position=not causal and tuple(window_size) == (-1, -1),
-            interleaved=rotary_interleaved,
+            block_table, one_position=one_position,
         )  # fmt: skip
-        if block_table is not None:
-            k_cache, v_cache = gather_pages(k_cache, block_table), gather_pages(v_cache, block_table)
-        elif cache_batch_idx is not None:
-            k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
-        out, lse = attend_cache(q, k_cache, v_cache, lengths, cache_leftpad, options)
-    return (out, lse) if return_softmax_lse else out
+        if k is not None and v is not None:
+            if rotary_cos is not None and rotary_sin is not None:
+                q, k = rotate_new(q, k, rows, rotary_cos, rotary_sin, one_position, interleaved)
+            write_new(k_cache, v_cache, k, v, rows)
+        out, lse = attend_cache(q, k_cache, v_cache, rows, options)
+    return (out, lse) if return_lse else out

@@ -3,6 +3,8 @@
 Rows of a cache hold different numbers of tokens, somewhere in the middle of one block of memory. For
 variable-length attention that is one long array of keys in which some sequences are gaps: sequences without
 queries, which no kernel reads. So a contiguous cache is attended in place, and lengths stay on the device.
+
+Lengths and indices are those that flash_attn_cache_checks.py returns, so all are in range.
 """
 
 from __future__ import annotations
@@ -12,24 +14,37 @@ from typing import Any
 import torch
 
 import kvlab
+from kvlab.arguments import LONGEST, whole_number
+from kvlab.integrations.flash_attn_arguments import check_index, check_tensor
+from kvlab.integrations.flash_attn_cache_checks import CacheRows, can_look, check_pages
+from kvlab.integrations.torch_autograd import with_contiguous_rows
+from kvlab.ops.attention import check_call
+from kvlab.shapes import match_shapes
 
-__all__ = ["append", "attend_cache", "attend_paged", "gather_pages"]
+__all__ = ["attend_cache", "attend_paged", "rotate_new", "write_new"]
 
 Tensor = torch.Tensor
 
+_OF_PAGES, _OF_BOUNDS = ("num_blocks", "page_block_size", "Hk", "D"), ("batch + 1",)
+_PAGED = (
+    ("q", ("total_q", "Hq", "D")), ("k", _OF_PAGES), ("v", _OF_PAGES), ("cu_seqlens_q", _OF_BOUNDS),
+    ("cu_seqlens_k", _OF_BOUNDS),
+)  # fmt: skip
+
 
 def attend_cache(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor | None, options: dict[str, Any]
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: CacheRows, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the tokens starts[b] up to lengths[b] of each row of a cache.
+    """Attend to the tokens of each row of a cache, the new ones included.
 
     Parameters
     ----------
     q : tensor, (batch, seqlen_q, heads, head_dim)
-    k, v : tensor, (batch, capacity, kv_heads, head_dim)
-    lengths, starts : int tensor, (batch,)
+    k_cache, v_cache : tensor
+        As in `flash_attn_with_kvcache`.
+    rows : CacheRows
     options : dict
-        For `kvlab.attention_varlen`, with return_lse.
+        For `kvlab.attention_varlen`.
 
     Returns
     -------
@@ -37,8 +52,17 @@ def attend_cache(
     lse : float32 tensor, (batch, heads, seqlen_q)
     """
     batch, seqlen, heads, head_dim = q.shape
-    counts = torch.full((batch,), seqlen, dtype=torch.int32, device=q.device)
-    out, lse = _attend_ragged(q.reshape(-1, heads, head_dim), counts, seqlen, k, v, lengths, starts, options)
+    if rows.pages is not None:
+        k, v = _gather_pages(k_cache, rows.pages), _gather_pages(v_cache, rows.pages)
+    elif rows.chosen is not None:
+        k, v = k_cache[rows.chosen], v_cache[rows.chosen]
+    else:
+        k, v = k_cache[:batch], v_cache[:batch]
+    bounds_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
+    lengths = rows.lengths + rows.num_new if rows.num_new else rows.lengths
+    out, lse = _attend_ragged(
+        q.reshape(-1, heads, head_dim), bounds_q, seqlen, k, v, lengths, rows.starts, options
+    )
     return out.view(q.shape), lse.view(heads, batch, seqlen).transpose(0, 1).contiguous()
 
 
@@ -49,113 +73,109 @@ def attend_paged(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
+    max_seqlen_k: int,
     block_table: Tensor,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Attend to sequences whose keys lie in pages, (num_blocks, page_block_size, kv_heads, head_dim)."""
+    arrays = q, k, v, cu_seqlens_q, cu_seqlens_k
+    for x, (name, _) in zip(arrays, _PAGED, strict=True):
+        check_tensor(x, name)
+    check_call("attention", _PAGED, arrays, None)
+    check_index(block_table, "block_table", q.device)
+    batch = len(cu_seqlens_q) - 1
+    match_shapes(
+        {
+            "cu_seqlens_q": ((batch,), ("batch",)),
+            "block_table": (block_table.shape, ("batch", "max_num_blocks")),
+        }
+    )
+    longest_q = whole_number(max_seqlen_q, "max_seqlen_q", 0, LONGEST)
+    longest_k = whole_number(max_seqlen_k, "max_seqlen_k", 0, LONGEST)
     with torch.no_grad():
-        k, v = gather_pages(k, block_table), gather_pages(v, block_table)
-        counts, lengths = cu_seqlens_q.diff(), cu_seqlens_k.diff()
-        return _attend_ragged(q, counts, int(max_seqlen_q), k, v, lengths, None, options)
+        pages = block_table if len(k) else block_table[:, :0]
+        capacity = k.shape[1] * pages.shape[1]
+        lengths = cu_seqlens_k.diff()
+        if can_look(q):
+            _check_bounds(cu_seqlens_k, lengths, min(longest_k, capacity), capacity)
+        else:
+            lengths, cu_seqlens_q = lengths.clamp(0, capacity), cu_seqlens_q.clamp(0, len(q))
+        pages = check_pages(pages, None, lengths, k)
+        k, v = _gather_pages(k, pages), _gather_pages(v, pages)
+        return _attend_ragged(q, cu_seqlens_q, longest_q, k, v, lengths, None, options)
+
+
+def _check_bounds(cu_seqlens_k: Tensor, lengths: Tensor, longest: int, capacity: int) -> None:
+    """Refuse lengths of sequences in pages; those of queries are checked as in all calls."""
+    if int(cu_seqlens_k[0]) or bool(((lengths < 0) | (lengths > longest)).any()):
+        raise ValueError(
+            f"cu_seqlens_k is {cu_seqlens_k.tolist()}: it must rise from 0 by at most {longest}, the lesser "
+            f"of max_seqlen_k and the {capacity} tokens that the pages of a sequence hold"
+        )
 
 
 def _attend_ragged(
-    q: Tensor, counts: Tensor, longest: int, k: Tensor, v: Tensor, lengths: Tensor, starts: Tensor | None,
-    options: dict[str, Any],
+    q: Tensor, cu_seqlens_q: Tensor, longest: int, k: Tensor, v: Tensor, lengths: Tensor,
+    starts: Tensor | None, options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend with sequences and gaps in turns; q (total_q, heads, head_dim), counts[b] rows of it each."""
+    """Attend with sequences and gaps in turns; q (total_q, heads, head_dim), k, v (batch, capacity, ...)."""
     batch, capacity = k.shape[:2]
     first = torch.arange(batch, dtype=torch.int32, device=q.device) * capacity
-    begins = first if starts is None else first + starts.int()
-    ends = first + lengths.int()
     # A gap before each sequence, and one behind the last.
-    bounds_k = torch.stack([begins, ends], dim=1).flatten()
-    bounds_k = torch.cat([bounds_k.new_zeros(1), bounds_k, bounds_k.new_tensor([batch * capacity])])
-    cumulative = counts.cumsum(0, dtype=torch.int32)
-    rows = torch.stack([cumulative - counts.int(), cumulative], dim=1).flatten()
-    bounds_q = torch.cat([rows.new_zeros(1), rows, rows[-1:] if batch else rows.new_zeros(1)])
-    k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    bounds_k = torch.full((2 * batch + 2,), batch * capacity, dtype=torch.int32, device=q.device)
+    bounds_k[0] = 0
+    bounds_k[1:-1:2] = first if starts is None else first + starts
+    bounds_k[2::2] = first + lengths
+    bounds_q = cu_seqlens_q[:, None].expand(-1, 2).flatten()
+    # Rows of q that are not contiguous would be refused by a GPU, as would those of a cache that is no copy.
+    q, k, v = with_contiguous_rows(q, *(x.reshape(-1, *x.shape[2:]) for x in (k, v)))
     # A gap reaches from the end of one row to the start of the next: at most two rows.
-    out, lse = kvlab.attention_varlen(q, k, v, bounds_q, bounds_k, longest, 2 * capacity, **options)
+    out, lse = kvlab.attention_varlen(
+        q, k, v, bounds_q, bounds_k, longest, 2 * capacity, return_lse=True, **options
+    )
     return out, lse
 
 
-def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
+def _gather_pages(pages: Tensor, table: Tensor) -> Tensor:
     """Copy the pages of each row together: (batch, blocks * page_block_size, kv_heads, head_dim)."""
-    return pages[block_table.long()].flatten(1, 2)
+    return pages[table].flatten(1, 2)
 
 
-def append(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    lengths: int | Tensor | None,
-    chosen: Tensor | None,
-    starts: Tensor | None,
-    block_table: Tensor | None,
-    *,
-    one_position: bool,
-    interleaved: bool,
+def rotate_new(
+    q: Tensor, k: Tensor, rows: CacheRows, cos: Tensor, sin: Tensor, one_position: bool, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q and k, and write k and v into the cache.
+    """Rotate q and new keys to their positions behind the tokens of each row.
 
     Parameters
     ----------
-    q, k_cache, v_cache, k, v, block_table
-        As in `flash_attn_with_kvcache`.
-    cos, sin, lengths, chosen, starts
-        Its rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx and cache_leftpad.
+    q, k : tensor, (batch, seqlen_q or num_new, heads, head_dim)
+    rows : CacheRows
+    cos, sin : tensor, (positions, rotary_dim / 2)
     one_position : bool
         Rotate all rows of q to the first new position.
     interleaved : bool
-        Its rotary_interleaved.
-
-    Returns
-    -------
-    q : tensor
-        Rotated, if cos and sin are given.
-    lengths : int32 tensor, (batch,)
-        Tokens in each row, the new ones included.
+        As in `flash_attn_with_kvcache`.
     """
-    if (k is None) != (v is None) or (cos is None) != (sin is None):
-        raise ValueError(
-            "pass both of k and v, or neither; and both of rotary_cos and rotary_sin, or neither"
-        )
-    batch = q.shape[0]
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    if not isinstance(lengths, Tensor):
-        filled = capacity if lengths is None else int(lengths)
-        lengths = torch.full((batch,), filled, dtype=torch.int32, device=q.device)
-    if k is None or v is None:
-        if cos is not None:
-            raise ValueError("rotary_cos and rotary_sin rotate new keys: pass k and v too, or leave them out")
-        return q, lengths.int()
-    new = k.shape[1]
-    if q.device.type == "cpu" and int(lengths.max()) + new > capacity:
-        raise ValueError(
-            f"k has {new} new tokens behind up to {int(lengths.max())}: the cache holds {capacity}"
-        )
-    steps = torch.arange(max(new, q.shape[1]), device=q.device)
-    behind = lengths.long()[:, None] + steps  # places in the cache
-    if cos is not None and sin is not None:
-        positions = behind if starts is None else behind - starts.long()[:, None]
-        k = _rotate(k, positions[:, :new], cos, sin, interleaved)
-        own = positions[:, :1] if one_position else positions[:, : q.shape[1]]
-        q = _rotate(q, own, cos, sin, interleaved)
-    rows = torch.arange(batch, device=q.device) if chosen is None else chosen.long()
-    slots = behind[:, :new]
-    if block_table is None:
-        where = rows[:, None].expand_as(slots), slots
+    before = rows.lengths if rows.starts is None else rows.lengths - rows.starts
+    steps = torch.arange(max(rows.num_new, q.shape[1], 1), device=q.device)
+    # A GPU has not looked at lengths, so positions may lie beyond the tables.
+    positions = (before.long()[:, None] + steps).clamp(max=max(len(cos) - 1, 0))
+    own = positions[:, :1] if one_position else positions[:, : q.shape[1]]
+    return _rotate(q, own, cos, sin, interleaved), _rotate(
+        k, positions[:, : rows.num_new], cos, sin, interleaved
+    )
+
+
+def write_new(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: CacheRows) -> None:
+    """Write k and v (batch, num_new, kv_heads, head_dim) into the cache, behind the tokens of each row."""
+    slots = rows.lengths.long()[:, None] + torch.arange(rows.num_new, device=k.device)
+    if rows.pages is not None:
+        page_size = max(k_cache.shape[1], 1)
+        where = rows.pages.gather(1, slots // page_size), slots % page_size
     else:
-        page = k_cache.shape[1]
-        where = block_table.long().gather(1, slots // page), slots % page
+        chosen = torch.arange(len(k), device=k.device) if rows.chosen is None else rows.chosen
+        where = chosen[:, None].expand_as(slots), slots
     k_cache[where], v_cache[where] = k, v
-    return q, lengths.int() + new
 
 
 def _rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

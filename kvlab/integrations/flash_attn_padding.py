@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kvlab.shapes import match_shapes
+
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
 Tensor = torch.Tensor
@@ -78,6 +80,11 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     used : int32 tensor, (batch,)
         Tokens of each sequence that are not in `unused_mask`.
 
+    Raises
+    ------
+    ValueError
+        If shapes do not fit.
+
     Examples
     --------
     >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -85,12 +92,20 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     >>> tokens.ravel().tolist(), indices.tolist(), cu_seqlens.tolist(), longest, used.tolist()
     ([0.0, 1.0, 3.0], [0, 1, 3], [0, 2, 3], 2, [2, 1])
     """
+    match_shapes(
+        {
+            "hidden_states": (hidden_states.shape[:2], ("batch", "seqlen")),
+            "attention_mask": (attention_mask.shape, ("batch", "seqlen")),
+        }
+        | ({} if unused_mask is None else {"unused_mask": (unused_mask.shape, ("batch", "seqlen"))})
+    )
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return tokens, indices, cu_seqlens, int(lengths.max()), attention_mask.sum(-1, dtype=torch.int32)
+    longest = int(lengths.max()) if len(lengths) else 0
+    return tokens, indices, cu_seqlens, longest, attention_mask.sum(-1, dtype=torch.int32)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

@@ -10,25 +10,18 @@ from __future__ import annotations
 import torch
 
 import kvlab
-from kvlab.integrations.torch_autograd import options_of, with_contiguous_rows
+from kvlab.arguments import flag
+from kvlab.integrations.flash_attn_arguments import refuse_unsupported, score_options_of_sides
+from kvlab.integrations.torch_autograd import with_contiguous_rows
 
 __all__ = [
     "_flash_attn_backward",
     "_flash_attn_forward",
     "_flash_attn_varlen_backward",
     "_flash_attn_varlen_forward",
-    "refuse_unsupported",
 ]
 
 Tensor = torch.Tensor
-
-
-def refuse_unsupported(dropout_p: float = 0.0, alibi_slopes: Tensor | None = None) -> None:
-    """Raise for what flash-attn has and kvlab has not."""
-    if dropout_p:
-        raise NotImplementedError(f"dropout_p={dropout_p}: kvlab has no dropout inside attention; pass 0.0")
-    if alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes: kvlab has no ALiBi bias; pass None")
 
 
 def _flash_attn_forward(
@@ -50,7 +43,7 @@ def _flash_attn_forward(
     with torch.no_grad():
         out, lse = kvlab.attention(
             q, k, v, return_lse=True,
-            **options_of(causal, softmax_scale, window_size_left, window_size_right, softcap),
+            **score_options_of_sides(causal, softmax_scale, window_size_left, window_size_right, softcap),
         )  # fmt: skip
     return out, lse, q.new_empty(0), q.new_empty(0, dtype=torch.int64)
 
@@ -85,9 +78,9 @@ def _flash_attn_varlen_forward(
     q, k, v = with_contiguous_rows(q, k, v)
     with torch.no_grad():
         out, lse = kvlab.attention_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k),
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             return_lse=True,
-            **options_of(causal, softmax_scale, window_size_left, window_size_right, softcap),
+            **score_options_of_sides(causal, softmax_scale, window_size_left, window_size_right, softcap),
         )  # fmt: skip
     return out, lse, q.new_empty(0), q.new_empty(0, dtype=torch.int64)
 
@@ -117,8 +110,8 @@ def _flash_attn_backward(
     dout, q, k, v, out = with_contiguous_rows(dout, q, k, v, out)
     with torch.no_grad():
         gradients = kvlab.attention_backward(
-            dout, q, k, v, out, softmax_lse, deterministic=bool(deterministic),
-            **options_of(causal, softmax_scale, window_size_left, window_size_right, softcap),
+            dout, q, k, v, out, softmax_lse, deterministic=flag(deterministic, "deterministic"),
+            **score_options_of_sides(causal, softmax_scale, window_size_left, window_size_right, softcap),
         )  # fmt: skip
         _write(gradients, (dq, dk, dv))
     return q.new_empty(0, dtype=torch.float32)
@@ -155,8 +148,8 @@ def _flash_attn_varlen_backward(
     with torch.no_grad():
         gradients = kvlab.attention_varlen_backward(
             dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k,
-            int(max_seqlen_q), int(max_seqlen_k), deterministic=bool(deterministic),
-            **options_of(causal, softmax_scale, window_size_left, window_size_right, softcap),
+            max_seqlen_q, max_seqlen_k, deterministic=flag(deterministic, "deterministic"),
+            **score_options_of_sides(causal, softmax_scale, window_size_left, window_size_right, softcap),
         )  # fmt: skip
         _write(gradients, (dq, dk, dv))
     return q.new_empty(0, dtype=torch.float32)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import kvlab
+from kvlab.arguments import LONGEST, flag, number, sides_of_window, whole_number
 
 __all__ = ["attention", "attention_varlen", "options_of", "with_contiguous_rows"]
 
@@ -63,8 +64,9 @@ def attention(
     >>> v.grad.ravel()
     tensor([1., 1.])
     """
-    out, lse = _attention(*with_contiguous_rows(q, k, v), causal, scale, *window, softcap, deterministic)
-    return (out, lse) if return_lse else out
+    options = _checked(causal, scale, window, softcap, deterministic)
+    out, lse = _attention(*with_contiguous_rows(q, k, v), *options)
+    return (out, lse) if flag(return_lse, "return_lse") else out
 
 
 def attention_varlen(
@@ -114,11 +116,12 @@ def attention_varlen(
     tensor([[0., 0.],
             [1., 1.]])
     """
+    options = _checked(causal, scale, window, softcap, deterministic)
+    max_seqlen_q = whole_number(max_seqlen_q, "max_seqlen_q", 0, LONGEST)
+    max_seqlen_k = whole_number(max_seqlen_k, "max_seqlen_k", 0, LONGEST)
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    out, lse = _varlen(
-        *with_contiguous_rows(q, k, v), *sequences, causal, scale, *window, softcap, deterministic
-    )
-    return (out, lse) if return_lse else out
+    out, lse = _varlen(*with_contiguous_rows(q, k, v), *sequences, *options)
+    return (out, lse) if flag(return_lse, "return_lse") else out
 
 
 def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -131,14 +134,22 @@ def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors)
 
 
+def _checked(
+    causal: bool, scale: float | None, window: tuple[int, int], softcap: float, deterministic: bool
+) -> tuple[bool, float | None, int, int, float, bool]:
+    """Check the options, under their names; the schemas of the operators would name none."""
+    return (
+        flag(causal, "causal"),
+        None if scale is None else number(scale, "scale"),
+        *sides_of_window(window),
+        number(softcap, "softcap", least=0),
+        flag(deterministic, "deterministic"),
+    )
+
+
 def options_of(causal: bool, scale: float | None, left: int, right: int, softcap: float) -> dict[str, Any]:
-    """Return keyword arguments of `kvlab.attention` for arguments as flash-attn has them."""
-    return {
-        "causal": bool(causal),
-        "scale": scale,
-        "window": (left, right),
-        "softcap": max(float(softcap), 0.0),
-    }
+    """Return keyword arguments of `kvlab.attention` for the options of an operator."""
+    return {"causal": causal, "scale": scale, "window": (left, right), "softcap": softcap}
 
 
 # ---- fixed length

@@ -30,6 +30,7 @@ from kvlab.shapes import match_shapes
 
 __all__ = [
     "Checked",
+    "Patterns",
     "Scores",
     "Sequences",
     "attention",

@@ -73,6 +73,28 @@ def test_a_cache_is_read_in_place_and_its_lengths_on_the_device() -> None:
         assert torch.equal(cache[0, b, length : length + 4], k[b])
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_values_out_of_range_reach_nothing_outside_the_cache(paged: bool) -> None:
+    """They are not looked at, but moved into range; NaN lies around the cache."""
+
+    def i32(*values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    torch.manual_seed(2)
+    memory = torch.full((2, 4, 64, 1, 64), torch.nan, device="cuda", dtype=torch.bfloat16)
+    caches = memory[:, 1:3]
+    caches[:] = draw(2, 2, 64, 1, 64)
+    q, new = draw(2, 4, 2, 64), draw(2, 4, 1, 64)
+    table = {"block_table": i32([0, 1, 2, 99], [-1, 5, 6, 7])} if paged else {"cache_batch_idx": i32(-1, 7)}
+    angles = torch.ones(8, 16, device="cuda", dtype=torch.bfloat16)
+    out = flash_attn.flash_attn_with_kvcache(
+        q, *(x.view(8, 16, 1, 64) if paged else x for x in caches), new, new, angles, angles,
+        cache_seqlens=i32(1000, -7), cache_leftpad=i32(-5, 3), causal=True, **table,
+    )  # fmt: skip
+    assert bool(out.isfinite().all())
+    assert int(memory.isnan().sum()) == memory.numel() // 2
+
+
 def _peak(call: Any) -> int:
     call()
     torch.cuda.synchronize()

@@ -237,7 +237,9 @@ def test_what_is_not_offered_says_so() -> None:
         flash_attn.flash_attn_func(q, q, q, alibi_slopes=torch.ones(1))
     with pytest.raises(ValueError, match="pass both of k and v"):
         flash_attn.flash_attn_with_kvcache(q, q, q, k=q)
-    with pytest.raises(ValueError, match="k has 2 new tokens behind up to 1: the cache holds 2"):
+    with pytest.raises(
+        ValueError, match="cache_seqlens=1 must lie between 0 and 0: a row of the cache holds 2"
+    ):
         flash_attn.flash_attn_with_kvcache(q, q.detach(), q.detach(), q, q, cache_seqlens=1)
 
 
