@@ -45,7 +45,7 @@ test-compat: .venv-compat/stamp
 
 # Compile every kernel for every architecture and rewrite the table of their resources; needs no GPU.
 compile-gate: .venv/stamp-test
-	$(BIN)/python -m kvlab.compile_gate $(ARGS)
+	$(BIN)/python -m kvlab.jit.compile_gate $(ARGS)
 
 lint: .venv/stamp-test
 	$(BIN)/ruff check

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import kvlab
 from kvlab import device
-from kvlab.ops import attention_backward_cpu, attention_cpu
+from kvlab.ops.cpu import attention as attention_cpu
+from kvlab.ops.cpu import attention_backward as attention_backward_cpu
 
 SHAPE = {
     "batch": 1, "seqlen_q": 6000, "seqlen_k": 5000, "num_heads_q": 8, "num_heads_kv": 4, "head_dim": 64,

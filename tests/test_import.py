@@ -17,7 +17,7 @@ OPTIONAL = ("torch", "transformers", "cupy", "cuda", "numba_cuda", "matplotlib")
 
 # What a user calls, the package that is missing then, and the extra that brings it.
 NEEDS_EXTRA = [
-    ("from kvlab.build import build; build('absent', {}, 'sm_90a', root=ROOT)", "cuda", "cu13"),
+    ("from kvlab.jit.build import build; build('absent', {}, 'sm_90a', root=ROOT)", "cuda", "cu13"),
     ("import kvlab; kvlab.quantized(None).__enter__()", "torch", "hf"),
     ("import kvlab; kvlab.quantized(None).__enter__()", "transformers", "hf"),
 ]

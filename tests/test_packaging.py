@@ -60,6 +60,8 @@ def test_every_folder_of_the_package_is_listed() -> None:
     assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == folders | {
         "kvlab.cuda_kernels",
         "kvlab.numba_kernels",
+        "kvlab.numba_kernels.cpu",
+        "kvlab.numba_kernels.cuda",
     }
     for path in ROOT.glob("kvlab/**/*.py"):
         assert (path.parent / "__init__.py").exists(), f"{path.parent} has no __init__.py"
@@ -89,7 +91,7 @@ def test_wheel_holds_every_source_and_no_top_level_kernels(tmp_path: Path) -> No
     installed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {str(path.relative_to(ROOT)) for path in ROOT.glob("kvlab/**/*.py")} | {"kvlab/py.typed"}
     for folder in ("cuda", "numba"):
-        for pattern in ("*.py", "*.cu", "include/*.cuh"):
+        for pattern in ("*.py", "*/*.py", "*/*.cu", "*/*.cuh"):
             for path in (ROOT / "kernels" / folder).glob(pattern):
                 expected.add(f"kvlab/{folder}_kernels/{path.relative_to(ROOT / 'kernels' / folder)}")
     assert installed == expected

@@ -19,7 +19,7 @@ from run import BACKENDS, CASES, about, clocks_and_power, times_ms
 from torch.nn.attention import sdpa_kernel
 
 import kvlab
-from kvlab.ops import attention_backward_cuda as launcher
+from kvlab.ops.cuda import attention_backward as launcher
 
 Case = tuple[int, int, int, int, int, bool]
 VARIANTS: dict[str, dict[str, Any]] = {

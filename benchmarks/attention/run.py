@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kvlab
 from kvlab.lab.guard import gpu_state
 from kvlab.lab.results import provenance
-from kvlab.ops import attention_cuda
+from kvlab.ops.cuda import attention as attention_cuda
 
 # batch, tokens, query heads, KV heads, head_dim, causal
 CASES = {

@@ -38,9 +38,9 @@ from kvlab.cache.cuda.store import STATE, DeviceStore
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.store import ERRORS, LayerStore
 from kvlab.lab.results import provenance
-from kvlab.ops import packed_cuda
-from kvlab.ops.packed_cuda import kept_page_bytes
-from kvlab.ops.packed_mass_cuda import score_kernel
+from kvlab.ops.cuda import packed as packed_cuda
+from kvlab.ops.cuda.packed import kept_page_bytes
+from kvlab.ops.cuda.packed_mass import score_kernel
 
 SHAPES = {  # layers, batch, tokens, KV heads, group
     "8 x 32K": (32, 8, 32768, 8, 4),

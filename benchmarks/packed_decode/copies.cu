@@ -1,6 +1,6 @@
 // Bulk copies of pages into shared memory and nothing else: what reading pages can reach.
 //
-// Threads and data: as packed_attention.cu. Each warp has a ring of `stages` slots and takes `pages` entries
+// Threads and data: as packed/packed_attention.cu. Each warp has a ring of `stages` slots and takes `pages` entries
 // of its part of `list` [grid, warps, pages] in turn, offsets into `pool` in units of 64 bytes; a page is
 // `items` copies of `bytes`, one after the other, and a lane reads 4 bytes of each. ALIKE: whether a copy
 // begins where in a line of 128 bytes its source does.

@@ -20,8 +20,8 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from kvlab.build import arch_of, build, load
 from kvlab.cache.pages import PageLayout
+from kvlab.jit.build import arch_of, build, load
 from kvlab.lab.results import provenance
 
 BLOCKS, SEQUENCES, BYTES, REPEATS = 128, 64, 1_060_000_000, 20

@@ -20,7 +20,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from run import SHAPES, provenance
 
 from kvlab.lab.benchmark.decode_cuda import LADDERS, time_packed
-from kvlab.ops import packed_cuda, packed_numba
+from kvlab.ops.cuda import packed as packed_cuda
+from kvlab.ops.numba import packed as packed_numba
 
 BACKENDS = {"cuda": packed_cuda, "numba": packed_numba}
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 from kvlab.lab.benchmark.device_pages import Shape, attended_apart, draw_pages, relative_error
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import captured, time_graphs
-from kvlab.ops import packed_cuda
+from kvlab.ops.cuda import packed as packed_cuda
 
 LAYERS, LIMIT = 30, 5e-3
 HEADS = ((9, 3, 64), (32, 8, 128))  # query heads, KV heads, channels

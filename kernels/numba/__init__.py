@@ -1,3 +1,1 @@
-"""Numba kernels (`cpu_*.py` for the CPU, `cuda_*.py` for CUDA), installed as `kvlab.numba_kernels`."""
-
-from . import cpu_cache as _cpu_cache  # noqa: F401, before any kernel: it decides when a kept one is stale
+"""Numba kernels, for the CPU in `cpu` and for CUDA in `cuda`, installed as `kvlab.numba_kernels`."""

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvlab.errors import BudgetError, OutOfMemory
-from kvlab.numba_kernels import cpu_allocator as loops
+from kvlab.numba_kernels.cpu import allocator as loops
 
 __all__ = ["LARGEST_TOTAL", "MAX_STATES", "METHODS", "Method", "allocate"]
 

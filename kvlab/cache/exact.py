@@ -33,7 +33,7 @@ class ExactResult:
 
     def merged(self, out: Floats, lse: Floats) -> tuple[Floats, Floats]:
         """Out and lse over these keys and those of another part, whose out and lse are given."""
-        from kvlab.numba_kernels.cpu_exact import merge_two
+        from kvlab.numba_kernels.cpu.exact import merge_two
 
         both, total = np.empty_like(self.out), np.empty_like(self.lse)
         merge_two(np.ascontiguousarray(out), np.ascontiguousarray(lse), self.out, self.lse, both, total)
@@ -45,7 +45,7 @@ class ExactResult:
         `lse` (B, Hq, Sq) is the log-sum-exp over all keys of the step, stored ones included; a row with +inf,
         padding for example, gives none, whatever its query is.
         """
-        from kvlab.numba_kernels.cpu_exact import sum_exact_mass
+        from kvlab.numba_kernels.cpu.exact import sum_exact_mass
 
         batch, rows = self.queries.shape[:2]
         mass = np.empty((batch, self.k.shape[2], self.k.shape[1]), np.float32)
@@ -85,7 +85,7 @@ def attend_exact(
     keep_rows : int
         Number of last query rows that `ExactResult.mass` is about.
     """
-    from kvlab.numba_kernels import cpu_exact as kernels
+    from kvlab.numba_kernels.cpu import exact as kernels
 
     queries, keys, values = (np.ascontiguousarray(x, np.float32) for x in (q, k, v))
     seen = np.ascontiguousarray(visible)

@@ -175,14 +175,14 @@ _IMPORTANCE_OF = np.concatenate([[0.0], 2.0 ** ((np.arange(1, 256) - 192) / 8)])
 RAW, DECODED = -1, -2
 """In place of a step byte that is to be found: of a raw vector, or one that comes from codes.
 
-As kernels/numba/cpu_steps.py has them, which is not imported before a kernel is called.
+As kernels/numba/cpu/steps.py has them, which is not imported before a kernel is called.
 """
 
 
 @lru_cache(maxsize=64)
 def _sides(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.int32]], ...]:
     """Return K and V as the kernels want them: numbers, and the place of every code."""
-    from kvlab.numba_kernels.cpu_pages import BFLOAT16, FLOAT16, FLOAT32, Side
+    from kvlab.numba_kernels.cpu.pages import BFLOAT16, FLOAT16, FLOAT32, Side
 
     if _ITEMSIZE.get(dtype) != layout.itemsize:
         raise ValueError(
@@ -259,7 +259,7 @@ def write_tokens(
     >>> bool(abs(k_again - k).max() < 0.01), bool(abs(v_again - k).max() < 0.0005)
     (True, True)
     """
-    from kvlab.numba_kernels.cpu_pages import write_side, write_side_parallel
+    from kvlab.numba_kernels.cpu.pages import write_side, write_side_parallel
 
     sides = _sides(layout, dtype)
     _check_pool(pool, layout)
@@ -292,7 +292,7 @@ def read_tokens(
     k, v : float32, (n, head_dim)
         Still rotated where that side's width is below 16.
     """
-    from kvlab.numba_kernels.cpu_pages import read_side, read_side_parallel
+    from kvlab.numba_kernels.cpu.pages import read_side, read_side_parallel
 
     sides = _sides(layout, dtype)
     _check_pool(pool, layout)
@@ -319,7 +319,7 @@ def copy_tokens(
     One after the other in the order given, so a later copy sees what an earlier one wrote. Positions are
     offsets: they keep their meaning between pages of equal base.
     """
-    from kvlab.numba_kernels.cpu_pages import copy_bytes, copy_side
+    from kvlab.numba_kernels.cpu.pages import copy_bytes, copy_side
 
     sides = _sides(layout, dtype)
     _check_pool(pool, layout)

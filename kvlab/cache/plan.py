@@ -116,7 +116,7 @@ def plan_row(
     BudgetError
         If even the lowest rung does not fit; without any token, if `room` is negative.
     """
-    from kvlab.numba_kernels.cpu_plan import order_tokens
+    from kvlab.numba_kernels.cpu.plan import order_tokens
 
     if room is not None and room < 0:
         raise BudgetError(f"what lies outside pages takes {-room} bytes more than a row may")
@@ -137,7 +137,7 @@ def plan_row(
 
 def _allocate(group: Ints, ceiling: Ints, weight: Floats, room: int, method: Method, rates: Rates) -> Ints:
     """Rung of every token, given tokens sorted by group, ceiling and weight."""
-    from kvlab.numba_kernels.cpu_plan import chunks
+    from kvlab.numba_kernels.cpu.plan import chunks
 
     start = chunks(group, ceiling, rates.top)
     if len(start) * rates.cost[0] > room:

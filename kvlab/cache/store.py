@@ -148,7 +148,7 @@ class LayerStore:
 
     def tokens(self, row: int) -> Tokens:
         """All stored tokens of a row."""
-        from kvlab.numba_kernels.cpu_store import list_tokens
+        from kvlab.numba_kernels.cpu.store import list_tokens
 
         num_pages = self.num_pages[row]
         rung, count, index, base = (table[row] for table in self._tables())
@@ -162,7 +162,7 @@ class LayerStore:
 
     def set_importance(self, row: int, tokens: Tokens) -> None:
         """Store the importance codes of tokens."""
-        from kvlab.numba_kernels.cpu_store import store_codes
+        from kvlab.numba_kernels.cpu.store import store_codes
 
         head, page, slot, rung = tokens.head, tokens.page, tokens.slot, tokens.rung
         for r in range(len(self.pools)):
@@ -306,7 +306,7 @@ class LayerStore:
         places : (2, number of arriving tokens)
             Page and slot.
         """
-        from kvlab.numba_kernels.cpu_store import place_row
+        from kvlab.numba_kernels.cpu.store import place_row
 
         tokens, heads, old = plan.tokens, self.num_heads_kv, self.rung.shape[2]
         segment = arriving.position >> 16
@@ -380,7 +380,7 @@ class LayerStore:
 
 def _rotate(x: Floats, mean: NDArray[np.float16] | None = None, head: Ints | None = None) -> Floats:
     """Rotate vectors (n, head_dim), less the mean (heads, head_dim) of the head (n,) of each."""
-    from kvlab.numba_kernels.cpu_steps import rotate_rows
+    from kvlab.numba_kernels.cpu.steps import rotate_rows
 
     rotated = np.empty(x.shape, np.float32)
     means = np.empty(0, np.float32) if mean is None else mean.astype(np.float32, order="C").reshape(-1)

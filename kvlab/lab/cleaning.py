@@ -1,8 +1,8 @@
 """`kvlab clean`: what kvlab itself has written to disk, and its removal.
 
-That is the folder of compiled kernels (`kvlab.filecache.cache_folder`), what Numba keeps of the CPU kernels
-beside their sources, and results in a folder that the user names. Nothing else is touched: of a folder of
-results only files that hold a result of kvlab are counted, by their content and not by their name.
+That is the folder of compiled kernels (`kvlab.jit.filecache.cache_folder`), what Numba keeps of the CPU
+kernels beside their sources, and results in a folder that the user names. Nothing else is touched: of a
+folder of results only files that hold a result of kvlab are counted, by their content and not by their name.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from kvlab.build import kernel_folder
-from kvlab.filecache import cache_folder
+from kvlab.jit.build import kernel_folder
+from kvlab.jit.filecache import cache_folder
 
 __all__ = ["find", "remove"]
 
@@ -42,7 +42,7 @@ def find(results: Path | None) -> list[dict[str, Any]]:
     cache = cache_folder()
     if (cache / "cubin").is_dir():
         found.append(_entry("compiled CUDA kernels", cache / "cubin", list((cache / "cubin").rglob("*"))))
-    compiled = kernel_folder("numba") / "__pycache__"
+    compiled = kernel_folder("numba") / "cpu" / "__pycache__"
     kept = [path for ending in ("*.nbi", "*.nbc") for path in compiled.glob(ending)]
     if kept:
         found.append(_entry("compiled CPU kernels", compiled, kept))

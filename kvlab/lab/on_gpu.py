@@ -20,7 +20,7 @@ from kvlab.errors import needs_extra
 from kvlab.lab.timing import Timing
 from kvlab.lab.timing_gpu import captured, time_graphs
 from kvlab.lab.turns import beside_others, gpu_turns
-from kvlab.ops import packed_cuda
+from kvlab.ops.cuda import packed as packed_cuda
 
 __all__ = ["attend_layers", "copied_to_cpu", "to_cpu", "to_gpu"]
 

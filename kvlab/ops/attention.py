@@ -54,13 +54,13 @@ _LAYOUTS = {
 }
 
 register(
-    Row("attention", "cpu", "kvlab.ops.attention_cpu:attend", FACTS),
-    Row("attention", "reference", "kvlab.ops.attention_cpu:attend_reference", REFERENCE_FACTS),
-    Row("attention", "cuda", "kvlab.ops.attention_cuda:attend", CUDA_FACTS),
-    Row("attention", "numba", "kvlab.ops.attention_numba:attend", NUMBA_FACTS),
-    Row("merge_attention", "cpu", "kvlab.ops.attention_cpu:merge", {"dtype": _FLOATS}),
-    Row("merge_attention", "cuda", "kvlab.ops.attention_merge_cuda:merge", {"dtype": _FLOATS} | ON_CUDA),
-    Row("merge_attention", "reference", "kvlab.ops.attention_cpu:merge_reference", {"dtype": _FLOATS}),
+    Row("attention", "cpu", "kvlab.ops.cpu.attention:attend", FACTS),
+    Row("attention", "reference", "kvlab.ops.cpu.attention:attend_reference", REFERENCE_FACTS),
+    Row("attention", "cuda", "kvlab.ops.cuda.attention:attend", CUDA_FACTS),
+    Row("attention", "numba", "kvlab.ops.numba.attention:attend", NUMBA_FACTS),
+    Row("merge_attention", "cpu", "kvlab.ops.cpu.attention:merge", {"dtype": _FLOATS}),
+    Row("merge_attention", "cuda", "kvlab.ops.cuda.attention_merge:merge", {"dtype": _FLOATS} | ON_CUDA),
+    Row("merge_attention", "reference", "kvlab.ops.cpu.attention:merge_reference", {"dtype": _FLOATS}),
 )
 
 

@@ -39,7 +39,7 @@ from kvlab.registry import Row, register
 
 __all__ = ["attention_backward", "attention_varlen_backward"]
 
-_CPU = "kvlab.ops.attention_backward_cpu"
+_CPU = "kvlab.ops.cpu.attention_backward"
 
 _FIXED: Patterns = (
     ("q", OF_Q), ("k", OF_K), ("v", OF_K), ("dout", OF_Q), ("out", OF_Q), ("lse", ("B", "Hq", "Sq")),
@@ -52,8 +52,8 @@ _VARLEN: Patterns = (
 register(
     Row("attention_backward", "cpu", f"{_CPU}:differentiate", FACTS),
     Row("attention_backward", "reference", f"{_CPU}:differentiate_reference", REFERENCE_FACTS),
-    Row("attention_backward", "cuda", "kvlab.ops.attention_backward_cuda:attend_backward", CUDA_FACTS),
-    Row("attention_backward", "numba", "kvlab.ops.attention_numba:attend_backward", NUMBA_FACTS),
+    Row("attention_backward", "cuda", "kvlab.ops.cuda.attention_backward:attend_backward", CUDA_FACTS),
+    Row("attention_backward", "numba", "kvlab.ops.numba.attention:attend_backward", NUMBA_FACTS),
 )
 
 

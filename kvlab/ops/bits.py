@@ -23,7 +23,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 
 _LAST_TERNARY_BYTE = 3**5 - 1
 
-_CPU, _GPU = "kvlab.ops.bits_cpu", "kvlab.ops.bits_cuda"
+_CPU, _GPU = "kvlab.ops.cpu.bits", "kvlab.ops.cuda.bits"
 register(
     Row("pack", "cuda", f"{_GPU}:pack", {"bits": WIDTHS} | ON_CUDA),
     Row("pack", "numba", f"{_GPU}:pack_numba", {"bits": WIDTHS} | ON_NUMBA),

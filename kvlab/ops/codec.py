@@ -26,14 +26,14 @@ __all__ = ["Quantized", "dequantize", "quantize"]
 _FACTS: dict[str, Any] = {"codec": reference.CODECS, "bits": (TERNARY_BITS, *WIDTHS), "dtype": FLOATS}
 
 register(
-    Row("quantize", "cuda", "kvlab.ops.codec_cuda:quantize", _FACTS | ON_CUDA),
-    Row("quantize", "numba", "kvlab.ops.codec_cuda:quantize_numba", _FACTS | ON_NUMBA),
-    Row("dequantize", "cuda", "kvlab.ops.codec_cuda:dequantize", _FACTS | ON_CUDA),
-    Row("dequantize", "numba", "kvlab.ops.codec_cuda:dequantize_numba", _FACTS | ON_NUMBA),
-    Row("quantize", "cpu", "kvlab.ops.codec_cpu:quantize", _FACTS),
-    Row("quantize", "reference", "kvlab.ops.codec_cpu:quantize_reference", _FACTS),
-    Row("dequantize", "cpu", "kvlab.ops.codec_cpu:dequantize", _FACTS),
-    Row("dequantize", "reference", "kvlab.ops.codec_cpu:dequantize_reference", _FACTS),
+    Row("quantize", "cuda", "kvlab.ops.cuda.codec:quantize", _FACTS | ON_CUDA),
+    Row("quantize", "numba", "kvlab.ops.cuda.codec:quantize_numba", _FACTS | ON_NUMBA),
+    Row("dequantize", "cuda", "kvlab.ops.cuda.codec:dequantize", _FACTS | ON_CUDA),
+    Row("dequantize", "numba", "kvlab.ops.cuda.codec:dequantize_numba", _FACTS | ON_NUMBA),
+    Row("quantize", "cpu", "kvlab.ops.cpu.codec:quantize", _FACTS),
+    Row("quantize", "reference", "kvlab.ops.cpu.codec:quantize_reference", _FACTS),
+    Row("dequantize", "cpu", "kvlab.ops.cpu.codec:dequantize", _FACTS),
+    Row("dequantize", "reference", "kvlab.ops.cpu.codec:dequantize_reference", _FACTS),
 )
 
 

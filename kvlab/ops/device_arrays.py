@@ -15,9 +15,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, cuda_view, current_stream, empty, to_numpy_view
-from kvlab.build import Kernel, arch_of, build, load
 from kvlab.device import compute_capability
-from kvlab.numba_cuda import build_numba
+from kvlab.jit.build import Kernel, arch_of, build, load
+from kvlab.jit.numba import build_numba
 
 __all__ = [
     "Flag",

@@ -39,13 +39,13 @@ _CUDA_FACTS: dict[str, Any] = {
 _NUMBA_FACTS = _FACTS | ON_NUMBA
 
 register(
-    Row("packed_attention", "cpu", "kvlab.ops.packed_cpu:attend", _FACTS),
-    Row("packed_attention", "reference", "kvlab.ops.packed_cpu:attend_reference", _FACTS),
-    Row("packed_attention", "cuda", "kvlab.ops.packed_cuda:launch", _CUDA_FACTS),
-    Row("packed_attention", "numba", "kvlab.ops.packed_numba:launch", _NUMBA_FACTS),
-    Row("mass_from_scores", "cpu", "kvlab.ops.packed_cpu:mass", {}),
-    Row("mass_from_scores", "reference", "kvlab.ops.packed_cpu:mass_reference", {}),
-    Row("mass_from_scores", "cuda", "kvlab.ops.packed_mass_cuda:launch", ON_CUDA),
+    Row("packed_attention", "cpu", "kvlab.ops.cpu.packed:attend", _FACTS),
+    Row("packed_attention", "reference", "kvlab.ops.cpu.packed:attend_reference", _FACTS),
+    Row("packed_attention", "cuda", "kvlab.ops.cuda.packed:launch", _CUDA_FACTS),
+    Row("packed_attention", "numba", "kvlab.ops.numba.packed:launch", _NUMBA_FACTS),
+    Row("mass_from_scores", "cpu", "kvlab.ops.cpu.packed:mass", {}),
+    Row("mass_from_scores", "reference", "kvlab.ops.cpu.packed:mass_reference", {}),
+    Row("mass_from_scores", "cuda", "kvlab.ops.cuda.packed_mass:launch", ON_CUDA),
 )
 
 

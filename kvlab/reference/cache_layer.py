@@ -1,6 +1,6 @@
 """One layer of a cache on a GPU and what a plan works with: the words of ``cache_plan.py``.
 
-The classes mirror the structs of ``kernels/cuda/include/cache_state.cuh`` and ``cache_plan.cuh``.
+The classes mirror the structs of ``kernels/cuda/pages/state.cuh`` and ``plan/plan.cuh``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Tokens:
 
 @dataclass
 class Layer:
-    """State of one layer: LayerState of ``kernels/cuda/include/cache_state.cuh``; tables (pairs, entries)."""
+    """State of one layer: LayerState of ``kernels/cuda/pages/state.cuh``; tables (pairs, entries)."""
 
     batch: int
     heads: int

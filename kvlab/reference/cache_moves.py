@@ -1,6 +1,6 @@
 """Which tokens and pages move, and the tables afterwards: second half of the oracle ``cache_plan.py``.
 
-What ``kernels/cuda/cache_moves.cu`` and ``cache_tables.cu`` do, once it is known how many chunks of
+What ``kernels/cuda/plan/moves.cu`` and ``plan/tables.cu`` do, once it is known how many chunks of
 each class go to which rung and which fresh pages take them.
 """
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlab.numba_kernels import cpu_pages
+from kvlab.numba_kernels.cpu import pages as cpu_pages
 from numpy.typing import NDArray
 
 from kvlab.cache.pages import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlab.numba_kernels.cpu_plan import chunks, order_tokens
+from kvlab.numba_kernels.cpu.plan import chunks, order_tokens
 
 from kvlab.cache.budget import parse_budget
 from kvlab.cache.exact import attend_exact

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvlab import arrays
-from kvlab.ops import bits_cuda, codec_cuda
+from kvlab.ops.cuda import bits as bits_cuda
+from kvlab.ops.cuda import codec as codec_cuda
 
 LIBRARIES = ("torch", "cupy")
 

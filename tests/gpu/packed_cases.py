@@ -16,7 +16,8 @@ import torch
 
 from kvlab.cache.pages import LayerPages, PageLayout
 from kvlab.cache.pools import new_pool
-from kvlab.ops import packed_cuda, packed_numba
+from kvlab.ops.cuda import packed as packed_cuda
+from kvlab.ops.numba import packed as packed_numba
 from kvlab.ops.packed import Sight
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address

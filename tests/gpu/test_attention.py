@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kvlab
-from kvlab.ops import attention_cuda
+from kvlab.ops.cuda import attention as attention_cuda
 from kvlab.reference import attention as reference
 from tests.compare import assert_accurate, each_sequence, low_precision_attention, wrong_attention
 from tests.gpu.attention_cases import (

@@ -15,7 +15,8 @@ import kvlab
 from kvlab.cache.cuda import calls, collect, layers, long, plan, store
 from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
-from kvlab.ops import attention_cuda, packed_cuda
+from kvlab.ops.cuda import attention as attention_cuda
+from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.reference import packed as reference
 from tests.compare import assert_accurate
 from tests.gpu.packed_cases import DTYPES, low_precision, to_numpy, to_torch

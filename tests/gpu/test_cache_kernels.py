@@ -382,13 +382,14 @@ def importance_on_device(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     import tempfile
     from pathlib import Path
 
-    from kvlab.build import arch_of, build, kernel_root, load
     from kvlab.device import compute_capability
+    from kvlab.jit.build import arch_of, build, kernel_root, load
 
     root = Path(tempfile.mkdtemp())
-    (root / "include").symlink_to(kernel_root() / "include")
+    (root / "pages").symlink_to(kernel_root() / "pages")
+    (root / "common").symlink_to(kernel_root() / "common")
     (root / "probe.cu").write_text(
-        '#include "packed_codes.cuh"\n#include "cache_state.cuh"\n'
+        '#include "pages/codes.cuh"\n#include "pages/state.cuh"\n'
         'extern "C" __global__ void probe(const float* x, u8* codes, float* values, int n) {\n'
         "    for (int i = threadIdx.x; i < n; i += blockDim.x) codes[i] = encode_importance(x[i]);\n"
         "    if (threadIdx.x < 256) values[threadIdx.x] = decode_importance((u8)threadIdx.x);\n}\n"

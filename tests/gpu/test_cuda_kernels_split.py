@@ -1,4 +1,4 @@
-"""Packed attention by 8-bit integer products: widths below 16, up to 4 query rows and 8 (packed_split.cuh).
+"""Packed attention by 8-bit integer products: widths below 16, up to 4 query rows and 8 (packed/split.cuh).
 
 `test_cuda_kernels.py` asks the same where width 16 occurs as well, which is multiplied in float16.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.ops import packed_cuda
+from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.reference import packed as reference
 from tests.compare import assert_accurate
 from tests.gpu.packed_cases import (

@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvlab.ops import packed_cuda, packed_numba
+from kvlab.ops.cuda import packed as packed_cuda
+from kvlab.ops.numba import packed as packed_numba
 from tests.gpu.packed_cases import MIXED, check, draw_pages, draw_queries
 from tests.strategies import SEEDS
 

@@ -1,4 +1,4 @@
-"""The cells in which CUDA kernels look a code up (codec_hadamard.cu): what their arithmetic assumes.
+"""The cells in which CUDA kernels look a code up (codec/hadamard.cu): what their arithmetic assumes.
 
 A cell is the integer below a value in units, the low bits of a sum that is rounded down. Tables of codes
 begin at cell -REACH and end below REACH.
@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.build import kernel_root
+from kvlab.jit.build import kernel_root
 from kvlab.reference import codebooks
 from tests.strategies import WIDTHS
 
-SOURCE = (kernel_root() / "codec_hadamard.cu").read_text(encoding="utf-8")
-HEADER = (kernel_root() / "include" / "codec_codebook.cuh").read_text(encoding="utf-8")
+SOURCE = (kernel_root() / "codec/hadamard.cu").read_text(encoding="utf-8")
+HEADER = (kernel_root() / "codec/codebook.cuh").read_text(encoding="utf-8")
 MAGIC, MAGIC_BITS = 3 << 22, 0x4B400000
 
 

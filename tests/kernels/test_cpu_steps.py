@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlab.numba_kernels.cpu_steps import DECODED, RAW, encode_vector, rotate_rows
+from kvlab.numba_kernels.cpu.steps import DECODED, RAW, encode_vector, rotate_rows
 from numba import njit
 from numpy.typing import NDArray
 

@@ -1,4 +1,4 @@
-"""What packed_search.cuh and cache_encode.cuh take for granted.
+"""What pages/search.cuh and pages/encode_tile.cuh take for granted.
 
 Codes are made of whole numbers of parts of a step, which has 16 to 120 of them: products with reciprocals
 that are nearly right have the floors of quotients, in float32 and in float16. There are few such steps and a
@@ -51,7 +51,7 @@ def reciprocal(x: np.float32, ulps: int) -> np.float32:
     return result
 
 
-# ---- packed_search.cuh: float32
+# ---- pages/search.cuh: float32
 
 
 def test_rounding_by_a_sum() -> None:
@@ -79,7 +79,7 @@ def test_floor_of_a_part(bits: int, step: int, ulps: int) -> None:
     assert not np.array_equal(part_codes(step, bits, ulps, spare=0.0), floors(NUMBERS, step, bits))
 
 
-# ---- cache_encode.cuh: float16, where a whole number n is n 2**-24
+# ---- pages/encode_tile.cuh: float16, where a whole number n is n 2**-24
 
 
 def half(x: Any) -> Doubles:

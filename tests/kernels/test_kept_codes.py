@@ -1,7 +1,7 @@
-"""How collecting calls keep scores: packed_kept.cuh in NumPy, read back by the reference.
+"""How collecting calls keep scores: packed/kept.cuh in NumPy, read back by the reference.
 
 A score becomes a byte by two multiply-adds of float16. Here is how far that may be from the score, for any
-reach (the lift of packed_values.cuh and its slack), and that nothing becomes another's byte. tests/gpu tells
+reach (the lift of packed/values.cuh and its slack), and that nothing becomes another's byte. tests/gpu tells
 whether the kernel does the same.
 """
 

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvlab.numba_kernels import cpu_cache, cpu_codec, cpu_packed
+from kvlab.numba_kernels.cpu import cache as cpu_cache
+from kvlab.numba_kernels.cpu import codec as cpu_codec
+from kvlab.numba_kernels.cpu import packed as cpu_packed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +20,7 @@ SCRIPT = """
 import hashlib, json
 import numpy as np
 from kvlab.lab.benchmark.decode import make_pages
-from kvlab.numba_kernels.cpu_packed import attend_pages
+from kvlab.numba_kernels.cpu.packed import attend_pages
 from kvlab.ops.packed import packed_attention
 
 rng = np.random.default_rng(3)
@@ -53,20 +55,20 @@ def test_an_edit_of_any_file_that_a_kernel_is_made_of_makes_it_stale(tmp_path: P
     folder = Path(cpu_cache.__file__).parent
     for path in folder.glob("*.py"):
         shutil.copy(path, tmp_path)
-    kernel = tmp_path / "cpu_packed.py"
+    kernel = tmp_path / "packed.py"
     before = cpu_cache.stamp_of(kernel)
-    assert before == cpu_cache.stamp_of(folder / "cpu_packed.py")
-    for name in ("cpu_packed.py", "cpu_fragments.py", "cpu_simd.py"):
+    assert before == cpu_cache.stamp_of(folder / "packed.py")
+    for name in ("packed.py", "fragments.py", "simd.py"):
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text + "\n")
         assert cpu_cache.stamp_of(kernel) != before, name
         (tmp_path / name).write_text(text)
-    (tmp_path / "cpu_codec.py").write_text("")  # nothing of it is in that kernel
+    (tmp_path / "codec.py").write_text("")  # nothing of it is in that kernel
     assert cpu_cache.stamp_of(kernel) == before
 
 
 def test_kernels_are_kept_under_that_stamp() -> None:
-    for kernel, name in ((cpu_packed.attend_pages, "cpu_packed"), (cpu_codec.quantize_rows, "cpu_codec")):
+    for kernel, name in ((cpu_packed.attend_pages, "packed"), (cpu_codec.quantize_rows, "codec")):
         locator = kernel._cache._impl.locator
         path = Path(cpu_cache.__file__).with_name(f"{name}.py")
         assert locator.get_source_stamp() == cpu_cache.stamp_of(path)

@@ -1,7 +1,7 @@
-"""The arithmetic of kernels/cuda/packed_attention.cu in NumPy: float16 codes, powers of 2 for q and p, units.
+"""The arithmetic of packed/packed_attention.cu in NumPy: float16 codes, powers of 2 for q and p, units.
 
-A model of one warp, statement by statement as packed_codes.cuh, packed_scores.cuh, packed_values.cuh and
-packed_state.cuh have it, so a machine without a GPU can tell whether the scheme itself is right: that masked
+A model of one warp, statement by statement as pages/codes.cuh, packed/scores.cuh, packed/values.cuh and
+packed/state.cuh have it, so a machine without a GPU can tell whether the scheme itself is right: that masked
 words are the codes, that nothing overflows float16, and that results are as close to float64 as promised.
 What the model cannot tell is whether the kernel does the same: tests/gpu does.
 """
@@ -24,7 +24,7 @@ Array = NDArray[Any]
 HEAD_DIM, ROWS = 32, 3
 SLACK, EMPTY = F32(8), F32(-np.inf)
 # Where a code stands in the 16 bits of its number: in even and odd rows of a tile, and how much higher in
-# columns 8 to 15 (Fields in packed_codes.cuh).
+# columns 8 to 15 (Fields in pages/codes.cuh).
 EVEN, ODD, RIGHT = {2: 0, 3: 1, 4: 0, 8: 0}, {2: 2, 3: 4, 4: 4, 8: 0}, {2: 4, 3: 0, 4: 0, 8: 0}
 TILES, WORDS = {2: 2, 3: 4, 4: 1, 8: 1}, {2: 1, 3: 3, 4: 1, 8: 2}
 

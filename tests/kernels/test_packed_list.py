@@ -1,6 +1,6 @@
 """How packed attention divides its pages among thread blocks: every page once, every part awaited.
 
-`guess` and `divide` of ``packed_list.cuh`` in NumPy, in the same float32 arithmetic. A block finds its share
+`guess` and `divide` of ``packed/list.cuh`` in NumPy, in the same float32 arithmetic. A block finds its share
 alone, and the last block to arrive at a sequence adds up the parts of all that hold pages of it. So what all
 blocks find has to fit together, whatever the lengths: a block too many or too few leaves a head unwritten and
 a counter that is wrong for the next call.

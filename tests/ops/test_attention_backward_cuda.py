@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvlab.build import build
-from kvlab.compile_gate import specialisations
-from kvlab.cubin import read_resources
-from kvlab.ops import attention_backward_cuda as launcher
-from kvlab.ops.attention_backward_shares import CLUSTER
+from kvlab.jit.build import build
+from kvlab.jit.compile_gate import specialisations
+from kvlab.jit.cubin import read_resources
+from kvlab.ops.cuda import attention_backward as launcher
+from kvlab.ops.cuda.attention_backward_shares import CLUSTER
 
 HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -17,7 +17,7 @@ def declared(source: str) -> list[dict[str, str]]:
 
 
 def test_every_tiling_is_gated() -> None:
-    gated = declared("attention_backward.cu")
+    gated = declared("attention/backward.cu")
     for head_dim, shapes in launcher.SHAPES.items():
         for shape in shapes:
             tiling = {name.upper(): str(value) for name, value in shape._asdict().items()}
@@ -40,7 +40,7 @@ def test_there_is_a_tiling_for_every_gpu(capability: tuple[int, int]) -> None:
 @pytest.mark.parametrize("head_dim", launcher.FLOAT32_BLOCKS)
 def test_float32_tiles_are_gated_and_fit_every_gpu(head_dim: int) -> None:
     block = launcher.FLOAT32_BLOCKS[head_dim]
-    assert {"HEAD_DIM": str(head_dim), "BLOCK": str(block)} in declared("attention_backward_float32.cu")
+    assert {"HEAD_DIM": str(head_dim), "BLOCK": str(block)} in declared("attention/backward_float32.cu")
     assert launcher.float32_shared_bytes(head_dim) <= 99 * 1024
 
 
@@ -57,13 +57,13 @@ def hopper(head_dim: int) -> dict[str, int]:
 
 def test_the_call_has_the_layout_of_the_kernels() -> None:
     size = launcher._CALL.size
-    ends = read_resources(build("attention_backward_ends", macros(64, ends=True), "sm_90a").cubin)
+    ends = read_resources(build("attention/backward_ends", macros(64, ends=True), "sm_90a").cubin)
     assert ends["prepare"].parameter_bytes == ends["finish"].parameter_bytes == (size,)
-    portable = read_resources(build("attention_backward", macros(64), "sm_90a").cubin)
+    portable = read_resources(build("attention/backward", macros(64), "sm_90a").cubin)
     assert portable["attend_backward"].parameter_bytes == (size,)
-    built = build("attention_backward_float32", {"HEAD_DIM": 64, "BLOCK": 32}, "sm_90a")
+    built = build("attention/backward_float32", {"HEAD_DIM": 64, "BLOCK": 32}, "sm_90a")
     assert read_resources(built.cubin)["attend_backward"].parameter_bytes == (size,)
-    hoppers = read_resources(build("attention_backward_sm90", hopper(64), "sm_90a").cubin)
+    hoppers = read_resources(build("attention/backward_sm90", hopper(64), "sm_90a").cubin)
     assert hoppers["attend_backward"].parameter_bytes == (*(128,) * 4, size)
 
 

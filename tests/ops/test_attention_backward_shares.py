@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.ops.attention_backward_shares import (
+from kvlab.ops.cuda.attention_backward_shares import (
     _JOIN,
     _PLACES,
     _START,

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from kvlab.arrays import CudaView
-from kvlab.build import build
-from kvlab.compile_gate import specialisations
-from kvlab.cubin import read_resources
-from kvlab.ops import attention_arguments, attention_cuda
+from kvlab.jit.build import build
+from kvlab.jit.compile_gate import specialisations
+from kvlab.jit.cubin import read_resources
+from kvlab.ops import attention_arguments
+from kvlab.ops.cuda import attention as attention_cuda
 
 LEAST_SHARED_BYTES = 99 * 1024  # what a block may have on every GPU from sm_80 on (sm_86, sm_89, sm_120)
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -27,7 +28,7 @@ def test_shapes_of_the_portable_kernel_are_gated_and_fit(head_dim: int) -> None:
     names = ("M_TILES", "WARPS", "BLOCK_N", "BLOCKS")
     shape = dict(zip(names, map(str, attention_cuda.SHAPES[head_dim]), strict=True))
     wanted = shape | {"HEAD_DIM": str(head_dim), "CAPPED": "0", "ALIGNED": "1", "BF16": "1"}
-    assert wanted in declared("attention.cu")
+    assert wanted in declared("attention/forward.cu")
     assert attention_cuda.portable_shared_bytes(head_dim) <= LEAST_SHARED_BYTES
 
 
@@ -37,14 +38,14 @@ def test_shapes_of_the_portable_kernel_are_gated_and_fit(head_dim: int) -> None:
 def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int, capped: bool, short: bool) -> None:
     keys, groups = attention_cuda.hopper_shape(head_dim, capped, short)
     wanted = {"HEAD_DIM": head_dim, "BLOCK_N": keys, "GROUPS": groups, "BF16": 1, "CAPPED": int(capped)}
-    assert {name: str(value) for name, value in wanted.items()} in declared("attention_sm90.cu")
+    assert {name: str(value) for name, value in wanted.items()} in declared("attention/forward_sm90.cu")
     static = 128  # its mbarriers, and parts
     assert attention_cuda.hopper_shared_bytes(head_dim, keys, groups) + static <= HOPPER_SHARED_BYTES
 
 
 @pytest.mark.parametrize("head_dim", attention_cuda.FLOAT32_DIMS)
 def test_shapes_of_the_float32_kernel_are_gated_and_fit(head_dim: int) -> None:
-    assert {"HEAD_DIM": str(head_dim)} in declared("attention_float32.cu")
+    assert {"HEAD_DIM": str(head_dim)} in declared("attention/forward_float32.cu")
     assert attention_cuda.float32_shared_bytes(head_dim) <= LEAST_SHARED_BYTES
 
 
@@ -52,9 +53,9 @@ def test_the_call_has_the_layout_of_the_kernels() -> None:
     portable = {"HEAD_DIM": 128, "BF16": 1, "M_TILES": 2, "WARPS": 4, "BLOCK_N": 64, "BLOCKS": 2}
     hopper = {"HEAD_DIM": 64, "BF16": 1, "BLOCK_N": 128, "CAPPED": 0, "GROUPS": 3}
     for name, macros, maps in (
-        ("attention", portable | {"CAPPED": 0, "ALIGNED": 1}, ()),
-        ("attention_sm90", hopper, (128, 128)),
-        ("attention_float32", {"HEAD_DIM": 64}, ()),
+        ("attention/forward", portable | {"CAPPED": 0, "ALIGNED": 1}, ()),
+        ("attention/forward_sm90", hopper, (128, 128)),
+        ("attention/forward_float32", {"HEAD_DIM": 64}, ()),
     ):
         resources = read_resources(build(name, macros, "sm_90a").cubin)["attend"]
         assert resources.parameter_bytes == (*maps, attention_cuda._CALL.size)
@@ -160,7 +161,7 @@ def test_tensor_copies_end_with_each_sequence(
     assert of.base == array.pointer  # hardware wants it in mapped memory
     for first, last in itertools.pairwise(bounds):
         for position, head in itertools.product(range(last - first + 128), range(heads)):
-            at = (3, end - (last - first) + position, head, last, end)  # find_origin in hopper.cuh
+            at = (3, end - (last - first) + position, head, last, end)  # find_origin in common/hopper.cuh
             inside = array.pointer + 2 * (strides[0] * (first + position) + strides[1] * head + 3)
             assert of.element(at) == (inside if position < last - first else None)
 

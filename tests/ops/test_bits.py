@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kvlab
-from kvlab.ops import bits_cpu
+from kvlab.ops.cpu import bits as bits_cpu
 from tests.oracles import every_string, pack_ternary_with_integers, pack_with_one_integer
 from tests.strategies import WIDTHS, code_arrays, ternary_arrays
 
@@ -170,7 +170,7 @@ def test_read_only_arrays_are_taken() -> None:
 @pytest.mark.parametrize("count", [1, 7, 8, 31, 32, 33, 100])
 def test_kernels_write_nothing_around_their_output(bits: int, count: int) -> None:
     """Neither the bytes before and after a row nor what stands behind the input make a difference."""
-    from kvlab.numba_kernels.cpu_bits import pack_runs, unpack_runs
+    from kvlab.numba_kernels.cpu.bits import pack_runs, unpack_runs
 
     codes = (np.arange(count) % 2**bits).astype(np.uint8)
     size, margin = -(-count * bits // 8), 64
@@ -187,7 +187,7 @@ def test_kernels_write_nothing_around_their_output(bits: int, count: int) -> Non
 
 @pytest.mark.parametrize("count", [1, 4, 5, 6, 64])
 def test_ternary_kernels_write_nothing_around_their_output(count: int) -> None:
-    from kvlab.numba_kernels.cpu_bits import pack_ternary_runs, unpack_ternary_runs
+    from kvlab.numba_kernels.cpu.bits import pack_ternary_runs, unpack_ternary_runs
 
     values = np.arange(count, dtype=np.int8) % 3 - 1
     size, margin = -(-count // 5), 64

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kvlab
-from kvlab.ops import bits_cpu
+from kvlab.ops.cpu import bits as bits_cpu
 from tests.codecs import bit_patterns, codes_of, over_groups, quantize
 from tests.strategies import CODECS, FINITE_CONTENTS, FLOATS, CodecCase, codec_cases, codec_content
 

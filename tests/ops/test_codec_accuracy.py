@@ -200,7 +200,8 @@ def hadamard_sums(row: NDArray[np.float32]) -> NDArray[np.float32]:
 @given(st.sampled_from(WIDTHS), st.floats(2.0**-99, 2.0**100, width=32))
 def test_codes_at_every_border(bits: int, scale: float) -> None:
     """Numbers just below, at and above a border, by fused operations and by float64; zeros of both signs."""
-    from kvlab.numba_kernels import cpu_codec, cpu_units
+    from kvlab.numba_kernels.cpu import codec as cpu_codec
+    from kvlab.numba_kernels.cpu import units as cpu_units
 
     borders, unit = codebooks.borders(bits), codebooks.units(bits)
     y = (borders * (scale / float(unit))).astype(np.float32)

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvlab.numba_kernels.cpu_simd import load, store
-from kvlab.numba_kernels.cpu_softmax import exp2
+from kvlab.numba_kernels.cpu.simd import load, store
+from kvlab.numba_kernels.cpu.softmax import exp2
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype

@@ -16,7 +16,7 @@ from kvlab.arrays import CudaView, cuda_view, current_stream, empty, pointer_of
 from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.collect import Collector
 from kvlab.cache.cuda.store import DeviceStore
-from kvlab.ops.packed_cuda import (
+from kvlab.ops.cuda.packed import (
     AttendCall,
     Workspace,
     kept_page_bytes,

@@ -14,7 +14,7 @@ from typing import Any
 from kvlab.arrays import empty
 from kvlab.cache.cuda import score
 from kvlab.cache.cuda.store import STATE, DeviceStore
-from kvlab.ops.packed_cuda import kept_page_bytes
+from kvlab.ops.cuda.packed import kept_page_bytes
 
 __all__ = ["Collector"]
 

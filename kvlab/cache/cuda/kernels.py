@@ -1,5 +1,5 @@
-"""Launchers of the kernels that store tokens in a cache on a GPU: `cache_append.cu`, `cache_write.cu` and
-`cache_prefill.cu`.
+"""Launchers of the kernels that store tokens in a cache on a GPU: `pages/append.cu`, `pages/write.cu` and
+`pages/prefill.cu`.
 
 A decode step's append is launched once a layer and token, so its arguments are kept as the bytes of one
 struct, in which a call changes no more than the addresses of what is new.
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import CudaView
-from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.cache.cuda.store import STATE
 from kvlab.cache.ladder import Rung
 from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.device import compute_capability
+from kvlab.jit.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.ops.device_arrays import multiprocessors, shared_memory_per_block
 
 __all__ = [
@@ -49,7 +49,7 @@ NEW_TOKENS = np.dtype(
         ("first", "i4"),
     ]
 )
-"""`NewTokens` of cache_state.cuh."""
+"""`NewTokens` of pages/state.cuh."""
 _APPEND = np.dtype(
     [
         ("layer", STATE),
@@ -155,16 +155,16 @@ def write_tokens(
     kernel of their own if their vectors can be copied in units of 16 bytes.
     """
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
-        kernel = _kernel("cache_prefill", "write_prefill", head_dim, dtype, device)
+        kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device)
         row = -(-2 * head_dim // 128) * 128
-        each = -(-(28 * head_dim + 16 * row + 1728) // 128) * 128  # WarpSpace in cache_prefill.cu
+        each = -(-(28 * head_dim + 16 * row + 1728) // 128) * 128  # WarpSpace in pages/prefill.cu
         most = 8 if head_dim > 128 else {9: 20, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
         free = shared_memory_per_block(device) - kernel.resources.shared_bytes
         warps = min(most, free // each)
         grid = _grid(-(-groups // warps), layers, multiprocessors(device))
         kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
         return
-    kernel = _kernel("cache_write", "write_tokens", head_dim, dtype, device)
+    kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device)
     grid = _grid(groups, layers, _BLOCKS if fresh["k"] else _FEW_BLOCKS)
     shared = 2 * TOKENS_PER_PAGE * (2 * head_dim + 16)  # rows of a page and of the next
     kernel((*grid, 2), (_SIDE_THREADS,), (states, lists, fresh), shared, stream)
@@ -189,7 +189,7 @@ def copy_pages(
     head_dim: int, dtype: str, device: int, states: int, lists: int, layers: int, copies: int, stream: int
 ) -> None:
     """Carry out the page copies of `layers` lists of at most `copies` each."""
-    kernel = _kernel("cache_write", "copy_pages", head_dim, dtype, device)
+    kernel = _kernel("pages/write", "copy_pages", head_dim, dtype, device)
     kernel(_grid(copies, layers, _FEW_BLOCKS), (_THREADS,), (states, lists), 0, stream)
 
 
@@ -197,7 +197,7 @@ def mean_of_keys(
     head_dim: int, dtype: str, device: int, fresh: Any, pairs: int, heads: int, k_mean: int, stream: int
 ) -> None:
     """Write the mean of the first keys of each (row, KV head)."""
-    kernel = _kernel("cache_write", "mean_of_keys", head_dim, dtype, device)
+    kernel = _kernel("pages/write", "mean_of_keys", head_dim, dtype, device)
     kernel((pairs,), (head_dim,), (fresh, np.int32(heads), k_mean), 0, stream)
 
 
@@ -209,7 +209,7 @@ def merge_rows(
     Addresses are of out, lse, the other out and its lse, contiguous; shape is (batch, steps, heads).
     """
     batch, steps, heads = shape
-    kernel, rows = _kernel("cache_write", "merge_rows", head_dim, dtype, device), batch * steps * heads
+    kernel, rows = _kernel("pages/write", "merge_rows", head_dim, dtype, device), batch * steps * heads
     numbers = (np.int32(rows), np.int32(steps), np.int32(heads))
     kernel((-(-rows // 8),), (_THREADS,), (*addresses, *numbers), 0, stream)
 
@@ -217,7 +217,7 @@ def merge_rows(
 @lru_cache(maxsize=64)
 def _append_kernel(head_dim: int, dtype: str, top_k: int, top_v: int, device: int) -> Kernel:
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "TOP_K": top_k, "TOP_V": top_v}
-    return load(build("cache_append", macros, arch_of(*compute_capability(device))), device=device)
+    return load(build("pages/append", macros, arch_of(*compute_capability(device))), device=device)
 
 
 @lru_cache(maxsize=64)

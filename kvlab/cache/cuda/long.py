@@ -28,8 +28,8 @@ from kvlab.cache.cuda.plan import Workspace
 from kvlab.cache.cuda.score import lies_in_units
 from kvlab.cache.importance import MOST_TOKENS
 from kvlab.ops.attention import attention, attention_varlen
+from kvlab.ops.cuda.packed import kept_page_bytes
 from kvlab.ops.device_arrays import contiguous, copied
-from kvlab.ops.packed_cuda import kept_page_bytes
 
 if TYPE_CHECKING:
     from kvlab.cache.cuda.layers import DeviceCache

@@ -1,7 +1,7 @@
 """The planner of caches on a GPU: five launches decide what becomes of the pages of any number of layers.
 
-``kvlab.reference.cache_plan`` says what is decided, ``kernels/cuda/cache_plan.cu``, ``cache_moves.cu`` and
-``cache_tables.cu`` do it on `LayerState` structs in device memory. A call waits for nothing and allocates
+``kvlab.reference.cache_plan`` says what is decided, ``kernels/cuda/plan/plan.cu``, ``plan/moves.cu`` and
+``plan/tables.cu`` do it on `LayerState` structs in device memory. A call waits for nothing and allocates
 nothing: what happened is in the tables, in the lists of moves (`Workspace.move_lists`), which whoever called
 has carried out before anything else reads the pages, and in each layer's status.
 """
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import cuda_view, empty, to_device
-from kvlab.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.device import compute_capability
+from kvlab.jit.build import Kernel, PreparedLaunch, arch_of, build, load
 from kvlab.reference.cache_layer import Ladder
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 UNFINISHED = 8
-"""Bit of a layer's status: call to be repeated. The others, of lack, are in `Trouble` of cache_state.cuh."""
+"""Bit of a layer's status: call to be repeated. The others, of lack, are in `Trouble` of pages/state.cuh."""
 
 _PAGE, _KEYS, _RUNGS = 64, 256, 16
 _MOST_HELD = 20_000  # chunks of 4 bytes, in the 99 KiB that a block has on the smallest supported GPU
@@ -253,9 +253,9 @@ def _hulls(ladder: Ladder) -> Any:
 def _kernels(device: int) -> dict[str, Kernel]:
     arch = arch_of(*compute_capability(device))
     sources = {
-        "cache_plan": ("count_keys", "choose_rungs", "bear_pages"),
-        "cache_moves": ("plan_moves",),
-        "cache_tables": ("make_tables",),
+        "plan/plan": ("count_keys", "choose_rungs", "bear_pages"),
+        "plan/moves": ("plan_moves",),
+        "plan/tables": ("make_tables",),
     }
     return {
         entry: load(build(name, {"BF16": 0}, arch), entry, device=device)

@@ -23,7 +23,7 @@ from kvlab.cache.layer import Layer
 from kvlab.cache.options import CacheOptions
 from kvlab.cache.pages import PAGE_TABLE_BYTES, PageLayout
 from kvlab.device import translated_out_of_memory
-from kvlab.ops.packed_cuda import check_capability
+from kvlab.ops.cuda.packed import check_capability
 from kvlab.shapes import match_shapes
 
 if TYPE_CHECKING:

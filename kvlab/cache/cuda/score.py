@@ -1,4 +1,4 @@
-"""Importance of tokens on a GPU: three launchers for ``kernels/cuda/cache_score.cu``; none waits.
+"""Importance of tokens on a GPU: three launchers for ``kernels/cuda/plan/score.cu``; none waits.
 
 The policies are those of `kvlab.cache.importance` by name; a user's function is called by the host
 (function.py).
@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, cuda_view, device_of, dtype_name, pointer_of
-from kvlab.build import PreparedLaunch
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
+from kvlab.jit.build import PreparedLaunch
+from kvlab.ops.cuda.packed import KEPT_ROW_BYTES
+from kvlab.ops.cuda.packed_mass import KEPT, score_kernel
 from kvlab.ops.device_arrays import dense_pointer
-from kvlab.ops.packed_cuda import KEPT_ROW_BYTES
-from kvlab.ops.packed_mass_cuda import KEPT, score_kernel
 
 __all__ = ["lies_in_units", "score_new", "score_norms", "score_stored"]
 
 _SIGHT = struct.Struct("4Q6q4i2f")
-"""`Sight` of cache_score.cu: addresses of q, k, lse, codes; strides of q and k; heads, group, seqlen, window;
+"""`Sight` of plan/score.cu: addresses of q, k, lse, codes; strides of q and k; heads, group, seqlen, window;
 scale, softcap."""
 _FOLLOWING = np.dtype([("take", "f4"), *((name, "i4") for name in ("span", "old", "forecast", "counted"))])
 _SCORING = np.dtype([("layers", "u8"), ("kept", KEPT), ("following", _FOLLOWING)], align=True)
@@ -53,7 +53,7 @@ def score_stored(
     states : int
         Address of the LayerState structs of the layers.
     scores : uint8 array, (layers, batch, num_heads_kv, entries, nbytes), contiguous
-        What packed attention kept of the last query rows, `kvlab.ops.packed_cuda.kept_page_bytes` a page.
+        What packed attention kept of the last query rows, `kvlab.ops.cuda.packed.kept_page_bytes` a page.
     lse : float32 array, (layers, batch, num_heads_q, seqlen), contiguous
         Of every query row over all its keys, stored or not.
     importance : {"attention", "forecast"}

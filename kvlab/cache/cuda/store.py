@@ -3,7 +3,7 @@
 All pages of a layer lie in one arena, cut into slabs that belong to one rung at a time, so the mixture of
 rungs may change without any of them running out. Tables stand in one array a kind for all layers; the host
 never reads them but where a docstring says so. What a kernel gets is an array of `LayerState` structs
-(kernels/cuda/include/cache_state.cuh), made here.
+(kernels/cuda/pages/state.cuh), made here.
 
 Memory comes from the framework of the first array that the cache sees (torch or CuPy).
 """
@@ -39,7 +39,7 @@ STATE = np.dtype(
     [("rungs", _RUNG, _RUNGS), *((name, "u8") for name in _POINTERS), *((name, "i4") for name in _NUMBERS)],
     align=True,
 )
-"""`LayerState` of cache_state.cuh."""
+"""`LayerState` of pages/state.cuh."""
 
 
 @dataclass(frozen=True)

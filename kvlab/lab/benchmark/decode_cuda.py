@@ -25,7 +25,7 @@ from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.lab.benchmark.device_pages import Shape, attended_apart, draw_pages, relative_error
 from kvlab.lab.benchmark.yardstick import check
 from kvlab.lab.results import Row
-from kvlab.ops import packed_cuda
+from kvlab.ops.cuda import packed as packed_cuda
 
 __all__ = [
     "CONTEXTS",
@@ -168,7 +168,7 @@ def time_packed(
     warps : int
         Warps of a block of the CUDA C++ kernel; 0: what the library takes.
     backend : module
-        The launcher: `kvlab.ops.packed_cuda` or `kvlab.ops.packed_numba`.
+        The launcher: `kvlab.ops.cuda.packed` or `kvlab.ops.numba.packed`.
 
     Returns
     -------

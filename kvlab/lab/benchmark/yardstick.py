@@ -63,7 +63,7 @@ def against_copy(
     """
     import numba
 
-    from kvlab.numba_kernels.cpu_copy import copy_words
+    from kvlab.numba_kernels.cpu.copy import copy_words
 
     before = numba.get_num_threads()
     numba.set_num_threads(min(options.threads, os.cpu_count() or 1))

@@ -15,8 +15,8 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.cuda import changes, long, plan
 from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
+from kvlab.ops.cuda.packed import kept_page_bytes
 from kvlab.ops.packed import packed_attention
-from kvlab.ops.packed_cuda import kept_page_bytes
 from tests.cache.cuda.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
 from tests.cache.cuda.numpy_gpu import Kernels
 from tests.held import pages_of, positions

@@ -16,7 +16,9 @@ import pytest
 from numba import cuda, types
 
 from kvlab import arrays
-from kvlab.ops import bits_cuda, codec_cuda, device_arrays
+from kvlab.ops import device_arrays
+from kvlab.ops.cuda import bits as bits_cuda
+from kvlab.ops.cuda import codec as codec_cuda
 
 THREADS = 4
 _CANARY = 0xA5

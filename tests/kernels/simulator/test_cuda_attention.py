@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvlab.ops import attention_arguments, attention_numba
+from kvlab.ops import attention_arguments
 from kvlab.ops.attention import Sequences, scores_of
+from kvlab.ops.numba import attention as attention_numba
 from kvlab.reference import attention as reference
 from tests.compare import assert_accurate, each_sequence, low_precision_attention, wrong_attention
 from tests.gradients import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab.ops import bits_cuda
+from kvlab.ops.cuda import bits as bits_cuda
 from tests.kernels.simulator.simulated import simulate
 from tests.oracles import pack_ternary_with_integers, pack_with_one_integer
 from tests.strategies import SEEDS, WIDTHS, hostile_view

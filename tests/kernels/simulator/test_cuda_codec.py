@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvlab
-from kvlab.ops import codec_cuda
 from kvlab.ops.codec_layout import checked_layout
+from kvlab.ops.cuda import codec as codec_cuda
 from tests.codecs import bit_patterns, quantize
 from tests.kernels.simulator.simulated import simulate
 from tests.strategies import CODEC_CONTENTS, CODECS, FLOATS, SEEDS, WIDTHS, CodecCase, codec_content

@@ -16,14 +16,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlab.numba_kernels import cuda_integers, cuda_packed, cuda_packed_merge
+from kvlab.numba_kernels.cuda import integers as cuda_integers
+from kvlab.numba_kernels.cuda import packed as cuda_packed
+from kvlab.numba_kernels.cuda import packed_merge as cuda_packed_merge
 from numba import cuda, types
 from numba.cuda.simulator.kernelapi import FakeCUDAModule
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name, numpy_dtype
-from kvlab.ops import packed_numba
+from kvlab.ops.numba import packed as packed_numba
 from kvlab.ops.packed import Sight
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
@@ -52,7 +54,7 @@ def _warp_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SimulatedKernel:
-    """What `kvlab.build.load` returns, on the simulator: arrays by address, scalars of exactly their type."""
+    """What `load` returns, on the simulator: arrays by address, scalars of exactly their type."""
 
     def __init__(self, made: tuple[Any, tuple[Any, ...], tuple[int, int]], at: dict[int, Array]) -> None:
         self.function, self.types, self.bounds = made

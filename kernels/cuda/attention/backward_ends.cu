@@ -1,0 +1,125 @@
+// Attention backward, before and after the kernel that goes through keys and rows.
+//
+//   prepare   for every query row peaks and deltas of the workspace, and zeros for its sums of dq
+//   finish    dq from its sums
+//
+// Threads and data
+//   CTA    8 warps, ROWS_OF_CTA query rows of one (sequence, query head): blockIdx x, z, y.
+//   row    LANES lanes of a warp, each 8 channels: ROWS_AT_ONCE rows a step.
+//
+// Memory: no shared memory; dout, out and the workspace are read or written once.
+//
+// Macros: HEAD_DIM, a multiple of 16; FLOAT32: 1 elements are float32, peaks base e, 0 of the 16-bit type
+// that BF16 says; ALIGNED: 1 rows of dout and out can be read, and those of dq written, 16 bytes at a time, 0
+// element by element.
+//
+// clang-format off
+// gate: HEAD_DIM=128 FLOAT32=0 BF16=1,0 ALIGNED=1 registers<=64
+// gate: HEAD_DIM=32,64,256 FLOAT32=0 BF16=1 ALIGNED=1,0 registers<=64
+// gate: HEAD_DIM=96,192 FLOAT32=0 BF16=1 ALIGNED=1 registers<=64
+// gate: HEAD_DIM=64,256 FLOAT32=1 BF16=0 ALIGNED=0 registers<=64
+// clang-format on
+#include "common/pairs.cuh"
+
+constexpr int BLOCK_M = 64, BLOCK_N = 64;  // unused here
+constexpr int ROWS_OF_CTA = 32, THREADS = 256;
+constexpr int LANES = HEAD_DIM > 128 ? 32 : HEAD_DIM > 64 ? 16 : HEAD_DIM > 32 ? 8 : 4;
+constexpr int ROWS_AT_ONCE = THREADS / LANES;
+
+#include "attention/call.cuh"
+#include "attention/backward.cuh"
+
+// Reads 8 channels of a row, 0 for those that are not there.
+__device__ __forceinline__ void read_channels(float (&x)[8], const Element* row, int channel, int dim) {
+#if FLOAT32
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = channel + i < dim ? row[channel + i] : 0.f;
+#else
+    u32 pairs[4];
+    if (ALIGNED) {
+        const uint4 piece = *(const uint4*)(row + channel);
+        pairs[0] = piece.x, pairs[1] = piece.y, pairs[2] = piece.z, pairs[3] = piece.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            pairs[i] = channel + 2 * i < dim ? row[channel + 2 * i] : 0;
+            if (channel + 2 * i + 1 < dim) pairs[i] |= (u32)row[channel + 2 * i + 1] << 16;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack_pair(pairs[i]);
+        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
+#endif
+}
+
+__device__ __forceinline__ void write_channels(Element* row, const float (&x)[8], int channel, int dim) {
+#if FLOAT32
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (channel + i < dim) row[channel + i] = x[i];
+#else
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = pack_pair(x[2 * i], x[2 * i + 1]);
+    if (ALIGNED) {
+        *(uint4*)(row + channel) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) write_pair(row, channel + 2 * i, dim, pairs[i]);
+    }
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Call call) {
+    const Span s = find_span(call, blockIdx.z);
+    const int head = blockIdx.y, lane = threadIdx.x % LANES, channel = 8 * lane;
+    const int last = (s.rows + ALIGNED_ROWS - 1) / ALIGNED_ROWS * ALIGNED_ROWS;
+    const i64 stored = head * call.rows + s.stored;
+    for (int i = threadIdx.x / LANES; i < ROWS_OF_CTA; i += ROWS_AT_ONCE) {
+        const int row = blockIdx.x * ROWS_OF_CTA + i;
+        if (row >= last) return;  // all rows of the warp: `last` is a multiple of ROWS_OF_CTA
+        float delta = 0.f;
+        if (row < s.rows && channel < call.dim) {
+            float x[8], y[8];
+            read_channels(x, row_of(call.dout, s, s.q0, row, head), channel, call.dim);
+            read_channels(y, row_of(call.out, s, s.q0, row, head), channel, call.dim);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) delta = fmaf(x[j], y[j], delta);
+        }
+#pragma unroll
+        for (int distance = LANES / 2; distance; distance /= 2)
+            delta += __shfl_xor_sync(ALL_LANES, delta, distance);
+        if (lane == 0) {
+            float peak = INFINITE;
+            if (row < s.rows)
+                peak = call.lse[s.batch * call.lse_batch + head * call.lse_head + s.q0 + row] *
+                       (FLOAT32 ? 1.f : LOG2E);
+            const bool empty = peak == -INFINITE;
+            call.peaks[stored + row] = empty ? INFINITE : peak;
+            call.deltas[stored + row] = empty ? 0.f : delta;
+            if (call.ordered && row % 16 == 0) call.turns[(stored + row) / 16] = 0;
+        }
+        if (channel < HEAD_DIM) {
+            float4* const sums = (float4*)(call.sums + (stored + row) * HEAD_DIM + channel);
+            sums[0] = sums[1] = make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ Call call) {
+    const Span s = find_span(call, blockIdx.z);
+    const int head = blockIdx.y, channel = threadIdx.x % LANES * 8;
+    const float* const sums = call.sums + (head * call.rows + s.stored) * HEAD_DIM;
+    for (int i = threadIdx.x / LANES; i < ROWS_OF_CTA; i += ROWS_AT_ONCE) {
+        const int row = blockIdx.x * ROWS_OF_CTA + i;
+        if (row >= s.rows || channel >= call.dim) return;
+        const float4* const from =
+            (const float4*)(sums + row / 64 * (i64)(64 * HEAD_DIM) + place_of(row % 64, channel));
+        const float4 a = from[0], b = from[1];
+        const float f = call.scale;
+        const float x[8] = {a.x * f, a.y * f, a.z * f, a.w * f, b.x * f, b.y * f, b.z * f, b.w * f};
+        write_channels(row_of(call.dq, s, s.q0, row, head), x, channel, call.dim);
+    }
+}

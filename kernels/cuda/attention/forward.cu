@@ -1,0 +1,174 @@
+// Attention forward for sm_80 and later: mma.sync, cp.async, a running softmax over tiles of keys.
+//
+// Threads and data
+//   CTA    BLOCK_M = WARPS * 16 * M_TILES rows of one (sequence, KV head); a row is (query position, head of
+//          the group), heads fastest, so the heads that share K and V share its tiles. blockIdx: x block of
+//          rows, the last (under a causal mask the longest) first, y KV head, z sequence.
+//   warp   16 * M_TILES rows, all keys, all channels; warps meet only to hand over tiles.
+//   lane   g = lane / 4, u = lane % 4 of mma.m16n8k16: rows g and g + 8 of each 16, columns 2u and 2u + 1 of
+//          each 8. Scores leave the first product in the registers where the second one wants them.
+//
+// A tile of BLOCK_N keys is a step:
+//          S = Q K^T, while V is copied;  P = exp2(S - peak);  O = O * shrink + P V, while the next K is
+//          copied
+// A peak follows its row's maximum only when that is more than SLACK above it, so O is seldom rescaled.
+// Tiles that every row sees whole are computed without a mask.
+//
+// Memory: shared (BLOCK_M + 2 BLOCK_N) * PITCH elements, Q (later O), K, V; a row has 8 elements more than
+// channels, so that the 8 rows that ldmatrix reads at once lie in different banks. Registers at HEAD_DIM 128,
+// M_TILES 2, BLOCK_N 64: 128 of O, 64 of S (then 32 of P), 8 of Q, 4 of K or V, 8 of the softmax.
+//
+// Macros: HEAD_DIM, a multiple of 16 that the channels are filled up to with zeros; BF16; M_TILES; WARPS;
+// BLOCK_N; BLOCKS, how many CTAs a multiprocessor shall hold; CAPPED: 0 scores are scaled inside the
+// exponential, which takes scale > 0, 1 scaled, and capped if softcap > 0, before; ALIGNED: 1 rows can be
+// copied 16 bytes at a time, 0 element by element.
+//
+// clang-format off
+// gate: HEAD_DIM=128 BF16=1,0 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 CAPPED=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=128 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 CAPPED=1 ALIGNED=0 registers<=255
+// gate: HEAD_DIM=32,64 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=32 BLOCKS=3 CAPPED=0 ALIGNED=1 registers<=168
+// gate: HEAD_DIM=64 BF16=0 M_TILES=2 WARPS=4 BLOCK_N=32 BLOCKS=3 CAPPED=1 ALIGNED=0 registers<=168
+// gate: HEAD_DIM=80,96 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 CAPPED=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=192,256 BF16=1 M_TILES=1 WARPS=4 BLOCK_N=64 BLOCKS=2 CAPPED=0 ALIGNED=1 registers<=255
+// clang-format on
+#include "common/pairs.cuh"
+
+constexpr int BLOCK_M = WARPS * 16 * M_TILES, THREADS = WARPS * 32;
+constexpr int PITCH = HEAD_DIM + 8;                           // elements of a row in shared memory
+constexpr int K_STEPS = HEAD_DIM / 16;                        // of S = Q K^T
+constexpr int N_TILES = BLOCK_N / 8, D_TILES = HEAD_DIM / 8;  // 8 columns of S and of O
+
+#include "attention/call.cuh"
+#include "common/ampere.cuh"
+#include "attention/rows.cuh"
+
+// Copies the rows of q of this CTA, zeros beyond the last.
+__device__ __forceinline__ void copy_queries(u16* to, const Call& call, const Work& w, const Copier& c) {
+    const u16* from = base_of(call.q, w, w.q0, blockIdx.y * call.group);
+    if constexpr (ALIGNED) {
+        if (THREADS % CHUNKS && !c.takes_part) return;
+#pragma unroll 2
+        for (int r = c.row; r < BLOCK_M; r += PASS)
+            copy_async_if(shared_address(to + r * PITCH + c.channel),
+                          from + row_offset(call.q, min(w.row0 + r, w.rows - 1), call.group) + c.channel,
+                          c.any && w.row0 + r < w.rows);
+    } else {
+        for (int at = threadIdx.x; at < BLOCK_M * HEAD_DIM; at += THREADS) {
+            const int r = at / HEAD_DIM, channel = at % HEAD_DIM, row = w.row0 + r;
+            to[r * PITCH + channel] = row < w.rows && channel < call.dim
+                                          ? from[row_offset(call.q, row, call.group) + channel]
+                                          : (u16)0;
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_keys(float (&s)[M_TILES][4 * N_TILES], u32 q, u32 k) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int i = 0; i < 4 * N_TILES; ++i) s[m][i] = 0.f;
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step) {
+        u32 a[M_TILES][4];
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m) load_matrices(a[m], q + (16 * m * PITCH + 16 * step) * 2);
+#pragma unroll
+        for (int n = 0; n < N_TILES; n += 2) {
+            u32 b[4];
+            load_matrices(b, k + (8 * n * PITCH + 16 * step) * 2);
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                mma(sums_of(s[m] + 4 * n), a[m], b[0], b[1]);
+                mma(sums_of(s[m] + 4 * n + 4), a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void multiply_values(float (&o)[M_TILES][4 * D_TILES],
+                                                const u32 (&p)[M_TILES][2 * N_TILES], u32 v) {
+#pragma unroll
+    for (int n = 0; n < N_TILES; n += 2) {
+#pragma unroll
+        for (int d = 0; d < D_TILES; d += 2) {
+            u32 b[4];
+            load_transposed(b, v + (8 * n * PITCH + 8 * d) * 2);
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+                const u32 a[4] = {p[m][2 * n], p[m][2 * n + 1], p[m][2 * n + 2], p[m][2 * n + 3]};
+                mma(sums_of(o[m] + 4 * d), a, b[0], b[1]);
+                mma(sums_of(o[m] + 4 * d + 4), a, b[2], b[3]);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __grid_constant__ Call call) {
+    extern __shared__ __align__(16) u16 memory[];
+    u16 *const q = memory, *const k = q + BLOCK_M * PITCH, *const v = k + BLOCK_N * PITCH;
+    const Work w = find_work(call);
+    if (w.row0 >= w.rows) return;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Copier c = make_copier(call.dim);
+    const i64 k_stride = call.k.position, v_stride = call.v.position;
+    const u16* next_k =
+        base_of(call.k, w, w.k0 + w.first + ALIGNED * c.row, blockIdx.y) + ALIGNED * c.channel;
+    const u16* next_v =
+        base_of(call.v, w, w.k0 + w.first + ALIGNED * c.row, blockIdx.y) + ALIGNED * c.channel;
+    copy_queries(q, call, w, c);
+    if (w.first < w.last) copy_rows<BLOCK_N>(k, next_k, k_stride, w.keys - w.first, c, call.dim);
+    commit_copies();
+
+    float o[M_TILES][4 * D_TILES];
+    Softmax softmax[M_TILES];
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+        softmax[m] = {{LOWEST, LOWEST}, {0.f, 0.f}};
+#pragma unroll
+        for (int i = 0; i < 4 * D_TILES; ++i) o[m][i] = 0.f;
+    }
+    const float unit = CAPPED ? LOG2E : call.scale * LOG2E;
+    // Matrix i of an ldmatrix is addressed by lanes 8 i to 8 i + 7. Q: rows 0-7 and 8-15, then the next 8
+    // channels. K: the next 8 channels, then the next 8 keys. V: the next 8 keys, then the next 8 channels.
+    u16* const own_rows = q + warp * 16 * M_TILES * PITCH;
+    const u32 q_at = shared_address(own_rows + lane % 16 * PITCH + lane / 16 * 8);
+    const u32 k_at = shared_address(k + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8);
+    const u32 v_at = shared_address(v + lane % 16 * PITCH + lane / 16 * 8);
+    const int row = w.row0 + warp * 16 * M_TILES;
+
+    for (int key = w.first; key < w.last; key += BLOCK_N) {
+        wait_copies<0>();
+        __syncthreads();  // K (at first Q) is there for all; all are done with the previous V
+        copy_rows<BLOCK_N>(v, next_v, v_stride, w.keys - key, c, call.dim);
+        commit_copies();
+        next_v += BLOCK_N * v_stride;
+        float s[M_TILES][4 * N_TILES];
+        u32 p[M_TILES][2 * N_TILES];
+        multiply_keys(s, q_at, k_at);
+        const bool masked = key < w.low || key + BLOCK_N - 1 > w.high;
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m) {
+            if (CAPPED) cap(s[m], call);
+            if (masked) hide(s[m], call, w, key, row + 16 * m + lane / 4);
+            float shrink[2];
+            if (raise_peaks(softmax[m], s[m], unit, shrink)) scale_rows(o[m], shrink);
+            weigh(softmax[m], s[m], unit);
+#pragma unroll
+            for (int i = 0; i < 2 * N_TILES; ++i) p[m][i] = pack_pair(s[m][2 * i], s[m][2 * i + 1]);
+        }
+        wait_copies<0>();
+        __syncthreads();  // V is there for all; all are done with K
+        next_k += BLOCK_N * k_stride;
+        if (key + BLOCK_N < w.last)
+            copy_rows<BLOCK_N>(k, next_k, k_stride, w.keys - key - BLOCK_N, c, call.dim);
+        commit_copies();
+        multiply_values(o, p, v_at);
+    }
+    wait_copies<0>();
+    __syncthreads();  // Q was copied by other warps, and there may have been no key
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+        finish_rows(call, w, softmax[m], o[m], own_rows + 16 * m * PITCH, row + 16 * m, unit);
+    __syncwarp();  // the warp's rows of out are in shared memory
+    copy_out<16 * M_TILES>(call, w, own_rows, row);
+}

@@ -1,0 +1,173 @@
+// Attention forward: what a call is, which part of it a CTA has, and the softmax of 16 rows of a warp.
+//
+// Sums are laid out as those of mma.m16n8k16: lane g = lane / 4, u = lane % 4 has columns 8 n + 2u + i of row
+// g + 8 half at x[4 n + 2 half + i]. Needs BLOCK_M, BLOCK_N, HEAD_DIM, PITCH, CAPPED, ALIGNED and
+// common/pairs.cuh, attention/call.cuh.
+#pragma once
+
+constexpr float SLACK = 8.f;      // base 2; what P may exceed 1 by
+constexpr float LOWEST = -1e30f;  // a peak before any key
+
+struct Call {
+    Tensor q, k, v, out;  // [batch, seqlen, heads, dim], or with cu_* [total, heads, dim]
+    float* lse;           // [batch, heads_q, seqlen_q], or [heads_q, total_q]
+    i64 lse_batch, lse_head;
+    const int* cu_q;  // [sequences + 1], null for sequences of one length
+    const int* cu_k;
+    int seqlen_q, seqlen_k, group, dim;  // lengths: the longest
+    int left, right;                     // keys a row sees before and after its own position
+    float scale, softcap;
+};
+
+// The part of a call that a CTA works on: rows of one (sequence, KV head). A row is (query position, head of
+// the group), heads fastest. blockIdx: x block of rows, the last first, y KV head, z sequence.
+struct Work {
+    int q0, k0;        // first query and key of the sequence
+    int batch;         // row of the batch
+    int row0, rows;    // first row of the CTA, and all rows of the sequence
+    int keys, behind;  // behind: key at which query position 0 stands
+    int first, last;   // keys [first, last) are seen by some row
+    int low, high;     // keys [low, high] are seen by all: a tile within is not masked
+};
+
+__device__ __forceinline__ Work find_work(const Call& call) {
+    const int z = blockIdx.z;
+    Work w;
+    w.batch = call.cu_q ? 0 : z;
+    w.q0 = call.cu_q ? call.cu_q[z] : 0, w.k0 = call.cu_k ? call.cu_k[z] : 0;
+    const int positions = call.cu_q ? call.cu_q[z + 1] - w.q0 : call.seqlen_q;
+    w.keys = call.cu_k ? call.cu_k[z + 1] - w.k0 : call.seqlen_k;
+    w.rows = positions * call.group;
+    w.row0 = (gridDim.x - 1 - blockIdx.x) * BLOCK_M;
+    w.behind = w.keys - positions;
+    const int top = w.row0 / call.group + w.behind;
+    const int bottom = (min(w.row0 + BLOCK_M, w.rows) - 1) / call.group + w.behind;
+    w.first = max(0, top - call.left) / BLOCK_N * BLOCK_N, w.last = min(w.keys, bottom + call.right + 1);
+    w.low = bottom - call.left, w.high = min(top + call.right, w.keys - 1);
+    return w;
+}
+
+// Where a row is in a tensor: `base` is its first position and the first head of the group.
+__device__ __forceinline__ i64 row_offset(const Tensor& t, int row, int group) {
+    const int position = row / group;
+    return position * t.position + (row - position * group) * t.head;
+}
+__device__ __forceinline__ Element* base_of(const Tensor& t, const Work& w, int first, int head) {
+    return t.data + w.batch * t.batch + first * t.position + head * t.head;
+}
+
+struct Softmax {
+    float peak[2], sum[2];  // of rows g and g + 8; a lane has its part of the sum
+};
+
+// Scales scores and caps them: softcap * tanh(y), tanh(y) = 1 - 2 / (1 + exp(2 y)).
+template <int COUNT>
+__device__ __forceinline__ void cap(float (&s)[COUNT], const Call& call) {
+    if (call.softcap > 0.f) {
+        const float rate = __fdividef(call.scale * (2.f * LOG2E), call.softcap);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            s[i] = call.softcap - __fdividef(2.f * call.softcap, 1.f + power_of_2(s[i] * rate));
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) s[i] *= call.scale;
+    }
+}
+
+// Hides from row `row` and row + 8 the keys of the tile at `key` that they must not see.
+template <int COUNT>
+__device__ __forceinline__ void hide(float (&s)[COUNT], const Call& call, const Work& w, int key, int row) {
+    asm volatile("" : "+r"(row));  // what follows from it shall not take registers while no tile is masked
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int position = (row + 8 * half) / call.group + w.behind;
+        const int first = position - call.left - key, last = min(position + call.right, w.keys - 1) - key;
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; ++i) {
+            const int column = 8 * (i / 2) + 2 * (threadIdx.x % 4) + i % 2;
+            if (column < first || column > last) s[4 * (i / 2) + 2 * half + i % 2] = -INFINITE;
+        }
+    }
+}
+
+// Lets peaks follow the maxima of scores that are more than SLACK above them; whether a row of the warp did,
+// and then `shrink` is what older sums lose.
+template <int COUNT>
+__device__ __forceinline__ bool raise_peaks(Softmax& x, const float (&s)[COUNT], float unit,
+                                            float (&shrink)[2]) {
+    float best[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float b = fmaxf(s[2 * half], s[2 * half + 1]);
+#pragma unroll
+        for (int n = 4; n < COUNT; n += 4) b = fmaxf(b, fmaxf(s[n + 2 * half], s[n + 2 * half + 1]));
+        b = fmaxf(b, __shfl_xor_sync(ALL_LANES, b, 1));
+        best[half] = fmaxf(b, __shfl_xor_sync(ALL_LANES, b, 2));
+    }
+    const bool higher = (best[0] - x.peak[0]) * unit > SLACK || (best[1] - x.peak[1]) * unit > SLACK;
+    if (!__any_sync(ALL_LANES, higher)) return false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float peak = fmaxf(x.peak[half], best[half]);
+        shrink[half] = power_of_2((x.peak[half] - peak) * unit);
+        x.peak[half] = peak;
+        x.sum[half] *= shrink[half];
+    }
+    return true;
+}
+
+// Scores to weights exp2(unit * (s - peak)).
+template <int COUNT>
+__device__ __forceinline__ void weigh(Softmax& x, float (&s)[COUNT], float unit) {
+    const float below[2] = {-x.peak[0] * unit, -x.peak[1] * unit};
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        s[i] = power_of_2(fmaf(s[i], unit, below[i / 2 % 2]));
+        x.sum[i / 2 % 2] += s[i];
+    }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void scale_rows(float (&o)[COUNT], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) o[i] *= factor[i / 2 % 2];
+}
+
+// Writes lse, and out as rows of PITCH elements to shared memory; `row` is the first of the 16.
+template <int COUNT>
+__device__ __forceinline__ void finish_rows(const Call& call, const Work& w, const Softmax& x,
+                                            float (&o)[COUNT], u16* to, int row, float unit) {
+    const int lane = threadIdx.x % 32, g = lane / 4, u = lane % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = x.sum[half] + __shfl_xor_sync(ALL_LANES, x.sum[half], 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        const float factor = sum == 0.f ? 0.f : 1.f / sum;
+#pragma unroll
+        for (int n = 0; n < COUNT; n += 4)
+            *(u32*)(to + (g + 8 * half) * PITCH + 2 * n + 2 * u) =
+                pack_pair(o[n + 2 * half] * factor, o[n + 2 * half + 1] * factor);
+        const int own = row + g + 8 * half, position = own / call.group;
+        if (u == 0 && own < w.rows) {
+            const int head = blockIdx.y * call.group + own - position * call.group;
+            call.lse[w.batch * call.lse_batch + head * call.lse_head + w.q0 + position] =
+                sum == 0.f ? -INFINITE : (x.peak[half] * unit + log2f(sum)) * LN2;
+        }
+    }
+}
+
+// Copies ROWS rows of out from shared memory, one warp; `row` is the first.
+template <int ROWS>
+__device__ __forceinline__ void copy_out(const Call& call, const Work& w, const u16* from, int row) {
+    constexpr int PIECE = ALIGNED ? 8 : 1, PIECES = HEAD_DIM / PIECE;
+    Element* out = base_of(call.out, w, w.q0, blockIdx.y * call.group);
+    for (int at = threadIdx.x % 32; at < ROWS * PIECES; at += 32) {
+        const int own = at / PIECES, channel = at % PIECES * PIECE;
+        if (row + own >= w.rows || channel >= call.dim) continue;
+        u16* to = out + row_offset(call.out, row + own, call.group) + channel;
+        if constexpr (ALIGNED)
+            *(uint4*)to = *(const uint4*)(from + own * PITCH + channel);
+        else
+            *to = from[own * PITCH + channel];
+    }
+}

@@ -1,0 +1,58 @@
+// What a call of packed attention gets, and what it calls a sequence. Needs common/pairs.cuh.
+#pragma once
+
+constexpr int MAX_RUNGS = 16;
+
+struct Rung {
+    const u8* pool;
+    u32 record;
+    u16 bits_k, bits_v;
+};
+
+struct Call {
+    Rung rungs[MAX_RUNGS];
+    const u8* rung;        // [pairs, entries]
+    const u8* count;       // [pairs, entries]
+    const u32* index;      // [pairs, entries]
+    const int* num_pages;  // [pairs]
+    const __half* k_mean;  // [pairs, HEAD_DIM]
+    const u16* q;          // [batch, seqlen_q, heads_q, HEAD_DIM] by strides
+    u16* out;              // [batch, seqlen_q, heads_q, HEAD_DIM]
+    float* lse;            // [batch, heads_q, seqlen_q]
+    float* partial;        // [grid + sequences, 8, ROW_FLOATS]: sum of p v, maximum, sum of p
+    u32* arrivals;         // [sequences], zero between calls
+    void* scores;          // [pairs, entries]: see packed/kept.cuh
+    long long q_batch, q_position, q_head;    // strides of q in elements
+    int pairs, heads_kv, entries, num_rungs;  // pair = (batch row, KV head)
+    int rows, group, kept;  // rows = seqlen_q * group; the last `kept` of them have their scores kept
+    int slot_bytes, stages;
+    float scale, softcap;
+    const u16* base;  // [pairs, entries]: the upper 16 bits of positions; with a window only, as what follows
+    const int* first;  // [batch]: the position of the first query token of a row
+    int left;          // query token s of row b sees tokens at positions from first[b] + s - left on
+};
+
+struct Sequence {
+    int number, pair, first_row, rows;  // of all sequences; its (row, KV head); its query rows
+};
+
+__device__ __forceinline__ Sequence sequence_at(const Call& call, u32 number) {
+    const u32 blocks = (call.rows + 7u) / 8u, pair = blocks == 1 ? number : number / blocks;
+    const int first = 8 * (number - pair * blocks);
+    return {(int)number, (int)pair, first, min(8, call.rows - first)};
+}
+
+// Where a query row of a sequence is, in elements: of `q` by strides, else of contiguous arrays.
+struct Place {
+    u32 batch, position, head;
+};
+
+__device__ __forceinline__ Place place_of(const Call& call, const Sequence& s, u32 row) {
+    const u32 r = s.first_row + row, position = r / (u32)call.group, batch = s.pair / (u32)call.heads_kv;
+    return {batch, position, (s.pair - batch * call.heads_kv) * call.group + r - position * call.group};
+}
+
+__device__ __forceinline__ const u16* q_row(const Call& call, const Sequence& s, int row) {
+    const Place p = place_of(call, s, row);
+    return call.q + p.batch * call.q_batch + p.position * call.q_position + p.head * call.q_head;
+}

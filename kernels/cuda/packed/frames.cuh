@@ -1,0 +1,64 @@
+// The frames and units in which sums over values are kept. Needs WIDTHS_V, CODED, RAW and packed/state.cuh.
+#pragma once
+
+// What codes of `bits` are multiplied by in `out`, as a power of 2: rows g (even) and g + 8 (odd) of a tile.
+__device__ __forceinline__ int unit_of(int bits, int odd) {
+    if (bits == 0 || bits == 16) return 0;
+    const int bit = odd ? (bits == 2 ? 2 : bits == 8 ? 0 : 4) : bits == 3;
+    return bit - 25;
+}
+
+// Brings `out` into the unit and frame of `bits`. The frames are each other's block Hadamard transform, of
+// channels 16 i + 8 (r / 2) + g.
+__device__ __forceinline__ void change_frame(State& state, int bits, int lane) {
+    const float even = power_of_2_exactly(-unit_of(state.bits, 0)),
+                odd = power_of_2_exactly(-unit_of(state.bits, 1));
+#pragma unroll
+    for (int i = 0; i < TILES_D; ++i) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+            state.out[i][r] = fmaf(state.out[i][r], r < 2 ? even : odd, state.centre[r]);
+    }
+    state.centre[0] = state.centre[1] = state.centre[2] = state.centre[3] = 0.f;
+    if ((WIDTHS_V & RAW) && (WIDTHS_V & CODED) && (state.bits == 16) != (bits == 16)) {
+#pragma unroll
+        for (int i = 0; i < TILES_D; ++i) {
+            float (&x)[4] = state.out[i];
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+#pragma unroll
+                for (int bit = 4; bit < 32; bit *= 2) {
+                    const float other = __shfl_xor_sync(ALL_LANES, x[r], bit);
+                    x[r] = lane & bit ? other - x[r] : x[r] + other;
+                }
+            }
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float a = x[r], b = x[r + 2];
+                x[r] = (a + b) * NORM;
+                x[r + 2] = (a - b) * NORM;
+            }
+        }
+#pragma unroll
+        for (int h = 1; h < HADAMARD_BLOCK / 16; h *= 2) {
+#pragma unroll
+            for (int i = 0; i < TILES_D; ++i) {
+                if (i & h) continue;
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const float a = state.out[i][r], b = state.out[i + h][r];
+                    state.out[i][r] = a + b;
+                    state.out[i + h][r] = a - b;
+                }
+            }
+        }
+    }
+    const float even_unit = power_of_2_exactly(unit_of(bits, 0)),
+                odd_unit = power_of_2_exactly(unit_of(bits, 1));
+#pragma unroll
+    for (int i = 0; i < TILES_D; ++i) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) state.out[i][r] *= r < 2 ? even_unit : odd_unit;
+    }
+    state.bits = bits;
+}

@@ -1,0 +1,134 @@
+// Queries as operands of integer products: see packed/split.cuh.
+//
+// A query row is relative to its largest element. Needs WIDTHS_K.
+#pragma once
+
+constexpr bool TWO_BITS_ALONE = WIDTHS_K == 1, THREE_BITS = WIDTHS_K & 2,
+               ONE_KEY_WIDTH = (WIDTHS_K & (WIDTHS_K - 1)) == 0;
+constexpr int TWOS_D = TILES_D / 2;
+constexpr float MOST = 127 * 256 + 127;
+
+// The rows of a lane, and B fragments of two tiles in the order of 2 bits if keys have no other, else of 4,
+// and for 3 bits, where columns 0 to 7 are a quarter. Those of 8 rows stay in shared memory: registers have
+// no room.
+struct Query {
+    const uint2* stored;                      // [row of the lane][order][two tiles][32 lanes]
+    uint2 own[2][TWOS_D];                     // the same of 4 rows
+    int sum[LANE_ROWS], sum_of_3[LANE_ROWS];  // of its fixed-point numbers
+    float bias[LANE_ROWS];                    // the part of the mean key in a score
+    float unit[LANE_ROWS];                    // twice what 1 stands for
+    u32 start[LANE_ROWS][4];                  // of accumulators, if keys have one width
+};
+
+template <bool OF_3>
+__device__ __forceinline__ uint2 fragment_of(const Query& query, int j, int two) {
+    if (LANE_ROWS == 1) return query.own[OF_3][two];
+    return query.stored[((2 * j + OF_3) * TWOS_D + two) * 32];
+}
+
+// Where accumulators start: ZERO less what lies between codes and values.
+template <int BITS>
+__device__ __forceinline__ void start_scores(int sum, u32 (&start)[4]) {
+    const int middle = (((1 << BITS) - 1) * sum) >> 1;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int from = -middle * (r ? Bytes<BITS>::ODD : Bytes<BITS>::EVEN);
+        start[2 * r] = SIGNED_ZERO + (from >> 8);
+        start[2 * r + 1] = SIGNED_ZERO + (from & 255);
+    }
+}
+
+// Rows j of the lanes as a B fragment of two tiles.
+template <bool OF_3>
+__device__ __forceinline__ uint2 split_row(const float* rows, int row_count, int j, int two, int lane) {
+    const float* row = rows + min(LANE_ROWS * (lane / 8) + j, row_count - 1) * ROW_FLOATS;
+    const float factor = MOST / fmaxf(row[HEAD_DIM], 1e-30f);
+    const int u = lane % 4, lower = lane / 4 % 2;
+    const u32 select = lower ? 0x40 : 0x51, flip = lower ? 0x80808080u : 0u;
+    // [tile][columns from 8 on][column 2u + 1]: byte 1 is the upper one, byte 0 the lower one + 128.
+    u32 x[2][2][2], part[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = ((const float2*)row)[16 * two + 4 * i + u];
+        const float own = OF_3 && i % 2 == 0 ? .25f * factor : factor;
+        x[i / 2][i % 2][0] = __float_as_uint(fmaf(pair.x, own, 12582912.f + 128.f));
+        x[i / 2][i % 2][1] = __float_as_uint(fmaf(pair.y, own, 12582912.f + 128.f));
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        u32 halves[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+            halves[h] = TWO_BITS_ALONE ? __byte_perm(x[0][r][h], x[1][r][h], select)
+                                       : __byte_perm(x[r][0][h], x[r][1][h], select);
+        part[r] = __byte_perm(halves[0], halves[1], 0x5410) ^ flip;
+    }
+    return {part[0], part[1]};
+}
+
+// Of the fixed-point numbers of row j of the lane.
+template <bool OF_3>
+__device__ __forceinline__ int sum_of(const Query& query, int j) {
+    constexpr u32 COUNTS = OF_3 ? 0x01040104u : 0x01010101u;
+    u32 sums[4] = {0, 0, 0, 0};
+    const u32 counts[4] = {COUNTS, COUNTS, COUNTS, COUNTS};
+#pragma unroll
+    for (int two = 0; two < TWOS_D; ++two) {
+        const uint2 part = fragment_of<OF_3>(query, j, two);
+        KVLAB_MMA_BYTES("s8", sums, counts, part.x, part.y);
+    }
+    return 256 * (int)sums[0] + (int)sums[1];
+}
+
+// Fragments, each made by one warp, come to where the rows lie. All threads.
+__device__ __forceinline__ void store_fragments(float* rows, int row_count, int lane) {
+    constexpr int COUNT = 2 * LANE_ROWS * TWOS_D, OF_A_WARP = (COUNT + WARPS - 1) / WARPS;
+    uint2 part[OF_A_WARP] = {};
+#pragma unroll
+    for (int i = 0; i < OF_A_WARP; ++i) {
+        const int n = i * WARPS + threadIdx.x / 32, j = n / (2 * TWOS_D), two = n % TWOS_D;
+        const bool of_3 = n / TWOS_D % 2;
+        if (n >= COUNT) break;
+        if (WIDTHS_K != 2 && !of_3) part[i] = split_row<false>(rows, row_count, j, two, lane);
+        if (THREE_BITS && of_3) part[i] = split_row<true>(rows, row_count, j, two, lane);
+    }
+    __syncthreads();  // every warp has read the rows
+#pragma unroll
+    for (int i = 0; i < OF_A_WARP; ++i) {
+        const int n = i * WARPS + threadIdx.x / 32;
+        if (n < COUNT) ((uint2*)rows)[32 * n + lane] = part[i];
+    }
+    __syncthreads();  // the fragments are written
+}
+
+// Takes the rows, each with its largest magnitude and its bias behind it. Rows beyond the last repeat it;
+// their results go nowhere. All threads; afterwards fragments lie where the rows were.
+__device__ __forceinline__ void load_query(float* rows, int row_count, int lane, Query& query) {
+#pragma unroll
+    for (int j = 0; j < LANE_ROWS; ++j) {
+        const float* own = rows + min(LANE_ROWS * (lane % 4) + j, row_count - 1) * ROW_FLOATS;
+        const float peak = own[HEAD_DIM];
+        query.unit[j] = peak < INFINITE ? fmaxf(peak, 1e-30f) * (2.f / MOST) : __int_as_float(0x7fffffff);
+        query.bias[j] = own[HEAD_DIM + 1];
+    }
+    store_fragments(rows, row_count, lane);
+    query.stored = (const uint2*)rows + lane;
+    if (LANE_ROWS == 1) {
+#pragma unroll
+        for (int two = 0; two < TWOS_D; ++two) {
+            if (WIDTHS_K != 2) query.own[0][two] = query.stored[32 * two];
+            if (THREE_BITS) query.own[1][two] = query.stored[32 * (TWOS_D + two)];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < LANE_ROWS; ++j) {
+        if (WIDTHS_K != 2) query.sum[j] = sum_of<false>(query, j);
+        if (THREE_BITS) query.sum_of_3[j] = sum_of<true>(query, j);
+        if (ONE_KEY_WIDTH) {
+            start_scores<bits_of<WIDTHS_K>(0)>(THREE_BITS ? query.sum_of_3[j] : query.sum[j], query.start[j]);
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                asm volatile("" : "+r"(query.start[j][r]));  // or it is computed for every page
+        }
+    }
+}

@@ -1,0 +1,85 @@
+// Sums over coded values by integer products: see packed/split.cuh.
+//
+// p times step is relative to the largest of its row on the page, never to a maximum over pages: many small
+// ones would vanish. Sums over pages are float32, of values but for their centre.
+#pragma once
+
+// Probabilities times the steps of values in 16 bits of fixed point, of the rows of a lane.
+struct Weights {
+    u32 x[LANE_ROWS][8];    // the lower 16 bits
+    float unit[LANE_ROWS];  // what 1 stands for
+    float sum[LANE_ROWS];
+};
+
+__device__ __forceinline__ Weights weigh(const float (&p)[8][LANE_ROWS], const Steps& steps, int bits) {
+    Weights r;
+#pragma unroll
+    for (int j = 0; j < LANE_ROWS; ++j) {
+        float x[8], top = 7.8886091e-31f;  // 2^-100
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            x[i] = p[i][j] * steps.at(i);
+            r.sum[j] = i ? r.sum[j] + x[i] : x[i];
+            top = fmaxf(top, x[i]);
+        }
+#pragma unroll
+        for (int bit = 4; bit < 32; bit *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, bit));
+        // 65535 / 65536 of the power of 2 that brings the largest below 2^16, and its inverse
+        const u32 exponent = __float_as_uint(top) & 0x7f800000u;
+        const float factor = __uint_as_float(0x867fff00u - exponent);
+        const float left = bits == 3 ? .25f * factor : factor;  // of columns 0 to 7
+        r.unit[j] = __uint_as_float(exponent - 0x077fff80u);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) r.x[j][i] = __float_as_uint(fmaf(x[i], i % 2 ? factor : left, 8388608.f));
+    }
+    return r;
+}
+
+template <int BITS>
+__device__ __forceinline__ void add_coded_values(const u8* codes, const Weights& weights, State& state,
+                                                 int lane) {
+    constexpr int APART = BITS == 2 ? 2 : 1;  // slots of neighbouring bytes
+    u32 p[LANE_ROWS][4], sums[LANE_ROWS][4];
+    float units[LANE_ROWS][2];
+#pragma unroll
+    for (int j = 0; j < LANE_ROWS; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int slot = BITS == 2 ? i / 2 * 4 + i % 2 : 2 * i;
+            p[j][i] = transposed(__byte_perm(weights.x[j][slot], weights.x[j][slot + APART], 0x4051));
+        }
+        units[j][0] = 2.f / Bytes<BITS>::EVEN * weights.unit[j];
+        units[j][1] = 2.f / Bytes<BITS>::ODD * weights.unit[j];
+        state.centre[j] = fmaf(weights.sum[j], 1.f - (1 << BITS), state.centre[j]);
+    }
+    for_each_two<BITS>(
+        codes, lane, [](int i) { return i; },
+        [&](int two, const u32(&a)[4]) {
+#pragma unroll
+            for (int j = 0; j < LANE_ROWS; ++j) {
+                if (two % 2 == 0) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = UNSIGNED_ZERO;
+                KVLAB_MMA_BYTES("u8", sums[j], a, p[j][two % 2 * 2], p[j][two % 2 * 2 + 1]);
+                if (two % 2 == 0) continue;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    float& out = state.out[two / 2][LANE_ROWS * r + j];
+                    out = fmaf(joined<UNSIGNED_ZERO>(sums[j][2 * r], sums[j][2 * r + 1]), units[j][r], out);
+                }
+            }
+        });
+}
+
+// The sums of values are complete.
+__device__ __forceinline__ void finish(State& state) {
+#pragma unroll
+    for (int j = 0; j < LANE_ROWS; ++j) {
+        float& centre = state.centre[j];
+#pragma unroll
+        for (int bit = 4; bit < 32; bit *= 2) centre += __shfl_xor_sync(ALL_LANES, centre, bit);
+#pragma unroll
+        for (int i = 0; i < TILES_D; ++i) {
+            state.out[i][j] += centre;
+            state.out[i][LANE_ROWS + j] += centre;
+        }
+    }
+}

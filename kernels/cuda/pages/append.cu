@@ -1,0 +1,343 @@
+// What a decode step adds to attention over pages: its own tokens, attended exactly, then stored.
+//
+// `append_tokens` takes the result of packed attention over the stored tokens and finishes it with the new
+// ones, causally, by their log-sum-exp; finds what attention the new tokens got; rotates, quantises and packs
+// them into the open pages of the top rung. Position and place come from the device, so that a captured graph
+// goes on where it is.
+//
+// What a step waits for here is latency, so work that depends on nothing is done side by side: each of the
+// steps that may be tried for a vector has a warp, the one of the step that is found stores its codes, and
+// addresses are asked for while vectors are rotated. Where nothing is tried, as at 8 bits, a vector has one
+// warp.
+//
+// Threads and data
+//   CTA   one (KV head, row) = pair; 16 warps, two teams of a warp for each step that is tried among them
+//   team  0: keys of the new tokens, one after another; 1: values. The first query rows (step, head of the
+//         group) go to the other warps, those that are left to all warps in turn.
+//   lane  of a vector to be stored: elements lane + 32 j; of a query row: pairs of elements lane + 32 i, and
+//         the score of new token `lane`
+// Memory: shared 16.4 KiB, probabilities of 16 steps of 16 heads for the most part.
+//
+// Macros: HEAD_DIM; BF16; TOP_K, TOP_V: widths of the top rung.
+//
+// clang-format off
+// gate: HEAD_DIM=128,64 BF16=1,0 TOP_K=8 TOP_V=8 registers<=96
+// gate: HEAD_DIM=80,256 BF16=1 TOP_K=3 TOP_V=16 registers<=128
+// gate: HEAD_DIM=96 BF16=0 TOP_K=2 TOP_V=4 registers<=96 arch=sm_90a
+// clang-format on
+#include <cuda_fp16.h>
+#include "pages/codes.cuh"
+constexpr int LANES = 32, RUN = 1;
+#include "pages/encode.cuh"
+#include "common/half_pairs.cuh"
+#include "pages/search.cuh"
+#include "pages/places.cuh"
+#include "pages/state.cuh"
+#include "common/early_launch.cuh"
+
+constexpr int TEAM = tries_of(TOP_K) > tries_of(TOP_V) ? tries_of(TOP_K) : tries_of(TOP_V);  // of a vector
+constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * TEAM;
+constexpr int MAX_STEPS = 16, MAX_GROUP = 16;
+constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
+constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
+#define INFINITE __int_as_float(0x7f800000)
+
+// Byte offsets in a record of the top rung.
+constexpr int K_BYTES = 8 * HEAD_DIM * TOP_K, V_BYTES = 8 * HEAD_DIM * TOP_V;
+constexpr int V_STEPS = K_BYTES + V_BYTES + (TOP_K < 16) * 64, TAIL = V_STEPS + (TOP_V < 16) * 64;
+
+enum Observed { MASS, INVERSE_NORM, ONE };  // what the importance of a new token is
+
+struct Append {
+    LayerState layer;
+    NewTokens fresh;
+    const u16* q;  // [batch, steps, heads * group, HEAD_DIM] by strides, or null: no queries
+    u16* out;      // [batch, steps, heads * group, HEAD_DIM]: attention over stored tokens
+    float* lse;    // [batch, heads * group, steps], of `out`; both are finished in place
+    long long q_batch, q_step, q_head;
+    int group, has_stored, observed;  // has_stored 0: out and lse hold nothing yet
+    float scale, softcap;
+};
+
+// The place of a new token: a record of the arena and a slot in it; no record if there is no room.
+struct Slot {
+    u8* page;
+    int entry, number, position;
+};
+
+__device__ __forceinline__ bool is_valid(const NewTokens& fresh, int row, int step) {
+    return !fresh.valid || fresh.valid[row * fresh.steps + step];
+}
+
+struct NewToken {
+    int pair, row, head, step, start;  // start: the position of step 0
+};
+
+struct OpenPage {
+    int entry, count, base;
+    u32 index;
+};
+
+__device__ __forceinline__ OpenPage open_page(const LayerState& s, int pair, int entry) {
+    const u64 at = (u64)pair * s.entries + max(entry, 0);
+    return {entry, s.count[at], s.base[at], s.index[at]};
+}
+
+// Tokens fill the open pages in order; a page takes positions of its own segment only. What the pages hold is
+// not changed on the way: the compiler would bring copies of it forward and wait for them.
+__device__ __forceinline__ Slot slot_of(const Append& call, const OpenPage& first, const OpenPage& second,
+                                        const NewToken& at) {
+    bool in_second = false;
+    int before = 0;  // new tokens that the page takes
+#pragma unroll 1
+    for (int t = 0; t <= at.step; ++t) {
+        if (!is_valid(call.fresh, at.row, t)) continue;
+        const int segment = (at.start + t) >> 16;
+        const auto takes = [&](const OpenPage& page) {
+            return page.entry >= 0 && page.base == segment && page.count + before < 64;
+        };
+        if (!in_second && !takes(first)) in_second = true, before = 0;
+        if (in_second && !takes(second)) return {nullptr, -1, 0, 0};
+        ++before;
+    }
+    const OpenPage& page = in_second ? second : first;
+    return {call.layer.arena + (u64)page.index * UNIT, page.entry, page.count + before - 1,
+            at.start + at.step};
+}
+static_assert(OPEN_PAGES == 2, "a first and a second page");
+
+// What the warps of a team tell each other.
+struct alignas(16) Meeting {
+    u32 errors[2][4];  // by turns
+};
+
+// Which of the steps that are tried is the one; all warps of a team meet. The two in the middle are those
+// next to the guess; the one beyond the better of them counts if it is better still.
+template <int TRIES>
+__device__ __forceinline__ u32 best_of(Meeting& meeting, u32 error, int team, int rank, int turn, int lane) {
+    u32* errors = meeting.errors[turn];
+    if (lane == 0) errors[rank] = error;
+    // Errors are there behind it; those of the turn before have been read.
+    __barrier_sync_count(1 + team, TRIES * 32);
+    const uint4 e = *(const uint4*)errors;
+    if constexpr (TRIES == 2) return e.y < e.x;
+    const bool up = e.z < e.y;
+    return (up ? e.w : e.x) < min(e.y, e.z) ? 3 * up : 1 + up;
+}
+
+// Position and importance of a new token that queries do not say anything about.
+__device__ __forceinline__ void store_details(const Append& call, const Slot& slot,
+                                              const float (&x)[PER_LANE], int lane) {
+    u8* tail = slot.page + TAIL;
+    if (lane == 0) ((u16*)tail)[slot.number] = (u16)slot.position;
+    if (call.observed == MASS) return;
+    double squares = 0.;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) squares += (double)x[j] * x[j];
+#pragma unroll
+    for (int h = 16; h > 0; h /= 2) squares += __shfl_xor_sync(ALL_LANES, squares, h);
+    const float norm = (float)sqrt(squares);
+    if (lane == 0)
+        tail[128 + slot.number] =
+            encode_importance(call.observed == ONE ? 1.f : __fdiv_rn(1.f, fmaxf(norm, 1e-6f)));
+}
+
+// Stores one side of a new token; warp `rank` of the team tries one step. Where there is nothing to try, the
+// first warp does all.
+template <int BITS>
+__device__ __forceinline__ void store_token(const Append& call, bool is_key, const NewToken& at, Slot& taken,
+                                            Meeting& meeting, int rank, int turn, int lane) {
+    if (rank >= tries_of(BITS)) return;
+    const NewTokens& n = call.fresh;
+    const u16* from = is_key ? n.k + at.row * n.k_batch + at.step * n.k_step + at.head * n.k_head
+                             : n.v + at.row * n.v_batch + at.step * n.v_step + at.head * n.v_head;
+    const int2 open = ((const int2*)call.layer.open)[at.pair];
+    u32 raw[PER_LANE];
+    float mean[PER_LANE], x[PER_LANE];
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        const int channel = lane + 32 * j;
+        raw[j] = is_there(lane, j) ? from[channel] : 0;
+        mean[j] = is_key && BITS < 16 && is_there(lane, j)
+                      ? __half2float(call.layer.k_mean[(u64)at.pair * HEAD_DIM + channel])
+                      : 0.f;
+    }
+    const OpenPage first = open_page(call.layer, at.pair, open.x);
+    const OpenPage second = open_page(call.layer, at.pair, open.y);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) x[j] = raw_value(raw[j]);
+    u32 best = 0, byte = 0, codes[PER_LANE];
+    if constexpr (BITS < 16) {
+        const Rotated rotated = rotate_whole(x, mean);
+        const Range range = range_of(rotated, BITS);
+        Sizes sizes;
+        if constexpr (BITS < 8) to_sizes(rotated, range, sizes, lane);
+        const Guess guess = guess_step<BITS>(rotated, range, sizes);
+        u32 found = guess.bits;
+        if constexpr (takes_nearest(BITS)) {
+            found = nearest_byte(found);
+        } else if constexpr (BITS < 8) {
+            const u32 lowest = below_guess(guess.bits) - (BITS < 4);
+            const u32 error = error_of<BITS>(sizes, range, lowest, rank, lane);
+            best = best_of<tries_of(BITS)>(meeting, error, is_key ? 0 : 1, rank, turn, lane);
+            found = lowest + best;
+        }
+        byte = guess.counts ? found : rotated.fine ? 0 : NAN_STEP;
+        if (rank == best) to_codes<BITS>(rotated, range, found, guess.counts, codes);
+    }
+    if (rank != best && rank != 0) return;
+    const Slot slot = slot_of(call, first, second, at);
+    if (rank == 0 && is_key) {
+        if (lane == 0) taken = slot;
+        if (slot.entry < 0 && lane == 0) atomicOr(call.layer.status, NO_ROOM);
+    }
+    if (slot.entry < 0) return;
+    if (rank == 0 && is_key) store_details(call, slot, x, lane);
+    if (rank != best) return;
+    if (BITS < 16 && lane == 0) slot.page[(is_key ? K_BYTES + V_BYTES : V_STEPS) + slot.number] = (u8)byte;
+    const Element first_element = element_at(is_key ? KEYS : VALUES, slot.number, lane);
+    const auto store = [&](u8* region, int tiles) {  // `tiles`: from a channel to that 32 further on
+        const bool in_same_words = tiles % Fields<BITS>::TILES != 0;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) {
+            if (!is_there(lane, j)) break;
+            Element element = first_element;
+            element.tile += in_same_words ? j * tiles : 0;
+            write_code<BITS>(region + (in_same_words ? 0 : j * tiles * 32 * BITS), element,
+                             BITS == 16 ? raw[j] : codes[j]);
+        }
+    };
+    if (is_key)
+        store(slot.page, 2);
+    else
+        store(slot.page + K_BYTES, 8);
+}
+
+// Finishes one query row and leaves the probabilities of the new tokens, [MAX_STEPS]. Padding gives no token
+// any: the log-sum-exp that it leaves is infinite.
+__device__ __forceinline__ void finish_row(const Append& call, int row, int head, int step, int g,
+                                           float* probabilities, int lane) {
+    const NewTokens& n = call.fresh;
+    const int heads_q = call.layer.heads * call.group, head_q = head * call.group + g;
+    const u32* q = (const u32*)(call.q + row * call.q_batch + step * call.q_step + head_q * call.q_head);
+    u32* out = (u32*)(call.out + (((u64)row * n.steps + step) * heads_q + head_q) * HEAD_DIM);
+    float* lse = call.lse + ((u64)row * heads_q + head_q) * n.steps + step;
+    auto load = [&](const u32* from, u32(&words)[PAIRS_OF_LANE]) {
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+            const bool there = HEAD_DIM % 64 == 0 || lane + 32 * i < HEAD_DIM / 2;
+            words[i] = there ? from[lane + 32 * i] : 0;
+        }
+    };
+    auto key_of = [&](int t) { return (const u32*)(n.k + row * n.k_batch + t * n.k_step + head * n.k_head); };
+    auto value_of = [&](int t) {
+        return (const u32*)(n.v + row * n.v_batch + t * n.v_step + head * n.v_head);
+    };
+    u32 query[PAIRS_OF_LANE], stored[PAIRS_OF_LANE] = {}, key[PAIRS_OF_LANE], value[PAIRS_OF_LANE];
+    load(q, query), load(key_of(0), key), load(value_of(0), value);  // all on their way at once
+    if (call.has_stored) load(out, stored);
+    float top = call.has_stored ? *lse * LOG2E : -INFINITE, origin = top == -INFINITE ? 0.f : top;
+    float total = top == -INFINITE ? 0.f : 1.f, score = -INFINITE;  // score: of new token `lane`
+    float2 sum[PAIRS_OF_LANE];
+#pragma unroll
+    for (int i = 0; i < PAIRS_OF_LANE; ++i) sum[i] = unpack_pair(stored[i]);
+#pragma unroll 1
+    for (int t = 0; t <= step; ++t) {
+        if (t) load(key_of(t), key), load(value_of(t), value);
+        if (!is_valid(n, row, t)) continue;
+        float dot = 0.f;
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+            const float2 x = unpack_pair(query[i]), y = unpack_pair(key[i]);
+            dot += x.x * y.x + x.y * y.y;
+        }
+#pragma unroll
+        for (int h = 16; h > 0; h /= 2) dot += __shfl_xor_sync(ALL_LANES, dot, h);
+        dot *= call.scale;
+        if (call.softcap > 0.f) dot = call.softcap * tanhf(dot / call.softcap);
+        dot *= LOG2E;
+        if (lane == t) score = dot;
+        const float higher = fmaxf(top, dot);
+        origin = higher == -INFINITE ? 0.f : higher;
+        const float keep = power_of_2(top - origin), p = power_of_2(dot - origin);
+        top = higher;
+        total = total * keep + p;
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+            const float2 y = unpack_pair(value[i]);
+            sum[i].x = sum[i].x * keep + p * y.x;
+            sum[i].y = sum[i].y * keep + p * y.y;
+        }
+    }
+    const float unit = total == 0.f ? 0.f : __fdividef(1.f, total);  // a finite total is 1 or more
+    const float weight = power_of_2(score - origin) * unit;
+#pragma unroll
+    for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
+        out[lane + 32 * i] = pack_pair(sum[i].x * unit, sum[i].y * unit);
+    }
+    const bool counts = is_valid(n, row, step);
+    if (lane == 0) *lse = !counts ? INFINITE : total == 0.f ? -INFINITE : (origin + __log2f(total)) * LN2;
+    if (lane < MAX_STEPS) probabilities[lane] = counts ? weight : 0.f;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+    append_tokens(const __grid_constant__ Append call) {
+    __shared__ float probabilities[MAX_STEPS * MAX_GROUP][MAX_STEPS];
+    __shared__ Slot slots[MAX_STEPS];
+    __shared__ Meeting meetings[2];
+    const LayerState& layer = call.layer;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, steps = call.fresh.steps;
+    const int head = blockIdx.x, row = blockIdx.y, pair = row * layer.heads + head;
+    const int rows = call.q ? steps * call.group : 0, team = warp / TEAM, rank = warp % TEAM;
+    begin_early();
+    const int start = layer.seqlen[pair];
+    if (team < 2) {
+        int turn = 0;
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step) {
+            if (!is_valid(call.fresh, row, step)) {
+                if (threadIdx.x == 0) slots[step].entry = -1;
+                continue;
+            }
+            const NewToken at = {pair, row, head, step, start};
+            Meeting& meeting = meetings[team];
+            if (TOP_K == TOP_V)  // one copy of the code, for a warp waits for what it has not met yet
+                store_token<TOP_K>(call, team == 0, at, slots[step], meeting, rank, turn, lane);
+            else if (team == 0)
+                store_token<TOP_K>(call, true, at, slots[step], meeting, rank, turn, lane);
+            else
+                store_token<TOP_V>(call, false, at, slots[step], meeting, rank, turn, lane);
+            turn ^= 1;
+        }
+    }
+#pragma unroll 1
+    for (int r = (warp + FIRST_ROWS) % WARPS; r < rows; r += WARPS) {
+        int step = 0, g = r;
+#pragma unroll 1
+        for (; g >= call.group; g -= call.group) ++step;
+        finish_row(call, row, head, step, g, probabilities[r], lane);
+    }
+    __syncthreads();  // slots and probabilities are whole; nobody looks at counts and length any more
+    __syncthreads();  // nothing more: racecheck misses the one before where only one team met at its own
+    if (call.observed == MASS) {
+#pragma unroll 1
+        for (int t = warp; t < steps; t += WARPS) {
+            float mass = 0.f;
+#pragma unroll 1
+            for (int r = lane; r < rows; r += 32) mass += probabilities[r][t];
+#pragma unroll 1
+            for (int h = rows > 4 ? 16 : 2; h > 0; h /= 2) mass += __shfl_xor_sync(ALL_LANES, mass, h);
+            if (lane == 0 && slots[t].entry >= 0)
+                slots[t].page[TAIL + 128 + slots[t].number] =
+                    encode_importance(__fdividef(mass, (float)rows));
+        }
+    }
+    if (threadIdx.x == 32) {
+#pragma unroll 1
+        for (int t = 0; t < steps; ++t)
+            if (slots[t].entry >= 0)
+                layer.count[(u64)pair * layer.entries + slots[t].entry] = (u8)(slots[t].number + 1);
+        layer.seqlen[pair] = start + steps;
+    }
+}

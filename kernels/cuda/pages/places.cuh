@@ -1,0 +1,73 @@
+// Where the codes of a token lie in a page, and single codes read and written there.
+//
+// Several warps may write slots of one page at the same time: codes below 8 bits share words and are changed
+// by exclusive or with what differs. Needs HEAD_DIM and pages/codes.cuh.
+#pragma once
+
+enum Side { KEYS, VALUES };
+
+// Of a channel of a slot: its tile, its lane and register there, and which half of the register.
+struct Element {
+    u32 tile, lane, reg, half;
+};
+
+__device__ __forceinline__ Element element_at(Side side, u32 slot, u32 channel) {
+    const u32 block = slot % 8 / 2, token = slot / 8 + 8 * (slot % 2);
+    const u32 tile = side == KEYS ? block * (HEAD_DIM / 16) + channel / 16 : channel / 16 * 4 + block;
+    const u32 row = side == KEYS ? token : channel % 16, column = side == KEYS ? channel % 16 : token;
+    return {tile, 4 * (row % 8) + column % 8 / 2, row / 8 + 2 * (column / 8), column % 2};
+}
+
+// Of a code below 8 bits: its word, its lowest bit there, and whether bit j of it lies in word j instead.
+struct Field {
+    u32 word, shift;
+    bool spread;
+};
+
+template <int BITS>
+__device__ __forceinline__ Field field_of(const Element& e) {
+    constexpr u32 TILES = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS, PER_WORD = 16 / BITS;
+    const u32 pair = 4 * (e.tile % TILES) + e.reg, first = e.tile / TILES * WORDS;
+    const bool spread = BITS == 3 && pair == 15;
+    const u32 word = spread ? first : first + pair / PER_WORD;
+    const u32 bit = spread ? 0 : pair % PER_WORD * BITS + (BITS == 3);
+    return {32 * word + e.lane, bit + 16 * e.half, spread};
+}
+
+// Byte of a code of 8 bits, or the first one of 16.
+template <int BITS>
+__device__ __forceinline__ u32 byte_of(const Element& e) {
+    if (BITS == 16) return 4 * (32 * (4 * e.tile + e.reg) + e.lane) + 2 * e.half;
+    return 4 * (32 * (2 * e.tile + e.reg / 2) + e.lane) + e.reg % 2 + 2 * e.half;
+}
+
+template <int BITS>
+__device__ __forceinline__ u32 read_code(const u8* codes, const Element& e) {
+    if constexpr (BITS == 16) return *(const u16*)(codes + byte_of<16>(e));
+    if constexpr (BITS == 8) return codes[byte_of<8>(e)];
+    if constexpr (BITS < 8) {
+        const Field f = field_of<BITS>(e);
+        const u32* word = (const u32*)codes + f.word;
+        u32 code = word[0] >> f.shift;
+        if (BITS == 3 && f.spread)
+            code = (code & 1u) | (word[32] >> f.shift & 1u) << 1 | (word[64] >> f.shift & 1u) << 2;
+        return code & ((1u << BITS) - 1u);
+    }
+}
+
+template <int BITS>
+__device__ __forceinline__ void write_code(u8* codes, const Element& e, u32 code) {
+    if constexpr (BITS == 16) *(u16*)(codes + byte_of<16>(e)) = (u16)code;
+    if constexpr (BITS == 8) codes[byte_of<8>(e)] = (u8)code;
+    if constexpr (BITS < 8) {
+        const Field f = field_of<BITS>(e);
+        u32* word = (u32*)codes + f.word;
+        const u32 change = read_code<BITS>(codes, e) ^ code;
+        if (BITS == 3 && f.spread) {
+#pragma unroll
+            for (int j = 0; j < 3; ++j) atomicXor(word + 32 * j, (change >> j & 1u) << f.shift);
+        } else {
+            atomicXor(word, change << f.shift);
+        }
+    }
+}

@@ -1,0 +1,124 @@
+// Which steps are tried for a rotated vector, or taken untried, from its largest element and the sums of
+// sizes and of their squares, as kvlab/reference/pages.py says (guess_step, search_step), bit for bit.
+//
+// A number of a vector is counted in units of 2^unit, such that the largest rounds to a whole number of 8
+// bits. Needs pages/codes.cuh and pages/encode.cuh.
+#pragma once
+
+constexpr u32 HIGHEST_STEP = 0xf7, NAN_STEP = 0xff;  // the highest is the last finite one
+constexpr int LEAST_EXPONENT = -39;                  // of the whole numbers that are rotated
+constexpr int TOO_LARGE = 100;                       // the exponent from which on a number counts as infinite
+
+__device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
+    return __uint_as_float((u32)(exponent + 127) << 23);
+}
+
+// floor(log2(x)) of a normal number above 0.
+__device__ __forceinline__ int exponent_of(float x) {
+    return (int)(__float_as_uint(x) >> 23) - 127;
+}
+
+__device__ __forceinline__ float step_value(u32 byte) {
+    return half_bits_to_float(byte << 7);
+}
+
+// The exponent of the largest element of a vector and 2^-7 of it: sizes in units of 2^(exponent - 7) are
+// below 256.
+__device__ __forceinline__ int exponent_above(float largest) {
+    return exponent_of(__fmul_rn(largest, 1.f + 1.f / 128));
+}
+
+// The unit of a vector for which this is `exponent`: 2^unit. What is too large for the highest
+// steps is halved until it is not: elements count in units of 2^(exponent - 7) all the same.
+__device__ __forceinline__ int unit_of(int exponent, int bits) {
+    return min(exponent, bits + 13) - 7;
+}
+
+// The exponent of the unit in which a vector is rotated, of its largest element or that of its mean: no sum
+// is more than 2^24.
+__device__ __forceinline__ int rotation_exponent(float largest) {
+    return max(exponent_of(largest) - (23 - LOG_BLOCK), LEAST_EXPONENT);
+}
+
+// What is known of a vector whose step is looked for: the largest element counts `counted` in units of
+// 2^(exponent - 7), 2^unit once elements have been halved so that there are steps for them. Zeros count as
+// something far below all steps.
+struct Range {
+    float counted;
+    int exponent, unit;
+};
+
+__device__ __forceinline__ Range range_of(float largest, int bits) {
+    largest = fmaxf(largest, power_of_two(-60));
+    const int exponent = exponent_above(largest);
+    return {largest * power_of_two(7 - exponent), exponent, unit_of(exponent, bits)};
+}
+
+// The root of a number that is neither zero, subnormal nor near the end of the range, rounded to the nearest.
+__device__ __forceinline__ float root_of(float x) {
+    float rough;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(rough) : "f"(x));
+    const float root = x * rough;
+    return fmaf(fmaf(-root, root, x), .5f * rough, root);
+}
+
+// The quotient of two numbers that are neither zero, subnormal nor near the ends of the range, rounded to the
+// nearest.
+__device__ __forceinline__ float quotient_of(float x, float y) {
+    float rough;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(rough) : "f"(y));
+    rough = fmaf(fmaf(-y, rough, 1.f), rough, rough);
+    float quotient = x * rough;
+    quotient = fmaf(fmaf(-quotient, y, x), rough, quotient);
+    return fmaf(fmaf(-quotient, y, x), rough, quotient);
+}
+
+// Where the search for a step begins, the bits of a float16; at 8 bits it is the step's byte. `sum` and
+// `squares`, of sizes, matter at 2 and 3 bits, and so does whether the vector comes from codes.
+__device__ __forceinline__ u32 guess_of(float largest, float sum, float squares, bool decoded, int unit,
+                                        int bits) {
+    if (bits == 8)
+        return max((__half_as_ushort(__float2half_ru(largest * power_of_two(unit - 8))) + 127u) >> 7, 1u);
+    float part = bits == 2 ? .386f : bits == 3 ? .155f : .0592f;
+    if (bits < 4) {
+        const float ratio =
+            quotient_of(__fadd_rn(squares, __fmul_rn(largest, largest)), __fadd_rn(sum, largest));
+        largest = bits == 3 ? root_of(__fmul_rn(largest, ratio)) : ratio;
+        if (decoded) part *= 17.f / 16;
+    }
+    return pack_halves(__fmul_rn(largest, part) * power_of_two(unit), 0.f);
+}
+
+constexpr u32 LEAST_GUESS = 64;  // below, a vector is nearer to 0 than to any step
+
+// The byte below a guess.
+__device__ __forceinline__ u32 below_guess(u32 guess) {
+    return max(guess >> 7, 3u);
+}
+
+// The byte nearest to a guess, and whether a raw vector has that without a search.
+__device__ __forceinline__ u32 nearest_byte(u32 guess) {
+    return guess >= LEAST_GUESS ? (guess + 64) >> 7 : 0u;
+}
+__host__ __device__ constexpr bool takes_nearest(int bits) {
+    return bits < 4 && HEAD_DIM >= 128;
+}
+
+// The steps of a byte and of the next, rounded down to whole units of sizes, in halves; half a grid does not
+// exceed 255.
+__device__ __forceinline__ u32 whole_steps(u32 byte, int unit, int bits) {
+    const float in_units = power_of_two(-24 - unit);
+    u32 steps;
+    asm("cvt.rz.f16x2.f32 %0, %1, %2;"
+        : "=r"(steps)
+        : "f"(step_value(byte + 1) * in_units), "f"(step_value(byte) * in_units));
+    return __vminu2(steps, (255u >> (bits - 1)) * 0x10001u);
+}
+
+// What steps have where codes are made: 8 ... 15 times 2^this.
+__host__ __device__ constexpr int code_parts(int bits) {
+    return bits == 2 ? 3 : bits == 3 ? 2 : 1;
+}
+
+// How many tiles of 16 channels say which step is best: rotated channels are alike.
+constexpr int COMPARED = HEAD_DIM >= 128 ? HEAD_DIM / 16 * 3 / 4 : HEAD_DIM / 16;

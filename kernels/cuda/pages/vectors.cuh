@@ -1,0 +1,221 @@
+// Sixteen raw vectors of a side of a page into rotated ones, a warp, bit for bit as kvlab/reference/pages.py.
+//
+// Numbers are whole and no sum is more than 2^24, so sums are exact in any order and tensor cores may take
+// them: the rotation is a product with a matrix of signs. A whole number n is a subnormal number of the type
+// of the cache, n 2^-24 or n 2^-133: to round to whole numbers is to multiply by a power of 2, two numbers an
+// instruction, and tensor cores take such numbers at full speed. Behind them a number counts 2^-26.
+//
+// Threads and data
+//   lane  4 g + u: rows g and g + 8 (`Two`) of the sixteen; of every 16 channels from 16 t on, 2 u and the
+//         next of both rows in x[t][0] and x[t][1], channels 8 further on in x[t][2] and x[t][3]. That is
+//         both the first operand and the result of m16n8k16, and of a key's tile the pairs in their order.
+//         What there is one of for a row is found once: by lanes of even u for rows g, odd u for rows g + 8.
+// Memory: registers HEAD_DIM / 4 for the vectors, and as many again while they are rotated.
+//
+// Needs ROW_BYTES, SWIZZLED (then rows begin at multiples of 128 bytes), pages/codes.cuh, pages/encode.cuh,
+// pages/steps.cuh and common/half_pairs.cuh.
+#pragma once
+
+constexpr int TILES = HEAD_DIM / 16;
+constexpr int SPAN = ROTATION_BLOCK < 32 ? ROTATION_BLOCK : 32;  // channels that one matrix of signs rotates
+constexpr u32 SIGN =
+    BF16 ? 0x7500 : 0x3400;  // 2^107 or 2^-2, what signs are multiplied by: results count 2^-26
+
+using Vectors = u32[TILES][4];
+
+// Of rows g and g + 8.
+template <class T>
+struct Two {
+    T low, high;
+};
+
+// What both rows of a lane have, from what lanes hold of the row that is theirs.
+__device__ __forceinline__ Two<u32> of_both(u32 mine, u32 lane) {
+    return {__shfl_sync(ALL_LANES, mine, lane & ~1u), __shfl_sync(ALL_LANES, mine, lane | 1)};
+}
+
+// The larger of the first and the size of the second of two pairs of raw elements. Compared as float16 even
+// if they are bfloat16: the order is the same up to 2^121, and what is above is NaN.
+__device__ __forceinline__ u32 larger_raw(u32 x, u32 y) {
+    u32 r;
+    asm("{.reg .b32 size; abs.f16x2 size, %2; max.NaN.f16x2 %0, %1, size;}" : "=r"(r) : "r"(x), "r"(y));
+    return r;
+}
+
+// Two elements of the type of the cache times two.
+__device__ __forceinline__ u32 raw_product(u32 x, u32 y) {
+    u32 r;
+    asm("fma.rn." KVLAB_PAIR "x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(0x80008000u));
+    return r;
+}
+
+// The bits of 2^exponent in the type of the cache; its exponents are at least -24, or -133.
+__device__ __forceinline__ u32 raw_power(int exponent) {
+#if BF16
+    return __float_as_uint(power_of_two(exponent + 33) * power_of_two(-33)) >> 16;
+#else
+    return half_of(power_of_two(exponent));
+#endif
+}
+
+// Where a channel of a raw row lies among the rows: ROW_BYTES apart, and if they are SWIZZLED the 16 bytes of
+// eight channels, so that neither copies of rows nor ldmatrix meet in banks; 32 bytes of a row stay together,
+// or a copy would ask for them twice.
+__device__ __forceinline__ u32 raw_place(u32 row, u32 channel) {
+    return row * ROW_BYTES + (2 * channel ^ (SWIZZLED ? 16 * (row % 8) : 0));
+}
+
+// Whole numbers from raw rows, and what is known of them.
+struct Taken {
+    Two<u32> rows;  // of rows g and g + 8: the exponent of the unit in the upper halves
+    float factor;   // of the rotated numbers of this lane's row
+    bool fine;      // it has no NaN, nothing infinite or beyond what counts as that
+    bool decoded;   // it comes from codes
+};
+
+// `least`: what counts as the largest element of a row if no other is larger, the size of the mean.
+__device__ __forceinline__ Taken take_raw(const u8* rows, float least, Vectors& x, u32 lane) {
+    const u32 from = shared_address(rows) + raw_place(lane % 16, lane / 16 * 8);
+    const u32 u = lane % 4;
+    u32 most[2] = {};
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+        load_matrices(x[t], SWIZZLED ? (from ^ 32 * (t % 4)) + t / 4 * 128 : from + 32 * t);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) most[i % 2] = larger_raw(most[i % 2], x[t][i]);
+    }
+    u32 both = larger_raw(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
+#pragma unroll
+    for (int h = 1; h <= 2; h *= 2) both = larger_raw(both, __shfl_xor_sync(ALL_LANES, both, h));
+    const float2 sizes = unpack_pair(both);
+    const float size = u % 2 ? sizes.y : sizes.x;
+    const bool fine = size < power_of_two(TOO_LARGE);
+    const int exponent = rotation_exponent(fmaxf(fine ? size : 0.f, least));
+    const Two<u32> found =
+        of_both(raw_power((BF16 ? -133 : -24) - min(exponent, 0)) | (u32)exponent << 16, lane);
+    const u32 scale[2] = {twice(found.low), twice(found.high)};
+    if (!__all_sync(ALL_LANES, fine && exponent <= 0)) {
+        const Two<u32> factors = of_both(fine ? raw_power(-max(exponent, 0)) : 0x8000u, lane);
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 down = i % 2 ? factors.high : factors.low;
+                x[t][i] = down == 0x8000u ? 0 : raw_product(x[t][i], twice(down));
+            }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[t][i] = raw_product(x[t][i], scale[i % 2]);
+    return {found, fine ? FACTOR * power_of_two(exponent + 2 - (LOG_BLOCK + 1) / 2) : 0.f, fine, false};
+}
+
+// The mean of the keys of a pair, rotated.
+struct RotatedMean {
+    alignas(16) float sums[HEAD_DIM];  // times 2^exponent, counting 2^-26
+    float largest;                     // of the mean
+    int exponent;
+};
+
+// Rotates a mean of float16, which may lie where the rotated one goes, a warp.
+__device__ __forceinline__ void rotate_mean(const __half* mean, RotatedMean& to, u32 lane) {
+    constexpr int PER_LANE = (HEAD_DIM + 31) / 32;
+    float x[PER_LANE], most = 0.f;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        const int channel = lane + 32 * j;
+        x[j] = HEAD_DIM % 32 == 0 || channel < HEAD_DIM ? __half2float(mean[channel]) : 0.f;
+        most = fmaxf(most, fabsf(x[j]));
+    }
+    most = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(most)));
+    const int exponent = rotation_exponent(most);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) x[j] = rintf(x[j] * power_of_two(-exponent));
+#pragma unroll
+    for (int h = 1; h < ROTATION_BLOCK; h *= 2)
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) {
+            if (h < 32) {
+                const float other = __shfl_xor_sync(ALL_LANES, x[j], h);
+                x[j] = lane & h ? other - x[j] : x[j] + other;
+            } else if (!(j & h / 32)) {
+                const float a = x[j], b = x[j + h / 32];
+                x[j] = a + b, x[j + h / 32] = a - b;
+            }
+        }
+    __syncwarp();  // all lanes have read the mean
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j)
+        if (HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM) to.sums[lane + 32 * j] = x[j] * power_of_two(-26);
+    if (lane == 0) to.largest = most, to.exponent = exponent;
+}
+
+// Takes the mean off four sums of tile t, columns 8 half + 2 u and the next of rows g and g + 8.
+__device__ __forceinline__ void take_mean_off(float* sums, const RotatedMean& mean, const float (&less)[2],
+                                              int t, int half, u32 lane) {
+    const float2 m = *(const float2*)(mean.sums + 16 * t + 8 * half + 2 * (lane % 4));
+    sums[0] = fmaf(m.x, less[0], sums[0]), sums[1] = fmaf(m.y, less[0], sums[1]);
+    sums[2] = fmaf(m.x, less[1], sums[2]), sums[3] = fmaf(m.y, less[1], sums[3]);
+}
+
+// What a rotated mean is multiplied by before it is added to sums.
+__device__ __forceinline__ void scale_of_mean(const RotatedMean& mean, const Taken& taken, float (&less)[2]) {
+    less[0] = -power_of_two(mean.exponent - ((int)taken.rows.low >> 16));
+    less[1] = -power_of_two(mean.exponent - ((int)taken.rows.high >> 16));
+}
+
+// What a lane multiplies by: signs of rows 2 u, 2 u + 1 and of column g in the first register of pair 0;
+// those of other rows and columns are the same or their opposites, which makes four pairs.
+struct alignas(16) Signs {
+    u32 pair[4][2];
+
+    __device__ __forceinline__ static Signs of(u32 lane) {
+        const u32 g = lane / 4, u = lane % 4;
+        const u32 even = (u32)__popc(2 * u & g) << 15, odd = (u32)__popc((2 * u + 1) & g) << 31;
+        const u32 a = SIGN * 0x10001u ^ (even & 0x8000u) ^ odd, b = a ^ 0x80008000u;
+        return {{{a, a}, {a, b}, {b, b}, {b, a}}};
+    }
+};
+
+// The Hadamard transform of whole numbers, less that of the mean, rounded to 11 significant bits.
+__device__ __forceinline__ void rotate_whole(Vectors& x, const Signs& signs, const RotatedMean* mean,
+                                             const Taken& taken, u32 lane) {
+    constexpr int SPANS = HEAD_DIM / SPAN, OF_SPAN = SPAN / 16;
+    float less[2] = {};
+    if (mean) scale_of_mean(*mean, taken, less);
+    Vectors z;
+#pragma unroll
+    for (int n = 0; n < SPAN / 8; ++n) {  // columns 8 n to 8 n + 7
+        float sums[SPANS][4] = {};
+#pragma unroll
+        for (int s = 0; s < SPANS; ++s)
+#pragma unroll
+            for (int i = 0; i < OF_SPAN; ++i) {
+                const int sign = __popc(i & n / 2) & 1;
+                mma(sums[s], x[s * OF_SPAN + i], signs.pair[2 * sign + n % 2][0],
+                    signs.pair[2 * sign + n % 2][1]);
+            }
+#pragma unroll
+        for (int h = 1; h * SPAN < ROTATION_BLOCK; h *= 2)
+#pragma unroll
+            for (int s = 0; s < SPANS; ++s)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (s & h) continue;
+                    const float a = sums[s][i], b = sums[s + h][i];
+                    sums[s][i] = a + b, sums[s + h][i] = a - b;
+                }
+#pragma unroll
+        for (int s = 0; s < SPANS; ++s) {
+            const int t = s * OF_SPAN + n / 2;
+            if (mean) take_mean_off(sums[s], *mean, less, t, n % 2, lane);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) z[t][n % 2 * 2 + i] = pack_halves(sums[s][2 * i], sums[s][2 * i + 1]);
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[t][i] = z[t][i];
+}

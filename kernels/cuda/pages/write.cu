@@ -1,0 +1,359 @@
+// Carries out what a plan says: new tokens are encoded into pages, stored ones re-encoded at fewer bits or
+// moved bit for bit, whole pages copied.
+//
+// Threads and data
+//   write_tokens  grid (any, layers, 2): a CTA takes the keys, or the values, of destination pages
+//                 blockIdx.x, + gridDim.x, ...: a warp 16 slots (pages/vectors.cuh). Sources are copied
+//                 into rows of shared memory.
+//   copy_pages    grid (any, layers): a CTA takes copies blockIdx.x, + gridDim.x, ..., 16 bytes a thread.
+//   mean_of_keys  a CTA one (row, KV head), a thread one channel.
+//   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
+// Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes twice (35 KB at head_dim 128), for this page and the next,
+// and 7 KB of Details; 128 registers for four blocks a multiprocessor, up to 255 for two from compute
+// capability 10.0 on, where 128 are too few.
+//
+// Macros: HEAD_DIM; BF16.
+//
+// clang-format off
+// gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=255
+// gate: HEAD_DIM=256 BF16=1,0 registers<=255
+// clang-format on
+#include <cuda_fp16.h>
+#include "pages/codes.cuh"
+constexpr int LANES = 4, RUN = 2;
+#include "pages/encode.cuh"
+#include "pages/places.cuh"
+#include "pages/steps.cuh"
+#include "pages/state.cuh"
+
+constexpr int THREADS = 256;  // of the other kernels
+constexpr int SIDE_THREADS = 128, SLOTS = 64, ROW_BYTES = 2 * HEAD_DIM + 16;
+constexpr bool SWIZZLED = false;
+static_assert(SIDE_THREADS == SLOTS / 16 * 32, "a side of a page at once");
+constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2 : 4;  // of a multiprocessor
+#include "common/half_pairs.cuh"
+#include "pages/vectors.cuh"
+#include "pages/encode_tile.cuh"
+#include "pages/words.cuh"
+#include "pages/side_words.cuh"
+#include "common/async_copies.cuh"
+#include "pages/sources.cuh"
+
+// Codes of a stored token; each lane asks for AT_ONCE of them before it waits for the first.
+template <int BITS>
+__device__ __forceinline__ void take_codes(Side side, const u8* codes, int slot, u8* row, int lane) {
+    constexpr int AT_ONCE = PER_LANE % 16 == 0 ? 16 : PER_LANE % 8 == 0 ? 8 : 4;
+#pragma unroll 1
+    for (int first = lane; first < HEAD_DIM; first += AT_ONCE * LANES) {
+        u32 code[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            code[j] = read_code<BITS>(codes, element_at(side, slot, first + LANES * j));
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            if (BITS == 16)
+                ((u16*)row)[first + LANES * j] = (u16)code[j];
+            else
+                row[first + LANES * j] = (u8)code[j];
+        }
+    }
+}
+
+__device__ __forceinline__ void take_stored(Side side, const Region& from, int slot, u8* row, int lane) {
+    switch (from.bits) {
+        case 2:
+            return take_codes<2>(side, from.codes, slot, row, lane);
+        case 3:
+            return take_codes<3>(side, from.codes, slot, row, lane);
+        case 4:
+            return take_codes<4>(side, from.codes, slot, row, lane);
+        case 8:
+            return take_codes<8>(side, from.codes, slot, row, lane);
+        case 16:
+            return take_codes<16>(side, from.codes, slot, row, lane);
+    }
+}
+
+// Puts vectors that have not been asked for into their rows, LANES lanes a vector: codes, a byte each, or
+// raw. What goes to raw elements from fewer bits is rotated back.
+__device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const NewTokens& fresh,
+                                          const Details& page, Turn& turn, u8* rows) {
+    const u32 thread = thread_again(), lane = thread % LANES;
+#pragma unroll 1
+    for (u32 at = thread / LANES; at < SLOTS; at += SIDE_THREADS / LANES) {
+        const Move move = (const Move&)turn.moves[at];
+        const bool stored = move.from_rung != NO_MOVE && !is_new(move);
+        u8* const row = row_for(rows, move);
+        Region from = {nullptr, nullptr, 16};
+        u32 step = 0;
+        if (stored) {
+            from = region_of(side, s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
+            take_stored(side, from, move.from_slot, row, lane);
+            if (from.bits < 16) step = from.steps[move.from_slot];
+            if (lane == 0) turn.steps[move.to_slot] = (u8)step;
+        } else if (move.from_rung != NO_MOVE && !page.in_units) {
+            const u16* vector = new_vector(side, fresh, place_of(fresh, move, page));
+#pragma unroll 4
+            for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
+        }
+        const bool turns_raw = from.bits < 16 && turn.to.bits == 16;
+        if (!__any_sync(ALL_LANES, turns_raw)) continue;
+        __syncwarp();  // rows are whole
+        float x[PER_LANE];
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j)
+            x[j] = turns_raw ? grid_value(row[element_of(lane, j)], step_value(step), from.bits) : 0.f;
+        rotate(x, lane);
+        __syncwarp();  // all lanes have read their rows before raw elements take their place
+#pragma unroll
+        for (int j = 0; j < PER_LANE; j += 2) {
+            const int pair = element_of(lane, j) / 2;
+            const float2 mean =
+                side == KEYS ? __half22float2(((const __half2*)turn.halves)[pair]) : float2{0.f, 0.f};
+            if (turns_raw) ((u32*)row)[pair] = pack_pair(x[j] + mean.x, x[j + 1] + mean.y);
+        }
+    }
+}
+static_assert(HEAD_DIM % (LANES * RUN) == 0, "lanes without gaps");
+
+// What a row of the 16 of a warp holds.
+struct Row {
+    int slot, bits;  // bits: 16 where there is no vector
+    u32 step;
+};
+
+__device__ __forceinline__ Row row_at(const Turn& turn, int slot) {
+    if (!(turn.all_named() >> slot & 1)) return {slot, 16, 0};
+    return {slot, turn.bits[slot], turn.steps[slot]};
+}
+
+// A pair of codes of a row of them, in the lowest bits of both halves.
+__device__ __forceinline__ u32 pair_of_codes(const u8* row, int channel) {
+    return __byte_perm(*(const u16*)(row + channel), 0, 0x4140);
+}
+
+// Puts the numbers of stored codes, which are rotated already, in place of what rows of codes gave as raw
+// ones.
+__device__ __forceinline__ void take_numbers(const u8* rows, const Row (&row)[2], Vectors& x, Taken& taken,
+                                             int lane) {
+    const int g = lane / 4, u = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (row[i].bits == 16) continue;
+        // 2 code + 1 - 2^bits, which count 2^-24 as codes do.
+        const bool fine = row[i].step <= HIGHEST_STEP;
+        const u32 two = fine ? 0x40004000u : 0, first = fine ? (0x7fffu + (1u << row[i].bits)) * 0x10001u : 0;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u8* codes = rows + (g + 8 * i) * ROW_BYTES;
+                x[t][i + 2 * half] = pair_fused(pair_of_codes(codes, 16 * t + 8 * half + 2 * u), two, first);
+            }
+        if (u % 2 == i)
+            taken.factor = fine ? step_value(row[i].step) : 0.f, taken.fine = fine, taken.decoded = true;
+    }
+}
+
+// Puts the codes of rows that go as they are in their place.
+template <int BITS>
+__device__ __forceinline__ void keep_codes(const u8* rows, const Row (&row)[2], Vectors& x, int lane) {
+    const int g = lane / 4, u = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (row[i].bits != BITS) continue;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u8* codes = rows + (g + 8 * i) * ROW_BYTES;
+                x[t][i + 2 * half] =
+                    pair_of_codes(codes, 16 * t + 8 * half + 2 * u) + (BITS < 8 ? LIFTED * 0x10001u : 0);
+            }
+    }
+}
+
+// Stores the codes of 16 slots and their steps, or puts down codes that share words with those of other
+// warps.
+template <int BITS>
+__device__ __forceinline__ void encode_rows(Side side, Vectors& x, const Taken& taken, u8* rows,
+                                            const Row (&row)[2], Turn& turn, u64 named, int block, int lane) {
+    const u32 byte = encode<BITS, true>(x, taken, lane);
+    if (turn.others) keep_codes<BITS>(rows, row, x, lane);
+    const Row mine = lane % 2 ? row[1] : row[0];
+    if (lane % 4 < 2 && named >> mine.slot & 1)
+        turn.to.steps[mine.slot] = (u8)(mine.bits == BITS ? mine.step : taken.fine ? byte : NAN_STEP);
+    if (side == KEYS)
+        put_codes<KEYS, BITS>((u32*)turn.to.codes, rows, x, named, block, lane);
+    else
+        put_codes<VALUES, BITS>((u32*)turn.to.codes, rows, x, named, block, lane);
+}
+
+// Stores what encode_rows has put down for other warps.
+template <int BITS>
+__device__ __forceinline__ void store_side(Side side, const Turn& turn, const u8* rows, u64 named) {
+    if (!IN_ONE_BLOCK<KEYS, BITS> && side == KEYS) store_codes<KEYS, BITS>((u32*)turn.to.codes, rows, named);
+    if (!IN_ONE_BLOCK<VALUES, BITS> && side == VALUES)
+        store_codes<VALUES, BITS>((u32*)turn.to.codes, rows, named);
+}
+
+// Position and importance of a move's token.
+struct Tail {
+    int slot;  // or -1
+    u16 position;
+    u8 importance;
+};
+
+__device__ __forceinline__ Tail tail_of(const LayerState& s, const NewTokens& fresh, const Details& page,
+                                        const Turn& turn) {
+    if (threadIdx.x >= SLOTS) return {-1, 0, 0};
+    const Move move = (const Move&)turn.moves[threadIdx.x];
+    if (move.from_rung == NO_MOVE) return {-1, 0, 0};
+    if (is_new(move)) {
+        const u32 step = place_of(fresh, move, page).step;
+        const u64 at = (u64)fresh.importance + (u64)move.from * fresh.steps + step;
+        return {move.to_slot, (u16)(fresh.first + step),
+                (u8)(turn.importance_words[threadIdx.x] >> at % 4 * 8)};
+    }
+    const u8* from = s.arena + (u64)move.from * UNIT + s.rungs[move.from_rung].tail;
+    return {move.to_slot, ((const u16*)from)[move.from_slot], from[128 + move.from_slot]};
+}
+
+extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
+    write_tokens(const LayerState* layers, const MoveList* lists, const __grid_constant__ NewTokens fresh) {
+    extern __shared__ __align__(16) u8 both_rows[];  // [2][SLOTS][ROW_BYTES]
+    __shared__ Details page;
+    const LayerState& s = layers[blockIdx.y];
+    const MoveList& list = lists[blockIdx.y];
+    const Side side = (Side)blockIdx.z;
+    const int pages = *list.num_groups;
+    if (threadIdx.x == 0) {
+        page.heads = s.heads;
+        page.per_head = ~0u / s.heads;
+        page.in_units = are_in_units(s, fresh);
+    }
+    const auto forget_page = [&](Turn& turn) {
+        if (threadIdx.x == 0) turn.named[0] = turn.named[1] = turn.others = 0;
+    };
+    const int block = threadIdx.x / 32;
+    const u32 lane = threadIdx.x % 32;
+    if (block == 0) page.signs[lane] = Signs::of(lane);
+    if (blockIdx.x < pages) {
+        ask_for_moves(list, blockIdx.x, page.turns[0].moves);
+        forget_page(page.turns[0]), forget_page(page.turns[1]);
+        wait_copies();
+        __syncthreads();  // the first moves are there
+        ask_for_page(side, s, fresh, both_rows, page, page.turns[0]);
+        if (blockIdx.x + gridDim.x < pages) ask_for_moves(list, blockIdx.x + gridDim.x, page.turns[1].moves);
+    }
+    u32 now = 0, half = 0;
+#pragma unroll 1
+    for (int number = blockIdx.x; number < pages; number += gridDim.x) {
+        Turn &turn = page.turns[now], &next = page.turns[now == 2 ? 0 : now + 1],
+             &then = page.turns[now == 0 ? 2 : now - 1];
+        u8* const rows = both_rows + half * SLOTS * ROW_BYTES;
+        wait_copies();
+        if (side == KEYS && threadIdx.x >= SIDE_THREADS - 32) {
+            __syncwarp();  // the warp's own copies of the mean are there
+            rotate_mean((const __half*)turn.halves, turn.mean, threadIdx.x % 32);
+        }
+        __syncthreads();  // rows, means and moves are there; the page before is stored
+        if (number + gridDim.x < pages)
+            ask_for_page(side, s, fresh, both_rows + (half ^ 1) * SLOTS * ROW_BYTES, page, next);
+        if (number + 2 * gridDim.x < pages) ask_for_moves(list, number + 2 * gridDim.x, then.moves);
+        forget_page(then);
+        const Tail tail = side == KEYS ? tail_of(s, fresh, page, turn) : Tail{-1, 0, 0};
+        if (turn.others) {
+            fill_rows(side, s, fresh, page, turn, rows);
+            __syncthreads();  // all rows are whole, and all sources of this page have been read
+        }
+        const u64 named = turn.all_named();
+        u8* const my_rows = rows + block * 16 * ROW_BYTES;
+        if (turn.to.bits == 16) {
+            if (side == KEYS)
+                store_raw<KEYS>((u32*)turn.to.codes, my_rows, named, block, lane);
+            else
+                store_raw<VALUES>((u32*)turn.to.codes, my_rows, named, block, lane);
+        } else {
+            const int slot = lane / 4 * 8 + 2 * block;
+            Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
+            Vectors x;
+            Taken taken = take_raw(my_rows, side == KEYS ? turn.mean.largest : 0.f, x, lane);
+            rotate_whole(x, page.signs[lane], side == KEYS ? &turn.mean : nullptr, taken, lane);
+            if (turn.others) {
+#pragma unroll
+                for (int i = 0; i < 2; ++i) row[i] = row_at(turn, slot + i);
+                take_numbers(my_rows, row, x, taken, lane);
+            }
+            KVLAB_FOR_WIDTH(turn.to.bits,
+                            encode_rows<BITS>(side, x, taken, my_rows, row, turn, named, block, lane));
+        }
+        if (tail.slot >= 0) {
+            ((u16*)turn.tail)[tail.slot] = tail.position;
+            turn.tail[2 * SLOTS + tail.slot] = tail.importance;
+        }
+        if (!is_in_one_block(side, turn.to.bits)) {
+            __syncthreads();  // all codes have been put down
+            KVLAB_FOR_WIDTH(turn.to.bits, store_side<BITS>(side, turn, rows, named));
+        }
+        now = now == 2 ? 0 : now + 1, half ^= 1;
+    }
+    if (fresh.steps && blockIdx.x == 0 && side == KEYS)
+        for (int i = threadIdx.x; i < s.batch * s.heads; i += SIDE_THREADS)
+            s.seqlen[i] = fresh.first + fresh.steps;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    copy_pages(const LayerState* layers, const MoveList* lists) {
+    const MoveList list = lists[blockIdx.y];
+    const int copies = *list.num_copies;
+    u8* const arena = layers[blockIdx.y].arena;
+#pragma unroll 1
+    for (int n = blockIdx.x; n < copies; n += gridDim.x) {
+        const PageCopy copy = list.copies[n];
+        const uint4* from = (const uint4*)(arena + (u64)copy.from * UNIT);
+        uint4* to = (uint4*)(arena + (u64)copy.to * UNIT);
+        for (u32 i = threadIdx.x; i < copy.units * (UNIT / 16); i += THREADS) to[i] = from[i];
+    }
+}
+
+// The mean of the keys of each pair over tokens FIRST to LAST - 1 that are no padding: what is taken off keys
+// before they are packed. 0 if there are fewer than FEWEST; a channel that float16 cannot hold is left as it
+// is. As kvlab.cache.frame; a sum of 64 float16 numbers is exact in double.
+extern "C" __global__ void mean_of_keys(const __grid_constant__ NewTokens fresh, int heads, __half* k_mean) {
+    constexpr int FIRST = 4, LAST = 68, FEWEST = 16;
+    const int pair = blockIdx.x, row = pair / heads, head = pair - row * heads, channel = threadIdx.x;
+    const u16* k = fresh.k + row * fresh.k_batch + head * fresh.k_head + channel;
+    double sum = 0.;
+    int seen = 0;
+    for (int step = 0; step < fresh.steps && seen < LAST; ++step) {
+        if (fresh.valid && !fresh.valid[row * fresh.steps + step]) continue;
+        if (seen >= FIRST) sum += (double)raw_value(k[step * fresh.k_step]);
+        ++seen;
+    }
+    const double mean = seen - FIRST >= FEWEST ? sum / (seen - FIRST) : 0.;
+    k_mean[(u64)pair * HEAD_DIM + channel] = __double2half(fabs(mean) <= 65504. ? mean : 0.);
+}
+
+// Attention over two disjoint sets of keys, merged into the first: a warp one row of [rows][HEAD_DIM], whose
+// lse lies at [row / (steps heads)][head][step]. A row that sees nothing has lse -inf and out 0.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    merge_rows(u16* out, float* lse, const u16* other, const float* other_lse, int rows, int steps,
+               int heads) {
+    const int row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (row >= rows) return;
+    const int head = row % heads, step = row / heads % steps, batch = row / heads / steps;
+    const u64 at = ((u64)batch * heads + head) * steps + step;
+    const float a = lse[at], b = other_lse[at], top = fmaxf(a, b);
+    __syncwarp();  // all lanes have read the lse before lane 0 writes it
+    const bool none = top == -__int_as_float(0x7f800000);
+    const float from = none ? 0.f : expf(a - top), to = none ? 0.f : expf(b - top), sum = from + to;
+    const float keep = none ? 0.f : from / sum, take = none ? 0.f : to / sum;
+    u32* x = (u32*)(out + (u64)row * HEAD_DIM);
+    const u32* y = (const u32*)(other + (u64)row * HEAD_DIM);
+    for (int i = lane; i < HEAD_DIM / 2; i += 32) {
+        const float2 p = unpack_pair(x[i]), q = unpack_pair(y[i]);
+        x[i] = pack_pair(p.x * keep + q.x * take, p.y * keep + q.y * take);
+    }
+    if (lane == 0) lse[at] = none ? top : top + logf(sum);
+}

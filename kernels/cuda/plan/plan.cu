@@ -1,0 +1,419 @@
+// What a cache's pages become, first half: importance is counted, rungs are chosen, pages are born.
+//
+// The algorithm stands in kvlab/reference/cache_plan.py; plan/moves.cu is the second half. A launch serves
+// layers blockIdx.y = 0, 1, ... All numbers that decide are integers or rounded once, and sums are exact, so
+// neither the order of threads nor the device changes a result.
+//
+// count_keys    grid (groups, layers): a block counts the keys of its (pair, segment), a warp two pages at
+//               a time, then gives every chunk of 64 tokens its weight. Shared: classes * 1 KB + 2 KB.
+// choose_rungs  grid (batch, layers): a block searches the price of its row's bytes, over the bits of
+//               a price, then over the number of the first chunk that goes without; it asks ASKED questions
+//               at a time, an eighth of the block each. Chunks of a class have rising weights, so those that
+//               take a step are found by halving: a thread has a step, and begins between what it found for
+//               the two prices that are left. Shared: the weights, if all of a row fit.
+// bear_pages    grid (1, layers): a block numbers the pages that are born and takes slabs for them.
+//
+// gate: BF16=0 registers<=64
+#include "pages/codes.cuh"
+#include "pages/state.cuh"
+#include "plan/plan.cuh"
+#include "common/early_launch.cuh"
+
+constexpr int COUNT_THREADS = 256, ROW_THREADS = 1024, BIRTH_THREADS = 256;
+constexpr int ASKED = 8, ANSWERING = ROW_THREADS / ASKED;  // questions of choose_rungs, threads for each
+__constant__ u64 MANTISSA[8] = {4294967296ull, 4683695048ull, 5107605667ull, 5569883475ull,
+                                6074001000ull, 6623745059ull, 7223245206ull, 7877004752ull};
+
+// What an error of a token costs, in units of 2^-32: its importance; 1e4 recent, 2^24 sinks.
+__device__ __forceinline__ u64 token_weight(int key) {
+    if (key >= RECENT) return key == RECENT ? 10000ull << 32 : 1ull << 56;
+    const int power = (key - 192) >> 3;
+    const u64 mantissa = MANTISSA[(key - 192) & 7];
+    return key == 0 ? 128 : power >= 0 ? mantissa << power : mantissa >> -power;
+}
+
+// The weight of the `rank` least important tokens of a class.
+__device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weights, int rank) {
+    int low = 0, high = KEYS;
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (starts[middle] <= (u32)rank)
+            low = middle;
+        else
+            high = middle;
+    }
+    return weights[low] + (u64)(rank - starts[low]) * token_weight(low);
+}
+
+// Counts the tokens of 32 pages at most, entry `entry` of a lane: half a warp a page, a lane four slots.
+__device__ __forceinline__ void count_pages(const Plan& p, int pair, int segment, int entry, int pages,
+                                            u32* counts, int (*kinds)[3], int lane) {
+    constexpr int AT_ONCE = 4;
+    const u64 at = (u64)pair * p.s.entries + entry;
+    const bool mine = entry < pages && p.s.base[at] == segment;
+    const int r = mine ? p.s.rung[at] : 0, count = mine ? p.s.count[at] : 0, slot = lane % 16 * 4;
+    const u32 address = mine ? p.s.index[at] : 0;
+    if (mine) atomicAdd(&kinds[r][count == PAGE ? 0 : count ? 1 : 2], 1);
+    u32 todo = __ballot_sync(ALL_LANES, mine && count > 0);
+#pragma unroll 1
+    while (todo) {
+        u32 codes[AT_ONCE];
+        uint2 positions[AT_ONCE];  // of two slots each word
+        int held[AT_ONCE];         // tokens among this lane's slots
+        u32* to[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int low = __ffs(todo) - 1;
+            todo &= todo - 1;
+            const int high = __ffs(todo) - 1;
+            todo &= todo - 1;
+            const int from = lane < 16 ? low : high, source = max(from, 0);
+            const int n = __shfl_sync(ALL_LANES, count, source), rung = __shfl_sync(ALL_LANES, r, source);
+            const u8* tail =
+                p.s.arena + (u64)__shfl_sync(ALL_LANES, address, source) * UNIT + p.s.rungs[rung].tail;
+            held[i] = from < 0 ? 0 : n - slot;
+            to[i] = counts + rung * KEYS;
+            codes[i] = 0;
+            positions[i] = {0, 0};
+            if (held[i] <= 0) continue;
+            codes[i] = *(const u32*)(tail + 2 * PAGE + slot);
+            positions[i] = *(const uint2*)(tail + 2 * slot);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const u32 word = j < 2 ? positions[i].x : positions[i].y;
+                const int position = segment << 16 | (word >> 16 * (j % 2) & 0xffff);
+                if (j < held[i]) atomicAdd(to[i] + p.key(codes[i] >> 8 * j & 0xff, position), 1u);
+            }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
+    count_keys(const __grid_constant__ PlanCall call) {
+    extern __shared__ u32 counts[];  // [classes][KEYS]
+    __shared__ u64 weights[KEYS];
+    __shared__ int kinds[CACHE_RUNGS][3];
+    begin_early();
+    const Plan p(call, blockIdx.y);
+    const int g = blockIdx.x, pair = g / call.segments, segment = g % call.segments;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < p.classes * KEYS; i += COUNT_THREADS) counts[i] = 0;
+    if (threadIdx.x < CACHE_RUNGS * 3) (&kinds[0][0])[threadIdx.x] = 0;
+    __syncthreads();  // counters are zero
+    const int pages = p.s.num_pages[pair];
+    const int each = pages <= COUNT_THREADS / 4 ? 8 : pages <= COUNT_THREADS / 2 ? 16 : 32;  // for all warps
+#pragma unroll 1
+    for (int first = each * warp; first < pages; first += each * (COUNT_THREADS / 32))
+        count_pages(p, pair, segment, lane < each ? first + lane : pages, pages, counts, kinds, lane);
+#pragma unroll 4
+    for (int step = threadIdx.x; step < call.steps; step += COUNT_THREADS) {
+        const int key = new_key(p, pair, segment, step);
+        if (key >= 0) atomicAdd(counts + (p.classes - 1) * KEYS + key, 1u);
+    }
+    __syncthreads();  // all tokens are counted
+    for (int i = threadIdx.x; i < p.s.num_rungs * 3; i += COUNT_THREADS) p.kinds(g, 0)[i] = (&kinds[0][0])[i];
+    int before = 0;
+    for (int c = 0; c < p.classes; ++c) {
+        u32 total;
+        u64 ignored;
+        const u32 count = counts[c * KEYS + threadIdx.x];
+        const u32 start = block_scan<COUNT_THREADS, u32>(count, total);
+        weights[threadIdx.x] = block_scan<COUNT_THREADS, u64>(count * token_weight(threadIdx.x), ignored);
+        counts[c * KEYS + threadIdx.x] = start;
+        call.starts[(p.group(g) * p.classes + c) * KEYS + threadIdx.x] = start;
+        __syncthreads();  // sums over the keys of this class are whole
+        for (int chunk = threadIdx.x; chunk < (int)total / PAGE; chunk += COUNT_THREADS) {
+            const u64 from = weight_below(counts + c * KEYS, weights, chunk * PAGE);
+            const u64 to = weight_below(counts + c * KEYS, weights, (chunk + 1) * PAGE);
+            call.weight[p.group(g) * call.chunks + before + chunk] = __ull2float_rn(to - from);
+        }
+        before += total / PAGE;
+        if (threadIdx.x == 0) p.tokens(g)[c] = total;
+        if (threadIdx.x < p.levels) p.chosen(g, c)[threadIdx.x] = 0;
+        __syncthreads();  // they may be written again
+    }
+}
+
+// ---- Choosing
+
+// The chunks of a class of a group, in the order of their weights.
+struct Run {
+    const float* weights;
+    int chunks, first;  // first: number of chunks of the row before these
+};
+
+// The chunks that may take one step of their hull.
+struct Step {
+    Run run;
+    float rate;
+    int bytes;  // more of each, 0 if there is no such step
+};
+
+// What is known of the first chunk beyond a price: it is one of these.
+struct Bounds {
+    int least, most;
+};
+
+// The first chunk of a run whose slope exceeds the price, or reaches it; their number if none does.
+__device__ __forceinline__ int first_beyond(const Run& run, float rate, float price, const Bounds& within,
+                                            bool reaching) {
+    int found = within.least, half = within.most - within.least;
+    half = half ? 1 << (31 - __clz(half)) : 0;
+#pragma unroll 1
+    for (; half; half /= 2) {
+        const int at = found + half;
+        const float slope = at <= within.most ? __fmul_rn(run.weights[at - 1], rate) : price;
+        const bool beyond = at > within.most || slope > price || (reaching && slope == price);
+        found = beyond ? found : at;
+    }
+    return found;
+}
+
+// How many chunks of a run take a step of their hull: those whose slope exceeds the price, `above` is the
+// first of them, and of those at the price the chunks with numbers below `ties`.
+__device__ __forceinline__ int taking(const Run& run, float rate, float price, const Bounds& within, int ties,
+                                      int& above) {
+    above = first_beyond(run, rate, price, within, false);
+    if (ties <= run.first) return run.chunks - above;
+    const int equal = first_beyond(run, rate, price, {within.least, above}, true);
+    return run.chunks - above + min(max(ties - run.first, equal), above) - equal;
+}
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+    choose_rungs(const __grid_constant__ PlanCall call) {
+    extern __shared__ float held[];  // [call.held]
+    __shared__ long long sums[2][ROW_THREADS / 32];
+    __shared__ u16 found[2][ASKED][ANSWERING];  // first chunks beyond the prices asked, of first steps
+    __shared__ Hull hulls[MAX_LEVELS];
+    __shared__ int cost[MAX_LEVELS];
+    begin_early();
+    const Plan p(call, blockIdx.y);
+    const int row = blockIdx.x, own = p.s.heads * call.segments, top = p.levels - 1;
+    int2* const runs = call.runs + p.group(row * own) * p.classes;  // chunks, number of the first
+    for (int i = threadIdx.x; i < MAX_LEVELS * (int)(sizeof(Hull) / 4); i += ROW_THREADS)
+        ((u32*)hulls)[i] = ((const u32*)call.hulls)[i];
+    if (threadIdx.x < MAX_LEVELS) cost[threadIdx.x] = call.cost[threadIdx.x];
+    __syncthreads();  // the tables are in shared memory
+
+    // The row's runs, and what its other pages take.
+    int total = 0;
+    long long taken = 0;
+    for (int first = 0; first < own; first += ROW_THREADS) {
+        const int i = first + threadIdx.x, g = row * own + i;
+        int chunks = 0, all;
+        if (i < own) {
+            const int* tokens = p.tokens(g);
+            for (int c = 0; c < p.classes; ++c) {
+                chunks += tokens[c] / PAGE;
+                if (tokens[c] % PAGE) taken += cost[p.ceiling(c)];
+            }
+            const bool extra = p.room_of(g) < p.to_come(g % call.segments);
+            call.extra[p.group(g)] = extra;
+            if (extra) taken += cost[top];
+        }
+        int number = total + block_scan<ROW_THREADS, int>(chunks, all);
+        for (int c = 0; c < p.classes && i < own; ++c) {
+            runs[i * p.classes + c] = {p.tokens(g)[c] / PAGE, number};
+            number += p.tokens(g)[c] / PAGE;
+        }
+        total += all;
+    }
+    block_scan<ROW_THREADS, long long>(taken, taken);  // and the runs are there
+    const long long room = p.s.budget[row] - call.fixed_bytes - taken - (long long)total * cost[0];
+
+    const bool holds = total <= call.held;
+    if (holds) {
+        for (int i = threadIdx.x; i < own * call.chunks; i += ROW_THREADS) {
+            const int g = i / call.chunks, chunk = i - g * call.chunks, first = runs[g * p.classes].y;
+            const int beyond = g + 1 < own ? runs[(g + 1) * p.classes].y : total;
+            if (first + chunk < beyond)
+                held[first + chunk] = call.weight[p.group(row * own + g) * call.chunks + chunk];
+        }
+        __syncthreads();  // the weights are in shared memory
+    }
+    auto run_at = [&](int n) {
+        const int i = n / p.classes;
+        const int2 run = runs[n];
+        const float* weights =
+            call.weight + p.group(row * own + i) * call.chunks + (run.y - runs[i * p.classes].y);
+        return Run{holds ? held + run.y : weights, run.x, run.y};
+    };
+    const int tasks = own * p.classes * top, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int asked = threadIdx.x / ANSWERING;
+    auto step_at = [&](int task) {
+        const int n = task / top, i = task - n * top;
+        const Hull& hull = hulls[p.ceiling(n % p.classes)];
+        if (i >= hull.steps) return Step{};
+        return Step{run_at(n), hull.rate[i], cost[hull.level[i]] - cost[i ? hull.level[i - 1] : 0]};
+    };
+    const int first_task = threadIdx.x % ANSWERING;
+    const Step mine = first_task < tasks ? step_at(first_task) : Step{};
+    Bounds bounds = {0, mine.run.chunks};  // for `mine` and all prices that are left
+    int turn = 0;
+    // Whether the row fits, for the questions of all: bits 4 i to 4 i + 3 answer price and ties of the i-th
+    // eighth of the block. `never`: this one is known not to fit.
+    auto fits = [&](float price, int ties, bool never) {
+        long long bytes = never ? 1ll << 48 : 0;
+        for (int task = first_task; task - lane < tasks; task += ANSWERING) {  // whole warps
+            const Step step = task == first_task ? mine : task < tasks ? step_at(task) : Step{};
+            const Bounds within = task == first_task ? bounds : Bounds{0, step.run.chunks};
+            int above;
+            const u32 more = step.bytes * taking(step.run, step.rate, price, within, ties, above);
+            if (task == first_task) found[turn][asked][first_task] = (u16)above;
+            bytes += __reduce_add_sync(ALL_LANES, more);  // a run has 1,024 chunks at most
+        }
+        if (lane == 0) sums[turn][warp] = bytes;
+        __syncthreads();  // the sums of this turn are whole, and those of the turn before have been read
+        long long all = sums[turn][lane];
+#pragma unroll
+        for (int bit = 1; bit < ANSWERING / 32; bit *= 2) all += __shfl_xor_sync(ALL_LANES, all, bit);
+        turn ^= 1;
+        return __ballot_sync(ALL_LANES, all <= room);
+    };
+    auto answer = [](u32 bits) { return bits ? (__ffs(bits) - 1) / (ANSWERING / 32) : ASKED; };
+    auto between = [&](int low, int high, int i) {
+        return low + (int)((u64)(u32)(high - low) * (u32)(i + 1) / (u32)(ASKED + 1));
+    };
+    int low = -1, high = 0x7f7fffff;
+    while (high - low > 1) {
+        const int price = between(low, high, asked), before = low;
+        const int cheapest = answer(fits(__int_as_float(price), 0, price == low));
+        if (cheapest > 0) low = between(before, high, cheapest - 1);
+        if (cheapest < ASKED) high = between(before, high, cheapest);
+        // Dearer prices have later first chunks, so searches begin between those of the two that are left.
+        if (cheapest > 0) bounds.least = found[turn ^ 1][cheapest - 1][first_task];
+        if (cheapest < ASKED) bounds.most = found[turn ^ 1][cheapest][first_task];
+    }
+    const float price = __int_as_float(high);
+    int ties = 0, beyond = total + 1;
+    while (beyond - ties > 1) {
+        const int fitting = answer(~fits(price, between(ties, beyond, asked), false)), before = ties;
+        if (fitting > 0) ties = between(before, beyond, fitting - 1);
+        if (fitting < ASKED) beyond = between(before, beyond, fitting);
+    }
+    if (!(fits(price, ties, false) & 1) && threadIdx.x == 0) atomicOr(p.s.status, NO_ROOM);
+    for (int n = threadIdx.x; n < own * p.classes; n += ROW_THREADS) {
+        const Hull& hull = hulls[p.ceiling(n % p.classes)];
+        int* chosen = p.chosen(row * own + n / p.classes, n % p.classes);
+        const Run run = run_at(n);
+        int rising = run.chunks, level = 0;
+        for (int i = 0; i < hull.steps && rising; ++i) {
+            int above;
+            const int further = taking(run, hull.rate[i], price, {0, run.chunks}, ties, above);
+            chosen[level] = rising - further;
+            rising = further;
+            level = hull.level[i];
+        }
+        chosen[level] = rising;
+    }
+}
+
+// ---- Births
+
+// Pages of rung r that a group needs fresh: all, and those that get tokens.
+__device__ __forceinline__ int births_of(const Plan& p, int g, int r, int& filled) {
+    filled = 0;
+    for (int c = 0; c < p.classes; ++c)
+        if (c != r) filled += p.chosen(g, c)[r + p.s.evicts];
+    if (r < p.s.num_rungs - 1) return filled;
+    filled += p.tokens(g)[p.s.num_rungs] % PAGE > 0;
+    return filled + p.extra_is_born(g);
+}
+
+__device__ __forceinline__ int slabs_for(const Plan& p, int r, int births) {
+    return (p.s.used[r] + births + p.s.rungs[r].per_slab - 1) / p.s.rungs[r].per_slab - p.s.slab_count[r];
+}
+
+// Takes back what does not fit: the new tokens, and demotions beyond `share` slabs a rung; all threads.
+__device__ void cut_down(const Plan& p, int share) {
+    const int rungs = p.s.num_rungs;
+    for (int g = threadIdx.x; g < p.groups; g += BIRTH_THREADS) {
+        p.tokens(g)[rungs] = 0;
+        p.call.extra[p.group(g)] = 0;
+        for (int level = 0; level < p.levels; ++level) p.chosen(g, rungs)[level] = 0;
+    }
+    for (int r = 0; r < rungs; ++r) {
+        const int of_slabs = (p.s.slab_count[r] + share) * (int)p.s.rungs[r].per_slab - p.s.used[r];
+        int left = min(of_slabs, p.call.most_births / rungs), all;
+        for (int first = 0; first < p.groups; first += BIRTH_THREADS) {
+            const int g = first + threadIdx.x, level = r + p.s.evicts;
+            int wanted = 0;
+            for (int c = r + 1; c < rungs && g < p.groups; ++c) wanted += p.chosen(g, c)[level];
+            int mine = max(0, left - block_scan<BIRTH_THREADS, int>(wanted, all));
+            for (int c = r + 1; c < rungs && g < p.groups; ++c) {
+                const int cut = max(0, p.chosen(g, c)[level] - mine);
+                mine -= p.chosen(g, c)[level] - cut;
+                p.chosen(g, c)[level] -= cut;
+                p.chosen(g, c)[c + p.s.evicts] += cut;
+            }
+            left -= all;
+        }
+    }
+    __syncthreads();  // the counts of all groups are final
+}
+
+extern "C" __global__ void __launch_bounds__(BIRTH_THREADS)
+    bear_pages(const __grid_constant__ PlanCall call) {
+    begin_early();
+    const Plan p(call, blockIdx.y);
+    const int rungs = p.s.num_rungs, num_free = p.s.num_free[0];
+    int births = 0, slabs = 0;
+    for (int r = 0; r < rungs; ++r) {
+        int own = 0, all, filled;
+        for (int g = threadIdx.x; g < p.groups; g += BIRTH_THREADS) own += births_of(p, g, r, filled);
+        block_scan<BIRTH_THREADS, int>(own, all);
+        births += all;
+        slabs += slabs_for(p, r, all);
+    }
+    if (births > call.most_births || slabs > num_free) {
+        if (threadIdx.x == 0) atomicOr(p.s.status, UNFINISHED);
+        cut_down(p, num_free / rungs);
+    }
+    int listed = 0, moves = 0, taken = 0;
+    for (int r = 0; r < rungs; ++r) {
+        const int used = p.s.used[r], held = p.s.slab_count[r];
+        int born = 0;
+        for (int first = 0; first < p.groups; first += BIRTH_THREADS) {
+            const int g = first + threadIdx.x;
+            int own = 0, filled = 0, tokens = 0, all_born, all_filled, all_tokens;
+            if (g < p.groups) {
+                const int left = r == rungs - 1 ? p.tokens(g)[rungs] % PAGE : 0;
+                own = births_of(p, g, r, filled);
+                tokens = filled * PAGE - (left ? PAGE - left : 0);
+            }
+            const int before = block_scan<BIRTH_THREADS, int>(own, all_born);
+            const int place = block_scan<BIRTH_THREADS, int>(filled, all_filled);
+            const int sequence = block_scan<BIRTH_THREADS, int>(tokens, all_tokens);
+            if (g < p.groups) {
+                call.births[p.at_rung(g, r)] = own;
+                call.first[p.at_rung(g, r)] = used + born + before;
+                call.list[p.at_rung(g, r)] = listed + place;
+                call.sequence[p.at_rung(g, r)] = moves + sequence;
+            }
+            born += all_born;
+            listed += all_filled;
+            moves += all_tokens;
+        }
+        const int more = slabs_for(p, r, born);
+        __syncthreads();  // the rung's old counts have been read
+        for (int i = threadIdx.x; i < more; i += BIRTH_THREADS) {
+            const int slab = p.s.free_slabs[num_free - 1 - taken - i];
+            p.s.slabs[r * p.s.max_slabs + held + i] = slab;
+            p.s.place[slab] = held + i;
+        }
+        if (threadIdx.x == 0) {
+            p.s.used[r] = used + born;
+            p.s.slab_count[r] = held + more;
+        }
+        taken += more;
+    }
+    if (threadIdx.x == 0) {
+        PlanHead* head = call.head + p.layer;
+        p.s.num_free[0] = num_free - taken;
+        head->num_groups[0] = listed;
+        head->reserved = 0;
+        call.begins[0][(u64)p.layer * (call.most_births + 1) + listed] = moves;
+    }
+}

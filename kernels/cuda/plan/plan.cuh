@@ -1,0 +1,209 @@
+// What the kernels of a plan share: the call, its workspace, and how they go through the tokens of a group.
+// The algorithm stands in kvlab/reference/cache_plan.py, in the same words. Needs pages/state.cuh.
+#pragma once
+
+constexpr int KEYS = 256, RECENT = 254, SINK = 255, PAGE = 64;
+constexpr int MAX_LEVELS = CACHE_RUNGS + 1;
+constexpr u8 DROPPED = 0x80;  // in PlanCall::after
+
+// Corners of the lower hull of (bytes, loss) up to a level: loss saved a byte, and the level of each.
+struct Hull {
+    float rate[CACHE_RUNGS];
+    int level[CACHE_RUNGS];
+    int steps;
+};
+
+// Of one layer, between the kernels of a plan.
+struct PlanHead {
+    int num_groups[2], num_copies, unused;
+    u64 reserved;  // phase 1: moves, and in the upper half pages they go to
+};
+
+// Arrays of the workspace have the layer of the launch as their first axis. A group is (pair, segment); class
+// c < num_rungs are the tokens stored at rung c, class num_rungs the new ones.
+struct PlanCall {
+    Hull hulls[MAX_LEVELS];  // of chunks that may rise to each level
+    int cost[MAX_LEVELS];    // bytes of a page and its table entry; of level 0 none if it means eviction
+    const LayerState* layers;
+    const u8* codes;      // [pairs][steps]: importance of new tokens
+    const u8* valid;      // [batch][steps], or null
+    u32* starts;          // [groups][classes][KEYS]: tokens of smaller keys
+    int* tokens;          // [groups][classes]
+    int* kinds;           // [groups][num_rungs][3]: pages that are full, partly filled, empty
+    float* weight;        // [groups][chunks]
+    int2* runs;           // [groups][classes]: chunks; chunks of the row before these
+    int* chosen;          // [groups][classes][levels]: chunks
+    int* extra;           // [groups]: whether an empty page is to be held ready
+    int *births, *first;  // [groups][num_rungs]: pages born, number of the first
+    int *list,
+        *sequence;     // [groups][num_rungs]: place of the first in the list of phase 0, of its first move
+    u64* stay;         // [pairs][entries]: which tokens stay in their rung
+    u8* after;         // [pairs][entries]: tokens that a page will hold, or DROPPED
+    int* role;         // [groups][2]: entry of the page with the left over, of the empty page; -1: none
+    u32* places;       // [pairs][entries]: entries to fill
+    int* dead_first;   // [pairs][num_rungs]: place of a pair's first in the list of dropped pages
+    u32 *dead, *gaps;  // [most_dropped]: numbers of dropped pages, by rung; those with a live page behind
+    u8* above;         // [most_dropped]: whether a page that is beyond the end after the change is dropped
+    PlanHead* head;    // [1]
+    Move* moves[2];    // [most_births * PAGE], [most_dropped * PAGE]
+    u32* begins[2];    // [most_births + 1], [most_dropped * PAGE + 1]
+    PageCopy* copies;  // [most_dropped]
+    long long fixed_bytes;
+    int segments, chunks, most_births, most_dropped;
+    int steps, first_position, sink, recent, room, by_position;
+    int held;  // chunks of a row whose weights fit the shared memory of choose_rungs
+};
+
+// The same, for the layer of this block.
+struct Plan {
+    const PlanCall& call;
+    const LayerState& s;
+    int layer, pairs, groups, classes, levels, seqlen;
+
+    __device__ __forceinline__ Plan(const PlanCall& c, int number)
+        : call(c), s(c.layers[number]), layer(number) {
+        pairs = s.batch * s.heads;
+        groups = pairs * call.segments;
+        classes = s.num_rungs + 1;
+        levels = s.num_rungs + s.evicts;
+        seqlen = call.steps ? call.first_position + call.steps : s.seqlen[0];
+    }
+    __device__ __forceinline__ u64 group(int g) const { return (u64)layer * groups + g; }
+    __device__ __forceinline__ u64 pair(int p) const { return (u64)layer * pairs + p; }
+    __device__ __forceinline__ int* tokens(int g) const { return call.tokens + group(g) * classes; }
+    __device__ __forceinline__ int* kinds(int g, int r) const {
+        return call.kinds + (group(g) * s.num_rungs + r) * 3;
+    }
+    __device__ __forceinline__ int* chosen(int g, int c) const {
+        return call.chosen + (group(g) * classes + c) * levels;
+    }
+    __device__ __forceinline__ u64 at_rung(int g, int r) const { return group(g) * s.num_rungs + r; }
+    __device__ __forceinline__ int ceiling(int c) const { return min(c + s.evicts, levels - 1); }
+
+    // Chunks of a class that change their rung; pages that the tokens of a stored class then fill.
+    __device__ __forceinline__ int leaving(int g, int c) const {
+        return tokens(g)[c] / PAGE - (c < s.num_rungs ? chosen(g, c)[c + s.evicts] : 0);
+    }
+    __device__ __forceinline__ int needed(int g, int r) const {
+        return (tokens(g)[r] - PAGE * leaving(g, r) + PAGE - 1) / PAGE;
+    }
+    __device__ __forceinline__ int pages(int g, int r) const {
+        const int* k = kinds(g, r);
+        return k[0] + k[1] + k[2];
+    }
+    // How many of the next tokens lie in a segment; free slots of the page they go to.
+    __device__ __forceinline__ int to_come(int segment) const {
+        const long long from = (long long)segment << 16, end = from + 65536;
+        return (int)max(0ll, min(end, (long long)seqlen + call.room) - max(from, (long long)seqlen));
+    }
+    __device__ __forceinline__ int room_of(int g) const {
+        const int* t = tokens(g);
+        const int left = t[s.num_rungs] % PAGE ? t[s.num_rungs] % PAGE : t[s.num_rungs - 1] % PAGE;
+        return left ? PAGE - left : 0;
+    }
+    __device__ __forceinline__ bool extra_is_born(int g) const {
+        const int top = s.num_rungs - 1;
+        return call.extra[group(g)] && pages(g, top) <= needed(g, top);
+    }
+    // The number of a page, from its address.
+    __device__ __forceinline__ u32 number_of(int r, u32 address) const {
+        const u32 slab = address / (u32)s.slab_units;
+        return s.place[slab] * s.rungs[r].per_slab + (address - slab * s.slab_units) / s.rungs[r].record;
+    }
+    __device__ __forceinline__ int key(u32 code, int position) const {
+        if (call.by_position) code = encode_importance(__fdiv_rn(1.f, (float)max(seqlen - position, 1)));
+        const int k = position >= seqlen - call.recent ? RECENT : min((int)code, RECENT - 1);
+        return position < call.sink ? SINK : k;
+    }
+};
+
+__device__ __forceinline__ u32 lanes_below(int lane) {
+    return (1u << lane) - 1;
+}
+
+// The exclusive sum over the threads of a block, and the total; all threads.
+template <int THREADS, class T>
+__device__ __forceinline__ T block_scan(T x, T& total) {
+    constexpr int WARPS_OF_BLOCK = THREADS / 32;
+    __shared__ T sums[WARPS_OF_BLOCK];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto sum_to_lane = [&](T x, int lanes) {
+#pragma unroll
+        for (int bit = 1; bit < lanes; bit *= 2) {
+            const T lower = __shfl_up_sync(ALL_LANES, x, bit);
+            x += lane >= bit ? lower : 0;
+        }
+        return x;
+    };
+    const T sum = sum_to_lane(x, 32);
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();  // the sums of all warps are there
+    const T upto = sum_to_lane(lane < WARPS_OF_BLOCK ? sums[lane] : 0, WARPS_OF_BLOCK);
+    total = __shfl_sync(ALL_LANES, upto, WARPS_OF_BLOCK - 1);
+    const T before = warp ? __shfl_sync(ALL_LANES, upto, warp - 1) : 0;
+    __syncthreads();  // they may be written again
+    return before + sum - x;
+}
+
+// Goes through the pages of a pair and segment at entries [begin, end), one warp; of one rung, or of all if
+// rung < 0. on_batch(entry, mine, count) is called for 32 entries at once, then on_page(from lane, address,
+// rung, key of slot lane, key of slot 32 + lane) for those that are mine; a key is -1 where no token is.
+template <class OnBatch, class OnPage>
+__device__ __forceinline__ void visit_pages(const Plan& p, int pair, int segment, int rung, int begin,
+                                            int end, bool with_pages, OnBatch on_batch, OnPage on_page) {
+    constexpr int AT_ONCE = 4;
+    const int lane = threadIdx.x % 32;
+    const u64 row = (u64)pair * p.s.entries;
+#pragma unroll 1
+    for (int first = begin; first < end; first += 32) {
+        const int entry = first + lane;
+        const bool there = entry < end && p.s.base[row + entry] == segment;
+        const int r = there ? p.s.rung[row + entry] : 0, count = there ? p.s.count[row + entry] : 0;
+        const u32 address = there ? p.s.index[row + entry] : 0;
+        const bool mine = there && (rung < 0 || r == rung);
+        on_batch(entry, mine, r, count);
+        u32 todo = __ballot_sync(ALL_LANES, mine && with_pages);
+#pragma unroll 1
+        while (todo) {
+            int from[AT_ONCE];
+            u32 codes[AT_ONCE], positions[AT_ONCE];  // of slot lane; of slot 32 + lane in the upper halves
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                from[i] = todo ? __ffs(todo) - 1 : -1;
+                todo &= todo - 1;
+                const int source = max(from[i], 0), n = __shfl_sync(ALL_LANES, count, source);
+                const u64 page = (u64)__shfl_sync(ALL_LANES, address, source) * UNIT;
+                const u8* tail = p.s.arena + page + p.s.rungs[__shfl_sync(ALL_LANES, r, source)].tail;
+                codes[i] = positions[i] = 0xffffffffu;
+                if (from[i] < 0) continue;
+                if (lane < n) {
+                    codes[i] = tail[2 * PAGE + lane] | 0xffff0000u;
+                    positions[i] = ((const u16*)tail)[lane] | 0xffff0000u;
+                }
+                if (lane + 32 < n) {
+                    codes[i] = (codes[i] & 0xffffu) | (u32)tail[2 * PAGE + 32 + lane] << 16;
+                    positions[i] = (positions[i] & 0xffffu) | (u32)((const u16*)tail)[32 + lane] << 16;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                if (from[i] < 0) continue;
+                const int position = segment << 16;
+                const u32 low = codes[i] & 0xffffu, high = codes[i] >> 16;
+                const int key0 = low == 0xffffu ? -1 : p.key(low, position + (positions[i] & 0xffffu));
+                const int key1 = high == 0xffffu ? -1 : p.key(high, position + (positions[i] >> 16));
+                on_page(from[i], __shfl_sync(ALL_LANES, address, from[i]), __shfl_sync(ALL_LANES, r, from[i]),
+                        key0, key1);
+            }
+        }
+    }
+}
+
+// The key of new token `step` of a pair, or -1 if it is padding, does not exist or is of another segment.
+__device__ __forceinline__ int new_key(const Plan& p, int pair, int segment, int step) {
+    if (step >= p.call.steps) return -1;
+    const int position = p.call.first_position + step;
+    if (position >> 16 != segment) return -1;
+    if (p.call.valid && !p.call.valid[(u64)(pair / p.s.heads) * p.call.steps + step]) return -1;
+    return p.key(p.call.codes[(u64)pair * p.call.steps + step], position);
+}

@@ -1,0 +1,372 @@
+// How important tokens are: attention mass, from kept scores or from queries and keys, and norms of keys.
+//
+// Threads and data
+//   score_stored    grid (blocks of pages, pairs, layers): 8 lanes have a page, each 8 slots of it. Reads the
+//                   scores of the kept rows, a byte each, and brings the importance bytes of the page up to
+//                   date.
+//   mass_of_scores  from scores in float32, and writes the mass: what kvlab.ops.packed.mass_from_scores is on
+//                   a GPU.
+//   score_new       grid (tiles of keys, pairs): a warp holds KEYS keys as B operands of mma.m16n8k16 in
+//                   registers and multiplies them with all query rows, 16 at a time, which lie in shared
+//                   memory in chunks of ROWS. Only the sum over rows of exp(score - lse) remains.
+//   score_norms     a warp one key.
+//
+// Channels are dealt to operands such that a lane's 16 bytes are contiguous: lane group u has channels
+// 32 i + 8 u to + 7, the same for queries and keys, and the order of a sum does not matter to its value.
+// Memory: shared ROWS * (2 * HEAD_DIM + padding) + 12 * ROWS bytes; registers HEAD_DIM / 16 * KEYS / 4 for
+// keys.
+//
+// Macros: HEAD_DIM, BF16 (score_new and score_norms; the others do not depend on them).
+//
+// clang-format off
+// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=128
+// clang-format on
+#include <cuda_fp16.h>
+#include "pages/codes.cuh"
+#include "pages/state.cuh"
+#include "common/early_launch.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, PAGE = 64;
+constexpr float LOG2E = 1.44269504089f;
+#define INFINITE __int_as_float(0x7f800000)
+
+__device__ __forceinline__ float finite(float x) {
+    return x != x ? 0.f : x;
+}
+
+// ---- From kept scores
+
+struct Kept {
+    const void* scores;                     // [pairs][entries] blocks, or float [pairs][entries][rows][PAGE]
+    const float* lse;                       // [batch][heads * group][seqlen]
+    int group, positions, seqlen, entries;  // positions: the last query rows, whose scores were kept
+
+    __device__ __forceinline__ int rows() const { return positions * group; }
+};
+
+// What a score times log2(e) has added to be the exponent of a probability; row = position * group + head.
+// Rows of nothing have lse -inf, and those that give nobody anything +inf.
+__device__ __forceinline__ float base_of(const Kept& kept, int pair, int row) {
+    int head = row, position = kept.seqlen - kept.positions;
+    for (; head >= kept.group; head -= kept.group) ++position;
+    const float lse = kept.lse[((u64)pair * kept.group + head) * kept.seqlen + position];
+    return lse == -INFINITE ? 0.f : lse * -LOG2E;
+}
+
+// How scores follow what tokens receive, as in kvlab.cache.importance: what is new weighs 1 / (1 + age /
+// span), and `take` from age `old` on, where that is more.
+struct Following {
+    float take;
+    int span, old, forecast;
+    int counted;  // tokens of this call that LayerState::seqlen counts already
+};
+
+// The layers of score_stored. The block of a page has a byte for each slot, row after row, and then for each
+// row a float, its reference: the score, base 2, is (code - 255) / 8 + reference, and code 0 is nothing.
+struct Scoring {
+    const LayerState* layers;
+    Kept kept;
+    Following following;
+};
+
+constexpr int SCORE_THREADS = 64;  // few, so that the last blocks of a launch end together
+constexpr int LANES = 8, PAGES = SCORE_THREADS / LANES, OWN = PAGE / LANES;  // of a page, a block, a lane
+constexpr int AT_ONCE = 4;                                                   // rows
+constexpr float LEAST = 3.7252903e-9f;  // 2^-28: less has no importance code, nor do sums of code 0
+
+// Byte i of x as 128 + x / 256, and the exponent of 2 that it is as eighths.
+constexpr float EIGHTHS = 32.f, ZERO_EIGHTHS = -4096.f;
+
+__device__ __forceinline__ float byte_as_float(u32 x, int i) {
+    return __uint_as_float(__byte_perm(x, 0x43000000u, 0x7404 | i << 4));
+}
+
+__device__ __forceinline__ float log2_of(float x) {
+    float r;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+// A read that the compiler may not put off until its result is needed.
+template <class T>
+__device__ __forceinline__ T read_now(const T* from) {
+    return *(const volatile T*)from;
+}
+
+__device__ __forceinline__ u64 read_words(const void* from) {
+    return read_now((const u64*)from);
+}
+
+// Rows first to first + AT_ONCE - 1 of a page, of the slots of a lane; on their way from where this is made.
+struct Rows {
+    u64 codes[AT_ONCE];
+    float base;  // of row first + lane
+
+    __device__ __forceinline__ Rows(const Kept& kept, const u8* block, int pair, int first, int lane) {
+        const int rows = kept.rows(), row = first + lane;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            codes[i] = read_words(block + PAGE * min(first + i, rows - 1) + OWN * lane);
+        base = -INFINITE;
+        if (lane < AT_ONCE && row < rows) {
+            const float reference = read_now((const float*)(block + PAGE * rows) + row);
+            base = base_of(kept, pair, row);
+            if (base != -INFINITE) base += reference;  // or a query of NaN, if it is padding, would count
+        }
+    }
+
+    // All lanes of a warp.
+    __device__ __forceinline__ void add_to(float (&sum)[OWN]) const {
+        const float lowest = base + (ZERO_EIGHTHS - 255.f / 8.f);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const float from = __shfl_sync(ALL_LANES, lowest, i, LANES);
+#pragma unroll
+            for (int j = 0; j < OWN; ++j) {
+                const u32 word = j < 4 ? (u32)codes[i] : (u32)(codes[i] >> 32);
+                sum[j] += power_of_2(fmaf(byte_as_float(word, j % 4), EIGHTHS, from));
+            }
+        }
+    }
+};
+
+// The code of a score after its token received `mass`, as the lowest byte. Codes are eighths of a binary
+// order, so the special function unit's powers and logarithms are exact enough.
+template <bool YOUNG>
+__device__ __forceinline__ u32 updated(u32 codes, int i, float mass, int age, const Following& f) {
+    constexpr float TWO_23 = 8388608.f;
+    const float power = power_of_2(fmaf(byte_as_float(codes, i), EIGHTHS, ZERO_EIGHTHS - 24.f));
+    const float previous = codes & 255u << 8 * i ? power : 0.f, change = mass - previous;
+    float take = f.take;
+    if (YOUNG && age < f.old) {  // age / span, rounded down
+        const float spans = floorf(((float)age + .5f) * __fdividef(1.f, (float)f.span));
+        take = __fdividef(1.f, 1.f + spans);
+    }
+    float level = fmaf(take, change, previous);
+    if (f.forecast) level = fmaxf(fmaf(f.take, change, level), 0.f);
+    const float eighths = fminf(fmaxf(fmaf(8.f, log2_of(level), 192.f), 1.f), 255.f);
+    return level > 0.f ? __float_as_uint(eighths + TWO_23) : 0;
+}
+
+// New codes of four slots, of which the first `live` hold tokens.
+template <bool YOUNG>
+__device__ __forceinline__ u32 four_updated(u32 codes, u64 positions, const float* mass, int live, int length,
+                                            const Following& f) {
+    u32 result = codes;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int age = length - (int)(positions >> 16 * i & 0xffff);
+        const u32 code = updated<YOUNG>(codes, i, mass[i], age, f);
+        if (i < live && (!YOUNG || age > 0))  // not this call's own tokens
+            result = __byte_perm(result, code, 0x3210 ^ (i ^ 4) << 4 * i);
+    }
+    return result;
+}
+
+// Whether one of four tokens is younger than `old`.
+__device__ __forceinline__ bool any_young(u64 positions, int length, int old) {
+    bool young = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) young |= length - (int)(positions >> 16 * i & 0xffff) < old;
+    return young;
+}
+
+extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
+    score_stored(const __grid_constant__ Scoring call) {
+    begin_early();
+    const Kept& kept = call.kept;
+    const Following& following = call.following;
+    const LayerState& s = call.layers[blockIdx.z];
+    const int pair = blockIdx.y, kept_pair = blockIdx.z * gridDim.y + pair, lane = threadIdx.x % LANES;
+    const int place = blockIdx.x * PAGES + threadIdx.x / LANES, entry = min(place, kept.entries - 1);
+    // Most pages are live, so all that is needed of one is asked for before anybody knows which are.
+    const int rows = kept.rows(), block_bytes = PAGE * rows + 16 * ((rows + 3) / 4);
+    const u8* block = (const u8*)kept.scores + ((u64)kept_pair * kept.entries + entry) * (u32)block_bytes;
+    const Rows first_rows(kept, block, kept_pair, 0, lane);
+    const u64 at = (u64)pair * kept.entries + entry;
+    const u32 address = read_now(s.index + at), rung = read_now(s.rung + at) % CACHE_RUNGS;
+    const int count = read_now(s.count + at), base = read_now(s.base + at) << 16;
+    const int live = place < s.num_pages[pair] ? count - OWN * lane : 0;
+    const int length = s.seqlen[pair] - following.counted - base;
+    if (!__any_sync(ALL_LANES, live > 0)) return;
+    u8* const tail = s.arena + (u64)address * UNIT + s.rungs[rung].tail;
+    uint2* const codes = (uint2*)(tail + 2 * PAGE + OWN * lane);
+    ulonglong2 positions = {};
+    uint2 before = {};
+    if (live > 0) positions = *(const ulonglong2*)(tail + 2 * OWN * lane), before = *codes;
+    float mass[OWN] = {};
+    first_rows.add_to(mass);
+#pragma unroll 1
+    for (int first = AT_ONCE; first < rows; first += AT_ONCE)
+        Rows(kept, block, kept_pair, first, lane).add_to(mass);
+    const float share = __fdividef(1.f, (float)rows);
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) mass[i] = mass[i] * share > LEAST ? mass[i] * share : 0.f;
+    if (live <= 0) return;
+    uint2 after;
+    if (any_young(positions.x, length, following.old) || any_young(positions.y, length, following.old)) {
+        after.x = four_updated<true>(before.x, positions.x, mass, live, length, following);
+        after.y = four_updated<true>(before.y, positions.y, mass + 4, live - 4, length, following);
+    } else {
+        after.x = four_updated<false>(before.x, positions.x, mass, live, length, following);
+        after.y = four_updated<false>(before.y, positions.y, mass + 4, live - 4, length, following);
+    }
+    *codes = after;
+}
+
+// A thread four slots of a page.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    mass_of_scores(const u8* count, const int* num_pages, float* mass, const __grid_constant__ Kept kept) {
+    constexpr int FOURS = PAGE / 4;
+    const int pair = blockIdx.y, entry = blockIdx.x * (THREADS / FOURS) + threadIdx.x / FOURS;
+    const int slot = threadIdx.x % FOURS * 4, rows = kept.rows();
+    if (entry >= kept.entries) return;
+    const u64 at = (u64)pair * kept.entries + entry;
+    const int tokens = entry < num_pages[pair] ? count[at] : 0;
+    const float4* scores = (const float4*)kept.scores + at * rows * FOURS + slot / 4;
+    float found[4] = {};
+    if (slot < tokens)
+#pragma unroll 4
+        for (int row = 0; row < rows; ++row) {
+            const float4 score = scores[row * FOURS];
+            const float base = base_of(kept, pair, row);
+            if (base == -INFINITE) continue;  // even if its query is NaN
+            found[0] += power_of_2(fmaf(score.x, LOG2E, base));
+            found[1] += power_of_2(fmaf(score.y, LOG2E, base));
+            found[2] += power_of_2(fmaf(score.z, LOG2E, base));
+            found[3] += power_of_2(fmaf(score.w, LOG2E, base));
+        }
+    const float share = __fdividef(1.f, (float)rows);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found[i] = slot + i < tokens ? found[i] * share : 0.f;
+    *(float4*)(mass + at * PAGE + slot) = {found[0], found[1], found[2], found[3]};
+}
+
+// ---- From queries and keys
+
+struct Sight {
+    const u16 *q, *k;  // [batch][seqlen][heads_q][HEAD_DIM], [batch][seqlen][heads][HEAD_DIM] by strides
+    const float* lse;  // [batch][heads_q][seqlen]: over all keys; rows that are not finite count nothing
+    u8* codes;         // [pairs][seqlen]
+    long long q_batch, q_step, q_head, k_batch, k_step, k_head;
+    int heads, group, seqlen, window;  // window: the last query rows that count
+    float scale, softcap;
+};
+
+constexpr int KEYS = HEAD_DIM <= 128 ? 32 : 16, TILES = KEYS / 8, ROWS = 64;
+constexpr int PAIRS = HEAD_DIM / 32, STEPS = HEAD_DIM / 16;   // k-steps come in pairs, but a last one
+constexpr int STRIDE = (2 * HEAD_DIM + 63) / 128 * 128 + 64;  // bytes of a row in shared memory
+static_assert(STRIDE >= 2 * HEAD_DIM && STRIDE % 128 == 64, "rows of four lanes each meet no bank twice");
+
+// The operands of one row (of queries or keys) for all k-steps: 4 words a pair of steps, 2 for a last one.
+__device__ __forceinline__ void load_row(const u8* row, int u, u32 (&x)[2 * STEPS]) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+        const uint4 words = *(const uint4*)(row + 64 * i + 16 * u);
+        x[4 * i] = words.x, x[4 * i + 1] = words.y, x[4 * i + 2] = words.z, x[4 * i + 3] = words.w;
+    }
+    if (HEAD_DIM % 32) {
+        const uint2 words = *(const uint2*)(row + 64 * PAIRS + 8 * u);
+        x[4 * PAIRS] = words.x, x[4 * PAIRS + 1] = words.y;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_constant__ Sight sight) {
+    __shared__ __align__(16) u8 queries[ROWS * STRIDE];
+    __shared__ float base[ROWS];  // lse, base 2; +infinity: the row counts nothing
+    __shared__ int last[ROWS];    // the last key that the row sees
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, u = lane % 4;
+    const int pair = blockIdx.y, batch = pair / sight.heads, head = pair % sight.heads;
+    const int first_key = (blockIdx.x * WARPS + warp) * KEYS, rows = sight.window * sight.group;
+    u32 keys[TILES][2 * STEPS];
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+        const int key = min(first_key + 8 * t + g, sight.seqlen - 1);
+        load_row((const u8*)(sight.k + batch * sight.k_batch + key * sight.k_step + head * sight.k_head), u,
+                 keys[t]);
+    }
+    float sum[TILES][2] = {};
+    const float unit = sight.softcap > 0.f ? sight.scale / sight.softcap : sight.scale * LOG2E;
+#pragma unroll 1
+    for (int first = 0; first < rows; first += ROWS) {
+        __syncthreads();  // the rows before have been used
+        for (int i = threadIdx.x; i < ROWS * (HEAD_DIM / 8); i += THREADS) {
+            const int row = i / (HEAD_DIM / 8), part = i % (HEAD_DIM / 8), r = min(first + row, rows - 1);
+            const int step = sight.seqlen - sight.window + r % sight.window;
+            const int query = head * sight.group + r / sight.window;
+            const u16* from =
+                sight.q + batch * sight.q_batch + step * sight.q_step + query * sight.q_head + 8 * part;
+            const float whole =
+                sight.lse[((u64)batch * sight.heads * sight.group + query) * sight.seqlen + step];
+            const bool counts = first + row < rows && fabsf(whole) < INFINITE;
+            *(uint4*)(queries + row * STRIDE + 16 * part) = counts ? *(const uint4*)from : uint4{};
+            if (part) continue;
+            base[row] = counts ? whole * LOG2E : INFINITE;
+            last[row] = step;
+        }
+        __syncthreads();  // a chunk of rows is in shared memory
+#pragma unroll 1
+        for (int tile = 0; tile < ROWS && first + tile < rows; tile += 16) {
+            float c[TILES][4] = {};
+            u32 low[2 * STEPS], high[2 * STEPS];
+            load_row(queries + (tile + g) * STRIDE, u, low);
+            load_row(queries + (tile + 8 + g) * STRIDE, u, high);
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i) {
+                const u32 a[4] = {low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1]};
+#pragma unroll
+                for (int t = 0; t < TILES; ++t) mma(c[t], a, keys[t][2 * i], keys[t][2 * i + 1]);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = tile + 8 * half + g, end = last[row];
+                const float whole = base[row];
+#pragma unroll
+                for (int t = 0; t < TILES; ++t)
+#pragma unroll
+                    for (int j = 0; j < 2; ++j) {
+                        float x = c[t][2 * half + j] * unit;
+                        if (sight.softcap > 0.f) x = sight.softcap * LOG2E * tanhf(x);
+                        const bool sees = first_key + 8 * t + 2 * u + j <= end;
+                        sum[t][j] += sees ? power_of_2(x - whole) : 0.f;
+                    }
+            }
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+#pragma unroll
+            for (int bit = 4; bit < 32; bit *= 2) sum[t][j] += __shfl_xor_sync(ALL_LANES, sum[t][j], bit);
+            const int key = first_key + 8 * t + 2 * u + j;
+            if (g == 0 && key < sight.seqlen)
+                sight.codes[(u64)pair * sight.seqlen + key] =
+                    encode_importance(finite(sum[t][j] / (float)rows));
+        }
+}
+
+// ---- From keys alone
+
+// kind 0: 1 / norm, as keys of small norm collect attention; 1: 1 / age; 2: 1.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    score_norms(const u16* k, u8* codes, long long k_batch, long long k_step, long long k_head, int heads,
+                int seqlen, int kind) {
+    const int pair = blockIdx.y, batch = pair / heads, head = pair % heads, lane = threadIdx.x % 32;
+    const int step = blockIdx.x * WARPS + threadIdx.x / 32;
+    if (step >= seqlen) return;
+    float sum = 0.f;
+    if (kind == 0) {
+        const u32* row = (const u32*)(k + batch * k_batch + step * k_step + head * k_head);
+#pragma unroll
+        for (int i = lane; i < HEAD_DIM / 2; i += 32) {
+            const float2 x = unpack_pair(row[i]);
+            sum += x.x * x.x + x.y * x.y;
+        }
+#pragma unroll
+        for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, bit);
+    }
+    if (lane) return;
+    const float norm = kind == 0 ? fmaxf(sqrtf(sum), 1e-6f) : kind == 1 ? (float)(seqlen - step) : 1.f;
+    codes[(u64)pair * seqlen + step] = encode_importance(finite(__fdiv_rn(1.f, norm)));
+}

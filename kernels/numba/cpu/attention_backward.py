@@ -1,0 +1,285 @@
+"""Gradients of attention on the CPU: two passes that share no sum, so every bit is the same every time.
+
+With s the scores, p = exp(s - lse) and delta[row] = <dout[row], out[row]>, for each row and key it sees:
+
+    slope = p * (<dout[row], v[key]> - delta[row])      what the loss gains from a score, before scale and cap
+    dq[row] = scale * sum over keys slope * k[key]
+    dk[key] = scale * sum over rows slope * q[row]      dv[key] = sum over rows p * dout[row]
+
+The first pass takes items of 8 panels of query rows, as the forward does, and gives dq and delta; the second
+items of 4 tiles of keys, and gives dk and dv, summed in float32 over the rows of all heads that read the KV
+head. Both compute p and slope, which makes 7 products instead of 5; but nothing is added from two threads, no
+sum waits in memory beyond scratch, and no row depends on its batch mates. Panels and tiles are those of
+cpu/tiles.py. Scratch memory of a thread at head_dim 128: 350 KiB in the first pass, 620 KiB in the second.
+
+`lse` and `out` may be those of more keys than there are here: then the gradients are this part's share.
+"""
+
+import numpy as np
+from numba import njit, types
+
+from .elements import load_values, store_values
+from .simd import LANES, helper, load, splat, store, where
+from .softmax import LOG2_E, exp2, take_number
+from .tiles import (
+    CHUNK,
+    KEYS,
+    MINUS_INFINITY,
+    PANEL,
+    PANELS,
+    READ,
+    WRITE,
+    array_type,
+    cap,
+    fused,
+    hide,
+    mask_of,
+    multiply,
+    read_panel,
+    read_tile,
+)
+
+TILES = 4
+"""Tiles of keys that share a panel of query rows in the second pass."""
+
+_SQUARE = PANEL * PANEL
+_LOWEST = np.float32(-3e38)  # below this, a score is that of a hidden key
+_ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
+
+
+@helper
+def _read_logs(lse, place, head, group, row, rows, logs):
+    """logs (PANEL,) = lse of the rows in units of log 2; +inf, which gives no weight, where there is none."""
+    for lane in range(PANEL):
+        logs[lane] = _INFINITY
+        if row + lane < rows:
+            position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
+            if lse[place[0], own, position] != MINUS_INFINITY:
+                logs[lane] = lse[place[0], own, position] * LOG2_E
+
+
+@helper
+def _weigh(scores, slopes, keys, hidden, first, last, unit, rate, softcap, logs, deltas):
+    """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes."""
+    if softcap > 0:
+        cap(scores, keys, rate, softcap)
+    if hidden:
+        hide(scores, keys, first, last)
+    bent = splat(_ONE / softcap if softcap > 0 else _ZERO)
+    for lane in range(0, PANEL, LANES):
+        below, delta = splat(_ZERO) - load(logs, lane), load(deltas, lane)
+        for j in range(keys):
+            at = j * PANEL + lane
+            score = load(scores, at)
+            weight = exp2(fused(score, splat(unit), below))
+            slope = weight * (load(slopes, at) - delta)
+            share = score * bent
+            slope = slope * (splat(_ONE) - share * share) if softcap > 0 else slope
+            store(scores, at, weight)
+            store(slopes, at, where(splat(_LOWEST) > score, splat(_ZERO), slope))
+
+
+@helper
+def _find_deltas(dout, out, dtype, place, head, group, row, rows, line, other, deltas, delta):
+    """deltas (PANEL,) = <dout, out> of the rows, also written to delta; 0 beyond the last row."""
+    channels = dout[0].shape[3] + dout[1].shape[3]
+    for lane in range(PANEL):
+        deltas[lane] = 0
+        if row + lane < rows:
+            position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
+            load_values(
+                dout[0][place[0], position, own],
+                dout[1][place[0], position, own],
+                dtype,
+                0,
+                channels,
+                line,
+                0,
+            )
+            load_values(
+                out[0][place[0], position, own], out[1][place[0], position, own], dtype, 0, channels, other, 0
+            )
+            total = 0.0
+            for channel in range(channels):
+                total += np.float64(line[channel]) * np.float64(other[channel])
+            deltas[lane] = total
+            delta[place[0], own, position] = total
+
+
+@helper
+def _read_deltas(delta, place, head, group, row, rows, deltas):
+    for lane in range(PANEL):
+        deltas[lane] = 0
+        if row + lane < rows:
+            position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
+            deltas[lane] = delta[place[0], own, position]
+
+
+@helper
+def _write_queries(totals, place, head, group, row, rows, scale, dtype, line, rest, out16, out32):
+    channels = out16.shape[3] + out32.shape[3]
+    for lane in range(min(PANEL, rows - row)):
+        position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
+        for channel in range(channels):
+            line[channel] = totals[channel * PANEL + lane] * scale
+        store_values(
+            line, dtype, out16[place[0], position, own], out32[place[0], position, own], 0, channels, rest
+        )
+
+
+@helper
+def _write_keys(totals, place, head, key, keys, scale, dtype, line, rest, out16, out32):
+    channels = out16.shape[3] + out32.shape[3]
+    for j in range(keys):
+        at = place[3] + key + j
+        for channel in range(channels):
+            line[channel] = totals[(channel // PANEL * KEYS + j) * PANEL + channel % PANEL] * scale
+        store_values(line, dtype, out16[place[0], at, head], out32[place[0], at, head], 0, channels, rest)
+
+
+@helper
+def _turn(panel, channels, squares):
+    """squares (blocks, rows, PANEL): a panel with its channels in blocks of 24, a row of it contiguous."""
+    for channel in range(channels):
+        first = channel // PANEL * _SQUARE + channel % PANEL
+        for lane in range(PANEL):
+            squares[first + lane * PANEL] = panel[channel * PANEL + lane]
+
+
+@helper
+def _add_rows(weights, keys, squares, blocks, ones, totals):
+    """totals (blocks, KEYS, PANEL) += weights (keys, PANEL) @ squares, block by block."""
+    for block in range(blocks):
+        multiply(
+            weights, PANEL, 1, squares[block * _SQUARE :], PANEL, PANEL, totals[block * KEYS * PANEL :], keys,
+            ones, False,
+        )  # fmt: skip
+
+
+_COMMON = (
+    types.int64[::1], array_type(types.int64, 2), array_type(types.int64, 2), READ, READ, READ, READ,
+)  # fmt: skip
+_NUMBERS = (*(types.int64,) * 4, *(types.float32,) * 5)
+_ROWS = array_type(types.float32, 3)
+_QUERIES = types.void(*_COMMON, READ, _ROWS, *_NUMBERS, array_type(types.float32, 3, False), WRITE)
+_KEYS = types.void(*_COMMON, _ROWS, _ROWS, *_NUMBERS, WRITE, WRITE)
+
+
+@njit(_QUERIES, error_model="numpy", nogil=True, cache=True)
+def differentiate_queries(
+    counter, items, places, dout, q, k, v, out, lse, dtype, group, left, right, sign, unit, rate, softcap,
+    scale, delta, dq,
+):  # fmt: skip
+    """First pass: dq, and delta (batch, heads, seqlen) for the second; what one thread does.
+
+    Arguments as of `attention.attend`; dout and out as q, scale the factor on the scores.
+    """
+    channels = q[0].shape[3] + q[1].shape[3]
+    width = (channels + LANES - 1) // LANES * LANES
+    pitch = width + LANES
+    keys_tile, values_tile = np.zeros((2, KEYS * pitch), np.float32)
+    queries, above, totals = np.empty((3, PANELS, width * PANEL), np.float32)
+    logs, deltas = np.empty((2, PANELS, PANEL), np.float32)
+    scores, slopes = np.empty((2, KEYS * PANEL), np.float32)
+    first, last = np.empty((2, PANEL), np.float32)
+    line, other, rest = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(LANES, np.uint16)
+    ones = np.ones(PANEL, np.float32)
+    item = take_number(counter)
+    while item < items.shape[0]:
+        place, head = places[items[item, 0]], items[item, 1]
+        start, rows = items[item, 2] * PANELS * PANEL, place[2] * group
+        panels = min(PANELS, (rows - start + PANEL - 1) // PANEL)
+        for p in range(panels):
+            row = start + p * PANEL
+            read_panel(q[0], q[1], dtype, place, head, group, row, rows, sign, line, queries[p])
+            read_panel(dout[0], dout[1], dtype, place, head, group, row, rows, _ONE, line, above[p])
+            _read_logs(lse, place, head, group, row, rows, logs[p])
+            _find_deltas(dout, out, dtype, place, head, group, row, rows, line, other, deltas[p], delta)
+            for i in range(width * PANEL):
+                totals[p, i] = 0
+        behind = place[4] - place[2]
+        low = max(start // group + behind - left, 0)
+        high = min((min(start + panels * PANEL, rows) - 1) // group + behind + right + 1, place[4])
+        for key in range(low, high, KEYS):
+            keys = min(KEYS, high - key)
+            padded = (keys + 3) // 4 * 4
+            read_tile(k[0], k[1], dtype, place, head, key, keys, pitch, keys_tile)
+            read_tile(v[0], v[1], dtype, place, head, key, keys, pitch, values_tile)
+            for p in range(panels):
+                hidden = mask_of(place, group, start + p * PANEL, rows, key, left, right, first, last)
+                if first.min() > KEYS - 1 or last.max() < 0:
+                    continue
+                multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, ones, True)
+                multiply(values_tile, pitch, 1, above[p], channels, CHUNK, slopes, padded, ones, True)
+                _weigh(
+                    scores, slopes, padded, hidden or padded < KEYS, first, last, unit, rate, softcap,
+                    logs[p], deltas[p],
+                )  # fmt: skip
+                multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
+        for p in range(panels):
+            _write_queries(
+                totals[p], place, head, group, start + p * PANEL, rows, scale, dtype, line, rest, dq[0], dq[1]
+            )
+        item = take_number(counter)
+
+
+@njit(_KEYS, error_model="numpy", nogil=True, cache=True)
+def differentiate_keys(
+    counter, items, places, dout, q, k, v, lse, delta, dtype, group, left, right, sign, unit, rate, softcap,
+    scale, dk, dv,
+):  # fmt: skip
+    """Second pass: dk and dv; an item is a sequence, a KV head and a block of TILES * KEYS keys."""
+    channels = q[0].shape[3] + q[1].shape[3]
+    width = (channels + LANES - 1) // LANES * LANES
+    pitch, blocks = width + LANES, (channels + PANEL - 1) // PANEL
+    keys_tiles, values_tiles = np.zeros((2, TILES, KEYS * pitch), np.float32)
+    keys_totals, values_totals = np.empty((2, TILES, blocks * KEYS * PANEL), np.float32)
+    queries, above = np.empty((2, width * PANEL), np.float32)
+    query_squares, above_squares = np.zeros((2, blocks * _SQUARE), np.float32)
+    scores, slopes = np.empty((2, KEYS * PANEL), np.float32)
+    logs, deltas, first, last = np.empty((4, PANEL), np.float32)
+    line, rest = np.empty(width, np.float32), np.empty(LANES, np.uint16)
+    ones = np.ones(PANEL, np.float32)
+    item = take_number(counter)
+    while item < items.shape[0]:
+        place, head = places[items[item, 0]], items[item, 1]
+        begin, rows = items[item, 2] * TILES * KEYS, place[2] * group
+        end = min(begin + TILES * KEYS, place[4])
+        tiles = (end - begin + KEYS - 1) // KEYS
+        for t in range(tiles):
+            key = begin + t * KEYS
+            keys = min(KEYS, end - key)
+            read_tile(k[0], k[1], dtype, place, head, key, keys, pitch, keys_tiles[t])
+            read_tile(v[0], v[1], dtype, place, head, key, keys, pitch, values_tiles[t])
+            for i in range(blocks * KEYS * PANEL):
+                keys_totals[t, i] = values_totals[t, i] = 0
+        behind = place[4] - place[2]
+        low = max(begin - right - behind, 0) * group
+        high = min(end + left - behind, place[2]) * group
+        for row in range(low, high, PANEL):
+            read_panel(q[0], q[1], dtype, place, head, group, row, rows, sign, line, queries)
+            read_panel(dout[0], dout[1], dtype, place, head, group, row, rows, _ONE, line, above)
+            _turn(queries, channels, query_squares)
+            _turn(above, channels, above_squares)
+            _read_logs(lse, place, head, group, row, rows, logs)
+            _read_deltas(delta, place, head, group, row, rows, deltas)
+            for t in range(tiles):
+                key = begin + t * KEYS
+                padded = (min(KEYS, end - key) + 3) // 4 * 4
+                hidden = mask_of(place, group, row, rows, key, left, right, first, last)
+                if first.min() > KEYS - 1 or last.max() < 0:
+                    continue
+                multiply(keys_tiles[t], pitch, 1, queries, channels, CHUNK, scores, padded, ones, True)
+                multiply(values_tiles[t], pitch, 1, above, channels, CHUNK, slopes, padded, ones, True)
+                _weigh(
+                    scores, slopes, padded, hidden or padded < KEYS, first, last, unit, rate, softcap, logs,
+                    deltas,
+                )  # fmt: skip
+                _add_rows(scores, padded, above_squares, blocks, ones, values_totals[t])
+                _add_rows(slopes, padded, query_squares, blocks, ones, keys_totals[t])
+        for t in range(tiles):
+            key = begin + t * KEYS
+            keys = min(KEYS, end - key)
+            _write_keys(keys_totals[t], place, head, key, keys, scale, dtype, line, rest, dk[0], dk[1])
+            _write_keys(values_totals[t], place, head, key, keys, _ONE, dtype, line, rest, dv[0], dv[1])
+        item = take_number(counter)

@@ -1,0 +1,387 @@
+"""Attention of a few query rows over packed pages: the softmax around the products of `fragments`.
+
+Work is cut into items: one (batch row, KV head), one block of up to 4 query rows, one range of pages.
+Threads take items from a counter; the answer of an item does not depend on the thread, and the parts
+of a row are merged in order, so the result has the same bits for any number of threads. Within an item:
+
+    per page    scores = K q, times the steps of the tokens         scores[row][64 slots]
+                running peak and sum of exp2; what was added up shrinks when the peak rises
+                totals += V^T (p * step)                            totals[head_dim / 16][4][2][row][8 lanes]
+    at the end  out = the sums of four lanes of totals              out[row][head_dim]
+
+Scores are in units of log 2 inside. Values of coded (rotated) pages and raw ones have their own totals,
+because the coded part is rotated back at the end. Scratch memory of a thread: the totals, a page of scores
+and of weights, and for raw values a page without its unused slots. K and V are never written out unpacked.
+
+Shapes: pairs = batch * num_heads_kv; query rows are (position, head of the group), heads fastest, in blocks
+of `rows`, the last block filled up. Tables and `places` are those of `page`; `packed_merge` makes
+results of the parts.
+"""
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .fragments import add_lanes, call_product
+from .groups import hadamard_run
+from .page import (
+    K_CODES,
+    K_FUNCTION,
+    K_STEPS,
+    PAGE,
+    POOL,
+    POSITIONS,
+    RECORD,
+    V_CODES,
+    V_FUNCTION,
+    V_STEPS,
+    double_steps,
+    load_word,
+    newest_of,
+    position_of,
+    prefetch,
+)
+from .simd import float32x8, helper, highest, load, maximum, splat, store, total
+from .softmax import LOG2_E, emit_exp2, floats, integers, serial, take_number
+
+UPPER_HALF = np.float32(2.0**-16)
+"""Factor on the patterns that meet the upper halves of words of codes."""
+
+HEADROOM = np.float32(8)
+"""How far a score may exceed the peak of its row, in units of log 2, before the peak follows: shrinking all
+that has been added up costs more than a few larger weights."""
+
+_MINUS_INFINITY = np.float32(-np.inf)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_F32X8 = ir.VectorType(ir.FloatType(), 8)
+
+
+@intrinsic
+def _weigh_row(typing_context, scores, peak, steps, factor, patterns, row):
+    """Write a row of the patterns of p for V, p = exp2(score - peak) * step; return sums of exp2 by slot % 8.
+
+    scores (64,), steps (64,); patterns (4 token blocks, 2, 2, rows, 4); `factor` is what the upper halves
+    need. Slot 8 i + j is token j // 2 of ... (see `fragments`): tile column i + 8 (j % 2) of token
+    block j // 2. So vector i, slots 8 i to 8 i + 7, has lane i // 2 of the patterns of half i % 2, and a
+    transpose is what remains to do.
+    """
+
+    def generate(context, builder, signature, arguments):
+        score_at, step_at, pattern_at = (
+            context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in (0, 2, 4)
+        )
+        shape = context.make_array(signature.args[4])(context, builder, arguments[4]).shape
+        rows = builder.extract_value(shape, 3)
+        peak, factor = (_spread(builder, arguments[i]) for i in (1, 3))
+        total, weights = floats(0.0), []
+        for i in range(8):
+            x, step = (
+                _load_floats(builder, pointer, ir.Constant(_I64, 8 * i)) for pointer in (score_at, step_at)
+            )
+            p = emit_exp2(builder, builder.fsub(x, peak))
+            total = builder.fadd(total, p)
+            weight = builder.fmul(p, step)
+            weights.append(builder.fmul(weight, factor) if i % 2 else weight)
+        for half in range(2):
+            for j, column in enumerate(_transpose(builder, weights[half::2])):
+                for quad in range(2):  # column j + 4 quad: token block, column half
+                    block, column_half = (j + 4 * quad) // 2, j % 2
+                    four = builder.shuffle_vector(column, column, _lanes(range(4 * quad, 4 * quad + 4)))
+                    place = builder.add(
+                        builder.mul(rows, _I64((block * 2 + column_half) * 2 + half)), arguments[5]
+                    )
+                    target = builder.gep(pattern_at, [builder.mul(place, _I64(4))])
+                    builder.store(four, builder.bitcast(target, four.type.as_pointer())).align = 4
+        return total
+
+    return float32x8(scores, types.float32, steps, types.float32, patterns, types.intp), generate
+
+
+def _transpose(builder, vectors):
+    """Four vectors a, b, c, d to [a0 b0 c0 d0 a4 b4 c4 d4], [a1 ... ], [a2 ...], [a3 ...]."""
+
+    def shuffle(x, y, order):
+        return builder.shuffle_vector(x, y, _lanes(order + [k + 4 for k in order]))
+
+    a, b, c, d = vectors
+    ab, cd = ([shuffle(x, y, [k, k + 8, k + 1, k + 9]) for k in (0, 2)] for x, y in ((a, b), (c, d)))
+    return [shuffle(ab[k], cd[k], order) for k in (0, 1) for order in ([0, 1, 8, 9], [2, 3, 10, 11])]
+
+
+def _lanes(order):
+    return ir.Constant(ir.VectorType(_I32, len(order)), list(order))
+
+
+def _spread(builder, value):
+    one = builder.insert_element(ir.Constant(_F32X8, ir.Undefined), value, _I32(0))
+    return builder.shuffle_vector(one, one, integers(0))
+
+
+def _load_floats(builder, data, index):
+    value = builder.load(builder.bitcast(builder.gep(data, [index]), _F32X8.as_pointer()))
+    value.align = 4
+    return value
+
+
+@serial
+def lay_out_queries(q, scale, mean, block, factor, coded, raw, bias):
+    """Write scale * q as patterns of `fragments`, for coded keys (rotated) and for raw ones.
+
+    q (batch, positions, heads, head_dim) float32; coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4).
+    A coded key is H (k - mean), so <q, k> = <H q, coded key> + <q, mean>: mean (pairs, head_dim), and bias
+    (pairs, blocks, rows) receives the last term.
+    """
+    batch, positions, heads, head_dim = q.shape
+    pairs, blocks, rows = bias.shape
+    kv_heads = pairs // batch
+    group = heads // kv_heads
+    line = np.empty(head_dim, np.float32)
+    for pair in range(pairs):
+        for i in range(blocks * rows):
+            own, row = i // rows, i % rows
+            for channel in range(head_dim):
+                line[channel] = 0
+            if i < positions * group:
+                query = q[pair // kv_heads, i // group, pair % kv_heads * group + i % group]
+                for channel in range(head_dim):
+                    line[channel] = scale * query[channel]
+            _write_pattern(line, np.float32(1), raw[pair, own], row)
+            product = np.float32(0)
+            for channel in range(head_dim):
+                product += line[channel] * mean[pair, channel]
+            bias[pair, own, row] = product
+            hadamard_run(line, 0, head_dim, block)
+            for channel in range(head_dim):
+                line[channel] *= factor
+            _write_pattern(line, UPPER_HALF, coded[pair, own], row)
+
+
+@helper
+def _write_pattern(line, upper_half, patterns, row):
+    """Write one query row: patterns (head_dim / 16, 2, 2, rows, 4)."""
+    for tile in range(patterns.shape[0]):
+        for column_half in range(2):
+            for u in range(4):
+                channel = 16 * tile + 8 * column_half + 2 * u
+                patterns[tile, column_half, 0, row, u] = line[channel]
+                patterns[tile, column_half, 1, row, u] = line[channel + 1] * upper_half
+
+
+@helper
+def _read_steps(address, count, steps):
+    """Twice the steps of the tokens of a page; 0 for unused slots."""
+    for slot in range(0, PAGE, 8):
+        store(steps, slot, double_steps(address + slot))
+    for slot in range(count, PAGE):
+        steps[slot] = 0
+
+
+@helper
+def _set_steps(count, steps):
+    for slot in range(PAGE):
+        steps[slot] = 1 if slot < count else 0
+
+
+@helper
+def _scale_scores(scores, steps, bias):
+    """Raw products of a page of coded keys to scores; the same in units of log 2; -inf in unused slots."""
+    for row in range(scores.shape[0]):
+        own, shift = scores[row], splat(bias[row])
+        for slot in range(0, PAGE, 8):
+            store(own, slot, load(own, slot) * load(steps, slot) + shift)
+
+
+@helper
+def _mask_scores(scores, count, softcap):
+    """Apply the soft cap, if there is one, and hide unused slots."""
+    for row in range(scores.shape[0]):
+        if softcap > 0:
+            for slot in range(count):
+                scores[row, slot] = softcap * LOG2_E * math.tanh(scores[row, slot] / softcap)
+        for slot in range(count, PAGE):
+            scores[row, slot] = _MINUS_INFINITY
+
+
+@helper
+def _hide_old(scores, positions, base, count, lowest):
+    """Hide from each row the tokens before the position lowest[row]."""
+    for slot in range(count):
+        position = position_of(positions, base, slot)
+        for row in range(scores.shape[0]):
+            if position < lowest[row]:
+                scores[row, slot] = _MINUS_INFINITY
+
+
+@helper
+def _raise_peaks(scores, peaks, sums, shrink):
+    """Let no score exceed its row's peak by more than HEADROOM; tell whether totals have to shrink."""
+    changed = False
+    for row in range(scores.shape[0]):
+        own = scores[row]
+        best = load(own, 0)
+        for slot in range(8, PAGE, 8):
+            best = maximum(load(own, slot), best)
+        peak = highest(best)
+        shrink[row] = 1
+        if peak > peaks[row] + HEADROOM:
+            if sums[row] != 0:
+                shrink[row] = np.float32(2.0) ** (peaks[row] - peak)
+                sums[row] *= shrink[row]
+                changed = True
+            peaks[row] = peak
+    return changed
+
+
+@helper
+def _shrink_totals(totals, rows, shrink):
+    for first in range(0, totals.size, 8 * rows):
+        for row in range(rows):
+            store(totals, first + 8 * row, load(totals, first + 8 * row) * splat(shrink[row]))
+
+
+@helper
+def _copy_without_unused(address, head_dim, itemsize, count, words):
+    """Copy the values of a page that is not full, of width 16, with zeros in its unused slots."""
+    for i in range(PAGE * head_dim * itemsize // 4):
+        words[i] = load_word(address + 4 * i)
+    for slot in range(count, PAGE):
+        block, column = slot % 8 // 2, slot // 8 + 8 * (slot % 2)
+        for channel in range(head_dim):
+            register = channel % 16 // 8 + 2 * (column // 8)
+            lane = channel % 8 * 4 + column % 8 // 2
+            tile = channel // 16 * 4 + block
+            if itemsize == 4:
+                words[(8 * tile + 2 * register + column % 2) * 32 + lane] = 0
+            else:
+                keep = np.uint32(0x0000FFFF) if column % 2 else np.uint32(0xFFFF0000)
+                words[(4 * tile + register) * 32 + lane] &= keep
+
+
+@helper
+def _add_lanes(totals, out):
+    """out (rows, head_dim) = the sums of the four lanes of totals that belong together."""
+    rows, head_dim = out.shape
+    for row in range(rows):
+        for eight in range(head_dim // 8):
+            start = ((eight // 2 * 4 * 2 + eight % 2) * rows + row) * 8
+            store(out[row], 8 * eight, add_lanes(totals, start, 2 * rows * 8))
+
+
+@helper
+def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, kept_from, scratch, result):
+    """One item: attend the pages first to last - 1 of a table row with a block of queries."""
+    query_coded, query_raw, bias, lowest = queries
+    rung, count, index, base = table
+    scores, steps, weights, coded, raw, words, shrink = scratch
+    out_coded, out_raw, peaks, sums = result
+    rows, head_dim = out_coded.shape
+    oldest, hides = lowest[0], lowest[rows - 1] > 0  # a later row sees no more than an earlier one
+    for i in range(coded.size):
+        coded[i] = raw[i] = 0
+    for row in range(rows):
+        peaks[row], sums[row] = _MINUS_INFINITY, 0
+    for p in range(first, last):
+        place = places[rung[p]]
+        page = place[POOL] + np.int64(index[p]) * place[RECORD]
+        used = np.int64(count[p])
+        k_steps = page + place[K_STEPS] if place[K_STEPS] >= 0 else -1
+        v_steps = page + place[V_STEPS] if place[V_STEPS] >= 0 else -1
+
+        positions = page + place[POSITIONS]
+        if hides and newest_of(positions, base[p], used) < oldest:
+            for row in range(max(0, -kept_from), min(rows, kept.shape[1] - kept_from)):
+                for slot in range(PAGE):
+                    kept[p, kept_from + row, slot] = _MINUS_INFINITY
+            continue
+
+        if p + 1 < last:
+            following = places[rung[p + 1]]
+            start = following[POOL] + np.int64(index[p + 1]) * following[RECORD]
+            for line in range(start, start + following[RECORD], 64):
+                prefetch(line)
+
+        query = query_coded if k_steps >= 0 else query_raw
+        keys = page + place[K_CODES]
+        call_product(place[K_FUNCTION], keys, query.ctypes.data, scores.ctypes.data, head_dim // 16)
+        if k_steps >= 0:
+            _read_steps(k_steps, PAGE, steps)
+            _scale_scores(scores, steps, bias)
+        if softcap > 0 or used < PAGE:
+            _mask_scores(scores, used, softcap)
+        if hides:
+            _hide_old(scores, positions, base[p], used, lowest)
+        for row in range(max(0, -kept_from), min(rows, kept.shape[1] - kept_from)):
+            for slot in range(PAGE):
+                kept[p, kept_from + row, slot] = scores[row, slot] / LOG2_E
+        if _raise_peaks(scores, peaks, sums, shrink):
+            _shrink_totals(coded, rows, shrink)
+            _shrink_totals(raw, rows, shrink)
+
+        if v_steps >= 0:
+            _read_steps(v_steps, used, steps)
+        else:
+            _set_steps(used, steps)
+        factor = UPPER_HALF if v_steps >= 0 else np.float32(1)
+        for row in range(rows):
+            peak = np.float32(0) if peaks[row] == _MINUS_INFINITY else peaks[row]
+            sums[row] += total(_weigh_row(scores[row], peak, steps, factor, weights, row))
+        values = page + place[V_CODES]
+        if v_steps < 0 and used < PAGE:
+            _copy_without_unused(values, head_dim, itemsize, used, words)
+            values = words.ctypes.data
+        totals = coded if v_steps >= 0 else raw
+        call_product(place[V_FUNCTION], values, weights.ctypes.data, totals.ctypes.data, head_dim // 16)
+    _add_lanes(coded, out_coded)
+    _add_lanes(raw, out_raw)
+
+
+@serial
+def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_from, result):
+    """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
+
+    queries: coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4), patterns of `fragments` for coded
+    and for raw keys; bias (pairs, blocks, rows), added to the scores of coded keys; lowest, the same shape:
+    the first position that a row sees (base is read only if one is above 0). table: rung, count, index, base
+    (pairs, pages); num_pages (pairs,). kept (pairs, pages, kept rows, 64) receives the scores,
+    natural, of query rows from kept_from on. result: out (2, pairs, blocks, splits, rows, head_dim), what
+    coded and raw values add up to, in units of 2^peaks; peaks, sums (pairs, blocks, splits, rows).
+    """
+    coded, raw, bias, lowest = queries
+    rung, count, index, base, num_pages = table
+    out, peaks, sums = result
+    _, pairs, blocks, splits, rows, head_dim = out.shape
+    scratch = (
+        np.empty((rows, PAGE), np.float32),
+        np.empty(PAGE, np.float32),
+        np.empty((4, 2, 2, rows, 4), np.float32),
+        np.empty(4 * rows * head_dim, np.float32),
+        np.empty(4 * rows * head_dim, np.float32),
+        np.empty(PAGE * head_dim * itemsize // 4, np.uint32),
+        np.empty(rows, np.float32),
+    )
+    item = take_number(counter)
+    while item < pairs * blocks * splits:
+        pair, block, part = item // (blocks * splits), item // splits % blocks, item % splits
+        live = np.int64(num_pages[pair])
+        _attend_range(
+            (coded[pair, block], raw[pair, block], bias[pair, block], lowest[pair, block]),
+            (rung[pair], count[pair], index[pair], base[pair]),
+            places,
+            live * part // splits,
+            live * (part + 1) // splits,
+            itemsize,
+            softcap,
+            kept[pair],
+            block * rows - kept_from,
+            scratch,
+            (
+                out[0, pair, block, part],
+                out[1, pair, block, part],
+                peaks[pair, block, part],
+                sums[pair, block, part],
+            ),
+        )
+        item = take_number(counter)

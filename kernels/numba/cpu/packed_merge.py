@@ -1,0 +1,86 @@
+"""What follows attention over packed pages on the CPU: parts of rows become results, scores become mass."""
+
+import math
+
+import numpy as np
+
+from .groups import hadamard_run
+from .page import PAGE
+from .simd import helper, load, splat, store
+from .softmax import LOG2_E, exp2, serial, take_number
+
+_MINUS_INFINITY = np.float32(-np.inf)
+
+
+@serial
+def merge_parts(parts, peaks, sums, block, factor, out, lse):
+    """Merge the parts of each row, in order; rotate back the sums of coded values.
+
+    parts, peaks, sums from `attend_pages`; out (batch, positions, heads, head_dim), lse (batch, heads,
+    positions), natural: 0 and -inf where there is no token.
+    """
+    batch, positions, heads, head_dim = out.shape
+    _, pairs, _, splits, rows, _ = parts.shape
+    kv_heads = pairs // batch
+    group = heads // kv_heads
+    for pair in range(pairs):
+        for i in range(positions * group):
+            own, row, head = i // rows, i % rows, pair % kv_heads * group + i % group
+            line = out[pair // kv_heads, i // group, head]
+            peak = _MINUS_INFINITY
+            for part in range(splits):
+                peak = max(peak, peaks[pair, own, part, row])
+            whole = np.float32(0)
+            for part in range(splits):
+                if sums[pair, own, part, row] != 0:
+                    whole += sums[pair, own, part, row] * np.float32(2) ** (
+                        peaks[pair, own, part, row] - peak
+                    )
+            for channel in range(head_dim):
+                line[channel] = 0
+            for side in range(2):
+                for part in range(splits):
+                    if sums[pair, own, part, row] != 0:
+                        weight = np.float32(2) ** (peaks[pair, own, part, row] - peak) / whole
+                        values = parts[side, pair, own, part, row]
+                        for channel in range(head_dim):
+                            line[channel] += weight * values[channel]
+                if side == 0:
+                    hadamard_run(line, 0, head_dim, block)
+                    for channel in range(head_dim):
+                        line[channel] *= factor
+            log = (peak + np.float32(math.log2(whole))) / LOG2_E if whole != 0 else _MINUS_INFINITY
+            lse[pair // kv_heads, head, i // group] = log
+
+
+@serial
+def sum_mass(counter, scores, lse, count, num_pages, group, mass):
+    """mass[pair, page, slot] = mean over the kept rows of exp(score - lse); 0 in unused slots.
+
+    What one thread does: pages, by the counter. scores (pairs, pages, rows * group, 64); lse (batch, heads,
+    rows); mass (pairs, pages, 64).
+    """
+    pairs, pages = count.shape
+    kv_heads = lse.shape[1] // group
+    item = take_number(counter)
+    while item < pairs * pages:
+        pair, page = item // pages, item % pages
+        used = np.int64(count[pair, page]) if page < num_pages[pair] else 0
+        head = pair % kv_heads * group
+        _sum_page(scores[pair, page], lse[pair // kv_heads], head, group, used, mass[pair, page])
+        item = take_number(counter)
+
+
+@helper
+def _sum_page(scores, lse, head, group, used, mass):
+    rows = scores.shape[0]
+    for slot in range(PAGE):
+        mass[slot] = 0
+    for row in range(rows if used else 0):
+        whole = lse[head + row % group, row // group]
+        if not np.isinf(whole):  # +inf: a row that is left out, whose scores may be NaN
+            for slot in range(0, PAGE, 8):
+                p = exp2((load(scores[row], slot) - splat(whole)) * splat(LOG2_E))
+                store(mass, slot, load(mass, slot) + p)
+    for slot in range(PAGE):
+        mass[slot] = mass[slot] / np.float32(rows) if slot < used else np.float32(0)

@@ -1,0 +1,284 @@
+"""Attention of dozens of query rows over packed pages: chunks of a prompt, where `packed` has a few rows.
+
+A page is expanded once into scratch memory (`expand`) and multiplied for all query rows, in panels of 24
+(`tiles`), at the speed of a matrix product:
+
+    per page    keys, values = the page, dense, times its steps      [64][head_dim], [head_dim][64]
+    per panel   scores = keys @ queries                              [64 tokens][24 rows], lanes are rows
+                weights, peaks, sums: the running softmax of `weigh`
+                totals = totals * shrink + values @ weights          [head_dim][24]
+
+Items of work are (batch row, KV head), a block of up to PANELS panels, a range of pages and whether its
+values are coded or raw: coded values are summed in their rotated frame, so the sums of the two stay apart, as
+two parts with peaks of their own. Threads take items from a counter, and the answer of an item does not
+depend on the thread; `packed_merge` merges the parts in order. Tables of pages are those of
+`page`, with the functions of `expand`.
+
+Scratch of a thread at head_dim 64: keys and values 36 KiB, queries and totals of 8 panels 97 KiB, scores 6.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .expand import PADDING, PAGE, SLOT_AT, place_of
+from .fragments import call_product
+from .groups import hadamard_run
+from .page import (
+    K_CODES,
+    K_FUNCTION,
+    K_STEPS,
+    POOL,
+    POSITIONS,
+    RECORD,
+    V_CODES,
+    V_FUNCTION,
+    V_STEPS,
+    double_steps,
+    newest_of,
+    position_of,
+)
+from .simd import F32X8, LANES, helper, load, load_unaligned, pointer_to, splat, store, store_unaligned
+from .softmax import LOG2_E, serial, take_number
+from .tiles import CHUNK_OF_STORED, LOWEST, MINUS_INFINITY, PANEL, PANELS, cap, multiply, weigh
+
+_ZERO = np.float32(0)
+
+
+@intrinsic
+def _transpose(typing_context, source, first, stride, target):
+    """target (8, 8) = the transpose of eight vectors, source[first + i * stride] on; flat arrays."""
+
+    def generate(context, builder, signature, arguments):
+        source, first, stride, target = arguments
+        place, rows = first, []
+        for _ in range(LANES):
+            at = pointer_to(context, builder, signature.args[0], source, place, F32X8)
+            rows.append(load_unaligned(builder, at))
+            place = builder.add(place, stride)
+        for h in (1, 2, 4):  # swap the blocks of h x h off the diagonal of blocks of 2 h x 2 h
+            mixed = list(rows)
+            for i in range(LANES):
+                if not i & h:
+                    low = [k if not k & h else 8 + k - h for k in range(LANES)]
+                    high = [k + h if not k & h else 8 + k for k in range(LANES)]
+                    for row, order in ((i, low), (i + h, high)):
+                        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), order)
+                        mixed[row] = builder.shuffle_vector(rows[i], rows[i + h], lanes)
+            rows = mixed
+        for i, row in enumerate(rows):
+            place = ir.Constant(ir.IntType(64), LANES * i)
+            at = pointer_to(context, builder, signature.args[3], target, place, F32X8)
+            store_unaligned(builder, row, at)
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, types.intp, target), generate
+
+
+@serial
+def lay_out_panels(q, scale, mean, block, factor, coded, raw):
+    """Write scale * q as panels, for coded keys (rotated) and for raw ones.
+
+    q (batch, positions, heads, head_dim) float32; coded, raw (pairs, panels, (head_dim + 1) * PANEL),
+    channels as in `expand`. A coded key is H (k - mean), so <q, k> = <H q, coded key> + <q, mean>: mean
+    (pairs, head_dim); the last term is the channel behind the others, 0 for raw keys.
+    """
+    batch, positions, heads, head_dim = q.shape
+    pairs, panels, _ = coded.shape
+    kv_heads = pairs // batch
+    group = heads // kv_heads
+    line = np.empty(head_dim, np.float32)
+    for pair in range(pairs):
+        for i in range(panels * PANEL):
+            panel, lane = i // PANEL, i % PANEL
+            own_raw, own_coded = raw[pair, panel], coded[pair, panel]
+            product = _ZERO
+            for channel in range(head_dim):
+                line[channel] = 0
+            if i < positions * group:
+                query = q[pair // kv_heads, i // group, pair % kv_heads * group + i % group]
+                for channel in range(head_dim):
+                    line[channel] = scale * query[channel]
+                    own_raw[place_of(channel) * PANEL + lane] = line[channel]
+                    product += line[channel] * mean[pair, channel]
+                hadamard_run(line, 0, head_dim, block)
+            else:
+                for channel in range(head_dim):
+                    own_raw[channel * PANEL + lane] = 0
+            for channel in range(head_dim):
+                own_coded[place_of(channel) * PANEL + lane] = line[channel] * factor
+            own_raw[head_dim * PANEL + lane], own_coded[head_dim * PANEL + lane] = 0, product
+
+
+@helper
+def _read_steps(address, steps, bytewise):
+    """steps (64,) = twice the steps of the tokens of SLOT_AT."""
+    for slot in range(0, PAGE, LANES):
+        store(bytewise, slot, double_steps(address + slot))
+    for p in range(PAGE):
+        steps[p] = bytewise[SLOT_AT[p]]
+
+
+@helper
+def _hide(scores, used):
+    for p in range(PAGE):
+        if SLOT_AT[p] >= used:
+            for lane in range(0, PANEL, LANES):
+                store(scores, p * PANEL + lane, splat(MINUS_INFINITY))
+
+
+@helper
+def _hide_old(scores, positions, base, used, lowest):
+    """Hide from each row of a panel the tokens before the position lowest[row]."""
+    for p in range(PAGE):
+        if SLOT_AT[p] < used:
+            position = position_of(positions, base, SLOT_AT[p])
+            for lane in range(PANEL):
+                if position < lowest[lane]:
+                    scores[p * PANEL + lane] = MINUS_INFINITY
+
+
+@helper
+def _clear(values, head_dim, used):
+    """Zeros for the values of unused slots, which may be NaN."""
+    for p in range(PAGE):
+        if SLOT_AT[p] >= used:
+            for channel in range(head_dim):
+                values[channel * (PAGE + PADDING) + p] = 0
+
+
+@helper
+def _keep(scores, first, kept, square):
+    """kept[first + lane] = the scores of the rows of a panel by slots, where there is such a row.
+
+    kept (rows, 64); eight slots from 16 u + 8 half on are 8 tokens apart in scores, from 4 half + u on.
+    """
+    for lane in range(0, PANEL, LANES):
+        if first + lane + LANES > 0 and first + lane < kept.shape[0]:
+            for slot in range(0, PAGE, LANES):
+                token = slot % 16 // 8 * 4 + slot // 16
+                _transpose(scores, token * PANEL + lane, 8 * PANEL, square)
+                for row in range(max(0, -first - lane), min(LANES, kept.shape[0] - first - lane)):
+                    store(kept[first + lane + row], slot, load(square, LANES * row))
+
+
+@helper
+def _attend_range(
+    queries, table, places, first, last, raw, softcap, kept, kept_from, scratch, totals, result
+):
+    """One item: the pages first to last - 1 of a table row whose values are raw, or coded; PANELS at most.
+
+    queries: coded, raw (panels, (head_dim + 1) * PANEL), lowest (panels, PANEL); totals (panels, head_dim *
+    PANEL).
+    """
+    query_coded, query_raw, lowest = queries
+    rung, count, index, base = table
+    keys, values, scores, steps, bytewise, shrink, square = scratch
+    peaks, sums = result
+    panels, head_dim = totals.shape[0], totals.shape[1] // PANEL
+    oldest, hides = lowest[0, 0], lowest[panels - 1, PANEL - 1] > 0
+    for panel in range(panels):
+        for i in range(head_dim * PANEL):
+            totals[panel, i] = 0
+        for lane in range(PANEL):
+            peaks[panel * PANEL + lane], sums[panel * PANEL + lane] = LOWEST, 0
+    for p in range(first, last):
+        place, used = places[rung[p]], np.int64(count[p])
+        if (place[V_STEPS] < 0) != raw:
+            continue
+        page = place[POOL] + np.int64(index[p]) * place[RECORD]
+        positions = page + place[POSITIONS]
+        if hides and newest_of(positions, base[p], used) < oldest:
+            for row in range(max(0, kept_from), min(panels * PANEL, kept.shape[1] + kept_from)):
+                for slot in range(PAGE):
+                    kept[p, row - kept_from, slot] = MINUS_INFINITY
+            continue
+        is_coded = place[K_STEPS] >= 0
+        if is_coded:
+            _read_steps(page + place[K_STEPS], steps, bytewise)
+        call_product(
+            place[K_FUNCTION], page + place[K_CODES], steps.ctypes.data, keys.ctypes.data, head_dim // 16
+        )
+        if not raw:
+            _read_steps(page + place[V_STEPS], steps, bytewise)
+        call_product(
+            place[V_FUNCTION], page + place[V_CODES], steps.ctypes.data, values.ctypes.data, head_dim // 16
+        )
+        if used < PAGE:
+            _clear(values, head_dim, used)
+        for panel in range(panels):
+            query = query_coded[panel] if is_coded else query_raw[panel]
+            rows = slice(panel * PANEL, (panel + 1) * PANEL)
+            multiply(
+                keys, head_dim + PADDING, 1, query, head_dim + 1, CHUNK_OF_STORED, scores, PAGE, shrink, True
+            )
+            if softcap > 0:
+                cap(scores, PAGE, np.float32(1) / softcap, softcap)
+            if used < PAGE:
+                _hide(scores, used)
+            if hides:
+                _hide_old(scores, positions, base[p], used, lowest[panel])
+            _keep(scores, panel * PANEL - kept_from, kept[p], square)
+            weigh(scores, PAGE, LOG2_E, peaks[rows], sums[rows], shrink)
+            multiply(values, PAGE + PADDING, 1, scores, PAGE, PAGE, totals[panel], head_dim, shrink, False)
+
+
+@serial
+def attend_rows(counter, queries, table, places, softcap, kept, kept_from, result):
+    """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
+
+    queries: coded, raw of `lay_out_panels`; lowest (pairs, panels, PANEL), the first position that a row sees
+    (base is read only if one is above 0). table: rung, count, index, base (pairs, pages); num_pages (pairs,).
+    kept (pairs, pages, kept rows, 64) receives the scores, natural, of query rows from kept_from on. result:
+    out (2, pairs, blocks, parts, rows, head_dim), what coded and raw values add up to, zeros before, in units
+    of 2^peaks; peaks, sums (pairs, blocks, parts, rows). Part 2 i is range i of the pages with coded values,
+    2 i + 1 of those with raw ones; rows are those of PANELS panels.
+    """
+    coded, raw, lowest = queries
+    rung, count, index, base, num_pages = table
+    out, peaks, sums = result
+    _, pairs, blocks, parts, _, head_dim = out.shape
+    panels = coded.shape[1]
+    scratch = (
+        np.ones(PAGE * (head_dim + PADDING), np.float32),  # the last channel of all keys is 1
+        np.empty(head_dim * (PAGE + PADDING), np.float32),
+        np.empty(PAGE * PANEL, np.float32),
+        np.empty(PAGE, np.float32),
+        np.empty(PAGE, np.float32),
+        np.empty(PANEL, np.float32),
+        np.empty(LANES * LANES, np.float32),
+    )
+    totals = np.empty((PANELS, head_dim * PANEL), np.float32)
+    item = take_number(counter)
+    while item < pairs * blocks * parts:
+        pair, block, part = item // (blocks * parts), item // parts % blocks, item % parts
+        live, splits = np.int64(num_pages[pair]), parts // 2
+        own = slice(block * PANELS, min((block + 1) * PANELS, panels))
+        used = totals[: own.stop - own.start]
+        _attend_range(
+            (coded[pair, own], raw[pair, own], lowest[pair, own]),
+            (rung[pair], count[pair], index[pair], base[pair]),
+            places,
+            live * (part // 2) // splits,
+            live * (part // 2 + 1) // splits,
+            part % 2 == 1,
+            softcap,
+            kept[pair],
+            kept_from - block * PANELS * PANEL,
+            scratch,
+            used,
+            (peaks[pair, block, part], sums[pair, block, part]),
+        )
+        _write_out(used, sums[pair, block, part], out[part % 2, pair, block, part])
+        item = take_number(counter)
+
+
+@helper
+def _write_out(totals, sums, out):
+    """out (rows, head_dim) = totals (panels, head_dim * PANEL), transposed, where anything was added up."""
+    for row in range(totals.shape[0] * PANEL):
+        if sums[row] != 0:
+            panel, lane = totals[row // PANEL], row % PANEL
+            for channel in range(out.shape[1]):
+                out[row, channel] = panel[channel * PANEL + lane]

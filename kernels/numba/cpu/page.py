@@ -1,0 +1,93 @@
+"""A page in memory, as the CPU kernels of packed attention read it: where its parts lie, steps, positions.
+
+`places` (rungs, PLACE_FIELDS) says where things lie in a page of a rung. A table has rung, count, index and
+base, (pairs, pages), and num_pages, (pairs,); pairs = batch * num_heads_kv.
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .simd import float32x8, helper
+from .softmax import floats, integers, serial
+
+PAGE = 64
+PLACE_FIELDS = 9
+POOL, RECORD, K_CODES, V_CODES, K_STEPS, V_STEPS, POSITIONS, K_FUNCTION, V_FUNCTION = range(PLACE_FIELDS)
+"""Columns of `places`: an address, bytes of a record, byte offsets in it (K_STEPS and V_STEPS are -1 at width
+16, which has no steps), and the addresses of two functions: of `fragments`, or for `packed_rows` of
+`expand`."""
+
+_I8, _I32 = ir.IntType(8), ir.IntType(32)
+_I8X8, _I32X8, _F32X8 = ir.VectorType(_I8, 8), ir.VectorType(_I32, 8), ir.VectorType(ir.FloatType(), 8)
+
+
+@intrinsic
+def double_steps(typing_context, address):
+    """Twice the steps of eight tokens: a byte is a float16 without sign and low 7 mantissa bits."""
+
+    def generate(context, builder, signature, arguments):
+        codes = builder.load(builder.inttoptr(arguments[0], _I8X8.as_pointer()))
+        codes.align = 1
+        bits = builder.shl(builder.zext(codes, _I32X8), integers(20))
+        finite = builder.fmul(builder.bitcast(bits, _F32X8), floats(2.0**113))
+        special = builder.bitcast(builder.or_(bits, integers(0x7F800000)), _F32X8)
+        return builder.select(builder.icmp_unsigned("<", bits, integers(0xF8 << 20)), finite, special)
+
+    return float32x8(types.int64), generate
+
+
+@intrinsic
+def load_word(typing_context, address):
+    """Return the 32 bits at an address."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.load(builder.inttoptr(arguments[0], _I32.as_pointer()))
+
+    return types.uint32(types.int64), generate
+
+
+@intrinsic
+def prefetch(typing_context, address):
+    """Ask for the cache line at an address; it need not be readable."""
+
+    def generate(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], _I8.as_pointer())
+        signature = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+        builder.call(function, [pointer, _I32(0), _I32(2), _I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@serial
+def check_table(rung, count, index, num_pages, capacity):
+    """Return whether every used entry of a page table names a page that exists."""
+    for pair in range(rung.shape[0]):
+        if num_pages[pair] < 0 or num_pages[pair] > rung.shape[1]:
+            return False
+        for p in range(num_pages[pair]):
+            if rung[pair, p] >= capacity.size or count[pair, p] > PAGE:
+                return False
+            if index[pair, p] >= capacity[rung[pair, p]]:
+                return False
+    return True
+
+
+@helper
+def position_of(positions, base, slot):
+    """Return the position of a slot of a page: `positions` is the address of its offsets."""
+    word = load_word(positions + 4 * (slot // 2))
+    return (np.int64(base) << 16) + (np.int64(word) >> (16 * (slot % 2)) & 0xFFFF)
+
+
+@helper
+def newest_of(positions, base, count):
+    """Return the last position in a page; -1 if it holds no token."""
+    newest = np.int64(-1)
+    for slot in range(count):
+        newest = max(newest, position_of(positions, base, slot))
+    return newest

@@ -1,0 +1,224 @@
+"""Tokens into pages and out of them on the CPU: the format of kvlab/reference/pages.py, bit for bit.
+
+A token is encoded on its own: the step byte is searched and the codes are made in a row of `head_dim`
+elements (`steps`), then a scatter puts them where the page keeps them. Where that is, tables say
+(`Side.places`), which the caller derives from the reference; nothing here knows the order. A token shares
+words with other tokens of its page, so a page belongs to one thread, and a thread walks its tokens in the
+order of the list: the result does not depend on the number of threads.
+
+One compiled version serves all widths, dtypes and head dims: the cost of a token is in loops over its
+elements, not in the branches between them. Arrays are flat and addressed by position, because slices of an
+array that threads share cost more than the work on a token. `fastmath` is off everywhere: codes are part of
+the contract.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from .simd import bits_of, float_of_bits, float_of_half, half_of
+from .steps import STEP_OF, encode_vector
+
+FLOAT16, BFLOAT16, FLOAT32 = range(3)
+"""Values of Side.kind."""
+
+
+class Side(NamedTuple):
+    """The K or the V half of a page. All functions work on one half; a page's two halves share no word.
+
+    With it goes an array `places`, int32 (64, head_dim): for slot and channel, the place of the code's lowest
+    bit in the code region. The other bits follow it; where ~place is given instead, which is negative, each
+    of them is 32 words after the one before.
+    """
+
+    nbytes: int  # of a page
+    codes: int  # byte offset of the codes
+    steps: int  # byte offset of the steps
+    bits: int  # stored for an element: 32 for width 16 of a float32 cache
+    kind: int  # what elements of width 16 are
+    guess: np.float32  # where the step search starts, of kvlab/reference/pages.py
+
+
+@njit
+def _put(words, first, places, slot, bits, codes):
+    """Put the codes of a token into the code region that begins at words[first]."""
+    mask = np.uint32((1 << bits) - 1)
+    for channel in range(codes.size):
+        place = places[slot, channel]
+        if place >= 0:
+            word, shift = first + (place >> 5), np.uint32(place & 31)
+            words[word] = (words[word] & ~(mask << shift)) | (codes[channel] << shift)
+        else:
+            word, shift = first + (~place >> 5), np.uint32(~place & 31)
+            for j in range(bits):
+                bit = (codes[channel] >> np.uint32(j)) & np.uint32(1)
+                words[word + 32 * j] = (words[word + 32 * j] & ~(np.uint32(1) << shift)) | (bit << shift)
+
+
+@njit
+def _take(words, first, places, slot, bits, codes):
+    """Take the codes of a token: the inverse of `_put`."""
+    mask = np.uint32((1 << bits) - 1)
+    for channel in range(codes.size):
+        place = places[slot, channel]
+        if place >= 0:
+            codes[channel] = (words[first + (place >> 5)] >> np.uint32(place & 31)) & mask
+        else:
+            word, shift = first + (~place >> 5), np.uint32(~place & 31)
+            code = np.uint32(0)
+            for j in range(bits):
+                code |= ((words[word + 32 * j] >> shift) & np.uint32(1)) << np.uint32(j)
+            codes[channel] = code
+
+
+# Elements of width 16: the cache's own dtype.
+
+
+@njit
+def _narrow(x, start, kind, codes):
+    """Store float32 elements as the bits of the cache's dtype, rounded half to even."""
+    for i in range(codes.size):
+        if kind == FLOAT16:
+            codes[i] = half_of(x[start + i])
+        else:
+            bits = bits_of(x[start + i])
+            if kind == BFLOAT16:
+                is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+                rounded = (np.int64(bits) + 0x7FFF + ((bits >> np.uint32(16)) & np.uint32(1))) >> 16
+                bits = np.uint32((bits >> np.uint32(16)) | np.uint32(0x40)) if is_nan else np.uint32(rounded)
+            codes[i] = bits
+
+
+@njit
+def _widen(codes, kind, x, start):
+    """Read the bits of the cache's dtype as float32 elements: exact."""
+    for i in range(codes.size):
+        if kind == FLOAT16:
+            x[start + i] = float_of_half(np.uint16(codes[i]))
+        else:
+            x[start + i] = float_of_bits(codes[i] << np.uint32(16) if kind == BFLOAT16 else codes[i])
+
+
+# Elements of fewer bits: a step for the vector, a code for each element (`steps`).
+
+
+@njit
+def _decode(codes, byte, bits, x, start):
+    """value = (2 * code + 1 - 2**bits) * step"""
+    step, shift = STEP_OF[byte], np.int32(1 - (1 << bits))
+    for i in range(codes.size):
+        x[start + i] = np.float32(np.int32(codes[i]) * np.int32(2) + shift) * step
+
+
+# Lists of tokens.
+
+
+@njit
+def _first_bad(pages, page, slot):
+    """The index of the first entry outside the pool, or -1."""
+    for i in range(page.size):
+        if not (0 <= page[i] < pages and 0 <= slot[i] < 64):
+            return i
+    return -1
+
+
+@njit
+def _write_part(pool, words, side, places, page, slot, x, step, part, parts):
+    d = places.shape[1]
+    codes, sizes = np.empty(d, np.uint32), np.empty(d, np.float32)
+    for i in range(page.size):
+        if page[i] % parts != part:
+            continue
+        start = page[i] * side.nbytes
+        if side.bits < 16:
+            byte = encode_vector(x, i * d, side.bits, side.guess, step[i], codes, sizes)
+            pool[start + side.steps + slot[i]] = byte
+        else:
+            _narrow(x, i * d, side.kind, codes)
+        _put(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
+
+
+@njit(cache=True)
+def write_side(pool, side, places, page, slot, x, step):
+    """Encode vector i into slot[i] of page[i]; -1, or the index of an entry outside the pool.
+
+    pool uint8 (pages * nbytes,), page and slot int64 (n,), x float32 (n * head_dim,), step int16 (n,): as
+    `encode_vector` takes them; all contiguous.
+    """
+    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    if bad < 0:
+        _write_part(pool, pool.view(np.uint32), side, places, page, slot, x, step, 0, 1)
+    return bad
+
+
+@njit(parallel=True, cache=True)
+def write_side_parallel(pool, side, places, page, slot, x, step, parts):
+    """Do what `write_side` does in `parts` threads: for many vectors, as threads take a while to wake."""
+    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    if bad < 0:
+        words = pool.view(np.uint32)
+        for part in prange(parts):
+            _write_part(pool, words, side, places, page, slot, x, step, part, parts)
+    return bad
+
+
+@njit
+def _read_part(pool, words, side, places, page, slot, x, first, last):
+    d = places.shape[1]
+    codes = np.empty(d, np.uint32)
+    for i in range(first, last):
+        start = page[i] * side.nbytes
+        _take(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
+        if side.bits < 16:
+            _decode(codes, pool[start + side.steps + slot[i]], side.bits, x, i * d)
+        else:
+            _widen(codes, side.kind, x, i * d)
+
+
+@njit(cache=True)
+def read_side(pool, side, places, page, slot, x):
+    """Decode slot[i] of page[i] into vector i of x; arguments and result as of `write_side`."""
+    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    if bad < 0:
+        _read_part(pool, pool.view(np.uint32), side, places, page, slot, x, 0, page.size)
+    return bad
+
+
+@njit(parallel=True, cache=True)
+def read_side_parallel(pool, side, places, page, slot, x, parts):
+    """Do what `read_side` does in `parts` threads."""
+    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    if bad < 0:
+        words = pool.view(np.uint32)
+        for part in prange(parts):
+            first, last = page.size * part // parts, page.size * (part + 1) // parts
+            _read_part(pool, words, side, places, page, slot, x, first, last)
+    return bad
+
+
+@njit(cache=True)
+def copy_side(pool, side, places, page_from, slot_from, page_to, slot_to):
+    """Copy the codes and steps of tokens, one after the other; -1, or the index of a bad entry."""
+    pages = pool.size // side.nbytes
+    bad = max(_first_bad(pages, page_from, slot_from), _first_bad(pages, page_to, slot_to))
+    if bad >= 0:
+        return bad
+    words = pool.view(np.uint32)
+    codes = np.empty(places.shape[1], np.uint32)
+    for i in range(page_from.size):
+        source, target = page_from[i] * side.nbytes, page_to[i] * side.nbytes
+        _take(words, (source + side.codes) // 4, places, slot_from[i], side.bits, codes)
+        _put(words, (target + side.codes) // 4, places, slot_to[i], side.bits, codes)
+        if side.bits < 16:
+            pool[target + side.steps + slot_to[i]] = pool[source + side.steps + slot_from[i]]
+    return -1
+
+
+@njit(cache=True)
+def copy_bytes(pool, nbytes, offset, width, page_from, slot_from, page_to, slot_to):
+    """Copy `width` bytes a slot at `offset` of a page, one token after the other. Nothing is checked."""
+    for i in range(page_from.size):
+        for byte in range(width):
+            source = page_from[i] * nbytes + offset + slot_from[i] * width + byte
+            pool[page_to[i] * nbytes + offset + slot_to[i] * width + byte] = pool[source]

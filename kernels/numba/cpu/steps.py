@@ -1,0 +1,262 @@
+"""Vectors on their way into pages on the CPU: rotation, step, codes; kvlab/reference/pages.py bit for bit.
+
+The reference brings elements to whole numbers before it adds them up, so sums here are exact in any order
+as long as they are at most 2**24: lanes and accumulators are free. Functions work on n elements from x[start]
+on, n a multiple of 16, of flat arrays.
+"""
+
+import numpy as np
+from numba import prange
+
+from .groups import hadamard_run
+from .simd import (
+    LANES,
+    bits_of,
+    float_of_bits,
+    float_of_half,
+    half_of,
+    helper,
+    highest,
+    kernel,
+    larger_magnitude,
+    load,
+    magnitude,
+    maximum,
+    minimum,
+    nearest,
+    splat,
+    store,
+    store_cut,
+    through_half,
+    total,
+    zero_if_finite,
+)
+
+_ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
+_ROOT_2 = np.float32(np.float16(np.sqrt(2)))
+_LEAST_EXPONENT, _TOO_LARGE = -39, np.float32(2**100)
+_NAN_STEP = 0xFF
+_ABOVE, _HIGHER = np.float32(1 + 2**-7), np.float32(17 / 16)
+_CODE_PARTS = np.array([0, 0, 6, 5, 4, 0, 0, 0, 4])
+RAW, DECODED = -1, -2
+"""In place of a step byte that is to be found: of a raw vector, or one that comes from codes."""
+STEP_OF = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
+"""The step that each byte stands for."""
+
+
+@helper
+def _power(exponent):
+    """Return 2**exponent, for exponents from -126 to 127."""
+    return float_of_bits(np.uint32((exponent + 127) << 23))
+
+
+@helper
+def _exponent(x):
+    """Return floor(log2(x)) of a normal number above 0; of 0 and subnormal numbers -127, of others 128."""
+    return np.int64(bits_of(x) >> np.uint32(23)) - 127
+
+
+@helper
+def _largest(x, start, n):
+    """Return the largest magnitude, NaN if an element is not finite."""
+    even = odd = splat(_ZERO)
+    for i in range(start, start + n, 2 * LANES):
+        even, odd = larger_magnitude(even, load(x, i)), larger_magnitude(odd, load(x, i + LANES))
+    most = larger_magnitude(even, odd)
+    return highest(most) + zero_if_finite(most)
+
+
+@helper
+def _unit_exponent(largest, log):
+    """Return that of the whole numbers that are transformed: 2**log of them add up to 2**24 at most."""
+    return max(_exponent(largest) - (23 - log), _LEAST_EXPONENT)
+
+
+@helper
+def _sum_whole(x, start, n, log, exponent, sums):
+    """Transform n elements from x[start], as whole numbers of 2**exponent, into sums[start]."""
+    down = splat(_power(-exponent))
+    for i in range(start, start + n, LANES):
+        store(sums, i, nearest(load(x, i) * down))
+    hadamard_run(sums, start, n, 1 << log)
+
+
+@helper
+def _rotate_row(x, start, n, log, means, most, k, out):
+    """Rotate n elements from x[start] into out[start], less mean k if k is 0 or more.
+
+    `means` are sums of `_sum_whole`, `most` the largest magnitudes of what they are made of.
+    """
+    largest = _largest(x, start, n)
+    if not largest < _TOO_LARGE:
+        for i in range(start, start + n):
+            out[i] = np.float32(np.nan)
+        return
+    exponent = _unit_exponent(max(largest, most[k]) if k >= 0 else largest, log)
+    _sum_whole(x, start, n, log, exponent, out)
+    if k >= 0:
+        by, behind = splat(_power(_unit_exponent(most[k], log) - exponent)), k * n - start
+        for i in range(start, start + n, LANES):
+            store(out, i, load(out, i) - load(means, behind + i) * by)
+    # Quarters of sums, whole and of 11 bits: as float16, where 1 stands for its least number.
+    down, up = splat(_power(-26)), _power(26 + exponent - (log + 1) // 2)
+    factor = splat(up * _ROOT_2 if log % 2 else up)
+    for i in range(start, start + n, LANES):
+        store(out, i, through_half(load(out, i) * down) * factor)
+
+
+@kernel
+def rotate_rows(x, head_dim, mean, of_row, out):
+    """Rotate the vectors of x into out, both float32 (n * head_dim,): `kvlab.reference.pages.rotate`.
+
+    Vector i is less vector of_row[i] of `mean`, float32 (m * head_dim,) of float16 numbers; if that is empty,
+    nothing is taken off.
+    """
+    log = 4
+    while head_dim >> log & 1 == 0:
+        log += 1
+    means, most = np.empty(mean.size, np.float32), np.empty(mean.size // head_dim, np.float32)
+    for k in range(most.size):
+        most[k] = _largest(mean, k * head_dim, head_dim)
+        _sum_whole(mean, k * head_dim, head_dim, log, _unit_exponent(most[k], log), means)
+    for row in prange(x.size // head_dim):
+        k = of_row[row] if most.size else -1
+        _rotate_row(x, row * head_dim, head_dim, log, means, most, k, out)
+
+
+@helper
+def _take_sizes(x, start, n, factor, sizes):
+    """Put magnitudes times `factor` into `sizes`, as whole numbers."""
+    by = splat(factor)
+    for i in range(0, n, LANES):
+        store(sizes, i, nearest(magnitude(load(x, start + i) * by)))
+
+
+@helper
+def _two_sums(sizes, n):
+    """Return the sum of sizes and that of their squares."""
+    sums = squares = splat(_ZERO)
+    for i in range(0, n, LANES):
+        size = load(sizes, i)
+        sums, squares = sums + size, squares + size * size
+    return total(sums), total(squares)
+
+
+@helper
+def _two_errors(sizes, n, bits, first, second):
+    """Sum the squared errors of sizes on the grids of two steps; sizes and steps are whole numbers.
+
+    The upper half of a grid is symmetric, and so are the halves of that: sizes are folded at their middles
+    until one value is left.
+    """
+    s, t = splat(first), splat(second)
+    s2, t2 = s + s, t + t
+    s4, t4 = s2 + s2, t2 + t2
+    s8, t8 = s4 + s4, t4 + t4
+    of_s = of_t = splat(_ZERO)
+    for i in range(0, n, LANES):
+        a = b = load(sizes, i)
+        if bits == 4:
+            a, b = magnitude(a - s8), magnitude(b - t8)
+        if bits > 2:
+            a, b = magnitude(a - s4), magnitude(b - t4)
+        a, b = magnitude(a - s2) - s, magnitude(b - t2) - t
+        of_s, of_t = of_s + a * a, of_t + b * b
+    return total(of_s), total(of_t)
+
+
+@helper
+def _search_step(x, start, n, bits, guess, decoded, largest, exponent, sizes):
+    """Return the step byte: `kvlab.reference.pages.search_step`, 0 if there is none.
+
+    `guess` is of `kvlab.reference.pages.GUESS`, `largest` that of the magnitudes, above 0 and finite, and
+    `exponent` that of 2**7 units of sizes; `sizes` is scratch.
+    """
+    top = min(exponent, bits + 13)  # the exponent when the vector has been halved
+    if bits == 8:
+        wanted = largest * _power(top - exponent) * guess
+        word = half_of(wanted)
+        return max((np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7, 1)
+    if exponent < -24:  # the guess is below 2**-18 then, whatever the other elements are
+        return 0
+    compared = n // 16 * 3 // 4 * 16 if n >= 128 else n  # compared_channels
+    _take_sizes(x, start, compared, _power(7 - exponent), sizes)
+    wanted = largest = largest * _power(7 - exponent)
+    if bits < 4:
+        sums, squares = _two_sums(sizes, compared)
+        if decoded:
+            guess *= _HIGHER
+        wanted = (squares + largest * largest) / (sums + largest)
+        if bits == 3:
+            wanted = np.sqrt(largest * wanted)
+    near = np.int64(half_of(wanted * guess * _power(top - 7)))
+    if near < 64:
+        return 0
+    if bits < 4 and n >= 128 and not decoded:  # not is_searched
+        return (near + 64) >> 7
+    return _best_step(sizes, compared, bits, max(near >> 7, 3), _power(7 - top))
+
+
+@helper
+def _whole_step(byte, bits, in_units):
+    return min(np.floor(STEP_OF[byte] * in_units), np.float32(255 >> (bits - 1)))
+
+
+@helper
+def _best_step(sizes, n, bits, below, in_units):
+    """Return the better of two bytes, or at 2 and 3 bits the next one on its side.
+
+    Steps times `in_units` are those of sizes. Both next ones are tried: to wait until it is known which one
+    is needed takes longer.
+    """
+    first, second = _whole_step(below, bits, in_units), _whole_step(below + 1, bits, in_units)
+    low, high = _two_errors(sizes, n, bits, first, second)
+    up = np.int64(high < low)
+    best = below + up
+    if bits < 4:
+        first, second = _whole_step(below - 1, bits, in_units), _whole_step(below + 2, bits, in_units)
+        lower, higher = _two_errors(sizes, n, bits, first, second)
+        is_better = (higher if up else lower) < min(low, high)
+        best += (2 * up - 1) * np.int64(is_better)
+    return best
+
+
+@helper
+def encode_vector(x, start, bits, guess, step, codes, sizes):
+    """Make the codes (uint32) of a vector and return its step byte; `sizes` (float32) is scratch.
+
+    `step`: that byte, of a vector that was read from codes of this width and stays what it is; or RAW or
+    DECODED.
+    """
+    n = codes.size
+    largest = _largest(x, start, n)
+    byte, exponent = 0, _exponent(largest * _ABOVE)
+    if step >= 0:
+        byte, exponent = step, 0  # its grid is that of no vector that is halved
+    elif np.isnan(largest):
+        byte = _NAN_STEP
+    elif largest > _ZERO:
+        byte = _search_step(x, start, n, bits, guess, step == DECODED, largest, exponent, sizes)
+    middle = np.float32(1 << (bits - 1))
+    if byte == 0 or byte == _NAN_STEP:
+        for i in range(n):
+            codes[i] = np.uint32(middle)
+        return byte
+
+    unit = _exponent(STEP_OF[byte]) - _CODE_PARTS[bits]
+    in_units = _power(min(bits + 13 - exponent, 0) - unit)
+    # A quotient of whole numbers below 2**13 with a cell below 2**8 is at least half a cell's part away from
+    # an integer if half of 1 is added first: the rounding of the reciprocal does not matter.
+    reciprocal = _HALF / (STEP_OF[byte] * _power(-unit))
+    shift, low, high = splat(middle + _HALF * reciprocal), splat(_ZERO), splat(middle + middle - _ONE)
+    if bits == 8:  # 11 bits of whole numbers: those of float16, where 1 stands for its least number
+        by, scale = splat(in_units * _power(-24)), splat(reciprocal * _power(24))
+        for i in range(0, n, LANES):
+            whole = through_half(load(x, start + i) * by)
+            store_cut(codes, i, minimum(high, maximum(low, whole * scale + shift)))
+    else:  # what has more than 11 bits is beyond the grid, however it is rounded
+        by, scale = splat(in_units), splat(reciprocal)
+        for i in range(0, n, LANES):
+            whole = nearest(load(x, start + i) * by)
+            store_cut(codes, i, minimum(high, maximum(low, whole * scale + shift)))
+    return byte

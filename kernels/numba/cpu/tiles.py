@@ -1,0 +1,257 @@
+"""Tiles and panels: what attention on the CPU is made of, forward and backward.
+
+A panel is 24 query rows of one KV head, three vectors wide, laid out transposed so that a lane is a row:
+(position, head of the group), heads fastest, so that the heads that read one KV head share its tiles. A tile
+is up to 64 keys of one head, one after the other, widened to float32.
+
+    queries[channel][24]   a panel;    tile[key][pitch]   keys or values;    scores[key][24]
+
+Every product here is one loop, `multiply`, which keeps 4 x 24 sums in 12 registers and meets the elements of
+its left side one by one, so nothing is ever transposed for it.
+"""
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .elements import load_values
+from .fragments import multiply_add
+from .simd import (
+    F32X8,
+    I32X8,
+    LANES,
+    float32x8,
+    helper,
+    load,
+    magnitude,
+    maximum,
+    minimum,
+    pointer_to,
+    splat,
+    store,
+    where,
+)
+from .softmax import exp2
+
+PANEL = 24
+"""Query rows that are computed together."""
+
+PANELS = 8
+"""Panels that share a tile of keys."""
+
+KEYS = 64
+
+CHUNK = 8
+"""Products that are added one to the other in a score. A score may be much smaller than the sums on the way
+to it; with 32 its error was up to four times that of a dot product in vectors."""
+
+CHUNK_OF_STORED = 16
+"""The same for scores of what a cache holds; decoding (`packed`) adds as many."""
+
+LOWEST = np.float32(-1e30)
+"""A peak before any key; finite, so that -inf - peak is never NaN."""
+
+MINUS_INFINITY = np.float32(-np.inf)
+_ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
+
+# tanh(x) = x + x^3 P(x^2) for |x| <= 0.625, the polynomial of the Cephes library.
+_TANH = tuple(map(np.float32, (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1)))
+_TANH_LAST, _TANH_SMALL = np.float32(-3.33332819422e-1), np.float32(0.625)
+_TANH_RATE, _TANH_LARGEST = np.float32(2 * math.log2(math.e)), np.float32(40)
+
+
+@intrinsic
+def fused(typing_context, a, b, c):
+    """Return a * b + c, rounded once where the machine can."""
+
+    def generate(context, builder, signature, arguments):
+        return multiply_add(builder, *arguments)
+
+    return float32x8(float32x8, float32x8, float32x8), generate
+
+
+@intrinsic
+def _spread(typing_context, array, index):
+    """Return eight copies of array[index], of float32."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FloatType()
+        one = builder.load(pointer_to(context, builder, signature.args[0], *arguments, kind))
+        lane = builder.insert_element(ir.Constant(F32X8, ir.Undefined), one, ir.Constant(ir.IntType(32), 0))
+        return builder.shuffle_vector(lane, lane, ir.Constant(I32X8, [0] * LANES))
+
+    return float32x8(array, types.intp), generate
+
+
+@helper
+def _add(c, at, factor, x):
+    store(c, at, fused(load(c, at), factor, x))
+
+
+@helper
+def multiply(a, row_step, step, b, depth, chunk, c, rows, shrink, fresh):
+    """c = a @ b if fresh, else c * shrink + a @ b; b (depth, PANEL), c (rows, PANEL), rows a multiple of 4.
+
+    Element (i, k) of a is a[i * row_step + k * step]. shrink (PANEL,) is a factor of each column. Sums of
+    `chunk` products are added up, which loses less than adding one product after the other.
+    """
+    one, chunks = splat(_ONE), (depth + chunk - 1) // chunk
+    for part in range(rows // 4 * chunks):
+        row, begin = part // chunks * 4, part % chunks * chunk
+        first = row * row_step
+        x00 = x01 = x02 = x10 = x11 = x12 = splat(_ZERO)
+        x20 = x21 = x22 = x30 = x31 = x32 = splat(_ZERO)
+        for k in range(begin, min(begin + chunk, depth)):
+            y0, y1, y2 = load(b, k * PANEL), load(b, k * PANEL + 8), load(b, k * PANEL + 16)
+            own = first + k * step
+            z = _spread(a, own)
+            x00, x01, x02 = fused(z, y0, x00), fused(z, y1, x01), fused(z, y2, x02)
+            z = _spread(a, own + row_step)
+            x10, x11, x12 = fused(z, y0, x10), fused(z, y1, x11), fused(z, y2, x12)
+            z = _spread(a, own + 2 * row_step)
+            x20, x21, x22 = fused(z, y0, x20), fused(z, y1, x21), fused(z, y2, x22)
+            z = _spread(a, own + 3 * row_step)
+            x30, x31, x32 = fused(z, y0, x30), fused(z, y1, x31), fused(z, y2, x32)
+        at = row * PANEL
+        if fresh and begin == 0:
+            store(c, at, x00)
+            store(c, at + 8, x01)
+            store(c, at + 16, x02)
+            store(c, at + 24, x10)
+            store(c, at + 32, x11)
+            store(c, at + 40, x12)
+            store(c, at + 48, x20)
+            store(c, at + 56, x21)
+            store(c, at + 64, x22)
+            store(c, at + 72, x30)
+            store(c, at + 80, x31)
+            store(c, at + 88, x32)
+        else:
+            s0 = load(shrink, 0) if begin == 0 else one
+            s1 = load(shrink, 8) if begin == 0 else one
+            s2 = load(shrink, 16) if begin == 0 else one
+            _add(c, at, s0, x00)
+            _add(c, at + 8, s1, x01)
+            _add(c, at + 16, s2, x02)
+            _add(c, at + 24, s0, x10)
+            _add(c, at + 32, s1, x11)
+            _add(c, at + 40, s2, x12)
+            _add(c, at + 48, s0, x20)
+            _add(c, at + 56, s1, x21)
+            _add(c, at + 64, s2, x22)
+            _add(c, at + 72, s0, x30)
+            _add(c, at + 80, s1, x31)
+            _add(c, at + 88, s2, x32)
+
+
+@helper
+def _tanh(x):
+    square = x * x
+    polynomial = splat(_TANH[0])
+    for coefficient in _TANH[1:]:
+        polynomial = fused(polynomial, square, splat(coefficient))
+    polynomial = fused(polynomial, square, splat(_TANH_LAST))
+    small = fused(polynomial * square, x, x)
+    growth = exp2(minimum(splat(_TANH_LARGEST), x) * splat(_TANH_RATE))
+    large = splat(_ONE) - splat(_TWO) / (growth + splat(_ONE))
+    return where(magnitude(x) > splat(_TANH_SMALL), large, small)
+
+
+@helper
+def cap(scores, keys, rate, softcap):
+    """scores = softcap * tanh(rate * scores)."""
+    for i in range(0, keys * PANEL, LANES):
+        store(scores, i, splat(softcap) * _tanh(splat(rate) * load(scores, i)))
+
+
+@helper
+def hide(scores, keys, first, last):
+    """Hide the keys before `first` and after `last` (PANEL,) of each row, counted within the tile."""
+    hidden = splat(MINUS_INFINITY)
+    for lane in range(0, PANEL, LANES):
+        low, high = load(first, lane), load(last, lane)
+        for j in range(keys):
+            key, at = splat(np.float32(j)), j * PANEL + lane
+            store(scores, at, where((low > key) + (key > high), hidden, load(scores, at)))
+
+
+@helper
+def weigh(scores, keys, unit, peaks, sums, shrink):
+    """Turn scores into weights exp2(unit * score - peak); raise peaks; shrink: what older weights lose.
+
+    Peaks are rounded products with unit, so that all that is relative to one is relative to the same number.
+    keys is a multiple of 4.
+    """
+    for lane in range(0, PANEL, LANES):
+        best = load(scores, lane)
+        for j in range(1, keys):
+            best = maximum(load(scores, j * PANEL + lane), best)
+        before = load(peaks, lane)
+        peak = maximum(best * splat(unit), before)
+        below = splat(_ZERO) - peak
+        lost = exp2(before - peak)
+        total = load(sums, lane) * lost
+        for first in range(0, keys, 4):
+            part = splat(_ZERO)
+            for j in range(first, first + 4):
+                weight = exp2(fused(load(scores, j * PANEL + lane), splat(unit), below))
+                part = part + weight
+                store(scores, j * PANEL + lane, weight)
+            total = total + part
+        store(peaks, lane, peak)
+        store(sums, lane, total)
+        store(shrink, lane, lost)
+
+
+@helper
+def read_panel(x16, x32, dtype, place, head, group, row, rows, sign, line, queries):
+    """queries (channels, PANEL) = sign * q of the rows from `row` on; 0 beyond the last of `rows`."""
+    channels = x16.shape[3] + x32.shape[3]
+    for lane in range(PANEL):
+        if row + lane < rows:
+            position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
+            load_values(
+                x16[place[0], position, own], x32[place[0], position, own], dtype, 0, channels, line, 0
+            )
+            for channel in range(line.size):
+                queries[channel * PANEL + lane] = sign * line[channel]
+        else:
+            for channel in range(line.size):
+                queries[channel * PANEL + lane] = 0
+
+
+@helper
+def read_tile(x16, x32, dtype, place, head, key, keys, pitch, tile):
+    """tile (KEYS, pitch) = the rows of `keys` keys from `key` on; zeros up to the next multiple of 4."""
+    channels = x16.shape[3] + x32.shape[3]
+    for j in range(keys):
+        at = place[3] + key + j
+        load_values(x16[place[0], at, head], x32[place[0], at, head], dtype, 0, channels, tile, j * pitch)
+    for i in range(keys * pitch, (keys + 3) // 4 * 4 * pitch):
+        tile[i] = 0
+
+
+@helper
+def mask_of(place, group, row, rows, key, left, right, first, last):
+    """first, last (PANEL,): which keys of the tile at `key` each row sees; whether any is hidden."""
+    behind = place[4] - place[2]
+    some = False
+    for lane in range(PANEL):
+        position = min(row + lane, rows - 1) // group + behind
+        low = max(position - left, 0) - key
+        high = min(position + right, place[4] - 1) - key
+        first[lane], last[lane] = max(0, min(low, KEYS)), max(-1, min(high, KEYS))
+        some |= low > 0 or high < KEYS - 1
+    return some
+
+
+def array_type(element, dimensions, readonly=True):
+    return types.Array(element, dimensions, "A", readonly=readonly, aligned=False)
+
+
+# Compiled once for all strides: an array of any layout fits "A".
+READ = types.Tuple((array_type(types.uint16, 4), array_type(types.float32, 4)))
+WRITE = types.Tuple((array_type(types.uint16, 4, False), array_type(types.float32, 4, False)))

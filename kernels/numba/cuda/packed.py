@@ -1,0 +1,294 @@
+"""Decode attention over packed pages, for reading: one warp takes one page at a time, on the ordinary cores.
+
+A *sequence* is what shares a list of pages: one (batch row, KV head) and up to 4 query rows (position, head
+of the group). The warps of all its blocks are its *parts*: part i of n takes the pages i, i + n, ... of the
+list, so that every part sees the same mixture of widths, however the table is sorted.
+
+    grid (row blocks * shares of a sequence, KV heads, batch), block 2 warps. A page takes these steps:
+      scores    K q. Lane 4 g + u adds up its 4 columns of every block of channels for its tokens, slots
+                8 g to 8 g + 7, in two halves: sums[4 tokens][rows] in registers
+      softmax   through shared memory, lane l gets the whole scores of slots 2 l and 2 l + 1, multiplies
+                them by the steps of K, takes the softmax against the running maximum, multiplies by the
+                steps of V, and makes integers of a unit that 16 tokens have in common
+      values    V^T p. Lane 4 g + u adds up its 16 tokens for channels g and g + 8 of every block of
+                channels, as integers, then page after page: out[head_dim / 8][rows] in registers
+    `cuda/packed_products.py` has scores and values of coded pages, `cuda/packed_raw.py` of raw ones,
+    `cuda/packed_steps.py` what stands between; `cuda/packed_merge.py` then merges the parts.
+
+Coded keys and values are rotated, so q is rotated, once a block, and later the sum of coded values, once a
+row. Raw values are not: a part attends its pages in two rounds, those of coded values first, and writes a
+result for each. Lanes exchange within their warp only, so pages need no barrier of the block. With a window,
+a warp looks at the positions of a page first, and reads the rest only if a row sees one of its tokens;
+without one, it asks for its next page while it computes with this one.
+
+Shared memory of a block: q, 2 rows head_dim bytes, and 4 for raw keys; of a warp: 32 (head_dim / 8 + 1) rows
+floats for exchange, 32 rows words for probabilities, and 64 for raw values; twice the integers for float32.
+Registers at head_dim 128 and 4 rows: 64 out; 16 sums, 8 of q and 8 words, or 32 of p and 8 to 16 words.
+"""
+
+import functools
+
+import numpy as np
+from numba import cuda, types
+
+from .integers import pieces_of
+from .packed_products import make_by_width, make_scores, make_values
+from .packed_raw import make_raw_scores, make_raw_values
+from .packed_steps import (
+    make_find_page,
+    make_queries,
+    make_raise,
+    make_result,
+    make_weights,
+    make_whole_scores,
+    position_of,
+)
+from .page import ALIGNED, ask_for, field_shift, power_of_two, step_of
+
+uint8, int32, uint32, float32, int64 = np.uint8, np.int32, np.uint32, np.float32, np.int64
+
+# Indices of shared arrays are unsigned where it counts: Numba lets negative ones count from the end, which
+# takes instructions and hides that neighbours can be loaded together.
+
+WARPS = 2
+MAX_RUNGS = 16
+LINE = 32  # words of memory that one request for the second-level cache brings
+LOWEST = float32(-1e30)
+
+
+def rounds_of(widths_v):
+    """Return which kinds of values occur: rotated (False), raw (True)."""
+    return [raw for raw in (False, True) if widths_v & (16 if raw else 15)]
+
+
+def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, window=0, blocks=6):
+    """Make the kernel that attends the pages of each part; `kvlab.jit.numba.build_numba` compiles it.
+
+    Parameters
+    ----------
+    head_dim : int
+    dtype : str
+        Of q and of the cache.
+    widths_k, widths_v : int
+        Which widths occur: a sum of 1 (2 bits), 2 (3 bits), 4, 8 and 16.
+    rows : int
+        Query rows that one expansion of a page serves: 1, 2 or 4.
+    softcap, kept, window : int
+        1 if scores are capped, some of them kept, or old tokens hidden; else 0.
+    blocks : int
+        Of a multiprocessor at a time: 6 leave 168 registers a thread, 4 leave 255.
+    """
+    # gate: head_dim=128 dtype=float16 widths_k=4 widths_v=4 rows=4 registers<=168 arch=sm_90a
+    # gate: head_dim=128 dtype=bfloat16 widths_k=13 widths_v=13 rows=4 registers<=168 arch=sm_90a
+    # gate: head_dim=128 dtype=bfloat16 widths_k=2 widths_v=2 rows=4 registers<=168 arch=sm_90a
+    # gate: head_dim=128 dtype=bfloat16 widths_k=1 widths_v=1 rows=4 softcap=1 kept=1 blocks=4 registers<=255
+    # gate: head_dim=64 dtype=float16 widths_k=4 widths_v=8 rows=4 window=1 blocks=4 registers<=255 arch=sm_80
+    # gate: head_dim=256 dtype=float16 widths_k=31 widths_v=31 rows=2 blocks=4 registers<=255 arch=sm_90a
+    # gate: head_dim=80 dtype=float32 widths_k=31 widths_v=31 rows=4 blocks=4 registers<=255 arch=sm_80
+    common = (dtype, head_dim, rows)
+    make_coded_scores, make_coded_values = (
+        functools.partial(make, tight=blocks > 4) for make in (make_scores, make_values)
+    )
+    scores_2, scores_3, scores_4, scores_8, scores_16 = make_by_width(
+        make_coded_scores, make_raw_scores, widths_k, *common
+    )
+    values_2, values_3, values_4, values_8, values_16 = make_by_width(
+        make_coded_values, make_raw_values, widths_v, *common
+    )
+    coded_k, coded_v, both_rounds = widths_k & 15 != 0, widths_v & 15 != 0, len(rounds_of(widths_v)) == 2
+    first_round, end_round = (int(raw) for raw in (rounds_of(widths_v)[0], rounds_of(widths_v)[-1]))
+    end_round += 1
+    rounds = end_round - first_round
+
+    channels, tokens = head_dim // 8, 8  # that a lane adds up
+    score_stride, out_stride = tokens * rows + 4, (channels + 1) * rows + 1
+    exchange_floats = 32 * max(score_stride, out_stride)
+    pieces, raw_k, raw_v = pieces_of(dtype), widths_k & 16 != 0, widths_v & 16 != 0
+    raw_floats, weights_floats = raw_k * rows * head_dim or 1, raw_v * 64 * rows
+    query_words, pair_words = coded_k * pieces * rows * head_dim // 2 or 1, coded_v * pieces * 32 * rows
+    all_exchange, all_weights = WARPS * exchange_floats, WARPS * weights_floats or 1
+    all_pairs, all_units, query_sums = WARPS * pair_words or 1, WARPS * 4 * rows, 4 * pieces * rows
+    sums_floats, out_floats = 2 * rows, channels * rows
+    bring_row = make_queries(head_dim, dtype, rows, widths_k)
+    find_page = make_find_page(head_dim, dtype, widths_k, widths_v)
+    whole_scores = make_whole_scores(rows, score_stride, softcap, window)
+    raise_peaks = make_raise(rows, score_stride, out_floats)
+    weigh, write_floats, write_largest, write_pairs = make_weights(rows, dtype)
+    write_result = make_result(head_dim, rows, out_stride)
+
+    def kernel(
+        memory, pools, unit, bits_k, bits_v, rung, count, index, num_pages, k_mean, q, q_batch, q_position,
+        q_head, partial, scores, shares, entries, query_rows, group, keep, scale, cap,
+        base, first, left,
+    ):  # fmt: skip
+        exchange = cuda.shared.array(all_exchange, float32, alignment=ALIGNED)
+        # Of q and p: floats for raw pages, [c][later] and [warp][b][later] of `place_of`; pairs of integers
+        # for coded ones, by `make_scores` and [warp] by `make_values`, with units[warp][u][rows].
+        raw_queries = cuda.shared.array(raw_floats, float32, alignment=ALIGNED)
+        weights = cuda.shared.array(all_weights, float32, alignment=ALIGNED)
+        query_pairs = cuda.shared.array(query_words, uint32, alignment=ALIGNED)
+        pairs = cuda.shared.array(all_pairs, uint32, alignment=ALIGNED)
+        sums_of_h = cuda.shared.array(query_sums, int32, alignment=ALIGNED)
+        units = cuda.shared.array(all_units, float32, alignment=ALIGNED)
+        terms = cuda.shared.array(sums_floats, float32)  # of q: product with the mean of the keys, unit
+        pool_at = cuda.shared.array(MAX_RUNGS, int64)
+        raised = cuda.shared.array(WARPS, int32)  # the last page at which maxima rose
+        sees = cuda.shared.array(WARPS, int32)  # the last page with a token that a row sees
+        result_at = cuda.shared.array(WARPS, int64)
+        lowest = cuda.shared.array(rows, int64)  # position that a row sees
+        thread = cuda.threadIdx.x
+        warp, lane = thread >> 5, thread & 31
+        g, u = lane >> 2, lane & 3
+        own, own_weights = warp * exchange_floats, warp * weights_floats
+        own_pairs, own_units = warp * pair_words, warp * 4 * rows
+        mine = own + lane * score_stride  # [8 tokens][rows]
+        row_block = int64(uint32(cuda.blockIdx.x) // uint32(shares))
+        share = cuda.blockIdx.x - row_block * shares
+        head_kv, batch = cuda.blockIdx.y, cuda.blockIdx.z
+        pair = batch * cuda.gridDim.y + head_kv
+        first_row = row_block * rows
+        row = warp
+        while row < rows:
+            at = uint32(min(first_row + row, query_rows - 1))  # one too many repeats the last row
+            position = at // uint32(group)
+            head = head_kv * group + int64(at) - position * group
+            source = batch * q_batch + position * q_position + head * q_head
+            bring_row(
+                q, source, k_mean, int64(pair) * head_dim, scale, row, lane, raw_queries, query_pairs,
+                sums_of_h, exchange, own, terms,
+            )  # fmt: skip
+            if window and lane == 0:
+                lowest[row] = int64(first[batch]) + int64(position) - left
+            row += WARPS
+        if thread < MAX_RUNGS:
+            pool_at[thread] = pools[thread]
+        part, parts = int32(share * WARPS + warp), int32(shares * WARPS)
+        if lane == 0:
+            raised[warp] = sees[warp] = -1
+            sequence = int64(pair) * ((query_rows + rows - 1) // rows) + row_block
+            result_at[warp] = (sequence * parts + part) * rounds * rows
+        cuda.syncthreads()  # all query rows, their terms and addresses are there
+
+        first_kept = int32(first_row - (query_rows - keep))
+        first_entry = int32(pair * entries)
+        end = int32(first_entry + num_pages[pair])
+        sums = cuda.local.array(sums_floats, float32)  # whole scores of two tokens
+        out = cuda.local.array(out_floats, float32)
+        peak = cuda.local.array(rows, float32)
+        total_weight = cuda.local.array(rows, float32)
+        for values_are_raw in range(first_round, end_round):
+            for i in range(out_floats):
+                out[i] = float32(0)
+            for row in range(rows):
+                peak[row] = LOWEST
+                total_weight[row] = float32(0)
+            entry = int32(first_entry + part - parts)
+            while entry + parts < end:
+                entry = int32(entry + parts)
+                width_k, width_v, k_at, v_at, steps_at = find_page(
+                    pool_at, bits_k, bits_v, unit, int64(rung[entry]), int64(index[entry])
+                )
+                if both_rounds and (width_v == 0) != (values_are_raw == 1):
+                    continue
+                tokens_here = int32(count[entry])
+                next_entry = min(entry + parts, end - 1)
+                next_rung, next_index = int64(rung[next_entry]), int64(index[next_entry])
+
+                # Lane l will take slots 2 l and 2 l + 1. Their steps are asked for now; raw tiles have none.
+                v_steps_at = steps_at + (16 if width_k else 0)
+                k_step = memory[steps_at + (lane >> 1)] if width_k else uint32(0)
+                v_step = memory[v_steps_at + (lane >> 1)] if width_v else uint32(0)
+                pair_of_positions, seen = uint32(0), True
+                if window:
+                    pair_of_positions = memory[v_steps_at + (16 if width_v else 0) + lane]
+                    for t in range(2):
+                        position = position_of(base[entry], pair_of_positions, t)
+                        if 2 * lane + t < tokens_here and position >= lowest[0]:
+                            sees[warp] = entry
+                    cuda.syncwarp()  # whether the page has a token that a row sees is known
+                    seen = sees[warp] == entry
+
+                # Scores: every lane its columns of its 8 tokens.
+                if not seen:
+                    pass
+                elif width_k == 2:
+                    scores_2(memory, k_at + lane, lane, query_pairs, sums_of_h, exchange, mine)
+                elif width_k == 3:
+                    scores_3(memory, k_at + lane, lane, query_pairs, sums_of_h, exchange, mine)
+                elif width_k == 4:
+                    scores_4(memory, k_at + lane, lane, query_pairs, sums_of_h, exchange, mine)
+                elif width_k == 8:
+                    scores_8(memory, k_at + lane, lane, query_pairs, sums_of_h, exchange, mine)
+                else:
+                    scores_16(memory, k_at + lane, lane, raw_queries, exchange, mine)
+                cuda.syncwarp()  # all columns of all tokens are in shared memory
+
+                # The next page is asked for while this one is computed with; the last one, once more itself.
+                if not window:
+                    next_k, next_v, next_at, _, next_steps = find_page(
+                        pool_at, bits_k, bits_v, unit, next_rung, next_index
+                    )
+                    if next_k and next_v:  # raw pages of all warps would not fit the second-level cache
+                        for i in range(lane, (next_steps + 32 - next_at) // LINE, 32):
+                            ask_for(memory, next_at + LINE * i)
+
+                start = uint32(own + 4 * g * score_stride + 2 * u * rows)
+                coded = coded_k and width_k != 0
+                for t in range(2):
+                    slot = 2 * lane + t
+                    position = position_of(base[entry], pair_of_positions, t) if window else 0
+                    factor = step_of(k_step, slot) * power_of_two(-field_shift(width_k, t))
+                    unused = slot >= tokens_here
+                    if whole_scores(
+                        exchange, start, t, factor, terms, coded, cap, unused, position, lowest, peak, sums
+                    ):  # fmt: skip
+                        raised[warp] = entry
+                    if kept:
+                        for row in range(rows):
+                            kept_row = int32(first_kept + row)
+                            if kept_row >= 0 and kept_row < keep:
+                                scores[(int64(entry) * keep + kept_row) * 64 + slot] = sums[t * rows + row]
+                cuda.syncwarp()  # whether a maximum rises is known, and the columns are read
+                if raised[warp] == entry:
+                    raise_peaks(exchange, own, mine, sums, peak, total_weight, out)
+
+                # Probabilities relative to the running maximum, times the steps of V.
+                for t in range(2):
+                    step = step_of(v_step, 2 * lane + t) if width_v else float32(1)
+                    if 2 * lane + t >= tokens_here or not seen:
+                        step = float32(0)  # the step of what nobody sees may be NaN
+                    weigh(sums, t, peak, total_weight, step)
+                if coded_v and width_v:
+                    write_largest(sums, lane, exchange, own)
+                    cuda.syncwarp()  # the largest weights of all lanes are there
+                    write_pairs(sums, lane, exchange, own, units, own_units, pairs, own_pairs)
+                else:
+                    write_floats(sums, lane, weights, own_weights)
+                cuda.syncwarp()  # all probabilities are there, and the largest weights are read
+
+                if not seen:
+                    pass
+                elif width_v == 2:
+                    values_2(memory, v_at + lane, lane, pairs, own_pairs, units, own_units, out)
+                elif width_v == 3:
+                    values_3(memory, v_at + lane, lane, pairs, own_pairs, units, own_units, out)
+                elif width_v == 4:
+                    values_4(memory, v_at + lane, lane, pairs, own_pairs, units, own_units, out)
+                elif width_v == 8:
+                    values_8(memory, v_at + lane, lane, pairs, own_pairs, units, own_units, out)
+                else:
+                    values_16(memory, v_at + lane, lane, weights, own_weights, tokens_here, out)
+
+            result = result_at[warp] + (values_are_raw - first_round) * rows
+            write_result(exchange, own, lane, out, total_weight, peak, partial, result)
+
+    pointer, whole = types.CPointer, types.int32
+    element = pointer(types.uint32 if dtype == "float32" else types.uint16)
+    arguments = (
+        pointer(types.uint32), types.UniTuple(types.int64, MAX_RUNGS), whole, types.int64, types.int64,
+        pointer(types.uint8), pointer(types.uint8), pointer(types.uint32), pointer(types.int32),
+        pointer(types.uint16), element, types.int64, types.int64, types.int64,
+        pointer(types.float32), pointer(types.float32), whole, whole, whole, whole, whole,
+        types.float32, types.float32, pointer(types.uint16), pointer(types.int32), whole,
+    )  # fmt: skip
+    return kernel, arguments, (32 * WARPS, blocks)

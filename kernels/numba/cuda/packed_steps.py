@@ -1,0 +1,305 @@
+"""Decode attention over packed pages: the steps of a page between K q and V^T p, and what stands around them.
+
+Each function makes a device function for one specialisation of the kernel in `cuda/packed.py`, which says how
+lanes share a page. All exchange through shared memory within a warp, so every barrier is one of a warp.
+"""
+
+import math
+
+import numpy as np
+from numba import cuda
+
+from .integers import MAGNITUDE, MOST, PIECE, SMALLEST, nearest, pair_of, pieces_of, unit_of
+from .packed_raw import place_of
+from .page import device, from_float16, widened
+
+int32, uint32, int64, float32 = np.int32, np.uint32, np.int64, np.float32
+
+MERGE_THREADS = 128
+HEADROOM = float32(6)
+"""How far a score may exceed the running maximum of its row before the maximum follows: what is added up then
+has to shrink, which costs more than a few larger weights."""
+
+
+def make_hadamard(head_dim, threads):
+    """Make the device function that rotates a vector in shared memory, not normalised.
+
+    `threads` share the butterflies: those of a warp (32) or of a block.
+    """
+    block, each = head_dim & -head_dim, -(-head_dim // (2 * threads))
+    whole_block = threads > 32
+
+    @device
+    def hadamard(x, at, thread):
+        h = 1
+        while h < block:
+            for j in range(each):
+                i = thread + j * threads
+                if i < head_dim // 2:
+                    low = uint32(at + 2 * i - (i & (h - 1)))
+                    high = uint32(low + h)
+                    a, b = x[low], x[high]
+                    x[low], x[high] = a + b, a - b
+            if whole_block:
+                cuda.syncthreads()  # this stage is in shared memory
+            else:
+                cuda.syncwarp()
+            h *= 2
+
+    return hadamard
+
+
+def make_queries(head_dim, dtype, rows, widths):
+    """Make the device function that brings a query row, scaled, to shared memory; a warp takes one at a time.
+
+    For raw keys it comes as it is, by `query_place`. For coded ones it is rotated and becomes integers h of
+    one unit, as `make_scores` wants them. In terms[2][rows] come the product with the mean of the keys and
+    the unit.
+    """
+    widen, hadamard, each = widened(dtype), make_hadamard(head_dim, 32), -(-head_dim // 32)
+    norm = float32(1 / math.sqrt(head_dim & -head_dim))
+    raw, coded, pieces = widths & 16 != 0, widths & 15 != 0, pieces_of(dtype)
+    words = head_dim // 2
+    each_word = -(-words // 32)
+
+    @device
+    def bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, inverse):
+        for piece in range(pieces):
+            sum_of_h = float32(0)
+            for i in range(each):
+                channel = lane + 32 * i
+                if channel < head_dim:
+                    if piece == 0:
+                        x[i] *= inverse
+                    h = nearest(x[i])
+                    exchange[uint32(own + channel)] = h
+                    sum_of_h += h
+                    x[i] = (x[i] - h) / PIECE
+            exchange[uint32(own + head_dim + lane)] = sum_of_h
+            cuda.syncwarp()  # all h are there
+            for i in range(each_word):
+                word = lane + 32 * i
+                if word < words:
+                    channel = 16 * (word >> 3) + 2 * (word & 3) + (word >> 2 & 1)
+                    pair = pair_of(exchange[uint32(own + channel)], exchange[uint32(own + channel + 8)])
+                    pairs[uint32((piece * words + word) * rows + row)] = pair
+            if lane < 4:
+                sum_of_h = float32(0)
+                for i in range(8):  # all channels of lanes 8 j + 2 u and 8 j + 2 u + 1 are columns of u
+                    sum_of_h += exchange[uint32(own + head_dim + 8 * (i >> 1) + 2 * lane + (i & 1))]
+                sums_of_h[(4 * piece + lane) * rows + row] = int32(sum_of_h)
+            cuda.syncwarp()  # they are read before others come
+
+    @device
+    def bring_row(
+        q, source, k_mean, mean_at, scale, row, lane, raw_queries, pairs, sums_of_h, exchange, own, terms
+    ):
+        mean_sum, largest = float32(0), SMALLEST
+        x = cuda.local.array(each, float32)
+        for i in range(each):
+            channel = lane + 32 * i
+            if channel < head_dim:
+                x[i] = widen(q[source + channel]) * scale
+                exchange[own + channel] = x[i]
+                mean_sum += x[i] * from_float16(k_mean[mean_at + channel])
+                if raw:
+                    raw_queries[query_place(channel, row, rows)] = x[i]
+        cuda.syncwarp()  # the row is in shared memory
+        if coded:
+            hadamard(exchange, own, lane)
+            for i in range(each):
+                channel = lane + 32 * i
+                if channel < head_dim:
+                    x[i] = exchange[own + channel] * norm
+                    largest = max_number(largest, abs(x[i]))
+            cuda.syncwarp()  # the rotated row is read
+            exchange[own + lane], exchange[own + 32 + lane] = mean_sum, largest
+            cuda.syncwarp()  # the 32 parts of the sum, and of the largest, are there
+            mean_sum = float32(0)
+            for i in range(32):
+                mean_sum += exchange[uint32(own + i)]
+                largest = max_number(largest, exchange[uint32(own + 32 + i)])
+            if lane == 0:
+                terms[row], terms[rows + row] = mean_sum, largest / float32(MOST)
+            cuda.syncwarp()  # they are read before others come
+            bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, float32(MOST) / largest)
+
+    return bring_row
+
+
+def make_whole_scores(rows, score_stride, softcap, window):
+    """Make the device function that adds up the columns of two slots and turns the sums into scores.
+
+    Those of coded keys are multiplied by `factor` and the unit of the query. A row sees positions from
+    lowest[row] on. The result says whether a score exceeds the running maximum of its row by more than
+    `HEADROOM`.
+    """
+
+    @device
+    def whole_scores(exchange, start, t, factor, terms, coded, cap, unused, position, lowest, peak, sums):
+        rises = False
+        for row in range(rows):
+            s = float32(0)
+            for i in range(4):
+                s += exchange[start + uint32(i * score_stride + t * rows + row)]
+            if coded:
+                s = s * (factor * terms[rows + row]) + terms[row]
+            if softcap:
+                s = cap * float32(math.tanh(s / cap))
+            if unused or (window and position < lowest[row]):
+                s = float32(-math.inf)
+            rises = rises or s > peak[row] + HEADROOM
+            sums[t * rows + row] = s
+        return rises
+
+    return whole_scores
+
+
+def make_raise(rows, score_stride, out_floats):
+    """Make the device function that lets running maxima follow the scores, and shrinks what is added up."""
+
+    @device
+    def raise_peaks(exchange, own, mine, sums, peak, total_weight, out):
+        before = cuda.local.array(rows, float32)
+        shrink = cuda.local.array(rows, float32)
+        for row in range(rows):
+            before[row] = largest = peak[row]
+            for t in range(2):
+                largest = max_number(largest, sums[t * rows + row])
+            exchange[uint32(mine + row)] = largest
+        cuda.syncwarp()  # the largest scores of all lanes are in shared memory
+        for i in range(32):
+            for row in range(rows):
+                peak[row] = max_number(peak[row], exchange[uint32(own + i * score_stride + row)])
+        for row in range(rows):
+            shrink[row] = math.exp(before[row] - peak[row])
+            total_weight[row] *= shrink[row]
+        for i in range(out_floats):
+            out[i] *= shrink[i % rows]
+        cuda.syncwarp()  # the largest scores are read
+
+    return raise_peaks
+
+
+def make_weights(rows, dtype):
+    """Make the device functions that turn scores of a lane's two slots into probabilities, times steps of V.
+
+    Raw values take them as floats, by `place_of`. Coded ones take integers h, as `make_values` wants them, of
+    a unit for each row and each 16 tokens that one u takes: lanes 8 u to 8 u + 7 have them.
+    """
+    pieces = pieces_of(dtype)
+
+    @device
+    def weigh(sums, t, peak, total_weight, step):
+        for row in range(rows):
+            p = float32(math.exp(sums[t * rows + row] - peak[row]))
+            total_weight[row] += p
+            sums[t * rows + row] = p * step
+
+    @device
+    def write_floats(sums, lane, weights, at):
+        g, u = lane >> 2, lane & 3
+        for t in range(2):  # slot 2 lane + t is column g + 8 t of V's tiles of block u
+            to = at + (2 * u + t) * 8 * rows + place_of(g, 0, rows)
+            for row in range(rows):
+                weights[uint32(to) + uint32(place_of(0, row, rows))] = sums[t * rows + row]
+
+    @device
+    def write_largest(sums, lane, exchange, own):
+        to = uint32(own + (4 * (lane & 7) + (lane >> 3)) * rows)
+        for row in range(rows):
+            a, b = sums[row].view(uint32) & MAGNITUDE, sums[rows + row].view(uint32) & MAGNITUDE
+            exchange[to + uint32(row)] = uint32(max(a, b)).view(float32)
+
+    @device
+    def write_pairs(sums, lane, exchange, own, units, units_at, pairs, pairs_at):
+        u = lane >> 3
+        largest = cuda.local.array(rows, uint32)
+        for row in range(rows):
+            largest[row] = SMALLEST.view(uint32)
+        at = uint32(own + u * rows)
+        for i in range(8):
+            for row in range(rows):
+                largest[row] = max(largest[row], exchange[at + uint32(4 * i * rows + row)].view(uint32))
+        b, half = lane & 3, lane >> 2 & 1  # both slots are a pair of V's tiles of block b
+        to = uint32(pairs_at + (8 * b + 4 * half + u) * rows)
+        for row in range(rows):
+            unit, inverse = unit_of(largest[row])
+            if lane & 7 == 0:
+                units[uint32(units_at + u * rows + row)] = unit
+            a, b = sums[row] * inverse, sums[rows + row] * inverse
+            for piece in range(pieces):
+                pairs[to + uint32(32 * piece * rows + row)] = pair_of(a, b)
+                a, b = (a - nearest(a)) / PIECE, (b - nearest(b)) / PIECE
+
+    return weigh, write_floats, write_largest, write_pairs
+
+
+def make_result(head_dim, rows, out_stride):
+    """Make the device function that writes the result of a part: sums over lanes, through shared memory."""
+    out_floats, part_floats = head_dim // 8 * rows, head_dim + 2
+
+    @device
+    def write_result(exchange, own, lane, out, total_weight, peak, partial, result):
+        for i in range(out_floats):
+            exchange[uint32(own + lane * out_stride + i)] = out[i]
+        for row in range(rows):
+            exchange[uint32(own + lane * out_stride + out_floats + row)] = total_weight[row]
+        cuda.syncwarp()  # the sums of all lanes are in shared memory
+        if lane < rows:
+            total = float32(0)
+            for i in range(32):
+                total += exchange[uint32(own + i * out_stride + out_floats + lane)]
+            partial[(result + lane) * part_floats + head_dim + 1] = total
+        for row in range(rows):
+            to = (result + row) * part_floats
+            partial[to + head_dim] = peak[row]
+            for channel in range(lane, head_dim, 32):
+                x = float32(0)
+                for i in range(4):
+                    at = own + (4 * (channel % 8) + i) * out_stride
+                    x += exchange[uint32(at + (channel // 16 * 2 + channel % 16 // 8) * rows + row)]
+                partial[to + channel] = x
+        cuda.syncwarp()  # the sums are read before the next round exchanges anything
+
+    return write_result
+
+
+def make_find_page(head_dim, dtype, widths_k, widths_v):
+    """Make the device function that returns where a page is: its codes of K and of V, and its steps.
+
+    Also its widths, 0 for 16. Steps of V follow those of K, then come the positions.
+    """
+    raw_words = head_dim * 64 // (1 if dtype == "float32" else 2)
+    width_of_flag = {1: 2, 2: 3, 4: 4, 8: 8, 16: 0}
+    only_k, only_v = width_of_flag.get(widths_k, -1), width_of_flag.get(widths_v, -1)
+
+    @device
+    def find_page(pool_at, bits_k, bits_v, unit, rung, number):
+        width_k = (bits_k >> (4 * rung)) & 15 if only_k < 0 else only_k
+        width_v = (bits_v >> (4 * rung)) & 15 if only_v < 0 else only_v
+        k_words = raw_words if width_k == 0 else 2 * head_dim * width_k
+        v_words = raw_words if width_v == 0 else 2 * head_dim * width_v
+        record = k_words + v_words + (16 if width_k else 0) + (16 if width_v else 0) + 48
+        at = pool_at[rung] + number * (unit if unit else record)
+        return width_k, width_v, at, at + k_words, at + k_words + v_words
+
+    return find_page
+
+
+@device
+def position_of(base, pair, t):
+    """Return the position of one of two slots: `base` has its upper 16 bits, a half of `pair` the others."""
+    return (int64(base) << 16) + int64((pair >> uint32(16 * t)) & uint32(0xFFFF))
+
+
+@device
+def query_place(channel, row, rows):
+    """Return where an element of q is: [channel // 8][place of the column and row]."""
+    return channel // 8 * 8 * rows + place_of(channel % 8, row, rows)
+
+
+@device
+def max_number(a, b):
+    """Return the larger one; b is passed over if it is NaN."""
+    return b if b > a else a

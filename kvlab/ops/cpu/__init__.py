@@ -1,0 +1,1 @@
+"""Launchers of the operations on the CPU."""

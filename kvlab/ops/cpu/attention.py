@@ -1,0 +1,208 @@
+"""Attention on the CPU: launchers of the backends "cpu" and "reference".
+
+Both lay fixed and variable lengths out as one thing: arrays (batch, seqlen, heads, head_dim), and for each
+sequence its row of the batch, its first query and key and their numbers. So a kernel has one loop for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import Array, ArrayT, dtype_name, like_first, to_numpy_view
+from kvlab.reference import attention as reference
+from kvlab.threads import share
+
+if TYPE_CHECKING:
+    from kvlab.ops.attention import Scores, Sequences
+
+__all__ = [
+    "Views",
+    "attend",
+    "attend_reference",
+    "items_of",
+    "lay_out",
+    "merge",
+    "merge_reference",
+    "score_numbers",
+    "split_by_width",
+    "worth_sharing",
+]
+
+_FAR = 1 << 40  # a side of the window without limit
+
+_WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
+
+
+class Views(NamedTuple):
+    """The arguments of a call, fixed or variable length, as one thing."""
+
+    q: NDArray[Any]  # (batch, seqlen_q, num_heads_q, head_dim)
+    k: NDArray[Any]  # (batch, seqlen_k, num_heads_kv, head_dim)
+    v: NDArray[Any]
+    places: NDArray[np.int64]  # (sequences, 5): row of the batch, first query, number, first key, number
+
+    @property
+    def dtype_code(self) -> int:
+        """Dtype of q as kernels take it."""
+        from kvlab.numba_kernels.cpu.elements import BFLOAT16, FLOAT16, FLOAT32
+
+        return int({"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}[dtype_name(self.q)])
+
+
+def lay_out(q: Any, k: Any, v: Any, sequences: Sequences | None) -> Views:
+    """Return views of q, k and v, and where sequences lie; refuses lengths that do not fit."""
+    views = [to_numpy_view(x, name) for name, x in (("q", q), ("k", k), ("v", v))]
+    if sequences is not None:
+        views = [x[None] for x in views]
+        bounds_q = _bounds("q", sequences.cu_q, sequences.max_q, views[0].shape[1])
+        bounds_k = _bounds("k", sequences.cu_k, sequences.max_k, views[1].shape[1])
+        places = np.zeros((len(bounds_q) - 1, 5), np.int64)
+        places[:, 1], places[:, 2] = bounds_q[:-1], np.diff(bounds_q)
+        places[:, 3], places[:, 4] = bounds_k[:-1], np.diff(bounds_k)
+    else:
+        places = np.zeros((len(views[0]), 5), np.int64)
+        places[:, 0] = np.arange(len(views[0]))
+        places[:, 2], places[:, 4] = views[0].shape[1], views[1].shape[1]
+    return Views(views[0], views[1], views[2], places)
+
+
+def _bounds(which: str, cu_seqlens: Any, max_seqlen: int, total: int) -> NDArray[np.int64]:
+    bounds = to_numpy_view(cu_seqlens, f"cu_seqlens_{which}").astype(np.int64)
+    lengths = np.diff(bounds)
+    if bounds[0] != 0 or bounds[-1] != total or (lengths < 0).any():
+        raise ValueError(
+            f"cu_seqlens_{which} is {bounds.tolist()}: it must rise from 0 to {total}, the rows of {which}"
+        )
+    if lengths.max(initial=0) > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{which} is {max_seqlen}, but one sequence has {lengths.max()} rows: pass that"
+        )
+    return bounds
+
+
+def attend_reference(
+    q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Scores
+) -> tuple[ArrayT, ArrayT]:
+    """Launcher of backend "reference"; arguments as `attend`."""
+    views = lay_out(q, k, v, sequences)
+    wide = [x.astype(np.float64) for x in views[:3]]
+    out = np.zeros(views.q.shape, views.q.dtype)
+    lse = np.full((out.shape[0], out.shape[2], out.shape[1]), -np.inf, np.float32)
+    for b, q0, rows, k0, keys in views.places.tolist():
+        visible = reference.visible_keys(rows, keys, window=(scores.left, scores.right))
+        own_q, own_k = slice(q0, q0 + rows), slice(k0, k0 + keys)
+        one = reference.attend_rows(
+            wide[0][b, own_q], wide[1][b, own_k], wide[2][b, own_k], visible,
+            scale=scores.scale, softcap=scores.softcap,
+        )  # fmt: skip
+        out[b, own_q], lse[b, :, own_q] = one
+    return _results(q, out, lse, sequences)
+
+
+def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Scores) -> tuple[ArrayT, ArrayT]:
+    """Launcher of backend "cpu".
+
+    Parameters
+    ----------
+    q, k, v : array
+        (batch, seqlen, heads, head_dim) each, or with `sequences` (total, heads, head_dim).
+    sequences : Sequences or None
+    scores : Scores
+
+    Returns
+    -------
+    out : array, shape and dtype of q
+    lse : float32 array, (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)
+    """
+    from kvlab.numba_kernels.cpu import attention as kernels
+
+    views = lay_out(q, k, v, sequences)
+    kv_heads = views.k.shape[2]
+    group = views.q.shape[2] // kv_heads
+    out = np.empty(views.q.shape, views.q.dtype)
+    lse = np.empty((out.shape[0], out.shape[2], out.shape[1]), np.float32)
+    places = views.places
+    share(
+        kernels.attend, np.zeros(1, np.int64),
+        items_of(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), places,
+        *map(split_by_width, views[:3]), views.dtype_code, group, *score_numbers(scores),
+        split_by_width(out), lse, alone=not worth_sharing(views, products=1),
+    )  # fmt: skip
+    return _results(q, out, lse, sequences)
+
+
+def score_numbers(scores: Scores) -> tuple[Any, ...]:
+    """Return what kernels take of `scores`: left, right, sign, unit, rate, softcap."""
+    from kvlab.numba_kernels.cpu.softmax import LOG2_E
+
+    # A scale of 0 becomes one that no score is seen with, so that hidden keys, at -inf, stay hidden.
+    scale = max(abs(scores.scale), 1e-37)
+    unit = LOG2_E if scores.softcap else scale * LOG2_E
+    rate = scale / scores.softcap if scores.softcap else 1.0
+    left, right = (_FAR if side < 0 else side for side in (scores.left, scores.right))
+    return left, right, *map(np.float32, (math.copysign(1, scores.scale), unit, rate, scores.softcap))
+
+
+def worth_sharing(views: Views, products: int) -> bool:
+    """Say whether a call is long enough for several threads; `products`: pairs of matrix products in it."""
+    cells = int((views.places[:, 2] * views.places[:, 4]).sum())
+    return products * cells * int(views.q.shape[2] * views.q.shape[3]) >= _WORTH_SHARING
+
+
+def items_of(rows: NDArray[np.int64], kv_heads: int, block: int) -> NDArray[np.int64]:
+    """(n, 3): sequence, KV head, block of query rows; late blocks, the dearest under a causal mask, first."""
+    blocks = -(-rows // block)
+    cells = np.arange(blocks.max(initial=0))[::-1]
+    number, sequence, head = np.meshgrid(cells, np.arange(len(rows)), np.arange(kv_heads), indexing="ij")
+    items = np.stack([sequence, head, number], axis=-1).reshape(-1, 3)
+    return np.asarray(items[items[:, 2] < blocks[items[:, 0]]])
+
+
+def split_by_width(x: NDArray[Any]) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
+    """(bits of 16-bit elements, 32-bit elements) of an array, its last axis made contiguous; one is empty."""
+    if x.shape[-1] > 1 and x.strides[-1] != x.itemsize:
+        x = np.ascontiguousarray(x)
+    empty = (*x.shape[:-1], 0)
+    if x.dtype == np.float32:
+        return np.empty(empty, np.uint16), x
+    return x.view(np.uint16), np.empty(empty, np.float32)
+
+
+def _results(
+    q: ArrayT, out: NDArray[Any], lse: NDArray[np.float32], sequences: Sequences | None
+) -> tuple[ArrayT, ArrayT]:
+    if sequences is not None:
+        out, lse = out[0], lse[0]
+    return like_first(out, q), like_first(lse, q)
+
+
+def _part_views(name: str, arrays: Sequence[Array]) -> list[NDArray[Any]]:
+    return [to_numpy_view(array, f"{name}[{i}]") for i, array in enumerate(arrays)]
+
+
+def merge_reference(outs: Sequence[ArrayT], lses: Sequence[Array]) -> tuple[ArrayT, ArrayT]:
+    """Launcher of backend "reference" of merge_attention."""
+    out_views = _part_views("outs", outs)
+    out, lse = reference.merge_attention(out_views, _part_views("lses", lses))
+    return like_first(out.astype(out_views[0].dtype), outs[0]), like_first(lse.astype(np.float32), outs[0])
+
+
+@np.errstate(divide="ignore", invalid="ignore")
+def merge(outs: Sequence[ArrayT], lses: Sequence[Array]) -> tuple[ArrayT, ArrayT]:
+    """Launcher of backend "cpu" of merge_attention: part by part, so that at most two exist widened."""
+    out_views, lse_views = _part_views("outs", outs), np.stack(_part_views("lses", lses))
+    largest = lse_views.max(axis=0)
+    largest = np.where(largest == -np.inf, np.float32(0), largest)  # rows without keys: exp(-inf - 0) is 0
+    weights = np.exp(lse_views - largest)
+    total = weights.sum(axis=0)
+    weights /= np.where(total == 0, np.float32(1), total)
+    merged = np.zeros(out_views[0].shape, dtype=np.float32)
+    for weight, out in zip(np.swapaxes(weights, -1, -2)[..., None], out_views, strict=True):
+        merged += np.where(weight == 0, np.float32(0), weight * out.astype(np.float32))
+    lse = largest + np.log(total)
+    return like_first(merged.astype(out_views[0].dtype), outs[0]), like_first(lse, outs[0])

@@ -1,0 +1,237 @@
+"""Packed attention on the CPU: the kernels for a few query rows and for many, and the float64 oracle.
+
+What the kernels want laid out (queries, tables with addresses, how far rows see back) is laid out here; the
+answer is merged from the parts of each row in order, so it has the same bits for any number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
+from kvlab.ops.packed import Layout, PackedAttention, Pages, Sight
+from kvlab.reference import packed as reference
+from kvlab.reference.codec import hadamard_block
+from kvlab.threads import share
+
+__all__ = ["attend", "attend_reference", "mass", "mass_reference"]
+
+ROWS_AT_ONCE = 4
+"""Query rows that one expansion of a page serves on the CPU: what its registers hold."""
+
+FEW_ROWS = 16
+"""Query rows of a KV head up to which a page is expanded again for every four of them; with more, once."""
+
+_ITEMS = 64
+_PAGES_PER_ITEM = 4
+_WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
+
+
+def attend_reference(
+    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, sight: Sight | None
+) -> PackedAttention[ArrayT]:
+    """Launcher of backend "reference" for `kvlab.ops.packed.packed_attention`."""
+    queries = to_numpy_view(q, "q")
+    seen: dict[str, Any] = {}
+    if sight:
+        first = to_numpy_view(sight.first, "first_position")
+        seen = {"window": (sight.left, -1), "first_position": first}
+    out, lse, scores = reference.packed_attention(
+        queries, pages, scale=scale, softcap=softcap, keep_scores=keep_scores, **seen
+    )
+    kept = like_first(scores.astype(np.float32), q) if keep_scores else None
+    return PackedAttention(
+        like_first(out.astype(queries.dtype), q), like_first(lse.astype(np.float32), q), kept
+    )
+
+
+def mass_reference(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
+    """Launcher of backend "reference" for `kvlab.ops.packed.mass_from_scores`."""
+    entries = np.arange(pages.rung.shape[2])[:, None]
+    used = (entries < pages.num_pages[..., None, None]) & (np.arange(64) < pages.count[..., None])
+    mass = reference.mass_from_scores(to_numpy_view(scores, "scores"), to_numpy_view(lse, "lse"))
+    return like_first(np.where(used, mass, 0).astype(np.float32), scores)
+
+
+@lru_cache(maxsize=64)
+def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.int64]:
+    """Describe the rungs to the kernels; the addresses of the pools are filled in at each call.
+
+    `rows` is what one product serves: up to `ROWS_AT_ONCE`, or 0 for pages that are expanded to memory.
+    """
+    from kvlab.numba_kernels.cpu import expand as cpu_expand
+    from kvlab.numba_kernels.cpu import fragments as cpu_fragments
+    from kvlab.numba_kernels.cpu import page as cpu_page
+
+    table = np.zeros((len(layouts), cpu_page.PLACE_FIELDS), np.int64)
+    for place, layout in zip(table, layouts, strict=True):
+        k, v = (dtype if bits == 16 else str(bits) for bits in (layout.bits_k, layout.bits_v))
+        place[cpu_page.RECORD] = layout.nbytes
+        place[cpu_page.K_CODES], place[cpu_page.V_CODES] = layout.k_codes, layout.v_codes
+        place[cpu_page.K_STEPS] = layout.k_steps if layout.bits_k < 16 else -1
+        place[cpu_page.V_STEPS] = layout.v_steps if layout.bits_v < 16 else -1
+        place[cpu_page.POSITIONS] = layout.positions
+        if rows:
+            functions = cpu_fragments.key_product(k, rows), cpu_fragments.value_product(v, rows)
+        else:
+            functions = cpu_expand.expansion(k, "k"), cpu_expand.expansion(v, "v")
+        place[cpu_page.K_FUNCTION], place[cpu_page.V_FUNCTION] = (one.address for one in functions)
+    return table
+
+
+class _CpuCall(NamedTuple):
+    """A call as the CPU kernels take it; pairs are batch * num_heads_kv, `rotation` a block and a factor."""
+
+    queries: NDArray[np.float32]  # (batch, seqlen_q, num_heads_q, head_dim)
+    mean: NDArray[np.float32]  # (pairs, head_dim)
+    table: tuple[NDArray[Any], ...]  # rung, count, index (pairs, pages); num_pages (pairs,)
+    base: NDArray[np.uint16]  # (pairs, pages), or (pairs, 0) without a window
+    lowest: NDArray[np.int64]  # (batch, seqlen_q): the first position that a query token sees
+    rotation: tuple[int, np.float32]
+    scale: float
+    softcap: np.float32
+    kept: NDArray[np.float32]  # (pairs, pages, kept rows, 64), to be filled
+    kept_from: int
+    alone: bool
+
+    def places(self, pages: Pages, rows: int) -> NDArray[np.int64]:
+        """Describe the rungs with the addresses of their pools; refuse a table that leads outside them."""
+        from kvlab.numba_kernels.cpu import page as cpu_page
+
+        places = _places(tuple(pages.layouts), pages.dtype, rows).copy()
+        places[:, cpu_page.POOL] = [pool.ctypes.data for pool in pages.pools]
+        capacity = np.array([len(pool) for pool in pages.pools], np.int64)
+        if not cpu_page.check_table(*self.table, capacity):
+            raise ValueError(
+                "pages: an entry of the page table names a page that does not exist; check_entries() says "
+                "which"
+            )
+        return places
+
+    @property
+    def places_table(self) -> tuple[NDArray[Any], ...]:
+        """The page table as the kernels take it."""
+        return (*self.table[:3], self.base, self.table[3])
+
+    def lowest_of_rows(self, pairs: int, *shape: int) -> NDArray[np.int64]:
+        """`lowest` of the query rows of each pair, (pairs, *shape); rows beyond the last are as the last."""
+        batch, seqlen_q = self.lowest.shape
+        group = self.queries.shape[2] * batch // max(pairs, 1)
+        token = np.minimum(np.arange(math.prod(shape)) // max(group, 1), seqlen_q - 1)
+        return np.repeat(self.lowest[:, token], pairs // max(batch, 1), axis=0).reshape(pairs, *shape)
+
+    def splits(self, items: int, most: int, pages_each: int) -> int:
+        """Into how many ranges to cut the pages of a row, so that there are about `most` items of work."""
+        used = int(self.table[3].max(initial=0))  # the table of a loaded cache is shorter
+        return max(1, min(-(-most // max(items, 1)), used // pages_each))
+
+
+def attend(
+    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, sight: Sight | None
+) -> PackedAttention[ArrayT]:
+    """Launcher of backend "cpu" for `kvlab.ops.packed.packed_attention`."""
+    from kvlab.numba_kernels.cpu.packed_merge import merge_parts
+
+    view = to_numpy_view(q, "q")
+    batch, seqlen_q, heads, head_dim = view.shape
+    pairs, entries, query_rows = batch * (heads // group), pages.rung.shape[2], seqlen_q * group
+    rung, count, index = (
+        np.ascontiguousarray(x).reshape(pairs, entries) for x in (pages.rung, pages.count, pages.index)
+    )
+    num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
+    block = hadamard_block(head_dim)
+    base, lowest = np.zeros((pairs, 0), np.uint16), np.zeros((batch, seqlen_q), np.int64)
+    if sight:
+        base = np.ascontiguousarray(pages.base).reshape(pairs, entries)
+        lowest += to_numpy_view(sight.first, "first_position")[:, None] + np.arange(seqlen_q) - sight.left
+    call = _CpuCall(
+        queries=np.ascontiguousarray(view, np.float32),
+        mean=np.asarray(pages.k_mean, np.float32).reshape(pairs, head_dim),
+        table=(rung, count, index, num_pages),
+        base=base,
+        lowest=lowest,
+        rotation=(block, np.float32(1 / math.sqrt(block))),
+        scale=scale,
+        softcap=np.float32(softcap),
+        kept=np.empty((pairs, entries, keep_scores * group, 64), np.float32),
+        kept_from=(seqlen_q - keep_scores) * group,
+        alone=2 * 64 * int(num_pages.sum()) * query_rows * head_dim < _WORTH_SHARING,
+    )
+    attend_rows = _attend_few_rows if query_rows <= FEW_ROWS else _attend_many_rows
+    parts = attend_rows(call, pages, pairs, query_rows)
+    out, lse = np.empty(view.shape, np.float32), np.empty((batch, heads, seqlen_q), np.float32)
+    merge_parts(*parts, *call.rotation, out, lse)
+    scores = call.kept.reshape(batch, heads // group, entries, keep_scores * group, 64)
+    return PackedAttention(
+        like_first(out.astype(view.dtype, copy=False), q),
+        like_first(lse, q),
+        like_first(scores, q) if keep_scores else None,
+    )
+
+
+_Parts = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+"""out (2, pairs, blocks, parts, rows, head_dim), peaks, sums (pairs, blocks, parts, rows); `merge_parts`."""
+
+
+def _attend_few_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) -> _Parts:
+    from kvlab.numba_kernels.cpu import packed as kernels
+
+    head_dim = call.queries.shape[3]
+    blocks = -(-query_rows // ROWS_AT_ONCE)
+    rows = -(-query_rows // blocks) if 0 < blocks < 3 else ROWS_AT_ONCE
+    places = call.places(pages, rows)
+    coded, raw = np.empty((2, pairs, blocks, head_dim // 16, 2, 2, rows, 4), np.float32)
+    bias, lowest = np.empty((pairs, blocks, rows), np.float32), call.lowest_of_rows(pairs, blocks, rows)
+    unit = np.float32(call.scale if call.softcap else call.scale * kernels.LOG2_E)
+    kernels.lay_out_queries(call.queries, unit, call.mean, *call.rotation, coded, raw, bias)
+    splits = call.splits(pairs * blocks, _ITEMS, _PAGES_PER_ITEM)
+    parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
+    peaks, sums = np.empty((2, pairs, blocks, splits, rows), np.float32)
+    share(
+        kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias, lowest), call.places_table, places,
+        pages.layouts[0].itemsize, call.softcap, call.kept, call.kept_from, (parts, peaks, sums),
+        alone=call.alone,
+    )  # fmt: skip
+    return parts, peaks, sums
+
+
+def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) -> _Parts:
+    from kvlab.numba_kernels.cpu import packed_rows as kernels
+
+    head_dim, places = call.queries.shape[3], call.places(pages, 0)
+    panels = -(-query_rows // kernels.PANEL)
+    blocks = -(-panels // kernels.PANELS)
+    rows = min(panels, kernels.PANELS) * kernels.PANEL
+    coded, raw = np.empty((2, pairs, panels, (head_dim + 1) * kernels.PANEL), np.float32)
+    lowest = call.lowest_of_rows(pairs, panels, kernels.PANEL)
+    kernels.lay_out_panels(call.queries, np.float32(call.scale), call.mean, *call.rotation, coded, raw)
+    # Two parts for each range of pages: those with coded values and those with raw ones.
+    shape = (pairs, blocks, 2 * call.splits(pairs * blocks, _ITEMS // 4, 4 * _PAGES_PER_ITEM), rows)
+    parts, (peaks, sums) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)
+    share(
+        kernels.attend_rows, np.zeros(1, np.int64), (coded, raw, lowest), call.places_table, places,
+        call.softcap, call.kept, call.kept_from, (parts, peaks, sums), alone=call.alone,
+    )  # fmt: skip
+    return parts, peaks, sums
+
+
+def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
+    """Launcher of backend "cpu" for `kvlab.ops.packed.mass_from_scores`."""
+    from kvlab.numba_kernels.cpu.packed_merge import sum_mass
+
+    kept, total = to_numpy_view(scores, "scores"), to_numpy_view(lse, "lse")
+    batch, kv_heads, entries, rows, _ = kept.shape
+    pairs = batch * kv_heads
+    last = np.ascontiguousarray(total[..., total.shape[2] - rows // group :])
+    mass = np.empty((pairs, entries, 64), np.float32)
+    count = np.ascontiguousarray(pages.count).reshape(pairs, entries)
+    num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
+    flat = np.ascontiguousarray(kept).reshape(pairs, entries, rows, 64)
+    alone = flat.size < _WORTH_SHARING // 16
+    share(sum_mass, np.zeros(1, np.int64), flat, last, count, num_pages, group, mass, alone=alone)
+    return like_first(mass.reshape(batch, kv_heads, entries, 64), scores)

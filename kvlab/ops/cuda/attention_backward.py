@@ -1,0 +1,297 @@
+"""Attention backward on a GPU: three launches around a workspace, on the caller's stream.
+
+``attention/backward_ends.cu`` prepares the workspace (each row's log-sum-exp, its sum of dout * out, zeros
+for dq), ``attention/backward.cu``, or on Hopper ``attention_backward_sm90*.cu``, goes through keys and rows,
+and the first finishes dq. dk and dv are summed
+in registers, over all rows and over the query heads of a group, or, where ``attention_backward_shares.py``
+divides these, over parts of them and then among blocks; parts of dq come from many blocks and are
+added in float32 in memory, in the order of the keys if the call is to be deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvlab.arrays import ArrayT, CudaView, cuda_view, empty, pointer_of
+from kvlab.device import compute_capability
+from kvlab.jit.build import Kernel, arch_of, build, load
+from kvlab.ops.attention_arguments import (
+    ADDRESS,
+    TENSOR,
+    Layout,
+    Lengths,
+    Template,
+    bounds_of,
+    can_be_mapped,
+    contiguous_strides,
+    fields_of,
+    is_aligned,
+    is_capped,
+    placed,
+    strides_of,
+    tensor_map,
+)
+from kvlab.ops.cuda.attention_backward_shares import CLUSTER, Division, divide, steps_of
+from kvlab.ops.device_arrays import launch_in_turn, multiprocessors
+
+if TYPE_CHECKING:
+    from kvlab.ops.attention import Scores, Sequences
+
+__all__ = ["attend_backward"]
+
+_CALL = Layout(
+    **dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), TENSOR),
+    **dict.fromkeys(("lse", "peaks", "deltas", "sums", "turns", "cu_q", "cu_k"), ADDRESS),
+    **dict.fromkeys(("lse_batch", "lse_head", "rows"), "q"),
+    **dict.fromkeys(("seqlen_q", "seqlen_k", "heads_kv", "group", "dim", "left", "right"), "i"),
+    **dict.fromkeys(("scale", "softcap"), "f"),
+    ordered="i",
+)
+_ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence
+_ROWS_OF_END, _END_THREADS = 32, 256  # of a block of the kernels before and after
+
+
+class Shape(NamedTuple):
+    """A tiling of the portable kernel; its head of comments says what the numbers are."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    key_warps: int
+    row_warps: int
+    q_stages: int
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """K and V, stages of Q, dout; P and dS; two stages of peaks and deltas."""
+        rows = 2 * self.block_n + (self.q_stages + 1) * self.block_m
+        return 2 * rows * (head_dim + 8) + 4 * self.block_n * (self.block_m + 8) + 16 * self.block_m
+
+
+# By head dimension, the fastest first: a device takes the first that fits its shared memory. The last ones
+# fit 99 KiB.
+SHAPES = {
+    32: (Shape(128, 128, 8, 4, 4, 2), Shape(64, 64, 8, 4, 4, 2)),
+    64: (Shape(64, 128, 8, 4, 4, 2), Shape(64, 64, 8, 4, 4, 2)),
+    96: (Shape(64, 128, 8, 4, 4, 2), Shape(32, 64, 4, 4, 2, 2)),
+    128: (Shape(64, 128, 8, 4, 2, 2), Shape(32, 64, 8, 4, 2, 2)),
+    192: (Shape(64, 64, 8, 2, 2, 2), Shape(32, 32, 4, 2, 2, 2)),
+    256: (Shape(64, 64, 8, 2, 2, 2), Shape(64, 64, 8, 2, 2, 1), Shape(32, 32, 4, 2, 2, 1)),
+}
+
+
+class HopperShape(NamedTuple):
+    """A tiling of the kernels for Hopper."""
+
+    source: str
+    block_m: int
+    block_n: int
+    dout_stages: int
+    score_stages: int  # of P and dS together
+    rest: int  # bytes: two blocks of dQ, or half of the keys of the cluster's other block
+    cluster: int  # blocks that work together
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """K, V, two stages of Q, dout; P and dS; the rest; room to begin at a multiple of 1024."""
+        rows = 2 * self.block_n + (2 + self.dout_stages) * self.block_m
+        scores = 2 * self.score_stages * self.block_n * self.block_m
+        return 1024 + 2 * rows * head_dim + scores + self.rest
+
+
+HOPPER_SHAPES = {
+    64: HopperShape("attention/backward_sm90", 128, 128, 2, 2, 32 * 1024, 1),
+    128: HopperShape("attention/backward_sm90", 64, 128, 2, 2, 32 * 1024, 1),
+    256: HopperShape("attention/backward_sm90_wide", 64, 64, 1, 4, 16 * 1024, 2),
+}
+_HOPPER_THREADS = 384
+
+# The kernel for float32: by head dimension, keys and rows of a tile.
+FLOAT32_BLOCKS = {32: 32, 64: 32, 96: 32, 128: 32, 192: 16, 256: 16}
+
+HOPPER = True
+"""Whether to use those; tests and benchmarks of the portable one turn it off."""
+
+_KIB = 1024
+_SHARED_BYTES = {(8, 0): 163 * _KIB, (8, 7): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB}
+_LEAST_SHARED_BYTES = 99 * _KIB
+
+
+@dataclass(frozen=True)
+class _Plan:
+    prepare: Kernel
+    main: Kernel
+    finish: Kernel
+    head_dim: int
+    keys: int  # of a block
+    threads: int
+    shared_bytes: int
+    box: int  # rows that a tensor copy of q and dout brings; 0 if the kernel does not use them
+    cluster: int = 1  # blocks that the device starts together
+
+
+class _Prepared(NamedTuple):
+    """All of a call that does not change while its shapes, strides and options stay the same."""
+
+    plan: _Plan
+    call: Template
+    ends: tuple[int, int, int]  # grid of the kernels before and after
+    grid: tuple[int, int, int]
+    workspace: int  # float32 numbers
+    parts: tuple[int, ...]  # where in it peaks, deltas, sums and turns begin, in bytes
+    boxes: tuple[int, ...]  # of q, k, v, dout: rows that a tensor copy brings
+
+
+def attend_backward(
+    dout: Any,
+    q: ArrayT,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    sequences: Sequences | None,
+    scores: Scores,
+    deterministic: bool,
+) -> tuple[ArrayT, ArrayT, ArrayT]:
+    """Launcher of backend "cuda": dq, dk and dv, contiguous, in the dtype of q."""
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    views = [cuda_view(x, name) for name, x in inputs.items()]
+    bounds, lengths = bounds_of(sequences, *views[:2])
+    prepared = _prepare(tuple(map(placed, views)), lengths, scores, deterministic, HOPPER)
+    plan = prepared.plan
+    grads = [empty(view.shape, views[0].dtype, q) for view in views[:3]]
+    workspace = empty((prepared.workspace,), "float32", q)
+    start = pointer_of(workspace)
+    of_inputs = [view.pointer for view in views]
+    addresses = [*of_inputs[:5], *map(pointer_of, grads), of_inputs[5]]
+    addresses += [start + part for part in prepared.parts] + [*bounds]
+    arguments = [prepared.call.fill(addresses)]
+    maps = [tensor_map(view, box) for view, box in zip(views, prepared.boxes, strict=False)]
+    launches = (
+        (plan.prepare, prepared.ends, (_END_THREADS,), arguments, 0),
+        (plan.main, prepared.grid, (plan.threads,), maps + arguments, plan.shared_bytes),
+        (plan.finish, prepared.ends, (_END_THREADS,), arguments, 0),
+    )
+    launch_in_turn(launches, q)
+    del workspace  # stream-ordered: what reuses the memory comes after these launches
+    return grads[0], grads[1], grads[2]
+
+
+@lru_cache(maxsize=4096)
+def _prepare(
+    views: tuple[CudaView, ...], lengths: Lengths, scores: Scores, deterministic: bool, hopper: bool
+) -> _Prepared:
+    """Prepare calls of one kind; views of q, k, v, dout, out and lse as `placed` gives them."""
+    q, k, v, dout, out, lse = views
+    heads, kv_heads, dim = q.shape[-2], k.shape[-2], q.shape[-1]
+    number, longest_q, longest_k = lengths
+    aligned_rows = -(-longest_q // _ALIGNED_ROWS) * _ALIGNED_ROWS
+    # What variable lengths take together follows from their number and total alone.
+    rows = (
+        number * aligned_rows if len(q.shape) == 4 else (q.shape[0] // _ALIGNED_ROWS + number) * _ALIGNED_ROWS
+    )
+    aligned = all(map(is_aligned, (q, k, v, dout, out)))
+    hopper = hopper and compute_capability(q.device) == (9, 0) and q.dtype != "float32"
+    hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
+    call = fields_of(q, k, lengths, scores) | _strides_of_lse(lse)
+    division = _division(q, k, lengths, call, hopper)
+    plan = _plan(dim, q.dtype, is_capped(scores), aligned, hopper, division.shares, q.device)
+    call |= {name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))}
+    call |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+    call |= {"rows": rows, "heads_kv": kv_heads, "ordered": deterministic}
+    stored, turns = heads * rows, heads * rows // 16 if deterministic else 0
+    sums = 4 * stored * plan.head_dim
+    blocks = -(-longest_k // (plan.keys * plan.cluster)) * plan.cluster
+    return _Prepared(
+        plan,
+        _CALL.template(call),
+        (aligned_rows // _ROWS_OF_END, heads, number),
+        (division.shares * blocks * kv_heads, 1, number)
+        if deterministic or division.interleaved
+        else (blocks, kv_heads, number),
+        stored * (plan.head_dim + 2) + turns,
+        (sums, sums + 4 * stored, 0, sums + 8 * stored),
+        (plan.box, plan.keys, plan.keys, plan.box) if plan.box else (),
+    )
+
+
+def _division(q: CudaView, k: CudaView, lengths: Lengths, call: dict[str, Any], hopper: bool) -> Division:
+    """Divide a call; one of variable length as if all its sequences were as long as the longest."""
+    number, rows, keys = lengths
+    block_m, block_n, blocks = _tiles(q.shape[-1], q.dtype, hopper, q.device)
+    steps = steps_of(rows, keys, call["left"], call["right"], call["group"], block_m, block_n)
+    largest = CLUSTER if hopper else 1
+    return divide(steps, k.shape[-2], number, multiprocessors(q.device), blocks, largest)
+
+
+def _tiles(dim: int, dtype: str, hopper: bool, device: int) -> tuple[int, int, int]:
+    """Return rows of a step, keys that are worked on together, and by how many blocks."""
+    if hopper:
+        tiling = HOPPER_SHAPES[_stored_dim(dim, HOPPER_SHAPES)]
+        return tiling.block_m, tiling.block_n * tiling.cluster, tiling.cluster
+    if dtype == "float32":
+        block = FLOAT32_BLOCKS[_stored_dim(dim, FLOAT32_BLOCKS)]
+        return block, block, 1
+    shape = shape_for(_stored_dim(dim, SHAPES), compute_capability(device))
+    return shape.block_m, shape.block_n, 1
+
+
+def _stored_dim(dim: int, sizes: Iterable[int]) -> int:
+    """Return the least of the head dimensions of kernels that holds `dim` channels."""
+    return min(size for size in sizes if size >= dim)
+
+
+def _strides_of_lse(lse: CudaView) -> dict[str, int]:
+    if lse.shape[-1] > 1 and lse.strides[-1] != 1:
+        raise NotImplementedError(f"lse has strides {lse.strides}: its last axis must be contiguous on a GPU")
+    return {"lse_batch": lse.strides[0] if len(lse.shape) == 3 else 0, "lse_head": lse.strides[-2]}
+
+
+@lru_cache(maxsize=256)
+def _plan(dim: int, dtype: str, capped: bool, aligned: bool, hopper: bool, shares: int, device: int) -> _Plan:
+    """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout."""
+    capability = compute_capability(device)
+    arch = arch_of(*capability)
+    if dtype == "float32":
+        return _float32_plan(dim, arch, device)
+    head_dim = _stored_dim(dim, HOPPER_SHAPES if hopper else SHAPES)
+    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
+    ends = build("attention/backward_ends", macros | {"ALIGNED": int(aligned), "FLOAT32": 0}, arch)
+    prepare, finish = (load(ends, entry, device=device) for entry in ("prepare", "finish"))
+    macros["CAPPED"] = int(capped)
+    if hopper:
+        tiling = HOPPER_SHAPES[head_dim]
+        main = load(build(tiling.source, macros | {"SHARES": shares}, "sm_90a"), device=device)
+        sizes = tiling.block_n, _HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
+        return _Plan(prepare, main, finish, head_dim, *sizes, tiling.cluster)
+    shape = shape_for(head_dim, capability)
+    macros |= {"ALIGNED": int(aligned)} | {name.upper(): value for name, value in shape._asdict().items()}
+    main = load(build("attention/backward", macros, arch), device=device)
+    sizes = shape.block_n, 32 * shape.warps, shape.shared_bytes(head_dim), 0
+    return _Plan(prepare, main, finish, head_dim, *sizes)
+
+
+def _float32_plan(dim: int, arch: str, device: int) -> _Plan:
+    head_dim = _stored_dim(dim, FLOAT32_BLOCKS)
+    block = FLOAT32_BLOCKS[head_dim]
+    ends = build(
+        "attention/backward_ends", {"HEAD_DIM": head_dim, "FLOAT32": 1, "BF16": 0, "ALIGNED": 0}, arch
+    )
+    prepare, finish = (load(ends, entry, device=device) for entry in ("prepare", "finish"))
+    main = load(
+        build("attention/backward_float32", {"HEAD_DIM": head_dim, "BLOCK": block}, arch), device=device
+    )
+    return _Plan(prepare, main, finish, head_dim, block, 4 * block, float32_shared_bytes(head_dim), 0)
+
+
+def float32_shared_bytes(head_dim: int) -> int:
+    """K, V, Q and dout, rows 4 elements longer than head_dim; P and dS, as much longer than a block."""
+    block = FLOAT32_BLOCKS[head_dim]
+    return 4 * (4 * block * (head_dim + 4) + 2 * block * (block + 4))
+
+
+def shape_for(head_dim: int, capability: tuple[int, int]) -> Shape:
+    """Return the first tiling of a head dimension that fits the shared memory of a multiprocessor."""
+    limit = _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
+    return next(shape for shape in SHAPES[head_dim] if shape.shared_bytes(head_dim) <= limit)

@@ -1,0 +1,327 @@
+"""Packed attention on a GPU: choose the specialisation of ``packed/packed_attention.cu`` and launch it.
+
+One kernel does the whole call, whatever mixture of widths the pages have. What it is specialised for is what
+a cache never changes: head dimension, dtype and the widths that its ladder has; and whether a call has up to
+4 query rows a KV head, whose codes are multiplied as 8-bit integers. Lengths and page tables are read on the
+device, so a captured CUDA graph follows them. A call allocates its results and a workspace in the
+caller's framework; callers who capture graphs or count microseconds make both once (`Workspace`, `attend`).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype, pointer_of
+from kvlab.device import compute_capability
+from kvlab.jit.build import Kernel, PreparedLaunch, arch_of, build, load
+from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memory_per_block
+from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
+
+if TYPE_CHECKING:
+    from kvlab.ops.packed import Layout, Pages, Sight
+
+__all__ = [
+    "KEPT_ROW_BYTES", "AttendCall", "Workspace", "attend", "check_capability", "kept_page_bytes",
+    "make_workspace", "most_query_tokens",
+]  # fmt: skip
+
+KEPT_ROW_BYTES = 64 + 4
+"""Of a row of a page, kept as bytes: a code for each slot, and what they are relative to."""
+
+_ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
+_SPLIT_ROWS, _SPLIT_WIDTHS, _SPLIT_HEAD_DIMS = 4, {2, 3, 4, 8}, (64, 96, 128)  # of 8-bit integer products
+_MERGE_ROWS, _MAX_STAGES = 4, 8
+_SHIFT = 64  # where an item may begin in its slot; items are multiples of as much
+_FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
+_POINTERS = [
+    "rung",
+    "count",
+    "index",
+    "num_pages",
+    "k_mean",
+    "q",
+    "out",
+    "lse",
+    "partial",
+    "arrivals",
+    "scores",
+]
+_INTEGERS = ["pairs", "heads_kv", "entries", "num_rungs", "rows", "group", "kept", "slot_bytes", "stages"]
+_RUNG = np.dtype([("pool", "u8"), ("record", "u4"), ("bits_k", "u2"), ("bits_v", "u2")])
+_CALL = np.dtype(
+    [
+        ("rungs", _RUNG, MAX_RUNGS),
+        *((name, "u8") for name in _POINTERS),
+        *((name, "i8") for name in ("q_batch", "q_position", "q_head")),
+        *((name, "i4") for name in _INTEGERS),
+        ("scale", "f4"),
+        ("softcap", "f4"),
+        ("base", "u8"),
+        ("first", "u8"),
+        ("left", "i4"),
+    ],
+    align=True,
+)
+
+_GIVEN_AS = {
+    "partial": "workspace", "arrivals": "workspace", "scores": "scores", "first": "first_position"
+}  # fmt: skip
+"""What the caller calls an array that `_CALL` points to, if it is none of `pages`."""
+
+_Q, _STRIDES = (_CALL.fields[name][1] for name in ("q", "q_batch"))  # type: ignore[index]
+_POINTERS_OF_CALL, _STRIDES_OF_CALL = struct.Struct("3Q").pack_into, struct.Struct("3q").pack_into
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Device memory that a call needs between its thread blocks; calls that overlap in time need one each.
+
+    Attributes
+    ----------
+    partial : float32 array
+        Parts of sequences that several thread blocks share.
+    arrivals : int32 array
+        How many blocks have delivered their part; zero between calls.
+    """
+
+    partial: Any
+    arrivals: Any
+
+
+def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int, arrivals: Any = None) -> Workspace:
+    """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group).
+
+    `arrivals` may be those of another workspace, whose calls do not overlap in time with these.
+    """
+    sequences = pairs * -(-query_rows // _ROWS)
+    blocks = multiprocessors(cuda_view(like, "q").device)
+    if arrivals is None or len(arrivals) < sequences:
+        arrivals = empty((max(sequences, 1),), "int32", like)
+        arrivals[...] = 0
+    return Workspace(empty((blocks + sequences, _ROWS, head_dim + 2), "float32", like), arrivals)
+
+
+def most_query_tokens(pages: int, group: int, device: int) -> int:
+    """Return how many query tokens a call may have, whose work the kernel counts with 32 bits.
+
+    `pages` are the entries of the page tables of all (row, KV head) pairs.
+    """
+    blocks = ((1 << 32) - 1) // max(pages * multiprocessors(device), 1)  # of _ROWS query rows
+    return blocks * _ROWS // group
+
+
+def kept_page_bytes(rows: int) -> int:
+    """Return the bytes that the scores of so many query rows of a KV head take for each page, kept as bytes.
+
+    `kvlab.reference.packed.scores_of_bytes` tells what they hold.
+    """
+    return -(-KEPT_ROW_BYTES * rows // 16) * 16
+
+
+def check_capability(device: int) -> tuple[int, int]:
+    """Return the compute capability of a device, or refuse one that lacks bulk copies."""
+    capability = compute_capability(device)
+    if capability < (9, 0):
+        raise NotImplementedError(
+            f"packed_attention copies pages in bulk, which takes compute capability 9.0; device {device} has "
+            f"{capability[0]}.{capability[1]}: keep the cache on the CPU"
+        )
+    return capability
+
+
+@dataclass(frozen=True)
+class _Plan:
+    kernel: Kernel
+    grid: int
+    warps: int
+    slot_bytes: int
+    stages: int
+    shared_bytes: int
+
+
+def item_bytes(layout: Layout) -> int:
+    """Return the most bytes of a page that the kernel copies at once: all, K or V, or half of K or V."""
+    sides = [8 * layout.head_dim * bits + 64 * (bits < 16) for bits in (layout.bits_k, layout.bits_v)]
+    if layout.bits_k + layout.bits_v <= 8:
+        return sum(sides)
+    return max(
+        size // 2 if bits == 16 else size
+        for size, bits in zip(sides, (layout.bits_k, layout.bits_v), strict=True)
+    )
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    layouts: tuple[Layout, ...],
+    dtype: str,
+    rows: int,
+    softcap: bool,
+    windowed: bool,
+    kept: int,
+    device: int,
+    warps: int = 0,
+) -> _Plan:
+    head_dim = layouts[0].head_dim
+    widths = [sum({_FLAG[getattr(layout, side)] for layout in layouts}) for side in ("bits_k", "bits_v")]
+    slot = max(map(item_bytes, layouts)) + _SHIFT
+    capability = check_capability(device)
+    # 12 warps leave 168 registers a thread, too few for larger heads, for windows, and for all widths beyond
+    # sm_90. Raw pages take few instructions, and the ring is deeper with 8.
+    raw = all(bits == _FLAG[16] for bits in widths)
+    occurring = {bits for layout in layouts for bits in (layout.bits_k, layout.bits_v)}
+    split = 0
+    if occurring <= _SPLIT_WIDTHS and head_dim in _SPLIT_HEAD_DIMS:
+        split = 1 if rows <= _SPLIT_ROWS else 2
+    warps = warps or (12 if head_dim <= 128 and capability[0] == 9 and not raw and not windowed else 8)
+    macros = {
+        "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
+        "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "KEEP_SCORES": kept,
+        "SPLIT": split,
+    }  # fmt: skip
+    kernel = load(build("packed/packed_attention", macros, arch_of(*capability)), device=device)
+    merge = 4 * warps * min(rows, _MERGE_ROWS) * (head_dim + 2)
+    free = shared_memory_per_block(device) - kernel.resources.shared_bytes - merge
+    stages = min(_MAX_STAGES, free // (warps * slot))
+    if stages < 1:
+        raise NotImplementedError(
+            f"packed_attention needs {merge + warps * slot} bytes of shared memory a block for head_dim "
+            f"{head_dim} and these widths; device {device} has {free + merge}. Use narrower pages"
+        )
+    ring = warps * stages * slot
+    return _Plan(kernel, multiprocessors(device), warps, slot, stages, ring + merge)
+
+
+def attend(
+    q: Any,
+    pages: Pages,
+    out: Any,
+    lse: Any,
+    workspace: Workspace,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    scores: Any = None,
+    sight: Sight | None = None,
+    warps: int = 0,
+) -> None:
+    """Attend all tokens of `pages`; allocates nothing, waits for nothing, launches one kernel.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, num_heads_q, head_dim)
+        float16 or bfloat16, of the dtype of the cache; the last axis contiguous.
+    pages : Pages
+        On the device of `q`; `k_mean` is float16. Tables contiguous.
+    out : array, shape and dtype of `q`, contiguous
+    lse : float32 array, (batch, num_heads_q, seqlen_q), contiguous
+    workspace : Workspace
+        From `make_workspace` for at least this many sequences.
+    scale, softcap : float
+        As in `kvlab.ops.packed.packed_attention`.
+    scores : array, optional
+        Receives the scores of the last rows; contiguous. float32 (batch, num_heads_kv, entries, keep_scores *
+        group, 64), or what `kvlab.cache.cuda.score.score_stored` reads: uint8 (batch, num_heads_kv, entries,
+        kept_page_bytes(keep_scores * group)).
+    sight : Sight, optional
+        How far queries see back; its positions are read on the device, contiguous. `pages` has `base` then.
+    warps : int
+        Warps of a thread block; 0 chooses.
+    """
+    options = {"scale": scale, "softcap": softcap, "scores": scores, "sight": sight, "warps": warps}
+    call = AttendCall(q, pages, workspace, **options)
+    to, lse_to = dense_pointer(cuda_view(out, "out"), "out"), dense_pointer(cuda_view(lse, "lse"), "lse")
+    call(cuda_view(q, "q"), to, lse_to, current_stream(q))
+
+
+class AttendCall:
+    """`attend` with all arguments but queries and results laid down, for those who call it again and again.
+
+    Parameters
+    ----------
+    q : array
+        As the queries of the calls will be: shape, dtype and device.
+    pages, workspace, scale, softcap, scores, sight, warps
+        As for `attend`.
+    """
+
+    def __init__(
+        self,
+        q: Any,
+        pages: Pages,
+        workspace: Workspace,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        scores: Any = None,
+        sight: Sight | None = None,
+        warps: int = 0,
+    ) -> None:
+        batch, seqlen_q, heads, _ = q.shape
+        kv_heads, entries = pages.rung.shape[1:]
+        group, device = heads // kv_heads, cuda_view(q, "q").device
+        most = most_query_tokens(batch * kv_heads * entries, group, device)
+        if seqlen_q > most:
+            raise NotImplementedError(
+                f"q has {seqlen_q} tokens; with room for {batch * kv_heads * entries} pages in the page "
+                f"table a call takes {most}: attend fewer query tokens or rows of the batch at a time"
+            )
+        rows, kept_bytes, kept = seqlen_q * group, 0, 0
+        if scores is not None:
+            kept_bytes = numpy_dtype(dtype_name(scores, "scores")).itemsize
+            kept = scores.shape[3] // (KEPT_ROW_BYTES if kept_bytes == 1 else 1)
+        layouts = tuple(pages.layouts)
+        traits = dtype_name(q), min(rows, _ROWS), softcap > 0, sight is not None, kept_bytes, device, warps
+        plan = _plan(layouts, *traits)
+        call = np.zeros(1, _CALL)
+        unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
+        for place, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
+            place["pool"], place["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes
+            place["bits_k"], place["bits_v"] = layout.bits_k, layout.bits_v
+        arrays = {
+            **{name: getattr(pages, name) for name in ("rung", "count", "index", "num_pages", "k_mean")},
+            "partial": workspace.partial,
+            "arrivals": workspace.arrivals,
+        } | ({} if scores is None else {"scores": scores})
+        if sight:
+            arrays |= {"base": pages.base, "first": sight.first}
+            call["left"] = sight.left
+        for name, array in arrays.items():
+            given_as = _GIVEN_AS.get(name, f"pages.{name}")
+            call[name] = dense_pointer(cuda_view(array, given_as), given_as)
+        tables = (batch * kv_heads, kv_heads, entries, len(layouts))
+        numbers = (*tables, rows, group, kept, plan.slot_bytes, plan.stages)
+        for name, value in zip(_INTEGERS, numbers, strict=True):
+            call[name] = value
+        call["scale"], call["softcap"] = scale, softcap
+        self._call, self._bytes = call[0], call.view(np.uint8).data
+        self._launch = PreparedLaunch(
+            plan.kernel, (plan.grid,), (32 * plan.warps,), call, plan.shared_bytes, early=True
+        )
+
+    def use(self, workspace: Workspace, scores: Any) -> None:
+        """Work in other memory from now on, of the shapes of the first."""
+        self._call["partial"], self._call["arrivals"] = map(
+            pointer_of, (workspace.partial, workspace.arrivals)
+        )
+        self._call["scores"] = 0 if scores is None else pointer_of(scores)
+
+    def __call__(self, q: CudaView, out: int, lse: int, stream: int) -> None:
+        """Launch; `out` and `lse` are the addresses of contiguous arrays."""
+        batch, position, head, last = q.strides
+        if last != 1 or (batch | position | head) & 1 or q.pointer & 3:
+            raise ValueError(
+                "q must be contiguous in its last axis, even in the others and at a multiple of 4 bytes, "
+                f"got strides {q.strides} at {q.pointer:#x}; pass a contiguous copy"
+            )
+        _POINTERS_OF_CALL(self._bytes, _Q, q.pointer, out, lse)
+        _STRIDES_OF_CALL(self._bytes, _STRIDES, batch, position, head)
+        self._launch(stream)
+
+
+launch = partial(attend_anew, make_workspace, attend)
+"""Launcher of backend "cuda" for `kvlab.ops.packed.packed_attention`."""

@@ -1,0 +1,219 @@
+"""Packed attention on a GPU through Numba: choose the specialisation of ``cuda/packed.py`` and launch it.
+
+Two kernels a call, one for the parts of all sequences and one that merges them. Both are compiled by Numba
+but launched like CUDA C++ (`kvlab.jit.numba`), on the caller's stream, and read lengths and page tables on
+the device, so a captured CUDA graph follows them. This is the backend for GPUs before compute capability 9.0,
+for float32 caches, and for reading; `kvlab.ops.cuda.packed` is the one for speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvlab.arrays import cuda_view, current_stream, empty
+from kvlab.device import compute_capability
+from kvlab.jit.build import Kernel, arch_of, load
+from kvlab.jit.numba import build_numba
+from kvlab.ops.device_arrays import dense_pointer, multiprocessors
+from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
+
+if TYPE_CHECKING:
+    from kvlab.ops.packed import Layout, Pages, Sight
+
+__all__ = ["Workspace", "attend", "launch", "make_workspace", "options_of", "table_arguments"]
+
+_WARPS, _MERGE_THREADS = 2, 128
+_MOST_BLOCKS = 6  # of a multiprocessor
+_MOST_ROWS, _MOST_ROUNDS = 4, 2
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Device memory that a call needs between its two kernels; calls that overlap in time need one each.
+
+    Attributes
+    ----------
+    partial : float32 array
+        For each part of a sequence, round and query row: the sum of p v, the maximum, the sum of p.
+    """
+
+    partial: Any
+
+
+def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Workspace:
+    """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group)."""
+    sequences = pairs * _row_blocks(query_rows, head_dim)
+    blocks = max(sequences, _MOST_BLOCKS * multiprocessors(cuda_view(like, "q").device))
+    shape = (blocks * _WARPS, _MOST_ROUNDS, rows_at_once(query_rows, head_dim), head_dim + 2)
+    return Workspace(empty(shape, "float32", like))
+
+
+def rows_at_once(query_rows: int, head_dim: int) -> int:
+    """Return how many query rows one expansion of a page serves: what registers hold, a power of two."""
+    most = _MOST_ROWS if head_dim <= 128 else _MOST_ROWS // 2
+    return min(1 << max(query_rows - 1, 0).bit_length(), most)
+
+
+def _row_blocks(query_rows: int, head_dim: int) -> int:
+    return -(-query_rows // rows_at_once(query_rows, head_dim))
+
+
+def options_of(layouts: tuple[Layout, ...], dtype: str, query_rows: int) -> dict[str, Any]:
+    """Return the options of both kernels: what a cache never changes, and how many rows go together."""
+    widths_k, widths_v = (
+        sum({1 if bits == 2 else 2 if bits == 3 else bits for bits in sides})
+        for sides in ([x.bits_k for x in layouts], [x.bits_v for x in layouts])
+    )
+    head_dim = layouts[0].head_dim
+    rows = rows_at_once(query_rows, head_dim)
+    return {"head_dim": head_dim, "dtype": dtype, "widths_k": widths_k, "widths_v": widths_v, "rows": rows}
+
+
+def blocks_at_once(options: dict[str, Any], capability: tuple[int, int], *, plain: bool) -> int:
+    """Return how many blocks of `attend_pages` a multiprocessor holds: fewer where registers run short.
+
+    `plain`: scores are neither capped nor kept, and no token is hidden.
+    """
+    few_widths = all(options[side].bit_count() <= 3 for side in ("widths_k", "widths_v"))
+    enough = capability[0] == 9 and plain and few_widths and options["dtype"] != "float32"
+    return _MOST_BLOCKS if enough else 4
+
+
+@lru_cache(maxsize=256)
+def _kernels(
+    layouts: tuple[Layout, ...],
+    dtype: str,
+    query_rows: int,
+    softcap: bool,
+    kept: bool,
+    windowed: bool,
+    device: int,
+) -> tuple[Kernel, Kernel, int]:
+    """Return both kernels and how many blocks of the first one the device runs at a time."""
+    capability = compute_capability(device)
+    arch = arch_of(*capability)
+    options = options_of(layouts, dtype, query_rows)
+    blocks = blocks_at_once(options, capability, plain=not (softcap or kept or windowed))
+    extra = {"softcap": int(softcap), "kept": int(kept), "window": int(windowed), "blocks": blocks}
+    attending = options | extra
+    merging = {name: options[name] for name in options if name != "widths_k"}
+    built = (
+        build_numba("packed", "attend_pages", attending, arch),
+        build_numba("packed_merge", "merge_parts", merging, arch),
+    )
+    attend_kernel, merge_kernel = (load(each, device=device) for each in built)
+    return attend_kernel, merge_kernel, blocks * multiprocessors(device)
+
+
+def shares_of(sequences: int, entries: int, slots: int) -> int:
+    """Return how many blocks share a sequence: they fill the device once, and have a page a warp at least."""
+    return max(1, min(slots // max(sequences, 1), -(-entries // _WARPS)))
+
+
+def table_arguments(layouts: tuple[Layout, ...], pools: list[int]) -> tuple[list[Any], np.int64, np.int64]:
+    """Describe the rungs to the kernel.
+
+    Parameters
+    ----------
+    layouts : tuple of Layout
+    pools : list of int
+        Addresses of the pools in bytes; a multiple of 4 apart.
+
+    Returns
+    -------
+    places : list of int64
+        Where each pool begins, in words from the first; `MAX_RUNGS` of them.
+    bits_k, bits_v : int64
+        Four bits a rung, the first lowest; 0 is width 16.
+    """
+    places = [(pool - pools[0]) // 4 for pool in pools] + [0] * (MAX_RUNGS - len(pools))
+    bits_k = sum((layout.bits_k % 16) << 4 * r for r, layout in enumerate(layouts))
+    bits_v = sum((layout.bits_v % 16) << 4 * r for r, layout in enumerate(layouts))
+    signed = np.array([bits_k, bits_v], np.uint64).view(np.int64)
+    return [np.int64(place) for place in places], signed[0], signed[1]
+
+
+def attend(
+    q: Any,
+    pages: Pages,
+    out: Any,
+    lse: Any,
+    workspace: Workspace,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    scores: Any = None,
+    sight: Sight | None = None,
+) -> None:
+    """Attend all tokens of `pages`; allocates nothing, waits for nothing, launches two kernels.
+
+    Parameters
+    ----------
+    q : array, (batch, seqlen_q, num_heads_q, head_dim)
+        Of the dtype of the cache; the last axis contiguous.
+    pages : Pages
+        On the device of `q`; `k_mean` is float16. Tables contiguous.
+    out : array, shape and dtype of `q`, contiguous
+    lse : float32 array, (batch, num_heads_q, seqlen_q), contiguous
+    workspace : Workspace
+        From `make_workspace` for at least this many sequences.
+    scale, softcap : float
+        As in `kvlab.ops.packed.packed_attention`.
+    scores : float32 array, (batch, num_heads_kv, entries, keep_scores * group, 64), contiguous, optional
+        Receives the scores of the last rows.
+    sight : Sight, optional
+        How far the queries see; `first` contiguous, and `pages` with `base`. None: everything.
+    """
+    batch, seqlen_q, heads, head_dim = q.shape
+    kv_heads, entries = pages.rung.shape[1:]
+    group = heads // kv_heads
+    query_rows, view = seqlen_q * group, cuda_view(q, "q")
+    if view.strides[3] != 1:
+        raise ValueError(f"q must be contiguous in its last axis, got strides {view.strides}")
+    if max(batch, kv_heads) > 65535:
+        raise NotImplementedError(
+            f"{batch} rows and {kv_heads} KV heads are more than the 65535 of one call: attend fewer rows of "
+            "the batch at a time"
+        )
+    kept = 0 if scores is None else scores.shape[3]
+    layouts = tuple(pages.layouts)
+    attend_parts, merge_parts, slots = _kernels(
+        layouts, pages.dtype, query_rows, softcap > 0, kept > 0, sight is not None, view.device
+    )
+    row_blocks = _row_blocks(query_rows, head_dim)
+    shares = shares_of(batch * kv_heads * row_blocks, entries, slots)
+    pools = [cuda_view(pool, "pages.pools").pointer for pool in pages.pools]
+    places, bits_k, bits_v = table_arguments(layouts, pools)
+    tables = [
+        cuda_view(getattr(pages, name), f"pages.{name}").pointer
+        for name in ("rung", "count", "index", "num_pages", "k_mean")
+    ]
+    partial = cuda_view(workspace.partial, "workspace").pointer
+    kept_scores = 0 if scores is None else cuda_view(scores, "scores").pointer
+    base, first, left = 0, 0, 0
+    if sight:
+        base, left = cuda_view(pages.base, "pages.base").pointer, sight.left
+        first = dense_pointer(cuda_view(sight.first, "first_position"), "first_position")
+    stream = current_stream(q)
+    attend_parts(
+        (row_blocks * shares, kv_heads, batch), (32 * _WARPS,),
+        (pools[0], *places, np.int32(getattr(pages, "unit", 0) // 4), bits_k, bits_v, *tables,
+         view.pointer, *map(np.int64, view.strides[:3]), partial, kept_scores,
+         *map(np.int32, (shares, entries, query_rows, group, kept)), np.float32(scale), np.float32(softcap),
+         base, first, np.int32(left)),
+        0, stream,
+    )  # fmt: skip
+    merge_parts(
+        (query_rows, kv_heads, batch), (_MERGE_THREADS,),
+        (partial, cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer,
+         *map(np.int32, (shares * _WARPS, query_rows, group))),
+        0, stream,
+    )  # fmt: skip
+
+
+launch = partial(attend_anew, make_workspace, attend)
+"""Launcher of backend "numba" for `kvlab.ops.packed.packed_attention`."""
