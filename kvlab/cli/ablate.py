@@ -49,18 +49,23 @@ def command(
     SmolLM2-135M reads a book through the cache: bytes, quality, and the time of attention of one new token
     over the pages of all layers. With a geometry (--num-layers and so on), or beyond the 8,192 tokens of the
     model, keys and values are synthetic and only their attention has a quality. A budget that the smallest
-    width does not fit gives the status "infeasible" and the smallest that does.
+    width does not fit gives the status "infeasible" and the smallest that does. Memory and time are estimated
+    first (on standard error); what needs more memory than is available is refused then.
 
     Example: kvlab ablate --budget 0.3 --bits 2,4,8 --context-length 1K --output case.json
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
     from kvlab.cli.progress import bar
     from kvlab.lab.ablation.run import run
+    from kvlab.lab.sweep.estimate import estimate
     from kvlab.lab.targets import machine
 
     shape = (num_layers, num_heads, num_kv_heads, head_dim)
     case = make_case(budget, bits, context_length, use_bit_packing, device, num_samples, shape, seed)
     machine(case.device)  # or an error that says what is missing
+    cost = estimate([case])  # or an error that says what memory it needs
+    if not cost.infeasible:
+        typer.echo("\n".join(cost.lines()), err=True)
     with bar(case.name) as tick:
         result = run(case, tick)
     emit_json(result, as_json=as_json, output=output)
@@ -79,7 +84,7 @@ def make_case(
     seed: int = 0,
 ) -> AblationCase:
     """Return the case that the options stand for; a geometry (layers, heads, KV heads, channels) or none."""
-    from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry, within_model
+    from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry
 
     kind, _, number = device.partition(":")
     if number not in ("", "0"):
@@ -94,8 +99,10 @@ def make_case(
     if any(value is not None for value in shape):
         raise ValueError("a geometry takes --num-layers, --num-heads and --head-dim; give all three or none")
     model = "tiny" if os.environ.get("KVLAB_TINY") == "1" else "smollm2"
-    least = AblationCase(budget, bits, 128, use_packing, model, MODELS[model].geometry, **options)
-    return within_model(least, context_length)
+    known = MODELS[model]
+    if context_length > known.longest:
+        return AblationCase(budget, bits, context_length, use_packing, None, known.geometry, **options)
+    return AblationCase(budget, bits, context_length, use_packing, model, known.geometry, **options)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections import Counter
@@ -58,12 +57,13 @@ def plan(
     from kvlab.lab.sweep.manifest import Manifest
     from kvlab.sizes import parse_size
 
-    fractions = [_number(word) for word in re.split(r"[\s,]+", budgets.strip())]
-    lengths = [parse_size(word, "contexts") for word in re.split(r"[\s,]+", contexts.strip())]
-    modes = [_truth(word) for word in re.split(r"[\s,]+", packing.strip())]
+    fractions = [_number(word) for word in _words("budgets", budgets.replace(",", " "))]
+    ladders = _words("bits", bits)
+    lengths = [parse_size(word, "contexts") for word in _words("contexts", contexts.replace(",", " "))]
+    modes = [_truth(word) for word in _words("packing", packing.replace(",", " "))]
     shape = (num_layers, num_heads, num_kv_heads, head_dim)
-    like = make_case(fractions[0], bits.split()[0], lengths[0], True, device, num_samples, shape)
-    manifest = Manifest(make_grid(like, fractions, bits.split(), lengths, modes))
+    like = make_case(fractions[0], ladders[0], min(lengths), True, device, num_samples, shape)
+    manifest = Manifest(make_grid(like, fractions, ladders, lengths, modes))
     cost = estimate(manifest.cases)
     path = manifest.write(folder)
     emit_json(
@@ -263,6 +263,13 @@ def _chosen(cases: str | None, share: str | None, among: Sequence[AblationCase])
         raise ValueError(f"share={share!r}: write I/N with 0 <= I < N, for example 0/4")
     groups = in_groups(among, chosen, int(step))
     return [number for group in groups[int(first) :: int(step)] for number in group]
+
+
+def _words(option: str, text: str) -> list[str]:
+    found = text.split()
+    if not found:
+        raise ValueError(f"{option}={text!r} is empty; give at least one value, or leave the option out")
+    return found
 
 
 def _number(word: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 
 from kvlab import cli
 from kvlab.cli.ablate import make_case
+from kvlab.errors import OutOfMemory
+from kvlab.lab.ablation import memory
 from kvlab.lab.ablation.grid import Geometry
 
 RUNNER = CliRunner()
@@ -49,3 +52,18 @@ def test_options_become_a_case() -> None:
         make_case(0.5, "2,4", 512, True, "cpu", 0, (2, None, None, None))
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=1"):
         make_case(0.5, "2,4", 512, True, "cuda:1", 0, none)
+
+
+def test_memory_and_time_are_said_first_and_what_cannot_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = ["ablate", *GEOMETRY, "--context-length", "256", "--json"]
+    result = RUNNER.invoke(cli.app(), options)
+    assert re.search(r"memory: up to .*\ntime: about \d+ s in one process", result.stderr)
+    assert json.loads(result.stdout)["status"] == "ok"
+    monkeypatch.setattr(memory, "memory_available", lambda: 1 << 30)
+    path = tmp_path / "case.json"
+    result = RUNNER.invoke(cli.app(), ["ablate", "--context-length", "1M", "--output", str(path)])
+    assert isinstance(result.exception, OutOfMemory)
+    assert "needs about" in str(result.exception)
+    assert not path.exists()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -31,7 +33,7 @@ def call(*arguments: object) -> str:
 def test_plan_run_status_collect(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     planned = call("plan", folder, *SMALL, *GEOMETRY)
-    assert "1 cases are infeasible" in planned
+    assert "1 case is infeasible" in planned
     assert "4 cases in" in planned
     assert json.loads(call("status", folder, "--json")) == {
         "done": 0, "failed": 0, "left": 4, "failed_cases": "", "left_cases": "0-3",
@@ -61,14 +63,24 @@ def test_plan_run_status_collect(tmp_path: Path) -> None:
         (["--budgets", "0.2 0.2"], "stand twice"),
         (["--contexts", "500"], "multiple of 128"),
         (["--bits", "2,5"], "width 5"),
+        (["--bits", ""], "bits='' is empty"),
+        (["--budgets", " , "], "is empty"),
+        (["--contexts", "128"], "reads 256 to 4096 tokens"),
+        (["--contexts", "1K", "--num-samples", "9"], "num_samples=9: the text .* take 8 at most"),
         (["--packing", "maybe"], "'maybe' is neither true nor false"),
         (["--num-layers", "2"], "give all three or none"),
     ],
 )
 def test_a_wrong_grid_is_refused_as_a_whole(options: list[str], message: str, tmp_path: Path) -> None:
     result = RUNNER.invoke(cli.app(), ["sweep", "plan", str(tmp_path / "sweep"), *options])
-    assert message in str(result.exception)
+    assert isinstance(result.exception, ValueError)
+    assert re.search(message, str(result.exception))
     assert not (tmp_path / "sweep").exists()
+
+
+def test_what_is_planned_can_run_whatever_the_order_of_contexts(tmp_path: Path) -> None:
+    call("plan", tmp_path, "--budgets", "0.5", "--bits", "2,4", "--contexts", "8K 256", "--packing", "true")
+    assert [case.model for case in Manifest.read(tmp_path).cases] == [None, "tiny"]
 
 
 @pytest.mark.skipif(device.gpus() != (), reason="needs a machine without a GPU")
@@ -189,4 +201,25 @@ def test_the_tiny_grid_from_plan_to_page(tmp_path: Path, monkeypatch: pytest.Mon
     page = (tmp_path / "report.html").read_text()
     assert "What packing saves" in page
     assert "Best configuration" in page
-    assert "2 cases have synthetic" in call("plan", tmp_path / "long", *grid[:-4], "--contexts", "256 8K")
+    assert "2 cases are of synthetic" in call("plan", tmp_path / "long", *grid[:-4], "--contexts", "256 8K")
+
+
+def test_the_grid_of_the_readme_in_its_smallest_form(tmp_path: Path) -> None:
+    """From the commands as they stand in README.md to the page, each with the exit code 0."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    block = text[text.index("kvlab sweep plan results/grid") :].partition("```")[0]
+    commands = [line.partition("#")[0] for line in block.splitlines() if line.startswith("kvlab ")]
+    words = [shlex.split(part) for line in commands for part in line.split("&&")]
+    assert [each[1:3] for each in words] == [
+        ["sweep", "plan"], ["sweep", "run"], ["sweep", "collect"], ["report", "write"],
+    ]  # fmt: skip
+    for command in words:
+        named = [word.replace("results/grid", str(tmp_path)) for word in command[1:]]
+        result = RUNNER.invoke(cli.app(), named)
+        assert result.exit_code == 0, result.output
+        if command[2] == "plan":
+            assert re.search(r"time: about \d+ s in", result.output), result.output
+    rows = list(csv.DictReader((tmp_path / "ablation_summary.csv").open()))
+    assert {row["status"] for row in rows} == {"ok", "infeasible"}
+    assert {row["scored_tokens"] for row in rows if row["status"] == "ok"} == {"1024"}
+    assert (tmp_path / "report.html").exists()

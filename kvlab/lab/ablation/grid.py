@@ -13,7 +13,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvlab.cache.ladder import parse_bits
 
@@ -50,18 +50,61 @@ class Geometry:
         return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim * tokens
 
 
+class Text(NamedTuple):
+    """How much a model has to read: characters, the longest line, the most characters a token takes.
+
+    The last is a bound on the mean over a window; in windows of 129 tokens SmolLM2 takes 5.14 of the book.
+    """
+
+    characters: int
+    longest_line: int
+    characters_per_token: int
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that cases read text with: its shape, the longest context it was made for, its vocabulary."""
+    """A model that cases read text with.
+
+    Attributes
+    ----------
+    geometry : Geometry
+    shortest, longest : int
+        Contexts: the shortest that has room for a needle and its question, the longest it was made for.
+    vocabulary : int
+    scored : int
+        Tokens that are scored unless a case says how many windows.
+    tokens_per_s : float
+        About what two processors read through one cache.
+    text : Text
+    """
 
     geometry: Geometry
+    shortest: int
     longest: int
     vocabulary: int
+    scored: int
+    tokens_per_s: float
+    text: Text
+
+    def most_windows(self, context_length: int) -> int:
+        """Windows of a context, and the token behind it, that the text holds for certain.
+
+        Windows begin at the fractions 0, 1/2, 1/4, 3/4, ... of the text (kvlab.lab.quality.text), so up to
+        2**k of them are 1/2**k of the text apart, less the line that each skips to begin with a whole one.
+
+        Examples
+        --------
+        >>> [MODELS["tiny"].most_windows(context) for context in (256, 1024, 4096)]
+        [32, 8, 2]
+        """
+        text = self.text
+        window = text.characters_per_token * (context_length + 1) + text.longest_line + 2
+        return 1 << (text.characters // window).bit_length() - 1
 
 
 MODELS = {
-    "smollm2": Model(Geometry(30, 9, 3, 64), 8192, 49152),
-    "tiny": Model(Geometry(2, 2, 1, 64), 4096, 256),
+    "smollm2": Model(Geometry(30, 9, 3, 64), 128, 8192, 49152, 8192, 150, Text(4_137_451, 528, 6)),
+    "tiny": Model(Geometry(2, 2, 1, 64), 256, 4096, 256, 1024, 9000, Text(9_442, 24, 1)),
 }
 """SmolLM2-135M-Instruct, and a random Llama for tests."""
 
@@ -85,7 +128,7 @@ class AblationCase:
     geometry : Geometry
     device : {"cpu", "cuda"}
     num_samples : int
-        Windows of text that are scored; 0: as many as make 8,192 scored tokens.
+        Windows of text that are scored; 0: as many as make 8,192 scored tokens (1,024 for "tiny").
     seed : int
         Of synthetic keys, values and queries.
 
@@ -133,10 +176,16 @@ class AblationCase:
         if self.model not in MODELS:
             raise ValueError(f"model={self.model!r} is not known; {', '.join(MODELS)} are, or None")
         known = MODELS[self.model]
-        if shape != known.geometry or self.context_length > known.longest:
+        if shape != known.geometry or not known.shortest <= self.context_length <= known.longest:
             raise ValueError(
-                f"model={self.model!r} has {known.geometry} and reads {known.longest} tokens, not {shape} "
-                f"and {self.context_length}; take model=None for synthetic keys and values"
+                f"model={self.model!r} has {known.geometry} and reads {known.shortest} to {known.longest} "
+                f"tokens, not {shape} and {self.context_length}; take another context_length, or model=None "
+                "(a geometry) for synthetic keys and values"
+            )
+        if self.num_samples > (most := known.most_windows(self.context_length)):
+            raise ValueError(
+                f"num_samples={self.num_samples}: the text of model={self.model!r} holds {most} windows of "
+                f"{self.context_length} tokens; take {most} at most, or 0 for as many as are usual"
             )
 
     @property
@@ -154,8 +203,10 @@ class AblationCase:
 
     @property
     def windows(self) -> int:
-        """Windows of text that are scored."""
-        return self.num_samples or -(-8192 // (self.context_length // 2))
+        """Windows of text that are scored; without a model none."""
+        if self.model is None:
+            return 0
+        return self.num_samples or -(-MODELS[self.model].scored // (self.context_length // 2))
 
     @property
     def texts(self) -> int:

@@ -29,6 +29,7 @@ from kvlab.cache.pages import LayerPages
 from kvlab.errors import BudgetError
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import AblationCase
+from kvlab.lab.ablation.memory import refuse_too_large
 from kvlab.lab.ablation.synthetic import Filled, fill, new_cache, query
 from kvlab.lab.ablation.unpacked import page_nbytes, unpack_pages
 from kvlab.lab.on_gpu import attend_layers
@@ -65,6 +66,8 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
     ------
     MissingExtraError
         If the packages of the model are not installed.
+    OutOfMemory
+        If the case needs more memory than is available; nothing has been read then.
     RuntimeError
         If an answer is wrong, a time impossible, or the GPU throttled.
 
@@ -145,10 +148,16 @@ def read_ahead(cases: Sequence[AblationCase]) -> None:
     cases : sequence of AblationCase
         That differ in budget, ladder and packing alone. Infeasible ones and those without a model are left
         to `run`.
+
+    Raises
+    ------
+    OutOfMemory
+        If they need more memory together than is available; nothing has been read then.
     """
     keys = dict.fromkeys(replace(case, use_packing=True) for case in cases)
     missing = [key for key in keys if key.model is not None and feasible_budget(key) <= key.budget]
     if not set(missing) <= set(_latest):
+        refuse_too_large(missing)
         _read(missing, lambda done, total: None)
 
 
@@ -165,6 +174,7 @@ def _filled(case: AblationCase, progress: Tick) -> Filled:
     """
     key = replace(case, use_packing=True)
     if key not in _latest:
+        refuse_too_large([key])
         if case.model is None:
             _latest.clear()  # before the next one takes its memory
             _latest[key] = fill(key, progress)

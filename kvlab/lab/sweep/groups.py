@@ -11,14 +11,15 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvlab.lab.ablation.grid import CHUNK, AblationCase
+from kvlab.lab.ablation.grid import CHUNK, MODELS, AblationCase
 
 __all__ = ["in_groups", "seconds"]
 
 MOST_TOGETHER = 6
 """Caches that are read together; each takes its memory."""
-READ_TOKENS_PER_S, SYNTHETIC_ELEMENTS_PER_S = 150, 3e6
-GPU_CHUNK_S, GPU_DENSE_CHUNK_S, GPU_ELEMENTS_PER_S = 0.037, 0.018, 1.5e7
+SYNTHETIC_ELEMENTS_PER_S = 3e6
+GPU_CHUNK_S, GPU_DENSE_CHUNK_S, GPU_ELEMENTS_PER_S = 0.037 / 30, 0.018 / 30, 1.5e7
+"""Seconds of a chunk are for each layer of a model."""
 
 
 def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int = 1) -> list[list[int]]:
@@ -77,9 +78,10 @@ def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int 
 def seconds(group: Sequence[AblationCase]) -> float:
     """About how long one process takes to fill the caches of cases that are read together.
 
-    Times are for two processors as the demo was measured on: a reading of SmolLM2 takes about 150 tokens a
-    second and cache, synthetic data 3 million elements of K a second. On a GPU the host decides: a chunk of
-    64 tokens takes it so long through a packed cache, however many windows are read at once.
+    Times are for two processors as the demo was measured on: a reading takes so many tokens a second and
+    cache as the model says (`MODELS`), synthetic data 3 million elements of K a second. On a GPU the host
+    decides: a chunk of 64 tokens takes it so long for each layer through a packed cache, however many windows
+    are read at once.
     """
     like = group[0]
     on_gpu = like.device == "cuda"
@@ -88,5 +90,5 @@ def seconds(group: Sequence[AblationCase]) -> float:
         return len(group) * like.geometry.fp16_nbytes(like.context_length) / 4 / speed
     if on_gpu:
         chunks = -(-like.texts // like.texts_at_once) * like.context_length / CHUNK
-        return chunks * (GPU_DENSE_CHUNK_S + len(group) * GPU_CHUNK_S)
-    return (1 + len(group)) * like.context_length * like.texts / READ_TOKENS_PER_S
+        return chunks * like.geometry.num_layers * (GPU_DENSE_CHUNK_S + len(group) * GPU_CHUNK_S)
+    return (1 + len(group)) * like.context_length * like.texts / MODELS[like.model].tokens_per_s

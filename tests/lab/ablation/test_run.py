@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.errors import BudgetError
+from kvlab.errors import BudgetError, MissingExtraError, OutOfMemory
 from kvlab.lab import guard
+from kvlab.lab.ablation import memory
 from kvlab.lab.ablation import run as ablation
-from kvlab.lab.ablation.grid import BITS, BUDGETS, AblationCase, Geometry, make_grid, within_model
+from kvlab.lab.ablation.grid import BITS, BUDGETS, MODELS, AblationCase, Geometry, make_grid, within_model
+from kvlab.lab.ablation.reading import hide_needles
+from kvlab.lab.quality.model import tiny_llama
+from kvlab.lab.quality.text import cut_windows, read_book
 from kvlab.lab.timing import Timing
 
 SMALL = AblationCase(0.4, "2,4,8", 256, model=None, geometry=Geometry(2, 4, 2, 64))
@@ -69,6 +73,7 @@ def test_beyond_the_model_data_are_synthetic_with_its_shape() -> None:
         ({"geometry": Geometry(2, 4, 2, 60)}, "head_dim=60"),
         ({"model": "gpt"}, "model='gpt'"),
         ({"model": "tiny"}, "model='tiny' has"),
+        ({"model": "tiny", "geometry": Geometry(2, 2, 1, 64), "context_length": 128}, "reads 256 to 4096"),
         ({"num_samples": -1}, "num_samples=-1"),
     ],
 )
@@ -79,6 +84,31 @@ def test_wrong_cases_are_refused(values: dict[str, Any], message: str) -> None:
         make_grid(SMALL, budgets=(0.3, 0.3))
     with pytest.raises(ValueError, match="a case has the values"):
         AblationCase.from_dict({"budget": 0.3})
+
+
+@pytest.mark.parametrize("context", [256, 512, 1152, 2048, 4096])
+def test_the_tiny_text_holds_the_windows_and_needles_of_every_case(context: int) -> None:
+    model, subject = MODELS["tiny"], tiny_llama()
+    case = AblationCase(0.5, "2,4", context, True, "tiny", model.geometry)
+    most = model.most_windows(context)
+    assert 1 <= case.windows <= most
+    assert len(cut_windows(subject.text, subject.encode, most, context + 1).starts) == most
+    hide_needles(subject, context + 1)
+    with pytest.raises(ValueError, match=f"num_samples={most + 1}: .* take {most} at most"):
+        replace(case, num_samples=most + 1)
+
+
+def test_the_texts_are_as_long_as_the_models_say() -> None:
+    assert _text(tiny_llama().text) == MODELS["tiny"].text[:2]
+    try:
+        book = read_book()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    assert _text(book) == MODELS["smollm2"].text[:2]
+
+
+def _text(text: str) -> tuple[int, int]:
+    return len(text), max(map(len, text.split("\n")))
 
 
 # ---- results -----------------------------------------------------------------------------------------------
@@ -172,6 +202,20 @@ def test_cases_that_are_read_together_have_the_figures_of_cases_alone(
     assert [filled.seconds for filled in ablation._latest.values()] == [0, 0]
     seconds = [result["provenance"]["seconds"] for result in together]
     assert seconds[2] >= first > 0
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = within_model(replace(SMALL, model="tiny", geometry=Geometry(2, 2, 1, 64)), 512)
+    ablation._latest.clear()
+    monkeypatch.setattr(ablation, "_read", None)
+    monkeypatch.setattr(memory, "memory_available", lambda: 100 << 20)
+    for cases in ([SMALL], [case]):
+        with pytest.raises(OutOfMemory, match=r"needs about .* of memory and 100.00 MiB are available"):
+            ablation.run(cases[0])
+    with pytest.raises(OutOfMemory, match="with 1 more read beside it"):
+        ablation.read_ahead([case, replace(case, budget=0.5)])
 
 
 # ---- guards ------------------------------------------------------------------------------------------------

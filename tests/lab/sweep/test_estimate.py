@@ -9,7 +9,7 @@ import pytest
 
 from kvlab.device import Gpu
 from kvlab.errors import OutOfMemory
-from kvlab.lab.ablation import reading
+from kvlab.lab.ablation import memory, reading
 from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry
 from kvlab.lab.quality.plan import Protocol
 from kvlab.lab.sweep import estimate
@@ -22,12 +22,12 @@ def test_memory_is_that_of_the_texts_that_are_read_at_once(device: str, at_once:
     case = AblationCase(0.5, "2,4,8", 512, device=device)
     fewer = replace(case, num_samples=1)
     assert case.texts_at_once == at_once
-    one = estimate._read_nbytes([fewer]) / fewer.texts_at_once
-    assert estimate._read_nbytes([case]) == pytest.approx(at_once * one)
+    one = memory._read_nbytes([fewer]) / fewer.texts_at_once
+    assert memory._read_nbytes([case]) == pytest.approx(at_once * one)
     fp16 = case.geometry.fp16_nbytes(512)
-    filling = 90 * estimate._FILLING_NBYTES
-    two = estimate._read_nbytes([case, replace(case, budget=0.7)])
-    assert two - estimate._read_nbytes([case]) == pytest.approx(at_once * (0.7 * fp16 + filling), abs=1)
+    filling = 90 * memory._FILLING_NBYTES
+    two = memory._read_nbytes([case, replace(case, budget=0.7)])
+    assert two - memory._read_nbytes([case]) == pytest.approx(at_once * (0.7 * fp16 + filling), abs=1)
     assert one >= 2 * fp16 + 0.5 * fp16
 
 
@@ -65,7 +65,7 @@ def test_estimates_are_near_what_was_measured(
 ) -> None:
     """Peaks of a process that read with SmolLM2: docs/performance/sweep.md."""
     group = [AblationCase(budget, "2,3,4,8", context, device=device) for budget in budgets]
-    found = estimate._gpu_nbytes(group) if device == "cuda" else estimate._nbytes(group)
+    found = memory.gpu_nbytes(group) if device == "cuda" else memory.nbytes(group)
     assert measured <= found <= 1.35 * measured
 
 
@@ -75,13 +75,13 @@ def test_a_gpu_holds_what_is_read_and_the_process_beside_it_one_row() -> None:
     here, there = estimate.estimate(on_cpu), estimate.estimate(on_gpu)
     assert here.gpu_nbytes == 0
     assert "of a GPU" not in here.lines()[0]
-    assert there.gpu_nbytes > estimate._read_nbytes(on_gpu) > 2.9 * estimate._read_nbytes(on_cpu)
-    assert there.nbytes < here.nbytes + estimate._GPU_LIBRARIES
+    assert there.gpu_nbytes > memory._read_nbytes(on_gpu) > 2.9 * memory._read_nbytes(on_cpu)
+    assert there.nbytes < here.nbytes + memory._GPU_LIBRARIES
     assert "of a GPU" in there.lines()[0]
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "gpus", lambda: (Gpu(0, "small", (9, 0), 8, 2 << 30),))
+    monkeypatch.setattr(memory, "gpus", lambda: (Gpu(0, "small", (9, 0), 8, 2 << 30),))
     cases = [AblationCase(0.5, "4,8", 512, device="cuda"), AblationCase(0.5, "4,8", 8192, device="cuda")]
     with pytest.raises(OutOfMemory, match=r"b0\.5_bits4_8_ctx\d+_packed needs about .* of GPU memory .* 2"):
         estimate.estimate(cases)
@@ -91,8 +91,26 @@ def test_a_gpu_that_is_too_small_is_refused_with_what_is_needed(monkeypatch: pyt
 def test_synthetic_data_take_a_layer_of_float32_beside_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     case = AblationCase(0.5, "4,8", 1 << 16, model=None, geometry=Geometry(32, 32, 8, 128))
     layer = 4 * (1 << 16) * 128 * (2 * 8 + 32)
-    filling = 32 * 8 * estimate._FILLING_NBYTES
-    assert estimate._read_nbytes([case]) == case.geometry.fp16_nbytes(1 << 16) // 2 + filling + layer
-    monkeypatch.setattr(estimate, "memory_available", lambda: 6 << 30)
+    filling = 32 * 8 * memory._FILLING_NBYTES
+    assert memory._read_nbytes([case]) == case.geometry.fp16_nbytes(1 << 16) // 2 + filling + layer
+    monkeypatch.setattr(memory, "memory_available", lambda: 6 << 30)
     with pytest.raises(OutOfMemory, match=r"needs about .* of memory"):
         estimate.estimate([case])
+
+
+def test_cases_too_large_to_be_read_together_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [replace(TINY, budget=budget) for budget in (0.3, 0.5)]
+    together = estimate.estimate(cases)
+    monkeypatch.setattr(memory, "memory_available", lambda: memory.nbytes(cases) - 1)
+    apart = estimate.estimate(cases)
+    assert (together.split, apart.split) == (0, 2)
+    assert apart.nbytes < together.nbytes
+    assert apart.seconds > together.seconds
+    assert "2 cases are too large to be read together here" in apart.lines()[-1]
+
+
+def test_what_is_infeasible_costs_nothing_however_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_available", lambda: 1)
+    cost = estimate.estimate([replace(TINY, budget=0.01)])
+    assert (cost.infeasible, cost.seconds, cost.nbytes) == (1, 0, 0)
+    assert cost.lines() == ["1 case is infeasible: recorded as such, at no cost"]
