@@ -88,6 +88,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
     "append": (method("append"), LAYER | {"k": (K, "array"), "v": (V, "array")} | MASK),
     "attend": (method("attend"), LAYER | {"q": (Q, "array")} | SCORES),
     "crop": (method("crop"), {"n": (1, "count")}),
+    "smallest_nbytes": (method("smallest_nbytes"), {"seqlen": (1, "count")}),
     "repeat": (method("repeat"), {"n": (1, "count")}),
     "reorder": (method("reorder"), {"rows": (np.array([0]), "rows")}),
     "select": (method("select"), {"rows": (np.array([0]), "rows")}),

@@ -136,6 +136,21 @@ class MixedPrecisionCache(CacheOptions):
             layers = self.layers if self._gpu is None else deepcopy(self.layers)
         return _made_of, (type(self), options, layers)
 
+    def to_cpu(self) -> MixedPrecisionCache:
+        """Return a copy on the CPU that holds the very same pages; of a cache on a GPU, waits for it.
+
+        Examples
+        --------
+        >>> cache = MixedPrecisionCache(1, 4, 2, 32, budget=None, bits=(4,))
+        >>> cache.append(0, *np.ones((2, 1, 100, 2, 32), np.float32))
+        >>> copy = cache.to_cpu()
+        >>> cache.crop(10)
+        >>> copy.seqlen, copy.device
+        (100, 'cpu')
+        """
+        kind, options, layers = self.__reduce__()[1]
+        return _made_of(kind, options | {"device": "cpu"}, deepcopy(layers) if self._gpu is None else layers)
+
     @property
     def gpu(self) -> GpuRoad | None:
         """What serves calls if the cache is on a GPU, for code that calls it once a layer and token."""
@@ -169,6 +184,25 @@ class MixedPrecisionCache(CacheOptions):
         """Bits in live buffers per stored K and V element; 0 for an empty cache."""
         tokens = self._road.tokens()
         return 8 * self.nbytes / (2 * self.head_dim * tokens) if tokens else 0.0
+
+    def smallest_nbytes(self, seqlen: int) -> int:
+        """Bytes that hold so many tokens in every row for certain, at the lowest widths; no budget is asked.
+
+        On a GPU that is some pages more than on a CPU, since tokens wait in pages of their own for others.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If `seqlen` is no whole number of at least 0.
+
+        Examples
+        --------
+        >>> cache = MixedPrecisionCache(1, 4, 2, 64, budget=None, bits=(2, 4))
+        >>> cache.smallest_nbytes(1024) / (2 * 2 * 2 * 64 * 1024) < 0.16
+        True
+        """
+        seqlen = whole_number(seqlen, "seqlen", 0, MOST)
+        return self._limit.smallest_nbytes(seqlen) * self.num_layers * self.batch
 
     def allocation(self) -> dict[str, NDArray[np.int64]]:
         """Number of pages of each rung, as arrays (layers, batch, heads) by the name of the rung."""

@@ -6,15 +6,12 @@ the same bits on both. Pages of either kind are copied to the GPU for the attent
 
 from __future__ import annotations
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.pages import LayerPages
 from kvlab.errors import needs_extra
 from kvlab.lab.timing import Timing
@@ -22,7 +19,7 @@ from kvlab.lab.timing_gpu import captured, time_graphs
 from kvlab.lab.turns import beside_others, gpu_turns
 from kvlab.ops.cuda import packed as packed_cuda
 
-__all__ = ["attend_layers", "copied_to_cpu", "to_cpu", "to_gpu"]
+__all__ = ["attend_layers", "to_gpu"]
 
 
 def attend_layers(
@@ -76,18 +73,6 @@ def attend_layers(
     with gpu_turns().alone():
         timing = time_graphs(graphs, repeats)["layers"]
     return timing, first, "cuda"
-
-
-def to_cpu(cache: MixedPrecisionCache) -> MixedPrecisionCache:
-    """Return a cache on the CPU: itself, or a copy."""
-    return cache if cache.device == "cpu" else copied_to_cpu(cache)
-
-
-def copied_to_cpu(cache: MixedPrecisionCache) -> MixedPrecisionCache:
-    """Return a copy on the CPU with the very same pages: a saved cache is the same file on all devices."""
-    with TemporaryDirectory() as folder:
-        cache.save(Path(folder) / "cache")
-        return MixedPrecisionCache.load(Path(folder) / "cache")
 
 
 def to_gpu(pages: LayerPages) -> SimpleNamespace:

@@ -25,7 +25,6 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError, needs_extra
 from kvlab.lab.ablation.grid import CHUNK, NEEDLE_DEPTHS, AblationCase
 from kvlab.lab.ablation.synthetic import Filled
-from kvlab.lab.on_gpu import to_cpu
 from kvlab.lab.quality.measure import Case, evaluate
 from kvlab.lab.quality.model import Subject, load_smollm2, tiny_llama
 from kvlab.lab.quality.plan import CACHE_DTYPE, Protocol, steps
@@ -178,7 +177,7 @@ def _last_row(cache: KVLabCache) -> MixedPrecisionCache:
     if packed is None:
         raise RuntimeError("the model stored nothing in its cache")
     packed.select(np.arange(packed.batch - 1, packed.batch))
-    return to_cpu(packed)
+    return packed if packed.device == "cpu" else packed.to_cpu()
 
 
 @dataclass(frozen=True, slots=True)

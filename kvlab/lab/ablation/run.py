@@ -132,11 +132,10 @@ def feasible_budget(case: AblationCase, *, surely: bool = False) -> float:
     >>> feasible_budget(AblationCase(0.2, "4,8", 2048)), feasible_budget(AblationCase(0.2, "2,4,8", 2048))
     (0.2703, 0.1453)
     """
-    new_cache(case, case.budget)  # or an error that says what its device does not have
-    try:
-        new_cache(case if surely else replace(case, device="cpu"), budget=1, max_seqlen=case.context_length)
-    except BudgetError as error:
-        needed = error.needed_bytes or 0
+    cache = new_cache(case, None)  # or an error that says what its device does not have
+    if not surely:
+        cache = new_cache(replace(case, device="cpu"), None)
+    needed = cache.smallest_nbytes(case.context_length)
     return math.ceil(1e4 * needed / case.geometry.fp16_nbytes(case.context_length)) / 1e4
 
 

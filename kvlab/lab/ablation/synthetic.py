@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from kvlab.arrays import to_host
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.lab.ablation.grid import AblationCase
-from kvlab.lab.on_gpu import to_cpu
 from kvlab.lab.turns import beside_others
 from kvlab.ops.attention import attention
 
@@ -34,7 +33,7 @@ class Filled(NamedTuple):
     seconds: float
 
 
-def new_cache(case: AblationCase, budget: float | int, **options: Any) -> MixedPrecisionCache:
+def new_cache(case: AblationCase, budget: float | None) -> MixedPrecisionCache:
     """Return an empty cache of one row, with the ladder and the shape of a case."""
     shape = case.geometry
     return MixedPrecisionCache(
@@ -46,7 +45,6 @@ def new_cache(case: AblationCase, budget: float | int, **options: Any) -> MixedP
         bits=case.bits,
         plan_length=case.context_length,
         device=case.device,
-        **options,
     )
 
 
@@ -90,7 +88,7 @@ def fill(case: AblationCase, progress: Callable[[int, int], None]) -> Filled:
     with beside_others(case.device):
         out = cache.attend(0, _send(query(case), case.device))
         found = out if case.device == "cpu" else to_host(out).astype(np.float32)
-        cache = to_cpu(cache)
+        cache = cache if case.device == "cpu" else cache.to_cpu()
     exact = attention(query(case), *first, backend="reference")
     error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
     return Filled({"attention_error": error}, cache, time.perf_counter() - start)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlab.errors import needs_extra
-from kvlab.lab.on_gpu import copied_to_cpu
 from kvlab.lab.quality.measure import Case
 
 with needs_extra("hf", "kvlab.lab.quality.replay"):
@@ -28,7 +27,7 @@ def on_cpu(case: Case, cache: KVLabCache) -> KVLabCache:
     packed, copied = cache.packed, _packed(case)
     if packed is None:
         raise ValueError(f"the cache of {case.name!r} is empty: let a model read with it first")
-    copied.hold(copied_to_cpu(packed))
+    copied.hold(packed.to_cpu())
     return copied
 
 

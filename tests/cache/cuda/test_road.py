@@ -6,6 +6,7 @@ Against the CPU's own cache where both must agree, else against what the pages h
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -421,3 +422,28 @@ def test_bad_arguments(kernels: Kernels, change: Any, error: Any, text: str) -> 
     with pytest.raises(error, match=text):
         cache.step(0, *change(*draw(np.random.default_rng(8), cache, 2)))
     assert cache.seqlen == 0
+
+
+def test_a_copy_on_the_cpu_is_what_a_file_would_bring_there(kernels: Kernels, tmp_path: Path) -> None:
+    cache, rng = make(budget=0.7, residual=20), np.random.default_rng(8)
+    step(cache, rng, 300)
+    step(cache, rng, 1)
+    copy = cache.to_cpu()
+    cache.save(tmp_path / "cache")
+    loaded = MixedPrecisionCache.load(tmp_path / "cache", device="cpu")
+    assert (copy.device, copy.seqlen, copy.nbytes) == ("cpu", cache.seqlen, loaded.nbytes)
+    q = rng.standard_normal((cache.batch, 1, HEADS * GROUP, DIM), dtype=np.float32)
+    for layer in range(LAYERS):
+        np.testing.assert_allclose(copy.attend(layer, q), loaded.attend(layer, q), rtol=1e-5, atol=1e-6)
+    step(cache, rng, 1)
+    assert (copy.seqlen, cache.seqlen) == (301, 302)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_least_bytes_are_those_that_a_budget_is_refused_below(kernels: Kernels, device: str) -> None:
+    options: dict[str, Any] = {"bits": (2, 4), "max_seqlen": 1000, "device": device}
+    least = make(**options, budget=None).smallest_nbytes(1000)
+    assert make(**options, budget=least).budget_nbytes == least
+    with pytest.raises(BudgetError) as refused:
+        make(**options, budget=least - 1)
+    assert refused.value.needed_bytes == least
