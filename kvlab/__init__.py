@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvlab.errors import FormatError as FormatError
     from kvlab.errors import OutOfMemory as OutOfMemory
     from kvlab.integrations.quantized import quantized as quantized
+    from kvlab.integrations.reading import perplexity as perplexity
+    from kvlab.integrations.reading import read as read
     from kvlab.ops.attention import attention as attention
     from kvlab.ops.attention import attention_varlen as attention_varlen
     from kvlab.ops.attention import merge_attention as merge_attention
@@ -45,8 +47,10 @@ _HOME = {
     "merge_attention": "kvlab.ops.attention",
     "pack": "kvlab.ops.bits",
     "pack_ternary": "kvlab.ops.bits",
+    "perplexity": "kvlab.integrations.reading",
     "quantize": "kvlab.ops.codec",
     "quantized": "kvlab.integrations.quantized",
+    "read": "kvlab.integrations.reading",
     "unpack": "kvlab.ops.bits",
     "unpack_ternary": "kvlab.ops.bits",
 }

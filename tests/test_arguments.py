@@ -132,7 +132,11 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
     "merge_attention": (kvlab.merge_attention, {"outs": ([OUT], "arrays"), "lses": ([LSE], "arrays")}),
 }
 HAVE_NO_PLAIN_ARGUMENTS = {"BudgetError", "FormatError", "OutOfMemory", "Quantized", "last_backend"}
-ELSEWHERE = {"quantized": "tests/integrations/test_quantized.py"}
+ELSEWHERE = {
+    "perplexity": "tests/integrations/test_reading.py",
+    "quantized": "tests/integrations/test_quantized.py",
+    "read": "tests/integrations/test_reading.py",
+}
 CASES = [
     (name, argument)
     for name, (function, arguments) in CALLS.items()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvlab.cache.ladder import Bits
     from kvlab.integrations.transformers import KVLabCache
 
-__all__ = ["quantized"]
+__all__ = ["cache_maker", "quantized"]
 
 Model = TypeVar("Model")
 
@@ -97,6 +97,11 @@ def quantized(
         yield model
 
 
+def cache_maker(model: Any) -> Callable[[], KVLabCache] | None:
+    """What makes the caches of a model inside a `quantized` block; None outside."""
+    return getattr(getattr(model, "forward", None), "make_cache", None)
+
+
 def _replayed_steps(model: Any) -> AbstractContextManager[None]:
     from kvlab.integrations.decode_graph import replayed_steps
 
@@ -134,6 +139,7 @@ def _packed_forward(
             )
         return out
 
+    packed_forward.make_cache = make_cache  # type: ignore[attr-defined]
     return packed_forward
 
 

@@ -32,6 +32,7 @@ with needs_extra("hf", "kvlab.lab.quality.measure"):
     import torch
     from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+    from kvlab.integrations.reading import read_chunks
     from kvlab.integrations.transformers import KVLabCache
 
 __all__ = ["Case", "Observe", "evaluate", "full_precision", "held_bytes"]
@@ -136,18 +137,15 @@ def _read_batch(
     """Read the next windows through all runs; those that are given up leave the list."""
     tokens = torch.from_numpy(windows).to(model.device)
     for run in runs:
-        run.begin()
+        run.begin(model, tokens[:, :-1], protocol)
     for begin in range(0, protocol.length, protocol.chunk):
         end = begin + protocol.chunk
         scored = begin >= protocol.scored_from
         truth = None
         for run in list(runs):
             start = time.perf_counter()
-            # Without scores the logits are not needed; transformers makes those of one token at least.
             try:
-                logits = model(
-                    tokens[:, begin:end], past_key_values=run.cache, logits_to_keep=0 if scored else 1
-                ).logits
+                logits = next(run.logits)
             except BudgetError as error:
                 if give_up is None:
                     raise
@@ -189,8 +187,10 @@ class _Run:
         self.nll: Blocks = []
         self.agreement: Blocks = []
 
-    def begin(self) -> None:
+    def begin(self, model: PreTrainedModel, tokens: torch.Tensor, protocol: Protocol) -> None:
         self.cache = self.case.make()
+        parts = read_chunks(model, tokens, self.cache, chunk=protocol.chunk, logits_from=protocol.scored_from)
+        self.logits = (logits for _, logits in parts)
         self.chunks: list[torch.Tensor] = []  # (rows, 3) each
 
     def check_budget(self) -> None:
