@@ -244,7 +244,9 @@ class MixedPrecisionCache(CacheOptions):
         softcap : float
             If positive, scores are `softcap * tanh(score / softcap)`.
         valid : (B, Sq) bool array, optional
-            False: padding, neither attended nor stored. A query row that sees nothing gives 0.
+            False: padding. Its keys and values are neither attended nor stored, and its query sees nothing:
+            the row of the result is 0 whatever stands before it, for any number of new tokens (its
+            log-sum-exp is -inf), as is any row that sees no token.
 
         Returns
         -------
@@ -255,6 +257,9 @@ class MixedPrecisionCache(CacheOptions):
         ------
         BudgetError
             If the tokens do not fit; the cache is as it was.
+        ValueError
+            If a float16 cache on the CPU is to keep a finite key or value of float32 or bfloat16 beyond 65,504,
+            the largest number of float16; the cache is as it was.
         """
         layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
         return self._road.step(layer, q, k, v, scale, softcap, valid)

@@ -90,7 +90,8 @@ class CpuRoad:
         exact_k, exact_v, visible = stack(state.windows, *new)
         exact = attend_exact(queries, exact_k, exact_v, visible, scale=scale, softcap=softcap, keep_rows=kept)
         out, lse = exact.merged(stored.out, stored.lse)
-        if valid is not None:  # padding gives no token importance
+        if valid is not None:  # a query of padding sees nothing, and gives no token importance
+            out[~new.valid] = 0
             lse.swapaxes(1, 2)[~new.valid] = np.inf
         mass = exact.mass(lse) if kept else None
         stored_mass = None if stored.scores is None else mass_from_scores(stored.scores, lse, view)

@@ -49,13 +49,28 @@ def new_keys(
     if q is not None:
         shapes = {"q": (q.shape, ("B", "S", "Hq", "D")), **shapes}
     steps = match_shapes(shapes)["S"]
-    if valid is None:
-        return NewKeys(keys, values, np.ones((options.batch, steps), bool))
-    mask = to_numpy_view(valid, "valid")
-    match_shapes({"valid": (mask.shape, (options.batch, steps))})
-    if mask.dtype != bool:
-        raise TypeError(f"valid has dtype {mask.dtype}; it must be bool")
+    mask = np.ones((options.batch, steps), bool)
+    if valid is not None:
+        mask = to_numpy_view(valid, "valid")
+        match_shapes({"valid": (mask.shape, (options.batch, steps))})
+        if mask.dtype != bool:
+            raise TypeError(f"valid has dtype {mask.dtype}; it must be bool")
+    if options.dtype == "float16":
+        for name, given, x in (("k", k, keys), ("v", v, values)):
+            if dtype_name(given, name) != "float16":
+                _check_range(x if valid is None else x[mask], name)
     return NewKeys(keys, values, mask)
+
+
+def _check_range(x: Floats, name: str) -> None:
+    """Refuse finite numbers that would become infinite in float16, in which tokens wait for their pages."""
+    limit = np.finfo(np.float16).max
+    largest = np.abs(x, where=np.isfinite(x), out=np.zeros_like(x)).max(initial=0) if x.size else 0
+    if largest > limit:
+        raise ValueError(
+            f"{name} reaches {largest:g}, which a cache of dtype 'float16' (up to {limit:g}) does not hold: "
+            "make it with dtype='bfloat16' or 'float32'"
+        )
 
 
 def row_numbers(rows: Array, batch: int, keep_size: bool = False) -> NDArray[np.int64]:

@@ -161,6 +161,7 @@ class Growth(RuleBasedStateMachine):
                 continue
             new = [self.clean(k, v, valid, row) for row in range(len(q))]
             wants = [attention_over(self.cache, layer, row, q[row], *new[row]) for row in range(len(q))]
+            wants = np.where(valid[..., None, None], wants, 0)  # a query of padding sees nothing
             got = self.cache.step(layer, q, k, v, valid=valid)
             np.testing.assert_allclose(got, wants, atol=3e-5)
         for row, known in enumerate(self.rows):
@@ -344,6 +345,45 @@ def test_queries_of_padding_are_not_looked_at(chunk):
         held.append((cache.layers[0].store.tokens(0).code, cache.step(0, *tokens(rng, 2, 90))))
     for other in held[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(held[0], other, strict=True))
+
+
+@pytest.mark.parametrize("stored", [0, 40, 120])
+@pytest.mark.parametrize("chunk", [1, 2, 16, 17, 64, 90])
+def test_rows_of_padding_give_0(chunk, stored):
+    cache, rng = make(batch=2), np.random.default_rng(3)
+    cache.step(0, *tokens(rng, 2, stored))
+    q, k, v = tokens(rng, 2, chunk)
+    valid = np.arange(chunk) % 3 > 0  # at the ends and between
+    q[0, ~valid] = np.nan
+    out = cache.step(0, q, k, v, valid=np.stack([valid, np.ones(chunk, bool)]))
+    assert (out[0, ~valid] == 0).all()
+    assert (out[0, valid] != 0).all()
+    assert (out[1] != 0).all()
+
+
+@pytest.mark.parametrize("bits", [(8,), (16,), (2, 4, 8)])
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("n", [3, 100])
+def test_what_float16_cannot_hold_is_refused_by_name(bits, side, n):
+    rng = np.random.default_rng(0)
+    q, k, v = tokens(rng, 1, n)
+    new = {"k": k, "v": v}
+    cache = make(bits=bits, budget=None)
+    new[side][0, -1, 0, 0] = -65_504
+    cache.step(0, q, **new)
+    held = cache.nbytes
+    new[side][0, -1, 0, 0] = -70_000
+    for call in (lambda: cache.step(0, q, **new), lambda: cache.append(0, **new)):
+        with pytest.raises(ValueError, match=rf"{side} reaches 70000, .*dtype='bfloat16' or 'float32'"):
+            call()
+    assert (cache.seqlen, cache.nbytes) == (n, held)
+    padding = np.ones((1, n), bool)
+    padding[0, -1] = False
+    assert np.isfinite(cache.step(0, q, **new, valid=padding)).all()
+    for dtype in ("bfloat16", "float32"):
+        wide = make(bits=bits, budget=None, dtype=dtype)
+        wide.step(0, q, **new)
+        assert np.isfinite(wide.attend(0, q)).all()
 
 
 def test_same_calls_same_bits():
