@@ -66,7 +66,7 @@ class MixedPrecisionCache(CacheOptions):
         Number of newest tokens that stay exact, outside pages.
     sink, recent : int
         Number of first and of newest tokens that are kept at the highest width as long as other tokens can
-        make room.
+        make room. On a CPU sinks stay exact, outside pages, while no page of that width fits for each head.
     plan_length : int
         A relative budget counts a shorter sequence as this long.
     max_seqlen : int, optional
@@ -119,6 +119,7 @@ class MixedPrecisionCache(CacheOptions):
                 recent=self.recent,
                 policy=policy,
                 allocator=self.allocator,
+                sinks_wait=not self.on_gpu,
             )
             for ladder in parse_bits(self.bits, self.num_layers)
         ]
@@ -258,8 +259,8 @@ class MixedPrecisionCache(CacheOptions):
         BudgetError
             If the tokens do not fit; the cache is as it was.
         ValueError
-            If a float16 cache on the CPU is to keep a finite key or value of float32 or bfloat16 beyond 65,504,
-            the largest number of float16; the cache is as it was.
+            If a float16 cache on the CPU is to keep a finite key or value of float32 or bfloat16 beyond
+            65,504, the largest number of float16; the cache is as it was.
         """
         layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
         return self._road.step(layer, q, k, v, scale, softcap, valid)

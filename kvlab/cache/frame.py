@@ -18,8 +18,12 @@ from numpy.typing import NDArray
 
 __all__ = ["FIRST", "LAST", "key_mean"]
 
-FIRST, LAST = 4, 68
-"""Tokens of a row, counted without padding, that make its mean; those before are sinks, not typical."""
+FIRST, LAST = 4, 64
+"""Tokens of a row, counted without padding, that make its mean; those before are sinks, not typical.
+
+No more than a page takes: a prompt in parts of 64 under a tight budget cannot wait for more of them, and the
+mean is to be the same however a prompt is cut.
+"""
 FEWEST = 16
 """With fewer tokens than this the mean stays 0."""
 
@@ -34,7 +38,7 @@ def key_mean(k: NDArray[np.float32]) -> NDArray[np.float16]:
 
     Examples
     --------
-    >>> key_mean(np.full((68, 1, 2), 3, np.float32))
+    >>> key_mean(np.full((64, 1, 2), 3, np.float32))
     array([[3., 3.]], dtype=float16)
     """
     sample = k[FIRST:LAST].astype(np.float64)

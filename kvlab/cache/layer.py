@@ -7,6 +7,7 @@ may take. Every row is planned before anything changes, so that a refused commit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from kvlab.cache.ladder import Ladder
 from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.cache.store import LayerStore, NewTokens, Plan, Tokens, Weigh
 from kvlab.cache.window import Window
+from kvlab.errors import BudgetError
 
 __all__ = ["Arrival", "Layer"]
 
@@ -74,6 +76,8 @@ class Layer:
         Newest tokens kept exact, first and newest tokens kept at the highest rung.
     policy : Policy
     allocator : {"greedy", "dp", "uniform"}
+    sinks_wait : bool
+        Whether sinks stay exact while no page of the highest rung can take them.
     """
 
     def __init__(
@@ -89,10 +93,11 @@ class Layer:
         recent: int,
         policy: Policy,
         allocator: Method,
+        sinks_wait: bool = True,
     ) -> None:
         self.store = LayerStore(ladder, batch, num_heads_kv, head_dim, dtype)
         self.residual, self.sink, self.recent = residual, sink, recent
-        self.policy, self.allocator = policy, allocator
+        self.policy, self.allocator, self.sinks_wait = policy, allocator, sinks_wait
         # Where there is only one rung no score decides anything, and none is collected.
         self.observes = policy.observes if len(ladder) > 1 else "nothing"
         # The first tokens lie far from the mean; where they cannot stay at a high width it does harm.
@@ -157,18 +162,26 @@ class Layer:
         observed = self._observe(row, arrival, use)
         exact = before.extended(arrival.k[row, use], arrival.v[row, use], self.seqlen + use, observed)
         end = self.seqlen + arrival.k.shape[1]
-        mean, window, new = self._divide(row, exact, end, share)
+        mean, leaving = self._leaving(row, exact, share)
         tokens = store.tokens(row)
         if arrival.stored_mass is not None:
             since = self.since_collection + arrival.k.shape[1]
             tokens = self._observed(tokens, arrival.stored_mass[row], since)
-        room = None if share is None else share - window.nbytes
-        return _Change(tokens, new, self._plan(row, tokens, new, room, end), window, mean)
 
-    def _divide(
-        self, row: int, exact: Window, end: int, share: int | None
-    ) -> tuple[NDArray[np.float16] | None, Window, NewTokens]:
-        """The key mean if it is to be taken now, the exact tokens that stay, and those that go to pages."""
+        def change(window: Window, new: NewTokens) -> _Change:
+            room = None if share is None else share - window.nbytes
+            return _Change(tokens, new, self._plan(row, tokens, new, room, end), window, mean)
+
+        if share is not None and mean is None:
+            sinks = self._sinks(exact, leaving)
+            window, new = self._parts(exact, sinks, leaving, end)
+            fits = int(store.nbytes()[row]) <= share - window.nbytes
+            if sinks and fits and store.open_pages(row, new) is not None:
+                return change(window, new)  # nothing is planned for sinks that wait, token by token
+        return self._keeping_sinks(exact, leaving, end, change)
+
+    def _leaving(self, row: int, exact: Window, share: int | None) -> tuple[NDArray[np.float16] | None, int]:
+        """The key mean if it is to be taken now, and how many exact tokens need not stay."""
         mean = None
         if not self.has_mean[row]:
             # No token of this row has left its window yet, so the window holds its first tokens: the mean is
@@ -177,8 +190,32 @@ class Layer:
             if len(exact) >= LAST or (share is not None and held > share):
                 mean = key_mean(exact.k[:LAST].astype(np.float32))
         keeps = self.residual if mean is not None or self.has_mean[row] else len(exact)
-        leaving = max(len(exact) - keeps, 0)
-        return mean, exact.part(leaving, len(exact)), self._new_tokens(exact.part(0, leaving), end)
+        return mean, max(len(exact) - keeps, 0)
+
+    def _sinks(self, exact: Window, leaving: int) -> int:
+        """How many of the first `leaving` exact tokens are sinks that may stay exact."""
+        return int((exact.position[:leaving] < self.sink).sum()) if self.sinks_wait else 0
+
+    def _parts(self, exact: Window, kept: int, leaving: int, end: int) -> tuple[Window, NewTokens]:
+        """All exact tokens but `kept` to `leaving`, and these."""
+        return exact.without(kept, leaving), self._new_tokens(exact.part(kept, leaving), end)
+
+    def _keeping_sinks(
+        self, exact: Window, leaving: int, end: int, change: Callable[[Window, NewTokens], _Change]
+    ) -> _Change:
+        """The change by which exact tokens leave, all but sinks that would lose their width.
+
+        What is demoted stays so, and a short sequence may take fewer bytes than a page of the highest rung
+        for each head. So sinks stay exact until such pages are there, only the first where not all can.
+        """
+        found, sinks = change(*self._parts(exact, 0, leaving, end)), self._sinks(exact, leaving)
+        top = len(self.store.ladder) - 1
+        while sinks and found.plan is not None and (found.plan.new[:, :sinks] < top).any():
+            try:
+                return change(*self._parts(exact, sinks, leaving, end))
+            except BudgetError:
+                sinks //= 2
+        return found
 
     def _carry_out(self, row: int, change: _Change) -> None:
         if change.mean is not None:
@@ -243,20 +280,28 @@ class Layer:
 
         A relative budget falls with the length, so what stays may have to be demoted. Errors as of `commit`.
         """
-        changes = []
-        for row in range(self.store.batch):
-            tokens, before = self.store.tokens(row), self.windows[row]
-            exact = before.part(0, int((before.position < end).sum()))
-            mean, window, new = self._divide(row, exact, end, share)
-            kept = np.flatnonzero(tokens.position < end)
-            stays, stored, added = tokens.part(kept), np.full(len(tokens), -1), new.code[:, :0].astype(int)
-            stored[kept] = stays.rung
+        return [self._cropped(row, end, share) for row in range(self.store.batch)]
+
+    def _cropped(self, row: int, end: int, share: int | None) -> _Change:
+        tokens, before = self.store.tokens(row), self.windows[row]
+        exact = before.part(0, int((before.position < end).sum()))
+        mean, leaving = self._leaving(row, exact, share)
+        kept = np.flatnonzero(tokens.position < end)
+        stays, stored = tokens.part(kept), np.full(len(tokens), -1)
+        stored[kept] = stays.rung
+
+        def change(window: Window, new: NewTokens) -> _Change:
             room = None if share is None else share - window.nbytes
-            if len(new.position) or (room is not None and self.store.packed_nbytes(stays) > room):
-                plan = self.store.plan(stays, new, room, self._weigher(end), self.allocator)
-                stored[kept], added = plan.stored, plan.new
-            changes.append(_Change(tokens, new, Plan(tokens, stored, added), window, mean))
-        return changes
+            if not len(new.position) and (room is None or self.store.packed_nbytes(stays) <= room):
+                plan = Plan(tokens, stored, np.empty(new.code.shape, np.int64))
+            else:
+                found = self.store.plan(stays, new, room, self._weigher(end), self.allocator)
+                target = stored.copy()
+                target[kept] = found.stored
+                plan = Plan(tokens, target, found.new)
+            return _Change(tokens, new, plan, window, mean)
+
+        return self._keeping_sinks(exact, leaving, end, change)
 
     def crop(self, end: int, changes: list[_Change]) -> None:
         """Forget the tokens from position `end` on, as `plan_crop` has planned it."""

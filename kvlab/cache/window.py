@@ -73,6 +73,16 @@ class Window:
             self.observed[:, start:stop].copy(),
         )
 
+    def without(self, start: int, stop: int) -> Window:
+        """All tokens but `start` to `stop`, copied."""
+        first, last = self.part(0, start), self.part(stop, len(self))
+        return Window(
+            np.concatenate([first.k, last.k]),
+            np.concatenate([first.v, last.v]),
+            np.concatenate([first.position, last.position]),
+            np.concatenate([first.observed, last.observed], 1),
+        )
+
 
 def stack(
     windows: list[Window], k: Floats, v: Floats, valid: NDArray[np.bool_]

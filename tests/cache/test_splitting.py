@@ -10,6 +10,7 @@ and the real model shows what it costs.
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 from transformers import DynamicCache
 
 from kvlab import MixedPrecisionCache
@@ -90,6 +92,82 @@ def test_at_width_16_no_output_row_depends_on_the_splitting(parts: list[tuple[in
     if len(parts) > 1 and parts[0][1] >= 16:
         with pytest.raises(AssertionError):
             assert_accurate(packed, expected, low)
+
+
+TOKENS = 512
+SINKS = 4
+
+
+def filled(size: int, budget: float, plan_length: int, length: int = TOKENS) -> MixedPrecisionCache:
+    """A cache that got tokens in parts of a size; its bytes hold after each. Sinks are long keys."""
+    rng = np.random.default_rng(7)
+    q, k, v = rng.standard_normal((3, 1, TOKENS, HEADS, 64), dtype=np.float32)
+    k += np.float32(0.5)
+    k[:, :SINKS] *= 3
+    cache = MixedPrecisionCache(1, HEADS, HEADS, 64, budget=budget, plan_length=plan_length)
+    for start in range(0, length, size):
+        part = slice(start, start + size)
+        cache.step(0, q[:, part], k[:, part], v[:, part])
+        assert cache.nbytes <= int(budget * 2 * 2 * HEADS * 64 * max(cache.seqlen, plan_length))
+    return cache
+
+
+def key_mean_of(cache: MixedPrecisionCache, folder: Path) -> np.ndarray:
+    """The mean that is taken off keys, as the file of the cache has it."""
+    cache.save(folder / "cache")
+    mean: np.ndarray = load_file(folder / "cache")["0.k_mean"]
+    return mean
+
+
+def error_of_sinks(cache: MixedPrecisionCache) -> np.ndarray:
+    """Relative error of the value of each sink: what a query returns that sees that token alone."""
+    rng = np.random.default_rng(7)
+    _, k, v = rng.standard_normal((3, 1, TOKENS, HEADS, 64), dtype=np.float32)
+    k += np.float32(0.5)
+    out = cache.attend(0, 9 * k[:, :SINKS])
+    error: np.ndarray = np.linalg.norm(out - v[:, :SINKS], axis=-1) / np.linalg.norm(v[:, :SINKS], axis=-1)
+    return error.max((0, 2))
+
+
+@pytest.mark.parametrize(
+    ("budget", "plan_length", "sizes"),
+    [(0.27, TOKENS, (1, 10, 16, 64)), (0.3, 1, (64, 100, 128)), (0.27, 1, (64, 128)), (0.22, 1, (64, 128))],
+)
+def test_sinks_keep_their_width_and_keys_their_mean_in_parts_of_any_size(
+    budget: float, plan_length: int, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    """A page of the highest width for each head is more than the first parts of a prompt may take."""
+    at_once = filled(TOKENS, budget, plan_length)
+    wanted = error_of_sinks(at_once)
+    assert (wanted < 0.015).all(), "8 bits; 4 bits have .1, 3 bits .2, 2 bits .35"
+    mean = key_mean_of(at_once, tmp_path)
+    assert np.abs(mean - 0.5).max() < 0.5
+    for size in sizes:
+        cache = filled(size, budget, plan_length)
+        np.testing.assert_array_equal(key_mean_of(cache, tmp_path), mean)
+        assert (error_of_sinks(cache) < 0.015).all()
+
+
+def test_where_not_all_sinks_fit_the_first_ones_keep_their_width() -> None:
+    error = error_of_sinks(filled(64, 0.19, 1))
+    assert error[0] < 0.015
+    assert error[-1] > 0.05, "there is no room for all: else this test shows nothing"
+
+
+def test_sinks_that_wait_survive_files_crops_and_other_rows(tmp_path: Path) -> None:
+    cache = filled(64, 0.27, 1, length=192)
+    assert (error_of_sinks(cache) < 0.001).all(), "they are exact"
+    cache.crop(64)
+    assert cache.nbytes <= (cache.budget_nbytes or 0)
+    wanted = error_of_sinks(cache)
+    assert (wanted < 0.015).all()
+    cache.save(tmp_path / "cache")
+    loaded = MixedPrecisionCache.load(tmp_path / "cache")
+    assert loaded.nbytes == cache.nbytes
+    loaded.repeat(2)
+    assert loaded.nbytes == 2 * cache.nbytes
+    loaded.select(np.array([1]))
+    np.testing.assert_array_equal(error_of_sinks(loaded), wanted)
 
 
 PREFILL, SCORED, CHUNK = 640, 512, 64

@@ -319,9 +319,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // The mean of the keys of each pair over tokens FIRST to LAST - 1 that are no padding: what is taken off keys
 // before they are packed. 0 if there are fewer than FEWEST; a channel that float16 cannot hold is left as it
-// is. As kvlab.cache.frame; a sum of 64 float16 numbers is exact in double.
+// is. As kvlab.cache.frame; a sum of 60 float16 numbers is exact in double.
 extern "C" __global__ void mean_of_keys(const __grid_constant__ NewTokens fresh, int heads, __half* k_mean) {
-    constexpr int FIRST = 4, LAST = 68, FEWEST = 16;
+    constexpr int FIRST = 4, LAST = 64, FEWEST = 16;
     const int pair = blockIdx.x, row = pair / heads, head = pair - row * heads, channel = threadIdx.x;
     const u16* k = fresh.k + row * fresh.k_batch + head * fresh.k_head + channel;
     double sum = 0.;

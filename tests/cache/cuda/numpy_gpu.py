@@ -195,7 +195,7 @@ class Kernels:
         k, mean = self.arrays[int(fresh["k"])], self.arrays[args[2]]
         valid = self.arrays[int(fresh["valid"])] if int(fresh["valid"]) else np.ones(k.shape[:2], bool)
         for row in range(len(k)):
-            mean[row] = key_mean(k[row][valid[row]].astype(np.float32)[:68])
+            mean[row] = key_mean(k[row][valid[row]].astype(np.float32)[:64])
 
     def merge_rows(self, dim: int, dtype: str, device: int, addresses: Any, shape: Any, stream: int) -> None:
         out, lse, other, other_lse = (self.arrays[address] for address in addresses)
