@@ -1,4 +1,4 @@
-"""How collecting calls keep scores: packed/kept.cuh in NumPy, read back by the reference.
+"""How collecting calls keep scores: packed/saved_scores.cuh in NumPy, read back by the reference.
 
 A score becomes a byte by two multiply-adds of float16. Here is how far that may be from the score, for any
 reach (the lift of packed/values.cuh and its slack), and that nothing becomes another's byte. tests/gpu tells

@@ -20,8 +20,8 @@ struct Call {
     u16* out;              // [batch, seqlen_q, heads_q, HEAD_DIM]
     float* lse;            // [batch, heads_q, seqlen_q]
     float* partial;        // [grid + sequences, 8, ROW_FLOATS]: sum of p v, maximum, sum of p
-    u32* arrivals;         // [sequences], zero between calls
-    void* scores;          // [pairs, entries]: see packed/kept.cuh
+    u32* semaphores;       // [sequences], zero between calls
+    void* scores;          // [pairs, entries]: see packed/saved_scores.cuh
     long long q_batch, q_position, q_head;    // strides of q in elements
     int pairs, heads_kv, entries, num_rungs;  // pair = (batch row, KV head)
     int rows, group, kept;  // rows = seqlen_q * group; the last `kept` of them have their scores kept
@@ -43,16 +43,16 @@ __device__ __forceinline__ Sequence sequence_at(const Call& call, u32 number) {
 }
 
 // Where a query row of a sequence is, in elements: of `q` by strides, else of contiguous arrays.
-struct Place {
+struct RowCoord {
     u32 batch, position, head;
 };
 
-__device__ __forceinline__ Place place_of(const Call& call, const Sequence& s, u32 row) {
+__device__ __forceinline__ RowCoord row_coord(const Call& call, const Sequence& s, u32 row) {
     const u32 r = s.first_row + row, position = r / (u32)call.group, batch = s.pair / (u32)call.heads_kv;
     return {batch, position, (s.pair - batch * call.heads_kv) * call.group + r - position * call.group};
 }
 
 __device__ __forceinline__ const u16* q_row(const Call& call, const Sequence& s, int row) {
-    const Place p = place_of(call, s, row);
+    const RowCoord p = row_coord(call, s, row);
     return call.q + p.batch * call.q_batch + p.position * call.q_position + p.head * call.q_head;
 }

@@ -16,45 +16,45 @@
 //          Lane group g owns slots 8 g to 8 g + 7 of a page.
 //
 // Scores are base 2. K and V below width 16 are rotated; so q is rotated where a sequence begins, and out
-// where it ends. Pages of raw V turn the accumulators into their frame and back: the rotation is its own
-// inverse. Partial results meet twice: those of warps in shared memory, those of CTAs in `partial`, where the
-// last one to arrive at a sequence adds all in a fixed order.
+// where it ends. Pages of raw V turn the accumulators into their basis and back: the rotation is its own
+// inverse. Partial results are combined twice: those of warps in shared memory, those of CTAs in `partial`,
+// where the last CTA of a sequence adds all splits in a fixed order.
 //
-// Widths below 16 are multiplied as 8-bit integers (packed/split.cuh; SPLIT is 1 for up to 4 query rows, 2
-// for 8); columns of a lane are then the two bytes of a row. Where width 16 occurs, and at head_dim 80 and
-// 256, SPLIT is 0 and coded tiles are float16 whatever the cache is (pages/codes.cuh). Its range is narrow,
-// so q and p times the step of V each come with a power of 2 that brings the largest near the top of it: for
-// q from the rows of a sequence (packed/scores.cuh), for p from the largest step met so far
-// (packed/softmax.cuh).
+// Widths below 16 are multiplied as 8-bit integers (packed/int8_mma.cuh; INT8_MMA is 1 for up to 4 query
+// rows, 2 for 8); columns of a lane are then the two bytes of a row. Where width 16 occurs, and at head_dim
+// 80 and 256, INT8_MMA is 0 and coded tiles are float16 whatever the cache is (pages/codes.cuh). The range of
+// float16 is narrow, so q, and p times the scale of V, each have a factor, a power of 2, that brings the
+// largest near the top of it: for q from the rows of a sequence (packed/scores.cuh), for p from the largest
+// scale met so far (packed/online_softmax.cuh).
 //
 // Memory: shared WARPS * stages * slot_bytes (ring) + WARPS * min(rows, 4) * (HEAD_DIM + 2) * 4 (merge);
-// registers at head_dim 128: 32 out, 16 q, 16 scores (half of each with SPLIT = 1), 8 steps, and what is
-// being expanded. With SPLIT = 2, and of float16 the part of q that its rounding takes off, q is read from
+// registers at head_dim 128: 32 out, 16 q, 16 scores (half of each with INT8_MMA = 1), 8 scales, and what is
+// being expanded. With INT8_MMA = 2, and of float16 the part of q that its rounding takes off, q is read from
 // `rows`.
 //
 // Macros: HEAD_DIM; BF16; WIDTHS_K, WIDTHS_V: which widths occur, as a sum of 1 (2 bits), 2 (3 bits), 4 (4
-// bits), 8 (8 bits), 16 (16 bits); SPLIT; WARPS; SOFTCAP; WINDOW; KEEP_SCORES: bytes of a score that is kept,
-// 1 (packed/kept.cuh) or 4, or 0.
+// bits), 8 (8 bits), 16 (16 bits); INT8_MMA; WARPS; SOFTCAP; WINDOW; KEEP_SCORES: bytes of a
+// saved score, 1 (packed/saved_scores.cuh) or 4, or 0.
 //
 // clang-format off
-// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_100a,sm_120a
-// gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=255 arch=sm_100a,sm_120a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=8 WIDTHS_V=8 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 SPLIT=1 registers<=255 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_90a,sm_120a
-// gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=2 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=2 registers<=255 arch=sm_100a,sm_120a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=2 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=1 SPLIT=2 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 SPLIT=2 registers<=255 arch=sm_90a
-// gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 SPLIT=0 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_90a
-// gate: HEAD_DIM=80,256 BF16=0 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=1 KEEP_SCORES=0 SPLIT=0 registers<=255 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 SPLIT=0 registers<=255 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=255 arch=sm_100a,sm_120a
+// gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1 registers<=255 arch=sm_100a,sm_120a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=8 WIDTHS_V=8 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 INT8_MMA=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 INT8_MMA=1 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=255 arch=sm_90a,sm_120a
+// gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=2 registers<=255 arch=sm_100a,sm_120a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 INT8_MMA=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=1 INT8_MMA=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 INT8_MMA=2 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 INT8_MMA=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=80,256 BF16=0 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=1 KEEP_SCORES=0 INT8_MMA=0 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 INT8_MMA=0 registers<=255 arch=sm_90a,sm_100a,sm_120a
 // clang-format on
 #include <cuda_fp16.h>
 
@@ -62,21 +62,20 @@ constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
 
 #include "common/early_launch.cuh"
 #include "pages/codes.cuh"
-#include "packed/list.cuh"
+#include "packed/split_kv.cuh"
 #include "packed/state.cuh"
-// These need what is above.
-#include "packed/join.cuh"
-#include "packed/kept.cuh"
-#include "packed/ring.cuh"
-#include "packed/softmax.cuh"
+#include "packed/combine.cuh"
+#include "packed/saved_scores.cuh"
+#include "packed/page_ring.cuh"
+#include "packed/online_softmax.cuh"
 #include "packed/window.cuh"
-#if SPLIT
-#include "packed/split.cuh"
-#include "packed/split_query.cuh"
-#include "packed/split_scores.cuh"
-#include "packed/split_values.cuh"
+#if INT8_MMA
+#include "packed/int8_mma.cuh"
+#include "packed/int8_query.cuh"
+#include "packed/int8_scores.cuh"
+#include "packed/int8_values.cuh"
 #else
-#include "packed/frames.cuh"
+#include "packed/basis.cuh"
 #include "packed/scores.cuh"
 #include "packed/values.cuh"
 #endif
@@ -108,17 +107,17 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
     }
 }
 
-// Brings a query row into the frame of coded keys, scaled: `x` [ROW_FLOATS], behind the row its largest
+// Brings a query row into the basis of coded keys, scaled: `x` [ROW_FLOATS], behind the row its largest
 // magnitude and what the mean of the keys adds to its scores.
-__device__ __forceinline__ void rotate_query(const RawQuery& raw, float unit, float* x, int lane) {
-    float bias = 0.f, peak = 0.f;
+__device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_log2, float* x, int lane) {
+    float bias = 0.f, amax = 0.f;
     float2 pairs[PAIRS_OF_LANE];
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         pairs[i] = {0.f, 0.f};
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         const float2 pair = unpack_pair(raw.q[i]), m = __half22float2(raw.mean[i]);
-        pairs[i] = {pair.x * (NORM * unit), pair.y * (NORM * unit)};
+        pairs[i] = {pair.x * (NORM * scale_log2), pair.y * (NORM * scale_log2)};
         bias += pair.x * m.x + pair.y * m.y;
     }
     hadamard_row(pairs, lane);
@@ -126,16 +125,16 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float unit, fl
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         ((float2*)x)[lane + 32 * i] = pairs[i];
-        peak = fmaxf(peak, fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
+        amax = fmaxf(amax, fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
     }
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) {
         bias += __shfl_xor_sync(ALL_LANES, bias, bit);
-        peak = fmaxf(peak, __shfl_xor_sync(ALL_LANES, peak, bit));
+        amax = fmaxf(amax, __shfl_xor_sync(ALL_LANES, amax, bit));
     }
     if (lane == 0) {
-        x[HEAD_DIM] = peak;
-        x[HEAD_DIM + 1] = bias * unit;
+        x[HEAD_DIM] = amax;
+        x[HEAD_DIM + 1] = bias * scale_log2;
     }
 }
 
@@ -145,13 +144,13 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float unit, fl
 // warp.
 __device__ __forceinline__ void write_row(const Call& call, const Sequence& s, int row, const float* x,
                                           int lane) {
-    const float reference = x[HEAD_DIM], sum = x[HEAD_DIM + 1];
+    const float row_max = x[HEAD_DIM], sum = x[HEAD_DIM + 1];
     float2 pairs[PAIRS_OF_LANE];
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i)
         pairs[i] = lane + 32 * i < HEAD_DIM / 2 ? ((const float2*)x)[lane + 32 * i] : float2{0.f, 0.f};
     if (WIDTHS_V & CODED) hadamard_row(pairs, lane);
-    const Place p = place_of(call, s, row);
+    const RowCoord p = row_coord(call, s, row);
     const u64 heads = call.heads_kv * call.group, seqlen_q = (u32)call.rows / (u32)call.group;
     const float factor = sum == 0.f ? 0.f : (WIDTHS_V & CODED ? NORM : 1.f) / sum;
     u32* out = (u32*)(call.out + ((p.batch * seqlen_q + p.position) * heads + p.head) * HEAD_DIM);
@@ -162,7 +161,7 @@ __device__ __forceinline__ void write_row(const Call& call, const Sequence& s, i
     }
     if (lane == 0)
         call.lse[(p.batch * heads + p.head) * seqlen_q + p.position] =
-            sum == 0.f ? -INFINITE : (reference + log2f(sum)) * LN2;
+            sum == 0.f ? -INFINITY_F : (row_max + log2f(sum)) * LN2;
 }
 
 // The CTA that has a position of an undivided list.
@@ -173,15 +172,15 @@ __device__ __forceinline__ int owner(u32 position, u32 total, u32 ctas) {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ __align__(8) u64 barriers[WARPS * MAX_STAGES];
-    __shared__ __align__(8) uint2 notes[WARPS * MAX_STAGES];  // see write_page
-    __shared__ u32 indices[WINDOW ? WARPS * MAX_STAGES : 1];  // of the same, in its pool
+    __shared__ __align__(8) uint2 page_words[WARPS * MAX_STAGES];  // see write_page
+    __shared__ u32 indices[WINDOW ? WARPS * MAX_STAGES : 1];       // of the same, in its pool
     __shared__ __align__(8) float rows[8 * ROW_FLOATS];
     __shared__ int arrived;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u8* const ring = shared + warp * call.stages * call.slot_bytes;
     float* const merge = (float*)(shared + WARPS * call.stages * call.slot_bytes);
     const u32 barrier = shared_address(barriers + warp * MAX_STAGES);
-    const u32 known_pages = shared_address(notes + warp * MAX_STAGES);
+    const u32 page_words_address = shared_address(page_words + warp * MAX_STAGES);
     if (lane == 0) {
 #pragma unroll 1
         for (int i = 0; i < call.stages; ++i)
@@ -193,20 +192,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 
     // The lane's entry among the first 32 pages of the warp, read together with the lengths.
     const int blocks = (call.rows + 7) / 8, b = blockIdx.x;
-    const Share guessed = guess(call, blocks);
+    const WorkRange estimate = estimate_split(call, blocks);
     Entry own = {};
-    if (guessed.parts) {
-        const u32 place = b - guessed.first + guessed.parts * (warp + lane * WARPS);
-        if (place < call.entries)
-            own = entry_at(call.index, call.rung, call.count, (u64)guessed.number * call.entries, place,
-                           guessed.number);
+    if (estimate.num_splits) {
+        const u32 column = b - estimate.first_cta + estimate.num_splits * (warp + lane * WARPS);
+        if (column < call.entries)
+            own = entry_at(call.index, call.rung, call.count, (u64)estimate.number * call.entries, column,
+                           estimate.number);
     }
     int total, ctas;
-    const Share share = divide(call, guessed, blocks, lane, total, ctas);
-    const int begin = share.begin, end = share.end;
-    const bool known = share.parts && share.number == guessed.number && share.first == guessed.first &&
-                       (end <= 1 || share.parts == guessed.parts);
-    int number = share.number, start = share.start;
+    const WorkRange range = split_kv(call, estimate, blocks, lane, total, ctas);
+    const int begin = range.begin, end = range.end;
+    const bool known = range.num_splits && range.number == estimate.number &&
+                       range.first_cta == estimate.first_cta &&
+                       (end <= 1 || range.num_splits == estimate.num_splits);
+    int number = range.number, start = range.start;
     RawQuery raw;
     if ((WIDTHS_K & CODED) && begin < end) read_query(call, sequence_at(call, number), warp, lane, raw);
 
@@ -220,24 +220,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         if (next_page % 32 == 0 && next_part == 0 && (WINDOW || next_page || !known)) {
             const int position = begin + warp + (next_page + lane) * WARPS;
             if (position < end && (next_page || !known))
-                own = share.parts
-                          ? entry_at(call.index, call.rung, call.count, (u64)share.number * call.entries,
-                                     b - share.first + share.parts * position, share.number)
+                own = range.num_splits
+                          ? entry_at(call.index, call.rung, call.count, (u64)range.number * call.entries,
+                                     b - range.first_cta + range.num_splits * position, range.number)
                           : find_entry(call.index, call.rung, call.count, call.num_pages, call.entries,
-                                       blocks, each, position, share.number, share.start, share.pages);
-            if (WINDOW && position < end) own.note = note_in_window(call, own);
+                                       blocks, each, position, range.number, range.start, range.pages);
+            if (WINDOW && position < end) own.word = page_word_in_window(call, own);
         }
         const u32 index = __shfl_sync(ALL_LANES, own.index, next_page % 32);
-        const u32 note = __shfl_sync(ALL_LANES, own.note, next_page % 32);
-        const u32 entry = KEEP_SCORES ? __shfl_sync(ALL_LANES, own.place, next_page % 32) : 0;
-        const Rung& rung = call.rungs[note & RUNG];
+        const u32 word = __shfl_sync(ALL_LANES, own.word, next_page % 32);
+        const u32 entry = KEEP_SCORES ? __shfl_sync(ALL_LANES, own.column, next_page % 32) : 0;
+        const Rung& rung = call.rungs[word & RUNG];
         const u8* page = rung.pool + (u64)index * rung.record;
         u8* const to = ring + slot * call.slot_bytes;
         const u32 shift = shift_of(page, to);
-        if (lane == 0) write_page(known_pages + 8 * slot, entry, note | shift);
+        if (lane == 0) write_page(page_words_address + 8 * slot, entry, word | shift);
         if (WINDOW) {
             if (lane == 0) indices[warp * MAX_STAGES + slot] = index;
-            if (tokens_of(note) == 0) {
+            if (tokens_of(word) == 0) {
                 if (lane == 0) arrive(barrier + 8 * slot);
                 ++next_page;
                 return;
@@ -269,8 +269,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     u32 parity = 0;
     auto wait = [&]() {
         wait_for(barrier + 8 * slot, parity);
-        const uint2 note = read_page(known_pages + 8 * slot);
-        return Item{ring + slot * call.slot_bytes + (note.y & SHIFT), note};
+        const uint2 word = read_page(page_words_address + 8 * slot);
+        return Item{ring + slot * call.slot_bytes + (word.y & SHIFT), word};
     };
     auto release = [&]() {
         __syncwarp();  // every lane has read the slot before it is filled again
@@ -280,96 +280,97 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 #pragma unroll 1
     for (int position = begin; position < end; ++number) {
         const Sequence sequence = sequence_at(call, number);
-        const int pages = number == share.number ? share.pages : call.num_pages[sequence.pair];
+        const int pages = number == range.number ? range.pages : call.num_pages[sequence.pair];
         const int stop = min(start + pages, end);
         if (pages == 0) continue;
         Query query;
         if (WIDTHS_K & CODED) {
-            if (number != share.number) read_query(call, sequence, warp, lane, raw);
+            if (number != range.number) read_query(call, sequence, warp, lane, raw);
             if (warp < sequence.rows) rotate_query(raw, call.scale * LOG2E, rows + warp * ROW_FLOATS, lane);
             __syncthreads();  // all query rows are rotated
             load_query(rows, sequence.rows, lane, query);
         }
 #pragma unroll 1
         for (; filled < call.stages; ++filled) produce(filled);
-        const KeptRows kept = KEEP_SCORES ? kept_rows(call, sequence, lane) : KeptRows{};
+        const SavedRows saved = KEEP_SCORES ? saved_rows(call, sequence, lane) : SavedRows{};
         const u16* row = WIDTHS_K & RAW ? q_row(call, sequence, min(lane / 4, sequence.rows - 1)) : nullptr;
-        const Lowest lowest = WINDOW ? lowest_of_lane(call, sequence, lane) : Lowest{};
+        const FirstVisible visible = WINDOW ? first_visible_of_lane(call, sequence, lane) : FirstVisible{};
         State state;
         clear(state, bits_of<WIDTHS_V>(0));
 
 #pragma unroll 1
         for (; begin + warp + n * WARPS < stop; ++n) {
-            const auto [item, note] = wait();
-            const int count = tokens_of(note.y);
-            const Rung& rung = call.rungs[note.y & RUNG];
+            const auto [item, word] = wait();
+            const int count = tokens_of(word.y);
+            const Rung& rung = call.rungs[word.y & RUNG];
             float s[8][LANE_ROWS];
             if (WINDOW && count == 0) {  // no query row sees a token of the page, or it has none
-                hide_page(s);
-                if (KEEP_SCORES) keep_scores(kept, note.x, state, s);
+                mask_page(s);
+                if (KEEP_SCORES) save_scores(saved, word.x, state, s);
                 release();
                 continue;
             }
-            const bool partly = WINDOW && (note.y & PARTLY);
+            const bool masked = WINDOW && (word.y & MASKED);
             const uint4 offsets =
-                partly ? offsets_of(rung, indices[warp * MAX_STAGES + slot], lane / 4) : uint4{};
+                masked ? offsets_of(rung, indices[warp * MAX_STAGES + slot], lane / 4) : uint4{};
             const int bits_k = bits_of<WIDTHS_K>(rung.bits_k), bits_v = bits_of<WIDTHS_V>(rung.bits_v);
             const bool one = is_one_item(rung);
             const int k_bytes = 8 * HEAD_DIM * bits_k, v_bytes = 8 * HEAD_DIM * bits_v;
-            const u8* k_steps = item + k_bytes + (one ? v_bytes : 0);
+            const u8* k_scales = item + k_bytes + (one ? v_bytes : 0);
             float base[LANE_ROWS];
 #pragma unroll
-            for (int j = 0; j < LANE_ROWS; ++j) base[j] = SOFTCAP ? 0.f : state.reference[j];
-            if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, k_steps, query, base, s, lane);
-            if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, k_steps, query, base, s, lane);
-            if ((WIDTHS_K & 4) && bits_k == 4) coded_scores<4>(item, k_steps, query, base, s, lane);
-            if ((WIDTHS_K & 8) && bits_k == 8) coded_scores<8>(item, k_steps, query, base, s, lane);
-#if !SPLIT
+            for (int j = 0; j < LANE_ROWS; ++j) base[j] = SOFTCAP ? 0.f : state.row_max[j];
+            if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, k_scales, query, base, s, lane);
+            if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, k_scales, query, base, s, lane);
+            if ((WIDTHS_K & 4) && bits_k == 4) coded_scores<4>(item, k_scales, query, base, s, lane);
+            if ((WIDTHS_K & 8) && bits_k == 8) coded_scores<8>(item, k_scales, query, base, s, lane);
+#if !INT8_MMA
             if ((WIDTHS_K & RAW) && bits_k == 16) {
-                const float unit = call.scale * LOG2E;
-                raw_scores<0>(item, row, unit, base, s, lane);
+                const float scale_log2 = call.scale * LOG2E;
+                raw_scores<0>(item, row, scale_log2, base, s, lane);
                 release();
-                raw_scores<1>(wait().data, row, unit, base, s, lane);
+                raw_scores<1>(wait().data, row, scale_log2, base, s, lane);
             }
 #endif
-            const u8 *values = item + k_bytes, *v_steps = k_steps + 64;
+            const u8 *values = item + k_bytes, *v_scales = k_scales + 64;
             if (!one) {
                 release();
                 values = wait().data;
-                v_steps = values + v_bytes;
+                v_scales = values + v_bytes;
             }
-            if (SOFTCAP) cap_scores(call.softcap * LOG2E, state.reference, s);
-            if (count < 64) clear_unused(count, s, lane);
-            if (partly) hide_old(offsets, note.y >> 16 << 16, lowest, s);
-#if !SPLIT
-            if (state.bits != bits_v) change_frame(state, bits_v, lane);
+            if (SOFTCAP) cap_scores(call.softcap * LOG2E, state.row_max, s);
+            if (count < 64) mask_unused(count, s, lane);
+            if (masked) mask_before_window(offsets, word.y >> 16 << 16, visible, s);
+#if !INT8_MMA
+            if (state.bits != bits_v) change_basis(state, bits_v, lane);
             if ((WIDTHS_V & RAW) && bits_v == 16) {
-                raise_reference<false>(s, {}, state);
-                if (KEEP_SCORES) keep_scores(kept, note.x, state, s);
+                update_row_max<false>(s, {}, state);
+                if (KEEP_SCORES) save_scores(saved, word.x, state, s);
                 probabilities(s, state);
-                const Weights weights = weigh(s);
-                add_raw_values<0>(values, weights, count, state, lane);
+                const ScaledP scaled_p = scale_probabilities(s);
+                add_raw_values<0>(values, scaled_p, count, state, lane);
                 release();
-                add_raw_values<1>(wait().data, weights, count, state, lane);
+                add_raw_values<1>(wait().data, scaled_p, count, state, lane);
                 release();
                 continue;
             }
 #endif
-            const Steps steps = load_steps(v_steps, lane / 4, count);  // that of an unused slot may be NaN
-            raise_reference<!SPLIT>(s, steps, state);
-            if (KEEP_SCORES) keep_scores(kept, note.x, state, s);
+            const Scales scales =
+                load_scales(v_scales, lane / 4, count);  // that of an unused slot may be NaN
+            update_row_max<!INT8_MMA>(s, scales, state);
+            if (KEEP_SCORES) save_scores(saved, word.x, state, s);
             probabilities(s, state);
-            const Weights weights = weigh(s, steps, bits_v);
-            if ((WIDTHS_V & 1) && bits_v == 2) add_coded_values<2>(values, weights, state, lane);
-            if ((WIDTHS_V & 2) && bits_v == 3) add_coded_values<3>(values, weights, state, lane);
-            if ((WIDTHS_V & 4) && bits_v == 4) add_coded_values<4>(values, weights, state, lane);
-            if ((WIDTHS_V & 8) && bits_v == 8) add_coded_values<8>(values, weights, state, lane);
+            const ScaledP scaled_p = scale_probabilities(s, scales, bits_v);
+            if ((WIDTHS_V & 1) && bits_v == 2) add_coded_values<2>(values, scaled_p, state, lane);
+            if ((WIDTHS_V & 2) && bits_v == 3) add_coded_values<3>(values, scaled_p, state, lane);
+            if ((WIDTHS_V & 4) && bits_v == 4) add_coded_values<4>(values, scaled_p, state, lane);
+            if ((WIDTHS_V & 8) && bits_v == 8) add_coded_values<8>(values, scaled_p, state, lane);
             release();
         }
-#if SPLIT
+#if INT8_MMA
         finish(state);
 #else
-        if (WIDTHS_V & CODED) change_frame(state, 0, lane);
+        if (WIDTHS_V & CODED) change_basis(state, 0, lane);
 #endif
 #pragma unroll
         for (int j = 0; j < LANE_ROWS; ++j) {
@@ -379,30 +380,32 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         }
 #pragma unroll
         for (int j = 0; j < LANE_ROWS; ++j)
-            if (is_fresh(state, j)) state.reference[j] = LOWEST;
-        join_warps(state, sequence.rows, merge, rows);
+            if (has_no_token(state, j)) state.row_max[j] = MIN_ROW_MAX;
+        combine_warps(state, sequence.rows, merge, rows);
         bool last = true;
-        const int first = share.parts ? share.first : owner(start, total, ctas);
-        const int parts = share.parts ? share.parts : owner(start + pages - 1, total, ctas) - first + 1;
-        if (parts > 1) {
+        const int first = range.num_splits ? range.first_cta : owner(start, total, ctas);
+        const int num_splits =
+            range.num_splits ? range.num_splits : owner(start + pages - 1, total, ctas) - first + 1;
+        if (num_splits > 1) {
             float* to = call.partial + (u64)(b + number) * 8 * ROW_FLOATS;
             for (int i = threadIdx.x; i < sequence.rows * ROW_FLOATS; i += WARPS * 32)
                 __stcg(to + i, rows[i]);
-            __syncthreads();  // the part is written
+            __syncthreads();  // the split is written
             if (threadIdx.x == 0) {
-                // This CTA's part is seen before its arrival is, the others' parts are read after theirs.
+                // This CTA's split is seen before its semaphore is, the others' splits are read after theirs.
                 u32 before;
                 asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
                              : "=r"(before)
-                             : "l"(call.arrivals + number)
+                             : "l"(call.semaphores + number)
                              : "memory");
                 arrived = before;
             }
             __syncthreads();  // the count is known
-            last = arrived == parts - 1;
+            last = arrived == num_splits - 1;
             if (last) {
-                if (threadIdx.x == 0) call.arrivals[number] = 0;
-                join_parts(call.partial + (u64)(first + number) * 8 * ROW_FLOATS, parts, sequence.rows, rows);
+                if (threadIdx.x == 0) call.semaphores[number] = 0;
+                combine_splits(call.partial + (u64)(first + number) * 8 * ROW_FLOATS, num_splits,
+                               sequence.rows, rows);
             }
         }
         if (last)

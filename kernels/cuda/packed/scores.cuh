@@ -10,11 +10,11 @@ constexpr int RIGHT_OF_KEYS = (WIDTHS_K & CODED) == 1 ? Fields<2>::RIGHT : 0;
 
 // A float16 query is exact until it is rotated, so what rounding it then takes off must not stay off: the
 // rest is multiplied as well. To bfloat16 the rounding to float16 is nothing.
-constexpr bool WITH_REST = !BF16;
+constexpr bool WITH_RESIDUAL = !BF16;
 
 struct Query {
     u32 rotated[TILES_D][2];  // B fragments of float16: the rows times 2^e
-    const uint2* rest;        // what these lack, [TILES_D][32 lanes] in shared memory
+    const uint2* residual;    // what these lack, [TILES_D][32 lanes] in shared memory
     float sum[2], bias[2];    // of rows 2u, 2u + 1: the sum of the above, the part of the mean key in a score
     float unit;               // 2^(25 - e)
 };
@@ -24,15 +24,15 @@ struct Query {
 // All threads; afterwards the rest lies where the rows were.
 __device__ __forceinline__ void load_query(float* rows, int row_count, int lane, Query& query) {
     const int u = lane % 4;
-    const float peak = rows[min(lane / 4, row_count - 1) * ROW_FLOATS + HEAD_DIM];
-    const int exponent = __reduce_max_sync(ALL_LANES, __float_as_uint(peak < INFINITE ? peak : 0.f)) >>
-                         23;  // peak < 2^(exponent - 126)
+    const float amax = rows[min(lane / 4, row_count - 1) * ROW_FLOATS + HEAD_DIM];
+    const int exponent = __reduce_max_sync(ALL_LANES, __float_as_uint(amax < INFINITY_F ? amax : 0.f)) >>
+                         23;  // amax < 2^(exponent - 126)
     const int e = max(min(141 - exponent, 100), -100);
-    const float factor = power_of_2_exactly(e);
+    const float factor = exp2_exact(e);
     const float2* x = (const float2*)(rows + min(lane / 4, row_count - 1) * ROW_FLOATS) + u;
     float sums[4] = {0.f, 0.f, 0.f, 0.f};
     const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
-    u32 rest[TILES_D][2];
+    u32 residual[TILES_D][2];
 #pragma unroll
     for (int i = 0; i < TILES_D; ++i) {
 #pragma unroll
@@ -40,31 +40,32 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
             const float2 pair = x[8 * i + 4 * j];
             query.rotated[i][j] = pack_halves(pair.x * factor, pair.y * factor);
             const float2 taken = __half22float2(*(const __half2*)&query.rotated[i][j]);
-            rest[i][j] = pack_halves(pair.x * factor - taken.x, pair.y * factor - taken.y);
+            residual[i][j] = pack_halves(pair.x * factor - taken.x, pair.y * factor - taken.y);
         }
         mma_half(sums, ones, query.rotated[i][0], query.rotated[i][1]);
-        if (WITH_REST) mma_half(sums, ones, rest[i][0], rest[i][1]);
+        if (WITH_RESIDUAL) mma_half(sums, ones, residual[i][0], residual[i][1]);
         if (ONE_KEY_WIDTH) query.rotated[i][1] = lowered<RIGHT_OF_KEYS>(query.rotated[i][1]);
     }
-    query.unit = power_of_2_exactly(25 - e);
+    query.unit = exp2_exact(25 - e);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         query.sum[j] = sums[j];
         query.bias[j] = rows[min(2 * u + j, row_count - 1) * ROW_FLOATS + HEAD_DIM + 1];
     }
-    if (WITH_REST) {
+    if (WITH_RESIDUAL) {
         __syncthreads();  // every warp has read the rows
 #pragma unroll
         for (int i = 0; i < TILES_D; ++i)
-            if (i % WARPS == threadIdx.x / 32) ((uint2*)rows)[32 * i + lane] = {rest[i][0], rest[i][1]};
-        query.rest = (const uint2*)rows + lane;
+            if (i % WARPS == threadIdx.x / 32)
+                ((uint2*)rows)[32 * i + lane] = {residual[i][0], residual[i][1]};
+        query.residual = (const uint2*)rows + lane;
         __syncthreads();  // the rest is written
     }
 }
 
 // Scores of coded keys, less `base`.
 template <int BITS>
-__device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, const Query& query,
+__device__ __forceinline__ void coded_scores(const u8* codes, const u8* scales, const Query& query,
                                              const float (&base)[2], float (&s)[8][2], int lane) {
     constexpr float MIDDLE = -((1 << BITS) - 1) * .5f / (1 << 24);
     constexpr float EVEN = 1 << Fields<BITS>::EVEN, ODD = 1 << Fields<BITS>::ODD;
@@ -84,15 +85,15 @@ __device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, c
         [&](int tile, const u32(&a)[4]) {
             const int i = tile % TILES_D;
             mma_half(sums[tile / TILES_D], a, query.rotated[i][0], right[i]);
-            if (WITH_REST) {
-                const uint2 rest = query.rest[32 * i];
-                mma_half(sums[tile / TILES_D], a, rest.x, lowered<Fields<BITS>::RIGHT>(rest.y));
+            if (WITH_RESIDUAL) {
+                const uint2 residual = query.residual[32 * i];
+                mma_half(sums[tile / TILES_D], a, residual.x, lowered<Fields<BITS>::RIGHT>(residual.y));
             }
         });
-    const Steps step = load_steps(steps, lane / 4);
+    const Scales scale = load_scales(scales, lane / 4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float factor = step.at(i) * (query.unit * (1.f / (i % 2 ? ODD : EVEN)));
+        const float factor = scale.at(i) * (query.unit * (1.f / (i % 2 ? ODD : EVEN)));
 #pragma unroll
         for (int j = 0; j < 2; ++j)
             s[i][j] = fmaf(sums[i / 2][2 * (i % 2) + j], factor, query.bias[j] - base[j]);

@@ -1,4 +1,4 @@
-// Codes of packed pages as operands of mma.m16n8k16: expansion of every width, and steps.
+// Codes of packed pages as operands of mma.m16n8k16: expansion of every width, and scales.
 //
 // A code region is a sequence of 16 x 16 tiles in the order of A fragments. Fields<BITS>::TILES tiles share
 // Fields<BITS>::WORDS 32-bit words a lane, word after word, 32 lanes each; every word holds fields of both
@@ -12,7 +12,7 @@
 
 // -(2^BITS - 1) as float16 in both halves: what has to be added to 2 code to make it the value of a code.
 template <int BITS>
-__host__ __device__ constexpr u32 centre_pair() {
+__host__ __device__ constexpr u32 zero_point_pair() {
     constexpr u32 exponent = BITS - 1, mantissa = (((1u << BITS) - 1u) << (11 - BITS)) & 0x3ffu;
     return (0x8000u | (exponent + 15u) << 10 | mantissa) * 0x00010001u;
 }
@@ -97,9 +97,9 @@ __device__ __forceinline__ void for_each_tile(const u8* codes, int lane, Order o
     }
 }
 
-// Steps of slots 8 g to 8 g + 7 as float16, of which a byte is the bits without sign and without the lower 7
+// Scales of slots 8 g to 8 g + 7 as float16, of which a byte is the bits without sign and without the lower 7
 // of the mantissa: two at a time, slots (0, 2), (1, 3), (4, 6), (5, 7). Those of slots from `count` on are 0.
-struct Steps {
+struct Scales {
     __half2 pairs[4];
 
     __device__ __forceinline__ float at(int i) const {
@@ -108,14 +108,14 @@ struct Steps {
     }
 };
 
-__device__ __forceinline__ Steps load_steps(const u8* steps, int g, int count = 64) {
-    uint2 x = ((const uint2*)steps)[g];
+__device__ __forceinline__ Scales load_scales(const u8* scales, int g, int count = 64) {
+    uint2 x = ((const uint2*)scales)[g];
     if (count < 64) {
         const int live = min(max(count - 8 * g, 0), 8);
         x.x &= live >= 4 ? ~0u : (1u << (8 * live)) - 1u;
         x.y &= live == 8 ? ~0u : live <= 4 ? 0u : (1u << (8 * live - 32)) - 1u;
     }
-    Steps r;
+    Scales r;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const u32 w = i ? x.y : x.x, even = (w & 0x00ff00ffu) << 7, odd = (w >> 1) & 0x7f807f80u;

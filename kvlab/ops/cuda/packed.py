@@ -34,7 +34,7 @@ KEPT_ROW_BYTES = 64 + 4
 """Of a row of a page, kept as bytes: a code for each slot, and what they are relative to."""
 
 _ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
-_SPLIT_ROWS, _SPLIT_WIDTHS, _SPLIT_HEAD_DIMS = 4, {2, 3, 4, 8}, (64, 96, 128)  # of 8-bit integer products
+_INT8_ROWS, _INT8_WIDTHS, _INT8_HEAD_DIMS = 4, {2, 3, 4, 8}, (64, 96, 128)  # of 8-bit integer products
 _MERGE_ROWS, _MAX_STAGES = 4, 8
 _SHIFT = 64  # where an item may begin in its slot; items are multiples of as much
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
@@ -174,14 +174,14 @@ def _plan(
     # sm_90. Raw pages take few instructions, and the ring is deeper with 8.
     raw = all(bits == _FLAG[16] for bits in widths)
     occurring = {bits for layout in layouts for bits in (layout.bits_k, layout.bits_v)}
-    split = 0
-    if occurring <= _SPLIT_WIDTHS and head_dim in _SPLIT_HEAD_DIMS:
-        split = 1 if rows <= _SPLIT_ROWS else 2
+    int8_mma = 0
+    if occurring <= _INT8_WIDTHS and head_dim in _INT8_HEAD_DIMS:
+        int8_mma = 1 if rows <= _INT8_ROWS else 2
     warps = warps or (12 if head_dim <= 128 and capability[0] == 9 and not raw and not windowed else 8)
     macros = {
         "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
         "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "KEEP_SCORES": kept,
-        "SPLIT": split,
+        "INT8_MMA": int8_mma,
     }  # fmt: skip
     kernel = load(build("packed/packed_attention", macros, arch_of(*capability)), device=device)
     merge = 4 * warps * min(rows, _MERGE_ROWS) * (head_dim + 2)

@@ -1,9 +1,9 @@
-"""How packed attention divides its pages among thread blocks: every page once, every part awaited.
+"""How packed attention divides its pages among thread blocks: every page once, every split awaited.
 
-`guess` and `divide` of ``packed/list.cuh`` in NumPy, in the same float32 arithmetic. A block finds its share
-alone, and the last block to arrive at a sequence adds up the parts of all that hold pages of it. So what all
-blocks find has to fit together, whatever the lengths: a block too many or too few leaves a head unwritten and
-a counter that is wrong for the next call.
+`estimate_split` and `split_kv` of ``packed/split_kv.cuh`` in NumPy, in the same float32 arithmetic. A block
+finds its range alone, and the last block to arrive at a sequence adds up the splits of all that hold pages of
+it. So what all blocks find has to fit together, whatever the lengths: a block too many or too few leaves a
+head unwritten and a semaphore that is wrong for the next call.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def quotient(x: Numbers, d: Numbers | int, ulps: int) -> Numbers:
     return ratio.astype(np.int64)
 
 
-def guessed(grid: int, pairs: Numbers | int, ulps: int = 0) -> tuple[Numbers, Numbers, Numbers]:
-    """`guess`: sequence, first block and number of blocks, for every block."""
+def estimated_split(grid: int, pairs: Numbers | int, ulps: int = 0) -> tuple[Numbers, Numbers, Numbers]:
+    """`estimate_split`: sequence, first block and number of blocks, for every block."""
     number = quotient((np.arange(grid) + 1) * pairs - 1, grid, ulps)
     first = quotient(number * grid, pairs, ulps)
     return number, first, quotient((number + 1) * grid, pairs, ulps) - first
@@ -41,7 +41,7 @@ def test_blocks_agree_on_the_bounds_of_sequences(ulps: int) -> None:
     """All grids to 264 blocks and numbers of pairs to 256: a sequence ends where the next one begins."""
     for grid in range(1, 265):
         pairs = np.arange(1, min(grid, 256) + 1)[:, None]
-        number, first, parts = guessed(grid, pairs, ulps)
+        number, first, num_splits = estimated_split(grid, pairs, ulps)
         block = np.arange(grid)
         assert (number[:, 0] == 0).all()
         assert (number[:, -1] == pairs[:, 0] - 1).all()
@@ -50,7 +50,7 @@ def test_blocks_agree_on_the_bounds_of_sequences(ulps: int) -> None:
         assert (np.where(begins, block, first) == first).all()
         assert (np.where(begins, 0, first - np.roll(first, 1, axis=1)) == 0).all()
         ends = np.roll(begins, -1, axis=1) == 1
-        assert (np.where(ends, block + 1, first + parts) == first + parts).all()
+        assert (np.where(ends, block + 1, first + num_splits) == first + num_splits).all()
 
 
 def test_rounding_halves_would_be_seen() -> None:
@@ -63,86 +63,90 @@ def test_rounding_halves_would_be_seen() -> None:
 
 
 @dataclass
-class Share:
-    """What one block finds: positions of the whole list, or with `parts` of its sequence alone."""
+class WorkRange:
+    """What one block finds: positions of the whole list, or with `num_splits` of its sequence alone."""
 
     begin: int = 0
     end: int = 0
     number: int = 0
-    first: int = 0
-    parts: int = 0
+    first_cta: int = 0
+    num_splits: int = 0
 
 
-def divided(grid: int, lengths: list[int], blocks: int) -> tuple[list[Share], int, int]:
-    """`divide`: the share of every block, the pages in all, and how many blocks have any."""
+def split_kv(grid: int, lengths: list[int], blocks: int) -> tuple[list[WorkRange], int, int]:
+    """`split_kv`: the range of every block, the pages in all, and how many blocks have any."""
     pairs, longest, total = len(lengths), np.float32(max(lengths)), sum(lengths)
     mean_of_fewest = np.float32(total) * np.float32(grid // pairs)
     usual = blocks == 1 and pairs <= grid and longest > 0
     if usual and longest * np.float32(grid) <= BALANCED * mean_of_fewest:
-        shares = [Share(0, 0, *map(int, x)) for x in zip(*guessed(grid, pairs), strict=True)]
-        for b, share in enumerate(shares):
-            pages = lengths[share.number]
-            share.parts = min(share.parts, pages)
-            share.end = max(pages - (b - share.first) + share.parts - 1, 0) // max(share.parts, 1)
-        return shares, total, grid
+        ranges = [WorkRange(0, 0, *map(int, x)) for x in zip(*estimated_split(grid, pairs), strict=True)]
+        for b, range_ in enumerate(ranges):
+            pages = lengths[range_.number]
+            range_.num_splits = min(range_.num_splits, pages)
+            range_.end = max(pages - (b - range_.first_cta) + range_.num_splits - 1, 0) // max(
+                range_.num_splits, 1
+            )
+        return ranges, total, grid
     total *= blocks
     ctas = min(grid, total)
     per_page = np.float32(ctas) / np.float32(max(total, 1))
-    whole = [Share(total * b // ctas, total * (b + 1) // ctas) for b in range(ctas)]
-    part: list[Share] = [Share() for _ in range(ctas)]
+    whole = [WorkRange(total * b // ctas, total * (b + 1) // ctas) for b in range(ctas)]
+    part: list[WorkRange] = [WorkRange() for _ in range(ctas)]
     balanced, start = blocks == 1, 0
     for n, pages in enumerate(lengths):
         first, beyond = (int(np.rint(np.float32(x) * per_page)) for x in (start, start + pages))
         balanced = balanced and bool(np.float32(pages) * per_page <= BALANCED * np.float32(beyond - first))
         for b in range(first, beyond):
-            parts = min(beyond - first, pages)
-            end = int((pages - (b - first) + parts - 1) / parts) if parts else 0
-            part[b] = Share(0, end, n, first, parts)
+            num_splits = min(beyond - first, pages)
+            end = int((pages - (b - first) + num_splits - 1) / num_splits) if num_splits else 0
+            part[b] = WorkRange(0, end, n, first, num_splits)
         start += pages * blocks
-    shares = part if balanced else whole
-    return shares + [Share() for _ in range(grid - ctas)], total, ctas
+    ranges = part if balanced else whole
+    return ranges + [WorkRange() for _ in range(grid - ctas)], total, ctas
 
 
 def work(grid: int, lengths: list[int], blocks: int) -> list[tuple[int, int]]:
-    """Attend as the kernel does: how often each sequence was written, and the arrivals left over."""
-    shares, total, ctas = divided(grid, lengths, blocks)
-    check_what_is_known(grid, len(lengths), blocks, shares)
+    """Attend as the kernel does: how often each sequence was written, and the semaphores left over."""
+    ranges, total, ctas = split_kv(grid, lengths, blocks)
+    check_what_is_known(grid, len(lengths), blocks, ranges)
     pages = np.repeat(lengths, blocks)
     starts = np.cumsum(pages) - pages
     seen = [np.zeros(n, int) for n in pages]
-    arrivals, written = np.zeros(len(pages), int), np.where(pages == 0, 1, 0)
+    semaphores, written = np.zeros(len(pages), int), np.where(pages == 0, 1, 0)
     owner = lambda position: ((position + 1) * ctas - 1) // total  # noqa: E731
-    for b, share in enumerate(shares):
+    for b, range_ in enumerate(ranges):
         pieces: list[tuple[int, Any, int]] = []
-        if share.parts and share.end > share.begin:
-            own = b - share.first + share.parts * np.arange(share.end)
-            pieces.append((share.number, own, share.parts))
-        elif not share.parts:
+        if range_.num_splits and range_.end > range_.begin:
+            own = b - range_.first_cta + range_.num_splits * np.arange(range_.end)
+            pieces.append((range_.number, own, range_.num_splits))
+        elif not range_.num_splits:
             for n, start in enumerate(starts):
-                begin, end = max(share.begin, start), min(share.end, start + pages[n])
+                begin, end = max(range_.begin, start), min(range_.end, start + pages[n])
                 if begin < end:
-                    parts = owner(start + pages[n] - 1) - owner(start) + 1
-                    pieces.append((n, np.arange(begin, end) - start, parts))
-        for n, own, parts in pieces:
+                    num_splits = owner(start + pages[n] - 1) - owner(start) + 1
+                    pieces.append((n, np.arange(begin, end) - start, num_splits))
+        for n, own, num_splits in pieces:
             np.add.at(seen[n], own, 1)
-            arrivals[n] += parts > 1
-            if parts == 1 or arrivals[n] == parts:
-                arrivals[n] = 0
+            semaphores[n] += num_splits > 1
+            if num_splits == 1 or semaphores[n] == num_splits:
+                semaphores[n] = 0
                 written[n] += 1
     assert all((x == 1).all() for x in seen)
-    return list(zip(written.tolist(), arrivals.tolist(), strict=True))
+    return list(zip(written.tolist(), semaphores.tolist(), strict=True))
 
 
-def check_what_is_known(grid: int, pairs: int, blocks: int, shares: list[Share]) -> None:
-    """A block keeps pages that it read by its guess: its only one, or all if the parts are as guessed."""
+def check_what_is_known(grid: int, pairs: int, blocks: int, ranges: list[WorkRange]) -> None:
+    """A block keeps pages that it read by its estimate: its only one, or all if num_splits is right."""
     if blocks > 1 or pairs > grid:
         return
-    for b, (share, *guess) in enumerate(zip(shares, *guessed(grid, pairs), strict=True)):
-        number, first, parts = map(int, guess)
-        same = share.parts and (share.number, share.first) == (number, first)
-        if same and (share.end <= 1 or share.parts == parts):
-            for position in range(share.begin, share.end):
-                assert b - first + parts * position == b - share.first + share.parts * position
+    for b, (range_, *guess) in enumerate(zip(ranges, *estimated_split(grid, pairs), strict=True)):
+        number, first, num_splits = map(int, guess)
+        same = range_.num_splits and (range_.number, range_.first_cta) == (number, first)
+        if same and (range_.end <= 1 or range_.num_splits == num_splits):
+            for position in range(range_.begin, range_.end):
+                assert (
+                    b - first + num_splits * position == b - range_.first_cta + range_.num_splits * position
+                )
 
 
 @given(

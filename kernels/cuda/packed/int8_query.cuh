@@ -1,4 +1,4 @@
-// Queries as operands of integer products: see packed/split.cuh.
+// Queries as operands of integer products: see packed/int8_mma.cuh.
 //
 // A query row is relative to its largest element. Needs WIDTHS_K.
 #pragma once
@@ -40,7 +40,7 @@ __device__ __forceinline__ void start_scores(int sum, u32 (&start)[4]) {
 
 // Rows j of the lanes as a B fragment of two tiles.
 template <bool OF_3>
-__device__ __forceinline__ uint2 split_row(const float* rows, int row_count, int j, int two, int lane) {
+__device__ __forceinline__ uint2 fixed_point_row(const float* rows, int row_count, int j, int two, int lane) {
     const float* row = rows + min(LANE_ROWS * (lane / 8) + j, row_count - 1) * ROW_FLOATS;
     const float factor = MOST / fmaxf(row[HEAD_DIM], 1e-30f);
     const int u = lane % 4, lower = lane / 4 % 2;
@@ -89,8 +89,8 @@ __device__ __forceinline__ void store_fragments(float* rows, int row_count, int 
         const int n = i * WARPS + threadIdx.x / 32, j = n / (2 * TWOS_D), two = n % TWOS_D;
         const bool of_3 = n / TWOS_D % 2;
         if (n >= COUNT) break;
-        if (WIDTHS_K != 2 && !of_3) part[i] = split_row<false>(rows, row_count, j, two, lane);
-        if (THREE_BITS && of_3) part[i] = split_row<true>(rows, row_count, j, two, lane);
+        if (WIDTHS_K != 2 && !of_3) part[i] = fixed_point_row<false>(rows, row_count, j, two, lane);
+        if (THREE_BITS && of_3) part[i] = fixed_point_row<true>(rows, row_count, j, two, lane);
     }
     __syncthreads();  // every warp has read the rows
 #pragma unroll
@@ -107,8 +107,8 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
 #pragma unroll
     for (int j = 0; j < LANE_ROWS; ++j) {
         const float* own = rows + min(LANE_ROWS * (lane % 4) + j, row_count - 1) * ROW_FLOATS;
-        const float peak = own[HEAD_DIM];
-        query.unit[j] = peak < INFINITE ? fmaxf(peak, 1e-30f) * (2.f / MOST) : __int_as_float(0x7fffffff);
+        const float amax = own[HEAD_DIM];
+        query.unit[j] = amax < INFINITY_F ? fmaxf(amax, 1e-30f) * (2.f / MOST) : __int_as_float(0x7fffffff);
         query.bias[j] = own[HEAD_DIM + 1];
     }
     store_fragments(rows, row_count, lane);

@@ -1,4 +1,4 @@
-// The frames and units in which sums over values are kept. Needs WIDTHS_V, CODED, RAW and packed/state.cuh.
+// The basis and units in which sums over values are kept. Needs WIDTHS_V, CODED, RAW and packed/state.cuh.
 #pragma once
 
 // What codes of `bits` are multiplied by in `out`, as a power of 2: rows g (even) and g + 8 (odd) of a tile.
@@ -8,18 +8,18 @@ __device__ __forceinline__ int unit_of(int bits, int odd) {
     return bit - 25;
 }
 
-// Brings `out` into the unit and frame of `bits`. The frames are each other's block Hadamard transform, of
+// Brings `out` into the unit and basis of `bits`. The two bases are each other's block Hadamard transform, of
 // channels 16 i + 8 (r / 2) + g.
-__device__ __forceinline__ void change_frame(State& state, int bits, int lane) {
-    const float even = power_of_2_exactly(-unit_of(state.bits, 0)),
-                odd = power_of_2_exactly(-unit_of(state.bits, 1));
+__device__ __forceinline__ void change_basis(State& state, int bits, int lane) {
+    const float even = exp2_exact(-unit_of(state.bits, 0)), odd = exp2_exact(-unit_of(state.bits, 1));
 #pragma unroll
     for (int i = 0; i < TILES_D; ++i) {
 #pragma unroll
         for (int r = 0; r < 4; ++r)
-            state.out[i][r] = fmaf(state.out[i][r], r < 2 ? even : odd, state.centre[r]);
+            state.out[i][r] = fmaf(state.out[i][r], r < 2 ? even : odd, state.zero_point_sum[r]);
     }
-    state.centre[0] = state.centre[1] = state.centre[2] = state.centre[3] = 0.f;
+    state.zero_point_sum[0] = state.zero_point_sum[1] = state.zero_point_sum[2] = state.zero_point_sum[3] =
+        0.f;
     if ((WIDTHS_V & RAW) && (WIDTHS_V & CODED) && (state.bits == 16) != (bits == 16)) {
 #pragma unroll
         for (int i = 0; i < TILES_D; ++i) {
@@ -53,8 +53,7 @@ __device__ __forceinline__ void change_frame(State& state, int bits, int lane) {
             }
         }
     }
-    const float even_unit = power_of_2_exactly(unit_of(bits, 0)),
-                odd_unit = power_of_2_exactly(unit_of(bits, 1));
+    const float even_unit = exp2_exact(unit_of(bits, 0)), odd_unit = exp2_exact(unit_of(bits, 1));
 #pragma unroll
     for (int i = 0; i < TILES_D; ++i) {
 #pragma unroll

@@ -1,9 +1,9 @@
-// Scores of coded keys by integer products: see packed/split.cuh. Needs packed/split_query.cuh.
+// Scores of coded keys by integer products: see packed/int8_mma.cuh. Needs packed/int8_query.cuh.
 #pragma once
 
 // Scores of coded keys, less `base`.
 template <int BITS>
-__device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, const Query& query,
+__device__ __forceinline__ void coded_scores(const u8* codes, const u8* scales, const Query& query,
                                              const float (&base)[LANE_ROWS], float (&s)[8][LANE_ROWS],
                                              int lane) {
     constexpr float EVEN = Bytes<BITS>::EVEN, ODD = Bytes<BITS>::ODD;
@@ -27,7 +27,7 @@ __device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, c
                                 OTHER ? __byte_perm(q.x, q.y, 0x7351) : q.y);
             }
         });
-    const Steps step = load_steps(steps, lane / 4);
+    const Scales scale = load_scales(scales, lane / 4);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
 #pragma unroll
@@ -35,7 +35,7 @@ __device__ __forceinline__ void coded_scores(const u8* codes, const u8* steps, c
             const u32* const parts = sums[j][i / 2] + i % 2 * 2;
             s[i][j] =
                 fmaf(joined<SIGNED_ZERO>(parts[0], parts[1]),
-                     step.at(i) * (query.unit[j] * (1.f / (i % 2 ? ODD : EVEN))), query.bias[j] - base[j]);
+                     scale.at(i) * (query.unit[j] * (1.f / (i % 2 ? ODD : EVEN))), query.bias[j] - base[j]);
         }
     }
 }

@@ -1,24 +1,25 @@
-// Sums over coded values by integer products: see packed/split.cuh.
+// Sums over coded values by integer products: see packed/int8_mma.cuh.
 //
-// p times step is relative to the largest of its row on the page, never to a maximum over pages: many small
-// ones would vanish. Sums over pages are float32, of values but for their centre.
+// p times scale is relative to the largest of its row on the page, never to a maximum over pages: many small
+// ones would vanish. Sums over pages are float32, of values but for their zero point.
 #pragma once
 
-// Probabilities times the steps of values in 16 bits of fixed point, of the rows of a lane.
-struct Weights {
+// Probabilities times the scales of values in 16 bits of fixed point, of the rows of a lane.
+struct ScaledP {
     u32 x[LANE_ROWS][8];    // the lower 16 bits
     float unit[LANE_ROWS];  // what 1 stands for
     float sum[LANE_ROWS];
 };
 
-__device__ __forceinline__ Weights weigh(const float (&p)[8][LANE_ROWS], const Steps& steps, int bits) {
-    Weights r;
+__device__ __forceinline__ ScaledP scale_probabilities(const float (&p)[8][LANE_ROWS], const Scales& scales,
+                                                       int bits) {
+    ScaledP r;
 #pragma unroll
     for (int j = 0; j < LANE_ROWS; ++j) {
         float x[8], top = 7.8886091e-31f;  // 2^-100
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            x[i] = p[i][j] * steps.at(i);
+            x[i] = p[i][j] * scales.at(i);
             r.sum[j] = i ? r.sum[j] + x[i] : x[i];
             top = fmaxf(top, x[i]);
         }
@@ -36,7 +37,7 @@ __device__ __forceinline__ Weights weigh(const float (&p)[8][LANE_ROWS], const S
 }
 
 template <int BITS>
-__device__ __forceinline__ void add_coded_values(const u8* codes, const Weights& weights, State& state,
+__device__ __forceinline__ void add_coded_values(const u8* codes, const ScaledP& scaled_p, State& state,
                                                  int lane) {
     constexpr int APART = BITS == 2 ? 2 : 1;  // slots of neighbouring bytes
     u32 p[LANE_ROWS][4], sums[LANE_ROWS][4];
@@ -46,11 +47,11 @@ __device__ __forceinline__ void add_coded_values(const u8* codes, const Weights&
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int slot = BITS == 2 ? i / 2 * 4 + i % 2 : 2 * i;
-            p[j][i] = transposed(__byte_perm(weights.x[j][slot], weights.x[j][slot + APART], 0x4051));
+            p[j][i] = transposed(__byte_perm(scaled_p.x[j][slot], scaled_p.x[j][slot + APART], 0x4051));
         }
-        units[j][0] = 2.f / Bytes<BITS>::EVEN * weights.unit[j];
-        units[j][1] = 2.f / Bytes<BITS>::ODD * weights.unit[j];
-        state.centre[j] = fmaf(weights.sum[j], 1.f - (1 << BITS), state.centre[j]);
+        units[j][0] = 2.f / Bytes<BITS>::EVEN * scaled_p.unit[j];
+        units[j][1] = 2.f / Bytes<BITS>::ODD * scaled_p.unit[j];
+        state.zero_point_sum[j] = fmaf(scaled_p.sum[j], 1.f - (1 << BITS), state.zero_point_sum[j]);
     }
     for_each_two<BITS>(
         codes, lane, [](int i) { return i; },
@@ -73,13 +74,13 @@ __device__ __forceinline__ void add_coded_values(const u8* codes, const Weights&
 __device__ __forceinline__ void finish(State& state) {
 #pragma unroll
     for (int j = 0; j < LANE_ROWS; ++j) {
-        float& centre = state.centre[j];
+        float& zero_point = state.zero_point_sum[j];
 #pragma unroll
-        for (int bit = 4; bit < 32; bit *= 2) centre += __shfl_xor_sync(ALL_LANES, centre, bit);
+        for (int bit = 4; bit < 32; bit *= 2) zero_point += __shfl_xor_sync(ALL_LANES, zero_point, bit);
 #pragma unroll
         for (int i = 0; i < TILES_D; ++i) {
-            state.out[i][j] += centre;
-            state.out[i][LANE_ROWS + j] += centre;
+            state.out[i][j] += zero_point;
+            state.out[i][LANE_ROWS + j] += zero_point;
         }
     }
 }

@@ -1,4 +1,5 @@
-// How the pages of a warp reach shared memory: bulk copies into the slots of its ring, each with a barrier.
+// How the pages of a warp max_excess shared memory: bulk copies into the slots of its ring, each with a
+// barrier.
 //
 // Needs HEAD_DIM, WIDTHS_K, WIDTHS_V, packed/call.cuh and common/pairs.cuh.
 #pragma once
@@ -17,7 +18,7 @@ __device__ __forceinline__ bool is_one_item(const Rung& rung) {
     return ALL_ARE_ONE || (MAY_BE_ONE && rung.bits_k + rung.bits_v <= 8);
 }
 
-// Pages are read once, so they leave the second-level cache first, and tables and weights stay: what
+// Pages are read once, so they leave the second-level cache first, and tables and scaled_p stay: what
 // createpolicy.fractional.L2::evict_first gives for all of a copy.
 constexpr u64 EVICT_FIRST = 0x12f0000000000000ull;
 
@@ -30,7 +31,7 @@ __device__ __forceinline__ void copy_bulk(u8* to, const u8* from, u32 bytes, u32
 }
 
 // Where an item begins in its slot. Source and target of a copy have to lie alike in lines of 128 bytes, or
-// it runs at 92 to 98 % of its speed; and pages begin at multiples of 64. The note of a slot has this bit
+// it runs at 92 to 98 % of its speed; and pages begin at multiples of 64. The word of a slot has this bit
 // beside its rung.
 constexpr u32 SHIFT = 64, RUNG = MAX_RUNGS - 1;
 
@@ -43,39 +44,39 @@ __device__ __forceinline__ bool copy_part(const Rung& rung, const u8* page, int 
                                           int lane) {
     const int bits_k = bits_of<WIDTHS_K>(rung.bits_k), bits_v = bits_of<WIDTHS_V>(rung.bits_v);
     const u32 k_bytes = 8 * HEAD_DIM * bits_k, v_bytes = 8 * HEAD_DIM * bits_v;
-    const u32 k_steps = !(WIDTHS_K & RAW) || bits_k < 16 ? 64 : 0;
-    const u32 v_steps = !(WIDTHS_V & RAW) || bits_v < 16 ? 64 : 0;
-    u32 bytes = k_bytes + v_bytes + k_steps + v_steps, from = 0, steps = 0, steps_from = 0;
+    const u32 k_scales = !(WIDTHS_K & RAW) || bits_k < 16 ? 64 : 0;
+    const u32 v_scales = !(WIDTHS_V & RAW) || bits_v < 16 ? 64 : 0;
+    u32 bytes = k_bytes + v_bytes + k_scales + v_scales, from = 0, scales = 0, scales_from = 0;
     bool last = true;
     if (!is_one_item(rung)) {
-        const int k_parts = k_steps ? 1 : 2, v_parts = v_steps ? 1 : 2;
+        const int k_parts = k_scales ? 1 : 2, v_parts = v_scales ? 1 : 2;
         if (part < k_parts) {
             bytes = k_bytes / k_parts;
             from = part * bytes;
-            steps = k_steps;
-            steps_from = k_bytes + v_bytes;
+            scales = k_scales;
+            scales_from = k_bytes + v_bytes;
         } else {
             bytes = v_bytes / v_parts;
             from = k_bytes + (part - k_parts) * bytes;
-            steps = v_steps;
-            steps_from = k_bytes + v_bytes + k_steps;
+            scales = v_scales;
+            scales_from = k_bytes + v_bytes + k_scales;
         }
         last = part + 1 == k_parts + v_parts;
     }
     if (lane == 0) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
-                     "r"(bytes + steps)
+                     "r"(bytes + scales)
                      : "memory");
         copy_bulk(to, page + from, bytes, barrier);
-        if (!ALL_ARE_ONE && steps) copy_bulk(to + bytes, page + steps_from, steps, barrier);
+        if (!ALL_ARE_ONE && scales) copy_bulk(to + bytes, page + scales_from, scales, barrier);
     }
     return last;
 }
 
-// What is known of the page in a slot: its entry, and its note. `at` is an address in shared memory, which
+// What is known of the page in a slot: its entry, and its word. `at` is an address in shared memory, which
 // the compiler would compute anew for each page.
-__device__ __forceinline__ void write_page(u32 at, u32 entry, u32 note) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(entry), "r"(note) : "memory");
+__device__ __forceinline__ void write_page(u32 at, u32 entry, u32 word) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(entry), "r"(word) : "memory");
 }
 
 __device__ __forceinline__ uint2 read_page(u32 at) {
@@ -87,7 +88,7 @@ __device__ __forceinline__ uint2 read_page(u32 at) {
 // What a slot holds.
 struct Item {
     const u8* data;
-    uint2 note;
+    uint2 word;
 };
 
 // What a page that is not read adds to its barrier in place of bytes; lane 0.

@@ -1,4 +1,4 @@
-"""The arithmetic of packed/split.cuh in NumPy: codes as bytes, queries and weights in two parts of 8 bits.
+"""The arithmetic of packed/int8_mma.cuh in NumPy: codes as bytes, queries and weights in two parts of 8 bits.
 
 As `test_packed_arithmetic.py` does for float16: that masked words are the codes, in the columns that the
 factors are laid out for, that sums stay inside what the bits of a float can hold, and that results are closer
@@ -68,7 +68,7 @@ def expand(bits: int, w: Array) -> list[Array]:
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_masked_words_are_the_codes(bits: int, side: str) -> None:
-    """And k of a fragment stands for the columns that packed/split.cuh says."""
+    """And k of a fragment stands for the columns that packed/int8_mma.cuh says."""
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (64, HEAD_DIM))
     stream = np.zeros(64 * HEAD_DIM * bits, np.uint8)
     stream[bit_address(bits, HEAD_DIM, side)] = codes[..., None] >> np.arange(bits) & 1

@@ -1,6 +1,6 @@
-// How partial results meet: warps in shared memory, thread blocks through global memory.
+// Combine of partial results: of warps in shared memory, of thread blocks through global memory.
 //
-// A row of a result is ROW_FLOATS floats: the sum of p v, the reference of p, the sum of p. Needs WARPS and
+// A row of a result is ROW_FLOATS floats: the sum of p v, row_max, the sum of p. Needs WARPS and
 // packed/state.cuh.
 #pragma once
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ void hadamard_row(float2 (&x)[PAIRS_OF_LANE], int lan
 }
 
 // The states of all warps become `rows` [row_count][ROW_FLOATS]; all threads.
-__device__ __forceinline__ void join_warps(const State& state, int row_count, float* merge, float* rows) {
+__device__ __forceinline__ void combine_warps(const State& state, int row_count, float* merge, float* rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll 1
     for (int first = 0; first < row_count; first += MERGE_ROWS) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void join_warps(const State& state, int row_count, fl
                 to[16 * i + 8 + g] = state.out[i][LANE_ROWS + j];
             }
             if (g == 0) {
-                to[HEAD_DIM] = state.reference[j];
+                to[HEAD_DIM] = state.row_max[j];
                 to[HEAD_DIM + 1] = state.sum[j];
             }
         }
@@ -58,7 +58,7 @@ __device__ __forceinline__ void join_warps(const State& state, int row_count, fl
         for (int i = threadIdx.x; i < held * (ROW_FLOATS / 2); i += WARPS * 32) {
             const int row = i / (ROW_FLOATS / 2), c = i - row * (ROW_FLOATS / 2), stride = held * ROW_FLOATS;
             const float *ends = merge + row * ROW_FLOATS + HEAD_DIM, *from = ends - HEAD_DIM + 2 * c;
-            float top = LOWEST;
+            float top = MIN_ROW_MAX;
             float2 value = {0.f, 0.f};
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) top = fmaxf(top, ends[w * stride]);
@@ -76,24 +76,25 @@ __device__ __forceinline__ void join_warps(const State& state, int row_count, fl
     }
 }
 
-// The parts that thread blocks left in `partial`, [parts][8][ROW_FLOATS], become `rows`; a thread two
-// channels. All loads of AT_ONCE parts are on their way together, for their latency is what this costs.
-__device__ __forceinline__ void join_parts(const float* partial, int parts, int row_count, float* rows) {
+// The splits that thread blocks left in `partial`, [num_splits][8][ROW_FLOATS], become `rows`; a thread has
+// two channels. All loads of AT_ONCE splits are in flight together, for their latency is what this costs.
+__device__ __forceinline__ void combine_splits(const float* partial, int num_splits, int row_count,
+                                               float* rows) {
     constexpr int PART = 8 * ROW_FLOATS / 2, ROW_PAIRS = HEAD_DIM / 2, AT_ONCE = 18;
 #pragma unroll 1
     for (int i = threadIdx.x; i < row_count * ROW_PAIRS; i += WARPS * 32) {
         const int row = i / ROW_PAIRS, c = i % ROW_PAIRS;
         const float2 *from = (const float2*)(partial + row * ROW_FLOATS) + c, *ends = from - c + ROW_PAIRS;
         float2 value = {0.f, 0.f};
-        float top = LOWEST, sum = 0.f;
+        float top = MIN_ROW_MAX, sum = 0.f;
 #pragma unroll 1
-        for (int first = 0; first < parts; first += AT_ONCE) {
-            float2 x[AT_ONCE], end[AT_ONCE];  // of a part: two channels; maximum and sum
+        for (int first = 0; first < num_splits; first += AT_ONCE) {
+            float2 x[AT_ONCE], end[AT_ONCE];  // of a split: two channels; row_max and sum
             const float before = top;
 #pragma unroll
             for (int k = 0; k < AT_ONCE; ++k) {
-                const bool there = first + k < parts;
-                end[k] = there ? __ldcg(ends + (first + k) * PART) : float2{LOWEST, 0.f};
+                const bool there = first + k < num_splits;
+                end[k] = there ? __ldcg(ends + (first + k) * PART) : float2{MIN_ROW_MAX, 0.f};
                 x[k] = there ? __ldcg(from + (first + k) * PART) : float2{0.f, 0.f};
             }
 #pragma unroll

@@ -1,11 +1,11 @@
-// Codes of packed pages as operands of integer products, for widths below 16 and SPLIT times up to 4 query
+// Codes of packed pages as operands of integer products, for widths below 16 and INT8_MMA times up to 4 query
 // rows.
 //
 // A code that is masked out of its word is a byte, so a register has four where float16 has two, and one
 // mma.m16n8k32 replaces two of m16n8k16. What codes are multiplied by has 16 bits of fixed point, in two
-// columns of the tile: of product j of SPLIT, 2h the upper byte, 2h + 1 the lower byte of row SPLIT h + j. So
-// a lane has both of rows SPLIT u + j in its results. Accumulators start at the bits of a float whose ulp is
-// 1, so they are floats when they are read. Sums stay within its mantissa up to head_dim 128.
+// columns of the tile: of product j of INT8_MMA, 2h the upper byte, 2h + 1 the lower byte of row INT8_MMA h +
+// j. So a lane has both of rows INT8_MMA u + j in its results. Accumulators start at the bits of a float
+// whose ulp is 1, so they are floats when they are read. Sums stay within its mantissa up to head_dim 128.
 //
 // k of an operand stands for columns of two tiles i and i + 1. At 2 bits, whose word holds both, bytes are
 // columns 2u of i and of i + 1, 2u + 1 of i and of i + 1, and in the second register those 8 higher; at other
@@ -62,7 +62,7 @@ __device__ __forceinline__ void expand_bytes(const u32* w, u32 (&a)[Bytes<BITS>:
     }
 }
 
-// f(number, fragment) for each two tiles of a region; those that share words in the order order(0), ...
+// f(number, fragment) for each two tiles of a region; those that range words in the order order(0), ...
 template <int BITS, class Order, class F>
 __device__ __forceinline__ void for_each_two(const u8* codes, int lane, Order order, F f) {
     constexpr int WORDS = Bytes<BITS>::WORDS, TWOS = Bytes<BITS>::TWOS;

@@ -1,15 +1,17 @@
-// How the list of the pages of all sequences is divided among CTAs, and where its entries are.
+// Split-KV schedule: how the list of the pages of all sequences is divided among CTAs, and where its entries
+// are.
 #pragma once
 
 #include "packed/call.cuh"
 
-// The part of the list that a CTA takes. If it has pages of one sequence only, `parts` CTAs from `first` on
-// share that sequence, and the positions are its own: position p is entry b - first + p parts of the table.
-struct Share {
-    int begin, end;     // positions
-    int number, start;  // the sequence of `begin` and the position of its first page
-    int pages;          // of that sequence
-    int first, parts;   // 0, 0 if positions are those of the whole list
+// The part of the list that a CTA takes. If it has pages of one sequence only, `num_splits` CTAs from
+// `first_cta` on share that sequence, and positions count its own pages: position p is column
+// b - first_cta + p num_splits of its page table.
+struct WorkRange {
+    int begin, end;             // positions
+    int number, start;          // the sequence of `begin` and the position of its first page
+    int pages;                  // of that sequence
+    int first_cta, num_splits;  // 0, 0 if positions are those of the whole list
 };
 
 // Which page of a sequence is the p-th of its list: down the columns of a matrix with `columns` columns.
@@ -26,29 +28,29 @@ __device__ __forceinline__ int quotient(int x, int d) {
     return (int)__fdividef((float)x + .5f, (float)d);
 }
 
-// The CTAs of one sequence if all are about equally long: what `divide` finds then, but without reading a
+// The CTAs of one sequence if all are about equally long: what `split_kv` finds then, but without reading a
 // length. Sequence n of N has the CTAs from n grid / N to (n + 1) grid / N - 1, both rounded down, so CTA b
 // belongs to
-// ((b + 1) N - 1) / grid. Every CTA has to find the same bounds, or one of them waits for a part that nobody
-// writes: so these are whole numbers.
-__device__ __forceinline__ Share guess(const Call& call, int blocks) {
+// ((b + 1) N - 1) / grid. Every CTA has to find the same bounds, or one of them waits for a split that nobody
+// writes, so the bounds are computed in integers.
+__device__ __forceinline__ WorkRange estimate_split(const Call& call, int blocks) {
     const int b = blockIdx.x, grid = gridDim.x, pairs = call.pairs;
     if (blocks > 1 || pairs > grid) return {};
-    Share r = {};
+    WorkRange r = {};
     r.number = quotient((b + 1) * pairs - 1, grid);
-    r.first = quotient(r.number * grid, pairs);
-    r.parts = quotient((r.number + 1) * grid, pairs) - r.first;
+    r.first_cta = quotient(r.number * grid, pairs);
+    r.num_splits = quotient((r.number + 1) * grid, pairs) - r.first_cta;
     return r;
 }
 
 // Divides the list; one warp. If it costs little balance, every CTA gets pages of one sequence only: as
-// guessed, or else the sequence whose pages begin at position c of T gets the CTAs from round(c ctas / T) on.
-// Else CTA b gets T b / ctas and the following.
-__device__ __forceinline__ Share divide(const Call& call, const Share& guessed, int blocks, int lane,
-                                        int& total, int& ctas) {
+// estimate, or else the sequence whose pages begin at position c of T gets the CTAs from round(c ctas / T)
+// on. Else CTA b gets T b / ctas and the following.
+__device__ __forceinline__ WorkRange split_kv(const Call& call, const WorkRange& estimate, int blocks,
+                                              int lane, int& total, int& ctas) {
     total = 0;
     int longest = 0;
-    const int grid = gridDim.x, pages = guessed.parts ? call.num_pages[guessed.number] : 0;
+    const int grid = gridDim.x, pages = estimate.num_splits ? call.num_pages[estimate.number] : 0;
 #pragma unroll 4
     for (int i = lane; i < call.pairs; i += 32) {
         const int own = call.num_pages[i];
@@ -57,20 +59,21 @@ __device__ __forceinline__ Share divide(const Call& call, const Share& guessed, 
     }
     total = __reduce_add_sync(ALL_LANES, total);
     longest = __reduce_max_sync(ALL_LANES, longest);
-    if (guessed.parts && longest &&
+    if (estimate.num_splits && longest &&
         (float)longest * grid <= 1.07f * ((float)total * (grid / call.pairs))) {  // the usual case
         ctas = grid;
-        Share share = guessed;
-        share.pages = pages;
-        share.parts = min(share.parts, pages);
-        share.end = max(pages - (int)(blockIdx.x - share.first) + share.parts - 1, 0) / max(share.parts, 1);
-        return share;
+        WorkRange range = estimate;
+        range.pages = pages;
+        range.num_splits = min(range.num_splits, pages);
+        range.end = max(pages - (int)(blockIdx.x - range.first_cta) + range.num_splits - 1, 0) /
+                    max(range.num_splits, 1);
+        return range;
     }
     total *= blocks;
     ctas = min((int)gridDim.x, total);
     const int b = blockIdx.x;
     if (b >= ctas) return {};
-    Share whole = {}, part = {};
+    WorkRange whole = {}, split = {};
     whole.begin = (u32)total * b / ctas;
     whole.end = (u32)total * (b + 1) / ctas;
     const float per_page = (float)ctas / (float)total;
@@ -101,26 +104,26 @@ __device__ __forceinline__ Share divide(const Call& call, const Share& guessed, 
         const u32 mine = __ballot_sync(ALL_LANES, first <= b && b < beyond);
         if (mine) {
             const int from = __ffs(mine) - 1, pages = __shfl_sync(ALL_LANES, own, from);
-            part.first = __shfl_sync(ALL_LANES, first, from);
-            part.parts = min(__shfl_sync(ALL_LANES, beyond, from) - part.first, pages);
-            part.number = base + from;
-            part.pages = pages;
-            part.end = (pages - (b - part.first) + part.parts - 1) / part.parts;
+            split.first_cta = __shfl_sync(ALL_LANES, first, from);
+            split.num_splits = min(__shfl_sync(ALL_LANES, beyond, from) - split.first_cta, pages);
+            split.number = base + from;
+            split.pages = pages;
+            split.end = (pages - (b - split.first_cta) + split.num_splits - 1) / split.num_splits;
         }
         before = __shfl_sync(ALL_LANES, sum, 31);
     }
-    return balanced ? part : whole;
+    return balanced ? split : whole;
 }
 
-// A page of the list: its index in the pool, rung | count << 8, its place in the table of its pair, the
-// sequence.
+// A page of the list: its index in the pool, its page word (rung | count << 8), its column in the page table
+// of its (row, KV head), the sequence.
 struct Entry {
-    u32 index, note, place, number;
+    u32 index, word, column, number;
 };
 
 __device__ __forceinline__ Entry entry_at(const u32* index, const u8* rung, const u8* count, u64 row,
-                                          u32 place, u32 number) {
-    return {index[row + place], rung[row + place] | (u32)count[row + place] << 8, place, number};
+                                          u32 column, u32 number) {
+    return {index[row + column], rung[row + column] | (u32)count[row + column] << 8, column, number};
 }
 
 // The entry of a position of the whole list, at or after the cursor (number, start, pages). Each lane its

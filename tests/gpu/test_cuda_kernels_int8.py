@@ -1,4 +1,4 @@
-"""Packed attention by 8-bit integer products: widths below 16, up to 4 query rows and 8 (packed/split.cuh).
+"""Packed attention by 8-bit integer products: widths below 16, up to 4 and 8 rows (packed/int8_mma.cuh).
 
 `test_cuda_kernels.py` asks the same where width 16 occurs as well, which is multiplied in float16.
 """
