@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
+from kvlab.cache.cuda.plan import PlanShape, decode_bounds
 from kvlab.reference.cache_layer import (
     PAGE,
     SEGMENT,
@@ -31,6 +34,24 @@ LADDERS = {
     "16": (Ladder((32968,), (0.0,)), False),
     "0 2 16": (Ladder((0, 4424, 32968), (2.0, 0.223, 0.0)), True),
 }
+
+
+@st.composite
+def planner_stories(draw: st.DrawFn) -> dict[str, object]:
+    return {
+        "name": draw(st.sampled_from(sorted(LADDERS))),
+        "batch": draw(st.integers(1, 2)),
+        "heads": draw(st.integers(1, 3)),
+        "lengths": draw(st.lists(st.integers(0, 500), min_size=1, max_size=3)),
+        "share": draw(st.floats(0, 1)),
+        "steps": draw(st.integers(0, 6)),
+        "cropped": draw(st.floats(0, 1)),
+        "kind": draw(st.sampled_from(["normal", "equal", "padded"])),
+        "first": draw(st.sampled_from([0, 65536 - 70])),
+        "tight_slabs": draw(st.booleans()),
+        "by_position": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**32 - 1)),
+    }
 
 
 def empty_layer(name: str, batch: int, heads: int, entries: int, budget: int, slabs: int) -> Layer:
@@ -218,6 +239,13 @@ class Simulation:
         for (_, _, r), n in partial.items():
             assert n <= 1 + (r == len(layer.rungs) - 1)
 
+    def crop(self, n: int) -> Change:
+        """Forget the newest n time steps."""
+        self.layer.seqlen -= n
+        for at in [at for at in self.held if at[1] >= self.layer.seqlen]:
+            del self.held[at]
+        return self.change()
+
     def append(self, codes: np.ndarray) -> None:
         """What the append kernel does with `codes` (pairs, steps) of new tokens."""
         layer, top = self.layer, len(self.layer.rungs) - 1
@@ -244,3 +272,34 @@ class Simulation:
             for e in range(int(layer.num_pages[pair])):
                 codes = layer.codes(int(layer.rung[pair, e]), int(layer.index[pair, e]))
                 codes[:] = np.clip(codes + rng.integers(-9, 10, PAGE), 0, 255)
+
+
+def play(story: dict[str, Any], kind: type[Simulation]) -> None:
+    """Carry out a story: prefills, then decode steps with a plan every 16 tokens, then a crop."""
+    name, batch, heads = story["name"], story["batch"], story["heads"]
+    rng = np.random.default_rng(story["seed"])
+    total = sum(story["lengths"]) + 16 * story["steps"]
+    low = smallest(name, heads, total)
+    budget = int(low + story["share"] * (2 * heads * total * LADDERS[name][0].cost[-1] / PAGE))
+    slabs = 40 + batch * heads * (3 * total // PAGE + 10) * (1 if story["tight_slabs"] else 4) // 2
+    layer = empty_layer(name, batch, heads, 3 * total // PAGE + 40, budget, slabs)
+    layer.seqlen = story["first"]
+    simulation = kind(layer, name)
+    for n in story["lengths"]:
+        new = draw_tokens(rng, batch, heads, n, layer.seqlen, story["kind"])
+        for _ in range(40):
+            if not simulation.change(new, story["by_position"]).status:
+                break
+        else:
+            raise AssertionError("no end")
+    shape = PlanShape(batch, heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, 2, 0)
+    births, dropped = decode_bounds(shape, LADDERS[name][0])
+    for step in range(story["steps"]):
+        simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))
+        simulation.observe(rng)
+        change = simulation.change(by_position=story["by_position"])
+        assert change.status == 0
+        if step:  # the first one still closes what prefills have left open
+            assert change.births <= births
+            assert change.dropped <= dropped
+    assert not simulation.crop(int(story["cropped"] * (layer.seqlen - story["first"]))).status

@@ -129,11 +129,14 @@ def _key(code: Ints, position: Ints, rules: Rules) -> Ints:
         code = recency_code(rules.seqlen - position)
     key = np.minimum(code, RECENT - 1)
     key = np.where(position >= rules.seqlen - rules.recent, RECENT, key)
-    return np.where(position < rules.sink, SINK, key)
+    key = np.where(position < rules.sink, SINK, key)
+    return np.where(position < rules.seqlen, key, -1)  # beyond the end is no token: so a cache is cropped
 
 
 def _count(layer: Layer, new: Tokens | None, rules: Rules) -> list[Group]:
-    segments = ((rules.seqlen + rules.room - 1) >> SEGMENT) + 1
+    held = np.arange(layer.base.shape[1]) < layer.num_pages[:, None]
+    last = max((rules.seqlen + rules.room - 1) >> SEGMENT, int(layer.base[held].max(initial=0)))
+    segments = last + 1
     classes = len(layer.rungs) + 1
     groups = []
     for pair in range(layer.batch * layer.heads):

@@ -8,60 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.cache.allocator import allocate
-from kvlab.cache.cuda.plan import PlanShape, decode_bounds, smallest_nbytes
+from kvlab.cache.cuda.plan import smallest_nbytes
 from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
 from kvlab.reference.cache_layer import NO_ROOM, PAGE, Ladder, Tokens
 from kvlab.reference.cache_plan import token_weight
-from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, smallest
+from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, planner_stories, play, smallest
 
 
-@st.composite
-def stories(draw: st.DrawFn) -> dict[str, object]:
-    return {
-        "name": draw(st.sampled_from(sorted(LADDERS))),
-        "batch": draw(st.integers(1, 2)),
-        "heads": draw(st.integers(1, 3)),
-        "lengths": draw(st.lists(st.integers(0, 500), min_size=1, max_size=3)),
-        "share": draw(st.floats(0, 1)),
-        "steps": draw(st.integers(0, 6)),
-        "kind": draw(st.sampled_from(["normal", "equal", "padded"])),
-        "first": draw(st.sampled_from([0, 65536 - 70])),
-        "tight_slabs": draw(st.booleans()),
-        "by_position": draw(st.booleans()),
-        "seed": draw(st.integers(0, 2**32 - 1)),
-    }
-
-
-@given(story=stories())
+@given(story=planner_stories())
 @settings(deadline=None, max_examples=25)
 def test_every_change_keeps_the_promises(story: dict) -> None:
-    name, batch, heads = story["name"], story["batch"], story["heads"]
-    rng = np.random.default_rng(story["seed"])
-    total = sum(story["lengths"]) + 16 * story["steps"]
-    low = smallest(name, heads, total)
-    budget = int(low + story["share"] * (2 * heads * total * LADDERS[name][0].cost[-1] / PAGE))
-    slabs = 40 + batch * heads * (3 * total // PAGE + 10) * (1 if story["tight_slabs"] else 4) // 2
-    layer = empty_layer(name, batch, heads, 3 * total // PAGE + 40, budget, slabs)
-    layer.seqlen = story["first"]
-    simulation = Simulation(layer, name)
-    for n in story["lengths"]:
-        new = draw_tokens(rng, batch, heads, n, layer.seqlen, story["kind"])
-        for _ in range(40):
-            if not simulation.change(new, story["by_position"]).status:
-                break
-        else:
-            raise AssertionError("no end")
-    shape = PlanShape(batch, heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, 2, 0)
-    births, dropped = decode_bounds(shape, LADDERS[name][0])
-    for step in range(story["steps"]):
-        simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))
-        simulation.observe(rng)
-        change = simulation.change(by_position=story["by_position"])
-        assert change.status == 0
-        if step:  # the first one still closes what prefills have left open
-            assert change.births <= births
-            assert change.dropped <= dropped
+    play(story, Simulation)
 
 
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(["2348", "248", "04"]), share=st.floats(0.1, 0.9))
@@ -113,6 +71,18 @@ def test_sinks_and_recent_tokens_stay_at_the_top() -> None:
     found = simulation.levels()
     assert {found[0, position][0] for position in [*range(4), *range(632, 640)]} == {3}
     assert min(r for r, _ in found.values()) < 2
+
+
+def test_a_plan_behind_a_crop_drops_what_is_beyond_the_end() -> None:
+    rng = np.random.default_rng(0)
+    layer = empty_layer("248", 2, 2, 60, 200_000, 200)
+    simulation = Simulation(layer, "248")
+    simulation.change(draw_tokens(rng, 2, 2, 600, 0, "padded"))
+    before = simulation.levels()
+    simulation.crop(250)
+    after = simulation.levels()
+    assert set(after) == {at for at in before if at[1] < 350}
+    simulation.append(rng.integers(0, 256, (4, 16)).astype(np.uint8))
 
 
 def test_weights_are_those_of_the_importance_codes() -> None:

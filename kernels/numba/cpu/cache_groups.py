@@ -1,0 +1,179 @@
+"""What a plan of a layer's pages works with on the CPU: tables, rules, groups.
+
+`kvlab.reference.cache_plan` says what a plan is. A group is a (row, KV head, run of 65,536 positions); bh =
+row * heads + head, g = bh * segments + segment. A class is a rung, or, as the last one, the new tokens. The
+tuples are the structs of `cache_state.cuh` and `cache_plan.cuh`, as arrays of one layer.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from .simd import helper
+
+PAGE, UNIT, SEGMENT, KEYS = 64, 64, 16, 256
+RECENT, SINK = 254, 255
+"""Keys of tokens that outweigh all importance codes, which end at 253."""
+NEW_TOKEN, DROPPED = 255, -1
+NO_ROOM, NO_ENTRY, UNFINISHED = 1, 4, 8
+"""Bits of a layer's status."""
+RECORD, PER_SLAB, TAIL = range(3)
+"""Columns of `Tables.rungs`: units of a page, pages of a slab, byte offset of positions in a page."""
+
+allocating = njit(error_model="numpy")
+"""Decorator of functions that only kernels call and that allocate arrays; others are `helper`s."""
+
+
+class Tables(NamedTuple):
+    """A layer, as LayerState of cache_state.cuh; all arrays are contiguous, and all but `rungs` change."""
+
+    rungs: np.ndarray  # int64 (rungs, 3)
+    arena: np.ndarray  # uint8
+    rung: np.ndarray  # uint8 (bh, entries)
+    counts: np.ndarray  # uint8 (bh, entries)
+    addresses: np.ndarray  # uint32 (bh, entries)
+    base: np.ndarray  # uint16 (bh, entries)
+    num_pages: np.ndarray  # int32 (bh,)
+    open: np.ndarray  # int32 (bh, 2)
+    used: np.ndarray  # int32 (rungs,)
+    slab_count: np.ndarray  # int32 (rungs,)
+    slabs: np.ndarray  # int32 (rungs, slabs)
+    free_slabs: np.ndarray  # int32 (slabs,)
+    num_free: np.ndarray  # int32 (1,)
+    owner: np.ndarray  # uint32 (rungs, pages)
+    place: np.ndarray  # int32 (slabs,)
+    budget: np.ndarray  # int64 (batch,)
+    status: np.ndarray  # int32 (1,)
+
+
+class Levels(NamedTuple):
+    """Bytes of a page at each level, and the lower hull of (bytes, loss) up to each level."""
+
+    cost: np.ndarray  # int64 (levels,)
+    rate: np.ndarray  # float32 (levels, levels): loss saved by a byte, by edge of the hull
+    level: np.ndarray  # int64 (levels, levels): where an edge leads
+    edges: np.ndarray  # int64 (levels,)
+
+
+class NewTokens(NamedTuple):
+    """Tokens that are not stored yet: importance codes, which are no padding, position of the first."""
+
+    codes: np.ndarray  # uint8 (bh, tokens)
+    valid: np.ndarray  # bool (batch, tokens)
+    first: int
+
+
+class Rules(NamedTuple):
+    """What `kvlab.reference.cache_plan.plan` is told; `segments` of each bh, `levels` = rungs + evicts."""
+
+    heads: int
+    evicts: int
+    slab_units: int
+    segments: int
+    seqlen: int
+    sink: int
+    recent: int
+    room: int
+    by_position: bool
+    fixed_nbytes: int
+    most_births: int
+
+
+class Groups(NamedTuple):
+    """What is counted and decided of every group; classes and levels as in the reference."""
+
+    starts: np.ndarray  # int32 (groups, classes, KEYS): tokens of smaller keys
+    tokens: np.ndarray  # int64 (groups, classes)
+    slots: np.ndarray  # int64 (groups, rungs): slots in use, tokens beyond the end included
+    kinds: np.ndarray  # int64 (groups, rungs, 3): pages that are full, partly filled, empty
+    chunk: np.ndarray  # int64 (groups, classes): number of the first chunk, in the layer
+    chosen: np.ndarray  # int64 (groups, classes, levels): chunks
+    extra: np.ndarray  # bool (groups,): whether an empty page is to be held ready
+    births: np.ndarray  # int64 (groups, rungs): new pages
+    first: np.ndarray  # int64 (groups, rungs): number of the first new page
+    role: np.ndarray  # int64 (groups, 2): entry of the page with what is left over, of the empty page; or -1
+
+
+@allocating
+def new_groups(groups, rungs, levels):
+    """Groups of which nothing is known yet."""
+    classes = rungs + 1
+    return Groups(
+        np.zeros((groups, classes, KEYS), np.int32),
+        np.zeros((groups, classes), np.int64),
+        np.zeros((groups, rungs), np.int64),
+        np.zeros((groups, rungs, 3), np.int64),
+        np.zeros((groups, classes), np.int64),
+        np.zeros((groups, classes, levels), np.int64),
+        np.zeros(groups, np.bool_),
+        np.zeros((groups, rungs), np.int64),
+        np.zeros((groups, rungs), np.int64),
+        np.full((groups, 2), -1, np.int64),
+    )
+
+
+@helper
+def page_address(tables, slab_units, r, number):
+    """Units from the start of the arena to page `number` of rung r."""
+    per_slab = tables.rungs[r, PER_SLAB]
+    slab = np.int64(tables.slabs[r, number // per_slab])
+    return slab * slab_units + number % per_slab * tables.rungs[r, RECORD]
+
+
+@helper
+def page_number(tables, slab_units, r, address):
+    """The inverse of `page_address`."""
+    slab, within = address // slab_units, address % slab_units
+    return np.int64(tables.place[slab]) * tables.rungs[r, PER_SLAB] + within // tables.rungs[r, RECORD]
+
+
+@helper
+def key_of(rules, code, position):
+    """What tokens are ordered by; -1 for those beyond the end."""
+    if position >= rules.seqlen:
+        return -1
+    if position < rules.sink:
+        return SINK
+    if position >= rules.seqlen - rules.recent:
+        return RECENT
+    if rules.by_position:
+        age = np.float64(rules.seqlen - position)
+        return max(np.int64(np.floor(192.5 - 8 * np.log2(age))), 1)
+    return min(np.int64(code), RECENT - 1)
+
+
+@helper
+def chunks_leaving(groups, rules, g, c):
+    """Chunks of a class that change their rung."""
+    stay = 0 if c == groups.kinds.shape[1] else groups.chosen[g, c, c + rules.evicts]
+    return groups.tokens[g, c] // PAGE - stay
+
+
+@helper
+def pages_needed(groups, rules, g, r):
+    """Pages that the tokens of a stored class fill once its leaving chunks are gone."""
+    return (groups.tokens[g, r] - PAGE * chunks_leaving(groups, rules, g, r) + PAGE - 1) // PAGE
+
+
+@helper
+def pages_held(groups, g, r):
+    """Pages of a rung that a group has."""
+    return groups.kinds[g, r, 0] + groups.kinds[g, r, 1] + groups.kinds[g, r, 2]
+
+
+@helper
+def slots_left(groups, g):
+    """Free slots of the page that takes the next tokens of a group: the one with what is left over."""
+    rungs = groups.kinds.shape[1]
+    left = groups.tokens[g, rungs] % PAGE
+    if left == 0:
+        left = groups.tokens[g, rungs - 1] % PAGE
+    return PAGE - left if left else 0
+
+
+@helper
+def opens_empty(groups, rules, g):
+    """Whether the page that a group holds ready is a new one."""
+    top = groups.kinds.shape[1] - 1
+    return groups.extra[g] and pages_held(groups, g, top) <= pages_needed(groups, rules, g, top)

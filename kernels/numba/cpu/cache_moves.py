@@ -1,0 +1,348 @@
+"""Which tokens and pages move, and the tables afterwards: `kvlab.reference.cache_moves`, bit for bit.
+
+Second half of `cache_plan`: it is known how many chunks of each class go to which rung and which new
+pages take them. A token that leaves its class finds its place by its rank: by key, then by place, as in a
+counting sort. Those that stay close up: the n-th that has to move goes to the n-th hole.
+"""
+
+import numpy as np
+
+from .cache_groups import (
+    DROPPED,
+    NEW_TOKEN,
+    NO_ENTRY,
+    PAGE,
+    PER_SLAB,
+    SEGMENT,
+    TAIL,
+    UNIT,
+    allocating,
+    chunks_leaving,
+    key_of,
+    opens_empty,
+    page_address,
+    page_number,
+    pages_needed,
+    slots_left,
+)
+from .simd import helper
+
+
+@allocating
+def list_moves(tables, rules, new, groups):
+    """Return the moves of both phases and what becomes of every entry, int16 (bh, entries).
+
+    That is its count afterwards, or DROPPED.
+    """
+    first, total = _first_moves(rules, groups)
+    moves, closing = np.empty((total, 4), np.uint32), np.empty((256, 4), np.uint32)
+    stays = np.zeros(tables.counts.shape, np.uint64)
+    after = tables.counts.astype(np.int16)
+    holes = np.empty((PAGE * max(tables.counts.shape[1], 1), 2), np.uint32)
+    rungs, closed = len(tables.rungs), np.int64(0)
+    for g in range(len(groups.tokens)):
+        _leave(tables, rules, groups, g, first, moves, stays)
+        if groups.tokens[g, rungs]:
+            _enter(tables, rules, new, groups, g, first, moves)
+        for r in range(rungs):
+            closing, closed = _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed)
+    return moves, closing[:closed], after
+
+
+@allocating
+def _first_moves(rules, groups):
+    """Where in the list the moves of a (group, rung) begin: by rung, then by group; and their number."""
+    (num_groups, rungs), total = groups.first.shape, np.int64(0)
+    first = np.zeros((num_groups, rungs), np.int64)
+    for r in range(rungs):
+        for g in range(num_groups):
+            first[g, r] = total
+            for c in range(rungs + 1):
+                if c != r:
+                    total += PAGE * groups.chosen[g, c, r + rules.evicts]
+            if r == rungs - 1:
+                total += groups.tokens[g, rungs] % PAGE
+    return first, total
+
+
+@helper
+def _find_targets(rules, groups, g, c, first, ends, pages, places):
+    """Of class c: where the ranks of each level end, its first new page, the place of its first move."""
+    rungs, end = groups.kinds.shape[1], np.int64(0)
+    for level in range(groups.chosen.shape[2]):
+        r, before = level - rules.evicts, np.int64(0)
+        if r >= 0:
+            for other in range(c):
+                before += 0 if other == r else groups.chosen[g, other, level]
+            pages[level] = groups.first[g, r] + before
+            places[level] = first[g, r] + PAGE * before
+        end += 0 if r == c else PAGE * groups.chosen[g, c, level]
+        ends[level] = end
+    if c == rungs:
+        ends[-1] += groups.tokens[g, rungs] % PAGE
+
+
+@helper
+def _move(tables, rules, moves, targets, rank, source, slot, rung, token):
+    """Write the move of a token that leaves its class; none if it is evicted."""
+    ends, pages, places = targets
+    level = 0
+    while ends[level] <= rank:
+        level += 1
+    r = level - rules.evicts
+    if r < 0:
+        return
+    rank -= ends[level - 1] if level else 0
+    move = moves[places[level] + rank]
+    move[0], move[3] = source, token
+    move[1] = page_address(tables, rules.slab_units, r, pages[level] + rank // PAGE)
+    move[2] = slot | rank % PAGE << 8 | rung << 16 | r << 24
+
+
+@allocating
+def _leave(tables, rules, groups, g, first, moves, stays):
+    """List the tokens of a group that leave their rungs; which stay of every page, a bit a slot."""
+    rungs, num_levels = len(tables.rungs), groups.chosen.shape[2]
+    bh, segment = g // rules.segments, g % rules.segments
+    leaving, whole = np.zeros(rungs, np.int64), np.zeros(rungs, np.bool_)
+    targets = np.zeros((rungs, 3, num_levels), np.int64)
+    for r in range(rungs):
+        leaving[r] = PAGE * chunks_leaving(groups, rules, g, r)
+        whole[r] = leaving[r] == 0 and groups.slots[g, r] == groups.tokens[g, r]
+        if leaving[r]:
+            _find_targets(rules, groups, g, r, first, targets[r, 0], targets[r, 1], targets[r, 2])
+    shorts = tables.arena.view(np.uint16)
+    for e in range(tables.num_pages[bh]):
+        r, n = np.int64(tables.rung[bh, e]), np.int64(tables.counts[bh, e])
+        if tables.base[bh, e] != segment:
+            continue
+        if whole[r]:
+            stays[bh, e] = ~np.uint64(0) >> np.uint64(PAGE - n) if n else np.uint64(0)
+            continue
+        address, ranks = np.int64(tables.addresses[bh, e]), groups.starts[g, r]
+        tail, mask = address * UNIT + tables.rungs[r, TAIL], np.uint64(0)
+        for slot in range(n):
+            position = (segment << SEGMENT) + np.int64(shorts[tail // 2 + slot])
+            key = key_of(rules, tables.arena[tail + 2 * PAGE + slot], position)
+            if key < 0:
+                continue
+            rank = np.int64(ranks[key])
+            ranks[key] += 1
+            if rank >= leaving[r]:
+                mask |= np.uint64(1) << np.uint64(slot)
+            else:
+                to = targets[r, 0], targets[r, 1], targets[r, 2]
+                _move(tables, rules, moves, to, rank, address, slot, r, bh)
+        stays[bh, e] = mask
+
+
+@allocating
+def _enter(tables, rules, new, groups, g, first, moves):
+    """List the new tokens of a group."""
+    rungs, num_levels, tokens = len(tables.rungs), groups.chosen.shape[2], new.codes.shape[1]
+    bh, segment = g // rules.segments, g % rules.segments
+    row = bh // rules.heads
+    targets = np.zeros((3, num_levels), np.int64)
+    _find_targets(rules, groups, g, rungs, first, targets[0], targets[1], targets[2])
+    to, ranks = (targets[0], targets[1], targets[2]), groups.starts[g, rungs]
+    begin = max((segment << SEGMENT) - new.first, 0)
+    for i in range(begin, min(((segment + 1) << SEGMENT) - new.first, tokens)):
+        if new.valid[row, i]:
+            key = key_of(rules, new.codes[bh, i], new.first + i)
+            rank = np.int64(ranks[key])
+            ranks[key] += 1
+            _move(tables, rules, moves, to, rank, bh, np.int64(0), np.int64(NEW_TOKEN), row * tokens + i)
+
+
+@allocating
+def _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed):
+    """Let what stays in a class fill the pages that stay, full ones first; return the longer list."""
+    bh, segment, top = g // rules.segments, g % rules.segments, len(tables.rungs) - 1
+    full, partial, empty = groups.kinds[g, r, 0], groups.kinds[g, r, 1], groups.kinds[g, r, 2]
+    if full + partial + empty == 0:
+        return closing, closed
+    needed = pages_needed(groups, rules, g, r)
+    staying = groups.tokens[g, r] - PAGE * chunks_leaving(groups, rules, g, r)
+    kept = needed + (r == top and groups.extra[g])
+    for phase in range(2):
+        next_full, next_partial, next_empty = np.int64(0), full, full + partial
+        num_holes, hole = 0, 0
+        for e in range(tables.num_pages[bh]):
+            if tables.rung[bh, e] != r or tables.base[bh, e] != segment:
+                continue
+            n, address = tables.counts[bh, e], tables.addresses[bh, e]
+            if n == PAGE:
+                o, next_full = next_full, next_full + 1
+            elif n:
+                o, next_partial = next_partial, next_partial + 1
+            else:
+                o, next_empty = next_empty, next_empty + 1
+            target = PAGE if o < needed - 1 else staying - PAGE * (needed - 1) if o == needed - 1 else 0
+            mask = stays[bh, e]
+            if phase == 0:
+                for slot in range(target):
+                    if not mask >> np.uint64(slot) & np.uint64(1):
+                        holes[num_holes, 0], holes[num_holes, 1] = address, slot
+                        num_holes += 1
+                _keep(groups, g, r == top, e, o, needed, kept, target, after[bh])
+                continue
+            for slot in range(target, PAGE):
+                if mask >> np.uint64(slot) & np.uint64(1):
+                    if closed == len(closing):
+                        grown = np.empty((2 * closed, 4), np.uint32)
+                        grown[:closed] = closing
+                        closing = grown
+                    move = closing[closed]
+                    move[0], move[1], move[3] = address, holes[hole, 0], bh
+                    move[2] = slot | np.int64(holes[hole, 1]) << 8 | r << 16 | r << 24
+                    hole, closed = hole + 1, closed + 1
+    return closing, closed
+
+
+@helper
+def _keep(groups, g, is_top, e, o, needed, kept, target, after):
+    """Say what becomes of the o-th page of a class, entry e."""
+    after[e] = DROPPED if o >= kept else target
+    if is_top and o == needed - 1:
+        groups.role[g, 0] = e
+    elif is_top and needed <= o < kept:
+        groups.role[g, 1] = e
+
+
+# ---- tables
+
+
+@allocating
+def set_tables(tables, rules, groups, after):
+    """Bring the tables to their final state; return copies of pages, births, dropped pages, status."""
+    rungs, dropped, births = len(tables.rungs), np.int64(0), groups.births.sum()
+    for bh in range(len(after)):
+        for e in range(tables.num_pages[bh]):
+            dropped += after[bh, e] == DROPPED
+    dead, num_dead = np.empty((rungs, dropped), np.int64), np.zeros(rungs, np.int64)
+    copies = np.empty((dropped, 3), np.uint32)
+    for bh in range(len(after)):
+        if not _set_table(tables, rules, groups, bh, after[bh], dead, num_dead):
+            return copies[:0], births, dropped, NO_ENTRY
+    copied = np.int64(0)
+    for r in range(rungs):
+        copied = _close_pool(tables, rules, r, dead[r, : num_dead[r]], copies, copied)
+    return copies[:copied], births, dropped, 0
+
+
+@allocating
+def _set_table(tables, rules, groups, bh, after, dead, num_dead):
+    """Let entries of dropped pages be taken by others; false if there are too few."""
+    n, entries, slab_units = np.int64(tables.num_pages[bh]), tables.counts.shape[1], rules.slab_units
+    groups_of = range(bh * rules.segments, (bh + 1) * rules.segments)
+    gone, born = np.int64(0), np.int64(0)
+    for e in range(n):
+        gone += after[e] == DROPPED
+    for g in groups_of:
+        born += groups.births[g].sum()
+    end = n - gone + born
+    if end > entries:
+        return False
+    places, free = np.empty(gone + born, np.int64), 0
+    for e in range(n):
+        if after[e] != DROPPED:
+            tables.counts[bh, e] = after[e]
+            continue
+        tables.counts[bh, e], r = 0, np.int64(tables.rung[bh, e])
+        dead[r, num_dead[r]] = page_number(tables, slab_units, r, np.int64(tables.addresses[bh, e]))
+        num_dead[r] += 1
+        if e < end:
+            places[free] = e
+            free += 1
+    for e in range(n, end):
+        places[free] = e
+        free += 1
+    taken = np.int64(0)
+    for e in range(end, n):
+        if after[e] == DROPPED:
+            continue
+        to, r = places[taken], np.int64(tables.rung[bh, e])
+        taken += 1
+        tables.rung[bh, to], tables.counts[bh, to] = tables.rung[bh, e], tables.counts[bh, e]
+        tables.addresses[bh, to], tables.base[bh, to] = tables.addresses[bh, e], tables.base[bh, e]
+        number = page_number(tables, slab_units, r, np.int64(tables.addresses[bh, to]))
+        tables.owner[r, number] = bh * entries + to
+        for g in groups_of:
+            for role in range(2):
+                if groups.role[g, role] == e:
+                    groups.role[g, role] = to
+    for g in groups_of:
+        for r in range(len(tables.rungs)):
+            taken = _add_pages(tables, rules, groups, g, r, places, taken)
+    tables.num_pages[bh] = end
+    _set_open(tables, rules, groups, bh)
+    return True
+
+
+@helper
+def _add_pages(tables, rules, groups, g, r, places, taken):
+    """Enter the new pages of a (group, rung)."""
+    bh, rungs = g // rules.segments, len(tables.rungs)
+    births, is_top = groups.births[g, r], r == rungs - 1
+    left = groups.tokens[g, rungs] % PAGE if is_top else 0
+    pages = births - np.int64(is_top and opens_empty(groups, rules, g))
+    for j in range(births):
+        e, number = places[taken + j], groups.first[g, r] + j
+        tables.rung[bh, e], tables.base[bh, e] = r, g % rules.segments
+        tables.addresses[bh, e] = page_address(tables, rules.slab_units, r, number)
+        tables.owner[r, number] = bh * tables.counts.shape[1] + e
+        if j >= pages:
+            tables.counts[bh, e] = 0
+            groups.role[g, 1] = e
+        elif left and j == pages - 1:
+            tables.counts[bh, e] = left
+            groups.role[g, 0] = e
+        else:
+            tables.counts[bh, e] = PAGE
+    return taken + births
+
+
+@helper
+def _set_open(tables, rules, groups, bh):
+    """Name the pages that take the next tokens, in order."""
+    segment = rules.seqlen >> SEGMENT
+    first, second, beyond = -1, -1, -1
+    if segment < rules.segments:
+        g = bh * rules.segments + segment
+        first = groups.role[g, 0] if slots_left(groups, g) else -1
+        second = groups.role[g, 1]
+        beyond = groups.role[g + 1, 1] if segment + 1 < rules.segments else -1
+    if beyond >= 0:
+        first, second = second if second >= 0 else first, beyond
+    if first < 0:
+        first, second = second, -1
+    tables.open[bh, 0], tables.open[bh, 1] = first, second
+
+
+@allocating
+def _close_pool(tables, rules, r, dead, copies, copied):
+    """Copy the last pages of a rung to the places of dropped ones; give back slabs that became empty."""
+    used, entries = np.int64(tables.used[r]), tables.counts.shape[1]
+    after = used - len(dead)
+    is_dead, gap = np.zeros(len(dead), np.bool_), 0
+    for number in dead:
+        if number >= after:
+            is_dead[number - after] = True
+    for number in range(after, used):
+        if is_dead[number - after]:
+            continue
+        while dead[gap] >= after:
+            gap += 1
+        source, to = page_address(tables, rules.slab_units, r, number), dead[gap]
+        address, owner = page_address(tables, rules.slab_units, r, to), tables.owner[r, number]
+        copies[copied, 0], copies[copied, 1], copies[copied, 2] = source, address, r
+        tables.addresses[owner // entries, owner % entries], tables.owner[r, to] = address, owner
+        gap, copied = gap + 1, copied + 1
+    tables.used[r] = after
+    per_slab = tables.rungs[r, PER_SLAB]
+    slabs = (after + per_slab - 1) // per_slab
+    for i in range(slabs, tables.slab_count[r]):
+        tables.free_slabs[tables.num_free[0]] = tables.slabs[r, i]
+        tables.num_free[0] += 1
+    tables.slab_count[r] = slabs
+    return copied

@@ -1,0 +1,113 @@
+"""The planner of the CPU does what its oracle does, bit for bit: tables, moves, copies, status."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+from hypothesis import given, settings
+from kvlab.numba_kernels.cpu.cache_groups import Levels, NewTokens, Rules, Tables
+from kvlab.numba_kernels.cpu.cache_plan import plan_layer
+
+from kvlab.reference.cache_layer import SEGMENT, UNFINISHED, Change, Ladder, Layer, Tokens
+from kvlab.reference.cache_plan import plan
+from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, planner_stories, play
+
+
+def compiled_plan(
+    layer: Layer, ladder: Ladder, new: Tokens | None, *, sink: int, recent: int, room: int, fixed_nbytes: int,
+    by_position: bool = False, most_births: int = 1 << 30, segments: int = 0,
+) -> Change:  # fmt: skip
+    """What `plan` does, by the kernels of the CPU."""
+
+    rungs = np.array([(r.record, r.per_slab, r.tail) for r in layer.rungs], np.int64)
+    num_free, status = np.array([layer.num_free], np.int32), np.zeros(1, np.int32)
+    tables = Tables(
+        rungs, layer.arena, layer.rung, layer.count, layer.index, layer.base, layer.num_pages, layer.open,
+        layer.used, layer.slab_count, layer.slabs, layer.free_slabs, num_free, layer.owner, layer.place,
+        layer.budget, status,
+    )  # fmt: skip
+    num_levels = len(ladder.cost)
+    rate, level = np.zeros((num_levels, num_levels), np.float32), np.zeros((num_levels, num_levels), np.int64)
+    edges = [ladder.steps(top) for top in range(num_levels)]
+    for top, found in enumerate(edges):
+        for i, (to, saved) in enumerate(found):
+            rate[top, i], level[top, i] = saved, to
+    levels = Levels(np.array(ladder.cost, np.int64), rate, level, np.array([len(found) for found in edges]))
+    if new is None:
+        none = np.zeros((len(layer.num_pages), 0), np.uint8)
+        new = Tokens(none, np.zeros((layer.batch, 0), bool), layer.seqlen)
+    seqlen = new.first + new.code.shape[1]
+    held = np.arange(layer.base.shape[1]) < layer.num_pages[:, None]
+    last = max((seqlen + room - 1) >> SEGMENT, int(layer.base[held].max(initial=0)), segments - 1)
+    rules = Rules(
+        layer.heads, int(layer.evicts), layer.slab_units, last + 1, seqlen, sink, recent, room, by_position,
+        fixed_nbytes, most_births,
+    )  # fmt: skip
+    moves, closing, copies, births, dropped, found = plan_layer(
+        tables, levels, rules, NewTokens(new.code, new.valid, new.first)
+    )
+    layer.num_free = int(num_free[0])
+    assert status[0] == found
+    phases = [
+        [
+            (int(a), int(b), int(c & 255), int(c >> 8 & 255), int(c >> 16 & 255), int(c >> 24), int(d))
+            for a, b, c, d in part
+        ]
+        for part in (moves, closing)
+    ]
+    return Change((phases[0], phases[1]), [tuple(map(int, x)) for x in copies], [], births, dropped, found)
+
+
+def differences(first: Layer, second: Layer) -> list[str]:
+    """Names of what two layers do not have in common."""
+    pairs = [
+        (field.name, getattr(first, field.name), getattr(second, field.name))
+        for field in dataclasses.fields(Layer)
+    ]
+    return [name for name, x, y in pairs if not np.array_equal(x, y)]
+
+
+class Compared(Simulation):
+    """A simulation in which the kernels decide every change as well."""
+
+    def change(
+        self, new: Tokens | None = None, by_position: bool = False, most_births: int = 1 << 30
+    ) -> Change:
+        ladder, _ = LADDERS[self.name]
+        rules = {
+            "sink": self.sink, "recent": self.recent, "room": self.room, "fixed_nbytes": self.fixed,
+            "by_position": by_position, "most_births": most_births,
+        }  # fmt: skip
+        oracle, kernels = copy.deepcopy(self.layer), copy.deepcopy(self.layer)
+        expected = plan(oracle, ladder, new, **rules)
+        found = compiled_plan(kernels, ladder, new, **rules)
+        assert not differences(oracle, kernels)
+        assert dataclasses.replace(found, chunks=expected.chunks) == expected
+        return super().change(new, by_position, most_births)
+
+
+@given(story=planner_stories())
+@settings(deadline=None, max_examples=25)
+def test_every_change_is_that_of_the_oracle(story: dict) -> None:
+    play(story, Compared)
+
+
+def test_new_pages_are_cut_down_as_by_the_oracle() -> None:
+    rng = np.random.default_rng(0)
+    simulation = Compared(empty_layer("2348", 2, 2, 80, 150_000, 400), "2348")
+    simulation.change(draw_tokens(rng, 2, 2, 700, 0, "normal"))
+    simulation.layer.budget[:] = 90_000
+    new = draw_tokens(rng, 2, 2, 200, 700, "padded")
+    assert simulation.change(new, most_births=2).status & UNFINISHED
+    while simulation.change(new, most_births=40).status & UNFINISHED:
+        pass
+
+
+def test_a_difference_is_found() -> None:
+    layer = empty_layer("248", 1, 1, 20, 50_000, 40)
+    other = copy.deepcopy(layer)
+    other.owner[0, 0] += 1
+    other.num_free -= 1
+    assert differences(layer, other) == ["num_free", "owner"]
