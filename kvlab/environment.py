@@ -166,7 +166,7 @@ def _headers_version() -> str | None:
         return None
     folder = find_nvidia_header_directory("cudart")
     header = Path(folder or "") / "cuda.h"
-    match = re.search(r"#define CUDA_VERSION (\d+)", header.read_text()) if header.is_file() else None
+    match = re.search(rb"#define CUDA_VERSION (\d+)", header.read_bytes()) if header.is_file() else None
     return f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}" if match else None
 
 
@@ -175,5 +175,5 @@ def _torch_cuda_version() -> str | None:
     if spec is None or spec.origin is None:
         return None
     version_file = Path(spec.origin).with_name("version.py")
-    match = re.search(r"^cuda\b[^=]*= '([\d.]+)'", version_file.read_text(), re.MULTILINE)
+    match = re.search(r"^cuda\b[^=]*= '([\d.]+)'", version_file.read_text(encoding="utf-8"), re.MULTILINE)
     return match[1] if match else None

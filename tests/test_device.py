@@ -178,3 +178,11 @@ def test_cuda_parts_that_do_not_fit_are_named(
     problems = environment.cuda_problems(packages, cuda, has_gpu=True)
     assert len(problems) == (expected is not None)
     assert expected is None or re.search(expected, problems[0])
+
+
+def test_headers_are_read_in_any_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's headers hold bytes that are neither ASCII nor UTF-8."""
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    (tmp_path / "cuda.h").write_bytes(b"// \xa9 \xe2\x80\x9cquoted\xe2\x80\x9d\n#define CUDA_VERSION 13010\n")
+    monkeypatch.setattr(pathfinder, "find_nvidia_header_directory", lambda name: str(tmp_path))
+    assert environment._headers_version() == "13.1"

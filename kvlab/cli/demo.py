@@ -73,6 +73,8 @@ def command(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
     fractions = _fractions(budgets)
+    if tokens is not None and tokens < 1:
+        raise typer.BadParameter(f"--tokens {tokens}: at least 1 token is to be scored")
     from rich.console import Console
 
     from kvlab.lab import targets
@@ -83,7 +85,8 @@ def command(
         targets.machine("cuda")  # or say why not
         processes = 1
     tiny = os.environ.get("KVLAB_TINY") == "1"
-    wanted = tokens or ((400 if tiny else 40_000) if full else (200 if tiny else 4_000))
+    usual = (400 if tiny else 40_000) if full else (200 if tiny else 4_000)
+    wanted = usual if tokens is None else tokens
     plan = _plan(fractions, _groups(groups, full, tiny), tiny, wanted, device)
     output.mkdir(parents=True, exist_ok=True)
     journal = Journal(output, plan.settings)
@@ -158,10 +161,8 @@ def _compare(plan: Plan, journal: Journal, processes: int) -> Outcome:
         with bar(f"{plan.windows} windows{shared}") as tick:
             return compare(plan, journal, processes, tick)
     except KeyboardInterrupt:
-        typer.echo(
-            f"Interrupted. What was read is saved in {journal.path}: the same command goes on from there",
-            err=True,
-        )
+        saved = f"What was read is saved in {journal.path}: the same command goes on from there"
+        typer.echo(f"Interrupted. {saved if journal.path.exists() else 'Nothing was read yet'}", err=True)
         raise typer.Exit(130) from None
 
 

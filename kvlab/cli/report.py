@@ -128,9 +128,13 @@ def write(
     """
     from kvlab.lab.sweep.report import write_report
     from kvlab.lab.sweep.tables import read_summary
+    from kvlab.lab.sweep.views import banner
 
     found = [json.loads(path.read_bytes()) for path in files]
-    paths = write_report(read_summary(*folders), output or folders[0], change, found)
+    rows = read_summary(*folders)
+    paths = write_report(rows, output or folders[0], change, found)
     emit_json({"files": list(map(str, paths))}, as_json=as_json, output=None)
     if not as_json:
         typer.echo("\n".join(map(str, paths)))
+    if warning := banner(rows):
+        typer.echo(f"{warning} See the table Failed, or kvlab sweep status FOLDER", err=True)

@@ -25,6 +25,8 @@ group = typer.Typer(
     help="Grids of cases: plan, run here or submit to Slurm, look, collect. A sweep is a folder: see plan.",
 )
 Folder = Annotated[Path, typer.Argument(help="Folder of the sweep.")]
+_WELL = {"ok", "infeasible", "done before"}
+"""What may become of a case that has not failed."""
 Cases = Annotated[str | None, typer.Option(help="Only these cases, for example 3,17,40-42.")]
 
 
@@ -94,12 +96,13 @@ def run(
     """Run the cases that have no result yet.
 
     Stop it at any time: results are complete or not there, and the next run goes on. In a Slurm job SIGUSR1
-    drops the case at hand and puts the job back into the queue. Exit code 1 if a case failed.
+    drops the case at hand and puts the job back into the queue. The last line counts what is done, failed and
+    left, with the reasons. Exit code 1 if a case failed.
 
     Example: kvlab sweep run results/first --processes 2
     """
     from kvlab.cli.progress import bar
-    from kvlab.lab.sweep.manifest import Manifest
+    from kvlab.lab.sweep.manifest import Manifest, closing
     from kvlab.lab.sweep.run import run_cases
     from kvlab.lab.sweep.slurm import requeue_this_job
     from kvlab.lab.targets import machine
@@ -115,7 +118,9 @@ def run(
         outcomes[outcome] += 1
         done = sum(outcomes.values())
         if sys.stderr.isatty():
-            tick(done, len(numbers))
+            failed = sum(count for name, count in outcomes.items() if name not in _WELL)
+            note = f"{done}/{len(numbers)}, failed {failed}, last: {manifest.cases[number].name}"
+            tick(done, len(numbers), note)
         else:
             typer.echo(f"{done}/{len(numbers)} {manifest.cases[number].name}: {outcome}", err=True)
         if asked:
@@ -131,8 +136,8 @@ def run(
     result: dict[str, Any] = {"folder": str(folder), "outcomes": dict(outcomes)}
     emit_json(result, as_json=as_json, output=output)
     if not as_json:
-        typer.echo(f"next: kvlab sweep collect {folder}")
-    if set(outcomes) - {"ok", "infeasible", "done before"}:
+        typer.echo(closing(folder, manifest))
+    if set(outcomes) - _WELL:
         raise typer.Exit(1)
 
 

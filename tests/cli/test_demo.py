@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlab import cli
+from kvlab.lab.quality import workers
 
 FILES = {"results.json", "table.csv", "table.md", "quality.png", "quality.svg"}
 
@@ -49,6 +50,29 @@ def test_budgets_that_make_no_sense_are_refused(budgets: str) -> None:
     result = run("--budgets", budgets)
     assert result.exit_code == 2
     assert "--budgets" in result.output
+
+
+def test_no_tokens_are_refused(tmp_path: Path) -> None:
+    result = run("--tokens", "0", "--output", str(tmp_path / "none"))
+    assert result.exit_code == 2
+    assert "--tokens 0: at least 1" in result.output
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_an_interrupted_run_names_only_a_file_that_is_there(
+    read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(plan: Any, journal: Any, *_others: Any) -> Any:
+        if read:
+            journal.add([])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(workers, "compare", interrupted)
+    result = run("--output", str(tmp_path))
+    assert result.exit_code == 130
+    assert ("saved in" in result.stderr) == (len(list(tmp_path.glob("unfinished-*"))) == 1) == read
+    assert ("Nothing was read yet" in result.stderr) != read
 
 
 def test_unknown_groups_are_refused() -> None:

@@ -12,11 +12,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from kvlab import cli, device
+from kvlab.lab.ablation import run as ablation
+from kvlab.lab.ablation.grid import AblationCase
 from kvlab.lab.sweep.manifest import Manifest, status
 
 RUNNER = CliRunner()
@@ -223,3 +226,37 @@ def test_the_grid_of_the_readme_in_its_smallest_form(tmp_path: Path) -> None:
     assert {row["status"] for row in rows} == {"ok", "infeasible"}
     assert {row["scored_tokens"] for row in rows if row["status"] == "ok"} == {"1024"}
     assert (tmp_path / "report.html").exists()
+
+
+def test_a_sweep_that_fails_says_so_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call("plan", tmp_path, *SMALL, *GEOMETRY)
+    ablation._latest.clear()
+    right = ablation.fill
+
+    def broken(case: AblationCase, progress: Any) -> Any:
+        if case.bits == "2,4":
+            raise ValueError("the text | of\n9 characters is <too> short")
+        return right(case, progress)
+
+    monkeypatch.setattr(ablation, "fill", broken)
+    result = RUNNER.invoke(cli.app(), ["sweep", "run", str(tmp_path)])
+    assert result.exit_code == 1
+    line = f"4 cases: 2 done, 2 failed (2x ValueError: the text | of); see kvlab sweep status {tmp_path}"
+    assert result.stdout.splitlines()[-1] == line
+    assert RUNNER.invoke(cli.app(), ["sweep", "collect", str(tmp_path)]).exit_code == 1
+    rows = list(csv.DictReader((tmp_path / "ablation_summary.csv").open()))
+    assert [row["reason"][:8] for row in rows] == ["the text", "the text", "the smal", ""]
+    written = RUNNER.invoke(cli.app(), ["report", "write", str(tmp_path)])
+    assert "2 of 4 cases failed" in written.stderr
+    page, plain = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
+    places = [page.index(text) for text in ("2 of 4 cases failed", "<h2>Failed</h2>", "<h2>Budget against")]
+    assert places == sorted(places)
+    assert "&lt;too&gt; short" in page
+    assert plain.startswith("> **2 of 4 cases failed")
+    assert "_packed | ValueError | the text \\| of 9 characters is <too> short |" in plain
+
+
+def test_a_sweep_that_ends_well_says_what_is_next(tmp_path: Path) -> None:
+    call("plan", tmp_path, *SMALL, *GEOMETRY)
+    shown = call("run", tmp_path, "--cases", "2,3").splitlines()[-1]
+    assert shown == f"4 cases: 2 done, 0 failed, 2 left; next: kvlab sweep collect {tmp_path}"

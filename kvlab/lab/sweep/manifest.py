@@ -16,6 +16,7 @@ import errno
 import hashlib
 import json
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = [
     "WorkerDied",
     "array_list",
     "classify",
+    "closing",
     "failure_of",
     "parse_numbers",
     "record",
@@ -153,6 +155,27 @@ def status(folder: Path, manifest: Manifest) -> Status:
         else:
             left.append(number)
     return Status(tuple(done), tuple(failed), tuple(left))
+
+
+def closing(folder: Path, manifest: Manifest) -> str:
+    """Say in a line how a sweep stands: what is done, what failed and why, and what to do next."""
+    found = status(folder, manifest)
+    failures = [failure_of(folder, manifest.cases[number]) for number in (*found.failed, *found.left)]
+    failed = [failure for failure in failures if failure is not None]
+    left = len(found.left) + len(found.failed) - len(failed)
+    line = f"{len(manifest.cases)} cases: {len(found.done)} done, {len(failed)} failed"
+    if failed:
+        reasons = Counter(f"{failure.kind}: {_shortened(failure.message)}" for failure in failed)
+        line += f" ({'; '.join(f'{count}x {reason}' for reason, count in reasons.most_common(3))})"
+    if left:
+        line += f", {left} left"
+    return f"{line}; {'see' if failed else 'next:'} kvlab sweep {'status' if failed else 'collect'} {folder}"
+
+
+def _shortened(message: str) -> str:
+    """The first line of a message, up to 100 characters."""
+    first = message.partition("\n")[0]
+    return first if len(first) <= 100 else f"{first[:97]}..."
 
 
 def recorded(folder: Path, case: AblationCase) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from kvlab.lab.quality.report import save_figure
 from kvlab.lab.results import Row, write_atomically
 from kvlab.lab.sweep.expectations import expectations
 from kvlab.lab.sweep.figures import figures
-from kvlab.lab.sweep.views import View, views
+from kvlab.lab.sweep.views import View, banner, views
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +38,8 @@ th,td{padding:.25rem .6rem;text-align:right;white-space:nowrap;border-bottom:1px
 th.text,td.text{text-align:left}th button{all:unset;cursor:pointer;font-weight:600}
 th button:focus-visible{outline:2px solid #1b6ca8}th[aria-sort=ascending] button::after{content:" \\25B2"}
 th[aria-sort=descending] button::after{content:" \\25BC"}
+.failed{background:#b3261e;color:#fff;font-weight:600;padding:.6rem 1rem;border-radius:.25rem}
+td.text{max-width:40rem;white-space:normal}
 figure{margin:1rem 0}figure svg{width:100%;height:auto}
 """
 _SCRIPT = """
@@ -93,13 +95,13 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     drawn, shown = figures(rows), all_views(rows, change, files)
     paths = [folder / "report.md", folder / "report.html"]
-    write_atomically(paths[0], to_markdown(shown, list(drawn)))
+    write_atomically(paths[0], to_markdown(shown, list(drawn), banner(rows)))
     write_atomically(paths[1], to_html(rows, shown, drawn))
     return paths + [path for name, figure in drawn.items() for path in save_figure(figure, folder / name)]
 
 
-def to_markdown(shown: Sequence[View], drawn: Sequence[str] = ()) -> str:
-    """Views as Markdown tables, and links to the figures.
+def to_markdown(shown: Sequence[View], drawn: Sequence[str] = (), warning: str = "") -> str:
+    """A warning if there is one, views as Markdown tables, and links to the figures.
 
     Examples
     --------
@@ -113,14 +115,19 @@ def to_markdown(shown: Sequence[View], drawn: Sequence[str] = ()) -> str:
     a note
     <BLANKLINE>
     """
-    parts = []
+    parts = [f"> **{warning}**\n"] if warning else []
     for view in shown:
         lines = [list(view.rows[0]), ["---" if text else "--:" for text in _is_text(view)]]
-        lines += [[cell(name, value) for name, value in row.items()] for row in view.rows]
+        lines += [[_in_a_line(cell(name, value)) for name, value in row.items()] for row in view.rows]
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
         parts.append(f"## {view.title}\n\n{table}\n{view.note}\n")
     parts += [f"![{_CAPTIONS[name]}]({name}.svg)\n" for name in drawn]
     return "\n".join(parts)
+
+
+def _in_a_line(text: str) -> str:
+    """Text as a cell of a Markdown table can hold it."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def to_html(rows: Sequence[Row], shown: Sequence[View], drawn: dict[str, Figure]) -> str:
@@ -129,14 +136,17 @@ def to_html(rows: Sequence[Row], shown: Sequence[View], drawn: dict[str, Figure]
         f"<figure>{_svg(figure)}<figcaption>{_CAPTIONS[name]}</figcaption></figure>\n"
         for name, figure in drawn.items()
     )
+    warning = f'<p class="failed" role="alert">{escape(banner(rows))}</p>\n' if banner(rows) else ""
     everything = View("All cases", list(rows), "the summary as it stands in ablation_summary.csv")
-    tables = "".join(map(_table, [*shown, everything]))
+    first = [view for view in shown if view.title == "Failed"]
+    failures = "".join(map(_table, first))
+    tables = "".join(map(_table, [*shown[len(first) :], everything]))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,"><title>kvlab: ablation</title>'
         f"<style>{_STYLE}</style></head>\n<body><h1>Ablation of packed caches</h1>\n"
-        f"<p>{_source(rows)}</p>\n{pictures}{tables}<script>{_SCRIPT}</script></body></html>\n"
+        f"{warning}<p>{_source(rows)}</p>\n{failures}{pictures}{tables}<script>{_SCRIPT}</script></body></html>\n"
     )
 
 

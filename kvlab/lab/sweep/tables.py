@@ -1,8 +1,8 @@
 """Results of a sweep as one table: `ablation_summary.csv`, Parquet, and SQL over either.
 
 A row is a case, in the order of the manifest, whatever order they ran in. The first columns are those that
-users of the earlier scripts know. A case that failed for good is a row with its class as status and no
-figures, so that nobody takes a missing figure for a missing case; one that never ran is no row.
+users of the earlier scripts know. A case that failed is a row with its class as status, its message as reason
+and no figures, so that nobody takes a missing figure for a missing case; one that never ran is no row.
 
 DuckDB writes the Parquet and answers queries, so no other library is needed to read a table; pandas reads
 the CSV as it is: ``pandas.read_csv("ablation_summary.csv")``.
@@ -84,6 +84,7 @@ def collect(folder: Path, manifest: Manifest) -> tuple[list[Row], list[int]]:
             result = {
                 "experiment": case.name,
                 "status": f"failed: {failure.kind}",
+                "reason": failure.message,
                 "config": case.to_dict(),
                 "provenance": {"case_id": case.id},
             }
@@ -124,7 +125,7 @@ def write_summary(rows: list[Row], folder: Path) -> list[Path]:
         If there are no rows, and a summary that has some, as in a folder whose single results were removed.
     """
     paths = [folder / SUMMARY, (folder / SUMMARY).with_suffix(".parquet")]
-    if not rows and paths[0].exists() and len(paths[0].read_text().splitlines()) > 1:
+    if not rows and paths[0].exists() and len(paths[0].read_text(encoding="utf-8").splitlines()) > 1:
         raise FileExistsError(f"{folder} has no results of cases, but {paths[0]} has rows: it stays as it is")
     write_atomically(paths[0], to_csv(rows))
     temporary = paths[1].with_suffix(".tmp")

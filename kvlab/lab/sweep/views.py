@@ -17,11 +17,13 @@ from kvlab.lab.results import Row
 
 __all__ = [
     "View",
+    "banner",
     "best_under",
     "by_budget",
     "context_scaling",
     "devices",
     "done",
+    "failed",
     "loss_of",
     "packing_impact",
     "pareto",
@@ -41,6 +43,7 @@ class View:
 def views(rows: Sequence[Row], change: float = 0.01) -> list[View]:
     """Every view that the rows have an answer to; `change` bounds the perplexity of the best case."""
     found = [
+        View("Failed", failed(rows), "cases without figures, with the class of the error and its message"),
         View(
             "Budget against quality",
             by_budget(rows),
@@ -75,6 +78,31 @@ def views(rows: Sequence[Row], change: float = 0.01) -> list[View]:
 def done(rows: Iterable[Row], packed: bool | None = None) -> list[Row]:
     """Rows with figures; with packing, without, or both."""
     return [row for row in rows if row["status"] == "ok" and packed in (None, row["use_packing"])]
+
+
+def failed(rows: Iterable[Row]) -> list[Row]:
+    """Cases that failed: name, class of the error, message."""
+    return [
+        {
+            "experiment": row["experiment"],
+            "class": str(row["status"]).partition(": ")[2],
+            "reason": row["reason"] or "not recorded",
+        }
+        for row in rows
+        if str(row["status"]).startswith("failed")
+    ]
+
+
+def banner(rows: Sequence[Row]) -> str:
+    """The sentence that warns of failed cases; empty if there are none.
+
+    Examples
+    --------
+    >>> banner([{"experiment": "b0.2", "status": "failed: gpu", "reason": None}])
+    '1 of 1 cases failed: no figure here speaks of them.'
+    """
+    count = len(failed(rows))
+    return f"{count} of {len(rows)} cases failed: no figure here speaks of them." if count else ""
 
 
 def loss_of(row: Row) -> float:
