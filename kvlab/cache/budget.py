@@ -1,14 +1,15 @@
 """The byte budget: what people write, and how many bytes one row of one layer may take.
 
 An absolute budget (`"6GiB"`, an int) is a cap on all live buffers of the cache. A relative one (`0.35`,
-`"4.25bpe"`) is a fraction of the bytes that a float16 cache would take at `max(present length, plan_length)`,
-so that it grows with the sequence; 1 bpe is a sixteenth. Either way each row owns 1/batch of it and each
-layer an equal share, so that a row never depends on its batch mates. `Limit` is the budget of one cache: it
-says which lengths fit, and refuses the others.
+`"35%"`, `"4.25bpe"`) is a fraction of the bytes that a float16 cache would take at
+`max(present length, plan_length)`, so that it grows with the sequence; 1 bpe is a sixteenth. Either way each
+row owns 1/batch of it and each layer an equal share, so that a row never depends on its batch mates. `Limit`
+is the budget of one cache: it says which lengths fit, and refuses the others.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from kvlab.sizes import parse_size
 
 __all__ = ["Budget", "Limit", "parse_budget"]
 
+_UNITS = {"bpe": (16, "bits per element"), "%": (100, "per cent of float16's bytes")}
 MOST_FRACTION = 16
 """Larger ones were meant as bytes: pages of 32 bits take twice those of float16, open pages little more."""
 
@@ -59,6 +61,8 @@ def parse_budget(budget: float | int | str | None) -> Budget:
     --------
     >>> parse_budget("6GiB").nbytes, parse_budget(0.35).fraction, parse_budget("4bpe").fraction
     (6442450944, 0.35, 0.25)
+    >>> parse_budget("30%").fraction
+    0.3
     >>> parse_budget(None)
     Budget(nbytes=None, fraction=None)
     """
@@ -71,12 +75,13 @@ def parse_budget(budget: float | int | str | None) -> Budget:
         raise TypeError(
             f"budget={budget!r} must be a fraction, bytes, a string such as '6GiB' or '4.25bpe', or None"
         )
-    if isinstance(budget, str) and budget.strip().lower().endswith("bpe"):
-        text = budget.strip()[:-3]
+    unit = re.search("(bpe|%)$", budget.strip().lower()) if isinstance(budget, str) else None
+    if isinstance(budget, str) and unit:
+        text, (whole, what) = budget.strip()[: unit.start()], _UNITS[unit[0]]
         try:
-            fraction = float(text) / 16
+            fraction = float(text) / whole
         except ValueError:
-            raise ValueError(f"budget={budget!r}: {text!r} is no number of bits per element") from None
+            raise ValueError(f"budget={budget!r}: {text!r} is no number of {what}") from None
     elif isinstance(budget, float):
         fraction = budget
     else:
@@ -84,7 +89,7 @@ def parse_budget(budget: float | int | str | None) -> Budget:
             nbytes = parse_size(budget, "budget")
         except ValueError as error:
             raise ValueError(
-                f"{error}; or a fraction of float16's bytes as a number, 0.35, bits per element, '4.25bpe', "
+                f"{error}; or a fraction of float16's bytes, 0.35 or '35%', bits per element, '4.25bpe', "
                 "or None"
             ) from None
         if nbytes <= 0:

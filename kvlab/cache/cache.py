@@ -52,8 +52,8 @@ class MixedPrecisionCache(CacheOptions):
     batch : int
         Number of rows.
     budget : float, int, str or None
-        Bytes that all live buffers may take: a fraction of float16 (`0.35`), `"4.25bpe"`, `"6GiB"`, bytes, or
-        None for no limit. A fraction never gives less than an empty cache takes.
+        Bytes that all live buffers may take: a fraction of float16 (`0.35`), `"35%"`, `"4.25bpe"`, `"6GiB"`,
+        bytes, or None for no limit. A fraction never gives less than an empty cache takes.
     bits : str, int or sequence
         Widths in use, for example `(2, 3, 4, 8)`, `"k4v2"` or `"0-3:8,4-29:2+4"`; 16 is the cache's dtype
         unchanged, 0 evicts.
@@ -83,7 +83,8 @@ class MixedPrecisionCache(CacheOptions):
         are planned by the CPU there, which takes a copy of the pages each way every 48 tokens; a function as
         importance runs on the CPU, and steps wait for it, so no CUDA graph can hold them.
     dtype : {"float16", "bfloat16", "float32"}
-        Type of width 16 and of the residual window. On a GPU queries, keys and values have it, too.
+        Or such a dtype of torch or NumPy: type of width 16 and of the residual window. On a GPU queries, keys
+        and values have it, too.
 
     Raises
     ------
@@ -464,5 +465,7 @@ def _made_of(
     kind: type[MixedPrecisionCache], options: dict[str, Any], layers: list[Layer]
 ) -> MixedPrecisionCache:
     cache = kind(**options)
+    for layer, made in zip(layers, cache.layers, strict=True):
+        layer.policy, layer.sinks_wait = made.policy, made.sinks_wait
     cache.layers[:] = layers
     return cache

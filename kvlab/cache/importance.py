@@ -10,6 +10,7 @@ norms as in Devoto et al. 2024 (arXiv 2406.11430): keys of small norm collect at
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -157,6 +158,17 @@ def make_policy(importance: Importance, decay: float) -> Policy:
 
 def _checked(update: UpdateFunction) -> PolicyFunction:
     """A user's function that refuses to give anything but a score for every token."""
+    try:
+        signature = inspect.signature(update)
+    except ValueError:  # of something built in
+        signature = inspect.Signature.from_callable(lambda previous, observed, positions, seqlen: None)
+    try:
+        signature.bind(None, None, None, None)
+    except TypeError:
+        raise TypeError(
+            f"importance: the function {update} takes {signature}; it is called with (previous, observed, "
+            "positions, seqlen)"
+        ) from None
 
     def checked(
         previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int

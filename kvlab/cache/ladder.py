@@ -46,7 +46,10 @@ def _rung(word: int | str) -> Rung:
     text = str(word).strip().lower()
     match = re.fullmatch(r"(\d+)|k(\d+)v(\d+)", text, re.ASCII)
     if match is None:
-        raise ValueError(f"bits: {word!r} is no rung; write a width such as 4 or a pair such as 'k4v2'")
+        raise ValueError(
+            f"bits: {word!r} is no number of bits; write one as 4, several as (2, 4, 8) or '2,4,8', and "
+            f"'k4v2' for keys of 4 bits with values of 2"
+        )
     rung = Rung(int(match[1]), int(match[1])) if match[1] else Rung(int(match[2]), int(match[3]))
     for name, width in (("K", rung.bits_k), ("V", rung.bits_v)):
         if width not in WIDTHS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +105,10 @@ class Layer:
         widths = [rung.bits_k for rung in self.store.ladder]
         self.takes_mean = min(widths) < 16 and max(widths) >= 8
         self.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the policy, whose functions no pickle holds; a copy gets that of its cache."""
+        return {name: value for name, value in vars(self).items() if name != "policy"}
 
     def clear(self) -> None:
         """Forget everything."""

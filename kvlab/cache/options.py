@@ -6,17 +6,22 @@ cache is made from again.
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass, fields
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, MISSING, dataclass, fields
+from functools import wraps
 from typing import Any
 
+import numpy as np
+
 from kvlab.arguments import choice, number, whole_number
+from kvlab.arrays import dtype_name
 from kvlab.cache.allocator import METHODS, Method
 from kvlab.cache.importance import Importance
 from kvlab.cache.ladder import Bits
 
-__all__ = ["MOST", "CacheOptions", "check_device"]
+__all__ = ["MOST", "CacheOptions", "check_device", "check_names"]
 
 DTYPES = ("float16", "bfloat16", "float32")
 _ON_GPU = {"dtype": ("float16", "bfloat16"), "head_dim": (64, 80, 96, 128, 256)}
@@ -32,6 +37,18 @@ _LEAST = {
     "plan_length": 1,
     "realloc_every": 1,
 }
+_ELSEWHERE = {
+    "nbits": "bits",
+    "residual_length": "residual",
+    "batch_size": "batch",
+    "max_batch_size": "batch",
+    "max_cache_len": "max_seqlen",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads_q",
+    "num_key_value_heads": "num_heads_kv",
+}
+"""Options of other libraries and what they are called here."""
+_NOT_HERE = {"q_group_size": "there are no groups: every key and value of a token has a step size of its own"}
 MOST = (1 << 31) - 1
 """Largest whole number that an option may be."""
 
@@ -44,6 +61,57 @@ def check_device(device: object) -> None:
         raise ValueError(f"device={device!r} is not supported; 'cpu', 'cuda' and 'cuda:0', 'cuda:1' ... are")
 
 
+def _name_of_dtype(dtype: Any) -> str:
+    """The name of a dtype of torch or NumPy; names as they are."""
+    if isinstance(dtype, str):
+        return dtype
+    try:
+        return dtype_name(np.dtype(dtype) if isinstance(dtype, type) else dtype, "dtype")
+    except TypeError:
+        supported = ", ".join(map(repr, DTYPES))
+        raise TypeError(f"dtype={dtype!r} is not supported; {supported} or such dtypes are") from None
+
+
+def check_names(options: Mapping[str, object], known: Collection[str], of: str) -> None:
+    """Refuse options that are not known, and say which one is meant.
+
+    Examples
+    --------
+    >>> check_names({"nbits": 4}, ["bits", "budget"], "the cache")
+    Traceback (most recent call last):
+        ...
+    TypeError: nbits=4 is no option of the cache, bits is meant; bits, budget are
+    """
+    for name, value in options.items():
+        if name in known:
+            continue
+        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
+        hint = f", {meant[0]} is meant" if meant and meant[0] in known else ""
+        hint = f" ({_NOT_HERE[name]}: leave it out)" if name in _NOT_HERE else hint
+        raise TypeError(f"{name}={value!r} is no option of {of}{hint}; {', '.join(known)} are")
+
+
+def _refuses_by_name(kind: type[CacheOptions]) -> type[CacheOptions]:
+    """Let errors about missing and unknown options speak of the class that was called."""
+    plain, needed = kind.__init__, [field.name for field in fields(kind) if field.default is MISSING]
+
+    @wraps(plain)
+    def checked(self: CacheOptions, *args: Any, **options: Any) -> None:
+        called = type(self).__name__
+        check_names(options, [field.name for field in fields(kind)], called)
+        missing = [name for name in needed[len(args) :] if name not in options]
+        if missing:
+            raise TypeError(
+                f"{called} needs {', '.join(missing)}: {called}({', '.join(needed)}, ...), the geometry of "
+                "the model"
+            )
+        plain(self, *args, **options)
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+    return kind
+
+
+@_refuses_by_name
 @dataclass(eq=False)
 class CacheOptions:
     """Options of a cache by name, checked; see `kvlab.MixedPrecisionCache`."""
@@ -83,6 +151,7 @@ class CacheOptions:
             self.bits = tuple(self.bits)
         self.ema_decay = number(self.ema_decay, "ema_decay", 0, 1)
         choice(self.allocator, "allocator", METHODS)
+        self.dtype = _name_of_dtype(self.dtype)
         choice(self.dtype, "dtype", DTYPES)
         check_device(self.device)
         self.device = self.device or "cpu"

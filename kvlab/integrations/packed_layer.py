@@ -14,6 +14,7 @@ from typing import Any
 
 from kvlab.arrays import dtype_name
 from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.options import check_names
 from kvlab.errors import needs_extra
 
 with needs_extra("hf", "kvlab.integrations.transformers"):
@@ -132,11 +133,7 @@ class SharedCache:
     def __init__(self, num_layers: int, dtype: str | None, options: dict[str, Any]) -> None:
         self.options, self.dtype = options, dtype
         known = [field.name for field in fields(MixedPrecisionCache) if field.name not in _FROM_THE_MODEL]
-        unknown = next((name for name in options if name not in known), None)
-        if unknown is not None:
-            raise TypeError(
-                f"{unknown}={options[unknown]!r} is no option of the cache; {', '.join(known)} are"
-            )
+        check_names(options, known, "the cache")
         # Geometry and batch come with the first step. The smallest ones show now if the options are valid;
         # whether max_seqlen tokens fit depends on the true ones.
         valid = {**options, "max_seqlen": None}
