@@ -41,8 +41,13 @@ class Page(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that real pages take: 64 slots of codes, a byte of scale, 2 of position, 1 of importance."""
-        return PAGE * (2 * self.k_codes.shape[1] * self.bits // 8 + 2 * 1 + 2 + 1)
+        """Bytes that a real page takes, full or not."""
+        return _page_nbytes(self.k_codes.shape[1], self.bits)
+
+
+def _page_nbytes(head_dim: int, bits: int) -> int:
+    """Codes of K and V for 64 slots, and for each a byte of scale (K, V), 2 of position, 1 of importance."""
+    return PAGE * (2 * head_dim * bits // 8 + 2 + 2 + 1)
 
 
 class Cache(NamedTuple):
@@ -63,7 +68,8 @@ def hadamard(head_dim: int) -> Floats:
     matrix = np.ones((1, 1))
     while len(matrix) < head_dim:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / np.sqrt(head_dim)
+    result: Floats = matrix / np.sqrt(head_dim)
+    return result
 
 
 def quantise(x: Floats, bits: int) -> tuple[NDArray[np.uint8], Floats]:
@@ -83,7 +89,8 @@ def quantise(x: Floats, bits: int) -> tuple[NDArray[np.uint8], Floats]:
 
 def _codes(x: Floats, scale: Floats, bits: int) -> NDArray[np.uint8]:
     levels = np.floor(x / np.maximum(2 * scale, 1e-300)[:, None]) + 2 ** (bits - 1)
-    return np.clip(levels, 0, 2**bits - 1).astype(np.uint8)
+    codes: NDArray[np.uint8] = np.clip(levels, 0, 2**bits - 1).astype(np.uint8)
+    return codes
 
 
 def dequantise(codes: NDArray[np.uint8], scale: Floats, bits: int) -> Floats:
@@ -99,7 +106,7 @@ def choose_widths(importance: Floats, head_dim: int, budget: int, ladder: tuple[
     taken in the order of what they save for a byte: the greedy solution of a multiple-choice knapsack.
     """
     weight = np.array([importance[i : i + PAGE].sum() for i in range(0, len(importance), PAGE)])
-    cost = {bits: PAGE * (2 * head_dim * bits // 8 + 5) for bits in ladder}
+    cost = {bits: _page_nbytes(head_dim, bits) for bits in ladder}
     left = budget - len(weight) * cost[ladder[0]]
     if left < 0:
         raise ValueError(f"budget={budget} bytes do not hold {len(importance)} tokens at {ladder[0]} bits")
