@@ -27,21 +27,21 @@ __all__ = [
     "ON_CUDA",
     "ON_NUMBA",
     "AtLeast",
-    "Row",
+    "Implementation",
     "all_rows",
     "check_backend",
     "choose",
     "describe",
-    "facts_of",
     "last_backend",
     "register",
+    "requirements_of",
     "rows",
 ]
 
 BACKENDS: dict[str, str] = {"reference": "cpu", "cpu": "cpu", "numba": "cuda", "cuda": "cuda"}
 """Each backend and the kind of device it runs on."""
 
-_rows: dict[str, list[Row]] = {}
+_rows: dict[str, list[Implementation]] = {}
 _last_backend: ContextVar[str | None] = ContextVar("kvlab_last_backend", default=None)
 
 
@@ -85,19 +85,19 @@ ON_NUMBA: dict[str, Any] = {"compute_capability": AtLeast((7, 5))}
 
 
 @cache
-def facts_of(device: Device) -> Mapping[str, Any]:
+def requirements_of(device: Device) -> Mapping[str, Any]:
     """Return what rows ask of a device, for `choose`: of a GPU its compute capability.
 
     Examples
     --------
-    >>> facts_of(Device("cpu", 0))
+    >>> requirements_of(Device("cpu", 0))
     {}
     """
     return {"compute_capability": compute_capability(device.index)} if device.kind == "cuda" else {}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Implementation:
     """One implementation of one operation.
 
     Parameters
@@ -123,10 +123,10 @@ class Row:
         """The kind of device this row runs on, ``"cpu"`` or ``"cuda"``."""
         return BACKENDS[self.backend]
 
-    def unsupported(self, facts: Mapping[str, Any]) -> list[str]:
+    def unsupported(self, requirements: Mapping[str, Any]) -> list[str]:
         """Return what of a call this row does not support, in words; empty if it supports all of it."""
         missing = []
-        for name, value in facts.items():
+        for name, value in requirements.items():
             allowed = self.supports.get(name, ANY)
             refused = [item for item in _items(value) if item not in allowed]
             if refused:
@@ -169,14 +169,14 @@ def _resolve(launcher: str) -> Callable[..., Any]:
     return resolved
 
 
-def register(*new: Row) -> None:
+def register(*new: Implementation) -> None:
     """Add rows to the table, best first; called once by the file of an operation.
 
     Raises
     ------
     ValueError
-        If a backend is unknown, or rows of one operation for one kind of device state different facts: then
-        a call could pass a row unseen.
+        If a backend is unknown, or rows of one operation for one kind of device state different
+        requirements: then a call could pass a row unseen.
     """
     for row in new:
         if row.backend not in BACKENDS:
@@ -185,18 +185,18 @@ def register(*new: Row) -> None:
         for other in table:
             if other.device_kind == row.device_kind and set(other.supports) != set(row.supports):
                 raise ValueError(
-                    f"rows of {row.operation!r} on {row.device_kind} must state the same facts: "
+                    f"rows of {row.operation!r} on {row.device_kind} must state the same requirements: "
                     f"{sorted(other.supports)} and {sorted(row.supports)}; use ANY where there is no limit"
                 )
         table.append(row)
 
 
-def rows(operation: str) -> tuple[Row, ...]:
+def rows(operation: str) -> tuple[Implementation, ...]:
     """Return the rows of one operation, best first."""
     return tuple(_rows.get(operation, ()))
 
 
-def all_rows() -> tuple[Row, ...]:
+def all_rows() -> tuple[Implementation, ...]:
     """Return every row of every operation, after importing all operations; for docs and tests."""
     operations = importlib.import_module("kvlab.ops")
     for module in pkgutil.iter_modules(operations.__path__, "kvlab.ops."):
@@ -233,7 +233,9 @@ def check_backend(backend: str | None) -> None:
         raise (ValueError if isinstance(backend, str) else TypeError)(_unknown_backend(backend))
 
 
-def choose(operation: str, device_kind: str, backend: str | None = None, **facts: Any) -> Row:
+def choose(
+    operation: str, device_kind: str, backend: str | None = None, **requirements: Any
+) -> Implementation:
     """Return the best row that supports a call on the device its arguments are on.
 
     Parameters
@@ -244,12 +246,12 @@ def choose(operation: str, device_kind: str, backend: str | None = None, **facts
         ``"cpu"`` or ``"cuda"``: where the arguments are. Never another device is chosen.
     backend : str, optional
         Take this backend or fail; by default the first row that supports the call.
-    **facts
+    **requirements
         What the call needs: the names that the rows' `supports` state, each one value or a set of values.
 
     Returns
     -------
-    Row
+    Implementation
         Call it with ``row.launch(...)``.
 
     Raises
@@ -261,21 +263,22 @@ def choose(operation: str, device_kind: str, backend: str | None = None, **facts
     """
     check_backend(backend)
     here = [row for row in rows(operation) if row.device_kind == device_kind]
-    if here and set(facts) != set(here[0].supports):
+    if here and set(requirements) != set(here[0].supports):
         raise TypeError(
-            f"choose({operation!r}) needs the facts {sorted(here[0].supports)}, got {sorted(facts)}"
+            f"choose({operation!r}) needs the requirements {sorted(here[0].supports)}, "
+            f"got {sorted(requirements)}"
         )
     for row in here:
-        if (backend is None or row.backend == backend) and not row.unsupported(facts):
+        if (backend is None or row.backend == backend) and not row.unsupported(requirements):
             return row
-    raise NotImplementedError(_why_none(operation, device_kind, backend, facts))
+    raise NotImplementedError(_why_none(operation, device_kind, backend, requirements))
 
 
 def _unknown_backend(backend: str) -> str:
     return f"backend={backend!r} is unknown; known are {', '.join(map(repr, BACKENDS))}, or None for the best"
 
 
-def _why_none(operation: str, device_kind: str, backend: str | None, facts: Mapping[str, Any]) -> str:
+def _why_none(operation: str, device_kind: str, backend: str | None, requirements: Mapping[str, Any]) -> str:
     """Say why no row supports a call: the reason of each candidate, and the rows that would."""
     if backend is not None and BACKENDS[backend] != device_kind:
         return (
@@ -284,7 +287,7 @@ def _why_none(operation: str, device_kind: str, backend: str | None, facts: Mapp
         )
     reasons, would = [], []
     for row in rows(operation):
-        missing = row.unsupported(facts)
+        missing = row.unsupported(requirements)
         if row.device_kind == device_kind and (backend is None or row.backend == backend):
             reasons.append(f"backend {row.backend!r} does not support {'; '.join(missing)}")
         elif not missing:

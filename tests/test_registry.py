@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab import registry
-from kvlab.registry import ANY, AtLeast, Row, choose, last_backend, register
+from kvlab.registry import ANY, AtLeast, Implementation, choose, last_backend, register
 
 HERE = __name__
 
@@ -35,16 +35,18 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(registry, "_rows", {})
     on_gpu = {"bits": (2, 4), "features": {"causal", "window"}, "compute_capability": AtLeast((9, 0))}
     register(
-        Row("double", "cuda", f"{HERE}:double", on_gpu),
-        Row("double", "numba", f"{HERE}:double", {**on_gpu, "compute_capability": AtLeast((8, 0))}),
-        Row("double", "cpu", f"{HERE}:double", {"bits": (2, 4), "features": {"causal"}}),
-        Row("double", "reference", f"{HERE}:double", {"bits": range(1, 9), "features": ANY}),
+        Implementation("double", "cuda", f"{HERE}:double", on_gpu),
+        Implementation(
+            "double", "numba", f"{HERE}:double", {**on_gpu, "compute_capability": AtLeast((8, 0))}
+        ),
+        Implementation("double", "cpu", f"{HERE}:double", {"bits": (2, 4), "features": {"causal"}}),
+        Implementation("double", "reference", f"{HERE}:double", {"bits": range(1, 9), "features": ANY}),
     )
     return
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "facts", "expected"),
+    ("device", "backend", "requirements", "expected"),
     [
         ("cpu", None, {"bits": 2, "features": {"causal"}}, "cpu"),
         ("cpu", None, {"bits": 2, "features": set()}, "cpu"),
@@ -56,9 +58,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_first_row_that_supports_the_call_is_chosen(
-    device: str, backend: str | None, facts: dict[str, object], expected: str
+    device: str, backend: str | None, requirements: dict[str, object], expected: str
 ) -> None:
-    assert choose("double", device, backend, **facts).backend == expected
+    assert choose("double", device, backend, **requirements).backend == expected
 
 
 @given(bits=st.integers(0, 10), features=st.sets(st.sampled_from(["causal", "window", "softcap"])))
@@ -85,11 +87,11 @@ def test_refusal_says_what_is_missing_and_who_has_it() -> None:
 
 
 def test_refusal_names_a_backend_on_the_other_device() -> None:
-    facts = {"bits": 4, "features": {"window"}}
-    register(Row("window", "cpu", f"{HERE}:double", {"bits": (2,), "features": ANY}))
-    register(Row("window", "cuda", f"{HERE}:double", {"bits": (4,), "features": ANY}))
+    requirements = {"bits": 4, "features": {"window"}}
+    register(Implementation("window", "cpu", f"{HERE}:double", {"bits": (2,), "features": ANY}))
+    register(Implementation("window", "cuda", f"{HERE}:double", {"bits": (4,), "features": ANY}))
     with pytest.raises(NotImplementedError, match=r"Supported by: backend 'cuda' on cuda arrays$"):
-        choose("window", "cpu", **facts)
+        choose("window", "cpu", **requirements)
 
 
 def test_backend_of_another_device_is_never_taken() -> None:
@@ -100,7 +102,7 @@ def test_backend_of_another_device_is_never_taken() -> None:
 
 
 def test_operation_without_rows_here() -> None:
-    register(Row("gpu_only", "cuda", f"{HERE}:double", {}))
+    register(Implementation("gpu_only", "cuda", f"{HERE}:double", {}))
     with pytest.raises(
         NotImplementedError, match=r"gpu_only: there is no implementation for cpu arrays\. Supported"
     ):
@@ -110,7 +112,7 @@ def test_operation_without_rows_here() -> None:
 def test_unknown_backend_is_a_value_error_with_the_list() -> None:
     for attempt in (
         lambda: choose("double", "cpu", "triton", bits=2, features=set()),
-        lambda: register(Row("double", "triton", f"{HERE}:double", {})),
+        lambda: register(Implementation("double", "triton", f"{HERE}:double", {})),
     ):
         with pytest.raises(
             ValueError, match="'triton' is unknown; known are 'reference', 'cpu', 'numba', 'cuda'"
@@ -119,12 +121,16 @@ def test_unknown_backend_is_a_value_error_with_the_list() -> None:
 
 
 def test_rows_of_one_device_must_state_the_same_facts() -> None:
-    with pytest.raises(ValueError, match=r"rows of 'double' on cpu must state the same facts.*use ANY"):
-        register(Row("double", "cpu", f"{HERE}:double", {"bits": (2,)}))
+    with pytest.raises(
+        ValueError, match=r"rows of 'double' on cpu must state the same requirements.*use ANY"
+    ):
+        register(Implementation("double", "cpu", f"{HERE}:double", {"bits": (2,)}))
 
 
 def test_a_fact_cannot_be_forgotten_or_misspelt() -> None:
-    with pytest.raises(TypeError, match=r"needs the facts \['bits', 'features'\], got \['bit', 'features'\]"):
+    with pytest.raises(
+        TypeError, match=r"needs the requirements \['bits', 'features'\], got \['bit', 'features'\]"
+    ):
         choose("double", "cpu", bit=2, features=set())
 
 
@@ -141,8 +147,8 @@ def test_last_backend_tells_what_ran() -> None:
 
 def test_last_backend_is_the_outer_one_and_unchanged_by_a_failure() -> None:
     register(
-        Row("outer", "cpu", f"{HERE}:double_by_reference", {}),
-        Row("broken", "reference", f"{HERE}:fail", {}),
+        Implementation("outer", "cpu", f"{HERE}:double_by_reference", {}),
+        Implementation("broken", "reference", f"{HERE}:fail", {}),
     )
     assert choose("outer", "cpu").launch(4) == 8
     assert last_backend() == "cpu"
@@ -167,12 +173,12 @@ def test_older_gpus_get_the_kernels_in_numba(monkeypatch: pytest.MonkeyPatch) ->
     for operation in operations:
         supports = next(row.supports for row in registry.rows(operation) if row.backend == "numba")
         listed = {"bits", "codec", "dtype"} & set(supports)
-        facts = {name: next(iter(supports[name])) for name in listed}
-        facts |= {"head_dim": 64} if "head_dim" in supports else {}
+        requirements = {name: next(iter(supports[name])) for name in listed}
+        requirements |= {"head_dim": 64} if "head_dim" in supports else {}
         for capability, backend in (((7, 5), "numba"), ((9, 0), "cuda")):
-            assert choose(operation, "cuda", **facts, compute_capability=capability).backend == backend
+            assert choose(operation, "cuda", **requirements, compute_capability=capability).backend == backend
         with pytest.raises(NotImplementedError, match=r"compute_capability=.*at least"):
-            choose(operation, "cuda", "cuda", **facts, compute_capability=(7, 5))
+            choose(operation, "cuda", "cuda", **requirements, compute_capability=(7, 5))
 
 
 def test_every_row_of_the_library_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:

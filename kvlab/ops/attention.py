@@ -25,7 +25,16 @@ from kvlab.arrays import (
     one_device,
 )
 from kvlab.device import enough_memory
-from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Row, check_backend, choose, facts_of, register
+from kvlab.registry import (
+    ON_CUDA,
+    ON_NUMBA,
+    AtLeast,
+    Implementation,
+    check_backend,
+    choose,
+    register,
+    requirements_of,
+)
 from kvlab.shapes import match_shapes
 
 __all__ = [
@@ -42,10 +51,10 @@ __all__ = [
 ]
 
 _FLOATS = ("float16", "bfloat16", "float32")
-FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
-REFERENCE_FACTS: dict[str, Any] = {"dtype": (*_FLOATS, "float64"), "head_dim": AtLeast(1)}
-_GPU_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(1, 257)}
-CUDA_FACTS, NUMBA_FACTS = _GPU_FACTS | ON_CUDA, _GPU_FACTS | ON_NUMBA
+REQUIREMENTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
+REFERENCE_REQUIREMENTS: dict[str, Any] = {"dtype": (*_FLOATS, "float64"), "head_dim": AtLeast(1)}
+_GPU_REQUIREMENTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(1, 257)}
+CUDA_REQUIREMENTS, NUMBA_REQUIREMENTS = _GPU_REQUIREMENTS | ON_CUDA, _GPU_REQUIREMENTS | ON_NUMBA
 
 # Pattern of an out and of its lse, by the number of dimensions of the out.
 _LAYOUTS = {
@@ -54,13 +63,19 @@ _LAYOUTS = {
 }
 
 register(
-    Row("attention", "cpu", "kvlab.ops.cpu.attention:attend", FACTS),
-    Row("attention", "reference", "kvlab.ops.cpu.attention:attend_reference", REFERENCE_FACTS),
-    Row("attention", "cuda", "kvlab.ops.cuda.attention:attend", CUDA_FACTS),
-    Row("attention", "numba", "kvlab.ops.numba.attention:attend", NUMBA_FACTS),
-    Row("merge_attention", "cpu", "kvlab.ops.cpu.attention:merge", {"dtype": _FLOATS}),
-    Row("merge_attention", "cuda", "kvlab.ops.cuda.attention_merge:merge", {"dtype": _FLOATS} | ON_CUDA),
-    Row("merge_attention", "reference", "kvlab.ops.cpu.attention:merge_reference", {"dtype": _FLOATS}),
+    Implementation("attention", "cpu", "kvlab.ops.cpu.attention:attend", REQUIREMENTS),
+    Implementation(
+        "attention", "reference", "kvlab.ops.cpu.attention:attend_reference", REFERENCE_REQUIREMENTS
+    ),
+    Implementation("attention", "cuda", "kvlab.ops.cuda.attention:attend", CUDA_REQUIREMENTS),
+    Implementation("attention", "numba", "kvlab.ops.numba.attention:attend", NUMBA_REQUIREMENTS),
+    Implementation("merge_attention", "cpu", "kvlab.ops.cpu.attention:merge", {"dtype": _FLOATS}),
+    Implementation(
+        "merge_attention", "cuda", "kvlab.ops.cuda.attention_merge:merge", {"dtype": _FLOATS} | ON_CUDA
+    ),
+    Implementation(
+        "merge_attention", "reference", "kvlab.ops.cpu.attention:merge_reference", {"dtype": _FLOATS}
+    ),
 )
 
 
@@ -78,7 +93,7 @@ _DTYPE_OF = {"lse": "float32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}
 class Checked(NamedTuple):
     """What follows from the arrays of a call: who computes it, the value of each symbol, where, in what."""
 
-    row: Row
+    row: Implementation
     sizes: dict[str, int]
     dtype: str
     device: Device
@@ -335,7 +350,7 @@ def _checked(
         if name not in _DTYPE_OF and dtype != kind:
             raise TypeError(f"{name} has dtype {dtype}, q has {kind}: they must be the same")
     device = one_device({name: device for name, (_, _, device) in named.items()})
-    row = choose(operation, device.kind, backend, dtype=kind, head_dim=sizes["D"], **facts_of(device))
+    row = choose(operation, device.kind, backend, dtype=kind, head_dim=sizes["D"], **requirements_of(device))
     return Checked(row, sizes, kind, device)
 
 
@@ -397,7 +412,9 @@ def merge_attention(
     """
     _check_parts(outs, lses)
     device = common_device(_named("outs", outs) | _named("lses", lses))
-    row = choose("merge_attention", device.kind, backend, dtype=dtype_name(outs[0]), **facts_of(device))
+    row = choose(
+        "merge_attention", device.kind, backend, dtype=dtype_name(outs[0]), **requirements_of(device)
+    )
     merged: tuple[ArrayT, ArrayT] = row.launch(outs, lses)
     return merged
 

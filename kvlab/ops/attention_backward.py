@@ -19,14 +19,14 @@ from kvlab.arrays import Array, ArrayT, numpy_dtype
 from kvlab.device import enough_memory
 from kvlab.ops.attention import (
     BOUNDS,
-    CUDA_FACTS,
-    FACTS,
-    NUMBA_FACTS,
+    CUDA_REQUIREMENTS,
+    NUMBA_REQUIREMENTS,
     OF_K,
     OF_Q,
     RAGGED_K,
     RAGGED_Q,
-    REFERENCE_FACTS,
+    REFERENCE_REQUIREMENTS,
+    REQUIREMENTS,
     Checked,
     Patterns,
     Scores,
@@ -35,7 +35,7 @@ from kvlab.ops.attention import (
     scores_of,
     sequences_of,
 )
-from kvlab.registry import Row, register
+from kvlab.registry import Implementation, register
 
 __all__ = ["attention_backward", "attention_varlen_backward"]
 
@@ -50,10 +50,16 @@ _VARLEN: Patterns = (
 )  # fmt: skip
 
 register(
-    Row("attention_backward", "cpu", f"{_CPU}:differentiate", FACTS),
-    Row("attention_backward", "reference", f"{_CPU}:differentiate_reference", REFERENCE_FACTS),
-    Row("attention_backward", "cuda", "kvlab.ops.cuda.attention_backward:attend_backward", CUDA_FACTS),
-    Row("attention_backward", "numba", "kvlab.ops.numba.attention:attend_backward", NUMBA_FACTS),
+    Implementation("attention_backward", "cpu", f"{_CPU}:differentiate", REQUIREMENTS),
+    Implementation(
+        "attention_backward", "reference", f"{_CPU}:differentiate_reference", REFERENCE_REQUIREMENTS
+    ),
+    Implementation(
+        "attention_backward", "cuda", "kvlab.ops.cuda.attention_backward:attend_backward", CUDA_REQUIREMENTS
+    ),
+    Implementation(
+        "attention_backward", "numba", "kvlab.ops.numba.attention:attend_backward", NUMBA_REQUIREMENTS
+    ),
 )
 
 

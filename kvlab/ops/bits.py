@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import flag, whole_number
 from kvlab.arrays import ArrayT, device_of, dtype_name
-from kvlab.registry import ON_CUDA, ON_NUMBA, Row, choose, facts_of, register
+from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, choose, register, requirements_of
 
 __all__ = ["WIDTHS", "pack", "pack_ternary", "packed_bytes", "unpack", "unpack_ternary"]
 
@@ -25,22 +25,22 @@ _LAST_TERNARY_BYTE = 3**5 - 1
 
 _CPU, _GPU = "kvlab.ops.cpu.bits", "kvlab.ops.cuda.bits"
 register(
-    Row("pack", "cuda", f"{_GPU}:pack", {"bits": WIDTHS} | ON_CUDA),
-    Row("pack", "numba", f"{_GPU}:pack_numba", {"bits": WIDTHS} | ON_NUMBA),
-    Row("unpack", "cuda", f"{_GPU}:unpack", {"bits": WIDTHS} | ON_CUDA),
-    Row("unpack", "numba", f"{_GPU}:unpack_numba", {"bits": WIDTHS} | ON_NUMBA),
-    Row("pack_ternary", "cuda", f"{_GPU}:pack_ternary", ON_CUDA),
-    Row("pack_ternary", "numba", f"{_GPU}:pack_ternary_numba", ON_NUMBA),
-    Row("unpack_ternary", "cuda", f"{_GPU}:unpack_ternary", ON_CUDA),
-    Row("unpack_ternary", "numba", f"{_GPU}:unpack_ternary_numba", ON_NUMBA),
-    Row("pack", "cpu", f"{_CPU}:pack", {"bits": WIDTHS}),
-    Row("pack", "reference", f"{_CPU}:pack_reference", {"bits": WIDTHS}),
-    Row("unpack", "cpu", f"{_CPU}:unpack", {"bits": WIDTHS}),
-    Row("unpack", "reference", f"{_CPU}:unpack_reference", {"bits": WIDTHS}),
-    Row("pack_ternary", "cpu", f"{_CPU}:pack_ternary", {}),
-    Row("pack_ternary", "reference", f"{_CPU}:pack_ternary_reference", {}),
-    Row("unpack_ternary", "cpu", f"{_CPU}:unpack_ternary", {}),
-    Row("unpack_ternary", "reference", f"{_CPU}:unpack_ternary_reference", {}),
+    Implementation("pack", "cuda", f"{_GPU}:pack", {"bits": WIDTHS} | ON_CUDA),
+    Implementation("pack", "numba", f"{_GPU}:pack_numba", {"bits": WIDTHS} | ON_NUMBA),
+    Implementation("unpack", "cuda", f"{_GPU}:unpack", {"bits": WIDTHS} | ON_CUDA),
+    Implementation("unpack", "numba", f"{_GPU}:unpack_numba", {"bits": WIDTHS} | ON_NUMBA),
+    Implementation("pack_ternary", "cuda", f"{_GPU}:pack_ternary", ON_CUDA),
+    Implementation("pack_ternary", "numba", f"{_GPU}:pack_ternary_numba", ON_NUMBA),
+    Implementation("unpack_ternary", "cuda", f"{_GPU}:unpack_ternary", ON_CUDA),
+    Implementation("unpack_ternary", "numba", f"{_GPU}:unpack_ternary_numba", ON_NUMBA),
+    Implementation("pack", "cpu", f"{_CPU}:pack", {"bits": WIDTHS}),
+    Implementation("pack", "reference", f"{_CPU}:pack_reference", {"bits": WIDTHS}),
+    Implementation("unpack", "cpu", f"{_CPU}:unpack", {"bits": WIDTHS}),
+    Implementation("unpack", "reference", f"{_CPU}:unpack_reference", {"bits": WIDTHS}),
+    Implementation("pack_ternary", "cpu", f"{_CPU}:pack_ternary", {}),
+    Implementation("pack_ternary", "reference", f"{_CPU}:pack_ternary_reference", {}),
+    Implementation("unpack_ternary", "cpu", f"{_CPU}:unpack_ternary", {}),
+    Implementation("unpack_ternary", "reference", f"{_CPU}:unpack_ternary_reference", {}),
 )
 
 
@@ -213,9 +213,9 @@ def packed_bytes(count: int, bits: int) -> int:
     return (count * bits + 7) // 8
 
 
-def _choose(operation: str, x: Any, backend: str | None, **facts: Any) -> Row:
+def _choose(operation: str, x: Any, backend: str | None, **requirements: Any) -> Implementation:
     device = device_of(x)
-    return choose(operation, device.kind, backend, **facts, **facts_of(device))
+    return choose(operation, device.kind, backend, **requirements, **requirements_of(device))
 
 
 def _check_bits(bits: int) -> None:

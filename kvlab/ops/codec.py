@@ -19,21 +19,21 @@ from kvlab.arrays import Array, ArrayT, device_of, dtype_name, numpy_dtype
 from kvlab.ops.bits import WIDTHS
 from kvlab.ops.codec_layout import FLOATS, TERNARY_BITS, Layout, checked_layout
 from kvlab.reference import codec as reference
-from kvlab.registry import ON_CUDA, ON_NUMBA, Row, choose, facts_of, register
+from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, choose, register, requirements_of
 
 __all__ = ["Quantized", "dequantize", "quantize"]
 
-_FACTS: dict[str, Any] = {"codec": reference.CODECS, "bits": (TERNARY_BITS, *WIDTHS), "dtype": FLOATS}
+_REQUIREMENTS: dict[str, Any] = {"codec": reference.CODECS, "bits": (TERNARY_BITS, *WIDTHS), "dtype": FLOATS}
 
 register(
-    Row("quantize", "cuda", "kvlab.ops.cuda.codec:quantize", _FACTS | ON_CUDA),
-    Row("quantize", "numba", "kvlab.ops.cuda.codec:quantize_numba", _FACTS | ON_NUMBA),
-    Row("dequantize", "cuda", "kvlab.ops.cuda.codec:dequantize", _FACTS | ON_CUDA),
-    Row("dequantize", "numba", "kvlab.ops.cuda.codec:dequantize_numba", _FACTS | ON_NUMBA),
-    Row("quantize", "cpu", "kvlab.ops.cpu.codec:quantize", _FACTS),
-    Row("quantize", "reference", "kvlab.ops.cpu.codec:quantize_reference", _FACTS),
-    Row("dequantize", "cpu", "kvlab.ops.cpu.codec:dequantize", _FACTS),
-    Row("dequantize", "reference", "kvlab.ops.cpu.codec:dequantize_reference", _FACTS),
+    Implementation("quantize", "cuda", "kvlab.ops.cuda.codec:quantize", _REQUIREMENTS | ON_CUDA),
+    Implementation("quantize", "numba", "kvlab.ops.cuda.codec:quantize_numba", _REQUIREMENTS | ON_NUMBA),
+    Implementation("dequantize", "cuda", "kvlab.ops.cuda.codec:dequantize", _REQUIREMENTS | ON_CUDA),
+    Implementation("dequantize", "numba", "kvlab.ops.cuda.codec:dequantize_numba", _REQUIREMENTS | ON_NUMBA),
+    Implementation("quantize", "cpu", "kvlab.ops.cpu.codec:quantize", _REQUIREMENTS),
+    Implementation("quantize", "reference", "kvlab.ops.cpu.codec:quantize_reference", _REQUIREMENTS),
+    Implementation("dequantize", "cpu", "kvlab.ops.cpu.codec:dequantize", _REQUIREMENTS),
+    Implementation("dequantize", "reference", "kvlab.ops.cpu.codec:dequantize_reference", _REQUIREMENTS),
 )
 
 
@@ -190,8 +190,8 @@ def quantize(
     layout = checked_layout(_shape(x), bits, axis, group_size, codec)
     if nan not in ("raise", "propagate"):
         raise ValueError(f"nan={nan!r} is not supported; supported are 'raise' and 'propagate'")
-    facts = {"codec": codec, "bits": layout.bits, "dtype": dtype, **facts_of(device)}
-    row = choose("quantize", device.kind, backend, **facts)
+    requirements = {"codec": codec, "bits": layout.bits, "dtype": dtype, **requirements_of(device)}
+    row = choose("quantize", device.kind, backend, **requirements)
     packed, scale, offset = row.launch(x, layout, nan)
     return Quantized(
         packed, scale, offset, layout.shape, layout.bits, codec, layout.axis, layout.group_size, dtype
@@ -244,8 +244,8 @@ def dequantize(
     )
     _check_arrays(quantized, layout)
     device = device_of(quantized.packed)
-    facts = {"codec": layout.codec, "bits": layout.bits, "dtype": target, **facts_of(device)}
-    row = choose("dequantize", device.kind, backend, **facts)
+    requirements = {"codec": layout.codec, "bits": layout.bits, "dtype": target, **requirements_of(device)}
+    row = choose("dequantize", device.kind, backend, **requirements)
     result: ArrayT = row.launch(quantized, layout, target, flag(check, "check"))
     return result
 

@@ -24,28 +24,28 @@ from kvlab.arrays import (
     device_of,
     dtype_name,
 )
-from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Row, choose, facts_of, register
+from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of
 from kvlab.shapes import match_shapes
 
 __all__ = ["Layout", "PackedAttention", "Pages", "Sight", "mass_from_scores", "packed_attention"]
 
 _FLOATS = ("float16", "bfloat16", "float32")
-_FACTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16)}
-_CUDA_FACTS: dict[str, Any] = {
+_REQUIREMENTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16)}
+_CUDA_REQUIREMENTS: dict[str, Any] = {
     "dtype": ("float16", "bfloat16"),
     "head_dim": (64, 80, 96, 128, 256),
     "compute_capability": AtLeast((9, 0)),
 }
-_NUMBA_FACTS = _FACTS | ON_NUMBA
+_NUMBA_REQUIREMENTS = _REQUIREMENTS | ON_NUMBA
 
 register(
-    Row("packed_attention", "cpu", "kvlab.ops.cpu.packed:attend", _FACTS),
-    Row("packed_attention", "reference", "kvlab.ops.cpu.packed:attend_reference", _FACTS),
-    Row("packed_attention", "cuda", "kvlab.ops.cuda.packed:launch", _CUDA_FACTS),
-    Row("packed_attention", "numba", "kvlab.ops.numba.packed:launch", _NUMBA_FACTS),
-    Row("mass_from_scores", "cpu", "kvlab.ops.cpu.packed:mass", {}),
-    Row("mass_from_scores", "reference", "kvlab.ops.cpu.packed:mass_reference", {}),
-    Row("mass_from_scores", "cuda", "kvlab.ops.cuda.packed_mass:launch", ON_CUDA),
+    Implementation("packed_attention", "cpu", "kvlab.ops.cpu.packed:attend", _REQUIREMENTS),
+    Implementation("packed_attention", "reference", "kvlab.ops.cpu.packed:attend_reference", _REQUIREMENTS),
+    Implementation("packed_attention", "cuda", "kvlab.ops.cuda.packed:launch", _CUDA_REQUIREMENTS),
+    Implementation("packed_attention", "numba", "kvlab.ops.numba.packed:launch", _NUMBA_REQUIREMENTS),
+    Implementation("mass_from_scores", "cpu", "kvlab.ops.cpu.packed:mass", {}),
+    Implementation("mass_from_scores", "reference", "kvlab.ops.cpu.packed:mass_reference", {}),
+    Implementation("mass_from_scores", "cuda", "kvlab.ops.cuda.packed_mass:launch", ON_CUDA),
 )
 
 
@@ -199,9 +199,9 @@ def packed_attention(
     device = common_device(
         {"q": q, "pages.rung": pages.rung} | ({"first_position": sight.first} if sight else {})
     )
-    facts = {"dtype": dtype_name(q, "q"), "head_dim": q.shape[3], **facts_of(device)}  # type: ignore[attr-defined]
-    row = choose("packed_attention", device.kind, backend, **facts)
-    scale = 1 / math.sqrt(facts["head_dim"]) if scale is None else scale
+    requirements = {"dtype": dtype_name(q, "q"), "head_dim": q.shape[3], **requirements_of(device)}  # type: ignore[attr-defined]
+    row = choose("packed_attention", device.kind, backend, **requirements)
+    scale = 1 / math.sqrt(requirements["head_dim"]) if scale is None else scale
     result: PackedAttention[ArrayT] = row.launch(q, pages, group, scale, softcap, keep_scores, sight)
     return result
 
@@ -249,7 +249,7 @@ def mass_from_scores(scores: ArrayT, lse: Array, pages: Pages, *, backend: str |
             f"scores keeps {sizes['rows']} rows of heads: it must be a multiple of the group size {group}, "
             f"for at least 1 and at most the {sizes['Sq']} query rows of lse"
         )
-    row = choose("mass_from_scores", device.kind, backend, **facts_of(device))
+    row = choose("mass_from_scores", device.kind, backend, **requirements_of(device))
     result: ArrayT = row.launch(scores, lse, pages, group)
     return result
 

@@ -88,15 +88,15 @@ def quantize_rows(
     top = np.float32(2**bits - 1)
     stride = pad(group)
     block = max(1, _BLOCK // n)
-    facts_of = pad(block * groups)
+    of_groups = pad(block * groups)
     bad = 0
     for task in prange((rows + _BLOCKS * block - 1) // (_BLOCKS * block)):
         values = np.empty(block * groups * stride + STEP, np.float32)
         squares = np.empty(stride, np.float32)
         places = np.empty(stride + LANES, np.uint16)
         codes = np.empty(block * n + STEP, np.uint8)
-        facts = np.zeros((4, facts_of), np.float32)
-        words = np.empty((2, facts_of), np.uint16)
+        stats = np.zeros((4, of_groups), np.float32)
+        words = np.empty((2, of_groups), np.uint16)
         for row0 in range(task * _BLOCKS * block, min(rows, (task + 1) * _BLOCKS * block), block):
             taken = min(block, rows - row0)
             for k in range(taken * groups):
@@ -104,22 +104,22 @@ def quantize_rows(
                 count = min(group, n - first)
                 load_values(x16, x32, dtype, (row0 + k // groups) * n + first, count, values, k * stride)
                 if codec == AFFINE:
-                    facts[0, k], facts[1, k] = measure_range(values, k * stride, count)
+                    stats[0, k], stats[1, k] = measure_range(values, k * stride, count)
                 else:
-                    facts[1, k] = measure_magnitude(values, k * stride, count)
+                    stats[1, k] = measure_magnitude(values, k * stride, count)
             if codec >= HADAMARD:
-                measure_squares(codec, values, stride, taken, n, group, squares, facts)
-            find_scales(codec, top, half_levels, facts, taken * groups, words)
+                measure_squares(codec, values, stride, taken, n, group, squares, stats)
+            find_scales(codec, top, half_levels, stats, taken * groups, words)
             if codec == HADAMARD:
-                count_borders(values, stride, taken, n, group, facts[2], unit, borders, table, places, codes)
+                count_borders(values, stride, taken, n, group, stats[2], unit, borders, table, places, codes)
             for k in range(taken * groups):
                 first = k % groups * group
                 count = min(group, n - first)
                 at = k // groups * n + first
                 if codec == TERNARY:
-                    round_to_ternary(values, k * stride, count, facts[2, k], codes, at)
+                    round_to_ternary(values, k * stride, count, stats[2, k], codes, at)
                 elif codec != HADAMARD:
-                    round_to_codes(values, k * stride, count, facts[2, k], facts[3, k], top, codes, at)
+                    round_to_codes(values, k * stride, count, stats[2, k], stats[3, k], top, codes, at)
                 if words[0, k] == NAN_WORD:
                     codes[at : at + count] = 0
                     bad += 1

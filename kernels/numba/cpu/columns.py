@@ -21,13 +21,13 @@ _ZERO, _HALF, _INFINITY = np.float32(0), np.float32(0.5), np.float32(np.inf)
 
 
 @helper
-def _measure_columns(x16, x32, dtype, first, step, count, width, values, facts, scratch):
-    """Put the lowest and the highest value of each of `width` columns to facts[0] and facts[1].
+def _measure_columns(x16, x32, dtype, first, step, count, width, values, stats, scratch):
+    """Put the lowest and the highest value of each of `width` columns to stats[0] and stats[1].
 
     The `count` rows are `step` elements apart. Old and new extremes change places after every row: of a
     minimum written back in place LLVM makes a masked store, which is slow.
     """
-    low, high, check = facts[0], facts[1], facts[2]
+    low, high, check = stats[0], stats[1], stats[2]
     new_low, new_high = scratch[0], scratch[1]
     for i in range(0, width, LANES):
         store(low, i, splat(_INFINITY))
@@ -43,8 +43,8 @@ def _measure_columns(x16, x32, dtype, first, step, count, width, values, facts, 
         low, new_low, high, new_high = new_low, low, new_high, high
     for i in range(0, width, LANES):  # where an element was not finite, the sum of x - x is NaN, otherwise 0
         nothing = load(check, i)
-        store(facts[0], i, load(low, i) + nothing)
-        store(facts[1], i, load(high, i) + nothing)
+        store(stats[0], i, load(low, i) + nothing)
+        store(stats[1], i, load(high, i) + nothing)
 
 
 @kernel
@@ -62,19 +62,19 @@ def quantize_columns(x16, x32, dtype, shape, codec, bits, group, half_levels, pa
     bad = 0
     for unit in prange(outer * groups * inner):
         values = np.empty(pad(n), np.float32)
-        facts = np.empty((4, pad(n)), np.float32)
+        stats = np.empty((4, pad(n)), np.float32)
         scratch = np.empty((2, pad(n)), np.float32)
         words = np.empty((2, pad(n)), np.uint16)
         codes = np.empty(block * n + LANES, np.uint8)
         g, column = unit // inner % groups, unit % inner
         row = (unit // (inner * groups) * length + g * group) * inner + column
         count = min(group, length - g * group)
-        _measure_columns(x16, x32, dtype, row * n, inner * n, count, n, values, facts, scratch)
-        low, high, scales, offsets = facts[0], facts[1], facts[2], facts[3]
+        _measure_columns(x16, x32, dtype, row * n, inner * n, count, n, values, stats, scratch)
+        low, high, scales, offsets = stats[0], stats[1], stats[2], stats[3]
         if codec == SYMMETRIC:
             for i in range(0, n, LANES):
                 store(high, i, maximum(load(high, i), splat(_ZERO) - load(low, i)))
-        find_scales(codec, top, half_levels, facts, n, words)
+        find_scales(codec, top, half_levels, stats, n, words)
         zero, most = splat(_ZERO), splat(top)
         for start in range(0, count, block):
             taken = min(block, count - start)

@@ -177,10 +177,10 @@ def _count(k, of_row, group, rest):
 
 
 @helper
-def measure_squares(codec, values, stride, rows, n, group, squares, facts):
-    """HADAMARD, TERNARY: put what the scales of groups are made of to facts[0], as `find_scales` wants it.
+def measure_squares(codec, values, stride, rows, n, group, squares, stats):
+    """HADAMARD, TERNARY: put what the scales of groups are made of to stats[0], as `find_scales` wants it.
 
-    Groups of rows of n values stand `stride` apart, their largest magnitudes in facts[1]; those of HADAMARD
+    Groups of rows of n values stand `stride` apart, their largest magnitudes in stats[1]; those of HADAMARD
     are then transformed, without the factor. All groups go through one step before the next, so that the end
     of a reduction is hidden behind the group after it.
     """
@@ -188,9 +188,9 @@ def measure_squares(codec, values, stride, rows, n, group, squares, facts):
     rest = n - (of_row - 1) * group
     for k in range(rows * of_row):
         count = _count(k, of_row, group, rest)
-        facts[0, k] = root_mean_square(values, k * stride, count, facts[1, k], squares)
+        stats[0, k] = root_mean_square(values, k * stride, count, stats[1, k], squares)
         if codec == TERNARY:
-            facts[0, k] *= _TERNARY_LEVEL
+            stats[0, k] *= _TERNARY_LEVEL
     if codec == HADAMARD and rest == group == stride:
         hadamard_run(values, 0, rows * n, group & -group)
     elif codec == HADAMARD:

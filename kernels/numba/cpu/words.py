@@ -118,17 +118,17 @@ def store_words(typing_context, row, index, value, wide):
 
 
 @helper
-def find_scales(codec, top, half_levels, facts, count, words):
+def find_scales(codec, top, half_levels, stats, count, words):
     """Turn what the first phase found in `count` groups into words, and into the numbers these stand for.
 
-    facts : float32 (4, pad(count)). In: rows 0 and 1 are lowest and highest value (AFFINE), unused and
+    stats : float32 (4, pad(count)). In: rows 0 and 1 are lowest and highest value (AFFINE), unused and
         largest magnitude (SYMMETRIC), step and largest magnitude (HADAMARD, TERNARY).
         Out: rows 2 and 3 are scale and offset.
     words : uint16 (2, pad(count)): scale and, for AFFINE, offset
     """
     zero, one, two, minus = splat(_ZERO), splat(_ONE), splat(_TWO), splat(_MINUS_ONE)
     for k in range(0, count, LANES):
-        a, b = load(facts[0], k), load(facts[1], k)
+        a, b = load(stats[0], k), load(stats[1], k)
         if codec == AFFINE:
             largest = maximum(a * minus, b)
             size = largest
@@ -149,8 +149,8 @@ def find_scales(codec, top, half_levels, facts, count, words):
         scale = where(reach > reachable * nearest, _round_up(step, wide), nearest)
         scale = where(known, scale, splat(_NAN))
         store_words(words[0], k, scale * (one - two * wide), wide)
-        store(facts[2], k, scale)
-        store(facts[3], k, scale * splat(top * -_HALF) if codec == SYMMETRIC else offset)
+        store(stats[2], k, scale)
+        store(stats[3], k, scale * splat(top * -_HALF) if codec == SYMMETRIC else offset)
 
 
 @helper
