@@ -1,7 +1,7 @@
-"""What an ablation case does on a GPU beside reading: copies, and attention of a token over all layers.
+"""Attention of a token over all layers of an ablation case, timed on a GPU.
 
-A cache that was filled on the GPU is copied to the CPU, where its pages are counted and unpacked: codes are
-the same bits on both. Pages of either kind are copied to the GPU for the attention that is timed.
+Pages of either kind, packed or with one code a byte, are copied to the GPU. The backend is the one that
+`packed_attention` chooses there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from kvlab.errors import needs_extra
 from kvlab.lab.timing import Timing
 from kvlab.lab.timing_gpu import captured, time_graphs
 from kvlab.lab.turns import beside_others, gpu_turns
-from kvlab.ops.cuda import packed as packed_cuda
+from kvlab.ops.packed import packed_attention
+from kvlab.registry import last_backend
 
 __all__ = ["attend_layers", "to_gpu"]
 
@@ -41,6 +42,7 @@ def attend_layers(
     out : (1, 1, num_heads_q, head_dim) float32
         Of the first layer.
     backend : str
+        The one that the registry chose for this GPU.
 
     Raises
     ------
@@ -51,28 +53,15 @@ def attend_layers(
         import torch
     if not torch.cuda.is_available():
         raise RuntimeError("device='cuda': torch sees no GPU; kvlab env says what is here. Use --device cpu")
-    num_heads_kv, head_dim = pages[0].num_pages.shape[1], q.shape[3]
     with beside_others("cuda"):
         query = torch.from_numpy(q).cuda().to(torch.float16)
         layers = [to_gpu(layer) for layer in pages]
-        out = torch.empty_like(query)
-        lse = torch.empty(1, q.shape[2], 1, device="cuda")
-        workspace = packed_cuda.make_workspace(query, num_heads_kv, q.shape[2] // num_heads_kv, head_dim)
-
-        def attend(layer: SimpleNamespace) -> None:
-            packed_cuda.attend(query, layer, out, lse, workspace, scale=head_dim**-0.5)
-
-        attend(layers[0])
-        first = out.float().cpu().numpy()
-
-        def attend_all() -> None:
-            for layer in layers:
-                attend(layer)
-
-        graphs = captured({"layers": attend_all})
+        first = packed_attention(query, layers[0]).out.float().cpu().numpy()
+        backend = str(last_backend())
+        graphs = captured({"layers": lambda: [packed_attention(query, layer) for layer in layers]})
     with gpu_turns().alone():
         timing = time_graphs(graphs, repeats)["layers"]
-    return timing, first, "cuda"
+    return timing, first, backend
 
 
 def to_gpu(pages: LayerPages) -> SimpleNamespace:

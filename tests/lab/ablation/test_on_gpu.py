@@ -1,0 +1,41 @@
+"""Attention of an ablation case on a GPU, with the CPU in its place: who computes, and who is named."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlab.lab import on_gpu
+from kvlab.lab.ablation import run as ablation
+from kvlab.lab.ablation.grid import AblationCase, Geometry
+from kvlab.lab.timing import Timing
+from kvlab.ops.packed import packed_attention
+
+torch = pytest.importorskip("torch")
+
+
+def test_the_backend_is_the_one_that_the_registry_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = AblationCase(0.4, "2,4,8", 256, model=None, geometry=Geometry(2, 4, 2, 64))
+    pages = ablation.pages_of(ablation._filled(case, lambda done, total: None).cache)
+    called: list[int] = []
+
+    def captured(calls: dict[str, Any]) -> dict[str, Any]:
+        called.append(len(calls["layers"]()))
+        return calls
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    monkeypatch.setattr(on_gpu, "to_gpu", lambda layer: layer)
+    monkeypatch.setattr(on_gpu, "beside_others", lambda device: nullcontext())
+    monkeypatch.setattr(on_gpu, "gpu_turns", lambda: SimpleNamespace(alone=nullcontext))
+    monkeypatch.setattr(on_gpu, "captured", captured)
+    monkeypatch.setattr(on_gpu, "time_graphs", lambda graphs, repeats: {"layers": Timing((1.0,) * repeats)})
+    q = ablation.query(case)
+    timing, found, backend = on_gpu.attend_layers(pages, q, 3)
+    assert (backend, called, timing.seconds) == ("cpu", [2], (1.0,) * 3)
+    expected = packed_attention(q, pages[0], backend="reference").out
+    assert np.linalg.norm(found - expected) <= 2e-3 * np.linalg.norm(expected)
