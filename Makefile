@@ -1,5 +1,5 @@
 # make demo | test | lint | clean          what everyone needs
-# make demo-full | test-compat | compile-gate
+# make demo-full | test-compat | compile-gate | browser
 #
 # Each target makes .venv if it is missing and installs what it needs; a stamp file in .venv remembers that, so a
 # second run starts at once. Needs make and Python 3.11 or later with venv.
@@ -23,7 +23,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 TORCH := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.*'
 
-.PHONY: demo demo-full test test-compat compile-gate lint clean
+.PHONY: demo demo-full test test-compat compile-gate browser lint clean
 
 demo: .venv/stamp-demo
 	$(BIN)/kvlab demo $(ARGS)
@@ -52,6 +52,14 @@ lint: .venv/stamp-test
 	$(BIN)/ruff format --check
 	$(BIN)/mypy kvlab kernels
 	find kernels -name '*.cu' -o -name '*.cuh' | xargs --no-run-if-empty $(BIN)/clang-format --dry-run -Werror
+
+# Chromium for the test of the HTML report, as root on Debian and Ubuntu. Elsewhere it says what is not checked.
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name > /dev/null && exit 0; done
+	if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium > /dev/null && exit 0
+	fi
+	echo "make: no Chromium was found or installed; the test of the HTML report in a browser will be skipped"
 
 # What builds and runs left behind. The environments stay: rm -rf .venv .venv-compat
 clean:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvlab.device import cpu
+from tests.browser import MISSING, browser
 
 os.environ.setdefault("KVLAB_TINY", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if processes := getattr(config.option, "numprocesses", None):
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
             os.environ.setdefault(name, str(max(cpu().threads // processes, 1)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name the check that a machine without a browser leaves out."""
+    if browser() is None:
+        terminalreporter.write_line(f"not checked: {MISSING}")
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from kvlab.lab.results import Row
 from kvlab.lab.sweep import tables, views
 from kvlab.lab.sweep.expectations import expectations
 from kvlab.lab.sweep.report import all_views, to_markdown, write_report
+from tests.browser import MISSING, browser, dump
 
 
 def row(budget: float, bits: str, context: int, packed: bool, **values: object) -> Row:
@@ -170,15 +169,16 @@ def test_markdown_has_a_row_for_every_row() -> None:
     assert sum(line.startswith("| ") for line in lines) == sum(len(view.rows) + 2 for view in shown)
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@pytest.mark.skipif(browser() is None, reason=MISSING)
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     """No errors of its script, a table sorts when its heading is clicked, nothing wider than a phone."""
-    write_report(ROWS, tmp_path)
+    reason = "ValueError " + "a/path/without/a/space" * 20
+    write_report([*ROWS, row(0.3, "4,8", 512, True, status="failed: gpu", reason=reason)], tmp_path)
     page = tmp_path / "report.html"
     check = """<script>
     window.onerror = message => document.title = "error: " + message;
     addEventListener("load", () => {
-      const table = document.querySelectorAll("table")[0], at = [...table.tHead.rows[0].cells];
+      const table = document.querySelectorAll("table")[1], at = [...table.tHead.rows[0].cells];
       const column = at.findIndex(head => head.textContent === "loss");
       at[column].firstElementChild.click();
       const values = [...table.tBodies[0].rows].map(row => parseFloat(row.cells[column].dataset.value));
@@ -186,17 +186,8 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
       document.title = JSON.stringify([sorted, document.documentElement.scrollWidth, innerWidth]);
     });</script>"""
     page.write_text(page.read_text().replace("<head>", f"<head>{check}", 1))
-    command = [
-        *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=390,844"),
-        *(
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--virtual-time-budget=2000",
-            "--dump-dom",
-            page.as_uri(),
-        ),
-    ]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    title = re.search("<title>(.*?)</title>", answer.stdout)
+    found = dump(page, tmp_path / "profile", width=390, height=844)
+    title = re.search("<title>(.*?)</title>", found)
     assert title is not None
     is_sorted, width, window = json.loads(title[1])
     assert is_sorted
