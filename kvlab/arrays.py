@@ -178,6 +178,8 @@ def dtype_name(x: Any, name: str = "x") -> str:
     except TypeError:  # unhashable: a list or the like, no dtype
         raise _refuse(x, name) from None
     if text not in _DTYPES:
+        if x is None or isinstance(x, int | float | complex):
+            raise _refuse(x, name)
         raise TypeError(
             f"{name} has dtype {text}, which is not supported; supported are {', '.join(_DTYPES)}"
         )

@@ -176,3 +176,9 @@ def test_viewing_never_imports_a_framework() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'cupy', 'jax', 'numba', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("x", [1, 2.5, None, True])
+def test_what_is_no_array_is_not_said_to_have_a_dtype(x: object) -> None:
+    with pytest.raises(TypeError, match=r"q must be an array with __dlpack__"):
+        arrays.dtype_name(x, "q")

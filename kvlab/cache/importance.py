@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,11 +48,17 @@ class Policy:
         None for tokens seen for the first time, `tokens` have come since the last collection.
     by_position : bool
         The score follows from position and length alone, so it is computed anew whenever it is needed.
+    made_from : tuple
+        Arguments of `make_policy`, from which a pickle makes it again: functions inside others have none.
     """
 
     observes: Literal["mass", "key_norm", "nothing"]
     update: PolicyFunction
     by_position: bool = False
+    made_from: tuple[Any, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_policy, self.made_from
 
 
 def weight_of_collection(decay: float, tokens: int) -> tuple[float, int]:
@@ -104,7 +110,7 @@ def make_policy(importance: Importance, decay: float) -> Policy:
     """
     decay = number(decay, "ema_decay", 0, 1)
     if callable(importance):
-        return Policy("mass", _checked(importance))
+        return Policy("mass", _checked(importance), made_from=(importance, decay))
 
     def weights(positions: Ints, seqlen: int, tokens: int) -> tuple[Floats, np.float32]:
         share, span = weight_of_collection(decay, tokens)
@@ -153,7 +159,7 @@ def make_policy(importance: Importance, decay: float) -> Policy:
         "recency": Policy("nothing", recency, by_position=True),
         "uniform": Policy("nothing", uniform),
     }
-    return policies[choice(importance, "importance", POLICIES)]
+    return replace(policies[choice(importance, "importance", POLICIES)], made_from=(importance, decay))
 
 
 def _checked(update: UpdateFunction) -> PolicyFunction:

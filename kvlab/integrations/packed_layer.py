@@ -64,9 +64,9 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         raise RuntimeError(
             f"{func} was called on keys or values of a KVLabCache, which are packed: only the attention "
-            f"function {ATTENTION!r} reads them. Call model.set_attn_implementation({ATTENTION!r}), or "
-            f"generate inside kvlab.quantized(model); a model that uses its keys elsewhere needs a "
-            f"transformers.DynamicCache"
+            f"function {ATTENTION!r} reads them. If the model runs another one, use kvlab.quantized(model) "
+            f"or call model.set_attn_implementation({ATTENTION!r}); if it runs this one, it uses its keys "
+            f"elsewhere, too, and needs a transformers.DynamicCache outside kvlab.quantized"
         )
 
 

@@ -26,8 +26,8 @@ Model = TypeVar("Model")
 @contextmanager
 def quantized(
     model: Model,
-    *,
     budget: float | int | str | None = 0.35,
+    *,
     bits: Bits = (2, 3, 4, 8),
     graph: bool = False,
     **options: Any,
@@ -78,6 +78,11 @@ def quantized(
         from transformers import PreTrainedModel
 
         from kvlab.integrations.transformers import KVLabCache
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise TypeError(
+            "model is compiled by torch.compile, which cannot trace the kernels of a packed cache: pass the "
+            "model that was compiled (model._orig_mod), or load it again if model.compile() compiled it"
+        )
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         raise TypeError(f"model must be a transformers model that generates, not {type(model)}")
     if "past_key_values" not in signature(model.forward).parameters:

@@ -18,16 +18,20 @@ from kvlab.arguments import whole_number
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.ladder import Bits
 from kvlab.errors import needs_extra
+from kvlab.sizes import format_size
 
 with needs_extra("hf", "kvlab.integrations.transformers"):
     import torch
     from transformers import DynamicCache, PreTrainedConfig
     from transformers.cache_utils import Cache, DynamicLayer
 
+    from kvlab.integrations.cache_bytes import layer_nbytes
     from kvlab.integrations.packed_attention import register
     from kvlab.integrations.packed_layer import ATTENTION, PackedLayer, SharedCache
 
 __all__ = ["ATTENTION", "KVLabCache", "register"]
+
+register()  # so that a model can be loaded with attn_implementation="kvlab_packed"
 
 
 class KVLabCache(Cache):
@@ -53,7 +57,7 @@ class KVLabCache(Cache):
     ValueError, TypeError
         If an option is not valid.
     NotImplementedError
-        If the model is an encoder-decoder.
+        If the model is an encoder-decoder or has multi-head latent attention.
 
     Warns
     -----
@@ -67,20 +71,21 @@ class KVLabCache(Cache):
     >>> config = LlamaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
     ...                      num_key_value_heads=2, intermediate_size=64)
     >>> model = LlamaForCausalLM(config).eval()
-    >>> register()
     >>> model.set_attn_implementation("kvlab_packed")
     >>> cache = KVLabCache(config, budget=0.25, bits=(2, 4, 8))
     >>> prompt = torch.tensor([[5, 3, 8]])
     >>> out = model.generate(prompt, past_key_values=cache, max_new_tokens=40, eos_token_id=None)
     >>> cache.get_seq_length(), cache.packed.nbytes <= cache.packed.budget_nbytes
     (42, True)
+    >>> cache
+    KVLabCache: 2 layers, 42 tokens, ... KiB of 128.00 KiB, ... bits an element (float16 ... KiB)
     """
 
     def __init__(
         self,
         config: PreTrainedConfig,
-        *,
         budget: float | int | str | None = 0.35,
+        *,
         bits: Bits = (2, 3, 4, 8),
         dtype: str | None = None,
         **options: Any,
@@ -89,7 +94,18 @@ class KVLabCache(Cache):
             raise TypeError(f"config must be the configuration of a model (model.config), not {type(config)}")
         if config.is_encoder_decoder:
             raise NotImplementedError("encoder-decoder models are not supported; decoder-only models are")
+        text = config.get_text_config(decoder=True)
+        if getattr(text, "kv_lora_rank", None):
+            raise NotImplementedError(
+                f"{type(text).__name__}.kv_lora_rank={text.kv_lora_rank}: multi-head latent attention caches "
+                f"latents, not keys and values, and they cannot be packed: use a transformers.DynamicCache, "
+                f"outside kvlab.quantized"
+            )
         layers = DynamicCache(config=config).layers
+        # Configurations of encoder and decoder count the layers of the encoder, also for a decoder alone.
+        if (count := getattr(text, "decoder_layers", None)) is not None:
+            more = [DynamicLayer() for _ in range(count - len(layers))]  # type: ignore[no-untyped-call]
+            layers = [*layers, *more][:count]
         full = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
         if not full:
             kinds = sorted({type(layer).__name__ for layer in layers})
@@ -100,7 +116,26 @@ class KVLabCache(Cache):
         for number, place in enumerate(full):
             layers[place] = PackedLayer(self._shared, number)
         super().__init__(layers=layers)
-        register()
+
+    def __repr__(self) -> str:
+        packed, text = self.packed, f"KVLabCache: {len(self.layers)} layers"
+        if stock := self._stock():
+            text += f" ({len(stock)} not packed)"
+        if packed is None or not packed.seqlen:
+            return f"{text}, empty"
+        rows = "" if packed.batch == 1 else f"{packed.batch} rows of "
+        of, bits = packed.nbytes, packed.bits_per_element
+        limit = "" if packed.budget_nbytes is None else f" of {format_size(packed.budget_nbytes)}"
+        dense = format_size(round(of * 16 / bits)) if bits else "0 B"
+        return (
+            f"{text}, {rows}{packed.seqlen} tokens, {format_size(of)}{limit}, {bits:.1f} bits an element "
+            f"(float16 {dense})"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache holds: live buffers of the packed layers, all tensors of the others."""
+        return (0 if self.packed is None else self.packed.nbytes) + layer_nbytes(self._stock())
 
     @property
     def packed(self) -> MixedPrecisionCache | None:

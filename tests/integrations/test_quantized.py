@@ -245,6 +245,19 @@ def test_a_model_that_does_not_use_the_cache_it_is_given_is_found(monkeypatch: p
         model(tokens(1, 9))
 
 
+def test_a_compiled_model_is_refused_with_the_way_round() -> None:
+    model = tiny("llama")
+    with (
+        pytest.raises(TypeError, match=r"torch\.compile, .*\(model\._orig_mod\)"),
+        kvlab.quantized(torch.compile(model)),
+    ):
+        pass
+    in_place = copy.deepcopy(model)
+    in_place.compile()
+    with pytest.raises(TypeError, match=r"load it again if model\.compile\(\)"), kvlab.quantized(in_place):
+        pass
+
+
 def test_a_model_with_states_is_refused() -> None:
     model = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, state_size=8))
     with pytest.raises(NotImplementedError, match="takes no past_key_values"), kvlab.quantized(model):

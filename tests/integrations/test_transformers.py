@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import io
+import pickle
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -12,13 +16,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BartConfig, DynamicCache, GptOssConfig, GptOssForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvlab import BudgetError, MixedPrecisionCache
 from kvlab.integrations.packed_layer import PackedLayer
 from kvlab.integrations.padding import Padding
+from kvlab.integrations.quantized import quantized
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
+from kvlab.sizes import format_size
 from tests.integrations.models import CONFIGS, MHA, tiny, tokens
 
 register()
@@ -173,7 +187,7 @@ def test_another_attention_function_is_refused(attention: str, attend: Any) -> N
     model = tiny("llama")
     attend(model, attention)
     cache = KVLabCache(model.config, **EXACT)
-    with pytest.raises(RuntimeError, match=r"Call model\.set_attn_implementation\('kvlab_packed'\)"):
+    with pytest.raises(RuntimeError, match=r"call model\.set_attn_implementation\('kvlab_packed'\)"):
         model(tokens(1, 9), past_key_values=cache)
     assert cache.get_seq_length() == 0
     attend(model, ATTENTION)
@@ -318,11 +332,100 @@ def test_once_no_padding_is_left_masks_need_not_be_there(llama: Any, how: str) -
         ("llama", {"batch": 2}, TypeError, "batch"),
         (tiny("llama"), {}, TypeError, r"model\.config"),
         (BartConfig(), {}, NotImplementedError, "encoder-decoder"),
+        ("llama", {"nbits": 4}, TypeError, "nbits=4 is no option of the cache, bits is meant"),
+        ("llama", {"residual_length": 128}, TypeError, "residual_length=128 .*, residual is meant"),
+        ("llama", {"q_group_size": 64}, TypeError, "q_group_size=64 .*a step size of its own"),
+        ("llama", {"bugdet": 1}, TypeError, "bugdet=1 .*, budget is meant"),
+        (
+            DeepseekV3Config(),
+            {},
+            NotImplementedError,
+            r"multi-head latent attention .* transformers\.DynamicCache, outside",
+        ),
     ],
 )
 def test_bad_options_show_at_once(config: Any, options: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         KVLabCache(CONFIGS.get(config, config) if isinstance(config, str) else config, **options)
+
+
+def test_a_budget_may_stand_second(llama: Any) -> None:
+    cache = KVLabCache(llama.config, "3MiB")
+    llama(tokens(1, 9), past_key_values=cache)
+    assert cache.packed is not None
+    assert cache.packed.budget_nbytes == 3 << 20
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(12, 2), (2, 4)])
+def test_a_decoder_alone_has_the_layers_of_the_decoder(encoder: int, decoder: int) -> None:
+    sizes = {"d_model": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "forced_eos_token_id"), None)
+    torch.manual_seed(0)
+    model = BartForCausalLM(
+        BartConfig(vocab_size=128, encoder_layers=encoder, decoder_layers=decoder, **sizes, **special)
+    ).eval()
+    ids = tokens(1, 38)
+    with torch.no_grad(), quantized(model, **EXACT):
+        cache = model(ids[:, :-1]).past_key_values
+        found = model(ids[:, -1:], past_key_values=cache).logits
+    assert cache.packed.num_layers == decoder
+    assert torch.allclose(found, model(ids, use_cache=False).logits[:, -1:], atol=1e-3)
+
+
+def test_a_model_may_be_loaded_with_the_attention_function() -> None:
+    """In a process of its own: here it is registered."""
+    code = """if True:
+        import kvlab.integrations.transformers
+        from transformers import AutoModelForCausalLM, LlamaConfig
+        config = LlamaConfig(vocab_size=9, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                             num_attention_heads=2)
+        AutoModelForCausalLM.from_config(config, attn_implementation="kvlab_packed")
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation=ATTENTION)
+
+
+@pytest.mark.parametrize("importance", ["attention", "recency"])
+def test_caches_can_be_pickled(llama: Any, importance: str) -> None:
+    cache = KVLabCache(llama.config, budget=0.3, importance=importance)
+    llama(tokens(1, 90), past_key_values=cache)
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    copies = [pickle.loads(pickle.dumps(cache)), torch.load(file, weights_only=False)]
+    for n in (1, 5):
+        found = [llama(tokens(1, n), past_key_values=held).logits for held in (cache, *copies)]
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+
+
+def test_a_cache_says_what_it_holds(llama: Any) -> None:
+    cache = KVLabCache(llama.config, "1MiB", bits=(4, 8))
+    assert (repr(cache), cache.nbytes) == ("KVLabCache: 3 layers, empty", 0)
+    llama(tokens(2, 100), past_key_values=cache)
+    packed = cache.packed
+    assert packed is not None
+    assert cache.nbytes == packed.nbytes
+    assert packed.budget_nbytes is not None
+    float16 = 2 * 3 * 2 * 100 * 2 * 16 * 2  # K and V, layers, rows, tokens, heads, channels, bytes
+    assert repr(cache) == (
+        f"KVLabCache: 3 layers, 2 rows of 100 tokens, {packed.nbytes / 1024:.2f} KiB of "
+        f"{format_size(packed.budget_nbytes)}, {16 * packed.nbytes / float16:.1f} bits an element (float16 "
+        f"{float16 / 1024:.2f} KiB)"
+    )
+    cache.reset()
+    assert "empty" in repr(cache)
+
+
+def test_bytes_of_layers_that_are_not_packed_count(attend: Any) -> None:
+    model, cache = tiny("gemma3"), KVLabCache(CONFIGS["gemma3"], None)
+    attend(model, ATTENTION)
+    model(tokens(1, 9), past_key_values=cache)
+    assert cache.packed is not None
+    others = 2 * 9 * 2 * 32 * 4  # K and V of 9 tokens, 2 heads of 32 channels, in float32
+    assert others <= cache.nbytes - cache.packed.nbytes < others + 64
+    assert "3 layers (1 not packed), 9 tokens" in repr(cache)
 
 
 def test_a_model_without_full_attention_is_warned_of() -> None:

@@ -15,10 +15,9 @@ chunks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +31,7 @@ with needs_extra("hf", "kvlab.lab.quality.measure"):
     import torch
     from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+    from kvlab.integrations.cache_bytes import layer_nbytes, tensors
     from kvlab.integrations.reading import read_chunks
     from kvlab.integrations.transformers import KVLabCache
 
@@ -162,7 +162,7 @@ def _read_batch(
                 observe(run.case.name, begin, logits)
             progress(run.case.name)
     dense = runs[0].cache
-    elements = sum(tensor.numel() for layer in dense.layers for tensor in _tensors(vars(layer)))
+    elements = sum(tensor.numel() for layer in dense.layers for tensor in tensors(vars(layer)))
     for run in runs:
         run.end(len(windows), elements)
 
@@ -250,23 +250,4 @@ def held_bytes(cache: Cache) -> int:
     >>> held_bytes(cache)
     192
     """
-    packed = cache.packed.nbytes if isinstance(cache, KVLabCache) and cache.packed is not None else 0
-    found = {id(tensor): tensor for layer in cache.layers for tensor in _tensors(vars(layer))}
-    return packed + sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Plain tensors inside attributes, containers and the tensor subclasses of quantisation libraries."""
-    if isinstance(value, torch.Tensor):
-        flatten = getattr(value, "__tensor_flatten__", None)
-        if flatten is None:
-            yield value
-        else:
-            for name in flatten()[0]:
-                yield from _tensors(getattr(value, name))
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    return cache.nbytes if isinstance(cache, KVLabCache) else layer_nbytes(cache.layers)
