@@ -177,13 +177,13 @@ class Layer:
             room = None if share is None else share - window.nbytes
             return _Change(tokens, new, self._plan(row, tokens, new, room, end), window, mean)
 
-        if share is not None and mean is None:
-            sinks = self._sinks(exact, leaving)
-            window, new = self._parts(exact, sinks, leaving, end)
+        new, sinks = self._new_tokens(exact.part(0, leaving), end), self._sinks(exact, leaving)
+        if sinks and share is not None and mean is None:
+            window, others = exact.without(sinks, leaving), new.behind(sinks)
             fits = int(store.nbytes()[row]) <= share - window.nbytes
-            if sinks and fits and store.open_pages(row, new) is not None:
-                return change(window, new)  # nothing is planned for sinks that wait, token by token
-        return self._keeping_sinks(exact, leaving, end, change)
+            if fits and store.open_pages(row, others) is not None:
+                return change(window, others)  # nothing is planned for sinks that wait, token by token
+        return self._keeping_sinks(exact, new, sinks, change)
 
     def _leaving(self, row: int, exact: Window, share: int | None) -> tuple[NDArray[np.float16] | None, int]:
         """The key mean if it is to be taken now, and how many exact tokens need not stay."""
@@ -201,23 +201,20 @@ class Layer:
         """How many of the first `leaving` exact tokens are sinks that may stay exact."""
         return int((exact.position[:leaving] < self.sink).sum()) if self.sinks_wait else 0
 
-    def _parts(self, exact: Window, kept: int, leaving: int, end: int) -> tuple[Window, NewTokens]:
-        """All exact tokens but `kept` to `leaving`, and these."""
-        return exact.without(kept, leaving), self._new_tokens(exact.part(kept, leaving), end)
-
     def _keeping_sinks(
-        self, exact: Window, leaving: int, end: int, change: Callable[[Window, NewTokens], _Change]
+        self, exact: Window, new: NewTokens, sinks: int, change: Callable[[Window, NewTokens], _Change]
     ) -> _Change:
-        """The change by which exact tokens leave, all but sinks that would lose their width.
+        """The change by which `new` leaves the exact tokens, all but those first ones, sinks, that lose bits.
 
         What is demoted stays so, and a short sequence may take fewer bytes than a page of the highest rung
         for each head. So sinks stay exact until such pages are there, only the first where not all can.
         """
-        found, sinks = change(*self._parts(exact, 0, leaving, end)), self._sinks(exact, leaving)
+        leaving = len(new.position)
+        found = change(exact.without(0, leaving), new)
         top = len(self.store.ladder) - 1
         while sinks and found.plan is not None and (found.plan.new[:, :sinks] < top).any():
             try:
-                return change(*self._parts(exact, sinks, leaving, end))
+                return change(exact.without(sinks, leaving), new.behind(sinks))
             except BudgetError:
                 sinks //= 2
         return found
@@ -306,7 +303,8 @@ class Layer:
                 plan = Plan(tokens, target, found.new)
             return _Change(tokens, new, plan, window, mean)
 
-        return self._keeping_sinks(exact, leaving, end, change)
+        leaves = self._new_tokens(exact.part(0, leaving), end)
+        return self._keeping_sinks(exact, leaves, self._sinks(exact, leaving), change)
 
     def crop(self, end: int, changes: list[_Change]) -> None:
         """Forget the tokens from position `end` on, as `plan_crop` has planned it."""

@@ -68,6 +68,10 @@ class NewTokens:
         values = np.empty((0, num_heads_kv, head_dim), np.float32)
         return NewTokens(values, values, np.empty(0, np.int64), np.empty((num_heads_kv, 0), np.uint8))
 
+    def behind(self, n: int) -> NewTokens:
+        """All but the first `n`."""
+        return NewTokens(self.k[n:], self.v[n:], self.position[n:], self.code[:, n:])
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -170,6 +170,20 @@ def test_sinks_that_wait_survive_files_crops_and_other_rows(tmp_path: Path) -> N
     np.testing.assert_array_equal(error_of_sinks(loaded), wanted)
 
 
+def test_while_sinks_wait_a_function_is_asked_once_for_new_tokens() -> None:
+    calls = []
+
+    def equal(previous: Any, observed: Any, positions: Any, seqlen: int) -> Any:
+        calls.append(previous is None)
+        return np.ones(observed.shape)
+
+    rng = np.random.default_rng(7)
+    cache = MixedPrecisionCache(1, HEADS, HEADS, 64, budget=0.27, plan_length=1, importance=equal)
+    for n in range(1, 4):
+        cache.step(0, *rng.standard_normal((3, 1, 64, HEADS, 64), dtype=np.float32))
+        assert sum(calls) == n
+
+
 PREFILL, SCORED, CHUNK = 640, 512, 64
 MOST = 1.2
 """Divergence after a prefill in parts against that after one shot, of any size of part."""
