@@ -2,7 +2,6 @@
 // common/pairs.cuh. With the macro FLOAT32 = 1 elements are float32; else they are of the 16-bit type.
 #pragma once
 
-constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
 #define INFINITE __int_as_float(0x7f800000)
 
 #if FLOAT32

@@ -1,5 +1,7 @@
-// Arithmetic of pairs of float16, and of four bytes, in 32-bit registers. Needs common/pairs.cuh.
+// Arithmetic of pairs of float16, and of four bytes, in 32-bit registers.
 #pragma once
+
+#include "common/pairs.cuh"
 
 __device__ __forceinline__ u32 half_of(float x) {
     return pack_halves(x, 0.f);

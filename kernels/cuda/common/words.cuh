@@ -9,6 +9,7 @@ using i32 = int;
 using i64 = long long;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);

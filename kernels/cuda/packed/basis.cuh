@@ -1,5 +1,7 @@
-// The basis and units in which sums over values are kept. Needs WIDTHS_V, CODED, RAW and packed/state.cuh.
+// The basis and units in which sums over values are kept.
 #pragma once
+
+#include "packed/state.cuh"
 
 // What codes of `bits` are multiplied by in `out`, as a power of 2: rows g (even) and g + 8 (odd) of a tile.
 __device__ __forceinline__ int unit_of(int bits, int odd) {

@@ -1,7 +1,10 @@
-// What a call of packed attention gets, and what it calls a sequence. Needs common/pairs.cuh.
+// What a call of packed attention gets, and what it calls a sequence.
 #pragma once
 
+#include "common/pairs.cuh"
+
 constexpr int MAX_RUNGS = 16;
+constexpr int CODED = 15, RAW = 16;  // which bits of the macros WIDTHS_K and WIDTHS_V
 
 struct Rung {
     const u8* pool;

@@ -1,8 +1,9 @@
 // Combine of partial results: of warps in shared memory, of thread blocks through global memory.
 //
-// A row of a result is ROW_FLOATS floats: the sum of p v, row_max, the sum of p. Needs WARPS and
-// packed/state.cuh.
+// A row of a result is ROW_FLOATS floats: the sum of p v, row_max, the sum of p.
 #pragma once
+
+#include "packed/state.cuh"
 
 // A row spread over a warp: pairs lane, lane + 32, ...
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;

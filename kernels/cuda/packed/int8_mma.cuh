@@ -9,8 +9,10 @@
 //
 // k of an operand stands for columns of two tiles i and i + 1. At 2 bits, whose word holds both, bytes are
 // columns 2u of i and of i + 1, 2u + 1 of i and of i + 1, and in the second register those 8 higher; at other
-// widths 2u, 2u + 8, 2u + 1, 2u + 9 of i, and in the second register of i + 1. Needs packed/state.cuh.
+// widths 2u, 2u + 8, 2u + 1, 2u + 9 of i, and in the second register of i + 1.
 #pragma once
+
+#include "packed/state.cuh"
 
 // TWOS fragments of two tiles share WORDS words of a lane. For their place in a byte codes of rows g (even)
 // and g + 8 (odd) come multiplied; at 3 bits those of columns 0 to 7 by 4 times as much, because fields that

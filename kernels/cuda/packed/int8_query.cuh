@@ -1,7 +1,10 @@
 // Queries as operands of integer products: see packed/int8_mma.cuh.
 //
-// A query row is relative to its largest element. Needs WIDTHS_K.
+// A query row is relative to its largest element.
 #pragma once
+
+#include "packed/int8_mma.cuh"
+#include "packed/page_ring.cuh"
 
 constexpr bool TWO_BITS_ALONE = WIDTHS_K == 1, THREE_BITS = WIDTHS_K & 2,
                ONE_KEY_WIDTH = (WIDTHS_K & (WIDTHS_K - 1)) == 0;

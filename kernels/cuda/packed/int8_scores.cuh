@@ -1,5 +1,7 @@
-// Scores of coded keys by integer products: see packed/int8_mma.cuh. Needs packed/int8_query.cuh.
+// Scores of coded keys by integer products: see packed/int8_mma.cuh.
 #pragma once
+
+#include "packed/int8_query.cuh"
 
 // Scores of coded keys, less `base`.
 template <int BITS>

@@ -4,6 +4,8 @@
 // ones would vanish. Sums over pages are float32, of values but for their zero point.
 #pragma once
 
+#include "packed/int8_mma.cuh"
+
 // Probabilities times the scales of values in 16 bits of fixed point, of the rows of a lane.
 struct ScaledP {
     u32 x[LANE_ROWS][8];    // the lower 16 bits

@@ -1,5 +1,8 @@
-// Softmax over the scores of a page: of slots 8 g + i and rows of the lane at s[i]. Needs packed/state.cuh.
+// Softmax over the scores of a page: of slots 8 g + i and rows of the lane at s[i].
 #pragma once
+
+#include "packed/call.cuh"
+#include "packed/state.cuh"
 
 // Caps scores and takes `base` off them.
 __device__ __forceinline__ void cap_scores(float cap, const float (&base)[LANE_ROWS],

@@ -56,14 +56,8 @@
 // gate: HEAD_DIM=80,256 BF16=0 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=1 KEEP_SCORES=0 INT8_MMA=0 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 INT8_MMA=0 registers<=255 arch=sm_90a,sm_100a,sm_120a
 // clang-format on
-#include <cuda_fp16.h>
-
-constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
-
 #include "common/early_launch.cuh"
-#include "pages/codes.cuh"
 #include "packed/split_kv.cuh"
-#include "packed/state.cuh"
 #include "packed/combine.cuh"
 #include "packed/saved_scores.cuh"
 #include "packed/page_ring.cuh"
@@ -81,7 +75,6 @@ constexpr int CODED = 15, RAW = 16;  // which bits of WIDTHS_K and WIDTHS_V
 #endif
 
 constexpr int MAX_STAGES = 8;
-constexpr float LOG2E = 1.44269504089f;
 
 // ---- Queries
 

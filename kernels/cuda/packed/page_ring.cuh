@@ -1,8 +1,8 @@
 // How the pages of a warp max_excess shared memory: bulk copies into the slots of its ring, each with a
 // barrier.
-//
-// Needs HEAD_DIM, WIDTHS_K, WIDTHS_V, packed/call.cuh and common/pairs.cuh.
 #pragma once
+
+#include "packed/call.cuh"
 
 constexpr bool MAY_BE_ONE = (WIDTHS_K & 7) && (WIDTHS_V & 7), ALL_ARE_ONE = (WIDTHS_K | WIDTHS_V) <= 7;
 

@@ -4,11 +4,10 @@
 // what tokens received: eighths of a binary order below the base of the (page, row), which follows
 // the codes of all rows as a float. score * log2(e) = (code - 255) / 8 + base, code 0 means nothing:
 // 2^-24 of the largest probability so far, the least that the importance of a token can be.
-//
-// Needs KEEP_SCORES, packed/call.cuh and packed/state.cuh.
 #pragma once
 
-constexpr float LN2 = 0.69314718056f;
+#include "packed/call.cuh"
+#include "packed/state.cuh"
 
 // Where the scores of the last query rows of a sequence go, of the rows and slots of a lane: those of its
 // first row of entry 0 at `to`, those of its second behind them.

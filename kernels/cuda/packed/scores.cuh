@@ -1,7 +1,8 @@
 // Scores of the keys of a page, in float16 if they are coded.
-//
-// Needs WIDTHS_K, CODED and packed/state.cuh.
 #pragma once
+
+#include "packed/call.cuh"
+#include "packed/state.cuh"
 
 // With one width of coded keys the factor of columns 8 to 15 is in the query, else it is put there for each
 // page.

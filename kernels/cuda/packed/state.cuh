@@ -1,8 +1,11 @@
 // What a warp keeps while it attends pages.
 //
 // A lane has the scores and probabilities of slots 8 g to 8 g + 7 of a page for LANE_ROWS query rows, from
-// LANE_ROWS u on. Needs HEAD_DIM, INT8_MMA, WINDOW and pages/codes.cuh.
+// LANE_ROWS u on.
 #pragma once
+
+#include "packed/call.cuh"
+#include "pages/codes.cuh"
 
 constexpr int TILES_D = HEAD_DIM / 16, ROW_FLOATS = HEAD_DIM + 2, MERGE_ROWS = 4;
 constexpr int LANE_ROWS = INT8_MMA == 1 ? 1 : 2;

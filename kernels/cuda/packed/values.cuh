@@ -1,5 +1,7 @@
-// Sums over the values of a page, in float16 if they are coded. Needs packed/state.cuh.
+// Sums over the values of a page, in float16 if they are coded.
 #pragma once
+
+#include "packed/state.cuh"
 
 // Probabilities, times the scales of coded values, as B fragments: of float16 for those, else of the cache's
 // type.

@@ -4,8 +4,11 @@
 // rows of a sequence see no more than earlier ones. Pages without a token that its first row sees are not
 // read: they pass through the ring as items without bytes. The lane that has an entry reads the positions of
 // its page, 128 bytes once in 32 pages of a warp, unless the upper 16 bits already tell. Rows whose token is
-// hidden get a score of -infinity. Needs packed/split_kv.cuh and packed/state.cuh.
+// hidden get a score of -infinity.
 #pragma once
+
+#include "packed/split_kv.cuh"
+#include "packed/state.cuh"
 
 constexpr u32 MASKED = 1 << 15;  // of a word: some row does not see some token of the page
 

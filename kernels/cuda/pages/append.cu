@@ -39,7 +39,6 @@ constexpr int TEAM = tries_of(TOP_K) > tries_of(TOP_V) ? tries_of(TOP_K) : tries
 constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * TEAM;
 constexpr int MAX_STEPS = 16, MAX_GROUP = 16;
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
-constexpr float LN2 = 0.69314718056f, LOG2E = 1.44269504089f;
 #define INFINITE __int_as_float(0x7f800000)
 
 // Byte offsets in a record of the top rung.

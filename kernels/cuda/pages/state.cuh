@@ -5,10 +5,9 @@
 // `index`, so attention gets pool = arena and record = UNIT for every rung. The arena is cut into slabs; a
 // slab belongs to one rung at a time. The pages of a rung have the numbers 0 to used - 1 without a gap: a
 // freed page is replaced by a copy of the last one. Tables of pairs have no gaps either.
-// Needs HEAD_DIM, BF16 and the header pages/codes.cuh.
 #pragma once
 
-#include <cuda_fp16.h>
+#include "common/pairs.cuh"
 
 constexpr int CACHE_RUNGS = 16;
 constexpr u32 UNIT = 64;

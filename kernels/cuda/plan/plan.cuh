@@ -1,6 +1,8 @@
 // What the kernels of a plan share: the call, its workspace, and how they go through the tokens of a group.
-// The algorithm stands in kvlab/reference/cache_plan.py, in the same words. Needs pages/state.cuh.
+// The algorithm stands in kvlab/reference/cache_plan.py, in the same words.
 #pragma once
+
+#include "pages/state.cuh"
 
 constexpr int KEYS = 256, RECENT = 254, SINK = 255, PAGE = 64;
 constexpr int MAX_LEVELS = CACHE_RUNGS + 1;

@@ -27,7 +27,6 @@
 #include "common/early_launch.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, PAGE = 64;
-constexpr float LOG2E = 1.44269504089f;
 #define INFINITE __int_as_float(0x7f800000)
 
 __device__ __forceinline__ float finite(float x) {
