@@ -24,6 +24,10 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kvlab")
 
 
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # its threads do not exist in a child
+
+
 def share(work: Callable[..., object], *args: Any, alone: bool = False) -> None:
     """Run ``work(*args)`` here, and at the same time on helpers; return when all that began have ended.
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from .parallel import parallel_kernel
 from .simd import bits_of, float_of_bits, float_of_half, half_of
 from .steps import STEP_OF, encode_vector
 
@@ -152,7 +153,7 @@ def write_side(pool, side, places, page, slot, x, step):
     return bad
 
 
-@njit(parallel=True, cache=True)
+@parallel_kernel()
 def write_side_parallel(pool, side, places, page, slot, x, step, parts):
     """Do what `write_side` does in `parts` threads: for many vectors, as threads take a while to wake."""
     bad = _first_bad(pool.size // side.nbytes, page, slot)
@@ -185,7 +186,7 @@ def read_side(pool, side, places, page, slot, x):
     return bad
 
 
-@njit(parallel=True, cache=True)
+@parallel_kernel()
 def read_side_parallel(pool, side, places, page, slot, x, parts):
     """Do what `read_side` does in `parts` threads."""
     bad = _first_bad(pool.size // side.nbytes, page, slot)

@@ -16,6 +16,8 @@ from numba.core import typing
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
+from .parallel import parallel_kernel
+
 helper = njit(error_model="numpy", _nrt=False)
 """Decorator of functions that only kernels call; a division by zero gives infinity or NaN, as in NumPy.
 
@@ -23,7 +25,7 @@ They borrow the arrays of their callers and allocate none, so they count no refe
 counting is atomic, and costs more than the work on a group.
 """
 
-kernel = njit(error_model="numpy", parallel=True, cache=True)
+kernel = parallel_kernel(error_model="numpy")
 """Decorator of functions that Python calls."""
 
 LANES = 8
