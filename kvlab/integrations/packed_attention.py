@@ -77,6 +77,7 @@ def packed_attention_forward(
     if not isinstance(key, Placeholder):
         _refuse_unknown(kwargs)
         if softcap:
+            _refuse_dropout(dropout)
             return _softcapped(query, key, value, attention_mask, scaling, softcap), None
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -103,6 +104,10 @@ def _check_packed(
     _refuse("position_bias", kwargs.get("position_bias") is not None)
     _refuse("is_causal=False", mask is None and query.shape[2] > 1 and is_causal is False)
     _refuse("output_attentions=True", bool(kwargs.get("output_attentions")))
+    _refuse_dropout(dropout)
+
+
+def _refuse_dropout(dropout: float) -> None:
     _refuse(f"dropout={dropout}", dropout > 0, "call model.eval()")
 
 

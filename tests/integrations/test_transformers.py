@@ -228,6 +228,15 @@ def test_training_is_refused(llama: Any) -> None:
         dropped(tokens(1, 9), past_key_values=KVLabCache(llama.config))
 
 
+def test_training_with_softcap_is_refused_without_a_cache(attend: Any) -> None:
+    model = copy.deepcopy(tiny("gemma2")).train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    attend(model, ATTENTION)
+    with pytest.raises(NotImplementedError, match=r"dropout=0\.5: call model\.eval\(\)"):
+        model(tokens(1, 9), use_cache=False)
+
+
 def test_attention_weights_are_refused(llama: Any) -> None:
     with pytest.raises(NotImplementedError, match="output_attentions=True: use a transformers"):
         llama(tokens(1, 9), past_key_values=KVLabCache(llama.config), output_attentions=True)
