@@ -90,6 +90,16 @@ def test_no_part_sees_a_key(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("error")
+def test_a_part_may_outweigh_another_by_more_than_float32_counts(backend: str) -> None:
+    outs = [np.full((2, 3, 8), value, np.float32) for value in (1, 2)]
+    lses = [np.full((3, 2), value, np.float32) for value in (-3e38, 3e38)]
+    out, lse = merge_attention(outs, lses, backend=backend)
+    np.testing.assert_array_equal(out, outs[1])
+    np.testing.assert_array_equal(lse, lses[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])
 def test_torch_in_torch_out(backend: str, kind: str) -> None:
     torch = pytest.importorskip("torch")

@@ -192,7 +192,7 @@ def merge_reference(outs: Sequence[ArrayT], lses: Sequence[Array]) -> tuple[Arra
     return like_first(out.astype(out_views[0].dtype), outs[0]), like_first(lse.astype(np.float32), outs[0])
 
 
-@np.errstate(divide="ignore", invalid="ignore")
+@np.errstate(divide="ignore", invalid="ignore", over="ignore")
 def merge(outs: Sequence[ArrayT], lses: Sequence[Array]) -> tuple[ArrayT, ArrayT]:
     """Launcher of backend "cpu" of merge_attention: part by part, so that at most two exist widened."""
     out_views, lse_views = _part_views("outs", outs), np.stack(_part_views("lses", lses))
