@@ -316,8 +316,9 @@ def exact(
     seen = np.tri(steps, dtype=bool) & valid[:, None, None, :]
     score = np.where(seen, score, -np.inf)
     lse = np.logaddexp(np.logaddexp.reduce(score, axis=-1), wide(lse0))
-    p = np.exp(score - lse[..., None])
-    old = np.exp(lse0 - lse).transpose(0, 2, 1)[..., None]
+    finite = np.where(np.isneginf(lse), 0, lse)  # a row that sees nothing: out 0
+    p = np.exp(score - finite[..., None])
+    old = np.exp(lse0 - finite).transpose(0, 2, 1)[..., None]
     out = np.einsum("bhst,bthd->bshd", p, values) + old * wide(out0)
     batch, heads = p.shape[:2]
     p = np.where(valid[:, None, :, None], p, 0).reshape(batch, heads // group, group, steps, steps)
