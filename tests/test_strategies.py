@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.strategies import (
@@ -65,3 +65,8 @@ def test_varlen_cases_fit_together(case: VarlenAttentionCase) -> None:
         assert (np.diff(cu_seqlens) >= 0).all()
     assert k.shape == v.shape
     assert q.shape[1] % k.shape[1] == 0
+
+
+def test_examples_are_the_same_at_every_run_unless_asked_otherwise() -> None:
+    assert settings.get_profile("default").derandomize
+    assert not settings.get_profile("thorough").derandomize

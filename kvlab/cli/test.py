@@ -13,7 +13,10 @@ def command(
     target: Target = "all",
     device: Device = "auto",
     iterations: Annotated[
-        int | None, typer.Option(min=1, help="Examples of a property; default 50, with --release 2,000.")
+        int | None,
+        typer.Option(
+            min=1, help="Random examples of a property; default: the same 50, with --release 2,000."
+        ),
     ] = None,
     min_vram: MinVram = 0.0,
     release: Release = False,

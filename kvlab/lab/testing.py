@@ -106,7 +106,7 @@ def run(
         raise ValueError(f"jobs={jobs} must be at least 1")
     if jobs > 1 and importlib.util.find_spec("xdist") is None:
         raise ModuleNotFoundError(f"jobs={jobs} needs pytest-xdist: pip install pytest-xdist")
-    environment = {"HYPOTHESIS_PROFILE": "thorough" if release else "ci"}
+    environment = {"HYPOTHESIS_PROFILE": "thorough" if release else "default"}
     if examples is not None:
         environment["KVLAB_EXAMPLES"] = str(examples)
     options = ["-v" if verbose else "-q"] + (["-m", ""] if release else [])

@@ -166,9 +166,10 @@ def quantize(
 
     A constant group comes back exactly from the affine codec if float16 (or, out of its range, bfloat16)
     represents the constant. Quantising what `dequantize` gave leads to the same codes with the symmetric
-    codec where the scale is at least one ulp of the output and a normal number, and with the affine one where
-    the lowest code of the group is 0, too (and, if the words are bfloat16, the highest in use). The lowest
-    code is 0 wherever the offset is exact: for float16 and bfloat16 inputs unless the words are
+    codec where the scale is a normal number and at least one ulp of the group's largest output, up to 4 bits
+    2**bits of them (which only subnormal numbers may miss); and with the affine one where it is at least one
+    ulp and the lowest code of the group is 0, too (and, if the words are bfloat16, the highest in use). The
+    lowest code is 0 wherever the offset is exact: for float16 and bfloat16 inputs unless the words are
     bfloat16.
 
     References
