@@ -65,13 +65,16 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One CUDA GPU; memory in bytes."""
+    """One CUDA GPU; memory in bytes, its clock, bus and second-level cache 0 where they are not known."""
 
     index: int
     name: str
     compute_capability: tuple[int, int]
     multiprocessors: int
     memory_total: int
+    memory_clock_khz: int = 0
+    memory_bus_bits: int = 0
+    l2_nbytes: int = 0
 
 
 def cpu() -> Cpu:
@@ -224,6 +227,9 @@ def _gpu(driver: Any, index: int) -> Gpu:
         compute_capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
         multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
         memory_total=int(_call(driver.cuDeviceTotalMem(handle))),
+        memory_clock_khz=attribute("MEMORY_CLOCK_RATE"),
+        memory_bus_bits=attribute("GLOBAL_MEMORY_BUS_WIDTH"),
+        l2_nbytes=attribute("L2_CACHE_SIZE"),
     )
 
 

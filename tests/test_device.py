@@ -39,6 +39,9 @@ class FakeDriver(ModuleType):
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
         CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="count",
+        CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE="clock",
+        CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH="bus",
+        CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE="l2",
     )
 
     def __init__(self, init: Result = Result.CUDA_SUCCESS, count: int = 2) -> None:
@@ -61,7 +64,8 @@ class FakeDriver(ModuleType):
         return Result.CUDA_SUCCESS, 80 << 30
 
     def cuDeviceGetAttribute(self, key: str, handle: int) -> tuple[Any, ...]:
-        return Result.CUDA_SUCCESS, {"major": 9, "minor": handle, "count": 132}[key]
+        memory = {"clock": 2_619_000, "bus": 5120, "l2": 50 << 20}
+        return Result.CUDA_SUCCESS, {"major": 9, "minor": handle, "count": 132, **memory}[key]
 
     def cuDriverGetVersion(self) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, 12080
@@ -78,8 +82,8 @@ def use_driver(monkeypatch: pytest.MonkeyPatch, driver: ModuleType | None) -> No
 def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     use_driver(monkeypatch, FakeDriver())
     assert device.gpus() == (
-        device.Gpu(0, "GPU 0", (9, 0), 132, 80 << 30),
-        device.Gpu(1, "GPU 1", (9, 1), 132, 80 << 30),
+        device.Gpu(0, "GPU 0", (9, 0), 132, 80 << 30, 2_619_000, 5120, 50 << 20),
+        device.Gpu(1, "GPU 1", (9, 1), 132, 80 << 30, 2_619_000, 5120, 50 << 20),
     )
     assert device.gpus_missing_because() is None
     assert device.compute_capability(1) == (9, 1)

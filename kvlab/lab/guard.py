@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.lab.limits import Limit, cpu_limit
+
 __all__ = [
-    "GPU_LIMITS",
     "Refused",
     "gpu_state",
     "refuse_impossible",
@@ -31,12 +32,6 @@ PROVENANCE = (
 )
 """What must stand beside every result; `git` may be None outside a repository, `gpu_state` without a GPU."""
 
-GPU_LIMITS = {"NVIDIA H200": 4.8e12}
-"""Bytes a second that the memory of a GPU can give, by its name."""
-_CACHE_FACTOR = 4.0
-"""How much faster than memory a second-level cache may answer."""
-_CPU_BYTES = 64 * 2 * 6e9
-"""Bytes a second of one processor: two loads of 64 bytes at 6 GHz, which no kernel exceeds."""
 _BAD_REASONS = {
     "hw_slowdown": "hardware slowdown",
     "hw_thermal_slowdown": "temperature (hardware)",
@@ -71,7 +66,7 @@ def require_provenance(result: Mapping[str, Any]) -> None:
         raise ValueError(f"a result without provenance is not written; missing: {', '.join(missing)}")
 
 
-def refuse_impossible(nbytes: int, seconds: float, gpu: str | None) -> None:
+def refuse_impossible(nbytes: int, seconds: float, limit: Callable[[], Limit] = cpu_limit) -> None:
     """Refuse a time in which the bytes cannot have been read.
 
     Parameters
@@ -79,30 +74,29 @@ def refuse_impossible(nbytes: int, seconds: float, gpu: str | None) -> None:
     nbytes : int
         What the call must read.
     seconds : float
-    gpu : str, optional
-        Name of the GPU; None: the CPU.
+    limit : callable
+        Says how fast the hardware is at most; asked again before a refusal, since measured limits vary.
 
     Raises
     ------
     Refused
-        If the rate is above what the hardware can give, or the time is not positive.
+        If the hardware takes longer for so many bytes, or the time is not positive.
 
     Examples
     --------
-    >>> refuse_impossible(10**9, 1e-6, None)
+    >>> refuse_impossible(10**9, 1e-6)
     Traceback (most recent call last):
-    kvlab.lab.guard.Refused: 1000000000 bytes in 1e-06 s are 1e+15 bytes a second; the hardware ...
+    kvlab.lab.guard.Refused: 1000000000 bytes in 1e-06 s are 1e+15 bytes a second; the hardware takes at ...
     """
-    if gpu is None:
-        limit = _CPU_BYTES * (os.cpu_count() or 1)
-    else:
-        limit = _CACHE_FACTOR * GPU_LIMITS.get(gpu, max(GPU_LIMITS.values()))
-    rate = nbytes / seconds if seconds > 0 else float("inf")
-    if rate > limit:
+    least = limit().least_seconds(nbytes)
+    if seconds < least:
+        least = min(least, limit().least_seconds(nbytes))
+    if seconds < least or not seconds > 0:
+        rate = nbytes / seconds if seconds > 0 else float("inf")
         raise Refused(
             "impossible",
-            f"{nbytes} bytes in {seconds:.3g} s are {rate:.3g} bytes a second; the hardware gives at most "
-            f"{limit:.3g}, so what was timed did not do the work",
+            f"{nbytes} bytes in {seconds:.3g} s are {rate:.3g} bytes a second; the hardware takes at least "
+            f"{least:.3g} s for them, so what was timed did not do the work",
         )
 
 

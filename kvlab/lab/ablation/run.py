@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,12 +26,14 @@ from numpy.typing import NDArray
 from kvlab import environment
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.pages import LayerPages
+from kvlab.device import gpus
 from kvlab.errors import BudgetError
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import AblationCase
 from kvlab.lab.ablation.memory import refuse_too_large
 from kvlab.lab.ablation.synthetic import Filled, fill, new_cache, query
 from kvlab.lab.ablation.unpacked import page_nbytes, unpack_pages
+from kvlab.lab.limits import cpu_limit, gpu_limit
 from kvlab.lab.on_gpu import attend_layers
 from kvlab.lab.results import provenance
 from kvlab.lab.timing import Timing, time_in_turns
@@ -248,7 +250,8 @@ def _performance(
     what = f"attention over the pages of {case.name}"
     error = guard.refuse_wrong(found, expected, _TOLERANCE[case.device], what)
     must_read = sum(map(page_nbytes, pages))
-    guard.refuse_impossible(must_read, min(timing.seconds), _gpu_name() if case.device == "cuda" else None)
+    limit = cpu_limit if case.device == "cpu" else partial(gpu_limit, gpus()[0])
+    guard.refuse_impossible(must_read, min(timing.seconds), limit)
     mean = float(np.mean(timing.seconds))
     return {
         "avg_latency_ms": 1e3 * mean,
@@ -281,11 +284,6 @@ def _attend_layers(
 def _machine() -> dict[str, Any]:
     """What is the same for all cases of a process: asking git and the GPU takes longer than a small case."""
     return provenance() | {"gpus": environment.report()["gpus"], "cuda": environment.report()["cuda"]}
-
-
-def _gpu_name() -> str | None:
-    gpus = _machine()["gpus"]
-    return str(gpus[0]["name"]) if gpus else None
 
 
 def _provenance(case: AblationCase, backend: str | None, seconds: float) -> dict[str, Any]:

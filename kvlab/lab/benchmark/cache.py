@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.pages import LayerPages
+from kvlab.device import gpus
 from kvlab.errors import needs_extra
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import Geometry
 from kvlab.lab.ablation.unpacked import page_nbytes
 from kvlab.lab.benchmark.decode import HEAD_DIM, NUM_HEADS_KV, NUM_HEADS_Q, WIDTHS, make_pages
+from kvlab.lab.limits import cpu_limit, gpu_limit
 from kvlab.lab.results import Row, write
 from kvlab.lab.timing import Timing, time_in_turns
 from kvlab.lab.turns import gpu_turns
@@ -240,11 +243,8 @@ def _ways(q: Any, device: str) -> dict[str, Callable[[Any, Any], Any]]:
 def _guard(
     found: NDArray[Any], expected: NDArray[Any], tolerance: float, nbytes: int, timing: Timing, device: str
 ) -> None:
-    gpu = None
     if device == "cuda":
-        import torch
-
-        gpu = torch.cuda.get_device_name()
         guard.refuse_throttled(guard.gpu_state())
     guard.refuse_wrong(found, expected, tolerance, "attention over the cache")
-    guard.refuse_impossible(nbytes, min(timing.seconds), gpu)
+    limit = cpu_limit if device == "cpu" else partial(gpu_limit, gpus()[0])
+    guard.refuse_impossible(nbytes, min(timing.seconds), limit)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvlab.device import Gpu, cpu
 from kvlab.errors import BudgetError, MissingExtraError, OutOfMemory
 from kvlab.lab import guard
 from kvlab.lab.ablation import memory
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import BITS, BUDGETS, MODELS, AblationCase, Geometry, make_grid, within_model
 from kvlab.lab.ablation.reading import hide_needles
+from kvlab.lab.limits import Limit, cpu_limit, gpu_limit
 from kvlab.lab.quality.model import tiny_llama
 from kvlab.lab.quality.text import cut_windows, read_book
 from kvlab.lab.timing import Timing
@@ -270,9 +273,57 @@ def test_a_result_of_a_throttled_gpu_gets_no_provenance(monkeypatch: pytest.Monk
     assert ablation._provenance(case, "cuda", 1.0)["gpu_state"] == {}
 
 
-def test_figures_above_the_limit_of_a_gpu_are_refused() -> None:
-    guard.refuse_impossible(10**9, 1e-3, "NVIDIA H200")
-    with pytest.raises(RuntimeError, match="at most"):
-        guard.refuse_impossible(10**9, 1e-5, "NVIDIA H200")
+H100 = Gpu(0, "NVIDIA H100 80GB HBM3", (9, 0), 132, 80 << 30, 2_619_000, 5120, 50 << 20)
+H200 = Gpu(0, "NVIDIA H200", (9, 0), 132, 141 << 30, 3_201_000, 6144, 60 << 20)
+
+
+@pytest.mark.parametrize(("gpu", "memory"), [(H100, 3.35e12), (H200, 4.92e12)])
+def test_figures_at_twice_the_limit_of_a_gpu_are_refused(gpu: Gpu, memory: float) -> None:
+    limit = gpu_limit(gpu)
+    assert limit.memory == pytest.approx(memory, rel=2e-3)
+    nbytes = 4 << 30
+    guard.refuse_impossible(nbytes, nbytes / (0.95 * memory), lambda: limit)
+    with pytest.raises(guard.Refused, match="the hardware takes at least"):
+        guard.refuse_impossible(nbytes, nbytes / (2 * memory), lambda: limit)
+    small = gpu.l2_nbytes // 2  # may come from the cache
+    guard.refuse_impossible(small, small / (2 * memory), lambda: limit)
+    with pytest.raises(guard.Refused):
+        guard.refuse_impossible(small, small / (8.1 * memory), lambda: limit)
+
+
+def test_figures_at_twice_the_limit_of_this_cpu_are_refused() -> None:
+    limit = cpu_limit()
+    for nbytes in (1 << 20, 8 * limit.cache_nbytes):
+        least = limit.least_seconds(nbytes)
+        guard.refuse_impossible(nbytes, 1.01 * least, lambda: limit)
+        with pytest.raises(guard.Refused, match="did not do the work"):
+            guard.refuse_impossible(nbytes, least / 2, lambda: limit)
+
+
+def test_a_limit_is_a_few_times_what_memory_was_seen_to_give() -> None:
+    """A limit far from what the hardware does would let everything through."""
+    limit, data = cpu_limit(), np.ones(16 << 20)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        data.max()
+        seconds.append(time.perf_counter() - start)
+    rate = cpu().threads * data.nbytes / min(seconds)
+    assert limit.memory < 30 * rate
+
+
+def test_a_measured_limit_is_asked_again_before_a_refusal() -> None:
+    limits = [Limit(1e9, 1e9, 0), Limit(1e10, 1e10, 0)]
+    guard.refuse_impossible(10**9, 0.5, lambda: limits.pop(0))
+    assert limits == []
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_times_that_are_none_are_refused(seconds: float) -> None:
+    with pytest.raises(guard.Refused):
+        guard.refuse_impossible(1, seconds)
+
+
+def test_an_error_that_is_no_number_is_refused() -> None:
     with pytest.raises(RuntimeError, match="relative error nan"):
         guard.refuse_wrong(np.full(3, np.nan), np.ones(3), 0.1, "attention")
