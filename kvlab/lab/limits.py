@@ -60,7 +60,7 @@ def cpu_limit() -> Limit:
 
 
 def gpu_limit(gpu: Gpu) -> Limit:
-    """The limit of a GPU, by its memory clock and bus; if those are unknown, by a copy on torch's current GPU.
+    """The limit of a GPU, by its memory clock and bus; where they are unknown, by a copy in torch.
 
     Examples
     --------
