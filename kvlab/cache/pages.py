@@ -180,7 +180,7 @@ As kernels/numba/cpu/steps.py has them, which is not imported before a kernel is
 
 
 @lru_cache(maxsize=64)
-def _sides(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.int32]], ...]:
+def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.int32]], ...]:
     """Return K and V as the kernels want them: numbers, and the place of every code."""
     from kvlab.numba_kernels.cpu.pages import BFLOAT16, FLOAT16, FLOAT32, Side
 
@@ -261,7 +261,7 @@ def write_tokens(
     """
     from kvlab.numba_kernels.cpu.pages import write_side, write_side_parallel
 
-    sides = _sides(layout, dtype)
+    sides = side_formats(layout, dtype)
     _check_pool(pool, layout)
     where = _check_places({"page": page, "slot": slot})
     shape = len(where[0]), layout.head_dim
@@ -294,7 +294,7 @@ def read_tokens(
     """
     from kvlab.numba_kernels.cpu.pages import read_side, read_side_parallel
 
-    sides = _sides(layout, dtype)
+    sides = side_formats(layout, dtype)
     _check_pool(pool, layout)
     where = _check_places({"page": page, "slot": slot})
     k, v = (np.empty((len(where[0]), layout.head_dim), np.float32) for _ in sides)
@@ -321,7 +321,7 @@ def copy_tokens(
     """
     from kvlab.numba_kernels.cpu.pages import copy_bytes, copy_side
 
-    sides = _sides(layout, dtype)
+    sides = side_formats(layout, dtype)
     _check_pool(pool, layout)
     where = _check_places(
         {"page_from": page_from, "slot_from": slot_from, "page_to": page_to, "slot_to": slot_to}

@@ -20,11 +20,11 @@ from kvlab.cache.pages import (
     TOKENS_PER_PAGE,
     WIDTHS,
     PageLayout,
-    _sides,
     copy_tokens,
     decode_importance,
     encode_importance,
     read_tokens,
+    side_formats,
     write_tokens,
 )
 from kvlab.reference import pages as reference
@@ -247,7 +247,7 @@ def test_a_page_belongs_to_one_thread() -> None:
     pool = np.zeros((10, layout.nbytes), np.uint8)
     write_tokens(pool, layout, "float16", page, slot, x, np.zeros_like(x))
     together = np.zeros_like(pool)
-    (side, places), raw = _sides(layout, "float16")[0], np.full(300, RAW, np.int16)
+    (side, places), raw = side_formats(layout, "float16")[0], np.full(300, RAW, np.int16)
     for part in range(3):
         alone = np.zeros_like(pool)
         flat = alone.reshape(-1)

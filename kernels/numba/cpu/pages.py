@@ -42,7 +42,7 @@ class Side(NamedTuple):
 
 
 @njit
-def _put(words, first, places, slot, bits, codes):
+def put_codes(words, first, places, slot, bits, codes):
     """Put the codes of a token into the code region that begins at words[first]."""
     mask = np.uint32((1 << bits) - 1)
     for channel in range(codes.size):
@@ -58,8 +58,8 @@ def _put(words, first, places, slot, bits, codes):
 
 
 @njit
-def _take(words, first, places, slot, bits, codes):
-    """Take the codes of a token: the inverse of `_put`."""
+def take_codes(words, first, places, slot, bits, codes):
+    """Take the codes of a token: the inverse of `put_codes`."""
     mask = np.uint32((1 << bits) - 1)
     for channel in range(codes.size):
         place = places[slot, channel]
@@ -77,7 +77,7 @@ def _take(words, first, places, slot, bits, codes):
 
 
 @njit
-def _narrow(x, start, kind, codes):
+def narrow(x, start, kind, codes):
     """Store float32 elements as the bits of the cache's dtype, rounded half to even."""
     for i in range(codes.size):
         if kind == FLOAT16:
@@ -92,7 +92,7 @@ def _narrow(x, start, kind, codes):
 
 
 @njit
-def _widen(codes, kind, x, start):
+def widen(codes, kind, x, start):
     """Read the bits of the cache's dtype as float32 elements: exact."""
     for i in range(codes.size):
         if kind == FLOAT16:
@@ -105,7 +105,7 @@ def _widen(codes, kind, x, start):
 
 
 @njit
-def _decode(codes, byte, bits, x, start):
+def decode(codes, byte, bits, x, start):
     """value = (2 * code + 1 - 2**bits) * step"""
     step, shift = STEP_OF[byte], np.int32(1 - (1 << bits))
     for i in range(codes.size):
@@ -136,8 +136,8 @@ def _write_part(pool, words, side, places, page, slot, x, step, part, parts):
             byte = encode_vector(x, i * d, side.bits, side.guess, step[i], codes, sizes)
             pool[start + side.steps + slot[i]] = byte
         else:
-            _narrow(x, i * d, side.kind, codes)
-        _put(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
+            narrow(x, i * d, side.kind, codes)
+        put_codes(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
 
 
 @njit(cache=True)
@@ -170,11 +170,11 @@ def _read_part(pool, words, side, places, page, slot, x, first, last):
     codes = np.empty(d, np.uint32)
     for i in range(first, last):
         start = page[i] * side.nbytes
-        _take(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
+        take_codes(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
         if side.bits < 16:
-            _decode(codes, pool[start + side.steps + slot[i]], side.bits, x, i * d)
+            decode(codes, pool[start + side.steps + slot[i]], side.bits, x, i * d)
         else:
-            _widen(codes, side.kind, x, i * d)
+            widen(codes, side.kind, x, i * d)
 
 
 @njit(cache=True)
@@ -209,8 +209,8 @@ def copy_side(pool, side, places, page_from, slot_from, page_to, slot_to):
     codes = np.empty(places.shape[1], np.uint32)
     for i in range(page_from.size):
         source, target = page_from[i] * side.nbytes, page_to[i] * side.nbytes
-        _take(words, (source + side.codes) // 4, places, slot_from[i], side.bits, codes)
-        _put(words, (target + side.codes) // 4, places, slot_to[i], side.bits, codes)
+        take_codes(words, (source + side.codes) // 4, places, slot_from[i], side.bits, codes)
+        put_codes(words, (target + side.codes) // 4, places, slot_to[i], side.bits, codes)
         if side.bits < 16:
             pool[target + side.steps + slot_to[i]] = pool[source + side.steps + slot_from[i]]
     return -1

@@ -82,7 +82,7 @@ def _sum_whole(x, start, n, log, exponent, sums):
 
 
 @helper
-def _rotate_row(x, start, n, log, means, most, k, out):
+def rotate_row(x, start, n, log, means, most, k, out):
     """Rotate n elements from x[start] into out[start], less mean k if k is 0 or more.
 
     `means` are sums of `_sum_whole`, `most` the largest magnitudes of what they are made of.
@@ -105,6 +105,23 @@ def _rotate_row(x, start, n, log, means, most, k, out):
         store(out, i, through_half(load(out, i) * down) * factor)
 
 
+@helper
+def log_of_block(head_dim):
+    """Return the binary logarithm of the largest power of 2 that divides head_dim, a multiple of 16."""
+    log = 4
+    while head_dim >> log & 1 == 0:
+        log += 1
+    return log
+
+
+@helper
+def transform_means(mean, head_dim, log, means, most):
+    """Make of means, float32 (m * head_dim,), what `rotate_row` takes: their sums and largest magnitudes."""
+    for k in range(most.size):
+        most[k] = _largest(mean, k * head_dim, head_dim)
+        _sum_whole(mean, k * head_dim, head_dim, log, _unit_exponent(most[k], log), means)
+
+
 @kernel
 def rotate_rows(x, head_dim, mean, of_row, out):
     """Rotate the vectors of x into out, both float32 (n * head_dim,): `kvlab.reference.pages.rotate`.
@@ -112,16 +129,12 @@ def rotate_rows(x, head_dim, mean, of_row, out):
     Vector i is less vector of_row[i] of `mean`, float32 (m * head_dim,) of float16 numbers; if that is empty,
     nothing is taken off.
     """
-    log = 4
-    while head_dim >> log & 1 == 0:
-        log += 1
+    log = log_of_block(head_dim)
     means, most = np.empty(mean.size, np.float32), np.empty(mean.size // head_dim, np.float32)
-    for k in range(most.size):
-        most[k] = _largest(mean, k * head_dim, head_dim)
-        _sum_whole(mean, k * head_dim, head_dim, log, _unit_exponent(most[k], log), means)
+    transform_means(mean, head_dim, log, means, most)
     for row in prange(x.size // head_dim):
         k = of_row[row] if most.size else -1
-        _rotate_row(x, row * head_dim, head_dim, log, means, most, k, out)
+        rotate_row(x, row * head_dim, head_dim, log, means, most, k, out)
 
 
 @helper

@@ -105,7 +105,11 @@ class _CpuCall(NamedTuple):
 
         places = _places(tuple(pages.layouts), pages.dtype, rows).copy()
         places[:, cpu_page.POOL] = [pool.ctypes.data for pool in pages.pools]
-        capacity = np.array([len(pool) for pool in pages.pools], np.int64)
+        unit, sizes = getattr(pages, "unit", 0), places[:, cpu_page.RECORD].copy()
+        if unit:  # bytes that `index` counts, if it does not count pages
+            places[:, cpu_page.RECORD] = unit
+        space = np.array([pool.nbytes for pool in pages.pools], np.int64)
+        capacity = np.maximum((space - sizes) // places[:, cpu_page.RECORD] + 1, 0)
         if not cpu_page.check_table(*self.table, capacity):
             raise ValueError(
                 "pages: an entry of the page table names a page that does not exist; check_entries() says "
@@ -143,11 +147,12 @@ def attend(
     rung, count, index = (
         np.ascontiguousarray(x).reshape(pairs, entries) for x in (pages.rung, pages.count, pages.index)
     )
+    index = index.view(np.uint32)
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
     block = hadamard_block(head_dim)
     base, lowest = np.zeros((pairs, 0), np.uint16), np.zeros((batch, seqlen_q), np.int64)
     if sight:
-        base = np.ascontiguousarray(pages.base).reshape(pairs, entries)
+        base = np.ascontiguousarray(pages.base).reshape(pairs, entries).view(np.uint16)
         lowest += to_numpy_view(sight.first, "first_position")[:, None] + np.arange(seqlen_q) - sight.left
     call = _CpuCall(
         queries=np.ascontiguousarray(view, np.float32),

@@ -16,7 +16,6 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.cuda import changes, long, plan
 from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
-from kvlab.ops.cuda.packed import kept_page_bytes
 from kvlab.ops.packed import packed_attention
 from tests.cache.cuda.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
 from tests.cache.cuda.numpy_gpu import Kernels
@@ -174,7 +173,7 @@ def test_rows_whose_attention_is_collected(
     ((scores, lse),) = seen
     n = len(range(90)[rows])
     assert scores.shape[1:3] == (2, HEADS)
-    assert scores.shape[4:] == (kept_page_bytes(n * GROUP),)
+    assert scores.shape[4:] == (long.kept_page_bytes(n * GROUP),)
     assert lse.shape == (1, 2, HEADS * GROUP, n)
     assert np.isfinite(lse).all()
 

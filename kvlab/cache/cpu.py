@@ -1,0 +1,451 @@
+"""The kernels of a cache in CPU memory: what the host's side of a cache launches, by Numba on NumPy arrays.
+
+A cache is one model: arenas and tables (store.py), a planner, and some ten launches. `CpuKernels` has these
+launches for a store in host memory, with the arguments of those for a GPU: addresses, strides, structs. What
+a plan decides is `kvlab.reference.cache_plan` on both; same tokens and same importance give the same pages.
+
+A launch has ended when it returns, so there are no streams; move lists stay in the workspace of their plan.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import CudaView, numpy_dtype
+from kvlab.cache.cuda.plan import PlanShape
+from kvlab.cache.cuda.store import STATE, UNIT, DevicePages, DeviceStore
+from kvlab.cache.exact import attend_exact
+from kvlab.cache.frame import LAST, key_mean
+from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
+from kvlab.cache.ladder import Rung
+from kvlab.cache.pages import PageLayout, decode_importance, encode_importance, side_formats
+from kvlab.ops.packed import mass_from_scores, packed_attention
+from kvlab.reference.cache_layer import Ladder
+from kvlab.threads import share
+
+__all__ = [
+    "AppendCall",
+    "AttendCall",
+    "CpuKernels",
+    "Workspace",
+    "kept_page_bytes",
+    "mean_of_keys",
+    "merge_rows",
+    "score_new",
+    "score_norms",
+]
+
+Floats = NDArray[np.float32]
+OBSERVED_MASS, OBSERVED_NORM = 0, 1
+_PARALLEL_MOVES = 256  # fewer take less than about a quarter of a millisecond
+
+
+def array_at(address: int, shape: Sequence[int], dtype: str, strides: Sequence[int] | None = None) -> Any:
+    """The array of host memory at an address; strides count elements, None: contiguous."""
+    kind = numpy_dtype(dtype)
+    steps = None if strides is None else [step * kind.itemsize for step in strides]
+    if 0 in shape:
+        return np.empty(shape, kind)
+    last = sum((n - 1) * s for n, s in zip(shape, steps, strict=True)) if steps else 0
+    nbytes = last + kind.itemsize if steps else int(np.prod(shape)) * kind.itemsize
+    memory = memoryview((ctypes.c_char * nbytes).from_address(address))
+    return np.ndarray(tuple(shape), kind, memory, strides=steps)
+
+
+def view_at(view: CudaView) -> Any:
+    """The array of host memory that a view names."""
+    return array_at(view.pointer, view.shape, view.dtype, view.strides)
+
+
+def kept_page_bytes(rows: int) -> int:
+    """Bytes that the kept scores of a page take for so many query rows of a KV head: float32."""
+    return 4 * 64 * rows
+
+
+@dataclass
+class Workspace:
+    """Moves and page copies that the last plan of each layer has decided."""
+
+    shape: PlanShape
+    most_births: int
+    most_dropped: int
+    moves: dict[int, tuple[NDArray[np.uint32], NDArray[np.uint32]]] = field(default_factory=dict)
+    copies: dict[int, NDArray[np.uint32]] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def move_lists(self, phase: int) -> tuple[Workspace, int]:
+        """What `write_tokens` and `copy_pages` take."""
+        return self, phase
+
+    def max_groups(self, phase: int) -> int:
+        """Most destination pages of a layer in a phase."""
+        return self.most_dropped * 64 if phase else self.most_births
+
+
+class CpuKernels:
+    """Launches for one store in host memory; methods and arguments as those for a GPU.
+
+    Parameters
+    ----------
+    store : DeviceStore
+        Whose arrays are NumPy arrays.
+    """
+
+    def __init__(self, store: DeviceStore) -> None:
+        self.store = store
+        self._tables: dict[int, Any] = {}
+
+    # ---- what a layer is -----------------------------------------------------------------------------------
+
+    def _layers(self, states: int, layers: int) -> range:
+        first = (states - self.store.states_pointer) // STATE.itemsize
+        return range(first, first + layers)
+
+    def tables(self, layer: int) -> Any:
+        """A layer as the planner's kernels take it."""
+        from kvlab.numba_kernels.cpu.cache_groups import Tables
+
+        if layer not in self._tables:
+            store, layouts = self.store, self.store.stores[layer].layouts
+            pairs = store.batch * store.heads
+            rungs = [(x.nbytes // UNIT, store.slab[layer] // x.nbytes, x.positions) for x in layouts]
+            mine: dict[str, Any] = {name: table[layer] for name, table in store.tables.items()}
+            for name in ("rung", "count", "index", "base", "open"):
+                mine[name] = mine[name].reshape(pairs, mine[name].shape[2])
+            self._tables[layer] = Tables(
+                np.array(rungs, np.int64).reshape(len(layouts), 3), store.arenas[layer], mine["rung"],
+                mine["count"], mine["index"].view(np.uint32), mine["base"].view(np.uint16),
+                mine["num_pages"].reshape(pairs), mine["open"], mine["used"], mine["slab_count"],
+                mine["slabs"], mine["free_slabs"], mine["num_free"], mine["owner"].view(np.uint32),
+                mine["place"], mine["budget"], mine["status"],
+            )  # fmt: skip
+        return self._tables[layer]
+
+    def _formats(self, layer: int) -> Any:
+        store = self.store.stores[layer]
+        return _formats(store.layouts, store.dtype)
+
+    def _means(self, layer: int) -> Any:
+        """Key means as kernels take them, and empty ones for values."""
+        from kvlab.numba_kernels.cpu.cache_write import prepare_means
+
+        mean = self.store.tables["k_mean"][layer].astype(np.float32).reshape(-1, self.store.head_dim)
+        sums, most = np.empty(mean.size, np.float32), np.empty(len(mean), np.float32)
+        prepare_means(mean, sums, most)
+        nothing = np.empty(0, np.float32)
+        return (sums, nothing), (most, nothing)
+
+    def _fresh(self, layer: int, k: Any, v: Any, codes: Any, first: int) -> Any:
+        """New tokens, rounded to the cache's dtype."""
+        from kvlab.numba_kernels.cpu.cache_write import Fresh
+
+        kind = numpy_dtype(self.store.stores[layer].dtype)
+        k, v = (np.ascontiguousarray(x.astype(kind, copy=False), np.float32) for x in (k, v))
+        return Fresh(k, v, codes, first)
+
+    # ---- plans ---------------------------------------------------------------------------------------------
+
+    def make_workspace(
+        self, like: Any, shape: PlanShape, layers: int, most_births: int, most_dropped: int
+    ) -> Workspace:
+        """`kvlab.cache.cuda.plan.make_workspace`."""
+        return Workspace(shape, most_births, most_dropped)
+
+    def launch_plan(
+        self, states: int, first: int, layers: int, workspace: Workspace, ladder: Ladder, state_nbytes: int,
+        stream: int, *, sink: int, recent: int, room: int, fixed_nbytes: int, by_position: bool = False,
+        codes: int = 0, valid: int = 0, steps: int = 0, first_position: int = 0,
+    ) -> None:  # fmt: skip
+        """`kvlab.cache.cuda.plan.launch_plan`: layers are planned side by side."""
+        from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
+        from kvlab.numba_kernels.cpu.cache_plan import plan_layer
+
+        store, pairs = self.store, self.store.batch * self.store.heads
+        mask = array_at(valid, (store.batch, steps), "bool") if valid else np.ones((store.batch, steps), bool)
+        workspace.moves, workspace.copies = {}, {}
+        waiting = list(range(first, first + layers))
+
+        def plan() -> None:
+            while waiting:
+                layer = waiting.pop()
+                length = int(store.tables["seqlen"][layer].max(initial=0))
+                start = first_position if steps else length
+                new = NewTokens(array_at(codes, (pairs, steps), "uint8"), mask, start)
+                rules = Rules(
+                    store.heads, int(store.stores[layer].evicts), store.slab[layer] // UNIT,
+                    workspace.shape.segments, start + steps, sink, recent, room, by_position, fixed_nbytes,
+                    workspace.most_births,
+                )  # fmt: skip
+                *lists, copies, _, _, _ = plan_layer(self.tables(layer), _levels(ladder), rules, new)
+                workspace.moves[layer], workspace.copies[layer] = (lists[0], lists[1]), copies
+
+        share(plan, alone=layers == 1)
+
+    def write_tokens(
+        self, head_dim: int, dtype: str, device: int, states: int, lists: tuple[Workspace, int], layers: int,
+        groups: int, fresh: Any, stream: int,
+    ) -> None:  # fmt: skip
+        """`kvlab.cache.cuda.kernels.write_tokens`."""
+        from kvlab.numba_kernels.cpu.cache_write import write_moves
+
+        (workspace, phase), steps = lists, int(fresh["steps"])
+        for layer in self._layers(states, layers):
+            moves = workspace.moves[layer][phase]
+            if len(moves):
+                new = self._new_tokens(layer, fresh)
+                begins = np.flatnonzero(np.diff(moves[:, 1], prepend=np.int64(-1), append=np.int64(-1)))
+                share(
+                    write_moves, np.zeros(1, np.int64), begins, moves, self.store.arenas[layer],
+                    self.tables(layer).rungs, self._formats(layer), *self._means(layer), new,
+                    alone=len(moves) < _PARALLEL_MOVES,
+                )  # fmt: skip
+            if steps:
+                self.store.tables["seqlen"][layer] = int(fresh["first"]) + steps
+
+    def _new_tokens(self, layer: int, fresh: Any) -> Any:
+        """New tokens that a struct names."""
+        store, steps = self.store, int(fresh["steps"])
+        shape, dtype = (store.batch, steps, store.heads, store.head_dim), store.stores[layer].dtype
+        k, v = (_vectors(fresh, side, shape, dtype) for side in "kv")
+        codes = array_at(int(fresh["importance"]), (store.batch * store.heads, steps), "uint8")
+        return self._fresh(layer, k, v, codes, int(fresh["first"]))
+
+    def copy_pages(
+        self, head_dim: int, dtype: str, device: int, states: int, lists: tuple[Workspace, int], layers: int,
+        copies: int, stream: int,
+    ) -> None:  # fmt: skip
+        """`kvlab.cache.cuda.kernels.copy_pages`."""
+        for layer in self._layers(states, layers):
+            units = self.store.arenas[layer].reshape(-1, UNIT)
+            for source, target, rung in lists[0].copies[layer].tolist():
+                n = self.store.stores[layer].layouts[rung].nbytes // UNIT
+                units[target : target + n] = units[source : source + n]
+
+    # ---- new tokens ----------------------------------------------------------------------------------------
+
+    def append_call(
+        self, state: Any, top: Rung, head_dim: int, dtype: str, device: int, *, steps: int, group: int,
+        scale: float, softcap: float, observed: int,
+    ) -> AppendCall:  # fmt: skip
+        """`kvlab.cache.cuda.kernels.AppendCall`."""
+        arenas = [int(other["arena"]) for other in self.store.host_states]
+        layer = arenas.index(int(state["arena"]))
+        return AppendCall(self, layer, scale=scale, softcap=softcap, observed=observed)
+
+    def append(self, layer: int, k: Any, v: Any, valid: Any, codes: Any) -> None:
+        """Store new tokens in open pages: codes (batch, heads, steps) are their importance."""
+        from kvlab.numba_kernels.cpu.cache_write import append_tokens
+
+        lengths = self.store.tables["seqlen"][layer]
+        codes = np.ascontiguousarray(codes).reshape(-1, k.shape[1])
+        new = self._fresh(layer, k, v, codes, int(lengths.max(initial=0)))
+        if not append_tokens(self.tables(layer), self._formats(layer), *self._means(layer), new, valid):
+            self.store.tables["status"][layer] |= 1
+        lengths += k.shape[1]
+
+    # ---- importance ----------------------------------------------------------------------------------------
+
+    def score_stored(
+        self, states: int, scores: Any, lse: Any, *, importance: str, decay: float, tokens: int, counted: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """`kvlab.cache.cuda.score.score_stored`."""
+        from kvlab.numba_kernels.cpu.cache_write import follow_mass
+
+        take, span = weight_of_collection(decay, tokens)
+        for layer, kept, total in zip(self._layers(states, len(scores)), scores, lse, strict=True):
+            if not kept.size:
+                continue
+            rows = kept.view(np.float32).reshape(*kept.shape[:3], -1, 64)
+            mass = np.nan_to_num(mass_from_scores(rows, total, self.store.pages(layer)))
+            tables, length = self.tables(layer), int(self.store.tables["seqlen"][layer].max(initial=0))
+            follow_mass(
+                tables, mass.reshape(-1, *mass.shape[2:]), length - counted, np.float32(take), span,
+                importance == "forecast", *_scale_of_importance(),
+            )  # fmt: skip
+
+
+class AppendCall:
+    """The append of one layer; arguments of a call as those of `kvlab.cache.cuda.kernels.AppendCall`."""
+
+    def __init__(
+        self, kernels: CpuKernels, layer: int, *, scale: float, softcap: float, observed: int
+    ) -> None:
+        self._kernels, self._layer, self._observed = kernels, layer, observed
+        self._scale, self._softcap = scale, softcap
+
+    def __call__(
+        self, q: CudaView | None, k: CudaView, v: CudaView, valid: int, out: int, lse: int, stored: bool,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Finish attention over stored tokens with the new ones, then store these."""
+        keys, values = view_at(k), view_at(v)
+        batch, steps, heads, _ = k.shape
+        mask = array_at(valid, (batch, steps), "bool") if valid else np.ones((batch, steps), bool)
+        codes = np.full((batch, heads, steps), encode_importance(np.ones(1))[0], np.uint8)
+        if self._observed == OBSERVED_NORM:
+            codes = norm_codes(keys)
+        if q is not None:
+            mass = self._finish(view_at(q), keys, values, mask, out, lse, stored)
+            if self._observed == OBSERVED_MASS:
+                codes = encode_importance(np.nan_to_num(mass))
+        self._kernels.append(self._layer, keys, values, mask, codes)
+
+    def _finish(self, q: Any, k: Any, v: Any, valid: Any, out: int, lse: int, stored: bool) -> Floats:
+        """Merge attention over the new tokens into `out` and `lse`; return what these receive."""
+        batch, steps, heads, _ = q.shape
+        result, total = array_at(out, q.shape, q.dtype.name), array_at(lse, (batch, heads, steps), "float32")
+        if not stored:
+            result[...], total[...] = 0, -np.inf
+        rules: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "keep_rows": steps}
+        q, k, v = (x.astype(np.float32) for x in (q, k, v))
+        exact = attend_exact(q, k, v, valid, **rules)
+        _merge(result, total, exact.out, exact.lse)
+        if not valid.all():
+            result[~valid], total.swapaxes(1, 2)[~valid] = 0, np.inf
+        return exact.mass(total)
+
+
+class AttendCall:
+    """Packed attention over the pages of one layer, as `kvlab.ops.cuda.packed.AttendCall`."""
+
+    def __init__(
+        self, q: Any, pages: DevicePages, workspace: Any, *, scale: float, softcap: float, scores: Any = None
+    ) -> None:
+        self._pages, self._scale, self._softcap, self._scores = pages, scale, softcap, scores
+
+    def use(self, workspace: Any, scores: Any) -> None:
+        """Keep scores elsewhere from now on."""
+        self._scores = scores
+
+    def __call__(self, view: CudaView, out: int, lse: int, stream: int) -> None:
+        """Attend with the queries of a view; write to contiguous arrays at two addresses."""
+        batch, steps, heads, _ = view.shape
+        kept, scores = 0, self._scores
+        if scores is not None:
+            kept = scores.shape[-1] // kept_page_bytes(heads // scores.shape[1])
+        found = packed_attention(
+            view_at(view),
+            self._pages,
+            scale=self._scale,
+            softcap=self._softcap,
+            keep_scores=kept,
+            backend="cpu",
+        )
+        array_at(out, view.shape, view.dtype)[...] = found.out
+        array_at(lse, (batch, heads, steps), "float32")[...] = found.lse
+        if found.scores is not None:
+            scores.view(np.float32).reshape(found.scores.shape)[...] = found.scores
+
+
+def mean_of_keys(
+    head_dim: int, dtype: str, device: int, fresh: Any, pairs: int, heads: int, k_mean: int, stream: int
+) -> None:
+    """`kvlab.cache.cuda.kernels.mean_of_keys`."""
+    steps, batch = int(fresh["steps"]), pairs // heads
+    k = _vectors(fresh, "k", (batch, steps, heads, head_dim), dtype)
+    mean = array_at(k_mean, (batch, heads, head_dim), "float16")
+    address = int(fresh["valid"])
+    valid = array_at(address, (batch, steps), "bool") if address else np.ones((batch, steps), bool)
+    for row in range(batch):
+        mean[row] = key_mean(k[row][np.flatnonzero(valid[row])[:LAST]].astype(np.float32))
+
+
+def merge_rows(
+    head_dim: int, dtype: str, device: int, addresses: Sequence[int], shape: tuple[int, int, int], stream: int
+) -> None:
+    """`kvlab.cache.cuda.kernels.merge_rows`."""
+    batch, steps, heads = shape
+    out, other = (array_at(addresses[i], (*shape, head_dim), dtype) for i in (0, 2))
+    lse, other_lse = (array_at(addresses[i], (batch, heads, steps), "float32") for i in (1, 3))
+    _merge(out, lse, other, other_lse)
+
+
+def score_new(
+    q: CudaView, k: CudaView, lse: Any, codes: Any, *, scale: float, softcap: float = 0.0, stream: int
+) -> None:
+    """`kvlab.cache.cuda.score.score_new`: the attention that new tokens get from the last rows."""
+    queries, keys = view_at(q).astype(np.float32), view_at(k).astype(np.float32)
+    total = np.where(np.isfinite(lse), lse, np.float32(np.inf))
+    visible, rows = np.ones(keys.shape[:2], bool), min(queries.shape[1], MOST_TOKENS)
+    exact = attend_exact(
+        queries[:, -rows:], keys, keys, visible, scale=scale, softcap=softcap, keep_rows=rows
+    )
+    mass = exact.mass(total[:, :, -rows:])
+    codes[...] = encode_importance(np.nan_to_num(mass)).reshape(codes.shape)
+
+
+def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
+    """`kvlab.cache.cuda.score.score_norms`."""
+    if importance == "uniform":
+        codes[...] = encode_importance(np.ones(1))[0]
+    elif importance == "recency":
+        steps = k.shape[1]
+        codes[...] = encode_importance(1 / np.arange(steps, 0, -1))
+    else:
+        codes[...] = norm_codes(k).reshape(codes.shape)
+
+
+def norm_codes(k: Any) -> NDArray[np.uint8]:
+    """Importance of keys (batch, steps, heads, head_dim): 1 / norm, (batch, heads, steps)."""
+    squares = (k.astype(np.float64) ** 2).sum(-1).transpose(0, 2, 1)
+    norm: Floats = np.sqrt(squares).astype(np.float32)
+    inverse = np.reciprocal(np.maximum(norm, np.float32(1e-6)))
+    return encode_importance(np.where(np.isfinite(inverse), inverse, np.float32(0)))
+
+
+def _vectors(fresh: Any, side: str, shape: tuple[int, ...], dtype: str) -> Any:
+    """Keys or values (batch, steps, heads, head_dim) that a `NewTokens` struct names."""
+    strides = [int(fresh[f"{side}_{axis}"]) for axis in ("batch", "step", "head")]
+    return array_at(int(fresh[side]), shape, dtype, [*strides, 1])
+
+
+def _merge(out: Any, lse: Any, other: Any, other_lse: Any) -> None:
+    """Merge attention over other keys into out and lse."""
+    from kvlab.numba_kernels.cpu.exact import merge_two
+
+    both, total = np.empty(out.shape, np.float32), np.empty_like(lse)
+    first, second = (np.ascontiguousarray(x, np.float32) for x in (out, other))
+    merge_two(first, lse, second, np.ascontiguousarray(other_lse), both, total)
+    out[...], lse[...] = both, total
+
+
+@lru_cache(maxsize=64)
+def _levels(ladder: Ladder) -> Any:
+    """A ladder as the planner's kernels take it."""
+    from kvlab.numba_kernels.cpu.cache_groups import Levels
+
+    n = len(ladder.cost)
+    rate, level, edges = np.zeros((n, n), np.float32), np.zeros((n, n), np.int64), np.zeros(n, np.int64)
+    for top in range(n):
+        found = ladder.steps(top)
+        edges[top] = len(found)
+        for i, (to, saved) in enumerate(found):
+            rate[top, i], level[top, i] = saved, to
+    return Levels(np.array(ladder.cost, np.int64), rate, level, edges)
+
+
+@lru_cache(maxsize=64)
+def _formats(layouts: tuple[PageLayout, ...], dtype: str) -> Any:
+    """Where codes lie in the pages of each rung."""
+    from kvlab.numba_kernels.cpu.cache_write import Formats
+
+    found = [side_formats(layout, dtype) for layout in layouts]
+    sides = [[(s.codes, s.steps, s.bits, s.kind) for s, _ in pair] for pair in found]
+    guess = [[s.guess for s, _ in pair] for pair in found]
+    places = np.stack([np.stack([places for _, places in pair]) for pair in found])
+    return Formats(np.array(sides, np.int64), np.array(guess, np.float32), places)
+
+
+@lru_cache(maxsize=1)
+def _scale_of_importance() -> tuple[NDArray[np.float64], Floats]:
+    """Where the scores of codes 2 to 255 begin, and what each code stands for."""
+    begins = 2.0 ** ((np.arange(1, 255) - 191.5) / 8)
+    return begins, decode_importance(np.arange(256, dtype=np.uint8))
