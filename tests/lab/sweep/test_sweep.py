@@ -207,8 +207,8 @@ def test_workers_are_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.Mo
 
 # ---- groups ------------------------------------------------------------------------------------------------
 
-READ = replace(LIKE, model="tiny", geometry=MODELS["tiny"].geometry)
-TOGETHER = make_grid(READ, (0.3, 0.4, 0.5, 0.6), ("2,4",), (128, 256))
+READ = replace(LIKE, model="tiny", geometry=MODELS["tiny"].geometry, context_length=256)
+TOGETHER = make_grid(READ, (0.3, 0.4, 0.5, 0.6), ("2,4",), (256, 512))
 
 
 @pytest.mark.parametrize("least", [1, 2, 3, 4, 7, 8, 100])
