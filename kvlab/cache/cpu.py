@@ -36,6 +36,7 @@ __all__ = [
     "CpuKernels",
     "Workspace",
     "kept_page_bytes",
+    "levels_of",
     "mean_of_keys",
     "merge_rows",
     "score_new",
@@ -125,6 +126,7 @@ class CpuKernels:
                 mine["num_pages"].reshape(pairs), mine["open"], mine["used"], mine["slab_count"],
                 mine["slabs"], mine["free_slabs"], mine["num_free"], mine["owner"].view(np.uint32),
                 mine["place"], mine["budget"], mine["status"],
+                mine.get("waits", np.zeros(store.batch, np.int32)),
             )  # fmt: skip
         return self._tables[layer]
 
@@ -142,13 +144,13 @@ class CpuKernels:
         nothing = np.empty(0, np.float32)
         return (sums, nothing), (most, nothing)
 
-    def _fresh(self, layer: int, k: Any, v: Any, codes: Any, first: int) -> Any:
+    def _fresh(self, layer: int, k: Any, v: Any, codes: Any, positions: Any) -> Any:
         """New tokens, rounded to the cache's dtype."""
         from kvlab.numba_kernels.cpu.cache_write import Fresh
 
         kind = numpy_dtype(self.store.stores[layer].dtype)
         k, v = (np.ascontiguousarray(x.astype(kind, copy=False), np.float32) for x in (k, v))
-        return Fresh(k, v, codes, first)
+        return Fresh(k, v, codes, positions)
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
@@ -161,7 +163,7 @@ class CpuKernels:
     def launch_plan(
         self, states: int, first: int, layers: int, workspace: Workspace, ladder: Ladder, state_nbytes: int,
         stream: int, *, sink: int, recent: int, room: int, fixed_nbytes: int, by_position: bool = False,
-        codes: int = 0, valid: int = 0, steps: int = 0, first_position: int = 0,
+        codes: int = 0, valid: int = 0, positions: int = 0, steps: int = 0, first_position: int = 0,
     ) -> None:  # fmt: skip
         """`kvlab.cache.cuda.plan.launch_plan`: layers are planned side by side."""
         from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
@@ -169,6 +171,7 @@ class CpuKernels:
 
         store, pairs = self.store, self.store.batch * self.store.heads
         mask = array_at(valid, (store.batch, steps), "bool") if valid else np.ones((store.batch, steps), bool)
+        at = self._positions(positions, steps, first_position)
         workspace.moves, workspace.copies = {}, {}
         waiting = list(range(first, first + layers))
 
@@ -176,14 +179,14 @@ class CpuKernels:
             while waiting:
                 layer = waiting.pop()
                 length = int(store.tables["seqlen"][layer].max(initial=0))
-                start = first_position if steps else length
-                new = NewTokens(array_at(codes, (pairs, steps), "uint8"), mask, start)
+                seqlen = first_position + steps if steps else length
+                new = NewTokens(array_at(codes, (pairs, steps), "uint8"), mask, at)
                 rules = Rules(
                     store.heads, int(store.stores[layer].evicts), store.slab[layer] // UNIT,
-                    workspace.shape.segments, start + steps, sink, recent, room, by_position, fixed_nbytes,
+                    workspace.shape.segments, seqlen, sink, recent, room, by_position, fixed_nbytes,
                     workspace.most_births,
                 )  # fmt: skip
-                *lists, copies, _, _, _ = plan_layer(self.tables(layer), _levels(ladder), rules, new)
+                *lists, copies, _, _, _ = plan_layer(self.tables(layer), levels_of(ladder), rules, new)
                 workspace.moves[layer], workspace.copies[layer] = (lists[0], lists[1]), copies
 
         share(plan, alone=layers == 1)
@@ -215,7 +218,15 @@ class CpuKernels:
         shape, dtype = (store.batch, steps, store.heads, store.head_dim), store.stores[layer].dtype
         k, v = (_vectors(fresh, side, shape, dtype) for side in "kv")
         codes = array_at(int(fresh["importance"]), (store.batch * store.heads, steps), "uint8")
-        return self._fresh(layer, k, v, codes, int(fresh["first"]))
+        positions = int(fresh["positions"]) if "positions" in fresh.dtype.names else 0
+        return self._fresh(layer, k, v, codes, self._positions(positions, steps, int(fresh["first"])))
+
+    def _positions(self, address: int, steps: int, first: int) -> NDArray[np.int32]:
+        """Positions of new tokens, (batch, steps): those at an address, or without one all from the first."""
+        if address:
+            found: NDArray[np.int32] = array_at(address, (self.store.batch, steps), "int32")
+            return found
+        return np.tile(np.arange(first, first + steps, dtype=np.int32), (self.store.batch, 1))
 
     def copy_pages(
         self, head_dim: int, dtype: str, device: int, states: int, lists: tuple[Workspace, int], layers: int,
@@ -245,7 +256,8 @@ class CpuKernels:
 
         lengths = self.store.tables["seqlen"][layer]
         codes = np.ascontiguousarray(codes).reshape(-1, k.shape[1])
-        new = self._fresh(layer, k, v, codes, int(lengths.max(initial=0)))
+        positions = self._positions(0, k.shape[1], int(lengths.max(initial=0)))
+        new = self._fresh(layer, k, v, codes, positions)
         if not append_tokens(self.tables(layer), self._formats(layer), *self._means(layer), new, valid):
             self.store.tables["status"][layer] |= 1
         lengths += k.shape[1]
@@ -418,7 +430,7 @@ def _merge(out: Any, lse: Any, other: Any, other_lse: Any) -> None:
 
 
 @lru_cache(maxsize=64)
-def _levels(ladder: Ladder) -> Any:
+def levels_of(ladder: Ladder) -> Any:
     """A ladder as the planner's kernels take it."""
     from kvlab.numba_kernels.cpu.cache_groups import Levels
 

@@ -60,16 +60,23 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New tokens: importance codes (pairs, n), which are valid (batch, n), position of the first."""
+    """New tokens: importance codes (pairs, n), which are valid (batch, n), position of the first.
+
+    `positions` (batch, n), unless they follow the first; the rows have `first + n` time steps then.
+    """
 
     code: NDArray[np.uint8]
     valid: NDArray[np.bool_]
     first: int
+    positions: Ints | None = None
 
 
 @dataclass
 class Layer:
-    """State of one layer: LayerState of ``kernels/cuda/pages/state.cuh``; tables (pairs, entries)."""
+    """State of one layer: LayerState of ``kernels/cuda/pages/state.cuh``; tables (pairs, entries).
+
+    `waits` (batch,): rows whose pages a plan leaves alone; None: there are none.
+    """
 
     batch: int
     heads: int
@@ -92,6 +99,11 @@ class Layer:
     place: NDArray[np.int32]
     seqlen: int
     budget: Ints
+    waits: NDArray[np.int32] | None = None
+
+    def row_waits(self, row: int) -> bool:
+        """Whether the tokens of a row wait outside the plan."""
+        return self.waits is not None and bool(self.waits[row])
 
     def address(self, r: int, number: int) -> int:
         """Units from the start of the arena to page `number` of rung r."""

@@ -120,6 +120,8 @@ def set_tables(
     top, entries = len(layer.rungs) - 1, layer.rung.shape[1]
     dead: list[list[int]] = [[] for _ in layer.rungs]
     for pair in range(layer.batch * layer.heads):
+        if layer.row_waits(pair // layer.heads):
+            continue
         gone = sorted(dropped.get(pair, []))
         for e in gone:
             r = int(layer.rung[pair, e])

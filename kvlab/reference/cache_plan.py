@@ -142,7 +142,8 @@ def _count(layer: Layer, new: Tokens | None, rules: Rules) -> list[Group]:
     for pair in range(layer.batch * layer.heads):
         for segment in range(segments):
             g = Group(pair, segment, [[] for _ in range(classes)])
-            for e in range(int(layer.num_pages[pair])):
+            row = pair // layer.heads
+            for e in range(0 if layer.row_waits(row) else int(layer.num_pages[pair])):
                 if layer.base[pair, e] == segment:
                     r, address, n = int(layer.rung[pair, e]), int(layer.index[pair, e]), layer.count[pair, e]
                     position = (segment << SEGMENT) + layer.positions(r, address).astype(np.int64)
@@ -150,8 +151,9 @@ def _count(layer: Layer, new: Tokens | None, rules: Rules) -> list[Group]:
                     g.blocks[r].append((e, np.where(np.arange(PAGE) < n, key, -1)))
             if new is not None:
                 position = new.first + np.arange(new.code.shape[1])
+                position = position if new.positions is None else new.positions[row].astype(np.int64)
                 key = _key(new.code[pair].astype(np.int64), position, rules)
-                use = new.valid[pair // layer.heads] & (position >> SEGMENT == segment)
+                use = new.valid[row] & (position >> SEGMENT == segment)
                 for s in range(0, len(key), PAGE):
                     g.blocks[-1].append((s, np.where(use, key, -1)[s : s + PAGE]))
             g.tokens = [sum(int((key >= 0).sum()) for _, key in blocks) for blocks in g.blocks]
@@ -180,7 +182,7 @@ def _choose(
     ceilings: list[int] = []
     owners: list[tuple[Group, int]] = []
     for g in groups:
-        g.extra = room_of(g) < to_come(g.segment, rules)
+        g.extra = not layer.row_waits(row) and room_of(g) < to_come(g.segment, rules)
         rest = [ladder.cost[min(c + layer.evicts, top)] for c in range(classes) if g.tokens[c] % PAGE]
         room -= sum(rest) + g.extra * ladder.cost[top]
         g.chosen = [[0] * levels for _ in range(classes)]

@@ -7,9 +7,10 @@ import dataclasses
 
 import numpy as np
 from hypothesis import given, settings
-from kvlab.numba_kernels.cpu.cache_groups import Levels, NewTokens, Rules, Tables
+from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules, Tables
 from kvlab.numba_kernels.cpu.cache_plan import plan_layer
 
+from kvlab.cache.cpu import levels_of
 from kvlab.reference.cache_layer import SEGMENT, UNFINISHED, Change, Ladder, Layer, Tokens
 from kvlab.reference.cache_plan import plan
 from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, planner_stories, play
@@ -20,21 +21,14 @@ def compiled_plan(
     by_position: bool = False, most_births: int = 1 << 30, segments: int = 0,
 ) -> Change:  # fmt: skip
     """What `plan` does, by the kernels of the CPU."""
-
     rungs = np.array([(r.record, r.per_slab, r.tail) for r in layer.rungs], np.int64)
     num_free, status = np.array([layer.num_free], np.int32), np.zeros(1, np.int32)
+    waits = np.zeros(layer.batch, np.int32) if layer.waits is None else layer.waits
     tables = Tables(
         rungs, layer.arena, layer.rung, layer.count, layer.index, layer.base, layer.num_pages, layer.open,
         layer.used, layer.slab_count, layer.slabs, layer.free_slabs, num_free, layer.owner, layer.place,
-        layer.budget, status,
+        layer.budget, status, waits,
     )  # fmt: skip
-    num_levels = len(ladder.cost)
-    rate, level = np.zeros((num_levels, num_levels), np.float32), np.zeros((num_levels, num_levels), np.int64)
-    edges = [ladder.steps(top) for top in range(num_levels)]
-    for top, found in enumerate(edges):
-        for i, (to, saved) in enumerate(found):
-            rate[top, i], level[top, i] = saved, to
-    levels = Levels(np.array(ladder.cost, np.int64), rate, level, np.array([len(found) for found in edges]))
     if new is None:
         none = np.zeros((len(layer.num_pages), 0), np.uint8)
         new = Tokens(none, np.zeros((layer.batch, 0), bool), layer.seqlen)
@@ -45,8 +39,9 @@ def compiled_plan(
         layer.heads, int(layer.evicts), layer.slab_units, last + 1, seqlen, sink, recent, room, by_position,
         fixed_nbytes, most_births,
     )  # fmt: skip
+    at = np.tile(np.arange(new.first, seqlen), (layer.batch, 1)) if new.positions is None else new.positions
     moves, closing, copies, births, dropped, found = plan_layer(
-        tables, levels, rules, NewTokens(new.code, new.valid, new.first)
+        tables, levels_of(ladder), rules, NewTokens(new.code, new.valid, at.astype(np.int32))
     )
     layer.num_free = int(num_free[0])
     assert status[0] == found
@@ -103,6 +98,31 @@ def test_new_pages_are_cut_down_as_by_the_oracle() -> None:
     assert simulation.change(new, most_births=2).status & UNFINISHED
     while simulation.change(new, most_births=40).status & UNFINISHED:
         pass
+
+
+def test_rows_that_wait_are_left_alone_and_then_come_with_their_positions() -> None:
+    rng, rules = np.random.default_rng(1), {"sink": 4, "recent": 8, "room": 16, "fixed_nbytes": 100}
+    oracle = empty_layer("248", 2, 2, 40, 60_000, 200)
+    oracle.waits = np.array([1, 0], np.int32)
+    oracle.num_pages[:2], oracle.rung[:2] = 2, 3  # pages of a rung that no plan knows
+    first = draw_tokens(rng, 2, 2, 60, 0, "normal")
+    first.valid[0] = False
+    second = draw_tokens(rng, 2, 2, 200, 60, "normal")
+    positions = np.tile(np.arange(60, 260), (2, 1))
+    positions[0, :50] = np.arange(10, 60)
+    second.valid[1, :50] = False
+    second = dataclasses.replace(second, positions=positions)
+    for new, waits in ((first, 1), (second, 0)):
+        oracle.waits[0] = waits
+        oracle.num_pages[:2] = 2 * waits
+        kernels = copy.deepcopy(oracle)
+        expected, found = (
+            f(x, LADDERS["248"][0], new, **rules) for f, x in ((plan, oracle), (compiled_plan, kernels))
+        )
+        assert not differences(oracle, kernels)
+        assert dataclasses.replace(found, chunks=expected.chunks) == expected
+        assert (oracle.num_pages[0] == 2) == bool(waits)
+        oracle.seqlen = new.first + new.code.shape[1]
 
 
 def test_a_difference_is_found() -> None:

@@ -45,6 +45,7 @@ class Tables(NamedTuple):
     place: np.ndarray  # int32 (slabs,)
     budget: np.ndarray  # int64 (batch,)
     status: np.ndarray  # int32 (1,)
+    waits: np.ndarray  # int32 (batch,): rows whose pages a plan leaves alone
 
 
 class Levels(NamedTuple):
@@ -57,11 +58,11 @@ class Levels(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """Tokens that are not stored yet: importance codes, which are no padding, position of the first."""
+    """Tokens that are not stored yet: importance codes, which are no padding, positions."""
 
     codes: np.ndarray  # uint8 (bh, tokens)
     valid: np.ndarray  # bool (batch, tokens)
-    first: int
+    positions: np.ndarray  # int32 (batch, tokens)
 
 
 class Rules(NamedTuple):
@@ -111,6 +112,12 @@ def new_groups(groups, rungs, levels):
         np.zeros((groups, rungs), np.int64),
         np.full((groups, 2), -1, np.int64),
     )
+
+
+@helper
+def planned_pages(tables, rules, bh):
+    """Pages that a plan sees: none of a row that waits."""
+    return np.int64(0 if tables.waits[bh // rules.heads] else tables.num_pages[bh])
 
 
 @helper

@@ -23,6 +23,7 @@ from .cache_groups import (
     page_address,
     page_number,
     pages_needed,
+    planned_pages,
     slots_left,
 )
 from .simd import helper
@@ -112,7 +113,7 @@ def _leave(tables, rules, groups, g, first, moves, stays):
         if leaving[r]:
             _find_targets(rules, groups, g, r, first, targets[r, 0], targets[r, 1], targets[r, 2])
     shorts = tables.arena.view(np.uint16)
-    for e in range(tables.num_pages[bh]):
+    for e in range(planned_pages(tables, rules, bh)):
         r, n = np.int64(tables.rung[bh, e]), np.int64(tables.counts[bh, e])
         if tables.base[bh, e] != segment:
             continue
@@ -145,10 +146,10 @@ def _enter(tables, rules, new, groups, g, first, moves):
     targets = np.zeros((3, num_levels), np.int64)
     _find_targets(rules, groups, g, rungs, first, targets[0], targets[1], targets[2])
     to, ranks = (targets[0], targets[1], targets[2]), groups.starts[g, rungs]
-    begin = max((segment << SEGMENT) - new.first, 0)
-    for i in range(begin, min(((segment + 1) << SEGMENT) - new.first, tokens)):
-        if new.valid[row, i]:
-            key = key_of(rules, new.codes[bh, i], new.first + i)
+    for i in range(tokens):
+        position = np.int64(new.positions[row, i])
+        if new.valid[row, i] and position >> SEGMENT == segment:
+            key = key_of(rules, new.codes[bh, i], position)
             rank = np.int64(ranks[key])
             ranks[key] += 1
             _move(tables, rules, moves, to, rank, bh, np.int64(0), np.int64(NEW_TOKEN), row * tokens + i)
@@ -167,7 +168,7 @@ def _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed)
     for phase in range(2):
         next_full, next_partial, next_empty = np.int64(0), full, full + partial
         num_holes, hole = 0, 0
-        for e in range(tables.num_pages[bh]):
+        for e in range(planned_pages(tables, rules, bh)):
             if tables.rung[bh, e] != r or tables.base[bh, e] != segment:
                 continue
             n, address = tables.counts[bh, e], tables.addresses[bh, e]
@@ -217,11 +218,13 @@ def set_tables(tables, rules, groups, after):
     """Bring the tables to their final state; return copies of pages, births, dropped pages, status."""
     rungs, dropped, births = len(tables.rungs), np.int64(0), groups.births.sum()
     for bh in range(len(after)):
-        for e in range(tables.num_pages[bh]):
+        for e in range(planned_pages(tables, rules, bh)):
             dropped += after[bh, e] == DROPPED
     dead, num_dead = np.empty((rungs, dropped), np.int64), np.zeros(rungs, np.int64)
     copies = np.empty((dropped, 3), np.uint32)
     for bh in range(len(after)):
+        if tables.waits[bh // rules.heads]:
+            continue  # its pages stay as they are
         if not _set_table(tables, rules, groups, bh, after[bh], dead, num_dead):
             return copies[:0], births, dropped, NO_ENTRY
     copied = np.int64(0)

@@ -21,6 +21,7 @@ from .cache_groups import (
     key_of,
     new_groups,
     opens_empty,
+    planned_pages,
     slots_left,
 )
 from .cache_moves import list_moves, set_tables
@@ -60,7 +61,8 @@ def plan_layer(tables, levels, rules, new):
     status, own = 0, rules.heads * rules.segments
     for row in range(len(tables.budget)):
         room = tables.budget[row] - rules.fixed_nbytes
-        if not _choose(levels, rules, groups, weights, row * own, own, room):
+        waits = tables.waits[row] != 0
+        if not _choose(levels, rules, groups, weights, row * own, own, room, waits):
             status |= NO_ROOM
     if not _allocate(tables, rules, groups):
         status |= UNFINISHED
@@ -79,7 +81,7 @@ def _count(tables, rules, new, groups):
     """Count the tokens of every (group, class, key), and the pages of every kind."""
     rungs, shorts = len(tables.rungs), tables.arena.view(np.uint16)
     for bh in range(len(tables.num_pages)):
-        for e in range(tables.num_pages[bh]):
+        for e in range(planned_pages(tables, rules, bh)):
             g = bh * rules.segments + np.int64(tables.base[bh, e])
             r, n = np.int64(tables.rung[bh, e]), np.int64(tables.counts[bh, e])
             groups.kinds[g, r, 0 if n == PAGE else 1 if n else 2] += 1
@@ -93,7 +95,7 @@ def _count(tables, rules, new, groups):
                     counts[key] += 1
         for i in range(new.codes.shape[1]):
             if new.valid[bh // rules.heads, i]:
-                position = new.first + i
+                position = np.int64(new.positions[bh // rules.heads, i])
                 g = bh * rules.segments + (position >> SEGMENT)
                 groups.starts[g, rungs, key_of(rules, new.codes[bh, i], position)] += 1
 
@@ -176,12 +178,12 @@ def _nbytes_at(levels, rules, groups, weights, first, own, price, ties):
 
 
 @allocating
-def _choose(levels, rules, groups, weights, first, own, room):
+def _choose(levels, rules, groups, weights, first, own, room, waits):
     """Choose how many chunks of every class of a row's groups go to each level; false if they do not fit."""
     _, classes, num_levels = groups.chosen.shape
     top, chunks, begin = num_levels - 1, np.int64(0), groups.chunk[first, 0] if own else np.int64(0)
     for g in range(first, first + own):
-        groups.extra[g] = slots_left(groups, g) < _to_come(rules, g % rules.segments)
+        groups.extra[g] = not waits and slots_left(groups, g) < _to_come(rules, g % rules.segments)
         room -= groups.extra[g] * levels.cost[top]
         for c in range(classes):
             chunks += groups.tokens[g, c] // PAGE

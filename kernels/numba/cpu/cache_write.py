@@ -37,7 +37,7 @@ class Fresh(NamedTuple):
     k: np.ndarray  # float32 (batch, tokens, heads, head_dim)
     v: np.ndarray
     codes: np.ndarray  # uint8
-    first: int  # position of the first
+    positions: np.ndarray  # int32 (batch, tokens)
 
 
 @helper
@@ -115,7 +115,7 @@ def write_moves(counter, begins, moves, arena, rungs, formats, means, most, new)
             tail = address * UNIT + rungs[b, TAIL]
             if a == NEW_TOKEN:
                 row, step, bh = token // tokens, token % tokens, origin
-                shorts[tail // 2 + slot] = new.first + step & 0xFFFF
+                shorts[tail // 2 + slot] = new.positions[row, step] & 0xFFFF
                 arena[tail + 2 * PAGE + slot] = new.codes[bh, step]
                 for side in range(2):
                     _copy_row((new.k if side == KEYS else new.v)[row, step, bh % heads], raw)
@@ -147,7 +147,7 @@ def append_tokens(tables, formats, means, most, new, valid):
         for step in range(tokens):
             if not valid[row, step]:
                 continue
-            position, e = new.first + step, -1
+            position, e = np.int64(new.positions[row, step]), -1
             for i in range(2):
                 page = tables.open[bh, i]
                 if e < 0 <= page and tables.counts[bh, page] < PAGE:
