@@ -1,7 +1,8 @@
-"""Checks of plain arguments (whole numbers, numbers, flags, choices), one wording for each in all of kvlab.
+"""Checks of plain arguments: integers, numbers, flags, choices. All of kvlab uses the same wording.
 
-Every error names the argument, its value and what is supported. A whole number is anything with `__index__`
-but a bool, a number anything real that `float` takes but text: scalars of NumPy and torch are welcome.
+Every error names the argument, its value and what is supported. An integer is anything with `__index__`
+except a bool. A number is anything real that `float` takes, except text. Scalars of NumPy and torch are
+allowed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Arrays of every kind at the edge of kvlab: in without a copy, out as the kind they came in.
+"""Arrays of every library: taken in without a copy, returned as the kind of the argument.
 
 A caller's array may come from NumPy, CuPy, torch (CPU or CUDA) or anything else that speaks DLPack. Inside,
-CPU code sees `numpy.ndarray` views and CUDA code sees `CudaView`s (pointer, shape, strides). No framework
-is ever imported here: an array of torch can only exist where torch is already in `sys.modules`, and that is
-where it is looked up.
+CPU code sees `numpy.ndarray` views and CUDA code sees `CudaView`s (pointer, shape, strides). This
+module imports no framework: a torch tensor exists only if torch is in `sys.modules`, and it is found there.
 
 bfloat16 has no NumPy type of its own. It is `ml_dtypes.bfloat16` inside, and crosses to and from torch as a
 view of 16-bit integers, because neither NumPy's DLPack nor its buffer protocol can carry it.
@@ -149,7 +148,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 @cache
 def _dtype_text(dtype: Hashable) -> str:
-    """Return a dtype as text; making the text anew takes longer than all other checks of an argument."""
+    """Return a dtype as text; making the text again takes longer than all other checks of an argument."""
     return str(dtype).removeprefix("torch.")
 
 

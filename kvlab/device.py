@@ -1,9 +1,8 @@
-"""What hardware is here, and one exception for running out of memory on any of it.
+"""The hardware of this machine, and one exception for running out of its memory.
 
-Everything works on a machine without a GPU, without a driver and without any CUDA package: then there are
-simply no GPUs, and `gpus_missing_because` says why. GPUs are asked through the CUDA driver alone
-(`cuda.bindings`), which reads attributes without creating a context: asking costs no device memory and
-changes no current device.
+Everything works without a GPU, a driver or a CUDA package: then there are no GPUs, and
+`gpus_missing_because` says why. Attributes of GPUs come from the CUDA driver (`cuda.bindings`), which reads
+them without creating a context. A query takes no device memory and changes no current device.
 
 The features of the CPU are those LLVM sees, because that is what Numba compiles the CPU kernels for.
 """

@@ -1,10 +1,10 @@
-"""What kvlab runs on: hardware, versions, and whether the CUDA parts of this environment fit together.
+"""Hardware, package versions, and whether the CUDA packages of this environment fit together.
 
-Printed by `kvlab env` and meant to stand beside every recorded result. Versions come from the metadata of
+`kvlab env` prints them, and every recorded result contains them. Versions come from the metadata of
 installed packages, so nothing is imported to name its version; a part that is not there is None.
 
 CUDA libraries of two major versions in one environment fail in ways that do not name the cause (a compiler of
-one version reads the headers of the other), so a mix is found here and said plainly.
+one version reads the headers of the other), so this module detects a mix and reports it.
 """
 
 from __future__ import annotations

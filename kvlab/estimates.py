@@ -1,8 +1,8 @@
-"""How much memory a call takes, before it is made: `kvlab.device.estimate`.
+"""Estimate the memory of a call before it runs: `kvlab.device.estimate`.
 
-Attention keeps no scores, so what a call holds at its peak is its arguments, its results and a workspace that
-does not depend on the product of the lengths. The numbers are bytes of arrays; the scratch memory of threads
-on the CPU (0.3 to 1 MiB each) and what a library keeps for itself are not in them.
+Attention keeps no scores. At its peak a call holds its arguments, its results and a workspace that does not
+depend on the product of the lengths. The numbers are bytes of arrays. They leave out the scratch memory of
+CPU threads (0.3 to 1 MiB each) and memory that libraries keep for themselves.
 """
 
 from __future__ import annotations

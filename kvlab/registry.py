@@ -1,11 +1,11 @@
-"""One table of what runs where: operation x backend, what each row supports, and how it is called.
+"""One table of implementations: operation x backend, what each supports, and how it is called.
 
 An operation's file registers its rows, best first, and asks `choose` for the first row that supports a call
 on the device its arguments are on. A row says what it supports as data, so dispatch, error messages, the
 table in the docs and the grid of the tests cannot disagree. Its launcher is named by an import string and
 loaded at the first call, so that a table of GPU kernels costs a machine without GPU nothing.
 
-Nothing here ever moves a call to another device, and what really ran is told by `last_backend`.
+No call is moved to another device. `last_backend` says which backend ran.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Sharing a short piece of work between threads without ever waiting for one that has not begun.
+"""Divide a short piece of work among threads without waiting for a thread that has not started.
 
-A parallel loop of Numba (OpenMP) ends when all its threads have passed its end, those included that found
-nothing left to do. On a machine with other work, or beside the spinning threads of another library, one of
-them may have to wait for a processor for tens of milliseconds: longer than the whole call. So work of a
-millisecond goes this way instead. It is cut into items that are taken from a counter; the caller takes
-items like everyone else and is done when none is left, and helpers that have not started by then are called
-off.
+A parallel loop of Numba (OpenMP) ends when all its threads have reached its end, even idle ones. On a busy
+machine a thread may wait tens of milliseconds for a processor: longer than the whole call. This module serves
+work of about a millisecond. A counter deals out items; the caller takes items, too, and returns when none is
+left. Helpers that have not started by then are cancelled.
 """
 
 from __future__ import annotations

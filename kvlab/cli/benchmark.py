@@ -1,4 +1,4 @@
-"""`kvlab benchmark`: speed of one part of the library, next to a yardstick."""
+"""`kvlab benchmark`: speed of one part of the library, beside a baseline."""
 
 from __future__ import annotations
 

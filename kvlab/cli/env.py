@@ -1,4 +1,4 @@
-"""`kvlab env`: what is here, and whether it fits together."""
+"""`kvlab env`: hardware and versions, and whether the CUDA packages fit together."""
 
 from __future__ import annotations
 

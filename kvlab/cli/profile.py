@@ -1,4 +1,4 @@
-"""`kvlab profile`: what calls cost, and what their kernels are made of."""
+"""`kvlab profile`: the cost of calls, and registers, memory and occupancy of their kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvlab validate`: whether this machine is fit, kernels run, and results are exact."""
+"""`kvlab validate`: check that this machine is supported, kernels run, and results are accurate."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 A decode step of transformers launches about twenty kernels a layer one by one, which takes the host several
 times as long as the GPU takes to run them. Lengths and page tables of a packed cache lie on the GPU, so a
 step of the whole model can be recorded once and replayed. Two recordings serve all steps: one of the steps
-that collect attention mass for the importance of tokens, one of the others. What the host decides, room for
-more tokens, happens between replays.
+that collect attention mass for the importance of tokens, one of the others. The host reserves memory for
+more tokens between replays.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ with needs_extra("hf", "kvlab.integrations.decode_graph"):
 __all__ = ["DecodeGraph", "replayed_steps"]
 
 _KNOWN = {"input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict"}
-"""Arguments of a forward pass that a recorded step can do with."""
+"""Arguments of a forward pass that a recorded step supports."""
 
 
 class DecodeGraph:
     """Steps of one token a row.
 
     The first step of each kind runs as usual, the second is recorded; from then on steps are replayed. A
-    longer sequence than the cache has room for moves its memory, and steps are recorded anew: give the cache
+    longer sequence than the cache has room for moves its memory, and steps are recorded again: give the cache
     `max_seqlen`.
 
     Parameters

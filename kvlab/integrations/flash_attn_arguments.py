@@ -1,7 +1,7 @@
 """Checks of the arguments of flash-attn's functions, under flash-attn's names for them.
 
-What does not depend on values in tensors is checked on every device, before a function does anything. Values
-are checked on the CPU alone: a GPU would have to be waited for, so there they are moved into range
+Shapes, dtypes and options are checked on every device before a function does anything. Values in tensors are
+checked only on the CPU: a check on a GPU would have to wait for it, so there values are clamped into range
 (flash_attn_cache.py).
 """
 

@@ -1,8 +1,8 @@
-"""Caches as flash-attn lays them out: what `kvlab.integrations.flash_attn` does with them before attention.
+"""Caches in the layout of flash-attn: how `kvlab.integrations.flash_attn` reads and updates them.
 
-Rows of a cache hold different numbers of tokens, somewhere in the middle of one block of memory. For
-variable-length attention that is one long array of keys in which some sequences are gaps: sequences without
-queries, which no kernel reads. So a contiguous cache is attended in place, and lengths stay on the device.
+Rows of a cache hold different numbers of tokens within one block of memory. Variable-length attention sees
+this block as one long array of keys. The gaps in it are sequences without queries, which no kernel reads. So
+a contiguous cache is attended in place, and lengths stay on the device.
 
 Lengths and indices are those that flash_attn_cache_checks.py returns, so all are in range.
 """

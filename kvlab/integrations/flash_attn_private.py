@@ -1,8 +1,8 @@
 """The four functions of flash-attn that are private and that other libraries import all the same.
 
-They take apart what autograd hides: the forwards return the log-sum-exp, the backwards take it back and write
-the gradients where the caller wants them. So attention over parts of the keys can be merged, which is how
-ring-flash-attn works. As in flash-attn, most of their arguments have no default.
+They expose intermediate results of autograd: a forward returns the log-sum-exp; a backward takes it and
+writes gradients into arrays of the caller. With these, attention over parts of the keys can be merged, as
+ring-flash-attn does. As in flash-attn, most of their arguments have no default.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The attention function that reads packed caches.
 
-transformers hands an attention function what `Cache.update` returned: for the packed layers of a `KVLabCache`
-a placeholder (packed_layer.py), by which "kvlab_packed" knows them and lets their cache attend and store in
+transformers passes the result of `Cache.update` to an attention function. For packed layers of a `KVLabCache`
+this is a placeholder (packed_layer.py). "kvlab_packed" recognises it and lets the cache attend and store in
 one step. Dense keys are treated as "sdpa" treats them.
 """
 

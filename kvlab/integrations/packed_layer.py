@@ -1,10 +1,10 @@
-"""The packed layers of a `KVLabCache`, what they share, and the placeholders that they hand to attention.
+"""The packed layers of a `KVLabCache`, and the placeholders that they pass to attention.
 
 transformers calls `update` of a layer and gives what it returns to the attention function. A packed layer
 returns placeholders: tensors of the right shape, dtype and device without data, which carry the layer and the
 new keys and values, so that the attention function (packed_attention.py) can have the `MixedPrecisionCache`
 attend and store in one step. Any other operation on a placeholder raises, so that a model under another
-attention function cannot be wrong without a word.
+attention function cannot be silently wrong.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which time steps of each row are padding, read from the attention masks of transformers.
 
-A packed cache does not store padding, so it must know which new tokens are padding, and must refuse masks
-that say more than that: windows, bidirectional blocks, or other padding for old tokens than when they came.
+A packed cache does not store padding, so it must know which new tokens are padding, and must refuse
+other masks: windows, bidirectional blocks, or padding of old tokens that has changed since they were stored.
 """
 
 from __future__ import annotations

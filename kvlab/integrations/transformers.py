@@ -1,9 +1,8 @@
 """A transformers.Cache that stays packed.
 
-Layers with full attention are packed and share one `MixedPrecisionCache` (packed_layer.py); the attention
-function that reads it stands in packed_attention.py, what masks say of padding in padding.py. Layers that
-transformers would not give a plain growing cache (sliding windows, linear attention) keep the layers of
-transformers.
+Layers with full attention are packed and share one `MixedPrecisionCache` (packed_layer.py). The attention
+function that reads it is in packed_attention.py; padding.py reads padding from masks. Other layers (sliding
+windows, linear attention) keep their cache of transformers.
 """
 
 from __future__ import annotations

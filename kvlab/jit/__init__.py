@@ -1,1 +1,1 @@
-"""Sources to cubins to launches: NVRTC and Numba as compilers, one cache by content, the compile gate."""
+"""From source to cubin to launch: NVRTC and Numba compile, one cache keeps cubins by content."""

@@ -272,7 +272,7 @@ def _read_table(path: Path) -> dict[str, list[Row]]:
             row = Row(**fields)
             table.setdefault(row.key, []).append(row)
     except (ValueError, TypeError) as error:
-        raise FormatError(f"{path} is damaged ({error}); run make compile-gate to write it anew") from error
+        raise FormatError(f"{path} is damaged ({error}); run make compile-gate to write it again") from error
     return table
 
 

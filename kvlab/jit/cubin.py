@@ -1,10 +1,10 @@
-"""What a cubin says about its kernels: registers, shared memory, local memory, parameter sizes.
+"""Read from a cubin the registers, shared memory, local memory and parameter sizes of its kernels.
 
-A cubin is an ELF file. ptxas writes what it decided into ``.nv.info`` sections (attribute records) and
-section sizes, so this short reader replaces ``cuobjdump`` and the verbose log of ptxas: the figures
-belong to the very bytes that will run, cached or not, and no CUDA toolkit is needed. Attribute numbers
-are those that ``cuobjdump -elf`` prints by name; a test holds the result against ptxas's own log for
-every gated architecture.
+A cubin is an ELF file. ptxas writes these figures into ``.nv.info`` sections (attribute records) and section
+sizes. This short reader replaces ``cuobjdump`` and the verbose log of ptxas: the figures belong to the very
+bytes that will run, cached or not, and no CUDA toolkit is needed. Attribute numbers are those that
+``cuobjdump -elf`` prints by name; a test holds the result against ptxas's own log for every gated
+architecture.
 """
 
 from __future__ import annotations

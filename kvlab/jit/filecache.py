@@ -1,14 +1,14 @@
 """A folder of files named by the hash of what they were made from.
 
-``FileCache.get(key, produce)`` returns the bytes stored under ``key``, or what ``produce()`` gives, and
-stores it. Three things can go wrong on a cluster and none of them may break a run:
+``FileCache.get(key, produce)`` returns the bytes stored under ``key``. If there are none, it stores and
+returns the bytes of ``produce()``. Three things can go wrong on a cluster and none of them may break a run:
 
 - Many processes start cold at once. A lock file per key lets one of them produce while the others wait
   and then read. The lock is a ``flock``, which the operating system drops when its owner dies, and
   waiting ends after `LOCK_TIMEOUT_S`: then a process produces for itself, which is twice the work for
   the same bytes.
 - A file is cut short or altered. Every entry carries its length and SHA-256; one that does not match is
-  produced anew. Entries are written under a temporary name in the same folder and renamed, so nobody
+  produced again. Entries are written under a temporary name in the same folder and renamed, so nobody
   reads half a file.
 - The folder cannot be created or written (read-only home, full disk). The bytes are produced in memory
   and one warning names the folder and the environment variable that moves it.
@@ -73,7 +73,7 @@ class FileCache:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"cannot use the kernel cache {self.folder} ({error}), so kernels are compiled anew "
+                f"cannot use the kernel cache {self.folder} ({error}), so kernels are compiled again "
                 "in every process. Set KVLAB_CACHE_DIR to a folder that can be written.",
                 RuntimeWarning,
                 stacklevel=2,

@@ -1,7 +1,7 @@
-"""Numba CUDA kernel to cubin; `kvlab.jit.build.load` and its launcher serve it as they do CUDA C++.
+"""Compile a Numba CUDA kernel to a cubin, which `kvlab.jit.build.load` loads and launches like CUDA C++.
 
-Numba's own launcher takes 24 to 74 us of the host a call, and torch's bfloat16 tensors not at all. So Numba
-serves as a compiler only: Python to PTX (NVVM), PTX to the cubin of one exact architecture (nvJitLink), with
+Numba's own launcher takes 24 to 74 us of the host a call and refuses torch's bfloat16 tensors. So Numba is
+only the compiler: Python to PTX (NVVM), PTX to the cubin of one exact architecture (nvJitLink), with
 no GPU needed. Kernels take plain parameters, as in C: pointers, integers, floats.
 
 A kernel is a function of ``kvlab.numba_kernels.cuda.<module>`` that returns, for its options,

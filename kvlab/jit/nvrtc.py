@@ -1,9 +1,9 @@
 """NVRTC, the CUDA compiler that is a library: source text in, cubin out, without a GPU, a driver or nvcc.
 
-The one module that knows where the compiler and the CUDA headers come from: the nvidia-cuda-nvrtc and
-nvidia-cuda-runtime packages, a conda environment or a CUDA toolkit, whichever ``cuda.pathfinder`` finds
-first. Kernels include nothing of CUDA but ``cuda_fp16.h``, ``cuda_bf16.h`` and ``cuda_fp8.h``; these
-need no further package (cooperative groups and ``mma.h`` would).
+Only this module knows where the compiler and the CUDA headers are: in the packages nvidia-cuda-nvrtc and
+nvidia-cuda-runtime, in a conda environment or in a CUDA toolkit, whichever ``cuda.pathfinder`` finds first.
+Kernels include nothing of CUDA but ``cuda_fp16.h``, ``cuda_bf16.h`` and ``cuda_fp8.h``; these need no further
+package (cooperative groups and ``mma.h`` would).
 """
 
 from __future__ import annotations

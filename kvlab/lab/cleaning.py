@@ -1,6 +1,6 @@
 """`kvlab clean`: what kvlab itself has written to disk, and its removal.
 
-That is the folder of compiled kernels (`kvlab.jit.filecache.cache_folder`), what Numba keeps of the CPU
+kvlab writes the folder of compiled kernels (`kvlab.jit.filecache.cache_folder`), what Numba keeps of the CPU
 kernels beside their sources, and results in a folder that the user names. Nothing else is touched: of a
 folder of results only files that hold a result of kvlab are counted, by their content and not by their name.
 """

@@ -1,7 +1,7 @@
-"""What may not become a result: figures without provenance, beyond physics, of wrong answers, or throttled.
+"""Refuse figures that are without provenance, physically impossible, of wrong answers, or throttled.
 
-Every figure of the laboratory passes here before it is written. A refusal is an error, never a warning: a
-wrong figure in a table costs more than a missing one.
+Every figure of the laboratory passes this module before it is written. A refusal is an error, never a
+warning: a wrong figure in a table costs more than a missing one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the commands `test`, `benchmark`, `profile` and `validate` can be pointed at, and on what.
+"""Targets and devices of the commands `test`, `benchmark`, `profile` and `validate`.
 
 A target is a part of the library. Each command works on the CPU parts of a target everywhere, and on its GPU
 parts where there is a GPU that can be used; where not, it says why and goes on, unless the GPU was asked for.

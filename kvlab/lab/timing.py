@@ -1,8 +1,8 @@
-"""How a call on the CPU is timed: checked first, warm, many times, and beside a yardstick at the same moment.
+"""Time a call on the CPU: checked first, warm, many times, and in turns with a baseline.
 
-Other work on a machine slows everything down by a factor that changes within seconds. So what is compared is
-run in turns, call by call, and a ratio is the median of the ratios of neighbours, not the ratio of two
-medians from different minutes. Working sets must exceed the caches: that is the caller's business.
+Other work on a machine slows everything down by a factor that changes within seconds. So contestants run in
+turns, call by call, and a ratio is the median of the ratios of neighbours, not the ratio of two medians from
+different minutes. Working sets must exceed the caches: that is the caller's business.
 """
 
 from __future__ import annotations

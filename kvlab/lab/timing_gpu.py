@@ -1,6 +1,6 @@
-"""How calls on a GPU are timed: captured in CUDA graphs, several calls each, replayed in turns.
+"""Time calls on a GPU: capture several calls in a CUDA graph, and replay graphs in turns.
 
-So neither the time of the host nor the clock of the moment decides.
+So neither host time nor a change of the clock decides.
 """
 
 from __future__ import annotations

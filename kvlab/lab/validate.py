@@ -1,7 +1,7 @@
-"""`kvlab validate`: is this machine fit, do kernels of every kind compile and run, how exact is attention.
+"""`kvlab validate`: check the machine, compile and run kernels of every kind, measure the error of attention.
 
-Every check is small: it answers whether things work here, not how fast they are. What cannot be checked is
-skipped, with the reason; on a machine without a GPU everything that concerns one.
+Every check is small: it answers whether things work here, not how fast they are. Checks that are
+impossible here are skipped with the reason, for example all GPU checks on a machine without a GPU.
 """
 
 from __future__ import annotations

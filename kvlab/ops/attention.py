@@ -1,4 +1,4 @@
-"""Attention, over sequences of one length or of several, and of parts of the keys put together again.
+"""Attention over sequences of one length or of several, and the merge of partial results.
 
 Softmax over all keys is a weighted mean of softmaxes over disjoint parts, with weights known from the parts'
 log-sum-exps. So a kernel may go through the keys tile by tile and keep no score, and attention may be
@@ -303,8 +303,8 @@ def _attend(
 def check_call(operation: str, patterns: Patterns, arrays: Sequence[Array], backend: str | None) -> Checked:
     """Check the arrays of a call, and choose who computes it.
 
-    All of that follows from shapes, dtypes and devices, and calls come again with the same ones: then the
-    answer is remembered, since checking anew takes the host longer than a short kernel runs.
+    The answer follows from shapes, dtypes and devices, and calls repeat these. So the answer is cached: a new
+    check takes the host longer than a short kernel runs.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""What the kernels of attention are passed: a struct, and descriptions of tensors for tensor copies.
+"""Arguments of the attention kernels: a struct, and tensor maps for tensor copies.
 
-Of all that a call tells a kernel only addresses change while shapes, strides and options stay the same. So
-the rest of the struct is packed once and kept as a `Template`, which a call fills with its addresses: the
-host must not take longer than a short kernel runs.
+While shapes, strides and options stay the same, only addresses change from call to call. The rest of the
+struct is packed once and kept as a `Template`; a call fills in its addresses. Otherwise the host would take
+longer than a short kernel runs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Gradients of attention, over sequences of one length or of several.
 
-The forward keeps no probabilities. From q, k and the log-sum-exp of a row they follow again, tile by tile, so
-the gradients too need no memory that grows with the product of the lengths [1]_.
+The forward keeps no probabilities. The backward computes them again, tile by tile, from q, k and the
+log-sum-exp of a row. So gradients need no memory that grows with the product of the lengths either [1]_.
 
 The results of the forward are arguments. They may be those of attention over more keys than are given here,
 as `merge_attention` gives them: then dk and dv are right for these keys, and dq is their share of the sum
-over all parts. So gradients over a context that is spread over devices are computed part by part, as it is.
+over all parts. So gradients over a context that is spread over devices are computed part by part.
 
 References
 ----------

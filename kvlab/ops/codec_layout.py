@@ -1,4 +1,4 @@
-"""How an array is cut into groups and how these are coded, by which every backend works."""
+"""How an array is cut into groups and how groups are coded: one layout for every backend."""
 
 from __future__ import annotations
 

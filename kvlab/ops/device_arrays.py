@@ -1,8 +1,7 @@
-"""What launchers of GPU kernels need: contiguous arrays, kernels by name, a flag that kernels raise.
+"""Helpers for launchers of GPU kernels: contiguous arrays, kernels by name, a flag that kernels raise.
 
-An array stays in the library it came from: memory is allocated and copied by torch for torch tensors, by CuPy
-for all others, on the stream that is current there, on which the kernels run too. Nothing here waits for the
-GPU but `Flag.is_raised` and `to_host`, which say so.
+An array stays in its library: torch allocates and copies memory for torch tensors, CuPy for all others.
+Kernels run on the current stream of that library. Only `Flag.is_raised` and `to_host` wait for the GPU.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Stored tokens are older than the queries, so nothing hides them but a window, an
 pages are attended in any order and partial results merged by their log-sum-exp. The caller does the same with
 the tokens that are not in pages.
 
-Importance is attention mass, and its denominator is known only after that merge. So a call may keep the
-scores of the last query rows, and `mass_from_scores` turns them into probabilities without reading a key
+Importance is attention mass, and its denominator is known only after that merge. So a call may save the
+scores of the last query rows, and `mass_from_scores` turns them into probabilities without reading keys
 again.
 """
 

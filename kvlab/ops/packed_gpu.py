@@ -1,4 +1,4 @@
-"""What the two GPU backends of packed attention share: results and workspace of one call, and its limits."""
+"""Results, workspace and limits of one call, for both GPU backends of packed attention."""
 
 from __future__ import annotations
 

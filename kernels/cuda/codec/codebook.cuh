@@ -1,6 +1,6 @@
 // The Hadamard codec: its levels, and the borders between codes, bit for bit as kvlab/reference/codebooks.py
-// and codec.py. A code is how many borders are not above a value in units; borders are whole numbers. So a
-// value is cut down to a whole number, its cell, and every cell has one code.
+// and codec.py. A code is the number of borders at or below a value in units. Borders are integers, so a
+// value is rounded down to an integer, its cell, and every cell has one code.
 #pragma once
 #include "codec/codes.cuh"
 

@@ -3,13 +3,13 @@
 //
 // Quantisation. A chunk is WIDTH neighbouring columns of all rows of a group, 4 or, of 3 bits, 8; chunks of
 // all groups follow each other. A warp takes 64 columns: it copies them to shared memory, 16 bytes a lane,
-// all rows at once, and from then on is on its own. WIDTH / 2 lanes have a chunk, each every so manieth row:
-// they read them for the extremes, find the scales of two columns each, tell them each other, and read them
-// again for the codes. Codes of 2, 4 and 8 bits of a chunk and row are whole bytes, which the lane writes; so
-// are those of 3 bits, which go through shared memory to lanes that write neighbouring words; others stand
-// one a byte there, where 32 of a row are packed by one lane. Memory: dynamic shared memory of 64 elements
-// and, of 3 bits 24, of those one a byte 68 bytes a row and warp; no barrier but those among the lanes of a
-// warp.
+// all rows at once, and from then on is on its own. WIDTH / 2 lanes have a chunk; each takes every n-th row.
+// A lane reads its rows for the extremes, finds the scales of two columns, exchanges scales with the other
+// lanes, and reads its rows again for the codes. Codes of 2, 4 and 8 bits of a chunk and row are whole bytes,
+// which the lane writes; so are those of 3 bits, which go through shared memory to lanes that write
+// neighbouring words; others stand one a byte there, where 32 of a row are packed by one lane. Memory:
+// dynamic shared memory of 64 elements and, of 3 bits 24, of those one a byte 68 bytes a row and warp; no
+// barrier but those among the lanes of a warp.
 //
 // Dequantisation. A chunk is the columns of 16 bytes of elements; a warp takes 8 rows of 32 chunks, one a
 // lane. Codes stand one a byte in shared memory, 2 or 1 KiB a warp, where one lane unpacks 32 of a row.

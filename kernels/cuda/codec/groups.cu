@@ -1,5 +1,5 @@
-// Quantisation of groups of any size along rows to codes, one a byte, and back: what codec/rows.cu, which is
-// fast, does not take. Packing is the next launch.
+// Quantisation of groups of any size along rows to codes, one a byte, and back, for sizes that the faster
+// codec/rows.cu does not support. Another launch packs the codes.
 //
 // Threads and data: a block takes groups blockIdx.x, blockIdx.x + gridDim.x, ...; its threads take elements
 // threadIdx.x, threadIdx.x + blockDim.x, ... of a group. The float32 values of a group stand in `scratch`, a

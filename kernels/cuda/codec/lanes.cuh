@@ -1,5 +1,5 @@
-// Groups along rows, one of 32 LANES elements on as many lanes: where they stand, and their lowest, highest
-// and mean square values.
+// Groups along rows: a group has 32 LANES elements on LANES lanes. Its layout, its lowest and highest values,
+// and its mean square.
 //
 // A warp takes tiles of 1,024 elements, that is 32 / LANES groups; a lane 32 elements of one group. Element e
 // of a group is, by its bits from the top, e = (j, t, k): load j of 32 / PER_LOAD, lane t of LANES, element k

@@ -1,4 +1,4 @@
-// One value of a group from those of its lanes, which are neighbours.
+// Reduce the values of the neighbouring lanes of a group to one.
 #pragma once
 #include "codec/bit_stream.cuh"
 

@@ -14,9 +14,10 @@
 
 #include "packed/state.cuh"
 
-// TWOS fragments of two tiles share WORDS words of a lane. For their place in a byte codes of rows g (even)
-// and g + 8 (odd) come multiplied; at 3 bits those of columns 0 to 7 by 4 times as much, because fields that
-// are 6 bits apart are the bytes of a half then, so what these columns are multiplied by is a quarter.
+// TWOS fragments of two tiles share WORDS words of a lane. A masked code keeps its bit position in the byte,
+// so it is multiplied by EVEN (row g) or ODD (row g + 8). At 3 bits two fields 6 bits apart become the two
+// bytes of a half if the first is shifted by 2 more bits. So codes of columns 0 to 7 are 4 times larger, and
+// the query or probability of these columns is divided by 4.
 template <int BITS>
 struct Bytes {
     static constexpr int TWOS = BITS == 3 ? 2 : 1, WORDS = BITS * TWOS / 2;

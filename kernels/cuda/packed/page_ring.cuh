@@ -1,5 +1,4 @@
-// How the pages of a warp max_excess shared memory: bulk copies into the slots of its ring, each with a
-// barrier.
+// The ring of a warp: bulk copies bring its pages into slots in shared memory, each slot with a barrier.
 #pragma once
 
 #include "packed/call.cuh"
@@ -74,7 +73,7 @@ __device__ __forceinline__ bool copy_part(const Rung& rung, const u8* page, int 
 }
 
 // What is known of the page in a slot: its entry, and its word. `at` is an address in shared memory, which
-// the compiler would compute anew for each page.
+// the compiler would compute again for each page.
 __device__ __forceinline__ void write_page(u32 at, u32 entry, u32 word) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(entry), "r"(word) : "memory");
 }

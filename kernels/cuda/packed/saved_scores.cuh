@@ -1,7 +1,7 @@
 // Scores that a call saves: where they go, and how.
 //
-// As float32, natural, [saved rows][64 slots] a page: what callers get. As bytes, what a cache needs to learn
-// what tokens received: eighths of a binary order below the base of the (page, row), which follows
+// As float32, natural, [saved rows][64 slots] a page: what callers get. As bytes: what a cache needs for the
+// importance of tokens: eighths of a binary order below the base of the (page, row), which follows
 // the codes of all rows as a float. score * log2(e) = (code - 255) / 8 + base, code 0 means nothing:
 // 2^-24 of the largest probability so far, the least that the importance of a token can be.
 #pragma once

@@ -1,10 +1,10 @@
-"""Compiled CPU kernels are kept by Numba from process to process; here is what makes a kept one stale.
+"""Invalidate compiled CPU kernels in Numba's cache when a source that they use has changed.
 
-Numba looks at the file that a kernel stands in, and at no other. Kernels here are made of functions of
-several files, so after an edit of one of those a process that loads kernels and one that compiles them could
-differ in bits. This module, imported before any kernel, makes a kept one stale when its file, or any file
-of this folder that it imports, itself or through another, has changed. Where kernels are kept is Numba's
-choice: NUMBA_CACHE_DIR, or beside the source, or in the user's cache folder.
+Numba checks only the file that defines a kernel. Kernels here use functions of several files. After an edit
+of one of these, a process that loads a kernel and one that compiles it could differ in bits. This module is
+imported before any kernel. It makes a cached kernel stale when its file has changed, or any file of this
+folder that it imports, directly or indirectly. Numba chooses where kernels are cached: NUMBA_CACHE_DIR, or
+beside the source, or in the user's cache folder.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""The yardstick of CPU kernels that are limited by memory: copy bytes with all threads, with a plain loop.
+"""Copy bytes with all threads in a plain loop: the baseline of CPU kernels that memory limits.
 
-One word a step, stored through the cache like the results of every other kernel here.
+A loop iteration copies one word and stores it through the cache, as all other kernels here store results.
 """
 
 from numba import prange

@@ -1,7 +1,7 @@
-"""Elements of three types in memory, to and from float32 buffers of whole vectors.
+"""Convert float16, bfloat16 and float32 elements to and from float32 buffers of whole vectors.
 
 float16 and bfloat16 arrive as arrays of their bits; a kernel takes one array of 16-bit and one of 32-bit
-elements, of which the one that does not apply is empty, so that it is compiled once for all types.
+elements. The one that does not apply is empty, so the kernel is compiled once for all types.
 """
 
 import numpy as np

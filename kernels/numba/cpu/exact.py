@@ -133,7 +133,7 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
 def sum_exact_mass(counter, q, k, visible, scale, softcap, lse, mass):
     """mass (batch, heads, keys) = mean of exp(score - lse) over the rows of q, the last ones, and a group.
 
-    What one thread does: pairs of a batch row and a KV head, by the counter. Scores are computed anew, which
+    What one thread does: pairs of a batch row and a KV head, by the counter. Scores are computed again, which
     costs less than keeping those of all keys. A row with lse -inf sees no key and gives nothing.
     """
     batch, positions, heads_q, head_dim = q.shape

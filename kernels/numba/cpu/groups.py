@@ -1,9 +1,9 @@
-"""One group of a codec on the CPU: what its values say about its scale, and from values to codes.
+"""One group of a codec on the CPU: find the scale of its values, then turn values into codes.
 
-A group is the elements that share a scale, in a float32 buffer padded to whole vectors. Its work has two
-phases, so that the kernels of `codec` can run the first over many groups before the second: what waits
-for the end of a reduction in one group is then hidden behind the next group. Between them `find_scales` of
-`words` turns ranges and magnitudes into scales.
+The elements of a group share a scale and lie in a float32 buffer padded to whole vectors. The work has two
+phases. The kernels of `codec` run the first phase over many groups before the second, so that the next group
+hides the latency of a reduction. Between the phases `find_scales` of `words` turns ranges and magnitudes into
+scales.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What follows attention over packed pages on the CPU: parts of rows become results, scores become mass."""
+"""Merge partial results of packed attention on the CPU, and turn saved scores into attention mass."""
 
 import math
 

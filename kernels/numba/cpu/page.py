@@ -1,7 +1,7 @@
-"""A page in memory, as the CPU kernels of packed attention read it: where its parts lie, steps, positions.
+"""How the CPU kernels of packed attention read a page: offsets of its parts, scales, positions.
 
-`places` (rungs, PLACE_FIELDS) says where things lie in a page of a rung. A table has rung, count, index and
-base, (pairs, pages), and num_pages, (pairs,); pairs = batch * num_heads_kv.
+`places` (rungs, PLACE_FIELDS) holds the offsets of the parts of a page, for each rung. A table has rung,
+count, index and base, (pairs, pages), and num_pages, (pairs,); pairs = batch * num_heads_kv.
 """
 
 import numpy as np

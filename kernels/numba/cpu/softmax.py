@@ -1,4 +1,4 @@
-"""What the CPU kernels of attention have in common: powers of two, and a counter that threads share.
+"""Powers of two, and a counter that threads share: used by all attention kernels of the CPU.
 
 Scores are in units of log 2 inside, so that a weight of the softmax is 2^(score - peak).
 """

@@ -2,7 +2,8 @@
 
 Integer work of a few microseconds a head that would take milliseconds as NumPy calls on short arrays. Pages
 of one (head, rung, segment) are kept full: those that hold the most staying tokens remain, staying tokens of
-the others move into the holes, tokens that arrive fill the rest. Nothing moves here; lists say what has to.
+the others move into the holes, tokens that arrive fill the rest. This module moves no token; it returns lists
+of moves.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tiles and panels: what attention on the CPU is made of, forward and backward.
+"""Tiles of keys and panels of query rows, for attention forward and backward on the CPU.
 
 A panel is 24 query rows of one KV head, three vectors wide, laid out transposed so that a lane is a row:
 (position, head of the group), heads fastest, so that the heads that read one KV head share its tiles. A tile

@@ -1,7 +1,7 @@
 """Memory that ablation cases take, and the refusal of those that do not fit: for plans and runs alike.
 
-`kvlab sweep plan`, `kvlab ablate` and every reading of a sweep ask the same function, so what a plan lets
-through is what a run begins, as far as memory does not change between them.
+`kvlab sweep plan`, `kvlab ablate` and every reading of a sweep ask the same function, so a run
+starts what a plan has accepted, unless available memory has changed in between.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Quality of ablation cases: a model reads text and looks for needles through the cache of each.
 
-Text: as `kvlab demo` does it (kvlab.lab.quality.measure), in windows as long as the context, the second
-half of each scored. Needles: a sentence with a number is hidden in the text, a question at the end asks for
-it, and what counts is the share of the number's tokens that are the most probable ones, each given those
+Text: as `kvlab demo` does it (kvlab.lab.quality.measure), in windows as long as the context, the second half
+of each scored. Needles: a sentence with a number is hidden in the text, and a question at the end asks for
+it. The score is the fraction of the number's tokens that are the most probable ones, each given the tokens
 before it. Texts with needles are read beside the windows, as further rows, and not scored. The dense cache
-reads the same, so that what the model cannot do is not laid at the cache's door. Cases of one context can
-be read together: all caches advance chunk by chunk, the dense one once for all of them.
+reads the same, so that a failure of the model does not count against the cache. Cases of one context can be
+read together: all caches advance chunk by chunk, the dense one once for all of them.
 
 Model and caches are on the device of the cases; the caches that are handed on are copies on the CPU.
 """

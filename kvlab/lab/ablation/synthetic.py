@@ -1,4 +1,4 @@
-"""The cache of an ablation case, and what fills it where no model reads: keys and values of a given geometry.
+"""Fill the cache of an ablation case with synthetic keys and values of a given geometry.
 
 Keys lie around a mean of their head with some large channels, as keys of models do; values have unit size. A
 GPU's cache is filled on the GPU, in parts of a context, as a prefill would be.

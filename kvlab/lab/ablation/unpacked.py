@@ -1,4 +1,4 @@
-"""Pages with one code a byte: what packing saves, measured and not computed.
+"""Pages with one code a byte, to measure what packing saves.
 
 The laboratory stores the codes of a packed cache once more with a byte for each, at the allocation that was
 planned for packed storage. The page format makes this exact: its grid is (2 code + 1 - 2**bits) * step, so

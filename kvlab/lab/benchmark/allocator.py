@@ -1,4 +1,4 @@
-"""The allocator's share of `kvlab benchmark`: what a decision costs, and what each method loses.
+"""`kvlab benchmark allocator`: the time of a decision, and the loss of each method.
 
 Instances are made to look like those of a model: pages of 64 tokens with every byte counted, errors that fall
 by about four for each bit, importance that is log-normal over pages (or equal, which makes all pages tie).

@@ -1,12 +1,11 @@
-"""The attention share of `kvlab benchmark`: forward and backward beside torch's, by length, heads and batch.
+"""`kvlab benchmark attention`: forward and backward beside torch's, by length, heads and batch.
 
 Three sweeps through one point (512 tokens, 8 query heads on 4 KV heads, batch 1): lengths, pairs of heads,
 batches, causal, 64 channels on the CPU and 128 on a GPU; and four other calls of 2,048 tokens, with and
-without a mask. The yardstick is torch's
-`scaled_dot_product_attention` on the same tensors: on the CPU with as many threads, in float32; on a GPU in
-bfloat16 with its cuDNN and its FlashAttention backend, of which the faster one counts. Contestants take
-turns, as a caller would call them: where a GPU waits for the host, the host's time is what is seen. Short
-sequences on a GPU also stand beside kvlab on the CPU.
+without a mask. The baseline is torch's `scaled_dot_product_attention` on the same tensors: on the CPU with as
+many threads, in float32; on a GPU in bfloat16 with its cuDNN and its FlashAttention backend, of which the
+faster one counts. Contestants take turns and are called as a caller would call them: where a GPU waits for
+the host, the host's time is measured. Short sequences on a GPU also stand beside kvlab on the CPU.
 
 FLOPS count 4 * batch * heads * head_dim * (pairs of a row and a key it sees), 2.5 times as many backward.
 """

@@ -1,6 +1,6 @@
-"""The decode share of `kvlab benchmark`: one query token over packed pages, against dense attention of torch.
+"""`kvlab benchmark decode`: one query token over packed pages, against dense attention of torch.
 
-The model is one layer with 32 query heads and 8 KV heads of 128 channels. The yardstick is torch's
+The model is one layer with 32 query heads and 8 KV heads of 128 channels. The baseline is torch's
 `scaled_dot_product_attention` over the same keys and values, decoded to float32 or bfloat16, with the query
 heads of a group as rows of one head: 3 to 4 times faster than `enable_gqa=True`. Both run on the same
 threads, in turns. The threads of torch wait asleep (``OMP_WAIT_POLICY=PASSIVE``, unless that is set): by

@@ -1,11 +1,11 @@
 """`kvlab benchmark decode --device cuda`: a query token over packed pages, against dense bfloat16 attention.
 
-The yardstick is the fastest of cuDNN and FlashAttention SDPA on the same shape, on the same GPU, in the same
-run. Pages are drawn and results checked by device_pages.py: before a case is timed, one sequence is
-compared with float64 attention over its dequantised pages, and every one with a call of its own, which
-divides the work differently. Times are medians over replays of a CUDA graph that rotates over as many sets of
-pages as it takes to exceed the second-level cache four times, and holds 8 calls or more, as the step of a
-model has one a layer; after them the results have to be the same bits.
+The baseline is the fastest of cuDNN and FlashAttention SDPA on the same shape, on the same GPU, in the same
+run. Pages are drawn and results checked by device_pages.py: before a case is timed, one sequence is compared
+with float64 attention over its dequantised pages, and every sequence with a call of its own, which divides
+the work differently. Times are medians over replays of a CUDA graph that rotates over as many sets of pages
+as it takes to exceed the second-level cache four times, and holds 8 calls or more, as the step of a model has
+one a layer; after them the results have to be the same bits.
 
 The floor is the bytes of codes and steps at the read bandwidth of the GPU; positions and importance lie
 behind them in a page and are not read.

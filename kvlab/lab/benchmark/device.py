@@ -1,7 +1,8 @@
 """`kvlab benchmark packing|codec --device cuda`: against a copy of as many bytes on the same GPU.
 
-A call must read and write some bytes; the yardstick is torch's copy of half as many, which reads and writes
-them. Arrays exceed the second-level cache. Before it is timed, a result must have the bits of the reference.
+A call must read and write some bytes. The baseline is torch's copy of half as many, which reads and writes as
+many in all. Arrays exceed the second-level cache. Before it is timed, a result must have the bits of the
+reference.
 """
 
 from __future__ import annotations

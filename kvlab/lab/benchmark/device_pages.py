@@ -1,4 +1,4 @@
-"""Pages on a GPU for benchmarks of decode attention, and what its results are checked with.
+"""Pages on a GPU for benchmarks of decode attention, and checks of its results.
 
 Pages hold random codes and lie in random order; the table of each sequence is sorted by width, the worst
 order for a division of the work.

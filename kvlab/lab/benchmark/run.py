@@ -1,6 +1,6 @@
 """`kvlab benchmark`: the cases, and one record of a run.
 
-A case checks every result before it times it, and states its figures next to a yardstick that ran at the
+A case checks every result before it times it, and states its figures beside a baseline that ran at the
 same moment (`kvlab.lab.benchmark.yardstick`).
 """
 

@@ -1,8 +1,8 @@
-"""What cases of `kvlab benchmark` share: what a run is told, the check before timing, a copy as yardstick.
+"""Shared by the cases of `kvlab benchmark`: options of a run, the check before timing, a copy as baseline.
 
-Cases on the CPU that memory limits use `against_copy`: a call must touch some bytes, so it is compared with
-copying as many bytes by as many threads, to a new array, since the call returns one: of memory that is new to
-a process, every page has to be cleared first.
+Cases on the CPU that memory limits use `against_copy`: a call must touch some bytes, so the baseline copies
+as many bytes with as many threads. It copies to a new array, since the call returns one: the system clears
+every page that is new to a process.
 """
 
 from __future__ import annotations

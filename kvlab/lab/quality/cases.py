@@ -1,7 +1,7 @@
 """The caches that the demo compares: mixed and uniform widths, controls at equal bytes, transformers' own.
 
-A control gets the bytes of a mixed cache and one thing less than it: scores without meaning, positions alone,
-equal widths, or no care for the first and the newest tokens. The quantised caches of transformers have no
+A control has the bytes of a mixed cache and lacks one part of it: random scores, positions alone, equal
+widths, or no protection of the first and the newest tokens. The quantised caches of transformers have no
 budget; they run with the options that serve them best and with their defaults.
 """
 

@@ -162,7 +162,7 @@ def _without_progress_bars() -> Iterator[None]:
 def _read_once() -> Iterator[None]:
     """Let transformers parse the GGUF file once, not once each for tokenizer, configuration and weights.
 
-    The same for its table of tensor names, which it makes anew for every module of a model; and the parts of
+    The same for its table of tensor names, which it makes again for every module of a model; and the parts of
     the file are plain arrays, of which slices are made three times as fast as of memory maps. Of 27 seconds
     of loading this saves 19.
     """

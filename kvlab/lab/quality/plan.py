@@ -1,4 +1,4 @@
-"""What a comparison of caches is to do: how text is read, through which caches, and what there is to read.
+"""The plan of a comparison of caches: how text is read, through which caches, and which text.
 
 Nothing here needs torch, so the process that starts the readers (workers.py) starts them at once.
 """

@@ -1,4 +1,4 @@
-"""A model that reads its windows through caches, and writes: what one process of a comparison does."""
+"""One process of a comparison: a model reads its windows through caches, and continues a prompt."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A cache of a GPU read by a CPU: the same pages on both, for what differs in results and in speed.
+"""Read the pages of a GPU cache on a CPU, too, to compare results and speed on equal pages.
 
-A copy of the model on the CPU reads on from a copy of the cache that holds the very same pages.
+A copy of the model on the CPU continues from a copy of the cache that holds the same pages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a quality run measured of each cache, and how parts of a run are put together.
+"""Scores of each cache of a quality run, and how parts of a run are joined.
 
 A score keeps the means of every scored chunk of every window, so that parts of a run can be joined, a run can
 be restricted to the windows that another one has read too, and standard errors need no assumption about

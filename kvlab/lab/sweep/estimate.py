@@ -1,4 +1,4 @@
-"""What a grid will cost, before anything of it runs: memory of the largest group, time, infeasible cases."""
+"""Estimate a grid before it runs: memory of the largest group, time, infeasible cases."""
 
 from __future__ import annotations
 

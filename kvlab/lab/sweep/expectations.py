@@ -1,4 +1,4 @@
-"""`kvlab report expected`: what is claimed of packed caches, each claim beside what was measured.
+"""`kvlab report expected`: claims about packed caches, each beside its measurement.
 
 Most are judged by the summary of a sweep, packing by packing codes, and two by other result files: a decode
 step of a whole model by that of `benchmarks/generation/run.py`, a GPU beside the CPU by that of `kvlab
@@ -25,7 +25,7 @@ _CODES = 1_000_000
 _PACKING = {2: (3.5, 4.0), 3: (2.3, 2.67), 4: (1.9, 2.0)}
 _SMALL_BUDGET = 0.4
 _ALIKE = ("device", "model", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-"""What rows of one series share besides."""
+"""Columns that rows of one series have in common."""
 
 
 def expectations(rows: Sequence[Row], files: Sequence[Mapping[str, Any]] = ()) -> list[Row]:

@@ -1,4 +1,4 @@
-"""What a sweep says, as small tables: rows of the summary in, rows of a question's answer out.
+"""Questions about a sweep: each takes rows of the summary and returns a small table.
 
 Quality is the divergence from full precision where a model read text, and the relative error of attention
 where keys and values are synthetic; the two are never mixed in one comparison, because contexts with and

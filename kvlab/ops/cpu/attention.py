@@ -1,7 +1,7 @@
 """Attention on the CPU: launchers of the backends "cpu" and "reference".
 
-Both lay fixed and variable lengths out as one thing: arrays (batch, seqlen, heads, head_dim), and for each
-sequence its row of the batch, its first query and key and their numbers. So a kernel has one loop for both.
+Fixed and variable lengths have one layout: arrays (batch, seqlen, heads, head_dim), and for each sequence its
+row of the batch, its first query and key, and the numbers of both. So a kernel has one loop for both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Packed attention on the CPU: the kernels for a few query rows and for many, and the float64 oracle.
 
-What the kernels want laid out (queries, tables with addresses, how far rows see back) is laid out here; the
-answer is merged from the parts of each row in order, so it has the same bits for any number of threads.
+This module lays out queries, page tables with addresses, and windows of rows for the kernels. Partial results
+of a row are merged in order, so the result has the same bits for any number of threads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention on a GPU: choose the kernel and its specialisation, and launch it.
 
 A call is one launch on the caller's stream and allocates nothing but its results. Lengths of variable-length
-calls are read on the device, so nothing waits for it. What a kernel is specialised for is the head dimension
-(filled up with zeros to the next that there is a kernel for), the dtype, whether rows can be copied 16 bytes
-at a time, and whether scores are capped.
+calls are read on the device, so nothing waits for it. A kernel is specialised for the head dimension (padded
+with zeros to the next supported one), the dtype, whether rows can be copied 16 bytes at a time, and whether
+scores are capped.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Attention backward on a GPU: three launches around a workspace, on the caller's stream.
 
 ``attention/backward_ends.cu`` prepares the workspace (each row's log-sum-exp, its sum of dout * out, zeros
-for dq), ``attention/backward.cu``, or on Hopper ``attention_backward_sm90*.cu``, goes through keys and rows,
-and the first finishes dq. dk and dv are summed
-in registers, over all rows and over the query heads of a group, or, where ``attention_backward_shares.py``
-divides these, over parts of them and then among blocks; parts of dq come from many blocks and are
-added in float32 in memory, in the order of the keys if the call is to be deterministic.
+for dq), ``attention/backward.cu``, or on Hopper ``attention/backward_sm90*.cu``, loops over keys and rows,
+and the first file finishes dq. dk and dv are summed in registers over all rows and query heads of a group.
+Where ``attention_backward_shares.py`` divides these among blocks, the blocks add their sums. Parts of dq come
+from many blocks and are added in float32 in memory, in the order of the keys if the call is deterministic.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""How attention backward on Hopper divides its work: how many blocks share keys, and which come first.
+"""Work division of attention backward on Hopper: how many blocks share keys, and their order.
 
-A block of the kernel, above 128 channels a pair of them, has 128 keys of one KV head and goes through all
-rows that see them, for one query head of the group after the other, a tile of rows a step. A short call with
+A block has 128 keys of one KV head (above 128 channels, a pair of blocks has them). It loops over the query
+heads of the group and over all rows that see the keys, one tile of rows a step. A short call with
 few KV heads has fewer such blocks than a GPU has multiprocessors. So up to eight blocks, a cluster, share the
 steps of the same keys and add up their dk and dv through shared memory, in the order of their ranks. Under a
-causal mask the first keys have most steps: those of all heads come first, so that none of them ends alone.
+causal mask blocks of the first keys have most steps. They come first, for all heads, so that no long block
+runs alone at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Packing on a GPU: launches of ``codec/bits.cu`` and ``codec/ternary.cu``, and of their Numba counterparts.
 
-Rows that end on byte borders are one run for the CUDA C++ kernels, and packed at the speed of memory; others
-go 8 codes a thread. The Numba kernels, written for reading, always take the second way.
+Rows that end on byte borders form one run, which the CUDA C++ kernels pack at the speed of memory. For other
+rows a thread packs 8 codes. The Numba kernels, written for reading, always do the latter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Codecs on a GPU: which kernels a layout takes, for backends "cuda" and "numba".
+"""Codecs on a GPU: which kernel serves which layout, for backends "cuda" and "numba".
 
 - ``codec/rows.cu``, ``codec/hadamard.cu``, ``codec/quantize_ternary.cu``: groups of 32 to 1,024 elements, a
   power of two, along rows of whole groups. One pass.

@@ -1,9 +1,9 @@
 """Packed attention on a GPU: choose the specialisation of ``packed/packed_attention.cu`` and launch it.
 
-One kernel does the whole call, whatever mixture of widths the pages have. What it is specialised for is what
-a cache never changes: head dimension, dtype and the widths that its ladder has; and whether a call has up to
-4 query rows a KV head, whose codes are multiplied as 8-bit integers. Lengths and page tables are read on the
-device, so a captured CUDA graph follows them. A call allocates its results and a workspace in the
+One kernel does the whole call, whatever mixture of widths the pages have. It is specialised for properties
+that a cache never changes: head dimension, dtype and the widths of its ladder; and for whether a call has up
+to 4 query rows a KV head, whose codes are multiplied as 8-bit integers. Lengths and page tables are read on
+the device, so a captured CUDA graph follows them. A call allocates its results and a workspace in the
 caller's framework; callers who capture graphs or count microseconds make both once (`Workspace`, `attend`).
 """
 
