@@ -35,26 +35,28 @@ def list_moves(tables, rules, new, groups):
 
     That is its count afterwards, or DROPPED.
     """
-    first, total = _first_moves(rules, groups)
-    moves, closing = np.empty((total, 4), np.uint32), np.empty((256, 4), np.uint32)
-    stays = np.zeros(tables.counts.shape, np.uint64)
-    after = tables.counts.astype(np.int16)
-    holes = np.empty((PAGE * max(tables.counts.shape[1], 1), 2), np.uint32)
-    rungs, closed = len(tables.rungs), np.int64(0)
-    for g in range(len(groups.tokens)):
-        _leave(tables, rules, groups, g, first, moves, stays)
+    (num_groups, rungs), num_levels = groups.first.shape, groups.chosen.shape[2]
+    first, targets = np.zeros((num_groups, rungs), np.int64), np.zeros((rungs + 1, 3, num_levels), np.int64)
+    moves = np.empty((_first_moves(rules, groups, first), 4), np.uint32)
+    stays, after = np.zeros(tables.counts.shape, np.uint64), tables.counts.astype(np.int16)
+    for g in range(num_groups):
+        _leave(tables, rules, groups, g, first, moves, targets, stays)
         if groups.tokens[g, rungs]:
-            _enter(tables, rules, new, groups, g, first, moves)
-        for r in range(rungs):
-            closing, closed = _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed)
-    return moves, closing[:closed], after
+            _enter(tables, rules, new, groups, g, first, moves, targets[rungs])
+    holes = np.empty((PAGE * max(tables.counts.shape[1], 1), 2), np.uint32)
+    closing, closed = np.empty((0, 4), np.uint32), np.int64(0)
+    for _ in range(2):  # moves are counted, then listed
+        closing, closed = np.empty((closed, 4), np.uint32), np.int64(0)
+        for g in range(num_groups):
+            for r in range(rungs):
+                closed = _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed)
+    return moves, closing, after
 
 
-@allocating
-def _first_moves(rules, groups):
-    """Where in the list the moves of a (group, rung) begin: by rung, then by group; and their number."""
+@helper
+def _first_moves(rules, groups, first):
+    """Find where the moves of a (group, rung) begin, by rung, then by group; return how many there are."""
     (num_groups, rungs), total = groups.first.shape, np.int64(0)
-    first = np.zeros((num_groups, rungs), np.int64)
     for r in range(rungs):
         for g in range(num_groups):
             first[g, r] = total
@@ -63,12 +65,13 @@ def _first_moves(rules, groups):
                     total += PAGE * groups.chosen[g, c, r + rules.evicts]
             if r == rungs - 1:
                 total += groups.tokens[g, rungs] % PAGE
-    return first, total
+    return total
 
 
 @helper
-def _find_targets(rules, groups, g, c, first, ends, pages, places):
+def _find_targets(rules, groups, g, c, first, targets):
     """Of class c: where the ranks of each level end, its first new page, the place of its first move."""
+    ends, pages, places = targets[0], targets[1], targets[2]
     rungs, end = groups.kinds.shape[1], np.int64(0)
     for level in range(groups.chosen.shape[2]):
         r, before = level - rules.evicts, np.int64(0)
@@ -86,7 +89,7 @@ def _find_targets(rules, groups, g, c, first, ends, pages, places):
 @helper
 def _move(tables, rules, moves, targets, rank, source, slot, rung, token):
     """Write the move of a token that leaves its class; none if it is evicted."""
-    ends, pages, places = targets
+    ends, pages, places = targets[0], targets[1], targets[2]
     level = 0
     while ends[level] <= rank:
         level += 1
@@ -100,24 +103,19 @@ def _move(tables, rules, moves, targets, rank, source, slot, rung, token):
     move[2] = slot | rank % PAGE << 8 | rung << 16 | r << 24
 
 
-@allocating
-def _leave(tables, rules, groups, g, first, moves, stays):
+@helper
+def _leave(tables, rules, groups, g, first, moves, targets, stays):
     """List the tokens of a group that leave their rungs; which stay of every page, a bit a slot."""
-    rungs, num_levels = len(tables.rungs), groups.chosen.shape[2]
     bh, segment = g // rules.segments, g % rules.segments
-    leaving, whole = np.zeros(rungs, np.int64), np.zeros(rungs, np.bool_)
-    targets = np.zeros((rungs, 3, num_levels), np.int64)
-    for r in range(rungs):
-        leaving[r] = PAGE * chunks_leaving(groups, rules, g, r)
-        whole[r] = leaving[r] == 0 and groups.slots[g, r] == groups.tokens[g, r]
-        if leaving[r]:
-            _find_targets(rules, groups, g, r, first, targets[r, 0], targets[r, 1], targets[r, 2])
+    for r in range(len(tables.rungs)):
+        _find_targets(rules, groups, g, r, first, targets[r])
     shorts = tables.arena.view(np.uint16)
     for e in range(planned_pages(tables, rules, bh)):
         r, n = np.int64(tables.rung[bh, e]), np.int64(tables.counts[bh, e])
         if tables.base[bh, e] != segment:
             continue
-        if whole[r]:
+        leaving = PAGE * chunks_leaving(groups, rules, g, r)
+        if leaving == 0 and groups.slots[g, r] == groups.tokens[g, r]:
             stays[bh, e] = ~np.uint64(0) >> np.uint64(PAGE - n) if n else np.uint64(0)
             continue
         address, ranks = np.int64(tables.addresses[bh, e]), groups.starts[g, r]
@@ -129,39 +127,40 @@ def _leave(tables, rules, groups, g, first, moves, stays):
                 continue
             rank = np.int64(ranks[key])
             ranks[key] += 1
-            if rank >= leaving[r]:
+            if rank >= leaving:
                 mask |= np.uint64(1) << np.uint64(slot)
             else:
-                to = targets[r, 0], targets[r, 1], targets[r, 2]
-                _move(tables, rules, moves, to, rank, address, slot, r, bh)
+                _move(tables, rules, moves, targets[r], rank, address, slot, r, bh)
         stays[bh, e] = mask
 
 
-@allocating
-def _enter(tables, rules, new, groups, g, first, moves):
+@helper
+def _enter(tables, rules, new, groups, g, first, moves, targets):
     """List the new tokens of a group."""
-    rungs, num_levels, tokens = len(tables.rungs), groups.chosen.shape[2], new.codes.shape[1]
+    rungs, tokens = len(tables.rungs), new.codes.shape[1]
     bh, segment = g // rules.segments, g % rules.segments
     row = bh // rules.heads
-    targets = np.zeros((3, num_levels), np.int64)
-    _find_targets(rules, groups, g, rungs, first, targets[0], targets[1], targets[2])
-    to, ranks = (targets[0], targets[1], targets[2]), groups.starts[g, rungs]
+    _find_targets(rules, groups, g, rungs, first, targets)
+    ranks = groups.starts[g, rungs]
     for i in range(tokens):
         position = np.int64(new.positions[row, i])
         if new.valid[row, i] and position >> SEGMENT == segment:
             key = key_of(rules, new.codes[bh, i], position)
             rank = np.int64(ranks[key])
             ranks[key] += 1
-            _move(tables, rules, moves, to, rank, bh, np.int64(0), np.int64(NEW_TOKEN), row * tokens + i)
+            _move(tables, rules, moves, targets, rank, bh, np.int64(0), np.int64(NEW_TOKEN), row * tokens + i)
 
 
-@allocating
+@helper
 def _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed):
-    """Let what stays in a class fill the pages that stay, full ones first; return the longer list."""
+    """Let what stays in a class fill the pages that stay, full ones first; return the number of moves.
+
+    They are listed from closing[closed] on, unless that has no place for any.
+    """
     bh, segment, top = g // rules.segments, g % rules.segments, len(tables.rungs) - 1
     full, partial, empty = groups.kinds[g, r, 0], groups.kinds[g, r, 1], groups.kinds[g, r, 2]
     if full + partial + empty == 0:
-        return closing, closed
+        return closed
     needed = pages_needed(groups, rules, g, r)
     staying = groups.tokens[g, r] - PAGE * chunks_leaving(groups, rules, g, r)
     kept = needed + (r == top and groups.extra[g])
@@ -189,15 +188,12 @@ def _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed)
                 continue
             for slot in range(target, PAGE):
                 if mask >> np.uint64(slot) & np.uint64(1):
-                    if closed == len(closing):
-                        grown = np.empty((2 * closed, 4), np.uint32)
-                        grown[:closed] = closing
-                        closing = grown
-                    move = closing[closed]
-                    move[0], move[1], move[3] = address, holes[hole, 0], bh
-                    move[2] = slot | np.int64(holes[hole, 1]) << 8 | r << 16 | r << 24
+                    if len(closing):
+                        move = closing[closed]
+                        move[0], move[1], move[3] = address, holes[hole, 0], bh
+                        move[2] = slot | np.int64(holes[hole, 1]) << 8 | r << 16 | r << 24
                     hole, closed = hole + 1, closed + 1
-    return closing, closed
+    return closed
 
 
 @helper
@@ -221,20 +217,21 @@ def set_tables(tables, rules, groups, after):
         for e in range(planned_pages(tables, rules, bh)):
             dropped += after[bh, e] == DROPPED
     dead, num_dead = np.empty((rungs, dropped), np.int64), np.zeros(rungs, np.int64)
+    places, is_dead = np.empty(2 * tables.counts.shape[1], np.int64), np.empty(dropped, np.bool_)
     copies = np.empty((dropped, 3), np.uint32)
     for bh in range(len(after)):
         if tables.waits[bh // rules.heads]:
             continue  # its pages stay as they are
-        if not _set_table(tables, rules, groups, bh, after[bh], dead, num_dead):
+        if not _set_table(tables, rules, groups, bh, after[bh], dead, num_dead, places):
             return copies[:0], births, dropped, NO_ENTRY
     copied = np.int64(0)
     for r in range(rungs):
-        copied = _close_pool(tables, rules, r, dead[r, : num_dead[r]], copies, copied)
+        copied = _close_pool(tables, rules, r, dead[r, : num_dead[r]], is_dead, copies, copied)
     return copies[:copied], births, dropped, 0
 
 
-@allocating
-def _set_table(tables, rules, groups, bh, after, dead, num_dead):
+@helper
+def _set_table(tables, rules, groups, bh, after, dead, num_dead, places):
     """Let entries of dropped pages be taken by others; false if there are too few."""
     n, entries, slab_units = np.int64(tables.num_pages[bh]), tables.counts.shape[1], rules.slab_units
     groups_of = range(bh * rules.segments, (bh + 1) * rules.segments)
@@ -242,11 +239,12 @@ def _set_table(tables, rules, groups, bh, after, dead, num_dead):
     for e in range(n):
         gone += after[e] == DROPPED
     for g in groups_of:
-        born += groups.births[g].sum()
+        for r in range(len(tables.rungs)):
+            born += groups.births[g, r]
     end = n - gone + born
     if end > entries:
         return False
-    places, free = np.empty(gone + born, np.int64), 0
+    free = 0
     for e in range(n):
         if after[e] != DROPPED:
             tables.counts[bh, e] = after[e]
@@ -322,12 +320,14 @@ def _set_open(tables, rules, groups, bh):
     tables.open[bh, 0], tables.open[bh, 1] = first, second
 
 
-@allocating
-def _close_pool(tables, rules, r, dead, copies, copied):
+@helper
+def _close_pool(tables, rules, r, dead, is_dead, copies, copied):
     """Copy the last pages of a rung to the places of dropped ones; give back slabs that became empty."""
     used, entries = np.int64(tables.used[r]), tables.counts.shape[1]
     after = used - len(dead)
-    is_dead, gap = np.zeros(len(dead), np.bool_), 0
+    gap = 0
+    for i in range(len(dead)):
+        is_dead[i] = False
     for number in dead:
         if number >= after:
             is_dead[number - after] = True

@@ -58,13 +58,13 @@ def plan_layer(tables, levels, rules, new):
     groups = new_groups(pairs * rules.segments, rungs, rungs + rules.evicts)
     _count(tables, rules, new, groups)
     weights = _weigh(groups)
-    status, own = 0, rules.heads * rules.segments
+    status, own, scratch = 0, rules.heads * rules.segments, np.empty(1, np.int32)
     for row in range(len(tables.budget)):
         room = tables.budget[row] - rules.fixed_nbytes
         waits = tables.waits[row] != 0
-        if not _choose(levels, rules, groups, weights, row * own, own, room, waits):
+        if not _choose(levels, rules, groups, weights, row * own, own, room, waits, scratch):
             status |= NO_ROOM
-    if not _allocate(tables, rules, groups):
+    if not _allocate(tables, rules, groups, np.empty(rungs, np.int64)):
         status |= UNFINISHED
     moves, closing, after = list_moves(tables, rules, new, groups)
     copies, births, dropped, failed = set_tables(tables, rules, groups, after)
@@ -177,8 +177,8 @@ def _nbytes_at(levels, rules, groups, weights, first, own, price, ties):
     return total
 
 
-@allocating
-def _choose(levels, rules, groups, weights, first, own, room, waits):
+@helper
+def _choose(levels, rules, groups, weights, first, own, room, waits, bits):
     """Choose how many chunks of every class of a row's groups go to each level; false if they do not fit."""
     _, classes, num_levels = groups.chosen.shape
     top, chunks, begin = num_levels - 1, np.int64(0), groups.chunk[first, 0] if own else np.int64(0)
@@ -190,7 +190,6 @@ def _choose(levels, rules, groups, weights, first, own, room, waits):
             if groups.tokens[g, c] % PAGE:
                 room -= levels.cost[min(c + rules.evicts, top)]
     room -= chunks * levels.cost[0]
-    bits = np.empty(1, np.int32)
     price = bits.view(np.float32)
     low, high = -1, 0x7F7FFFFF
     while high - low > 1:
@@ -255,20 +254,21 @@ def _slabs_needed(tables, births, r):
     return (tables.used[r] + births + per_slab - 1) // per_slab - tables.slab_count[r]
 
 
-@allocating
-def _allocate(tables, rules, groups):
+@helper
+def _allocate(tables, rules, groups, births):
     """Number the new pages and take slabs for them; false if they had to be cut down."""
-    (num_groups, rungs), births = groups.first.shape, np.zeros(len(tables.rungs), np.int64)
-    for g in range(num_groups):
-        for r in range(rungs):
-            births[r] += _new_pages(rules, groups, g, r)
-    slabs = np.int64(0)
+    (num_groups, rungs), pages, slabs = groups.first.shape, np.int64(0), np.int64(0)
     for r in range(rungs):
+        births[r] = 0
+        for g in range(num_groups):
+            births[r] += _new_pages(rules, groups, g, r)
         slabs += _slabs_needed(tables, births[r], r)
-    whole = births.sum() <= rules.most_births and slabs <= tables.num_free[0]
+        pages += births[r]
+    whole = pages <= rules.most_births and slabs <= tables.num_free[0]
     if not whole:
-        _cut_down(tables, rules, groups)
-    births[:] = 0
+        _cut_down(tables, rules, groups, births)
+    for r in range(rungs):
+        births[r] = 0
     for g in range(num_groups):
         for r in range(rungs):
             groups.births[g, r] = _new_pages(rules, groups, g, r)
@@ -284,17 +284,18 @@ def _allocate(tables, rules, groups):
     return whole
 
 
-@allocating
-def _cut_down(tables, rules, groups):
+@helper
+def _cut_down(tables, rules, groups, left):
     """Take no new tokens in, and demote no more than the free slabs hold."""
     num_groups, rungs = groups.first.shape
-    part, left = tables.num_free[0] // rungs, np.empty(rungs, np.int64)
+    part = tables.num_free[0] // rungs
     for r in range(rungs):
         held = (tables.slab_count[r] + part) * tables.rungs[r, PER_SLAB] - tables.used[r]
         left[r] = min(held, rules.most_births // rungs)
     for g in range(num_groups):
         groups.extra[g], groups.tokens[g, rungs] = False, 0
-        groups.chosen[g, rungs] = 0
+        for level in range(groups.chosen.shape[2]):
+            groups.chosen[g, rungs, level] = 0
         for r in range(rungs):
             for c in range(r + 1, rungs):
                 level, own = r + rules.evicts, c + rules.evicts
