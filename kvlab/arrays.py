@@ -110,7 +110,10 @@ def _kind(x: object) -> str:
 
 def _refuse(x: object, name: str) -> TypeError:
     hint = "; pass numpy.asarray(...) of it" if isinstance(x, list | tuple | int | float | np.generic) else ""
-    return TypeError(f"{name} must be an array with __dlpack__ (NumPy, CuPy, torch), got {_kind(x)}{hint}")
+    value = f"{x!r}, a " if isinstance(x, int | float | np.generic) else ""
+    return TypeError(
+        f"{name} must be an array with __dlpack__ (NumPy, CuPy, torch), got {value}{_kind(x)}{hint}"
+    )
 
 
 def _check_tensor(tensor: Any, torch: ModuleType, name: str) -> None:

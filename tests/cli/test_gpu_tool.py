@@ -199,7 +199,7 @@ def test_several_processes_need_a_plugin(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_clean_lists_before_it_deletes_and_leaves_what_is_not_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    cubin, compiled, results = tmp_path / "cache" / "cubin", tmp_path / "numba", tmp_path / "results"
+    cubin, compiled, results = tmp_path / "cache" / "cubin", tmp_path / "numba" / "cpu", tmp_path / "results"
     for folder in (cubin, compiled / "__pycache__", results):
         folder.mkdir(parents=True)
     monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path / "cache"))
