@@ -5,8 +5,8 @@ whose docstring is the help; several commands of one kind are a `group`, a typer
 add one, write the module and name it in `COMMANDS`. Modules import what they need inside the function, so
 that `kvlab --help` stays fast; a test watches that.
 
-What a user can mend (a bad value, a missing package, a full disk, too little memory) ends with exit code 1
-and one line; `kvlab --traceback COMMAND` shows where it came from.
+Errors that a user can correct (a bad value, a missing package, a full disk, too little memory) end with exit
+code 1 and one line; `kvlab --traceback COMMAND` shows where it came from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how a result leaves a command: as JSON, into a file."""
+"""Options that several commands share, and the output of a result as JSON or to a file."""
 
 from __future__ import annotations
 

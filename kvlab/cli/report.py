@@ -1,4 +1,4 @@
-"""`kvlab report`: what sweeps found, as tables, answers to SQL, files and a page."""
+"""`kvlab report`: results of sweeps as tables, SQL answers, files and one HTML page."""
 
 from __future__ import annotations
 

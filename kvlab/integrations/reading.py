@@ -1,7 +1,8 @@
 """kvlab.read and kvlab.perplexity: a model reads a text in parts, through a packed cache.
 
 A model that reads a whole text in one call attends all of it exactly, since tokens are packed after the call.
-What a packed cache costs shows in parts: all tokens but those of the running part are read from their pages.
+The cost of a packed cache shows only when a text is read in parts: then all tokens but those of the running
+part are read from their pages.
 
 This module loads neither torch nor transformers before one of its functions is used.
 """

@@ -2,9 +2,9 @@
 
 `attention` and `attention_varlen` are those of kvlab, for tensors, with gradients. Underneath are four custom
 operators, ``kvlab::attention``, ``kvlab::attention_varlen`` and their backwards, each with a rule that says
-what shapes it returns. So `torch.compile` and `torch.export` take a call as one node and never look inside,
-and the backward is a node too. Which backend computes is decided as always: the best one on the tensors'
-device that supports their dtype; float64, for `torch.autograd.gradcheck`, on the CPU by the reference.
+what shapes it returns. So `torch.compile` and `torch.export` treat a call as one node,
+and its backward as another. The registry chooses the best backend on the tensors' device that supports their
+dtype; float64, for `torch.autograd.gradcheck`, runs on the CPU by the reference.
 
 The log-sum-exp is for merging parts and has no gradient here; a second derivative is not offered either.
 """

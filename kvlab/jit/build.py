@@ -1,4 +1,4 @@
-"""CUDA source to cubin to launchable kernel: the one way that all CUDA C++ of kvlab is compiled.
+"""Compile CUDA C++ to a cubin and load it as a launchable kernel: all CUDA C++ of kvlab goes through here.
 
 `build` compiles ``<root>/<name>.cu`` for one exact architecture and keeps the cubin in a folder by the
 hash of everything that decides its bytes: the source, every ``.cuh`` it includes, the CUDA headers

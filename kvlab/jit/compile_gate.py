@@ -1,6 +1,6 @@
 """The compile gate: every kernel compiles for every architecture, without spills, within its registers.
 
-A CUDA source says in comment lines which specialisations of it exist, beside the code they depend on:
+Comment lines of a CUDA source declare its specialisations, beside the code they depend on:
 
     // gate: HEAD_DIM=64,128 BITS=2,4,8 registers<=128
     // gate: HEAD_DIM=256 BITS=4 registers<=255 arch=sm_90a,sm_100a

@@ -1,4 +1,4 @@
-"""How far attention is from float64, as numbers: what `kvlab validate` prints.
+"""Errors of attention against float64, as `kvlab validate` prints them.
 
 Errors of out over all elements: their mean (MAE), root of mean square (RMSE) and maximum, and the cosine of
 the angle between result and float64 as vectors. float32 has fixed limits. With 16 bits the formula itself is

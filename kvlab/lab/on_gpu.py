@@ -1,7 +1,7 @@
 """Attention of a token over all layers of an ablation case, timed on a GPU.
 
-Pages of either kind, packed or with one code a byte, are copied to the GPU. The backend is the one that
-`packed_attention` chooses there.
+Pages of either kind, packed or with one code a byte, are copied to the GPU. `packed_attention` chooses the
+backend.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`kvlab profile`: what a call costs and what its kernels are made of.
+"""`kvlab profile`: the cost of a call, and registers, memory and occupancy of its kernels.
 
-For each call: its time, what it must compute and move at least, and so the share of the machine that it uses.
-On a GPU every kernel that the call launches is listed too: time between two events, registers, spilled bytes,
-shared memory and the occupancy that these allow; with Nsight Compute (``ncu``) on the path, also what it
-measures. ``python -m kvlab.lab.profiling PART`` makes the calls of a part once, for any profiler.
+For each call: its time, the least work and bytes that it needs, and so the fraction of the machine that it
+uses. On a GPU every kernel that the call launches is listed too: time between two events, registers, spilled
+bytes, shared memory and the occupancy that these allow; with Nsight Compute (``ncu``) on the path, also what
+it measures. ``python -m kvlab.lab.profiling PART`` makes the calls of a part once, for any profiler.
 """
 
 from __future__ import annotations

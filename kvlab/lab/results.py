@@ -1,4 +1,4 @@
-"""Results as files: rows of plain values, and beside them where they come from.
+"""Results as files: rows of plain values with their provenance.
 
 A result is a dict of ``provenance`` and ``rows``; a row is a flat dict, with the same keys in every row of a
 result. So JSON holds all of it, CSV and a table in the terminal the rows.

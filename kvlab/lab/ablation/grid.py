@@ -1,4 +1,4 @@
-"""Cases of an ablation: what one is, what it is called, and grids of them.
+"""Cases of an ablation, their names and ids, and grids of cases.
 
 A case is a frozen dataclass of plain values, so it can be written to a file, compared and hashed. Its id is a
 digest of its content: two processes that are given the same case agree on it without talking to each other,

@@ -1,1 +1,1 @@
-"""What a compressed cache costs in quality: a model reads real text through it, beside other caches."""
+"""Quality of compressed caches: a model reads real text through each, beside other caches."""

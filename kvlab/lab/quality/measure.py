@@ -1,4 +1,4 @@
-"""What a compressed cache costs in quality: a model reads real text through it, prediction by prediction.
+"""Measure the quality of a compressed cache: a model reads real text through it, prediction by prediction.
 
 Protocol: windows of 2,048 tokens are fed in chunks of 64 with the cache kept, so that every token is read
 from the cache as in a real decoder and only the running chunk is exact. Predictions at positions from 1,024

@@ -1,8 +1,8 @@
-"""Which cases of a sweep one worker takes at a time: those that share a reading.
+"""Groups of cases that share a reading: what one worker of a sweep takes at a time.
 
 Packed and unpacked pages of one allocation come from one reading, and cases of one context and ladder are
 read together, so that full precision is read once for all their budgets (kvlab.lab.ablation.reading). The
-more workers there are, the smaller are the groups: a group is the least that one of them does.
+more workers there are, the smaller the groups; a worker takes at least one group.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Working through the cases of a sweep, in this process or in several.
+"""Run the cases of a sweep, in this process or in several.
 
-Cases come in groups that share a reading (groups.py). What is left of a group is read together, then each of
-its cases is measured and recorded by itself; where reading together fails, each case is read alone, so that
-a failure is that of one case. A case is checked for a result right before it starts, so processes that are
+Cases come in groups that share a reading (groups.py). The open cases of a group are read together, then
+each is measured and recorded by itself. Where reading together fails, each case is read alone, so that one
+failing case fails alone. A case is checked for a result right before it starts, so processes that are
 given the same cases do little twice.
 
 With several processes each lane has a worker of its own: one that dies or hangs costs its case, which is

@@ -1,6 +1,6 @@
 """Packing of low-bit codes on the CPU: an array of any layout to calls of the Numba kernels; the oracle.
 
-Kernels take contiguous memory and share it out by themselves. An array with gaps is copied in parts of a few
+Kernels take contiguous memory and divide it among threads. An array with gaps is copied in parts of a few
 MiB, never as a whole.
 """
 
