@@ -1,0 +1,119 @@
+// What comes after a product: sums of warps and splits, bias, rotation, activation, residual.
+#pragma once
+
+#include "common/pairs.cuh"
+
+#include "common/hopper.cuh"
+#include "engine/norm.cuh"
+#include "engine/ring.cuh"
+
+struct Element {
+    int tile, j, n;
+    __device__ __forceinline__ int row() const { return tile * 16 + 2 * j; }
+};
+
+__device__ __forceinline__ float2 add_sums(const float* sums, const Element& at) {
+    float2 sum = {0.f, 0.f};
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+        const float2 part = *(const float2*)(sums + (w * BATCH + at.n) * SUM_PITCH + 2 * at.j);
+        sum.x += part.x, sum.y += part.y;
+    }
+    return sum;
+}
+
+__device__ __forceinline__ float gelu(float x) {  // erfc loses no digits where x is far below 0
+    return 0.5f * x * erfcf(-0.70710678f * x);
+}
+__device__ __forceinline__ float silu(float x) {
+    return x / (1.f + expf(-x));
+}
+__device__ __forceinline__ float2 load_pair(const float* from) {
+    return __ldcg((const float2*)from);
+}
+
+__device__ __forceinline__ void store_qkv(const Call& call, int layer, const Element& at, float2 y) {
+    const int head = at.row() / HEAD_DIM, channel = at.row() % HEAD_DIM;
+    int first = channel, second = channel + 1;
+    if (head < HEADS_Q + HEADS_KV && channel < ROTARY_DIM) {
+        first = channel / 2, second = first + ROTARY_DIM / 2;
+        const float2 turn = __ldg(call.rotation + at.n * (ROTARY_DIM / 2) + first);
+        y = {y.x * turn.x - y.y * turn.y, y.y * turn.x + y.x * turn.y};
+    }
+    u16* to;
+    if (head < HEADS_Q) {
+        to = call.q + (at.n * HEADS_Q + head) * HEAD_DIM;
+    } else {
+        const bool is_key = head < HEADS_Q + HEADS_KV;
+        const i64 kv_head = head - HEADS_Q - (is_key ? 0 : HEADS_KV);
+        to = (is_key ? call.k : call.v) + layer * call.kv_layer + at.n * call.kv_batch +
+             kv_head * call.kv_head + __ldg(call.positions + at.n) * call.kv_position;
+    }
+    to[first] = round_element(y.x), to[second] = round_element(y.y);
+}
+
+// 8 neighbouring lanes have the 16 rows of a tile and a token. All lanes of a warp.
+__device__ __forceinline__ void store_hidden(const Call& call, const Element& at, float2 y, bool takes_part) {
+    const float mean = sum_over<8>(y.x + y.y) * (1.f / 16);
+    const float a = y.x - mean, b = y.y - mean, squares = sum_over<8>(a * a + b * b);
+    if (!takes_part) return;
+    *(float2*)(call.hidden + at.n * HIDDEN + at.row()) = y;
+    if (at.j == 0) call.statistics[at.n * GROUPS + at.tile] = {mean, squares};
+}
+
+// The adders' part of a phase: every ADDER_GROUPS-th tile of this CTA.
+template <Kind KIND>
+__device__ __forceinline__ void add_up(const Call& call, const Matrix m, int phase, Sums& sums, int tiles,
+                                       int ctas, int cta) {
+    using S = Shape<KIND>;
+    const int thread = (threadIdx.x - MMA_THREADS) % (32 * ADDERS), lane = thread % 32, adder = thread / 32;
+    const int group = (threadIdx.x - MMA_THREADS) / (32 * ADDERS), layer = phase / PHASES;
+    const bool takes_part = thread < 8 * BATCH;
+    Element at = {0, lane % 8, min(thread / 8, BATCH - 1)};
+    for (int split_tile = cta; split_tile < tiles; split_tile += ctas, ++sums.tile) {
+        if (sums.tile % ADDER_GROUPS != group) continue;
+        at.tile = split_tile / S::PARTS;
+        float2 offset = m.bias ? *(const float2*)(m.bias + at.row()) : make_float2(0.f, 0.f);
+        if constexpr (adds_to_hidden(KIND)) {
+            const float2 h = load_pair(call.hidden + at.n * HIDDEN + at.row());
+            offset.x += h.x, offset.y += h.y;
+        }
+        wait_barrier(sums.there + 8 * group, sums.parity());
+        float2 y = add_sums(sums.floats + group * SUMS, at);
+        __syncwarp();
+        if (lane == 0) arrive(sums.read + 8 * group);
+        if constexpr (S::PARTS > 1) {
+            constexpr i64 SPLIT = HIDDEN * BATCH;
+            float* const partial = call.partials + ((i64)at.tile * BATCH + at.n) * 16 + 2 * at.j;
+            if (takes_part) *(float2*)(partial + split_tile % S::PARTS * SPLIT) = y;
+            __syncwarp();
+            u32 before = 0;
+            if (lane == 0) {
+                u32* const counter = call.arrivals + at.tile * ADDERS + adder;
+                asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                             : "=r"(before)
+                             : "l"(counter)
+                             : "memory");
+                if (before == S::PARTS - 1) *(volatile u32*)counter = 0;
+            }
+            before = __shfl_sync(ALL_LANES, before, 0);
+            if (before != S::PARTS - 1) continue;
+            float2 parts[S::PARTS];
+#pragma unroll
+            for (int s = 0; s < S::PARTS; ++s) parts[s] = load_pair(partial + s * SPLIT);
+            y = {0.f, 0.f};
+#pragma unroll
+            for (int s = 0; s < S::PARTS; ++s) y.x += parts[s].x, y.y += parts[s].y;
+        }
+        y.x += offset.x, y.y += offset.y;
+        if constexpr (adds_to_hidden(KIND)) {
+            store_hidden(call, at, y, takes_part);
+        } else if (takes_part) {
+            if constexpr (KIND == HEAD) *(float2*)(call.logits + (i64)at.n * call.vocabulary + at.row()) = y;
+            if constexpr (KIND == QKV) store_qkv(call, layer, at, y);
+            u16* const to = call.activation + at.n * (Q_COLS + FFN) + Q_COLS;
+            if constexpr (KIND == UP) *(u32*)(to + at.row()) = pack_pair(gelu(y.x), gelu(y.y));
+            if constexpr (KIND == GATED) to[at.row() / 2] = round_element(silu(y.x) * y.y);
+        }
+    }
+}

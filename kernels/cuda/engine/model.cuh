@@ -1,0 +1,76 @@
+// One decoder, by macros: what each product of a layer multiplies, and the struct a launch takes.
+//
+// Macros: BATCH tokens of 16-bit type BF16; HIDDEN, HEADS_Q, HEADS_KV, HEAD_DIM, ROTARY_DIM, FFN of the
+// model; NEOX: parallel layers of GPT-NeoX (else Llama's); SPLITS, WARPS, ADDER_GROUPS, SLOTS, SLOT_BLOCKS as
+// in engine/token.cu.
+#pragma once
+
+#include "common/words.cuh"
+
+constexpr int Q_COLS = HEADS_Q * HEAD_DIM, QKV_ROWS = Q_COLS + 2 * HEADS_KV * HEAD_DIM;
+constexpr int ADDERS = (BATCH + 3) / 4, MMA_THREADS = 32 * WARPS, ADD_THREADS = 32 * ADDERS * ADDER_GROUPS;
+constexpr int THREADS = MMA_THREADS + ADD_THREADS + 32;
+static_assert(THREADS <= 1024 && BATCH <= 16, "one CTA, tokens in the columns of two mma");
+constexpr int BLOCK_BYTES = 1024, SLOT_BYTES = SLOT_BLOCKS * BLOCK_BYTES;
+constexpr int N_TILES = (BATCH + 7) / 8;
+constexpr int SUM_PITCH = 20, SUMS = WARPS * BATCH * SUM_PITCH;  // floats of a tile
+constexpr int GROUPS = HIDDEN / 16;
+
+constexpr int OF_MMA = 1;             // named barrier
+constexpr int PHASES = NEOX ? 3 : 5;  // of a layer, attention among them
+
+enum Kind { QKV, UP, OUT, O, GATED, DOWN, HEAD };
+
+__host__ __device__ constexpr int columns_of(Kind kind) {
+    return kind == OUT    ? (Q_COLS + FFN) / SPLITS
+           : kind == O    ? Q_COLS / SPLITS
+           : kind == DOWN ? FFN / SPLITS
+                          : HIDDEN;
+}
+__host__ __device__ constexpr bool adds_to_hidden(Kind kind) {
+    return kind == OUT || kind == O || kind == DOWN;
+}
+__host__ __device__ constexpr int pitch_of(int columns) {
+    return (2 * columns + 127) / 128 * 128 + 64;  // 8 rows at one column meet all banks
+}
+__host__ __device__ constexpr int larger(int a, int b) {
+    return a > b ? a : b;
+}
+template <Kind KIND>
+struct Shape {
+    static constexpr int COLS = columns_of(KIND), BLOCKS = COLS / 32, STAGES = BLOCKS / SLOT_BLOCKS;
+    static constexpr int PITCH = pitch_of(COLS);
+    static constexpr int PARTS = adds_to_hidden(KIND) ? SPLITS : 1;
+    static_assert(COLS % 32 == 0 && BLOCKS % SLOT_BLOCKS == 0, "slots are full");
+};
+constexpr int WIDEST =
+    NEOX ? larger(columns_of(OUT), HIDDEN) : larger(larger(columns_of(O), columns_of(DOWN)), HIDDEN);
+constexpr int GROUP = HEADS_Q / HEADS_KV;
+constexpr int X_BYTES =
+    (larger(BATCH * pitch_of(WIDEST), WARPS * GROUP * (HEAD_DIM + 2) * 4) + 127) / 128 * 128;
+
+struct Matrix {
+    const char* weights;
+    const float* bias;                   // or null
+    const u16 *norm_weight, *norm_bias;  // of what is multiplied, or null
+};
+
+struct Call {
+    const Matrix* matrices;  // [layers][NEOX ? 3 : 4], then the head
+    int layers, vocabulary;
+    int qkv_ctas;        // NEOX: of the CTAs that have QKV; the others have UP
+    int split_ctas;      // CTAs with columns of OUT, O and DOWN: a multiple of SPLITS
+    float* hidden;       // [BATCH][HIDDEN]
+    float2* statistics;  // [BATCH][GROUPS] mean and squared deviations
+    float* partials;     // [SPLITS][tiles][BATCH][16]
+    u32* arrivals;       // [tiles][ADDERS], 0 between launches
+    u32* barrier;        // [3][32] arrivals, of QKV alone, exits of CTAs; 0 between launches
+    u16 *q, *k, *v;      // q [BATCH][heads][HEAD_DIM]
+    i64 kv_layer, kv_batch, kv_head, kv_position;
+    const float2* rotation;  // [BATCH][ROTARY_DIM / 2]
+    const int* positions;    // [BATCH]
+    u16* activation;         // [BATCH][Q_COLS + FFN]
+    float* logits;           // [BATCH][vocabulary]
+    float eps;
+};
+static_assert(sizeof(Call) == 160, "CALL of kvlab/engine/kernels.py");

@@ -1,0 +1,121 @@
+// What comes before a product: x to shared memory, normed or as another phase left it.
+//
+// Whoever writes 16 channels of the hidden state leaves their mean and squared deviations beside it. Merged
+// (Chan, Golub and LeVeque, 1979) they are as good as a second pass over the deviations, and nobody reads the
+// hidden state twice.
+#pragma once
+
+#include "common/pairs.cuh"
+
+#include "common/hopper.cuh"
+#include "engine/model.cuh"
+
+__device__ __forceinline__ u16 round_element(float x) {
+    return (u16)pack_pair(x, 0.f);
+}
+template <int LANES>
+__device__ __forceinline__ float sum_over(float x) {
+#pragma unroll
+    for (int i = 1; i < LANES; i *= 2) x += __shfl_xor_sync(ALL_LANES, x, i);
+    return x;
+}
+
+// Mean (0 for an RMS norm) and reciprocal deviation of every token; warps take tokens in turns.
+__device__ __forceinline__ void merge_statistics(const Call& call, float2* moments) {
+    const int lane = threadIdx.x % 32;
+    constexpr int PER_LANE = (GROUPS + 31) / 32;
+    for (int n = threadIdx.x / 32; n < BATCH; n += WARPS) {
+        float2 group[PER_LANE];
+        float mean = 0.f, squares = 0.f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int g = lane + 32 * i;
+            group[i] = g < GROUPS ? __ldcg(call.statistics + n * GROUPS + g) : make_float2(0.f, 0.f);
+            mean += group[i].x;
+        }
+        mean = NEOX ? sum_over<32>(mean) * (1.f / GROUPS) : 0.f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const float off = group[i].x - mean;
+            if (lane + 32 * i < GROUPS) squares += group[i].y + 16.f * off * off;
+        }
+        squares = sum_over<32>(squares);
+        if (lane == 0) moments[n] = {mean, 1.f / sqrtf(squares * (1.f / HIDDEN) + call.eps)};
+    }
+}
+
+constexpr int QUADS = HIDDEN / 4, PER_THREAD = (QUADS + MMA_THREADS - 1) / MMA_THREADS;
+constexpr int AHEAD = BATCH < 2 ? BATCH : 2;  // tokens loaded before their statistics are there
+
+struct NormWeights {
+    uint2 weight[PER_THREAD], bias[PER_THREAD];
+};
+
+__device__ __forceinline__ NormWeights load_norm_weights(const Matrix m) {
+    NormWeights held;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+        const int quad = threadIdx.x + i * MMA_THREADS;
+        if (QUADS % MMA_THREADS && quad >= QUADS) break;
+        held.weight[i] = ((const uint2*)m.norm_weight)[quad];
+        if (NEOX) held.bias[i] = ((const uint2*)m.norm_bias)[quad];
+    }
+    return held;
+}
+
+__device__ __forceinline__ u32 normed_pair(float x, float y, float2 moments, u32 weight, u32 bias) {
+    const float2 w = unpack_pair(weight);
+    float2 r = {(x - moments.x) * moments.y * w.x, (y - moments.x) * moments.y * w.y};
+    if (NEOX) {
+        const float2 b = unpack_pair(bias);
+        r.x += b.x, r.y += b.y;
+    }
+    return pack_pair(r.x, r.y);
+}
+
+__device__ __forceinline__ void norm_x(const Call& call, const NormWeights& held, char* x, float2* moments) {
+    constexpr int PITCH = pitch_of(HIDDEN);
+    float4 ahead[AHEAD][PER_THREAD];
+    const auto load = [&](int n, int i) {
+        const int quad = threadIdx.x + i * MMA_THREADS;
+        return QUADS % MMA_THREADS && quad >= QUADS
+                   ? make_float4(0.f, 0.f, 0.f, 0.f)
+                   : __ldcg((const float4*)(call.hidden + n * HIDDEN) + quad);
+    };
+    const auto store = [&](int n, int i, const float4& h) {
+        const int quad = threadIdx.x + i * MMA_THREADS;
+        if (QUADS % MMA_THREADS && quad >= QUADS) return;
+        const float2 m = moments[n];
+        uint2 pair;
+        pair.x = normed_pair(h.x, h.y, m, held.weight[i].x, held.bias[i].x);
+        pair.y = normed_pair(h.z, h.w, m, held.weight[i].y, held.bias[i].y);
+        *(uint2*)(x + n * PITCH + quad * 8) = pair;
+    };
+#pragma unroll
+    for (int n = 0; n < AHEAD; ++n)
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) ahead[n][i] = load(n, i);
+    merge_statistics(call, moments);
+    sync_threads(OF_MMA, MMA_THREADS);  // moments are there
+#pragma unroll
+    for (int n = 0; n < AHEAD; ++n)
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) store(n, i, ahead[n][i]);
+#pragma unroll 2
+    for (int n = AHEAD; n < BATCH; ++n)
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) store(n, i, load(n, i));
+}
+
+template <Kind KIND>
+__device__ __forceinline__ void copy_x(const Call& call, char* x) {
+    using S = Shape<KIND>;
+    constexpr int PIECES = S::COLS / 8;  // of 16 bytes
+    const u16* from = call.activation + (KIND == DOWN ? Q_COLS : 0) + blockIdx.x % SPLITS * S::COLS;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < BATCH * PIECES; i += MMA_THREADS) {
+        const int n = i / PIECES, piece = i % PIECES;
+        *(uint4*)(x + n * S::PITCH + piece * 16) =
+            __ldcg((const uint4*)(from + (i64)n * (Q_COLS + FFN)) + piece);
+    }
+}

@@ -1,0 +1,192 @@
+// One token of a decoder in one launch: every weight is read once, by a stream that no dependency stops.
+//
+// A CTA on every SM stays for all phases (QKV and UP, attention, OUT of GPT-NeoX; QKV, attention, O, GATED,
+// DOWN of Llama; the head). One of its warps has the copy engine bring the CTA's weights, of all phases one
+// after the other, into a ring in shared memory; it waits for nothing but a free slot of the ring. So memory
+// stays busy while the other warps wait for the other CTAs, norm the hidden state or attend. They must
+// multiply several times as fast as memory brings weights: what the ring took in during a wait must be gone
+// before the next wait, or the ring is full when that begins and covers nothing of it.
+//
+// Threads and data
+//   CTA    tiles of 16 rows: tile w * ctas + cta in wave w. With SPLITS > 1 a tile of OUT, O and DOWN has
+//          COLS = columns / SPLITS, and the CTA that comes last adds up the splits, in their order.
+//   warp   of WARPS: every WARPS-th block of 16 rows by 32 columns of a tile, multiplied by mma.m16n8k16:
+//          weights are A, in the order of kvlab/engine/weights.py, x is B, a token a column of it.
+//   warp   of ADDERS in each of ADDER_GROUPS: adds the sums of the warps in their order for every
+//          ADDER_GROUPS-th tile; lane has rows 2 j and 2 j + 1 of token n, j = lane % 8,
+//          n = 4 adder + lane / 8. What follows (bias, rotation, GELU, residual) is its work, and as many
+//          tiles are under way as there are groups.
+//   warp   the last: one lane of it starts the copies.
+// The order of every sum follows from WARPS and SPLITS alone, so all GPUs give the same bits.
+//
+// Shared memory, at most 227 KiB: x, BATCH * pitch bytes (attention merges its warps there, too); sums of
+// ADDER_GROUPS tiles, 80 * WARPS * BATCH bytes each; SLOTS slots of SLOT_BLOCKS KiB for weights; 16 bytes of
+// barriers a slot. kvlab/engine/kernels.py computes the same sizes.
+//
+// CTAs wait for each other: all must be on the device, which a cooperative launch guarantees or refuses.
+// clang-format off
+// gate: BATCH=1 BF16=0,1 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 NEOX=1 SPLITS=4 WARPS=16 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=226688 registers<=88 arch=sm_90a
+// gate: BATCH=16 BF16=1,0 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 NEOX=0 SPLITS=4 WARPS=8 ADDER_GROUPS=2 SLOTS=8 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=104 arch=sm_90a
+// clang-format on
+#include "engine/attend.cuh"
+#include "engine/epilogue.cuh"
+#include "engine/grid.cuh"
+
+constexpr int SUM_BYTES = (ADDER_GROUPS * SUMS * 4 + 127) / 128 * 128;
+static_assert(X_BYTES + SUM_BYTES + SLOTS * SLOT_BYTES == SHARED_BYTES, "sizes of kvlab/engine/kernels.py");
+
+// ---- the order of phases, the same for all three kinds of warps
+
+// `visit.product<KIND>(matrix, phase, tiles, ctas, cta)`, `visit.attention(phase, ctas)` with the CTAs that
+// attend, and `visit.expect(all, of_qkv)`: so many arrivals at the two counters are the end of the phase.
+template <class Visit>
+__device__ __forceinline__ void visit_all(const Call& call, Visit& visit) {
+    const int ctas = gridDim.x, cta = blockIdx.x;
+    const int split_cta = cta < call.split_ctas ? cta : 1 << 30;
+    const u32 arrivals = ctas * ADDERS * ADDER_GROUPS;
+    const int of_qkv = NEOX ? call.qkv_ctas : ctas;  // CTAs
+    for (int phase = 0; phase <= call.layers * PHASES; ++phase) {
+        const int layer = phase / PHASES, kind = phase % PHASES;
+        const Matrix* m = call.matrices + layer * (NEOX ? 3 : 4);
+        if (layer == call.layers) {
+            visit.template product<HEAD>(*m, phase, call.vocabulary / 16, ctas, cta);
+        } else if (kind == 0) {
+            if (cta < of_qkv) visit.template product<QKV>(m[0], phase, QKV_ROWS / 16, of_qkv, cta);
+#if NEOX
+            else
+                visit.template product<UP>(m[1], phase, FFN / 16, ctas - of_qkv, cta - of_qkv);
+#endif
+            visit.expect((ctas - of_qkv) * ADDERS * ADDER_GROUPS, of_qkv * ADDERS * ADDER_GROUPS);
+        } else if (kind == 1) {
+            const int attending = min(BATCH * HEADS_KV, of_qkv);
+            visit.attention(phase, attending);
+            visit.expect(attending, 0);
+#if NEOX
+        } else {
+            visit.template product<OUT>(m[2], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
+#else
+        } else if (kind == 2) {
+            visit.template product<O>(m[1], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
+            visit.expect(arrivals, 0);
+        } else if (kind == 3) {
+            visit.template product<GATED>(m[2], phase, 2 * FFN / 16, ctas, cta);
+            visit.expect(arrivals, 0);
+        } else {
+            visit.template product<DOWN>(m[3], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
+#endif
+            visit.expect(arrivals, 0);
+        }
+    }
+}
+
+struct Producer {
+    Ring ring;
+    template <Kind KIND>
+    __device__ __forceinline__ void product(const Matrix m, int, int tiles, int ctas, int cta) {
+        produce<KIND>(ring, m.weights, tiles, ctas, cta);
+    }
+    __device__ __forceinline__ void attention(int, int) {}
+    __device__ __forceinline__ void expect(u32, u32) {}
+};
+
+struct Adder {
+    const Call& call;
+    Sums sums;
+    u32 opened, parity;  // a barrier that completes when the CTA may read what the phase before has written
+    template <Kind KIND>
+    __device__ __forceinline__ void product(const Matrix m, int phase, int tiles, int ctas, int cta) {
+        wait_barrier(opened, parity);
+        parity ^= 1;
+        add_up<KIND>(call, m, phase, sums, tiles, ctas, cta);
+        __syncwarp();
+        if (KIND != HEAD && threadIdx.x % 32 == 0) arrive_grid(call.barrier + (KIND == QKV ? OF_QKV : 0));
+    }
+    __device__ __forceinline__ void attention(int, int) {}
+    __device__ __forceinline__ void expect(u32, u32) {}
+};
+
+struct Multiplier {
+    const Call& call;
+    Ring ring;
+    char* x;
+    Sums sums;
+    float2* moments;
+    u32 opened;
+    u32 arrivals, of_qkv;  // expected so far
+
+    __device__ __forceinline__ void expect(u32 all, u32 qkv) { arrivals += all, of_qkv += qkv; }
+
+    // Waits for what the phases before have to leave in memory.
+    __device__ __forceinline__ void open(bool attends) const {
+        if (threadIdx.x == 0) {
+            if (attends)
+                wait_grid(call.barrier + OF_QKV, of_qkv);
+            else
+                wait_grid(call.barrier, arrivals);
+        }
+        sync_threads(OF_MMA, MMA_THREADS);
+    }
+    template <Kind KIND>
+    __device__ __forceinline__ void product(const Matrix m, int, int tiles, int ctas, int cta) {
+        NormWeights held;
+        if constexpr (!adds_to_hidden(KIND)) held = load_norm_weights(m);
+        open(false);
+        if (threadIdx.x == 0) arrive(opened);
+        if constexpr (adds_to_hidden(KIND))
+            copy_x<KIND>(call, x);
+        else
+            norm_x(call, held, x, moments);
+        sync_threads(OF_MMA, MMA_THREADS);  // x is there
+        multiply<KIND>(ring, sums, x, tiles, ctas, cta);
+    }
+    __device__ __forceinline__ void attention(int phase, int ctas) {
+        if (blockIdx.x >= ctas) return;
+        open(true);
+        for (int i = blockIdx.x; i < BATCH * HEADS_KV; i += ctas) {
+            const int n = i / HEADS_KV;
+            attend(call, phase / PHASES, (float*)x, i % HEADS_KV, n, __ldg(call.positions + n) + 1);
+            sync_threads(OF_MMA, MMA_THREADS);  // the merged sums have been read, all is written
+        }
+        if (threadIdx.x == 0) arrive_grid(call.barrier);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_constant__ Call call) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ float2 moments[BATCH];
+    __shared__ u64 barriers[2 * SLOTS + 2 * ADDER_GROUPS + 1];
+    char* const x = memory;
+    const u32 full = shared_address(barriers), there = full + 16 * SLOTS, opened = there + 16 * ADDER_GROUPS;
+    const Ring ring = {shared_address(memory + X_BYTES + SUM_BYTES), full, full + 8 * SLOTS, 0, 0};
+    const Sums sums = {(float*)(memory + X_BYTES), there, there + 8 * ADDER_GROUPS, 0};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < SLOTS; ++i)
+            init_barrier(ring.full + 8 * i, 1), init_barrier(ring.empty + 8 * i, WARPS);
+        for (int i = 0; i < ADDER_GROUPS; ++i)
+            init_barrier(sums.there + 8 * i, WARPS), init_barrier(sums.read + 8 * i, ADDERS);
+        init_barrier(opened, 1);
+        fence_async();
+    }
+    __syncthreads();
+    if (threadIdx.x < MMA_THREADS) {
+        Multiplier multiplier = {call, ring, x, sums, moments, opened, 0, 0};
+        visit_all(call, multiplier);
+    } else if (threadIdx.x < MMA_THREADS + ADD_THREADS) {
+        Adder adder = {call, sums, opened, 0};
+        visit_all(call, adder);
+    } else {
+        if (threadIdx.x == MMA_THREADS + ADD_THREADS) {
+            Producer producer = {ring};
+            visit_all(call, producer);
+        }
+        __syncwarp();
+    }
+    __syncthreads();  // all of this CTA have passed the last barrier; the last CTA leaves counters at 0
+    if (threadIdx.x == 0) {
+        __threadfence();
+        if (atomicAdd(call.barrier + EXITS, 1u) == gridDim.x - 1) {
+            __threadfence();
+            call.barrier[0] = call.barrier[OF_QKV] = call.barrier[EXITS] = 0;
+        }
+    }
+}
