@@ -1,1 +1,1 @@
-"""Decoding of one token of a whole model; so far how its weights lie in memory (`kvlab.engine.weights`)."""
+"""Decoding of one token of a whole model; so far weights in memory (`weights`) and the kernel (`kernels`)."""

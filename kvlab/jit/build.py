@@ -340,6 +340,8 @@ class PreparedLaunch:
         Whether blocks may come to the device while the kernel before them in the stream still runs; they wait
         for it by ``begin_early`` of ``common/early_launch.cuh``, so no more than the launch is saved. Only
         from compute capability 9.0 on; elsewhere it changes nothing.
+    cooperative : bool
+        Whether blocks wait for each other: the driver refuses a grid that is not on the device as a whole.
 
     Attributes
     ----------
@@ -361,7 +363,13 @@ class PreparedLaunch:
         shared_bytes: int = 0,
         *,
         early: bool = False,
+        cooperative: bool = False,
     ) -> None:
+        if early and cooperative:
+            raise ValueError(
+                "early=True, cooperative=True: blocks that wait for each other cannot share the device with "
+                "the launch before, so choose one"
+            )
         from cupy.cuda import driver
 
         kernel.accept((argument[0],), shared_bytes)
@@ -370,8 +378,9 @@ class PreparedLaunch:
         self._pointers = np.array([argument.ctypes.data], np.uint64)
         address = int(self._pointers.ctypes.data)
         shape = (*(*grid, 1, 1)[:3], *block, 1, 1, shared_bytes)
-        if early and compute_capability(kernel.device) >= (9, 0):
-            self._launch: Callable[[int], None] = _early_launch(kernel.pointer, shape, address)
+        if cooperative or (early and compute_capability(kernel.device) >= (9, 0)):
+            attribute = "cooperative" if cooperative else "programmaticStreamSerializationAllowed"
+            self._launch: Callable[[int], None] = _launch_with(attribute, kernel.pointer, shape, address)
         else:
             fixed, launch = (kernel.pointer, *shape), driver.launchKernel
             self._launch = lambda stream: launch(*fixed, stream, address, 0)
@@ -404,8 +413,14 @@ def _current(device: int) -> Iterator[None]:
         yield
 
 
-def _early_launch(function: int, shape: tuple[int, ...], address: int) -> Callable[[int], None]:
-    """Return a launch that need not wait for what runs before it; CuPy's launches do not offer that."""
+_ATTRIBUTES = {
+    "programmaticStreamSerializationAllowed": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
+    "cooperative": "CU_LAUNCH_ATTRIBUTE_COOPERATIVE",
+}
+
+
+def _launch_with(option: str, function: int, shape: tuple[int, ...], address: int) -> Callable[[int], None]:
+    """Return a launch with an attribute, "early" or "cooperative", which CuPy's launches do not offer."""
     from cuda.bindings import driver
     from cupy.cuda import driver as cupy_driver
 
@@ -413,8 +428,8 @@ def _early_launch(function: int, shape: tuple[int, ...], address: int) -> Callab
     names = [f"{what}Dim{axis}" for what in ("grid", "block") for axis in "XYZ"]
     for name, value in zip((*names, "sharedMemBytes"), shape, strict=True):
         setattr(config, name, value)
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
+    attribute.id = getattr(driver.CUlaunchAttributeID, _ATTRIBUTES[option])
+    setattr(attribute.value, option, 1)
     config.attrs, config.numAttrs = [attribute], 1
 
     def launch(stream_pointer: int) -> None:

@@ -1,0 +1,257 @@
+"""The token kernel without a GPU: sizes, the struct, which bytes are read, and its order of summation.
+
+`kernel_layer` is the arithmetic of kernels/cuda/engine in NumPy: float32 sums in the kernel's order, 16 bits
+where it rounds. It reads packed weights, so it also holds row orders and splits against the oracle.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvlab.engine import kernels, weights
+from kvlab.engine.kernels import CALL, MATRIX, Layout, TokenKernel
+from kvlab.jit.build import PreparedLaunch, kernel_root
+from kvlab.jit.compile_gate import specialisations
+from kvlab.reference.decoder import KeysValues, Layer, Linear, Norm, layer_token
+from kvlab.reference.decoder import Model as Decoder
+
+Array = NDArray[Any]
+
+PYTHIA = Layout(2560, 32, 32, 80, 20, 10240, 32, 50304, parallel=True)
+LLAMA = Layout(2048, 32, 8, 64, 64, 8192, 16, 128256, parallel=False)
+SMALL = Layout(64, 2, 2, 32, 8, 192, 1, 32, parallel=True)
+SMALL_GATED = Layout(64, 4, 2, 16, 16, 128, 1, 32, parallel=False)
+
+
+def test_the_gate_builds_what_is_launched() -> None:
+    declared = {item.macros for item in specialisations() if item.name == "engine/token.cu"}
+    for kernel in (TokenKernel(PYTHIA), TokenKernel(LLAMA, 16, warps=8, adder_groups=2)):
+        assert tuple(sorted((name, str(value)) for name, value in kernel.macros().items())) in declared
+
+
+def test_the_structs_are_those_of_the_kernel() -> None:
+    text = (kernel_root() / "engine/model.cuh").read_text(encoding="utf-8")
+    for name, dtype in (("Call", CALL), ("Matrix", MATRIX)):
+        body = re.sub(r"//.*", "", text.partition(f"struct {name} {{")[2].partition("};")[0])
+        fields = [
+            re.findall(r"\w+", part)[-1]
+            for line in body.split(";")
+            if line.strip()
+            for part in line.split(",")
+        ]
+        assert [field for field in dtype.names or () if field != "padding"] == fields
+    assert (CALL.itemsize, MATRIX.itemsize) == (160, 32)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("ctas", [4, 12, 132])
+def test_each_byte_of_the_weights_is_copied_once_to_the_block_that_needs_it(splits: int, ctas: int) -> None:
+    rows, columns, slot = 80, 512, 4
+    weight = np.arange(rows * columns, dtype=np.uint32).astype(np.uint16).reshape(rows, columns)
+    packed = weights.pack(weight)
+    in_order, blocks = packed.reshape(-1, 512), columns // 32 // splits
+    seen = np.zeros(len(in_order), int)
+    for cta in range(ctas):
+        for tile in range(cta, rows // 16 * splits, ctas):
+            for start in range(blocks // slot):
+                first = (tile * (blocks // slot) + start) * slot  # the address, in KiB
+                assert tile % splits == cta % splits  # the columns of x that the block has
+                column = cta % splits * blocks + start * slot
+                wanted = packed[tile // splits, column : column + slot].reshape(slot, -1)
+                assert np.array_equal(in_order[first : first + slot], wanted)
+                seen[first : first + slot] += 1
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: TokenKernel(PYTHIA, 17), "1 to 16 tokens"),
+        (lambda: TokenKernel(PYTHIA, 0), "batch"),
+        (lambda: TokenKernel(PYTHIA, 8, splits=1), "take more splits"),
+        (lambda: TokenKernel(PYTHIA, splits=3), "no multiple"),
+        (lambda: TokenKernel(PYTHIA, 16), "a block has up to 1,024"),
+        (lambda: TokenKernel(Layout(64, 2, 2, 20, 8, 192, 1, 32, parallel=True)), "a multiple of 16"),
+        (lambda: TokenKernel(Layout(64, 4, 2, 32, 8, 192, 1, 32, parallel=True)), "as many in parallel"),
+        (lambda: TokenKernel(Layout(64, 2, 2, 32, 8, 192, 1, 50257, parallel=True)), "add rows of zeros"),
+        (lambda: kernels._call(TokenKernel(PYTHIA), 0, {}, (0,) * 4, 1e-5, 132, None), "are needed"),
+        (lambda: PreparedLaunch(None, (1,), (1,), CALL, early=True, cooperative=True), "choose one"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(change: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        change()
+
+
+def test_multiprocessors_are_divided_between_qkv_and_up() -> None:
+    kernel = TokenKernel(PYTHIA)
+    pointers = dict.fromkeys((*kernels._POINTERS, *kernels._MORE_POINTERS), 1)
+    call = kernels._call(kernel, 7, pointers, (1, 2, 3, 4), 1e-5, 133, None)[0]
+    assert (call["qkv_ctas"], call["split_ctas"], call["matrices"], call["kv_position"]) == (57, 132, 7, 4)
+    with pytest.raises(ValueError, match="qkv_ctas=133"):
+        kernels._call(kernel, 7, pointers, (1, 2, 3, 4), 1e-5, 133, 133)
+
+
+# ---- the arithmetic
+
+
+def statistics(hidden: Array) -> Array:
+    """Mean and squared deviations of every 16 channels, as the adders leave them."""
+    groups = hidden.astype(np.float32).reshape(-1, 16)
+    mean = groups.mean(1, dtype=np.float32)
+    return np.stack([mean, np.square(groups - mean[:, None]).sum(1, dtype=np.float32)], 1)
+
+
+def merged(found: Array, *, centred: bool) -> tuple[np.float32, np.float32]:
+    """Mean (0 for an RMS norm) and mean square about it, of all groups."""
+    mean = found[:, 0].mean(dtype=np.float32) if centred else np.float32(0)
+    squares = (found[:, 1] + 16 * np.square(found[:, 0] - mean)).sum(dtype=np.float32)
+    return mean, squares / np.float32(16 * len(found))
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 1.0, 1e3]))
+def test_merged_statistics_are_those_of_two_passes(seed: int, offset: float) -> None:
+    """A mean of 1,000 deviations costs no digits, where the mean of squares would keep one."""
+    hidden = (np.random.default_rng(seed).standard_normal(512) + offset).astype(np.float32)
+    mean, variance = merged(statistics(hidden), centred=True)
+    exact = hidden.astype(float)
+    assert abs(mean - exact.mean()) <= 1e-6 * (1 + offset)
+    assert abs(variance / exact.var() - 1) <= (1e-3 if offset == 1e3 else 1e-5)
+    _, square = merged(statistics(hidden), centred=False)
+    assert abs(square / np.square(exact).mean() - 1) <= 1e-5
+
+
+def product(packed: Array, rows: int, x: Array, warps: int, splits: int = 1) -> Array:
+    """W x: blocks of 32 columns of a warp in turn, then warps, then splits."""
+    weight, x = weights.unpack(packed, rows).astype(np.float32), x.astype(np.float32)
+    blocks = len(x) // 32 // splits
+    y = np.zeros(rows, np.float32)
+    for split in range(splits):
+        parts = np.zeros((warps, rows), np.float32)
+        for block in range(blocks):
+            columns = slice(32 * (split * blocks + block), 32 * (split * blocks + block + 1))
+            parts[block % warps] += weight[:, columns] @ x[columns]
+        whole = np.zeros(rows, np.float32)
+        for part in parts:
+            whole += part
+        y += whole
+    return y
+
+
+def normed(hidden: Array, norm: Norm) -> Array:
+    mean, variance = merged(statistics(hidden), centred=norm.bias is not None)
+    y = (hidden - mean) / np.sqrt(variance + np.float32(norm.eps)) * norm.weight
+    return (y if norm.bias is None else y + norm.bias).astype(np.float16)
+
+
+def rounded(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Array:
+    """Random values that float16 holds."""
+    return (rng.standard_normal(shape) * scale).astype(np.float16).astype(float)
+
+
+def random_layer(layout: Layout, rng: np.random.Generator) -> Layer:
+    def norm() -> Norm:
+        return Norm(
+            1 + rounded(rng, layout.hidden, scale=0.2),
+            rounded(rng, layout.hidden) if layout.parallel else None,
+            1e-5,
+        )
+
+    def linear(rows: int, columns: int) -> Linear:
+        bias = rng.standard_normal(rows).astype(np.float32).astype(float) if layout.parallel else None
+        return Linear(rounded(rng, rows, columns, scale=columns**-0.5), bias)
+
+    q, kv = layout.heads_q * layout.head_dim, layout.heads_kv * layout.head_dim
+    up, gate = linear(layout.ffn, layout.hidden), linear(layout.ffn, layout.hidden)
+    return Layer(
+        norm(), norm(), linear(q, layout.hidden), linear(kv, layout.hidden), linear(kv, layout.hidden),
+        linear(layout.hidden, q), up, linear(layout.hidden, layout.ffn),
+        gate=None if layout.parallel else gate, parallel=layout.parallel,
+    )  # fmt: skip
+
+
+def stacked(*linears: Linear) -> tuple[Array, Array]:
+    """Weights one under the other in float16, and biases."""
+    weight = np.concatenate([one.weight for one in linears]).astype(np.float16)
+    return weight, np.concatenate([np.zeros(len(o.weight)) if o.bias is None else o.bias for o in linears])
+
+
+def kernel_layer(layout: Layout, layer: Layer, hidden: Array, past: Array, rotation: Array, warps: int,
+                 splits: int) -> Array:  # fmt: skip
+    """Hidden state after the layer; past is [keys, values][KV head][position][channel], the last unset."""
+    nq, nk, dim, half = layout.heads_q, layout.heads_kv, layout.head_dim, layout.rotary_dim // 2
+    order = weights.qkv_rows(nq, nk, dim, 2 * half, interleaved=False)
+    weight, bias = stacked(layer.query, layer.key, layer.value)
+    y = product(weights.pack(weight[order]), len(order), normed(hidden, layer.attention_norm), warps)
+    heads = (y + bias[order]).reshape(-1, dim)
+    turned = heads.copy()
+    even, odd = heads[: nq + nk, 0 : 2 * half : 2], heads[: nq + nk, 1 : 2 * half : 2]
+    cosine, sine = rotation
+    turned[: nq + nk, :half] = even * cosine - odd * sine
+    turned[: nq + nk, half : 2 * half] = odd * cosine + even * sine
+    turned = turned.astype(np.float16).astype(float)
+    past[:, :, -1] = turned[nq:].reshape(2, nk, dim)
+    grouped = turned[:nq].reshape(nk, -1, dim)
+    scores = np.einsum("hgd,hkd->hgk", grouped, past[0]) / np.sqrt(dim)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    attended = np.einsum("hgk,hkd->hgd", p / p.sum(-1, keepdims=True), past[1]).reshape(-1).astype(np.float16)
+
+    def add(after: Array, x: Array, *linears: Linear) -> Array:
+        packed = weights.pack(np.concatenate([one.weight for one in linears], 1).astype(np.float16))
+        offset = sum(0.0 if one.bias is None else one.bias for one in linears)
+        return (product(packed, layout.hidden, x, warps, splits) + offset + after).astype(np.float32)
+
+    def mlp(x: Array) -> Array:
+        if layer.gate is None:
+            up = product(weights.pack(layer.up.weight.astype(np.float16)), layout.ffn, x, warps)
+            return _gelu(up + layer.up.bias).astype(np.float16)
+        order = weights.gated_rows(layout.ffn)
+        weight, _ = stacked(layer.gate, layer.up)
+        pairs = product(weights.pack(weight[order]), 2 * layout.ffn, x, warps).reshape(-1, 2)
+        return (pairs[:, 0] / (1 + np.exp(-pairs[:, 0])) * pairs[:, 1]).astype(np.float16)
+
+    if layout.parallel:
+        x = np.concatenate([attended, mlp(normed(hidden, layer.mlp_norm))])
+        return add(hidden, x, layer.output, layer.down)
+    after = add(hidden, attended, layer.output)
+    return add(after, mlp(normed(after, layer.mlp_norm)), layer.down)
+
+
+def _gelu(x: Array) -> Array:
+    from scipy.special import erfc
+
+    y: Array = 0.5 * x * erfc(-x / np.sqrt(2.0))
+    return y
+
+
+@pytest.mark.parametrize("layout", [SMALL, SMALL_GATED], ids=["parallel", "gated"])
+@pytest.mark.parametrize(("warps", "splits"), [(1, 1), (3, 2), (16, 2)])
+def test_the_order_of_summation_gives_the_token_of_the_oracle(
+    layout: Layout, warps: int, splits: int
+) -> None:
+    rng = np.random.default_rng(warps)
+    layer, frequencies = random_layer(layout, rng), (0.5 ** np.arange(layout.rotary_dim // 2)).astype("f4")
+    decoder = Decoder(np.zeros((1, 1)), (layer,), layer.mlp_norm, layer.query, layout.head_dim, frequencies)
+    hidden = (3 + 2 * rng.standard_normal(layout.hidden)).astype(np.float32)
+    past = np.zeros((2, layout.heads_kv, 6, layout.head_dim))
+    past[:, :, :5] = rounded(rng, 2, layout.heads_kv, 5, layout.head_dim)
+    keys_values = KeysValues([past[0, :, i] for i in range(5)], [past[1, :, i] for i in range(5)])
+    want = layer_token(hidden.astype(float), layer, keys_values, decoder)
+    angle = (np.float32(5) * frequencies).astype(float)
+
+    def error(rotation: Array) -> float:
+        got = kernel_layer(layout, layer, hidden, past, rotation, warps, splits)
+        return float(np.abs(got - want.out).max() / np.abs(want.out).max())
+
+    assert error(np.stack([np.cos(angle), np.sin(angle)])) < 1e-3
+    np.testing.assert_allclose(past[0, :, -1], want.key, atol=1e-2)
+    np.testing.assert_allclose(past[1, :, -1], want.value, atol=1e-2)
+    assert error(np.stack([np.cos(angle), -np.sin(angle)])) > 3e-3, "a wrong rotation is not seen"
