@@ -136,7 +136,7 @@ class CpuKernels:
 
     def _means(self, layer: int) -> Any:
         """Key means as kernels take them, and empty ones for values."""
-        from kvlab.numba_kernels.cpu.cache_write import prepare_means
+        from kvlab.numba_kernels.cpu.steps import prepare_means
 
         mean = self.store.tables["k_mean"][layer].astype(np.float32).reshape(-1, self.store.head_dim)
         sums, most = np.empty(mean.size, np.float32), np.empty(len(mean), np.float32)

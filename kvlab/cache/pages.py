@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.reference.pages import GUESS, TOKENS_PER_PAGE, bit_address
+from kvlab.threads import share
 
 __all__ = [
     "DECODED",
@@ -34,6 +35,8 @@ __all__ = [
     "decode_importance",
     "encode_importance",
     "read_tokens",
+    "rotate_vectors",
+    "side_formats",
     "write_tokens",
 ]
 
@@ -213,6 +216,31 @@ def _in_threads(
     if tokens < _PARALLEL_TOKENS or threads == 1:
         return serial(*arguments)
     return parallel(*arguments, threads)
+
+
+def rotate_vectors(
+    x: Floats, mean: NDArray[np.float16] | None = None, of_row: NDArray[np.int64] | None = None
+) -> Floats:
+    """Rotate vectors (n, head_dim) as they are packed, vector i less mean[of_row[i]] of `mean` (m, head_dim).
+
+    Examples
+    --------
+    >>> rotate_vectors(np.ones((1, 16), np.float32))[0, :2]
+    array([4., 0.], dtype=float32)
+    """
+    from kvlab.numba_kernels.cpu.steps import prepare_means, rotate_rows
+
+    flat, out = np.ascontiguousarray(x, np.float32).reshape(-1), np.empty(x.shape, np.float32)
+    means, most = np.empty(0, np.float32), np.empty(0, np.float32)
+    if mean is not None:
+        means, most = np.empty(mean.size, np.float32), np.empty(len(mean), np.float32)
+        prepare_means(mean.astype(np.float32, order="C"), means, most)
+    which = np.empty(0, np.int64) if of_row is None else of_row
+    share(
+        rotate_rows, np.zeros(1, np.int64), flat, x.shape[1], means, most, which, out.reshape(-1),
+        alone=len(x) < _PARALLEL_TOKENS,
+    )  # fmt: skip
+    return out
 
 
 def write_tokens(

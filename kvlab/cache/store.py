@@ -26,6 +26,7 @@ from kvlab.cache.pages import (
     PageLayout,
     copy_tokens,
     read_tokens,
+    rotate_vectors,
     write_tokens,
 )
 from kvlab.cache.plan import ERRORS, NewTokens, Plan, Rates, Tokens, Weigh, plan_row
@@ -210,9 +211,9 @@ class LayerStore:
         index = np.repeat(self.index[row, heads, page].astype(np.int64), n)
         k, v = (x.swapaxes(0, 1).reshape(-1, self.head_dim) for x in (new.k, new.v))
         if self.ladder[top].bits_k < 16:
-            k = _rotate(k, self.k_mean[row], np.repeat(heads, n))
+            k = rotate_vectors(k, self.k_mean[row], np.repeat(heads, n))
         if self.ladder[top].bits_v < 16:
-            v = _rotate(v)
+            v = rotate_vectors(v)
         write_tokens(self.pools[top], self.layouts[top], self.dtype, index, slot, k, v)
         self._positions(top)[index, slot] = np.tile(new.position & 0xFFFF, self.num_heads_kv)
         self._importance(top)[index, slot] = new.code.ravel()
@@ -294,7 +295,7 @@ class LayerStore:
         ):
             turns = (np.array(widths) < 16)[arriving.rung] & (steps == RAW)
             if turns.any():
-                x[turns] = _rotate(x[turns], mean, arriving.head[turns])
+                x[turns] = rotate_vectors(x[turns], mean, arriving.head[turns])
 
     def _place(self, row: int, plan: Plan, arriving: _Arriving) -> tuple[Ints, Ints]:
         """Rewrite the page table of a row; return the moves and the places of arriving tokens.
@@ -376,18 +377,6 @@ class LayerStore:
         self.batch = len(rows)
         for r in range(len(self.ladder)):
             self._pack(r)
-
-
-def _rotate(x: Floats, mean: NDArray[np.float16] | None = None, head: Ints | None = None) -> Floats:
-    """Rotate vectors (n, head_dim), less the mean (heads, head_dim) of the head (n,) of each."""
-    from kvlab.numba_kernels.cpu.steps import rotate_rows
-
-    rotated = np.empty(x.shape, np.float32)
-    means = np.empty(0, np.float32) if mean is None else mean.astype(np.float32, order="C").reshape(-1)
-    of_row = np.empty(0, np.int64) if head is None else head
-    flat = np.ascontiguousarray(x, np.float32).reshape(-1)
-    rotate_rows(flat, x.shape[1], means, of_row, rotated.reshape(-1))
-    return rotated
 
 
 @dataclass(frozen=True, slots=True)

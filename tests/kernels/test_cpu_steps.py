@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlab.numba_kernels.cpu.steps import DECODED, RAW, encode_vector, rotate_rows
+from kvlab.numba_kernels.cpu.steps import DECODED, RAW, encode_vector
 from numba import njit
 from numpy.typing import NDArray
 
@@ -26,13 +26,10 @@ head_dims = st.sampled_from(HEAD_DIMS)
 def rotated(
     x: NDArray[np.float32], mean: NDArray[np.float16] | None = None, of_row: NDArray[np.int64] | None = None
 ) -> NDArray[np.float32]:
-    out = np.full(x.shape, POISON)
-    means = np.empty(0, np.float32) if mean is None else mean.astype(np.float32)
-    rows = np.empty(0, np.int64) if of_row is None else of_row
-    before = x.copy(), means.copy()
-    rotate_rows(x.reshape(-1), x.shape[1], means.reshape(-1), rows, out.reshape(-1))
-    for y, kept in zip((x, means), before, strict=True):
-        np.testing.assert_array_equal(y.view(np.uint32), kept.view(np.uint32))
+    before = x.copy(), None if mean is None else mean.copy()
+    out = pages.rotate_vectors(x, mean, of_row)
+    assert_same_bits(x, before[0])
+    assert mean is None or np.array_equal(mean, before[1], equal_nan=True)
     return out
 
 

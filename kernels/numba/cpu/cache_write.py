@@ -16,7 +16,7 @@ from .cache_groups import NEW_TOKEN, PAGE, SEGMENT, TAIL, UNIT
 from .pages import decode, narrow, put_codes, take_codes, widen
 from .simd import helper
 from .softmax import serial, take_number
-from .steps import DECODED, RAW, encode_vector, log_of_block, rotate_row, transform_means
+from .steps import DECODED, RAW, encode_vector, log_of_block, rotate_row
 
 CODES, SCALES, BITS, KIND = range(4)
 """Columns of `Formats.sides`: byte offsets in a page, bits stored for an element, what width 16 is."""
@@ -90,18 +90,11 @@ def _copy_row(x, row):
 
 
 @serial
-def prepare_means(mean, means, most):
-    """Transform key means, float32 (bh, head_dim), for `write_moves` and `append_tokens`."""
-    n = mean.shape[1]
-    transform_means(mean.reshape(-1), n, log_of_block(n), means, most)
-
-
-@serial
 def write_moves(counter, begins, moves, arena, rungs, formats, means, most, new):
     """Carry out moves: what one thread does, taking pages from the counter until none is left.
 
     begins int64 (pages + 1,): where the moves to each page begin. moves uint32 (n, 4): as of
-    `cache_plan.plan_layer`. means, most: of keys, from `prepare_means`, and empty ones for values.
+    `cache_plan.plan_layer`. means, most: of keys, from `steps.prepare_means`, and empty ones for values.
     """
     words, shorts = arena.view(np.uint32), arena.view(np.uint16)
     head_dim, (_, tokens, heads, _) = formats.places.shape[3], new.k.shape

@@ -6,7 +6,6 @@ on, n a multiple of 16, of flat arrays.
 """
 
 import numpy as np
-from numba import prange
 
 from .groups import hadamard_run
 from .simd import (
@@ -17,7 +16,6 @@ from .simd import (
     half_of,
     helper,
     highest,
-    kernel,
     larger_magnitude,
     load,
     magnitude,
@@ -31,7 +29,10 @@ from .simd import (
     total,
     zero_if_finite,
 )
+from .softmax import serial, take_number
 
+ROWS = 64
+"""Vectors that a thread rotates at a time."""
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
 _LEAST_EXPONENT, _TOO_LARGE = -39, np.float32(2**100)
@@ -122,19 +123,27 @@ def transform_means(mean, head_dim, log, means, most):
         _sum_whole(mean, k * head_dim, head_dim, log, _unit_exponent(most[k], log), means)
 
 
-@kernel
-def rotate_rows(x, head_dim, mean, of_row, out):
+@serial
+def prepare_means(mean, means, most):
+    """Make of key means, float32 (m, head_dim), what `rotate_row` takes of them."""
+    n = mean.shape[1]
+    transform_means(mean.reshape(-1), n, log_of_block(n), means, most)
+
+
+@serial
+def rotate_rows(counter, x, head_dim, means, most, of_row, out):
     """Rotate the vectors of x into out, both float32 (n * head_dim,): `kvlab.reference.pages.rotate`.
 
-    Vector i is less vector of_row[i] of `mean`, float32 (m * head_dim,) of float16 numbers; if that is empty,
-    nothing is taken off.
+    What one thread does, taking runs of ROWS vectors from the counter until none is left. Vector i is less
+    vector of_row[i] of what `prepare_means` has made `means` and `most` of; if these are empty, nothing is
+    taken off.
     """
-    log = log_of_block(head_dim)
-    means, most = np.empty(mean.size, np.float32), np.empty(mean.size // head_dim, np.float32)
-    transform_means(mean, head_dim, log, means, most)
-    for row in prange(x.size // head_dim):
-        k = of_row[row] if most.size else -1
-        rotate_row(x, row * head_dim, head_dim, log, means, most, k, out)
+    log, n, run = log_of_block(head_dim), x.size // head_dim, take_number(counter)
+    while run * ROWS < n:
+        for row in range(run * ROWS, min(n, (run + 1) * ROWS)):
+            k = of_row[row] if most.size else -1
+            rotate_row(x, row * head_dim, head_dim, log, means, most, k, out)
+        run = take_number(counter)
 
 
 @helper
