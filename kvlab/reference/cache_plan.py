@@ -1,4 +1,4 @@
-"""Which pages of a layer change, as the GPU decides it: the oracle of ``kernels/cuda/plan/plan.cu``.
+"""Which pages of a layer change: the oracle of ``kernels/cuda/plan`` and ``kernels/numba/cpu/cache_plan.py``.
 
 Tokens of one (row, KV head, run of 65,536 positions), a *group*, lie in pages of 64. A change of a layer puts
 them and new tokens at lower rungs until the row's bytes fit, in steps that are parallel over groups, rows or
