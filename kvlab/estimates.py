@@ -2,7 +2,8 @@
 
 Attention keeps no scores. At its peak a call holds its arguments, its results and a workspace that does not
 depend on the product of the lengths. The numbers are bytes of arrays. They leave out the scratch memory of
-CPU threads (0.3 to 1 MiB each) and memory that libraries keep for themselves.
+CPU threads (0.3 to 1 MiB each), the list of tiles on Hopper (48 bytes for 128 query rows or more) and memory
+that libraries keep for themselves.
 """
 
 from __future__ import annotations

@@ -130,6 +130,7 @@ def attention(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     return_lse: bool = False,
+    sm_margin: int = 0,
     backend: str | None = None,
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     """Scaled dot-product attention over sequences of one length.
@@ -156,6 +157,9 @@ def attention(
         If positive, scores are softcap * tanh(score / softcap).
     return_lse : bool
         Also return the log-sum-exp of the scores.
+    sm_margin : int
+        Multiprocessors that a GPU's persistent blocks leave to other kernels, such as those that communicate;
+        kernels without such blocks (the CPU's, and those of GPUs other than Hopper) have nothing to leave.
     backend : str, optional
         ``"cpu"``, ``"cuda"`` and ``"numba"`` (Numba CUDA, for reading) compute in float32 from the inputs as
         they are, ``"cuda"`` with probabilities in the dtype of q; ``"reference"`` in float64. By default the
@@ -199,7 +203,7 @@ def attention(
     """
     call = check_call("attention", _FIXED, (q, k, v), backend)
     scores = scores_of(call.sizes["D"], causal, scale, window, softcap)
-    return _attend(call, q, k, v, None, scores, flag(return_lse, "return_lse"))
+    return _attend(call, q, k, v, None, scores, flag(return_lse, "return_lse"), _margin_of(sm_margin))
 
 
 def attention_varlen(
@@ -216,6 +220,7 @@ def attention_varlen(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     return_lse: bool = False,
+    sm_margin: int = 0,
     backend: str | None = None,
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     """Scaled dot-product attention over sequences of different lengths, laid end to end.
@@ -231,7 +236,7 @@ def attention_varlen(
         Prefix sums of the lengths: 0, ..., total; on the device of q. A GPU does not check their values.
     max_seqlen_q, max_seqlen_k : int
         At least the longest length.
-    causal, scale, window, softcap, return_lse, backend
+    causal, scale, window, softcap, return_lse, sm_margin, backend
         As in `attention`, as are dtypes.
 
     Returns
@@ -263,7 +268,8 @@ def attention_varlen(
     call = check_call("attention", _VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k), backend)
     sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scores = scores_of(call.sizes["D"], causal, scale, window, softcap)
-    return _attend(call, q, k, v, sequences, scores, flag(return_lse, "return_lse"))
+    return_lse = flag(return_lse, "return_lse")
+    return _attend(call, q, k, v, sequences, scores, return_lse, _margin_of(sm_margin))
 
 
 def sequences_of(cu_seqlens_q: Array, cu_seqlens_k: Array, max_seqlen_q: int, max_seqlen_k: int) -> Sequences:
@@ -283,6 +289,11 @@ def scores_of(
     return Scores(left, 0 if flag(causal, "causal") else right, scale, number(softcap, "softcap", least=0))
 
 
+def _margin_of(sm_margin: int) -> int:
+    """Check how many multiprocessors to leave to others."""
+    return whole_number(sm_margin, "sm_margin", 0, LONGEST)
+
+
 def _attend(
     call: Checked,
     q: ArrayT,
@@ -291,12 +302,14 @@ def _attend(
     sequences: Sequences | None,
     scores: Scores,
     return_lse: bool,
+    sm_margin: int,
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     sizes = call.sizes
     rows = (sizes["B"] * sizes["Sq"] if sequences is None else sizes["total_q"]) * sizes["Hq"]
     need = rows * (sizes["D"] * numpy_dtype(call.dtype).itemsize + 4)
+    margin = {"sm_margin": sm_margin} if sm_margin and call.row.backend == "cuda" else {}
     with enough_memory(need, "attention", call.device.kind):
-        result: tuple[ArrayT, ArrayT] = call.row.launch(q, k, v, sequences, scores)
+        result: tuple[ArrayT, ArrayT] = call.row.launch(q, k, v, sequences, scores, **margin)
     return result if return_lse else result[0]
 
 

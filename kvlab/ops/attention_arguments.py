@@ -25,6 +25,7 @@ __all__ = [
     "Layout",
     "Lengths",
     "Template",
+    "TensorMaps",
     "bounds_of",
     "can_be_mapped",
     "contiguous_strides",
@@ -82,9 +83,13 @@ class Template:
 
     def fill(self, addresses: Sequence[int]) -> Any:
         """Return the struct with these addresses, in the order of their fields, as one kernel argument."""
+        return np.frombuffer(self.pack(addresses), self._dtype)[0]
+
+    def pack(self, addresses: Sequence[int]) -> bytes:
+        """Return the struct as bytes."""
         parts = self._parts.copy()
         parts[1::2] = addresses
-        return np.frombuffer(self._struct.pack(*parts), self._dtype)[0]
+        return self._struct.pack(*parts)
 
 
 def placed(view: CudaView) -> CudaView:
@@ -161,7 +166,12 @@ def can_be_mapped(view: CudaView) -> bool:
 
 @lru_cache(maxsize=4096)
 def tensor_map(view: CudaView, rows: int) -> Any:
-    """Describe q, k, v or dout to tensor copies of `rows` positions and 64 channels.
+    """Describe q, k, v or dout to tensor copies of `rows` positions and 64 channels."""
+    return np.frombuffer(TensorMaps(view, rows).at(view.pointer), "V128")[0]
+
+
+class TensorMaps:
+    """Describes arrays of one shape, dtype and strides to tensor copies of 64 channels.
 
     Axes are channels, positions, heads, rows of the batch, and one of size 1. A copy fills up with zeros what
     it would read beyond the end of an axis. For variable length that must be the end of a sequence, wherever
@@ -169,29 +179,61 @@ def tensor_map(view: CudaView, rows: int) -> Any:
     END - length + i and start + length are position start + i, and END positions further; and axis 1 ends
     with the sequence. Axis 4 goes END positions back, as END times its stride is that modulo 2^64. The base
     stays the array's own address: hardware wants it in mapped memory even if nothing is read there.
-    """
-    from cuda.bindings import driver
 
-    pointer, shape, strides, dtype, _ = view
-    heads, dim = shape[-2:]
-    steps = [2 * step if size > 1 else 16 for step, size in zip(strides, shape, strict=True)]
-    sizes, of_axes = [dim, shape[-3], heads, shape[0], 1], [steps[-3], steps[-2], steps[0], 16]
-    if len(shape) == 3:
-        sizes[1], sizes[3], sizes[4] = _END, shape[0] + 1, _END + 1
-        of_axes[3] = _WRAP - steps[0]
-    element = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}")
-    error, tensor_map = driver.cuTensorMapEncodeTiled(
-        element, 5, pointer,
-        [driver.cuuint64_t(size) for size in sizes],
-        [driver.cuuint64_t(step) for step in of_axes],
-        [driver.cuuint32_t(size) for size in (64, rows, 1, 1, 1)],
-        [driver.cuuint32_t(1)] * 5,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
-    if int(error) != 0:
-        raise RuntimeError(f"cuTensorMapEncodeTiled of {dtype} {shape} with strides {strides}: {error.name}")
-    words = np.array([int(word) for word in tensor_map.opaque], np.uint64)
-    return np.frombuffer(words.tobytes(), "V128")[0]
+    Parameters
+    ----------
+    view : CudaView
+        One of the arrays.
+    rows : int
+        Positions of a copy.
+    heads : int, optional
+        Heads of a copy; then axes 1 and 2 change places, so that rows are (position, head), heads fastest.
+    """
+
+    _MOST = 256  # maps that are remembered: the same addresses come again and again
+
+    def __init__(self, view: CudaView, rows: int, heads: int | None = None) -> None:
+        from cuda.bindings import driver
+
+        _, shape, strides, dtype, _ = view
+        steps = [2 * step if size > 1 else 16 for step, size in zip(strides, shape, strict=True)]
+        sizes, of_axes = (
+            [shape[-1], shape[-3], shape[-2], shape[0], 1],
+            [2, steps[-3], steps[-2], steps[0], 16],
+        )
+        if len(shape) == 3:
+            sizes[1], sizes[3], sizes[4] = _END, shape[0] + 1, _END + 1
+            of_axes[4] = _WRAP - steps[0]
+        box = [64, rows, heads or 1, 1, 1]
+        if heads is not None:
+            for axes in (sizes, of_axes, box):
+                axes[1], axes[2] = axes[2], axes[1]
+        self._encode, self._what = driver.cuTensorMapEncodeTiled, (dtype, shape, strides)
+        self._before = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"), 5
+        self._behind = (
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(step) for step in of_axes[1:]],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1)] * 5,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        self._known: dict[int, bytes] = {}
+
+    def at(self, pointer: int) -> bytes:
+        """Return the 128 bytes that describe the array at this address."""
+        known = self._known.get(pointer)
+        if known is not None:
+            return known
+        error, encoded = self._encode(*self._before, pointer, *self._behind)
+        if int(error) != 0:
+            dtype, shape, strides = self._what
+            raise RuntimeError(
+                f"cuTensorMapEncodeTiled of {dtype} {shape} with strides {strides}: {error.name}"
+            )
+        if len(self._known) >= self._MOST:
+            self._known.clear()
+        found = self._known[pointer] = struct.pack("<16Q", *map(int, encoded.opaque))
+        return found

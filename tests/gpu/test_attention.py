@@ -15,6 +15,7 @@ import torch
 
 import kvlab
 from kvlab.ops.cuda import attention as attention_cuda
+from kvlab.ops.cuda import attention_sm90
 from kvlab.reference import attention as reference
 from tests.compare import assert_accurate, each_sequence, low_precision_attention, wrong_attention
 from tests.gpu.attention_cases import (
@@ -53,7 +54,7 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Each kernel in turn; on other GPUs the portable one every time."""
     monkeypatch.setattr(attention_cuda, "HOPPER", request.param != "portable")
     if "long" in request.param:
-        monkeypatch.setattr(attention_cuda, "SHORT", -1)
+        monkeypatch.setattr(attention_sm90, "SHORT", -1)
     attention_cuda._prepare.cache_clear()
     yield
     attention_cuda._prepare.cache_clear()
@@ -145,6 +146,63 @@ def test_same_bits_again_and_in_a_graph() -> None:
     q.copy_(torch.randn_like(q))
     graph.replay()
     assert torch.equal(out, kvlab.attention(q, k, v, causal=True))
+
+
+def test_variable_lengths_in_a_graph_are_read_when_it_is_replayed() -> None:
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(700, h, 128, device="cuda", dtype=torch.bfloat16) for h in (6, 2, 2))
+    bounds = [
+        torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([0, 300, 301, 700], [0, 1, 500, 700])
+    ]
+
+    def call() -> torch.Tensor:
+        return kvlab.attention_varlen(q, k, v, *bounds, 700, 700, causal=True)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for lengths in ([0, 300, 301, 700], [0, 0, 700, 700], [0, 650, 650, 700]):
+        bounds[0].copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(out, call())
+
+
+LEFT_BEHIND = [
+    (3e38, torch.float32),
+    (6e4, torch.float16),
+    (float("inf"), torch.bfloat16),
+    (-1.7e300, torch.float64),
+]
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 16])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_what_shared_memory_held_before_changes_no_bit(dim: int, group: int) -> None:
+    """Tiles of 3, 5 and 7 heads have rows without a query; matrix products leave what is not finite."""
+    torch.manual_seed(dim)
+    q, k, v = (torch.randn(1, 130, h, dim, device="cuda", dtype=torch.bfloat16) for h in (group, 1, 1))
+    wide = [torch.full((512, 512), x, device="cuda", dtype=t) for x, t in LEFT_BEHIND]
+    first = kvlab.attention(q, k, v)
+    for x in wide * 8:
+        x @ x
+        assert torch.equal(kvlab.attention(q, k, v), first)
+
+
+def test_two_streams_at_once_and_blocks_left_to_others() -> None:
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(4, 1000, h, 64, device="cuda", dtype=torch.float16) for h in (8, 2, 2))
+    expected = kvlab.attention(q, k, v, causal=True)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outs = []
+    for number in range(30):
+        with torch.cuda.stream(streams[number % 3]):
+            outs.append(kvlab.attention(q, k, v, causal=True, sm_margin=number % 2 * 100))
+    torch.cuda.synchronize()
+    for out in outs:
+        assert torch.equal(out, expected)
+    assert torch.equal(kvlab.attention(q, k, v, causal=True, sm_margin=1 << 20), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

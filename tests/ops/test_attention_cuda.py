@@ -13,6 +13,7 @@ from kvlab.jit.compile_gate import specialisations
 from kvlab.jit.cubin import read_resources
 from kvlab.ops import attention_arguments
 from kvlab.ops.cuda import attention as attention_cuda
+from kvlab.ops.cuda import attention_sm90, tile_list
 
 LEAST_SHARED_BYTES = 99 * 1024  # what a block may have on every GPU from sm_80 on (sm_86, sm_89, sm_120)
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -32,15 +33,17 @@ def test_shapes_of_the_portable_kernel_are_gated_and_fit(head_dim: int) -> None:
     assert attention_cuda.portable_shared_bytes(head_dim) <= LEAST_SHARED_BYTES
 
 
-@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("longest_k", [1, 1 << 20])
 @pytest.mark.parametrize("capped", [False, True])
-@pytest.mark.parametrize("head_dim", attention_cuda.HOPPER_SHAPES)
-def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int, capped: bool, short: bool) -> None:
-    keys, groups = attention_cuda.hopper_shape(head_dim, capped, short)
-    wanted = {"HEAD_DIM": head_dim, "BLOCK_N": keys, "GROUPS": groups, "BF16": 1, "CAPPED": int(capped)}
+@pytest.mark.parametrize("head_dim", attention_sm90.SHAPES)
+def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int, capped: bool, longest_k: int) -> None:
+    found, keys, groups, q_slots = attention_sm90.shape_of(head_dim, capped, longest_k)
+    assert found == head_dim
+    wanted = {"HEAD_DIM": head_dim, "BLOCK_N": keys, "GROUPS": groups, "Q_SLOTS": q_slots}
+    wanted |= {"BF16": 1, "CAPPED": int(capped)}
     assert {name: str(value) for name, value in wanted.items()} in declared("attention/forward_sm90.cu")
-    static = 128  # its mbarriers, and parts
-    assert attention_cuda.hopper_shared_bytes(head_dim, keys, groups) + static <= HOPPER_SHARED_BYTES
+    static = 512  # mbarriers and tiles
+    assert attention_sm90.shared_bytes(*(head_dim, keys, groups, q_slots)) + static <= HOPPER_SHARED_BYTES
 
 
 @pytest.mark.parametrize("head_dim", attention_cuda.FLOAT32_DIMS)
@@ -51,14 +54,19 @@ def test_shapes_of_the_float32_kernel_are_gated_and_fit(head_dim: int) -> None:
 
 def test_the_call_has_the_layout_of_the_kernels() -> None:
     portable = {"HEAD_DIM": 128, "BF16": 1, "M_TILES": 2, "WARPS": 4, "BLOCK_N": 64, "BLOCKS": 2}
-    hopper = {"HEAD_DIM": 64, "BF16": 1, "BLOCK_N": 128, "CAPPED": 0, "GROUPS": 3}
-    for name, macros, maps in (
-        ("attention/forward", portable | {"CAPPED": 0, "ALIGNED": 1}, ()),
-        ("attention/forward_sm90", hopper, (128, 128)),
-        ("attention/forward_float32", {"HEAD_DIM": 64}, ()),
+    for name, macros in (
+        ("attention/forward", portable | {"CAPPED": 0, "ALIGNED": 1}),
+        ("attention/forward_float32", {"HEAD_DIM": 64}),
     ):
         resources = read_resources(build(name, macros, "sm_90a").cubin)["attend"]
-        assert resources.parameter_bytes == (*maps, attention_cuda._CALL.size)
+        assert resources.parameter_bytes == (attention_cuda._CALL.size,)
+    hopper = {"HEAD_DIM": 64, "BF16": 1, "BLOCK_N": 128, "CAPPED": 0, "GROUPS": 3, "Q_SLOTS": 2}
+    resources = read_resources(build("attention/forward_sm90", hopper, "sm_90a").cubin)["attend"]
+    assert resources.parameter_bytes == (attention_sm90._ARGUMENT_BYTES,)
+    filled = 4 * 128 + attention_sm90._CALL.size
+    assert -(-filled // 64) * 64 == attention_sm90._ARGUMENT_BYTES
+    resources = read_resources(build("attention/tile_list", {}, "sm_90a").cubin)["make_tile_list"]
+    assert resources.parameter_bytes == (tile_list._CALL.size,)
 
 
 def view(shape: tuple[int, ...], strides: tuple[int, ...], pointer: int = 256) -> CudaView:
@@ -133,8 +141,8 @@ class Map(NamedTuple):
         ) % 2**64
 
 
-def encoded(monkeypatch: pytest.MonkeyPatch, array: CudaView) -> Map:
-    """Let `tensor_map` encode an array where there may be no driver."""
+def encoded(monkeypatch: pytest.MonkeyPatch, array: CudaView, heads: int | None = None) -> Map:
+    """Let `TensorMaps` encode an array where there may be no driver."""
     driver = pytest.importorskip("cuda.bindings.driver")
     found: list[Map] = []
 
@@ -147,7 +155,9 @@ def encoded(monkeypatch: pytest.MonkeyPatch, array: CudaView) -> Map:
         return 0, SimpleNamespace(opaque=[0] * 16)
 
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
-    attention_arguments.tensor_map.__wrapped__(array, 128)
+    maps = attention_arguments.TensorMaps(array, 128, heads)
+    assert maps.at(array.pointer) is maps.at(array.pointer)
+    assert len(found) == 1
     return found[0]
 
 
@@ -172,3 +182,14 @@ def test_tensor_copies_of_one_length_and_of_one_token(monkeypatch: pytest.Monkey
     assert of.element((1, 5, 3, 1, 0)) is None
     of = encoded(monkeypatch, view((1, 1, 64), (7, 9, 1)))
     assert of.element((1, (1 << 30) - 1, 0, 1, 1 << 30)) == 258
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 4, 64), (9, 4, 64)])
+def test_rows_of_several_heads_change_places_with_positions(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    array = view(shape, (1280, 64, 320, 1)[4 - len(shape) :])
+    one, several = encoded(monkeypatch, array), encoded(monkeypatch, array, heads=2)
+    swapped = [0, 2, 1, 3, 4]
+    assert several.sizes == [one.sizes[axis] for axis in swapped]
+    assert several.strides == [one.strides[axis] for axis in swapped]

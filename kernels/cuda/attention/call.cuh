@@ -1,6 +1,7 @@
-// Attention: how tensors of a call lie in memory, and constants, for forward and backward. Needs
-// common/pairs.cuh. With the macro FLOAT32 = 1 elements are float32; else they are of the 16-bit type.
+// Attention: how tensors of a call lie in memory, and constants, for forward and backward.
+// With the macro FLOAT32 = 1 elements are float32; else they are of the 16-bit type.
 #pragma once
+#include "common/pairs.cuh"
 
 #define INFINITE __int_as_float(0x7f800000)
 

@@ -9,9 +9,9 @@
 //          each 8. Scores leave the first product in the registers where the second one wants them.
 //
 // A tile of BLOCK_N keys is a step:
-//          S = Q K^T, while V is copied;  P = exp2(S - peak);  O = O * shrink + P V, while the next K is
+//          S = Q K^T, while V is copied;  P = exp2(S - row_max);  O = O * rescale + P V, while the next K is
 //          copied
-// A peak follows its row's maximum only when that is more than SLACK above it, so O is seldom rescaled.
+// row_max follows a row's maximum only when that is more than SLACK above it, so O is seldom rescaled.
 // Tiles that every row sees whole are computed without a mask.
 //
 // Memory: shared (BLOCK_M + 2 BLOCK_N) * PITCH elements, Q (later O), K, V; a row has 8 elements more than
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
 #pragma unroll
         for (int i = 0; i < 4 * D_TILES; ++i) o[m][i] = 0.f;
     }
-    const float unit = CAPPED ? LOG2E : call.scale * LOG2E;
+    const float scale_log2 = CAPPED ? LOG2E : call.scale * LOG2E;
     // Matrix i of an ldmatrix is addressed by lanes 8 i to 8 i + 7. Q: rows 0-7 and 8-15, then the next 8
     // channels. K: the next 8 channels, then the next 8 keys. V: the next 8 keys, then the next 8 channels.
     u16* const own_rows = q + warp * 16 * M_TILES * PITCH;
@@ -148,11 +148,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         const bool masked = key < w.low || key + BLOCK_N - 1 > w.high;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
-            if (CAPPED) cap(s[m], call);
+            if (CAPPED) cap_scores(s[m], call.scale, call.softcap);
             if (masked) hide(s[m], call, w, key, row + 16 * m + lane / 4);
-            float shrink[2];
-            if (raise_peaks(softmax[m], s[m], unit, shrink)) scale_rows(o[m], shrink);
-            weigh(softmax[m], s[m], unit);
+            float rescale[2];
+            if (update_max(softmax[m], s[m], scale_log2, rescale)) scale_rows(o[m], rescale);
+            exponentiate(softmax[m], s[m], scale_log2);
 #pragma unroll
             for (int i = 0; i < 2 * N_TILES; ++i) p[m][i] = pack_pair(s[m][2 * i], s[m][2 * i + 1]);
         }
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     __syncthreads();  // Q was copied by other warps, and there may have been no key
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
-        finish_rows(call, w, softmax[m], o[m], own_rows + 16 * m * PITCH, row + 16 * m, unit);
+        finish_rows(call, w, softmax[m], o[m], own_rows + 16 * m * PITCH, row + 16 * m, scale_log2);
     __syncwarp();  // the warp's rows of out are in shared memory
     copy_out<16 * M_TILES>(call, w, own_rows, row);
 }

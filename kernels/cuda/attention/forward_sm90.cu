@@ -1,92 +1,54 @@
-// Attention forward for Hopper (sm_90a): TMA, wgmma, a warpgroup that loads beside two or three that compute.
+// Attention forward for Hopper (sm_90a): persistent blocks that walk a list of tiles; TMA and wgmma.
 //
 // Threads and data
-//   CTA    BLOCK_M = 64 * GROUPS rows of one (sequence, KV head), as in attention/rows.cuh.
-//   warps 0-3   the first lane of warp 0 loads: tiles of BLOCK_N keys and values, two stages of each. They
-//          give their registers away.
-//   warps 4-7, 8-11 ...   a warpgroup each has 64 rows, all keys, all channels; 16 rows a warp, laid out as
-//          attention/rows.cuh says. Q is in shared memory; P goes from registers into the product with V.
+//   CTA    one a multiprocessor; takes tiles from the list until none is left. A tile is GROUPS times
+//   `positions`
+//          query positions of `pack` query heads that read one KV head: a row is (position, head), heads
+//          fastest, at most 64 rows a warpgroup.
+//   warp 0   a thread loads tiles of BLOCK_N keys and values, two stages of each.
+//   warp 1   a thread takes the tiles and loads Q, one tile ahead where shared memory has two slots for it.
+//   warps 2, 3   a thread each stores out from where Q was. These four warps give their registers away.
+//   warps 4-7, 8-11 ...   a warpgroup each has its 64 rows, all keys, all channels; 16 rows a warp, laid out
+//   as
+//          attention/softmax.cuh says. P goes from registers into the product with V.
 //
-// A step of a warpgroup begins S of tile j and, behind it, O += P V of tile j - 1, and computes the weights
-// of tile j while that product runs, and while those of other warpgroups do.
+// A warpgroup begins S of keys j and, behind it, O += P V of keys j - 1, and computes P of keys j while that
+// product runs. Warpgroups begin their products in turns, so that the exponentials of one run beside the
+// products of the others. In the meantime the other warps load the next tile and store the last.
 //
-// Memory: shared, from a multiple of 1024 on: Q in GROUPS parts of 64 * PITCH elements (later O), then K and
-// V, 2 stages of BLOCK_N * HEAD_DIM each; mbarriers. Registers: HEAD_DIM / 2 of O, BLOCK_N / 2 of S, half as
-// many of P; three warpgroups fit where these are 128 or fewer, but for those of a cap.
+// Rows without a query (there are fewer than 64, or the sequence ends) have a row_max of infinity: shared
+// memory may hold anything there, and they must not make the rows of their warp rescale.
 //
-// Macros: HEAD_DIM, 64, 128 or 256, that the channels are filled up to with zeros; BF16; BLOCK_N; CAPPED as
-// in attention/forward.cu; GROUPS, warpgroups that compute.
+// Memory: shared, from a multiple of 1024 on: Q_SLOTS * GROUPS slots of 64 rows of Q (later out), K and V, 2
+// stages of BLOCK_N rows each, channels filled up to a multiple of 64; mbarriers, two TileInfo. Registers:
+// HEAD_DIM / 2 of O, BLOCK_N / 2 of S, half as many of P, of 240, 160 or 112 for 2, 3 or 4 warpgroups.
+//
+// Macros: HEAD_DIM, 64, 96, 128 or 256, that the channels are filled up to with zeros; BF16; BLOCK_N; CAPPED
+// as in attention/forward.cu; GROUPS, warpgroups that compute; Q_SLOTS, 1 or 2.
 //
 // clang-format off
-// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=128 CAPPED=0 GROUPS=3 registers<=128 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 CAPPED=0 GROUPS=2 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=64 CAPPED=0 GROUPS=3 registers<=128 arch=sm_90a
-// gate: HEAD_DIM=64,128 BF16=1 BLOCK_N=128 CAPPED=1 GROUPS=2 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=256 BF16=1 BLOCK_N=64 CAPPED=0,1 GROUPS=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=128 CAPPED=0 GROUPS=3 Q_SLOTS=2 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=64 CAPPED=0 GROUPS=4 Q_SLOTS=2 registers<=96 arch=sm_90a
+// gate: HEAD_DIM=96 BF16=1,0 BLOCK_N=112 CAPPED=0 GROUPS=3 Q_SLOTS=2 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 CAPPED=0 GROUPS=2 Q_SLOTS=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1,0 BLOCK_N=128 CAPPED=1 GROUPS=2 Q_SLOTS=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 CAPPED=0,1 GROUPS=2 Q_SLOTS=1 registers<=168 arch=sm_90a
 // clang-format on
-#include "common/pairs.cuh"
+#include "attention/softmax.cuh"
+#include "attention/products_sm90.cuh"
+#include "attention/forward_sm90.cuh"
 
-constexpr int BLOCK_M = 64 * GROUPS, THREADS = 128 + 128 * GROUPS, ALIGNED = 1;
-constexpr int REGISTERS = GROUPS == 2 ? 240 : 160;  // of a thread that computes
-constexpr int PITCH = HEAD_DIM + 8;                 // elements of a row of out in shared memory
-constexpr int GROUP_BYTES = 64 * PITCH * 2, TILE_BYTES = BLOCK_N * HEAD_DIM * 2, STAGES = 2;
-constexpr int BLOCK_BYTES = BLOCK_N * 128;  // of 64 columns of a tile
+constexpr int THREADS = 128 + 128 * GROUPS;
+constexpr int REGISTERS = GROUPS == 2 ? 240 : GROUPS == 3 ? 160 : 112;  // of a thread that computes
+constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 24;
 constexpr int SUMS_S = BLOCK_N / 2, SUMS_O = HEAD_DIM / 2;
-static_assert(GROUP_BYTES % 1024 == 0 && TILE_BYTES % 1024 == 0,
-              "swizzled blocks begin at multiples of 1024");
-
-#include "attention/call.cuh"
-#include "attention/rows.cuh"
-#include "common/hopper.cuh"
-
-// Shared memory addresses.
-struct Memory {
-    u32 q, k, v, full_k, full_v, empty_k, empty_v;  // barriers: STAGES each
-};
-
-__device__ __forceinline__ void load_tiles(const Memory& m, const TensorMap* k, const TensorMap* v,
-                                           const Call& call, const Work& w) {
-    const Origin keys = find_origin(call.cu_k, blockIdx.z);
-    int stage = 0;
-    u32 parity = 1;  // a stage is empty before the first phase of its barrier
-    for (int key = w.first; key < w.last; key += BLOCK_N) {
-        wait_barrier(m.empty_k + 8 * stage, parity);
-        expect_bytes(m.full_k + 8 * stage, TILE_BYTES);
-#pragma unroll
-        for (int block = 0; block < HEAD_DIM / 64; ++block)
-            copy_box(m.k + stage * TILE_BYTES + block * BLOCK_BYTES, k, m.full_k + 8 * stage, keys,
-                     64 * block, key, blockIdx.y);
-        wait_barrier(m.empty_v + 8 * stage, parity);
-        expect_bytes(m.full_v + 8 * stage, TILE_BYTES);
-#pragma unroll
-        for (int block = 0; block < HEAD_DIM / 64; ++block)
-            copy_box(m.v + stage * TILE_BYTES + block * BLOCK_BYTES, v, m.full_v + 8 * stage, keys,
-                     64 * block, key, blockIdx.y);
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-}
-
-// Copies the 64 rows of q of a warpgroup to shared memory, swizzled, zeros beyond the last row and channel.
-__device__ __forceinline__ void load_queries(unsigned char* to, const Call& call, const Work& w, int first) {
-    const u16* from = base_of(call.q, w, w.q0, blockIdx.y * call.group);
-    const int thread = threadIdx.x % 128;
-    constexpr int PIECES = HEAD_DIM / 8;
-#pragma unroll 8
-    for (int at = thread; at < 64 * PIECES; at += 128) {
-        const int own = at / PIECES, piece = at % PIECES, row = first + own;
-        uint4 x = {0, 0, 0, 0};
-        if (row < w.rows && 8 * piece < call.dim)
-            x = *(const uint4*)(from + row_offset(call.q, row, call.group) + 8 * piece);
-        *(uint4*)(to + piece / 8 * (64 * 128) + own * 128 + (piece % 8 ^ own % 8) * 16) = x;
-    }
-}
 
 // Operands count 16 bytes.
 __device__ __forceinline__ void multiply_keys(float (&s)[SUMS_S], u64 q, u64 k) {
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step)
-        multiply_async(s, q + (step / 4 * (64 * 128) + step % 4 * 32) / 16,
-                       k + (step / 4 * BLOCK_BYTES + step % 4 * 32) / 16, step > 0);
+        multiply_async(s, q + (step / 4 * Q_BLOCK + step % 4 * 32) / 16,
+                       k + (step / 4 * KV_BLOCK + step % 4 * 32) / 16, step > 0);
     commit_products();
 }
 
@@ -96,117 +58,200 @@ __device__ __forceinline__ void multiply_values(float (&o)[SUMS_O], const u32 (&
     commit_products();
 }
 
-// Where a warpgroup is in the stages of K or V.
-struct Turn {
-    int stage;
-    u32 parity;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
-
 __device__ __forceinline__ void release(u32 barrier) {
-    __syncwarp();  // all lanes have waited for the product that read the stage
+    __syncwarp();  // all lanes are done with what the barrier guards
     if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
-__device__ __forceinline__ void compute(const Memory& m, unsigned char* rows, const Call& call, const Work& w,
-                                        int group) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int row = w.row0 + 64 * group + 16 * warp, own_row = row + lane / 4;
-    const float unit = CAPPED ? LOG2E : call.scale * LOG2E;
-    load_queries(rows, call, w, w.row0 + 64 * group);
-    fence_async();
-    sync_threads(1 + group, 128);  // the warpgroup's Q is in shared memory
-
-    const u64 q_operand = rows_operand(m.q + group * GROUP_BYTES), k_operand = rows_operand(m.k);
-    const u64 v_operand = columns_operand(m.v, BLOCK_BYTES);
-
-    float o[SUMS_O], s[SUMS_S];
-    u32 p[SUMS_S / 2];
-    Softmax softmax = {{LOWEST, LOWEST}, {0.f, 0.f}};
-#pragma unroll
-    for (int i = 0; i < SUMS_O; ++i) o[i] = 0.f;
-    const auto prepare = [&](int key) {
-        if (CAPPED) cap(s, call);
-        if (key < w.low || key + BLOCK_N - 1 > w.high) hide(s, call, w, key, own_row);
-    };
-    const auto pack = [&] {
-#pragma unroll
-        for (int i = 0; i < SUMS_S / 2; ++i) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
-    };
-
-    Turn k = {0, 0}, v = {0, 0};
-    float shrink[2];
-    if (w.first < w.last) {
-        wait_barrier(m.full_k, 0);
-        begin_products();
-        multiply_keys(s, q_operand, k_operand);
-        wait_products<0>(s);
-        release(m.empty_k);
-        k.next();
-        prepare(w.first);
-        raise_peaks(softmax, s, unit, shrink);
-        weigh(softmax, s, unit);
-        pack();
-    }
-    for (int key = w.first + BLOCK_N; key < w.last; key += BLOCK_N) {
-        wait_barrier(m.full_k + 8 * k.stage, k.parity);
-        begin_products();
-        multiply_keys(s, q_operand, k_operand + k.stage * TILE_BYTES / 16);
-        wait_barrier(m.full_v + 8 * v.stage, v.parity);
-        multiply_values(o, p, v_operand + v.stage * TILE_BYTES / 16);
-        wait_products<1>(s);
-        release(m.empty_k + 8 * k.stage);
-        k.next();
-        prepare(key);
-        const bool raised = raise_peaks(softmax, s, unit, shrink);
-        weigh(softmax, s, unit);
-        pin(s);
-        wait_products<0>(o);
-        release(m.empty_v + 8 * v.stage);
-        v.next();
-        pack();
-        if (raised) scale_rows(o, shrink);
-    }
-    if (w.first < w.last) {
-        wait_barrier(m.full_v + 8 * v.stage, v.parity);
-        begin_products();
-        multiply_values(o, p, v_operand + v.stage * TILE_BYTES / 16);
-        wait_products<0>(o);
-    }
-    sync_threads(1 + group, 128);  // all products have read Q
-    u16* const own = (u16*)rows + 16 * warp * PITCH;
-    finish_rows(call, w, softmax, o, own, row, unit);
-    __syncwarp();  // the warp's rows of out are in shared memory
-    copy_out<16>(call, w, own, row);
+// The turns of warpgroups: barrier 1 + group lets it begin its products.
+__device__ __forceinline__ void wait_turn(int group) {
+    sync_threads(1 + group, 256);
+}
+__device__ __forceinline__ void pass_turn(int group) {
+    asm volatile("bar.arrive %0, 256;" ::"r"(1 + group) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attend(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-           const __grid_constant__ Call call) {
-    extern __shared__ unsigned char memory[];
-    __shared__ __align__(8) u64 barriers[4 * STAGES];
-    unsigned char* const aligned = memory + (-shared_address(memory) & 1023);
-    const u32 start = shared_address(aligned), tiles = start + GROUPS * GROUP_BYTES,
-              at = shared_address(barriers);
-    const Memory m = {
-        start, tiles, tiles + STAGES * TILE_BYTES, at, at + 8 * STAGES, at + 16 * STAGES, at + 24 * STAGES};
-    const Work w = find_work(call);
-    if (w.row0 >= w.rows) return;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < 2 * STAGES; ++i) init_barrier(m.full_k + 8 * i, 1);  // the loader's
-        // The computing warps'.
-        for (int i = 0; i < 2 * STAGES; ++i) init_barrier(m.empty_k + 8 * i, 4 * GROUPS);
+// The rows of a warpgroup in a tile.
+struct Rows {
+    int position;   // of the first row, in its sequence
+    int first_key;  // key at which it stands
+    int low, high;  // keys [low, high] are seen by all rows: a tile of keys within is not masked
+};
+
+__device__ __forceinline__ Rows find_rows(const TileInfo& t, const Call& call, int group) {
+    Rows rows;
+    rows.position = t.position + group * call.positions;
+    rows.first_key = rows.position + t.diagonal;
+    rows.low = min(rows.first_key + call.positions - 1, t.k_length - 1) - call.left;
+    rows.high = min(rows.first_key + call.right, t.k_length - 1);
+    return rows;
+}
+
+// Hides from row `row` and row + 8 the keys of the tile of keys at `key` that they must not see.
+__device__ __forceinline__ void apply_mask(float (&s)[SUMS_S], const TileInfo& t, const Rows& rows,
+                                           const Call& call, int key, int row) {
+    if (key >= rows.low && key + BLOCK_N - 1 <= rows.high) return;
+    asm volatile("" : "+r"(row));  // what follows from it shall not take registers while nothing is masked
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int own = rows.first_key + ((row + 8 * half) * call.reciprocal >> 16);
+        const int column = key + 2 * (threadIdx.x % 4);
+        const int begin = own - call.left - column, end = min(own + call.right, t.k_length - 1) - column;
+        if (key + BLOCK_N - 1 > rows.high) {
+#pragma unroll
+            for (int i = 0; i < SUMS_S / 2; ++i)
+                if (8 * (i / 2) + i % 2 > end) s[4 * (i / 2) + 2 * half + i % 2] = -INFINITE;
+        }
+        if (key < rows.low) {
+#pragma unroll
+            for (int i = 0; i < SUMS_S / 2; ++i)
+                if (8 * (i / 2) + i % 2 < begin) s[4 * (i / 2) + 2 * half + i % 2] = -INFINITE;
+        }
+    }
+}
+
+// Whether a row has a query, and then the position of it among the warpgroup's.
+__device__ __forceinline__ bool has_query(const TileInfo& t, const Rows& rows, const Call& call, int row,
+                                          int& own) {
+    own = row * call.reciprocal >> 16;
+    return own < call.positions && rows.position + own < t.q_length;
+}
+
+// Writes lse, and leaves out, in `to`, where Q was.
+__device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[SUMS_O], const TileInfo& t,
+                                            const Rows& rows, const Call& call, u32 to, int row,
+                                            float scale_log2) {
+    const int lane = threadIdx.x % 32;
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = softmax.row_sum[half] + __shfl_xor_sync(ALL_LANES, softmax.row_sum[half], 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        factor[half] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
+        const int own_row = row + 8 * half;
+        int own;
+        if (has_query(t, rows, call, own_row, own) && lane % 4 == 0) {
+            const int head = t.head_q + own_row - own * call.pack;
+            call.lse[t.sequence * call.lse_batch + head * call.lse_head + t.q_start + rows.position + own] =
+                sum == 0.f ? -INFINITE : (softmax.row_max[half] * scale_log2 + __log2f(sum)) * LN2;
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 8; n += 2) {
+        u32 x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            x[i] = pack_pair(o[4 * n + 2 * i] * factor[i % 2], o[4 * n + 2 * i + 1] * factor[i % 2]);
+        store_matrices(to + n / 8 * Q_BLOCK + ((n % 8 + lane / 16) ^ lane % 8) * 16, x);
+    }
+}
+
+__device__ __forceinline__ void compute(const Shared& m, const Call& call, int group) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
+    const float scale_log2 = CAPPED ? LOG2E : call.scale * LOG2E;
+    const u64 k_operand = rows_operand(m.k), v_operand = columns_operand(m.v, KV_BLOCK);
+    PipelineState q = {0, 0}, k = {0, 0}, v = {0, 0}, info = {0, 0};
+    float o[SUMS_O], s[SUMS_S];
+    u32 p[SUMS_S / 2];
+    if (group == 0) pass_turn(0);
+    for (;;) {
+        const int slot = q.stage * GROUPS + group;
+        wait_barrier(m.full_q + 8 * slot, q.parity);
+        const TileInfo& t = m.info[info.stage];
+        if (t.sequence < 0) break;
+        const u64 q_operand = rows_operand(m.q + slot * Q_BYTES);
+        const int first = t.first_key, last = t.last_key;
+        const Rows rows = find_rows(t, call, group);
+        Softmax softmax;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            int own;
+            softmax.row_max[half] = has_query(t, rows, call, row + 8 * half, own) ? LOWEST : INFINITE;
+            softmax.row_sum[half] = 0.f;
+        }
+        const auto multiply_v = [&] {
+            wait_barrier(m.full_v + 8 * v.stage, v.parity);
+            multiply_values(o, p, v_operand + v.stage * (TILE_BYTES / 16));
+        };
+        const auto release_k = [&] {
+            release(m.empty_k + 8 * k.stage);
+            k.next<STAGES>();
+        };
+        const auto release_v = [&] {
+            release(m.empty_v + 8 * v.stage);
+            v.next<STAGES>();
+        };
+        const auto pack = [&] {
+#pragma unroll
+            for (int i = 0; i < SUMS_S / 2; ++i) p[i] = pack_pair(s[2 * i], s[2 * i + 1]);
+        };
+        float rescale[2];
+        const auto softmax_of = [&](int key) {  // whether older sums are to be rescaled
+            if (CAPPED) cap_scores(s, call.scale, call.softcap);
+            apply_mask(s, t, rows, call, key, row);
+            const bool raised = update_max(softmax, s, scale_log2, rescale);
+            exponentiate(softmax, s, scale_log2);
+            return raised;
+        };
+#pragma unroll
+        for (int i = 0; i < SUMS_O; ++i) o[i] = 0.f;
+        if (first < last) {
+            wait_barrier(m.full_k + 8 * k.stage, k.parity);
+            begin_products();
+            multiply_keys(s, q_operand, k_operand + k.stage * (TILE_BYTES / 16));
+            wait_products<0>(s);
+            release_k();
+            softmax_of(first);
+            pack();
+            for (int key = first + BLOCK_N; key < last; key += BLOCK_N) {
+                wait_barrier(m.full_k + 8 * k.stage, k.parity);
+                wait_turn(group);
+                begin_products();
+                multiply_keys(s, q_operand, k_operand + k.stage * (TILE_BYTES / 16));
+                multiply_v();
+                pass_turn((group + 1) % GROUPS);
+                wait_products<1>(s);
+                release_k();
+                const bool raised = softmax_of(key);
+                pin(s);
+                wait_products<0>(o);
+                release_v();
+                pack();
+                if (raised) scale_rows(o, rescale);
+            }
+            begin_products();
+            multiply_v();
+            wait_products<0>(o);
+            release_v();
+        }
+        sync_threads(1 + GROUPS + group, 128);  // all products have read Q
+        finish_rows(softmax, o, t, rows, call, m.q + slot * Q_BYTES + (16 * warp + lane % 16) * 128, row,
+                    scale_log2);
         fence_async();
+        release(m.full_out + 8 * slot);
+        q.next<Q_SLOTS>();
+        info.next<INFO_STAGES>();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Arguments a) {
+    extern __shared__ unsigned char memory[];
+    __shared__ __align__(8) u64 barriers[BARRIERS];
+    __shared__ TileInfo info[INFO_STAGES];
+    const Shared m = make_shared(memory, barriers, info);
+    if (threadIdx.x == 0) {
+        prefetch_map(&a.q), prefetch_map(&a.k), prefetch_map(&a.v), prefetch_map(&a.out);
+        init_barriers(m);
     }
     __syncthreads();  // barriers are initialised
     if (threadIdx.x < 128) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (threadIdx.x == 0) load_tiles(m, &k_map, &v_map, call, w);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+        if (threadIdx.x == 0) load_keys(m, &a.k, &a.v, a.call);
+        if (threadIdx.x == 32) load_queries(m, &a.q, a.call);
+        if (threadIdx.x >= 64 && threadIdx.x % 32 == 0) store_tiles(m, &a.out, a.call, threadIdx.x / 32 - 2);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
-        compute(m, aligned + group * GROUP_BYTES, call, w, group);
+        compute(m, a.call, group);
     }
 }

@@ -1,12 +1,9 @@
-// Attention forward: what a call is, which part of it a CTA has, and the softmax of 16 rows of a warp.
-//
-// Sums are laid out as those of mma.m16n8k16: lane g = lane / 4, u = lane % 4 has columns 8 n + 2u + i of row
-// g + 8 half at x[4 n + 2 half + i]. Needs BLOCK_M, BLOCK_N, HEAD_DIM, PITCH, CAPPED, ALIGNED and
+// Attention forward: what a call is, which part of it a CTA has, masks and results of 16 rows of a warp, laid
+// out as attention/softmax.cuh says. Needs BLOCK_M, BLOCK_N, HEAD_DIM, PITCH, CAPPED, ALIGNED and
 // common/pairs.cuh, attention/call.cuh.
 #pragma once
 
-constexpr float SLACK = 8.f;      // base 2; what P may exceed 1 by
-constexpr float LOWEST = -1e30f;  // a peak before any key
+#include "attention/softmax.cuh"
 
 struct Call {
     Tensor q, k, v, out;  // [batch, seqlen, heads, dim], or with cu_* [total, heads, dim]
@@ -56,24 +53,6 @@ __device__ __forceinline__ Element* base_of(const Tensor& t, const Work& w, int 
     return t.data + w.batch * t.batch + first * t.position + head * t.head;
 }
 
-struct Softmax {
-    float peak[2], sum[2];  // of rows g and g + 8; a lane has its part of the sum
-};
-
-// Scales scores and caps them: softcap * tanh(y), tanh(y) = 1 - 2 / (1 + exp(2 y)).
-template <int COUNT>
-__device__ __forceinline__ void cap(float (&s)[COUNT], const Call& call) {
-    if (call.softcap > 0.f) {
-        const float rate = __fdividef(call.scale * (2.f * LOG2E), call.softcap);
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            s[i] = call.softcap - __fdividef(2.f * call.softcap, 1.f + power_of_2(s[i] * rate));
-    } else {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) s[i] *= call.scale;
-    }
-}
-
 // Hides from row `row` and row + 8 the keys of the tile at `key` that they must not see.
 template <int COUNT>
 __device__ __forceinline__ void hide(float (&s)[COUNT], const Call& call, const Work& w, int key, int row) {
@@ -90,57 +69,14 @@ __device__ __forceinline__ void hide(float (&s)[COUNT], const Call& call, const 
     }
 }
 
-// Lets peaks follow the maxima of scores that are more than SLACK above them; whether a row of the warp did,
-// and then `shrink` is what older sums lose.
-template <int COUNT>
-__device__ __forceinline__ bool raise_peaks(Softmax& x, const float (&s)[COUNT], float unit,
-                                            float (&shrink)[2]) {
-    float best[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float b = fmaxf(s[2 * half], s[2 * half + 1]);
-#pragma unroll
-        for (int n = 4; n < COUNT; n += 4) b = fmaxf(b, fmaxf(s[n + 2 * half], s[n + 2 * half + 1]));
-        b = fmaxf(b, __shfl_xor_sync(ALL_LANES, b, 1));
-        best[half] = fmaxf(b, __shfl_xor_sync(ALL_LANES, b, 2));
-    }
-    const bool higher = (best[0] - x.peak[0]) * unit > SLACK || (best[1] - x.peak[1]) * unit > SLACK;
-    if (!__any_sync(ALL_LANES, higher)) return false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float peak = fmaxf(x.peak[half], best[half]);
-        shrink[half] = power_of_2((x.peak[half] - peak) * unit);
-        x.peak[half] = peak;
-        x.sum[half] *= shrink[half];
-    }
-    return true;
-}
-
-// Scores to weights exp2(unit * (s - peak)).
-template <int COUNT>
-__device__ __forceinline__ void weigh(Softmax& x, float (&s)[COUNT], float unit) {
-    const float below[2] = {-x.peak[0] * unit, -x.peak[1] * unit};
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        s[i] = power_of_2(fmaf(s[i], unit, below[i / 2 % 2]));
-        x.sum[i / 2 % 2] += s[i];
-    }
-}
-
-template <int COUNT>
-__device__ __forceinline__ void scale_rows(float (&o)[COUNT], const float (&factor)[2]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) o[i] *= factor[i / 2 % 2];
-}
-
 // Writes lse, and out as rows of PITCH elements to shared memory; `row` is the first of the 16.
 template <int COUNT>
 __device__ __forceinline__ void finish_rows(const Call& call, const Work& w, const Softmax& x,
-                                            float (&o)[COUNT], u16* to, int row, float unit) {
+                                            float (&o)[COUNT], u16* to, int row, float scale_log2) {
     const int lane = threadIdx.x % 32, g = lane / 4, u = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float sum = x.sum[half] + __shfl_xor_sync(ALL_LANES, x.sum[half], 1);
+        float sum = x.row_sum[half] + __shfl_xor_sync(ALL_LANES, x.row_sum[half], 1);
         sum += __shfl_xor_sync(ALL_LANES, sum, 2);
         const float factor = sum == 0.f ? 0.f : 1.f / sum;
 #pragma unroll
@@ -151,7 +87,7 @@ __device__ __forceinline__ void finish_rows(const Call& call, const Work& w, con
         if (u == 0 && own < w.rows) {
             const int head = blockIdx.y * call.group + own - position * call.group;
             call.lse[w.batch * call.lse_batch + head * call.lse_head + w.q0 + position] =
-                sum == 0.f ? -INFINITE : (x.peak[half] * unit + log2f(sum)) * LN2;
+                sum == 0.f ? -INFINITE : (x.row_max[half] * scale_log2 + log2f(sum)) * LN2;
         }
     }
 }

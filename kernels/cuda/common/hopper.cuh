@@ -2,8 +2,9 @@
 //
 // A matrix in shared memory is in blocks of 64 columns: rows of 128 bytes, 16-byte pieces swizzled by the row
 // modulo 8, as a tensor copy with 128-byte swizzle leaves them; blocks begin at multiples of 1024 bytes. Sums
-// of a warpgroup's product, 64 x N, lie as in attention/rows.cuh, 16 rows a warp. Needs common/pairs.cuh.
+// of a warpgroup's product, 64 x N, lie as in attention/softmax.cuh, 16 rows a warp.
 #pragma once
+#include "common/pairs.cuh"
 
 struct alignas(64) TensorMap {
     u64 opaque[16];

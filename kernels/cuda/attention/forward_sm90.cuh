@@ -1,0 +1,213 @@
+// Attention forward for Hopper: what a call is, shared memory, and the warps that load and store.
+//
+// Needs HEAD_DIM, BLOCK_N, GROUPS, Q_SLOTS.
+#pragma once
+#include "common/async_copies.cuh"
+#include "common/hopper.cuh"
+#include "attention/tiles.cuh"
+
+constexpr int COLUMN_BLOCKS = (HEAD_DIM + 63) / 64;  // of 64 channels, as they lie in shared memory
+constexpr int Q_BLOCK = 64 * 128, Q_BYTES = COLUMN_BLOCKS * Q_BLOCK;            // of a warpgroup
+constexpr int KV_BLOCK = BLOCK_N * 128, TILE_BYTES = COLUMN_BLOCKS * KV_BLOCK;  // of a tile of K or V
+constexpr int STAGES = 2, INFO_STAGES = 2, SLOTS = Q_SLOTS * GROUPS;
+constexpr int BARRIERS = 4 * STAGES + 3 * SLOTS + 2 * INFO_STAGES;
+static_assert(KV_BLOCK % 1024 == 0, "swizzled blocks begin at multiples of 1024");
+
+struct Call {
+    float* lse;  // [batch, heads_q, seqlen_q], or [heads_q, total_q]
+    i64 lse_batch, lse_head;
+    const TileList* list;
+    int* semaphore;                   // 0 between launches
+    int variable;                     // whether sequences have lengths of their own
+    int pack, positions, reciprocal;  // query heads of a tile, positions of a warpgroup, 65536 / pack, up
+    int dim, left, right;             // left, right: keys a row sees before and after its own position
+    float scale, softcap;
+};
+
+struct Arguments {
+    TensorMap q, k, v, out;
+    Call call;
+};
+
+// Addresses of shared memory, and the tiles that the block has taken.
+struct Shared {
+    u32 q, k, v;                           // SLOTS of Q_BYTES, then STAGES of TILE_BYTES each
+    u32 full_k, full_v, empty_k, empty_v;  // barriers: STAGES each
+    u32 full_q, empty_q, full_out;         // SLOTS each: Q is there, the slot is free, out is there
+    u32 full_info, empty_info;             // INFO_STAGES each
+    TileInfo* info;
+};
+
+// Where a warp is in stages that it goes round.
+struct PipelineState {
+    int stage;
+    u32 parity;
+    template <int COUNT>
+    __device__ __forceinline__ void next() {
+        if (++stage == COUNT) stage = 0, parity ^= 1;
+    }
+};
+
+__device__ __forceinline__ Shared make_shared(unsigned char* memory, u64* barriers, TileInfo* info) {
+    Shared m;
+    m.q = (shared_address(memory) + 1023) & ~1023u;
+    m.k = m.q + SLOTS * Q_BYTES, m.v = m.k + STAGES * TILE_BYTES;
+    m.full_k = shared_address(barriers), m.full_v = m.full_k + 8 * STAGES;
+    m.empty_k = m.full_v + 8 * STAGES, m.empty_v = m.empty_k + 8 * STAGES;
+    m.full_q = m.empty_v + 8 * STAGES, m.empty_q = m.full_q + 8 * SLOTS, m.full_out = m.empty_q + 8 * SLOTS;
+    m.full_info = m.full_out + 8 * SLOTS, m.empty_info = m.full_info + 8 * INFO_STAGES;
+    m.info = info;
+    return m;
+}
+
+// Arrivals: of a loading thread; of every computing warp; of the storing thread of a slot; of the warps of a
+// warpgroup; of a tile's readers, which are the storing threads, one a warpgroup, and the loader of keys.
+__device__ __forceinline__ void init_barriers(const Shared& m) {
+    for (int i = 0; i < 2 * STAGES; ++i) init_barrier(m.full_k + 8 * i, 1);
+    for (int i = 0; i < 2 * STAGES; ++i) init_barrier(m.empty_k + 8 * i, 4 * GROUPS);
+    for (int i = 0; i < SLOTS; ++i) {
+        init_barrier(m.full_q + 8 * i, 1);
+        init_barrier(m.empty_q + 8 * i, 1);
+        init_barrier(m.full_out + 8 * i, 4);
+    }
+    for (int i = 0; i < INFO_STAGES; ++i) {
+        init_barrier(m.full_info + 8 * i, 1);
+        init_barrier(m.empty_info + 8 * i, GROUPS + 1);
+    }
+    fence_async();
+}
+
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Position 0 of a sequence; of variable length as `find_origin` has it.
+__device__ __forceinline__ Origin origin_of(const Call& call, int sequence, int start, int length) {
+    constexpr int END = 1 << 30;
+    if (!call.variable) return {0, sequence, 0};
+    return {END - length, start + length, END};
+}
+
+// Rows (position, head), heads fastest, of 64 channels to or from shared memory: a box of a [batch, position,
+// head, channel] tensor. Rows beyond the end of the sequence are zeros, or not written.
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, u32 barrier, const Origin& from,
+                                          int channel, int position, int head) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6, %7}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(channel), "r"(head), "r"(from.position + position), "r"(from.row),
+        "r"(from.back)
+        : "memory");
+}
+__device__ __forceinline__ void store_rows(const TensorMap* map, u32 from, const Origin& to, int channel,
+                                           int position, int head) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+        "r"(from), "r"(channel), "r"(head), "r"(to.position + position), "r"(to.row), "r"(to.back)
+        : "memory");
+}
+
+// Copies a tile from the list to shared memory without registers, of which the thread has few.
+__device__ __forceinline__ void copy_info(TileInfo* to, const TileInfo* from) {
+#pragma unroll
+    for (int i = 0; i < sizeof(TileInfo); i += 16) copy_async((char*)to + i, (const char*)from + i);
+    wait_copies();
+}
+
+// The scheduler, a thread: takes tiles from the list, one ahead, and loads their queries. A tile makes one
+// fetch from the semaphore, so the fetch that returns num_tiles - 1 is the last, and sets it to 0 again.
+__device__ __forceinline__ void load_queries(const Shared& m, const TensorMap* map, const Call& call) {
+    const TileInfo* tiles = (const TileInfo*)(call.list + 1);
+    const int num_tiles = call.list->num_tiles;
+    PipelineState q = {0, 1}, info = {0, 1};  // a stage is empty before the first phase of its barrier
+    for (int index = blockIdx.x;;) {
+        const bool done = index >= num_tiles;
+        wait_barrier(m.empty_info + 8 * info.stage, info.parity);
+        TileInfo& t = m.info[info.stage];
+        if (done) {
+            t.sequence = -1;
+        } else {
+            copy_info(m.info + info.stage, tiles + index);
+            index = atomicAdd(call.semaphore, 1);
+            if (index == num_tiles - 1) *call.semaphore = 0;
+            index += gridDim.x;
+        }
+        arrive(m.full_info + 8 * info.stage);
+        const Origin rows = origin_of(call, t.sequence, t.q_start, t.q_length);
+#pragma unroll 1
+        for (int group = 0; group < GROUPS; ++group) {
+            const int slot = q.stage * GROUPS + group;
+            const u32 full = m.full_q + 8 * slot;
+            wait_barrier(m.empty_q + 8 * slot, q.parity);
+            if (done) {
+                arrive(full);
+                continue;
+            }
+            expect_bytes(full, COLUMN_BLOCKS * 128 * call.positions * call.pack);
+#pragma unroll
+            for (int block = 0; block < COLUMN_BLOCKS; ++block)
+                copy_rows(m.q + slot * Q_BYTES + block * Q_BLOCK, map, full, rows, 64 * block,
+                          t.position + group * call.positions, t.head_q);
+        }
+        if (done) break;
+        q.next<Q_SLOTS>();
+        info.next<INFO_STAGES>();
+    }
+}
+
+// A thread that loads the keys and values of every tile.
+__device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_map, const TensorMap* v_map,
+                                          const Call& call) {
+    PipelineState info = {0, 0}, kv = {0, 1};
+    for (;;) {
+        wait_barrier(m.full_info + 8 * info.stage, info.parity);
+        const TileInfo& t = m.info[info.stage];
+        if (t.sequence < 0) break;
+        const Origin keys = origin_of(call, t.sequence, t.k_start, t.k_length);
+        const int first = t.first_key, last = t.last_key, head = t.head_kv;
+        arrive(m.empty_info + 8 * info.stage);
+        info.next<INFO_STAGES>();
+        const auto load = [&](u32 full, u32 empty, u32 to, const TensorMap* map, int key) {
+            wait_barrier(empty + 8 * kv.stage, kv.parity);
+            expect_bytes(full + 8 * kv.stage, TILE_BYTES);
+#pragma unroll
+            for (int block = 0; block < COLUMN_BLOCKS; ++block)
+                copy_box(to + kv.stage * TILE_BYTES + block * KV_BLOCK, map, full + 8 * kv.stage, keys,
+                         64 * block, key, head);
+        };
+#pragma unroll 1
+        for (int key = first; key < last; key += BLOCK_N) {
+            load(m.full_k, m.empty_k, m.k, k_map, key);
+            load(m.full_v, m.empty_v, m.v, v_map, key);
+            kv.next<STAGES>();
+        }
+    }
+}
+
+// Two threads that store out, of every other warpgroup from `first` on, from where Q was.
+__device__ __forceinline__ void store_tiles(const Shared& m, const TensorMap* map, const Call& call,
+                                            int first) {
+    PipelineState q = {0, 0}, info = {0, 0};
+    if (first >= GROUPS) return;
+    for (;;) {
+        for (int group = first; group < GROUPS; group += 2) {
+            const int slot = q.stage * GROUPS + group;
+            wait_barrier(m.full_q + 8 * slot, q.parity);
+            const TileInfo& t = m.info[info.stage];
+            if (t.sequence < 0) return;
+            const Origin rows = origin_of(call, t.sequence, t.q_start, t.q_length);
+            const int position = t.position + group * call.positions, head = t.head_q;
+            wait_barrier(m.full_out + 8 * slot, q.parity);
+#pragma unroll
+            for (int block = 0; block < COLUMN_BLOCKS; ++block)
+                if (64 * block < call.dim)
+                    store_rows(map, m.q + slot * Q_BYTES + block * Q_BLOCK, rows, 64 * block, position, head);
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+            arrive(m.empty_info + 8 * info.stage);
+            wait_additions_read();
+            arrive(m.empty_q + 8 * slot);
+        }
+        q.next<Q_SLOTS>();
+        info.next<INFO_STAGES>();
+    }
+}

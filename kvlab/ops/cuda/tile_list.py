@@ -1,0 +1,143 @@
+"""The list of tiles that persistent blocks of attention walk, made on the device from lengths alone.
+
+A tile is a number of query positions of a number of query heads that read one KV head. `Tiling` says which;
+kernels/cuda/attention/tiles.cuh says what a tile holds. A list takes 48 bytes a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvlab.jit.build import PreparedLaunch
+from kvlab.ops.attention_arguments import ADDRESS, Layout, Lengths
+from kvlab.ops.device_arrays import cuda_kernel
+
+__all__ = ["HEAD_BYTES", "TILE_BYTES", "ListBuilder", "Tiling", "heads_of_tile"]
+
+HEAD_BYTES, TILE_BYTES = 16, 48
+SEMAPHORE_OFFSET = 4
+
+ROWS = 64
+"""Rows of a warpgroup."""
+
+_FILLED = 60  # of them, that more heads in a tile may not leave fewer of
+_THREADS = 1024
+
+# A section of the list holds so many (sequence, KV head) pairs that their K and V stay in L2, or as many as
+# blocks can work on while the tiles of a pair that run at one time still share what they read.
+_SECTION_BYTES, _SECTION_PAIRS = 24 << 20, 16
+
+_CALL = Layout(
+    cu_q=ADDRESS, cu_k=ADDRESS, list=ADDRESS,
+    **dict.fromkeys(
+        (
+            "capacity", "sequences", "seqlen_q", "seqlen_k", "heads_kv", "group", "pack", "positions",
+            "block_n", "pairs", "left", "right", "longest", "padding",
+        ),
+        "i",
+    ),
+)  # fmt: skip
+
+
+class Tiling(NamedTuple):
+    """How a call is cut into tiles."""
+
+    pack: int  # query heads of a tile
+    positions: int  # query positions of a tile
+    block_n: int  # keys that a tile is computed for at a time
+
+
+def heads_of_tile(group: int) -> int:
+    """Return how many query heads of a KV head to take into a tile, whose rows are 64 at most.
+
+    The most that divide the group and fill the rows but for 4; where none do, those that fill most.
+
+    Examples
+    --------
+    >>> [heads_of_tile(group) for group in (1, 3, 8, 11, 128)]
+    [1, 3, 8, 1, 64]
+    """
+    divisors = [pack for pack in range(1, min(group, ROWS) + 1) if group % pack == 0]
+    return max(divisors, key=lambda pack: (ROWS // pack * pack >= _FILLED, pack))
+
+
+def pairs_of_section(pairs: int, bytes_of_keys: int) -> int:
+    """Return how many of the (sequence, KV head) pairs, whose K and V take so many bytes, a section holds.
+
+    Examples
+    --------
+    >>> pairs_of_section(64, 64 << 20), pairs_of_section(64, 1 << 30), pairs_of_section(10, 1 << 30)
+    (22, 16, 10)
+    """
+    most = max(_SECTION_PAIRS, _SECTION_BYTES * pairs // max(bytes_of_keys, 1))
+    sections = -(-pairs // most)
+    return -(-pairs // sections)
+
+
+class ListBuilder:
+    """Makes the lists of calls of one kind.
+
+    Parameters
+    ----------
+    tiling : Tiling
+    lengths : tuple of int
+        Sequences, and at least as many rows and keys as the longest has.
+    total_q : int
+        Rows of all sequences.
+    heads_kv, group : int
+        KV heads, and query heads to each.
+    window : (int, int)
+        Keys a row sees before and after its own position.
+    bytes_of_keys : int
+        Of K and V together, of all sequences.
+    variable : bool
+        Whether sequences have lengths of their own.
+    device : int
+
+    Attributes
+    ----------
+    capacity : int
+        Most tiles that a list can have; all have as many where lengths are not variable.
+    nbytes : int
+        Of a list.
+    """
+
+    def __init__(
+        self,
+        tiling: Tiling,
+        lengths: Lengths,
+        total_q: int,
+        heads_kv: int,
+        group: int,
+        window: tuple[int, int],
+        bytes_of_keys: int,
+        variable: bool,
+        device: int,
+    ) -> None:
+        number, longest_q, longest_k = lengths
+        pack, positions, block_n = tiling
+        blocks = number * -(-longest_q // positions)
+        if variable:
+            blocks = (total_q + number * (positions - 1)) // positions
+        self.capacity = blocks * heads_kv * (group // pack)
+        self.nbytes = HEAD_BYTES + TILE_BYTES * self.capacity
+        pairs = number * heads_kv
+        of_section = pairs_of_section(pairs, bytes_of_keys)
+        self._template = _CALL.template({
+            "capacity": self.capacity, "sequences": number, "seqlen_q": longest_q, "seqlen_k": longest_k,
+            "heads_kv": heads_kv, "group": group, **tiling._asdict(), "pairs": of_section,
+            "left": window[0], "right": window[1], "longest": -(-longest_k // block_n), "padding": 0,
+        })  # fmt: skip
+        self._argument = np.zeros(1, f"V{_CALL.size}")
+        kernel = cuda_kernel("attention/tile_list", "make_tile_list", (), device)
+        self._launch = PreparedLaunch(kernel, (-(-pairs // of_section),), (_THREADS,), self._argument)
+
+    def build(self, address: int, bounds: tuple[int, int], stream: int) -> None:
+        """Make a list at this address, on this stream; not by two threads at once.
+
+        `bounds` are the addresses of cu_seqlens, 0 where lengths are not variable.
+        """
+        self._argument[0] = self._template.pack((*bounds, address))
+        self._launch(stream)
