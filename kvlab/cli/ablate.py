@@ -39,6 +39,9 @@ def command(
     ] = None,
     head_dim: Annotated[int | None, typer.Option(help="Elements of a key.")] = None,
     seed: Annotated[int, typer.Option(help="Of synthetic data.")] = 0,
+    tasks: Annotated[
+        str, typer.Option(help="Only quality, by tasks beside opponents of about the same bytes; see below.")
+    ] = "",
     as_json: Json = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the result to this file as JSON.")
@@ -52,9 +55,26 @@ def command(
     width does not fit gives the status "infeasible" and the smallest that does. Memory and time are estimated
     first (on standard error); what needs more memory than is available is refused then.
 
+    With --tasks the budget holds at every length, and other caches of about its bytes stand beside it. Tasks,
+    joined by commas: single (tokens behind a prompt of the context length), chunks (of 64), parts-64 and
+    parts-512 (the prompt in parts), retrieval, tracking, copying (asked behind the text), outliers,
+    large-outliers, shifted (keys with large channels or a constant), free (the cache writes), floor (of the
+    model's own type).
+
     Example: kvlab ablate --budget 0.3 --bits 2,4,8 --context-length 1K --output case.json
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
+    if tasks:
+        wide = use_bit_packing and device == "cpu" and num_layers is None
+        if not wide:
+            raise ValueError(
+                "--tasks reads with a model on the CPU and packs: leave device, packing and shape"
+            )
+        result = _run_tasks(tasks.split(","), budget, bits, context_length, num_samples or 4)
+        emit_json(result, as_json=as_json, output=output)
+        if not as_json:
+            _show_tasks(result)
+        return
     from kvlab.cli.progress import bar
     from kvlab.lab.ablation.run import run
     from kvlab.lab.sweep.estimate import estimate
@@ -103,6 +123,55 @@ def make_case(
     if context_length > known.longest:
         return AblationCase(budget, bits, context_length, use_packing, None, known.geometry, **options)
     return AblationCase(budget, bits, context_length, use_packing, model, known.geometry, **options)
+
+
+def _run_tasks(tasks: list[str], budget: float, bits: str, length: int, windows: int) -> dict[str, Any]:
+    """Measure a held budget and its opponents; smaller texts for the tiny model."""
+    from kvlab.cli.progress import bar
+    from kvlab.lab.quality.cases import held, opponents
+    from kvlab.lab.quality.model import load_smollm2, tiny_llama
+    from kvlab.lab.quality.tasks import TASKS, run_tasks
+    from kvlab.lab.results import provenance
+
+    if unknown := [task for task in tasks if task not in TASKS]:  # before the model is loaded
+        raise ValueError(f"--tasks {','.join(unknown)}: not known; supported are {','.join(TASKS)}")
+    subject = tiny_llama() if os.environ.get("KVLAB_TINY") == "1" else load_smollm2()
+    config = subject.model.config
+    cases = [*held(config, [budget], bits=bits), *opponents(config, budget)]
+    scored, done = min(256, length // 4), 0
+    with bar(f"budget {budget:g}, {len(cases)} caches") as tick:
+
+        def count(name: str) -> None:
+            nonlocal done
+            done += 1
+            tick(done, len(tasks) * windows * (len(cases) + 1))
+
+        found = run_tasks(
+            subject, cases, tasks, length=length, scored=scored, windows=windows, progress=count
+        )
+    return {
+        "schema": "kvlab quality tasks 1",
+        "config": {"budget": budget, "bits": bits, "context_length": length, "windows": windows},
+        "model": subject.name,
+        "text": subject.text_name,
+        "tasks": found,
+        "provenance": provenance(),
+    }
+
+
+def _show_tasks(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for task, rows in result["tasks"].items():
+        columns = [name for name in next(reversed(rows.values())) if name != "by_depth"]
+        table = Table(title=task, title_justify="left")
+        for column in ("cache", *columns):
+            table.add_column(column.replace("_", " "))
+        for cache, figures in rows.items():
+            table.add_row(cache, *(_text(figures[column]) for column in columns))
+        console.print(table)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -67,3 +67,22 @@ def test_memory_and_time_are_said_first_and_what_cannot_fit_is_refused(
     assert isinstance(result.exception, OutOfMemory)
     assert "needs about" in str(result.exception)
     assert not path.exists()
+
+
+def test_tasks_print_a_table_each_and_are_known_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVLAB_TINY", "1")
+    path = tmp_path / "tasks.json"
+    options = ["ablate", "--context-length", "256", "--num-samples", "1", "--output", str(path)]
+    result = RUNNER.invoke(cli.app(), [*options, "--budget", "0.5", "--tasks", "tracking,floor"])
+    assert result.exit_code == 0, result.output
+    assert "tracking" in result.output
+    written = json.loads(path.read_text())["tasks"]
+    assert set(written) == {"tracking", "floor"}
+    assert {"full precision", "held 0.5", "one width 8"} <= set(written["tracking"])
+    wrong = RUNNER.invoke(cli.app(), [*options, "--tasks", "neddle"])
+    assert isinstance(wrong.exception, ValueError)
+    assert "neddle: not known" in str(wrong.exception)
+    gpu = RUNNER.invoke(cli.app(), [*options, "--tasks", "floor", "--device", "cuda"])
+    assert "on the CPU" in str(gpu.exception)

@@ -23,7 +23,7 @@ with needs_extra("hf", "kvlab.lab.quality.cases"):
 
     from kvlab.integrations.transformers import KVLabCache
 
-__all__ = ["BUDGETS", "controls", "hqq", "mixed", "quanto", "require", "uniform"]
+__all__ = ["BUDGETS", "controls", "held", "hqq", "mixed", "opponents", "quanto", "require", "uniform"]
 
 BUDGETS = (0.17, 0.2, 0.3, 0.5)
 """Budgets of the mixed caches, as fractions of the float16 bytes."""
@@ -43,6 +43,56 @@ def mixed(config: PreTrainedConfig, length: int, budgets: Sequence[float] = BUDG
         Case(f"mixed {budget:g}", "mixed", _packed(config, budget=budget, plan_length=length), budget)
         for budget in budgets
     ]
+
+
+def held(
+    config: PreTrainedConfig,
+    budgets: Sequence[float] = BUDGETS,
+    *,
+    bits: str = "2,3,4,8",
+    importance: str = "attention",
+) -> list[Case]:
+    """Mixed widths whose budget holds at every length, not only at the last one."""
+    options: dict[str, Any] = {"bits": bits, "importance": importance, "plan_length": 1}
+    return [
+        Case(f"held {budget:g}", "held", _packed(config, budget=budget, **options), budget)
+        for budget in budgets
+    ]
+
+
+def opponents(config: PreTrainedConfig, budget: float, *, residual: int = 64) -> list[Case]:
+    """What a budget is compared with: one width for all tokens, without and with a residual window.
+
+    Of widths and of splits between K and V those are taken whose codes have at most 16 times `budget` bits an
+    element, the largest of each kind. Their bytes are not quite equal: scales, positions and the window come
+    on top, so say them.
+
+    Examples
+    --------
+    >>> from transformers import LlamaConfig
+    >>> [case.name for case in opponents(LlamaConfig(num_hidden_layers=1), 0.27)]
+    ['one width 4', 'one width 3, residual 64', 'keys 4, values 3']
+    """
+    most = 16 * budget
+    ladders = {
+        "one width {}": [(width, width) for width in (2, 3, 4, 8)],
+        f"one width {{}}, residual {residual}": [(width, width) for width in (2, 3, 4, 8)],
+        "keys {}, values {}": [(3, 2), (4, 2), (4, 3), (8, 4)],
+    }
+    found = []
+    for name, rungs in ladders.items():
+        window = residual if "residual" in name else 0
+        fitting = [rung for rung in rungs if sum(rung) / 2 <= most - (0.6 if window else 0)]
+        keys, values = fitting[-1] if fitting else rungs[0]
+        bits = (f"k{keys}v{values}",)
+        found.append(
+            Case(
+                name.format(keys, values),
+                "opponent",
+                _packed(config, bits=bits, budget=None, residual=window),
+            )
+        )
+    return found
 
 
 def controls(config: PreTrainedConfig, length: int, budget: float) -> list[Case]:

@@ -1,0 +1,151 @@
+"""Quality where a cache is used, by named tasks: one configuration beside its opponents.
+
+A task is a way to use a cache: single tokens behind a prompt, chunks, a prompt in parts, questions that come
+late, keys with large or shifted channels, text of the cache's own. All caches read the same, and every figure
+stands beside the bytes that its cache took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kvlab.lab.quality.divergence import diverge, floor
+from kvlab.lab.quality.free_running import free_run
+from kvlab.lab.quality.measure import Case
+from kvlab.lab.quality.model import Subject
+from kvlab.lab.quality.prompts import KINDS
+from kvlab.lab.quality.recall import recall
+from kvlab.lab.quality.schedule import SCHEDULES
+from kvlab.lab.quality.stress import large_channels, shifted_keys
+from kvlab.lab.quality.text import Windows, cut_windows
+
+__all__ = ["TASKS", "run_tasks"]
+
+OUTLIERS = {"outliers": (6.0, 11.0), "large-outliers": (45.0, 45.0)}
+"""Factors of two rotary pairs, near the end and near the beginning of a head; no powers of 2."""
+SHIFT = 100.0
+TASKS = (*SCHEDULES, *KINDS, *OUTLIERS, "shifted", "free", "floor")
+Figures = dict[str, dict[str, Any]]
+
+
+def run_tasks(
+    subject: Subject,
+    cases: Sequence[Case],
+    tasks: Sequence[str],
+    *,
+    length: int = 1024,
+    scored: int = 256,
+    windows: int = 4,
+    progress: Callable[[str], None] = lambda name: None,
+) -> dict[str, Figures]:
+    """Measure caches by tasks.
+
+    Parameters
+    ----------
+    subject : Subject
+    cases : sequence of Case
+    tasks : sequence of str
+        Of `TASKS`.
+    length : int
+        Tokens of a prompt or of a text that is asked about.
+    scored : int
+        Tokens behind it.
+    windows : int
+        Number of texts.
+    progress : callable
+        Called with the name of a cache after each of its texts.
+
+    Returns
+    -------
+    dict
+        By task, then by cache: figures.
+
+    Raises
+    ------
+    ValueError
+        If a task is not known, or the text too short.
+
+    Examples
+    --------
+    >>> from kvlab.lab.quality.cases import held
+    >>> from kvlab.lab.quality.model import tiny_llama
+    >>> subject = tiny_llama()
+    >>> cases = held(subject.model.config, [0.5])
+    >>> found = run_tasks(subject, cases, ["single"], length=64, scored=8, windows=1)
+    >>> 0 < found["single"]["held 0.5"]["kl"] < 1
+    True
+    """
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise ValueError(f"tasks: {', '.join(unknown)} not known; supported are {', '.join(TASKS)}")
+    texts = cut_windows(subject.text, subject.encode, windows, length + scored + 1)
+    run = _Run(subject, cases, length, scored, texts, progress)
+    return {task: run.task(task) for task in tasks}
+
+
+class _Run:
+    def __init__(
+        self,
+        subject: Subject,
+        cases: Sequence[Case],
+        length: int,
+        scored: int,
+        texts: Windows,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.subject, self.cases, self.texts = subject, cases, texts
+        self.length, self.scored, self.progress = length, scored, progress
+
+    def task(self, name: str) -> Figures:
+        if name in KINDS:
+            return self.questions(name)
+        if name == "free":
+            return self.free()
+        if name == "shifted":
+            channels = self.channels()
+            with shifted_keys(self.subject.model, [channels // 2 - 2, channels - 2], SHIFT):
+                return self.divergence("single")
+        if name in OUTLIERS:
+            pairs = (self.channels() // 2 - 3, self.channels() // 16)
+            with large_channels(self.subject.model, dict(zip(pairs, OUTLIERS[name], strict=True))):
+                return self.divergence("single")
+        return self.divergence(name)
+
+    def channels(self) -> int:
+        config = self.subject.model.config
+        return int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)
+
+    def divergence(self, name: str) -> Figures:
+        schedule = replace(SCHEDULES.get(name, SCHEDULES["single"]), prefill=self.length, scored=self.scored)
+        if name == "floor":
+            lowest = floor(self.subject.model, self.texts, schedule)
+            return {lowest.name: lowest.summary()}
+        found = diverge(self.subject.model, self.texts, self.cases, schedule, progress=self.progress)
+        return {divergence.name: divergence.summary() for divergence in found}
+
+    def questions(self, name: str) -> Figures:
+        haystacks = [
+            KINDS[name](self.subject.text[start:], self.subject.encode, self.length, seed=number)
+            for number, start in enumerate(self.texts.starts)
+        ]
+        full, *found = recall(self.subject.model, haystacks, self.cases, progress=self.progress)
+        return {
+            answers.name: answers.summary(full) | {"by_depth": answers.by_depth(full)}
+            for answers in (full, *found)
+        }
+
+    def free(self) -> Figures:
+        figures: Figures = {}
+        for case in self.cases:
+            runs = []
+            for row in self.texts.tokens:
+                runs.append(free_run(self.subject.model, row[: self.length].tolist(), case, self.scored))
+                self.progress(case.name)
+            figures[case.name] = {
+                "tokens_until_divergence": float(np.mean([run.until for run in runs])),
+                "kl_along_own_text": float(np.mean([run.kl for run in runs])),
+            }
+        return figures
