@@ -66,8 +66,8 @@ _FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "h
 _WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
 _WRITE_STORED = struct.Struct("i").pack_into
 _THREADS, _SIDE_THREADS, _APPEND_THREADS = 256, 128, 512
-_BLOCKS = 4752  # of all layers together: whole waves of 2, 3 or 4 on 132 multiprocessors
-_FEW_BLOCKS = 1056  # where most lists are empty or short
+_BLOCKS = 36  # a multiprocessor, of all layers together: whole waves of 2, 3 or 4 at a time
+_FEW_BLOCKS = 8  # where most lists are empty or short
 _MANY_PAGES = 1024  # from which on a warp writes a page by itself
 
 
@@ -165,7 +165,8 @@ def write_tokens(
         kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
         return
     kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device)
-    grid = _grid(groups, layers, _BLOCKS if fresh["k"] else _FEW_BLOCKS)
+    blocks = _BLOCKS if fresh["k"] else _FEW_BLOCKS
+    grid = _grid(groups, layers, blocks * multiprocessors(device))
     shared = 2 * TOKENS_PER_PAGE * (2 * head_dim + 16)  # rows of a page and of the next
     kernel((*grid, 2), (_SIDE_THREADS,), (states, lists, fresh), shared, stream)
 
@@ -190,7 +191,8 @@ def copy_pages(
 ) -> None:
     """Carry out the page copies of `layers` lists of at most `copies` each."""
     kernel = _kernel("pages/write", "copy_pages", head_dim, dtype, device)
-    kernel(_grid(copies, layers, _FEW_BLOCKS), (_THREADS,), (states, lists), 0, stream)
+    grid = _grid(copies, layers, _FEW_BLOCKS * multiprocessors(device))
+    kernel(grid, (_THREADS,), (states, lists), 0, stream)
 
 
 def mean_of_keys(

@@ -20,9 +20,9 @@ CLUSTER = 8
 
 # Measured, in steps: what a block takes beside them, and what sharing adds to it.
 _START, _JOIN = 2.7, 0.9
-# Measured on an H200: clusters that run at once, of its 132 multiprocessors; they lie in parts of the device
-# that have no multiple of 4 or 8.
-_PLACES = {1: 132 / 132, 2: 66 / 132, 4: 30 / 132, 8: 14 / 132}
+# Measured on an H200: clusters of each size that run at once. Its multiprocessors lie in parts of the device
+# that have no multiple of 4 or 8. Other devices are taken to hold as many in proportion.
+_PLACES, _MEASURED_ON = {1: 132, 2: 66, 4: 30, 8: 14}, 132
 _GAIN = 0.95  # of the time before, at most, for more blocks than needed
 # Of a sequence with more times as many as run at once the order matters less than what is kept in L2.
 _FULL = 6
@@ -79,10 +79,10 @@ def divide(
     (Division(shares=8, interleaved=True), Division(shares=1, interleaved=True))
     """
     falling, copies = sorted(steps, reverse=True), heads * sequences
-    places = max(1, int(_PLACES[blocks] * multiprocessors))
+    places = max(1, _PLACES[blocks] * multiprocessors // _MEASURED_ON)
     best, least = 1, _time(falling, copies, 1, places)
-    for cluster, part in _PLACES.items():
-        held = int(part * multiprocessors)
+    for cluster, measured in _PLACES.items():
+        held = measured * multiprocessors // _MEASURED_ON
         if blocks < cluster <= largest and held:
             time = _time(falling, copies, cluster // blocks, held)
             if time < _GAIN * least:
