@@ -71,7 +71,8 @@ class Padding:
         if old is None and visible.all():
             return None
         self.steps = visible.clone()
-        return visible[:, length:].contiguous()
+        new_ones = visible[:, length:]
+        return None if new_ones.all() else new_ones.contiguous()
 
     def seen(self, length: int) -> torch.Tensor | None:
         """The padding of the first `length` time steps; those of a step that was refused may lie behind."""
