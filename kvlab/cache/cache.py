@@ -184,7 +184,7 @@ class MixedPrecisionCache(CacheOptions):
 
     @property
     def bits_per_element(self) -> float:
-        """Bits in live buffers per stored K and V element; 0 for an empty cache."""
+        """Bits in live buffers per stored K and V element; 0 for an empty cache. On a GPU, waits for it."""
         tokens = self._road.tokens()
         return 8 * self.nbytes / (2 * self.head_dim * tokens) if tokens else 0.0
 
@@ -208,7 +208,10 @@ class MixedPrecisionCache(CacheOptions):
         return self._limit.smallest_nbytes(seqlen) * self.num_layers * self.batch
 
     def allocation(self) -> dict[str, NDArray[np.int64]]:
-        """Number of pages of each rung, as arrays (layers, batch, heads) by the name of the rung."""
+        """Number of pages of each rung, as arrays (layers, batch, heads) by the name of the rung.
+
+        On a GPU, waits for it.
+        """
         stores = [layer.store for layer in self.layers]
         names = sorted({rung for store in stores for rung in store.ladder}, key=lambda rung: rung.total)
         shape = (self.num_layers, self.batch, self.num_heads_kv)
@@ -256,6 +259,13 @@ class MixedPrecisionCache(CacheOptions):
         (B, Sq, Hq, D) array
             Of the kind and dtype of `q`.
 
+        Notes
+        -----
+        On a GPU a step of up to 16 tokens only launches kernels, unless a budget is so tight that the host
+        has to count pages, or a residual window, another allocator or a function as importance takes it to
+        the CPU. A step of more tokens waits for the device behind the last layer, and behind each layer if
+        `valid` is given, whose tokens the host counts.
+
         Raises
         ------
         BudgetError
@@ -270,14 +280,15 @@ class MixedPrecisionCache(CacheOptions):
     def append(self, layer: int, k: Array, v: Array, *, valid: Array | None = None) -> None:
         """Store keys and values without queries; importance, where it is attention, starts from the key norm.
 
-        Parameters and errors as in `step`.
+        Parameters, errors and what waits for a GPU as in `step`.
         """
         self._road.append(self._layer(layer), k, v, valid)
 
     def attend(self, layer: int, q: ArrayT, *, scale: float | None = None, softcap: float = 0.0) -> ArrayT:
         """Attend over everything stored; nothing is added.
 
-        Parameters and result as in `step`.
+        Parameters and result as in `step`. On a GPU it waits for the device where steps of more than 16
+        tokens have come to some layers and not to the last.
         """
         scale, softcap = self._scores(scale, softcap)
         return self._road.attend(self._layer(layer), q, scale, softcap)
@@ -347,7 +358,7 @@ class MixedPrecisionCache(CacheOptions):
     # ---- rows and lengths ----------------------------------------------------------------------------------
 
     def crop(self, n: int) -> None:
-        """Forget the newest `n` time steps.
+        """Forget the newest `n` time steps. On a GPU, waits for it, as `reorder`, `select` and `repeat` do.
 
         Parameters
         ----------
@@ -393,7 +404,8 @@ class MixedPrecisionCache(CacheOptions):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cache to a file, atomically; see `kvlab.cache.persistence` for the format.
 
-        A file that is there keeps its permissions; a symbolic link stays, and what it names is replaced.
+        A file that is there keeps its permissions; a symbolic link stays, and what it names is replaced. On a
+        GPU, waits for it.
 
         Raises
         ------
