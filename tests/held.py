@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.cache.cuda.window import joined, ladder_on_gpu
+from kvlab.cache.cuda.window import EXACT, joined
 from kvlab.cache.layer import Layer
 from kvlab.cache.pages import LayerPages
 from kvlab.cache.store import LayerStore
@@ -21,9 +21,9 @@ def pages_of(cache: Any) -> list[LayerPages]:
 
 
 def _whole(layer: Layer) -> LayerStore:
-    """All pages that the GPU has, those of a residual window among them."""
-    ladder = ladder_on_gpu(layer.store.whole_ladder, layer.residual)
-    return joined(layer, ladder) if layer.residual else layer.store
+    """All pages that the GPU has, those of a residual window and of tokens that wait among them."""
+    exact = layer.residual or any(map(len, layer.windows))
+    return joined(layer, (*layer.store.whole_ladder, EXACT)) if exact else layer.store
 
 
 def positions(pages: LayerPages, row: int, head: int) -> list[int]:

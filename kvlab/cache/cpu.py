@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, numpy_dtype
+from kvlab.cache.cpu_means import MergedTokens, NewRow, freeze_row
 from kvlab.cache.cuda.plan import PlanShape
 from kvlab.cache.cuda.store import STATE, UNIT, DevicePages, DeviceStore
 from kvlab.cache.exact import attend_exact
-from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
 from kvlab.cache.pages import PageLayout, decode_importance, encode_importance, side_formats
@@ -37,7 +37,6 @@ __all__ = [
     "Workspace",
     "kept_page_bytes",
     "levels_of",
-    "mean_of_keys",
     "merge_rows",
     "score_new",
     "score_norms",
@@ -130,9 +129,15 @@ class CpuKernels:
             )  # fmt: skip
         return self._tables[layer]
 
+    def _whole_tables(self, layer: int) -> Any:
+        """A layer with the pages of tokens that wait behind those of its ladder."""
+        tables, layouts = self.tables(layer), self.store.layouts(layer)
+        widest = [[x.nbytes // UNIT, 1, x.positions] for x in layouts[len(tables.rungs) :]]
+        rungs = np.concatenate([tables.rungs, np.array(widest, np.int64).reshape(-1, 3)])
+        return tables._replace(rungs=rungs)
+
     def _formats(self, layer: int) -> Any:
-        store = self.store.stores[layer]
-        return _formats(store.layouts, store.dtype)
+        return _formats(self.store.layouts(layer), self.store.stores[layer].dtype)
 
     def _means(self, layer: int) -> Any:
         """Key means as kernels take them, and empty ones for values."""
@@ -243,24 +248,55 @@ class CpuKernels:
 
     def append_call(
         self, state: Any, top: Rung, head_dim: int, dtype: str, device: int, *, steps: int, group: int,
-        scale: float, softcap: float, observed: int,
+        scale: float, softcap: float, observed: int, rows: int = 0,
     ) -> AppendCall:  # fmt: skip
         """`kvlab.cache.cuda.kernels.AppendCall`."""
         arenas = [int(other["arena"]) for other in self.store.host_states]
         layer = arenas.index(int(state["arena"]))
-        return AppendCall(self, layer, scale=scale, softcap=softcap, observed=observed)
+        return AppendCall(self, layer, scale=scale, softcap=softcap, observed=observed, rows=rows)
 
-    def append(self, layer: int, k: Any, v: Any, valid: Any, codes: Any) -> None:
-        """Store new tokens in open pages: codes (batch, heads, steps) are their importance."""
+    def rows_of(self, layer: int, rows: int) -> NDArray[np.bool_]:
+        """Which rows (batch,) an append serves, by one of `kvlab.cache.cuda.kernels.ROWS`."""
+        waits = self.store.tables["waits"][layer] > 0
+        found: NDArray[np.bool_] = (np.ones_like(waits), waits, ~waits)[rows]
+        return found
+
+    def append(self, layer: int, k: Any, v: Any, valid: Any, codes: Any, rows: NDArray[np.bool_]) -> None:
+        """Store new tokens of some rows in open pages: codes (batch, heads, steps) are their importance."""
         from kvlab.numba_kernels.cpu.cache_write import append_tokens
 
         lengths = self.store.tables["seqlen"][layer]
         codes = np.ascontiguousarray(codes).reshape(-1, k.shape[1])
-        positions = self._positions(0, k.shape[1], int(lengths.max(initial=0)))
-        new = self._fresh(layer, k, v, codes, positions)
-        if not append_tokens(self.tables(layer), self._formats(layer), *self._means(layer), new, valid):
-            self.store.tables["status"][layer] |= 1
-        lengths += k.shape[1]
+        positions = self._positions(0, k.shape[1], int(lengths[rows].max(initial=0)))
+        new, formats, means = (
+            self._fresh(layer, k, v, codes, positions),
+            self._formats(layer),
+            self._means(layer),
+        )
+        waits = self.store.tables["waits"][layer] > 0
+        for tables, mine in ((self.tables(layer), ~waits & rows), (self._whole_tables(layer), waits & rows)):
+            if mine.any() and not append_tokens(tables, formats, *means, new, valid & mine[:, None]):
+                self.store.tables["status"][layer] |= 1
+        lengths[rows] += k.shape[1]
+
+    def freeze_means(
+        self, head_dim: int, dtype: str, device: int, state: int, batch: int, fresh: Any,
+        addresses: Sequence[int], before: int, stream: int, *, room: int, force: bool,
+    ) -> None:  # fmt: skip
+        """`kvlab.cache.cuda.kernels.freeze_means`."""
+        (layer,), steps, heads = self._layers(state, 1), int(fresh["steps"]), self.store.heads
+        total, mask, codes = before + steps, int(fresh["valid"]), int(fresh["importance"])
+        wide = (batch, total, heads, head_dim), dtype
+        kinds = (wide, wide, ((batch, total), "uint8"), ((batch * heads, total), "uint8"))
+        given = zip(addresses, (*kinds, ((batch, total), "int32")), strict=True)
+        arrays: list[Any] = [array_at(at, *kind) if at else None for at, kind in given]
+        merged = MergedTokens(before, *arrays)
+        k, v = (_vectors(fresh, side, (batch, steps, heads, head_dim), dtype) for side in "kv")
+        valid = array_at(mask, (batch, steps), "bool") if mask else np.ones((batch, steps), bool)
+        importance = array_at(codes, (batch, heads, steps), "uint8")
+        for row in range(batch):
+            new = NewRow(k[row], v[row], valid[row], importance[row], int(fresh["first"]))
+            freeze_row(self.store, layer, row, new, merged, room, force)
 
     # ---- importance ----------------------------------------------------------------------------------------
 
@@ -276,8 +312,9 @@ class CpuKernels:
             if not kept.size:
                 continue
             rows = kept.view(np.float32).reshape(*kept.shape[:3], -1, 64)
-            mass = np.nan_to_num(mass_from_scores(rows, total, self.store.pages(layer)))
-            tables, length = self.tables(layer), int(self.store.tables["seqlen"][layer].max(initial=0))
+            pages = self.store.pages(layer, waiting=True)
+            mass = np.nan_to_num(mass_from_scores(rows, total, pages))
+            tables, length = self._whole_tables(layer), int(self.store.tables["seqlen"][layer].max(initial=0))
             follow_mass(
                 tables, mass.reshape(-1, *mass.shape[2:]), length - counted, np.float32(take), span,
                 importance == "forecast", *_scale_of_importance(),
@@ -288,9 +325,9 @@ class AppendCall:
     """The append of one layer; arguments of a call as those of `kvlab.cache.cuda.kernels.AppendCall`."""
 
     def __init__(
-        self, kernels: CpuKernels, layer: int, *, scale: float, softcap: float, observed: int
+        self, kernels: CpuKernels, layer: int, *, scale: float, softcap: float, observed: int, rows: int
     ) -> None:
-        self._kernels, self._layer, self._observed = kernels, layer, observed
+        self._kernels, self._layer, self._observed, self._rows = kernels, layer, observed, rows
         self._scale, self._softcap = scale, softcap
 
     def __call__(
@@ -302,18 +339,22 @@ class AppendCall:
         batch, steps, heads, _ = k.shape
         mask = array_at(valid, (batch, steps), "bool") if valid else np.ones((batch, steps), bool)
         codes = np.full((batch, heads, steps), encode_importance(np.ones(1))[0], np.uint8)
+        rows = self._kernels.rows_of(self._layer, self._rows)
         if self._observed == OBSERVED_NORM:
             codes = norm_codes(keys)
         if q is not None:
-            mass = self._finish(view_at(q), keys, values, mask, out, lse, stored)
+            mass = self._finish(view_at(q), keys, values, mask, out, lse, stored, rows)
             if self._observed == OBSERVED_MASS:
                 codes = encode_importance(np.nan_to_num(mass))
-        self._kernels.append(self._layer, keys, values, mask, codes)
+        self._kernels.append(self._layer, keys, values, mask, codes, rows)
 
-    def _finish(self, q: Any, k: Any, v: Any, valid: Any, out: int, lse: int, stored: bool) -> Floats:
-        """Merge attention over the new tokens into `out` and `lse`; return what these receive."""
+    def _finish(
+        self, q: Any, k: Any, v: Any, valid: Any, out: int, lse: int, stored: bool, rows: NDArray[np.bool_]
+    ) -> Floats:
+        """Merge attention over new tokens of some rows into `out` and `lse`; return what these receive."""
         batch, steps, heads, _ = q.shape
-        result, total = array_at(out, q.shape, q.dtype.name), array_at(lse, (batch, heads, steps), "float32")
+        every = array_at(out, q.shape, q.dtype.name), array_at(lse, (batch, heads, steps), "float32")
+        q, k, v, valid, result, total = (x[rows] for x in (q, k, v, valid, *every))
         if not stored:
             result[...], total[...] = 0, -np.inf
         rules: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "keep_rows": steps}
@@ -322,7 +363,10 @@ class AppendCall:
         _merge(result, total, exact.out, exact.lse)
         if not valid.all():
             result[~valid], total.swapaxes(1, 2)[~valid] = 0, np.inf
-        return exact.mass(total)
+        every[0][rows], every[1][rows] = result, total
+        received = np.zeros((batch, k.shape[2], steps), np.float32)
+        received[rows] = exact.mass(total)
+        return received
 
 
 class AttendCall:
@@ -355,19 +399,6 @@ class AttendCall:
         array_at(lse, (batch, heads, steps), "float32")[...] = found.lse
         if found.scores is not None:
             scores.view(np.float32).reshape(found.scores.shape)[...] = found.scores
-
-
-def mean_of_keys(
-    head_dim: int, dtype: str, device: int, fresh: Any, pairs: int, heads: int, k_mean: int, stream: int
-) -> None:
-    """`kvlab.cache.cuda.kernels.mean_of_keys`."""
-    steps, batch = int(fresh["steps"]), pairs // heads
-    k = _vectors(fresh, "k", (batch, steps, heads, head_dim), dtype)
-    mean = array_at(k_mean, (batch, heads, head_dim), "float16")
-    address = int(fresh["valid"])
-    valid = array_at(address, (batch, steps), "bool") if address else np.ones((batch, steps), bool)
-    for row in range(batch):
-        mean[row] = key_mean(k[row][np.flatnonzero(valid[row])[:LAST]].astype(np.float32))
 
 
 def merge_rows(

@@ -4,7 +4,8 @@ At a fixed allocation, here one width and no budget, the stored tokens are the s
 came. What a step returns is exact for its own tokens, so at width 16 no output row depends on the splitting
 beyond rounding; at lower widths a later part reads the earlier ones as they are stored. Under a budget the
 parts decide when which token is demoted: the bytes stay equal to a page a head (they were equal to the byte),
-and the real model shows what it costs.
+and the real model shows what it costs. A cache on a GPU, here its kernels in NumPy, takes the same mean off
+its keys as one on a CPU, whatever the parts.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from safetensors.numpy import load_file
 from transformers import DynamicCache
 
 from kvlab import MixedPrecisionCache
+from kvlab.cache.frame import key_mean
 from kvlab.cache.pages import read_tokens
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.model import Subject
 from kvlab.lab.quality.text import cut_windows
 from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard
+from tests.cache.cuda.numpy_gpu import Kernels
 from tests.compare import assert_accurate, low_precision_attention, wrong_attention
 
 HEADS_Q, HEADS, DIM, LENGTH = 4, 2, 32, 150
@@ -182,6 +185,31 @@ def test_while_sinks_wait_a_function_is_asked_once_for_new_tokens() -> None:
     for n in range(1, 4):
         cache.step(0, *rng.standard_normal((3, 1, 64, HEADS, 64), dtype=np.float32))
         assert sum(calls) == n
+
+
+GPU_DIM, OFFSET = 64, 3
+
+
+def fed_to_gpu(size: int) -> tuple[MixedPrecisionCache, np.ndarray, float]:
+    """A cache on a GPU that got keys with an offset in parts, their mean, and the error of attention."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, LENGTH, HEADS_Q, GPU_DIM)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, LENGTH, HEADS, GPU_DIM)).astype(np.float16)
+    k += np.float16(OFFSET) * rng.choice([-1, 1], GPU_DIM).astype(np.float16)
+    cache = MixedPrecisionCache(1, HEADS_Q, HEADS, GPU_DIM, budget=None, bits=(8,), device="cuda")
+    for i in range(0, LENGTH, size):
+        cache.step(0, *(x[:, i : i + size] for x in (q, k, v)))
+    found, wanted = cache.attend(0, q[:, -5:]).astype(np.float32), attention(q[:, -5:], k, v)
+    return cache, key_mean(k[0].astype(np.float32)), float(np.linalg.norm(found - wanted))
+
+
+@pytest.mark.parametrize("size", [1, 10, 16, 17, 64])
+def test_parts_give_the_mean_and_accuracy_of_one_shot_on_a_gpu(kernels: Kernels, size: int) -> None:
+    _, mean, at_once = fed_to_gpu(LENGTH)
+    cache, _, in_parts = fed_to_gpu(size)
+    assert in_parts <= MOST * at_once
+    with cache._road.on_host(changes=False):
+        assert np.array_equal(cache.layers[0].store.k_mean[0], mean)
 
 
 PREFILL, SCORED, CHUNK = 640, 512, 64

@@ -13,6 +13,7 @@ import torch
 
 import kvlab
 from kvlab.cache.cuda import calls, collect, layers, long, plan, store
+from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
 from kvlab.ops.cuda import attention as attention_cuda
@@ -83,7 +84,7 @@ def step(
             stored, low = reference.packed_attention(q, before[layer]), low_precision(q, before[layer])
         want = exact(q, k, v, seen, stored[0], stored[1])[0]
         rounded = exact(q, k, v, seen, low[0], low[1])[0].astype(q.dtype)
-        # What a padding row gives is nobody's business.
+        assert not out[~seen].any()
         assert_accurate(out[seen], want[seen], rounded[seen])
     return results
 
@@ -159,6 +160,56 @@ def test_importance_as_a_function() -> None:
             position = layout.positions_in(pool)[index, :count].astype(int)
             wanted = encode_importance(np.exp2(-(position % 7.0)))
             assert np.array_equal(layout.importance_in(pool)[index, :count], wanted)
+
+
+@pytest.mark.parametrize("parts", [[1] * 70 + [80], [10] * 15, [20, 43, 1, 86], [17] * 8 + [14], [64, 86]])
+def test_the_mean_of_keys_does_not_depend_on_the_parts(parts: list[int]) -> None:
+    """First calls of few tokens, and a row that is shorter than the other: each has the mean of its own."""
+    cache, rng = make(bits=(2, 4, 8)), np.random.default_rng(3)
+    tokens, first = draw(rng, cache, sum(parts)), 0
+    valid = np.ones((2, sum(parts)), bool)
+    valid[1, :50] = False
+    for steps in parts:
+        now = slice(first, first + steps)
+        mask = None if valid[:, now].all() else to_torch(np.ascontiguousarray(valid[:, now]))
+        for layer in range(LAYERS):
+            cache.step(layer, *(to_torch(np.ascontiguousarray(x[:, now])) for x in tokens), valid=mask)
+        first += steps
+        assert cache.nbytes <= cache.budget_nbytes
+    step(cache, rng, 1)
+    check_state(cache, [[*range(first + 1)], [*range(50, first + 1)]])
+    with cache._road.on_host(changes=False):
+        for layer in cache.layers:
+            assert layer.has_mean.all()
+            for row in range(2):
+                wanted = key_mean(tokens[1][row][valid[row]].astype(np.float32)[:LAST])
+                assert np.array_equal(layer.store.k_mean[row], wanted)
+
+
+def test_graphs_of_waiting_and_of_other_steps() -> None:
+    """Decode from nothing by graphs, recorded as soon as a step of their kind has run, is that without."""
+    results = []
+    for with_graphs in (False, True):
+        cache, outs = make(max_seqlen=200), []
+        new, graphs = tensors(cache, 1, 0), dict[Any, Any]()
+        for number in range(110):
+            for mine, x in zip(new, tensors(cache, 1, number), strict=True):
+                mine.copy_(x)
+            key = cache.prepare()
+            if not with_graphs or not key or key not in graphs:
+                graphs[key] = None
+                outs.append(torch.stack([cache.step(layer, *new) for layer in range(LAYERS)]))
+                continue
+            if graphs[key] is None:
+                graphs[key] = torch.cuda.CUDAGraph(), []
+                with cache.recording(), torch.cuda.graph(graphs[key][0]):
+                    graphs[key][1].extend(cache.step(layer, *new) for layer in range(LAYERS))
+            graphs[key][0].replay()
+            cache.replayed()
+            outs.append(torch.stack(graphs[key][1]))
+        check_state(cache, [list(range(110))] * 2)
+        results.append(torch.stack(outs))
+    assert torch.equal(*results)
 
 
 def test_padding() -> None:

@@ -15,6 +15,7 @@ import torch
 from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.store import UNIT, DeviceStore
+from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.pages import PageLayout, encode_importance
 from kvlab.cache.store import LayerStore
@@ -297,6 +298,7 @@ def test_append(top: str, head_dim: int, dtype: str, steps: int) -> None:
     assert to_numpy(device.tables["status"]).max() == 0
     unit = np.float64(2.0 ** (-8 if dtype == "bfloat16" else -11)) * abs(out).max()
     assert abs(got_out.astype(np.float64) - out)[valid].max() < 2 * unit
+    assert not got_out[~valid].any()
     got_lse, lse = got_lse.swapaxes(1, 2), lse.swapaxes(1, 2)
     assert abs(got_lse - lse)[valid].max() < 1e-4 * abs(lse).max()
     assert (got_lse[~valid] == np.inf).all()
@@ -349,22 +351,66 @@ def run_append(
     return to_numpy(out), to_numpy(lse)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("steps", [3, 17, 20, 63, 64, 300])
-def test_mean_of_keys(dtype: str, steps: int) -> None:
-    from kvlab.cache.frame import key_mean
+def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: int) -> list[np.ndarray]:
+    """Launch `freeze_means` for keys, values, mask and codes; the same and positions, for the plan."""
+    steps = part[0].shape[1]
+    k, v, mask, codes = (to_torch(x.view(np.uint8) if x.dtype == bool else x) for x in part)
+    wide = [torch.zeros(BATCH, before + steps, HEADS, 64, dtype=k.dtype, device="cuda") for _ in range(2)]
+    wide += [torch.zeros(n, before + steps, dtype=torch.uint8, device="cuda") for n in (BATCH, len(codes))]
+    wide.append(torch.zeros(BATCH, before + steps, dtype=torch.int32, device="cuda"))
+    views = cuda_view(k, "k"), cuda_view(v, "v")
+    fresh = kernels.new_tokens(*views, mask.data_ptr(), codes.data_ptr(), steps, first)
+    kernels.freeze_means(
+        64, dtype, 0, device.states_pointer, BATCH, fresh, [x.data_ptr() for x in wide], before, 0,
+        room=1, force=False,
+    )  # fmt: skip
+    return [to_numpy(x) for x in wide]
 
-    rng = np.random.default_rng(steps)
-    k = rng.standard_normal((BATCH, steps, HEADS, 64)).astype(DTYPES[dtype])
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [(30, 40, 60), (63, 1), (64,), (200,), (1, 62, 900)])
+def test_freeze_means(dtype: str, parts: tuple[int, ...]) -> None:
+    """Rows of unequal length: tokens wait until their row has 64, and go when it has its mean."""
+    store = LayerStore(parse_bits("4,8", 1)[0], BATCH, HEADS, 64, dtype)
+    waiting: Any = {"takes_mean": [True], "holds_waiting": [True]}
+    device = DeviceStore([store], torch.empty(1, device="cuda"), 2048, None, **waiting)
+    total, rng = sum(parts), np.random.default_rng(len(parts))
+    k, v = (rng.standard_normal((BATCH, total, HEADS, 64)).astype(DTYPES[dtype]) for _ in range(2))
     k[:, :, 0, 7] = 60000
-    valid = rng.random((BATCH, steps)) < 0.8
-    keys, mask = to_torch(k), to_torch(valid.view(np.uint8))
-    view = cuda_view(keys, "k")
-    fresh = kernels.new_tokens(view, view, mask.data_ptr(), 0, steps, 0)
-    got = torch.empty(BATCH, HEADS, 64, dtype=torch.float16, device="cuda")
-    kernels.mean_of_keys(64, dtype, 0, fresh, BATCH * HEADS, HEADS, got.data_ptr(), 0)
-    want = np.stack([key_mean(k[row][valid[row]].astype(np.float32)[:64]) for row in range(BATCH)])
-    assert np.array_equal(to_numpy(got), want)
+    codes = rng.integers(0, 256, (BATCH * HEADS, total), np.uint8)
+    valid = np.ones((BATCH, total), bool)
+    valid[1] = rng.random(total) < 0.8
+    waits, first = [True] * BATCH, 0
+    for steps in parts:
+        now, before = slice(first, first + steps), 128 if first else 0
+        part = [np.ascontiguousarray(x[:, now]) for x in (k, v, valid, codes)]
+        got_k, got_v, got_valid, got_codes, positions = freeze(device, dtype, part, first, before)
+        tables = {name: to_numpy(table)[0] for name, table in device.tables.items()}
+        assert (tables["seqlen"] == first + steps).all()
+        for row in range(BATCH):
+            old, use = np.flatnonzero(valid[row, :first]), valid[row, now]
+            goes = waits[row] and len(old) + use.sum() >= LAST
+            moved = len(old) if goes else 0
+            wanted = np.concatenate([np.arange(before) < moved, use & (goes or not waits[row])])
+            assert np.array_equal(got_valid[row] > 0, wanted)
+            for got, x in ((got_k, k), (got_v, v)):
+                assert np.array_equal(got[row, :moved].view(np.int16), x[row, old[:moved]].view(np.int16))
+            mine = slice(row * HEADS, (row + 1) * HEADS)
+            assert np.array_equal(got_codes[mine, :moved], codes[mine][:, old[:moved]])
+            assert np.array_equal(positions[row, :moved], old[:moved])
+            if before:
+                assert np.array_equal(positions[row, before:], np.arange(first, first + steps))
+            if goes:
+                tokens = np.flatnonzero(valid[row])[:LAST]
+                assert np.array_equal(tables["k_mean"][row], key_mean(k[row, tokens].astype(np.float32)))
+            waits[row] &= not goes
+            assert tables["waits"][row] == waits[row]
+            assert (tables["num_pages"][row] == 2 * waits[row]).all()
+            if waits[row]:
+                assert (tables["count"][row, :, :2].sum(1) == len(old) + use.sum()).all()
+                assert (tables["open"][row] == [0, 1]).all()
+                assert (tables["rung"][row, :, :2] == 2).all()
+        first += steps
 
 
 def test_importance_bytes() -> None:

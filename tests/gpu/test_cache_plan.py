@@ -30,7 +30,8 @@ class Device:
         for layer, state in zip(layers, states, strict=True):
             arrays = {name: np.atleast_1d(np.asarray(getattr(layer, name, 0))) for name in TABLES}
             arrays["seqlen"] = np.full(len(layer.num_pages), layer.seqlen)
-            for name in ("num_free", "status", "seqlen"):
+            arrays["waits"] = np.zeros(layer.batch) if layer.waits is None else layer.waits
+            for name in ("num_free", "status", "seqlen", "waits"):
                 arrays[name] = arrays[name].astype(np.int32)
             memory = {name: torch.from_numpy(x.copy().view(np.uint8)).cuda() for name, x in arrays.items()}
             self.memory.append((memory, {name: (x.dtype, x.shape) for name, x in arrays.items()}))

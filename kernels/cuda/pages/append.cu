@@ -24,6 +24,7 @@
 // gate: HEAD_DIM=128,64 BF16=1,0 TOP_K=8 TOP_V=8 registers<=96
 // gate: HEAD_DIM=80,256 BF16=1 TOP_K=3 TOP_V=16 registers<=128
 // gate: HEAD_DIM=96 BF16=0 TOP_K=2 TOP_V=4 registers<=96 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 TOP_K=16 TOP_V=16 registers<=96
 // clang-format on
 #include <cuda_fp16.h>
 #include "pages/codes.cuh"
@@ -47,6 +48,10 @@ constexpr int V_STEPS = K_BYTES + V_BYTES + (TOP_K < 16) * 64, TAIL = V_STEPS + 
 
 enum Observed { MASS, INVERSE_NORM, ONE };  // what the importance of a new token is
 
+// Which rows a launch serves: while tokens of some rows wait, those of the others go to pages of other
+// widths.
+enum Rows { ALL_ROWS, WAITING_ROWS, OTHER_ROWS };
+
 struct Append {
     LayerState layer;
     NewTokens fresh;
@@ -56,6 +61,7 @@ struct Append {
     long long q_batch, q_step, q_head;
     int group, has_stored, observed;  // has_stored 0: out and lse hold nothing yet
     float scale, softcap;
+    int rows;  // one of Rows
 };
 
 // The place of a new token: a record of the arena and a slot in it; no record if there is no room.
@@ -212,8 +218,8 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         store(slot.page + K_BYTES, 8);
 }
 
-// Finishes one query row and leaves the probabilities of the new tokens, [MAX_STEPS]. Padding gives no token
-// any: the log-sum-exp that it leaves is infinite.
+// Finishes one query row and leaves the probabilities of the new tokens, [MAX_STEPS]. Padding gets 0, and
+// gives no token any: the log-sum-exp that it leaves is infinite.
 __device__ __forceinline__ void finish_row(const Append& call, int row, int head, int step, int g,
                                            float* probabilities, int lane) {
     const NewTokens& n = call.fresh;
@@ -268,14 +274,14 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
             sum[i].y = sum[i].y * keep + p * y.y;
         }
     }
+    const bool counts = is_valid(n, row, step);
     const float unit = total == 0.f ? 0.f : __fdividef(1.f, total);  // a finite total is 1 or more
     const float weight = power_of_2(score - origin) * unit;
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
-        out[lane + 32 * i] = pack_pair(sum[i].x * unit, sum[i].y * unit);
+        out[lane + 32 * i] = counts ? pack_pair(sum[i].x * unit, sum[i].y * unit) : 0;
     }
-    const bool counts = is_valid(n, row, step);
     if (lane == 0) *lse = !counts ? INFINITE : total == 0.f ? -INFINITE : (origin + __log2f(total)) * LN2;
     if (lane < MAX_STEPS) probabilities[lane] = counts ? weight : 0.f;
 }
@@ -290,6 +296,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     const int head = blockIdx.x, row = blockIdx.y, pair = row * layer.heads + head;
     const int rows = call.q ? steps * call.group : 0, team = warp / TEAM, rank = warp % TEAM;
     begin_early();
+    if (call.rows != ALL_ROWS && (call.rows == WAITING_ROWS) != (layer.waits[row] != 0)) return;
     const int start = layer.seqlen[pair];
     if (team < 2) {
         int turn = 0;

@@ -12,6 +12,7 @@
 constexpr int CACHE_RUNGS = 16;
 constexpr u32 UNIT = 64;
 constexpr int OPEN_PAGES = 2;
+constexpr int WAITING_PAGES = 2;
 constexpr u8 NEW_TOKEN = 255;  // Move::from_rung
 
 struct CacheRung {
@@ -29,6 +30,7 @@ struct LayerState {
     u16* base;                     // [pairs][entries]: position >> 16 of its tokens
     int* num_pages;                // [pairs]
     __half* k_mean;                // [pairs][HEAD_DIM]
+    int* waits;                    // [batch]: 1 while the tokens of a row wait for the mean of its keys
     int* open;                     // [pairs][OPEN_PAGES]: entries that take the next tokens in order, or -1
     int* seqlen;                   // [pairs]: time steps so far, equal for all pairs
     int* used;                     // [CACHE_RUNGS]: live pages
@@ -40,6 +42,7 @@ struct LayerState {
     int* place;                    // [max_slabs]: the place of a slab in `slabs` of its rung
     long long* budget;             // [batch]: bytes that pages, tables and key means of a row may take
     int* status;                   // [1]: 0, or a bit of Trouble that the host finds when it next looks
+    u8* waiting;  // [pairs][WAITING_PAGES] pages of rung num_rungs, which no plan sees; see means.cu
     int batch, heads, entries, num_rungs, max_slabs, max_pages, slab_units, evicts;
 };
 
@@ -81,7 +84,8 @@ struct NewTokens {
     const u8* valid;       // [batch][steps], 0: padding; or null: none is
     const u8* importance;  // [pairs][steps], codes
     long long k_batch, k_step, k_head, v_batch, v_step, v_head;
-    int steps, first;  // first: the position of step 0
+    int steps, first;      // first: the position of step 0
+    const int* positions;  // [batch][steps], or null: first, first + 1, ...
 };
 
 // ---- Importance: 0, or eighths of a binary order around 192, as in kvlab.cache.pages, bit for bit

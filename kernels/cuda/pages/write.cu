@@ -6,7 +6,6 @@
 //                 blockIdx.x, + gridDim.x, ...: a warp 16 slots (pages/vectors.cuh). Sources are copied
 //                 into rows of shared memory.
 //   copy_pages    grid (any, layers): a CTA takes copies blockIdx.x, + gridDim.x, ..., 16 bytes a thread.
-//   mean_of_keys  a CTA one (row, KV head), a thread one channel.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
 // Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes twice (35 KB at head_dim 128), for this page and the next,
 // and 7 KB of Details; 128 registers for four blocks a multiprocessor, up to 255 for two from compute
@@ -212,8 +211,8 @@ __device__ __forceinline__ Tail tail_of(const LayerState& s, const NewTokens& fr
     if (is_new(move)) {
         const u32 step = place_of(fresh, move, page).step;
         const u64 at = (u64)fresh.importance + (u64)move.from * fresh.steps + step;
-        return {move.to_slot, (u16)(fresh.first + step),
-                (u8)(turn.importance_words[threadIdx.x] >> at % 4 * 8)};
+        const u16 position = (u16)(fresh.positions ? fresh.positions[move.token] : fresh.first + (int)step);
+        return {move.to_slot, position, (u8)(turn.importance_words[threadIdx.x] >> at % 4 * 8)};
     }
     const u8* from = s.arena + (u64)move.from * UNIT + s.rungs[move.from_rung].tail;
     return {move.to_slot, ((const u16*)from)[move.from_slot], from[128 + move.from_slot]};
@@ -315,24 +314,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         uint4* to = (uint4*)(arena + (u64)copy.to * UNIT);
         for (u32 i = threadIdx.x; i < copy.units * (UNIT / 16); i += THREADS) to[i] = from[i];
     }
-}
-
-// The mean of the keys of each pair over tokens FIRST to LAST - 1 that are no padding: what is taken off keys
-// before they are packed. 0 if there are fewer than FEWEST; a channel that float16 cannot hold is left as it
-// is. As kvlab.cache.frame; a sum of 60 float16 numbers is exact in double.
-extern "C" __global__ void mean_of_keys(const __grid_constant__ NewTokens fresh, int heads, __half* k_mean) {
-    constexpr int FIRST = 4, LAST = 64, FEWEST = 16;
-    const int pair = blockIdx.x, row = pair / heads, head = pair - row * heads, channel = threadIdx.x;
-    const u16* k = fresh.k + row * fresh.k_batch + head * fresh.k_head + channel;
-    double sum = 0.;
-    int seen = 0;
-    for (int step = 0; step < fresh.steps && seen < LAST; ++step) {
-        if (fresh.valid && !fresh.valid[row * fresh.steps + step]) continue;
-        if (seen >= FIRST) sum += (double)raw_value(k[step * fresh.k_step]);
-        ++seen;
-    }
-    const double mean = seen - FIRST >= FEWEST ? sum / (seen - FIRST) : 0.;
-    k_mean[(u64)pair * HEAD_DIM + channel] = __double2half(fabs(mean) <= 65504. ? mean : 0.);
 }
 
 // Attention over two disjoint sets of keys, merged into the first: a warp one row of [rows][HEAD_DIM], whose

@@ -133,7 +133,7 @@ __device__ void move_new(const Plan& p, int g, int pair, int segment, Move* move
 __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, Move* moves,
                             Scratch& shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = p.s.num_rungs - 1;
-    const int pages = p.s.num_pages[pair], each = (pages + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
+    const int pages = p.num_pages(pair), each = (pages + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
     const int begin = min(pages, warp * each), end = min(pages, begin + each);
     const int leaving = PAGE * p.leaving(g, r), needed = p.needed(g, r);
     const int left = p.tokens(g)[r] - leaving - PAGE * (needed - 1);  // tokens of the last page
@@ -305,7 +305,7 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
 // Classes that no token leaves and whose pages are full but for one and an empty one at most: their pages
 // stay as they are, but for the empty one. Returns a bit for each such class.
 __device__ u32 keep_quiet(const Plan& p, int g, int pair, int segment) {
-    const int top = p.s.num_rungs - 1, pages = p.s.num_pages[pair];
+    const int top = p.s.num_rungs - 1, pages = p.num_pages(pair);
     const u64 row = p.pair(pair) * p.s.entries;
     const bool extra = p.call.extra[p.group(g)];
     u32 quiet = 0;

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
     for (int i = threadIdx.x; i < p.classes * KEYS; i += COUNT_THREADS) counts[i] = 0;
     if (threadIdx.x < CACHE_RUNGS * 3) (&kinds[0][0])[threadIdx.x] = 0;
     __syncthreads();  // counters are zero
-    const int pages = p.s.num_pages[pair];
+    const int pages = p.num_pages(pair);
     const int each = pages <= COUNT_THREADS / 4 ? 8 : pages <= COUNT_THREADS / 2 ? 16 : 32;  // for all warps
 #pragma unroll 1
     for (int first = each * warp; first < pages; first += each * (COUNT_THREADS / 32))
@@ -191,6 +191,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     begin_early();
     const Plan p(call, blockIdx.y);
     const int row = blockIdx.x, own = p.s.heads * call.segments, top = p.levels - 1;
+    const bool waits = p.s.waits[row];
     int2* const runs = call.runs + p.group(row * own) * p.classes;  // chunks, number of the first
     for (int i = threadIdx.x; i < MAX_LEVELS * (int)(sizeof(Hull) / 4); i += ROW_THREADS)
         ((u32*)hulls)[i] = ((const u32*)call.hulls)[i];
@@ -209,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
                 chunks += tokens[c] / PAGE;
                 if (tokens[c] % PAGE) taken += cost[p.ceiling(c)];
             }
-            const bool extra = p.room_of(g) < p.to_come(g % call.segments);
+            const bool extra = !waits && p.room_of(g) < p.to_come(g % call.segments);
             call.extra[p.group(g)] = extra;
             if (extra) taken += cost[top];
         }

@@ -27,16 +27,17 @@ struct PlanCall {
     Hull hulls[MAX_LEVELS];  // of chunks that may rise to each level
     int cost[MAX_LEVELS];    // bytes of a page and its table entry; of level 0 none if it means eviction
     const LayerState* layers;
-    const u8* codes;      // [pairs][steps]: importance of new tokens
-    const u8* valid;      // [batch][steps], or null
-    u32* starts;          // [groups][classes][KEYS]: tokens of smaller keys
-    int* tokens;          // [groups][classes]
-    int* kinds;           // [groups][num_rungs][3]: pages that are full, partly filled, empty
-    float* weight;        // [groups][chunks]
-    int2* runs;           // [groups][classes]: chunks; chunks of the row before these
-    int* chosen;          // [groups][classes][levels]: chunks
-    int* extra;           // [groups]: whether an empty page is to be held ready
-    int *births, *first;  // [groups][num_rungs]: pages born, number of the first
+    const u8* codes;       // [pairs][steps]: importance of new tokens
+    const u8* valid;       // [batch][steps], or null
+    const int* positions;  // [batch][steps], or null: first_position, first_position + 1, ...
+    u32* starts;           // [groups][classes][KEYS]: tokens of smaller keys
+    int* tokens;           // [groups][classes]
+    int* kinds;            // [groups][num_rungs][3]: pages that are full, partly filled, empty
+    float* weight;         // [groups][chunks]
+    int2* runs;            // [groups][classes]: chunks; chunks of the row before these
+    int* chosen;           // [groups][classes][levels]: chunks
+    int* extra;            // [groups]: whether an empty page is to be held ready
+    int *births, *first;   // [groups][num_rungs]: pages born, number of the first
     int *list,
         *sequence;     // [groups][num_rungs]: place of the first in the list of phase 0, of its first move
     u64* stay;         // [pairs][entries]: which tokens stay in their rung
@@ -92,6 +93,10 @@ struct Plan {
     __device__ __forceinline__ int pages(int g, int r) const {
         const int* k = kinds(g, r);
         return k[0] + k[1] + k[2];
+    }
+    // Pages of a pair that plans see: none of a row whose tokens wait.
+    __device__ __forceinline__ int num_pages(int pair) const {
+        return s.waits[pair / s.heads] ? 0 : s.num_pages[pair];
     }
     // How many of the next tokens lie in a segment; free slots of the page they go to.
     __device__ __forceinline__ int to_come(int segment) const {
@@ -204,8 +209,9 @@ __device__ __forceinline__ void visit_pages(const Plan& p, int pair, int segment
 // The key of new token `step` of a pair, or -1 if it is padding, does not exist or is of another segment.
 __device__ __forceinline__ int new_key(const Plan& p, int pair, int segment, int step) {
     if (step >= p.call.steps) return -1;
-    const int position = p.call.first_position + step;
+    const u64 at = (u64)(pair / p.s.heads) * p.call.steps + step;
+    const int position = p.call.positions ? p.call.positions[at] : p.call.first_position + step;
     if (position >> 16 != segment) return -1;
-    if (p.call.valid && !p.call.valid[(u64)(pair / p.s.heads) * p.call.steps + step]) return -1;
+    if (p.call.valid && !p.call.valid[at]) return -1;
     return p.key(p.call.codes[(u64)pair * p.call.steps + step], position);
 }

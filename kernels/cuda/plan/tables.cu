@@ -18,6 +18,7 @@ constexpr int TABLE_THREADS = 1024;
 // one warp.
 __device__ void make_table(const Plan& p, int pair, int* next_dead) {
     const LayerState& s = p.s;
+    if (s.waits[pair / s.heads]) return;  // its pages stay as they are
     const int lane = threadIdx.x % 32, n = s.num_pages[pair], top = s.num_rungs - 1;
     const u64 table = (u64)pair * s.entries, row = p.pair(pair) * s.entries;
     u32* const places = p.call.places + row;

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from kvlab.arrays import CudaView, cuda_view, current_stream, empty, pointer_of
 from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.collect import Collector
 from kvlab.cache.cuda.store import DeviceStore
+from kvlab.cache.cuda.waiting import Waiting
+from kvlab.cache.cuda.window import EXACT
+from kvlab.cache.ladder import Rung
 from kvlab.ops.cuda.packed import (
     AttendCall,
     Workspace,
@@ -42,7 +45,23 @@ class Repeated:
     steps: int
     shape: tuple[int, ...]
     views: list[Any]  # CudaViews without their addresses
-    calls: tuple[AttendCall, kernels.AppendCall, Lse]
+    calls: tuple[AttendCall, Append, Lse]
+
+
+@dataclass(frozen=True, slots=True)
+class _BothAppends:
+    """The append of rows whose tokens go to pages of the ladder, and that of rows whose tokens wait."""
+
+    others: kernels.AppendCall
+    waiting: kernels.AppendCall
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launch both; arguments of `AppendCall`."""
+        self.others(*arguments)
+        self.waiting(*arguments)
+
+
+Append: TypeAlias = "kernels.AppendCall | _BothAppends"
 
 
 class StepCalls:
@@ -55,19 +74,23 @@ class StepCalls:
     num_heads_q : int
     collector : Collector
         Keeps scores.
+    waiting : Waiting
+        Knows which rows have tokens that wait.
     """
 
-    def __init__(self, store: DeviceStore, device: int, num_heads_q: int, collector: Collector) -> None:
+    def __init__(
+        self, store: DeviceStore, device: int, num_heads_q: int, collector: Collector, waiting: Waiting
+    ) -> None:
         self._store, self._device, self._num_heads_q = store, device, num_heads_q
-        self._collector = collector
+        self._collector, self._waiting = collector, waiting
         self._pairs, self._group = store.batch * store.heads, num_heads_q // store.heads
-        self._steps: dict[Any, tuple[AttendCall, kernels.AppendCall, Lse]] = {}
-        self._appends: dict[Any, kernels.AppendCall] = {}
+        self._steps: dict[Any, tuple[AttendCall, Append, Lse]] = {}
+        self._appends: dict[Any, Append] = {}
         self._lse: dict[int, Lse] = {}
         self._workspaces: dict[int, Workspace] = {}
         # Of the last call of `attend`, whose launches are kept: the next one is often like it.
         self._last_shape: Any = None
-        self._attends: dict[int, AttendCall] = {}
+        self._attends: dict[tuple[int, str], AttendCall] = {}
         self._arrivals: Any = None
         self._memory: tuple[Any, Any, Any, Workspace] | None = None  # for the layers of a long step
 
@@ -85,9 +108,10 @@ class StepCalls:
 
     def step(
         self, layer: int, q: Any, steps: int, scale: float, softcap: float, observed: str, collects: bool
-    ) -> tuple[AttendCall, kernels.AppendCall, Lse]:
+    ) -> tuple[AttendCall, Append, Lse]:
         """Attention over stored tokens (keeping scores if it `collects`), the append, log-sum-exp."""
-        key = (layer, steps, scale, softcap, collects)
+        mode = self._waiting.mode(layer)
+        key = (layer, steps, scale, softcap, collects, mode)
         found = self._steps.get(key)
         if found is None:
             if steps not in self._workspaces:
@@ -96,31 +120,39 @@ class StepCalls:
             if collects:
                 scores, kept = self._collector.place(layer, steps)
                 lse = Lse(kept, cuda_view(kept, "lse").pointer)
-            pages, workspace = self._store.pages(layer), self._workspaces[steps]
+            pages, workspace = self._store.pages(layer, waiting=mode != "none"), self._workspaces[steps]
             attend = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
             append = self.append(layer, steps, scale, softcap, observed)
             found = self._steps[key] = attend, append, lse or self._lse_of(steps)
         return found
 
-    def append(
-        self, layer: int, steps: int, scale: float, softcap: float, observed: str
-    ) -> kernels.AppendCall:
+    def append(self, layer: int, steps: int, scale: float, softcap: float, observed: str) -> Append:
         """The append of a number of tokens; `observed` is one of `kernels.OBSERVED`."""
-        key = (layer, steps, scale, softcap, observed)
+        mode = self._waiting.mode(layer)
+        key = (layer, steps, scale, softcap, observed, mode)
         if key not in self._appends:
             store = self._store.stores[layer]
-            self._appends[key] = kernels.AppendCall(
-                self._store.host_states[layer],
-                store.ladder[-1],
-                store.head_dim,
-                store.dtype,
-                self._device,
-                steps=steps,
-                group=self._group,
-                scale=scale,
-                softcap=softcap,
-                observed=kernels.OBSERVED[observed],
-            )
+
+            def append_to(rung: Rung, rows: str) -> kernels.AppendCall:
+                return kernels.AppendCall(
+                    self._store.host_states[layer],
+                    rung,
+                    store.head_dim,
+                    store.dtype,
+                    self._device,
+                    steps=steps,
+                    group=self._group,
+                    scale=scale,
+                    softcap=softcap,
+                    observed=kernels.OBSERVED[observed],
+                    rows=kernels.ROWS[rows],
+                )
+
+            if mode == "some":
+                both = append_to(store.ladder[-1], "others"), append_to(EXACT, "waiting")
+                self._appends[key] = _BothAppends(*both)
+            else:
+                self._appends[key] = append_to(EXACT if mode == "all" else store.ladder[-1], "all")
         return self._appends[key]
 
     def _lse_of(self, steps: int) -> Lse:
@@ -155,11 +187,12 @@ class StepCalls:
         if self._memory is None:
             self._memory = self._for_attend(q, view, kept)
         out, lse, scores, workspace = self._memory
-        call = self._attends.get(layer)
+        mode = self._waiting.mode(layer)
+        call = self._attends.get((layer, mode))
         if call is None:
-            pages = self._store.pages(layer)
+            pages = self._store.pages(layer, waiting=mode != "none")
             call = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
-            self._attends[layer] = call
+            self._attends[layer, mode] = call
         else:
             call.use(workspace, scores)
         call(view, pointer_of(out), pointer_of(lse), current_stream(q))

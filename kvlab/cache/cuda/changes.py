@@ -71,6 +71,8 @@ class Changes:
         First and newest tokens that stay at the highest rung; tokens that a plan makes room for.
     by_position : bool
         Importance is recency.
+    takes_mean, holds_waiting : sequence of bool
+        As for `DeviceStore`.
 
     Attributes
     ----------
@@ -91,6 +93,8 @@ class Changes:
         recent: int,
         room: int,
         by_position: bool,
+        takes_mean: Sequence[bool],
+        holds_waiting: Sequence[bool],
     ) -> None:
         self._like, self._device, self._longest, self.room = like, device, capacity + room, room
         self._rules: dict[str, Any] = {"sink": sink, "recent": recent, "by_position": by_position}
@@ -101,7 +105,7 @@ class Changes:
             return spare_nbytes(store.batch, store.num_heads_kv, self.ladders[layer], slab)
 
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
-            self.store = DeviceStore(stores, like, capacity, share, spare)
+            self.store = DeviceStore(stores, like, capacity, share, spare, takes_mean, holds_waiting)
             shape = self._shape(0)
             bounds = [decode_bounds(shape, ladder) for ladder in self.ladders]
             births, dropped = (max(found) for found in zip(*bounds, strict=True))
@@ -156,6 +160,8 @@ class Changes:
         tables = {
             name: to_host(self.store.tables[name][layer]) for name in ("rung", "count", "base", "num_pages")
         }
+        waits = to_host(self.store.tables["waits"][layer]) > 0
+        tables["num_pages"] = np.where(waits[:, None], 0, tables["num_pages"])
         tables["base"] = tables["base"].view(np.uint16)
         needed = least_nbytes(
             tables, self.ladders[layer], store.evicts, store.fixed_nbytes, length=length, new=new, room=room
@@ -175,6 +181,13 @@ class Changes:
         for layer in range(first, first + n):
             self._plan(layer, 1, workspace, stream, None, room)
         self._tidy = n == len(self.ladders)
+
+    def take_waiting(self, layer: int, fresh: Any, workspace: Workspace, stream: int, room: int) -> None:
+        """Plan a layer with tokens that have waited, and open pages for the next `room`; waits for nothing.
+
+        Their pages are outside the plan's memory, so the new ones always find room.
+        """
+        self._plan(layer, 1, workspace, stream, fresh, room)
 
     def admission(self, steps: int, holds_tokens: bool) -> Workspace:
         """Memory for `admit` of so many steps, the same until `confirm`; taken before anything changes."""
@@ -253,6 +266,7 @@ class Changes:
         if fresh is not None:
             new = {"codes": int(fresh["importance"]), "valid": int(fresh["valid"])}
             new |= {"steps": int(fresh["steps"]), "first_position": int(fresh["first"])}
+            new |= {"positions": int(fresh["positions"])}
         launch_plan(
             self.store.states_pointer, first, n, workspace, ladder, STATE.itemsize, stream,
             fixed_nbytes=store.fixed_nbytes, room=room, **self._rules, **new,

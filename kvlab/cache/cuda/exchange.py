@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import dtype_name, numpy_dtype, overwrite, to_host
-from kvlab.cache.cuda.store import UNIT, DeviceStore
-from kvlab.cache.cuda.window import joined, split
+from kvlab.cache.cuda.store import UNIT, WAITING_PAGES, DeviceStore
+from kvlab.cache.cuda.waiting import takes_mean
+from kvlab.cache.cuda.window import EXACT, joined, split
 from kvlab.cache.layer import Layer
 from kvlab.cache.store import LayerStore
 
@@ -31,7 +32,7 @@ def to_layers(
 ) -> None:
     """Fill layers on the CPU, by their numbers, with what the device holds; waits for the device."""
     for number in which:
-        layer, store = layers[number], device.stores[number]
+        layer, store = layers[number], _host_store(device, layers[number], number)
         arena = to_host(device.arenas[number]).reshape(-1, UNIT)
         mine = {name: to_host(device.tables[name][number]).view(dtype) for name, dtype in _TABLES.items()}
         num_pages, k_mean = (to_host(device.tables[name][number]) for name in ("num_pages", "k_mean"))
@@ -39,8 +40,17 @@ def to_layers(
         if store is not layer.store:
             split(store, layer)
             store.clear()
-        layer.has_mean[:] = True
+        layer.has_mean[:] = to_host(device.tables["waits"][number]) == 0
         layer.seqlen = lengths[number]
+
+
+def _host_store(device: DeviceStore, layer: Layer, number: int) -> LayerStore:
+    """A store with all rungs of a layer on the device; tokens that wait have one more than the ladder."""
+    store: LayerStore = device.stores[number]
+    if not device.holds_waiting[number]:
+        return store
+    ladder = (*store.whole_ladder, EXACT)
+    return LayerStore(ladder, store.batch, store.num_heads_kv, store.head_dim, store.dtype)
 
 
 def _fill(
@@ -72,23 +82,16 @@ def _fill(
 def from_layer(device: DeviceStore, layer: Layer, number: int) -> None:
     """Fill a layer of the device, by its number, with one of the CPU, in place of what it held.
 
-    Raises
-    ------
-    NotImplementedError
-        If a layer without a residual window holds exact tokens.
+    Tokens that wait for a mean must be few enough for the device's pages.
     """
-    store = device.stores[number]
+    store = _host_store(device, layer, number)
     if store is not layer.store:
         store = joined(layer, store.whole_ladder)
-    elif any(len(window) for window in layer.windows):
-        raise NotImplementedError(
-            "this cache holds exact tokens (too few for a mean of keys); a cache on a GPU without a "
-            "residual window keeps all tokens in pages: use device='cpu'"
-        )
     host = _empty_tables(device, number)
     arena = np.zeros((len(device.arenas[number]) // UNIT, UNIT), np.uint8)
     _place(device, number, store, host, arena)
     host["k_mean"][...], host["seqlen"][...] = store.k_mean, layer.seqlen
+    host["waits"][...] = takes_mean(layer) & ~layer.has_mean
     overwrite(device.arenas[number], arena.reshape(-1))
     for name, table in host.items():
         overwrite(device.tables[name][number], table)
@@ -126,6 +129,10 @@ def _place(
     owners = ((row * live.shape[1] + head) * entries + entry).astype(np.int32)
     for r, layout in enumerate(store.layouts):
         mine = live & (store.rung[:, :, :width] == r)
+        pool = store.pools[r][store.index[:, :, :width][mine]]
+        if r == len(device.stores[number].layouts):
+            index[mine] = _place_waiting(device, number, mine, pool, arena)
+            continue
         count = int(mine.sum())
         per_slab = device.slab[number] // layout.nbytes
         slabs = [int(free.pop()) for _ in range(-(-count // per_slab))]
@@ -134,7 +141,6 @@ def _place(
         page = np.arange(count)
         units = layout.nbytes // UNIT
         address = np.array(slabs, np.int64)[page // per_slab] * slab_units + page % per_slab * units
-        pool = store.pools[r][store.index[:, :, :width][mine]]
         arena[address[:, None] + np.arange(units)] = pool.reshape(count, units, UNIT)
         index[mine] = address
         host["used"][r], host["slab_count"][r] = count, len(slabs)
@@ -148,3 +154,19 @@ def _place(
     host["index"][:, :, :width] = index.view(np.int32)
     host["base"][:, :, :width] = store.base[:, :, :width].view(np.int16)
     host["num_pages"][...] = store.num_pages
+
+
+def _place_waiting(
+    device: DeviceStore,
+    number: int,
+    mine: NDArray[np.bool_],
+    pool: NDArray[np.uint8],
+    arena: NDArray[np.uint8],
+) -> NDArray[np.int64]:
+    """Lay pages of tokens that wait behind the slabs, in their order; `mine` (batch, heads, entries)."""
+    units = device.widest.nbytes // UNIT
+    row, head, entry = np.nonzero(mine)
+    address = (row * mine.shape[1] + head) * WAITING_PAGES + entry
+    first = device.slab[number] * device.num_slabs[number] // UNIT + address * units
+    arena[first[:, None] + np.arange(units)] = pool.reshape(len(first), units, UNIT)
+    return np.asarray(first, np.int64)

@@ -85,7 +85,7 @@ def _places(
         rung, count, index, base = (
             int(tables[name][head, entry]) for name in ("rung", "count", "index", "base")
         )
-        layout = cache.store.stores[layer].layouts[rung]
+        layout = cache.store.layouts(layer)[rung]
         start = (index & 0xFFFFFFFF) * UNIT
         lower = arena[start + layout.positions : start + layout.importance].view("<u2")[:count]
         places.append(start + layout.importance + np.arange(count))

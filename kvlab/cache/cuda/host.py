@@ -17,11 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import current_stream, to_host
+from kvlab.cache.cuda.changes import ladder_of
 from kvlab.cache.cuda.exchange import from_layer, to_layers
 from kvlab.cache.cuda.state import DeviceState
-from kvlab.cache.cuda.tight import reserve_nbytes
+from kvlab.cache.cuda.tight import guaranteed_nbytes, reserve_nbytes
+from kvlab.cache.cuda.waiting import takes_mean
 from kvlab.cache.cuda.window import window_nbytes
-from kvlab.cache.layer import Arrival
+from kvlab.cache.frame import LAST, key_mean
+from kvlab.cache.layer import Arrival, Layer
 from kvlab.cache.pages import decode_importance
 from kvlab.device import translated_out_of_memory
 
@@ -45,8 +48,10 @@ def lent(cache: DeviceState, which: slice = ALL) -> Iterator[None]:
         with translated_out_of_memory("the pages of a cache on the host"):
             cache.settle(current_stream(cache.like))
             to_layers(cache.store, cache.layers, cache.lengths, range(len(cache.layers))[which])
-            for layer, since in zip(layers, cache.since[which], strict=True):
+            for layer, since, has_mean in zip(layers, cache.since[which], cache.has_mean[which], strict=True):
                 layer.since_collection = since
+                if not takes_mean(layer):
+                    layer.has_mean[:] = has_mean
             yield
     finally:
         for layer in layers:
@@ -58,10 +63,44 @@ def take_back(cache: DeviceState, which: slice = ALL) -> None:
     """Move what layers of the CPU hold to the device, in place of what it has of them."""
     for number in range(len(cache.layers))[which]:
         layer = cache.layers[number]
+        _end_waiting(cache, number)
         from_layer(cache.store, layer, number)
         cache.lengths[number], cache.since[number] = layer.seqlen, layer.since_collection
-        cache.room[number] = 0
+        cache.room[number], cache.repeated[number] = 0, None
+        cache.has_mean[number] = layer.has_mean.copy()
+        exact = np.array([len(window) for window in layer.windows], np.int64)
+        cache.waiting.set(number, ~layer.has_mean, exact, layer.seqlen)
         cache.changes.restart(tidy=False)
+
+
+def _end_waiting(cache: DeviceState, number: int) -> None:
+    """Pack exact tokens that have no place on the device: of rows with a mean, or with too few bytes."""
+    layer = cache.layers[number]
+    if layer.residual:
+        return
+    for row in np.flatnonzero(~layer.has_mean):
+        position = layer.windows[row].position
+        if not len(position):
+            continue
+        if not cache.waiting.holds[number] or position[0] >> 16 != position[-1] >> 16:
+            _take_mean(layer, int(row))
+    if any(len(window) for window, has in zip(layer.windows, layer.has_mean, strict=True) if has):
+        since = layer.since_collection
+        layer.commit(_nothing(layer), cache.share_of(layer.seqlen))
+        layer.since_collection = since
+
+
+def _take_mean(layer: Layer, row: int) -> None:
+    """Freeze the mean of a row on the CPU, of the tokens that there are."""
+    layer.store.k_mean[row] = key_mean(layer.windows[row].k[:LAST].astype(np.float32))
+    layer.has_mean[row] = True
+
+
+def _nothing(layer: Layer) -> Arrival:
+    """No new tokens."""
+    store = layer.store
+    vectors = np.zeros((store.batch, 0, store.num_heads_kv, store.head_dim), np.float32)
+    return Arrival(vectors, vectors, np.zeros((store.batch, 0), bool))
 
 
 @contextmanager
@@ -97,9 +136,7 @@ def choose(cache: DeviceState, which: slice, share: int | None) -> None:
     """Let the CPU choose widths and what leaves the window."""
     with borrowed(cache, which):
         for number, layer in list(enumerate(cache.layers))[which]:
-            store = layer.store
-            nothing = np.zeros((store.batch, 0, store.num_heads_kv, store.head_dim), np.float32)
-            none = Arrival(nothing, nothing, np.zeros((store.batch, 0), bool))
+            none = _nothing(layer)
             layer.commit(none, _share(cache, number, share, cache.changes.room, none.valid))
     cache.changes.set_share(share)
 
@@ -117,11 +154,24 @@ def _share(
     if not cache.settings.residual:
         ladder = cache.changes.ladders[layer]
         return share - reserve_nbytes(cache.lengths[layer], room, True, store.num_heads_kv, ladder)
-    pages = window_nbytes(
-        cache.settings.residual, store.num_heads_kv, store.page_bytes(len(store.ladder) - 1)
-    )
-    exact = min(len(window) + int(use.sum()) for window, use in zip(state.windows, new, strict=True))
-    return share - pages + min(exact, cache.settings.residual) * state.windows[0].token_nbytes
+    held = np.array([len(window) + int(use.sum()) for window, use in zip(state.windows, new, strict=True)])
+    widest, ladder = store.page_bytes(len(store.ladder) - 1), ladder_of(state.store)
+
+    def pages_of(exact: Any) -> int:
+        return window_nbytes(int(max(exact.max(), cache.settings.residual)), store.num_heads_kv, widest)
+
+    exact = _exact(state, held)
+    packed = guaranteed_nbytes(cache.lengths[layer], store.num_heads_kv, ladder, store.fixed_nbytes)
+    if pages_of(exact) + packed > share:
+        for row in np.flatnonzero(~state.has_mean & (held < LAST)):  # bytes are too few to wait
+            _take_mean(state, int(row))
+        exact = _exact(state, held)
+    return share - pages_of(exact) + int(exact.min()) * state.windows[0].token_nbytes
+
+
+def _exact(layer: Layer, held: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Tokens of each row that stay in its window, given how many there are with new ones."""
+    return np.where(layer.has_mean | (held >= LAST), np.minimum(held, layer.residual), held)
 
 
 def consolidate(cache: DeviceState, steps: int, share: int, *, to_come: bool, padded: bool = False) -> None:
@@ -129,5 +179,5 @@ def consolidate(cache: DeviceState, steps: int, share: int, *, to_come: bool, pa
     with borrowed(cache):
         for layer, length, ladder in zip(cache.layers, cache.lengths, cache.changes.ladders, strict=True):
             reserve = reserve_nbytes(length, steps, to_come, layer.store.num_heads_kv, ladder, padded=padded)
-            layer.carry_out(layer.shrink(np.arange(layer.store.batch), share - reserve))
+            layer.carry_out(layer.shrink(np.flatnonzero(layer.has_mean), share - reserve))
     cache.changes.set_share(share)

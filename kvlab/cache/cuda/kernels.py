@@ -1,5 +1,5 @@
-"""Launchers of the kernels that store tokens in a cache on a GPU: `pages/append.cu`, `pages/write.cu` and
-`pages/prefill.cu`.
+"""Launchers of the kernels that store tokens in a cache on a GPU: `pages/append.cu`, `pages/write.cu`,
+`pages/prefill.cu` and `pages/means.cu`.
 
 A decode step's append is launched once a layer and token, so its arguments are kept as the bytes of one
 struct, in which a call changes no more than the addresses of what is new.
@@ -27,9 +27,10 @@ __all__ = [
     "MAX_STEPS",
     "NEW_TOKENS",
     "OBSERVED",
+    "ROWS",
     "AppendCall",
     "copy_pages",
-    "mean_of_keys",
+    "freeze_means",
     "merge_rows",
     "new_tokens",
     "write_tokens",
@@ -39,6 +40,8 @@ MAX_STEPS, MAX_GROUP = 16, 16
 """Tokens of a row, and query heads of a KV head, that one append can take."""
 OBSERVED = {"mass": 0, "norm": 1, "one": 2}
 """What the importance of a new token is: attention mass, 1 / norm of its key, 1."""
+ROWS = {"all": 0, "waiting": 1, "others": 2}
+"""Which rows an append serves."""
 
 _STRIDES = ("k_batch", "k_step", "k_head", "v_batch", "v_step", "v_head")
 NEW_TOKENS = np.dtype(
@@ -47,6 +50,7 @@ NEW_TOKENS = np.dtype(
         *((name, "i8") for name in _STRIDES),
         ("steps", "i4"),
         ("first", "i4"),
+        ("positions", "u8"),
     ]
 )
 """`NewTokens` of pages/state.cuh."""
@@ -59,24 +63,36 @@ _APPEND = np.dtype(
         *((name, "i4") for name in ("group", "has_stored", "observed")),
         ("scale", "f4"),
         ("softcap", "f4"),
+        ("rows", "i4"),
+    ],
+    align=True,
+)
+_FREEZE = np.dtype(
+    [
+        ("layer", "u8"),
+        ("fresh", NEW_TOKENS),
+        *((name, "u8") for name in ("k", "v", "valid", "importance", "positions")),
+        *((name, "i4") for name in ("before", "room", "force")),
     ],
     align=True,
 )
 _FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "has_stored"))  # type: ignore[index]
 _WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
 _WRITE_STORED = struct.Struct("i").pack_into
-_THREADS, _SIDE_THREADS, _APPEND_THREADS = 256, 128, 512
+_THREADS, _SIDE_THREADS, _APPEND_THREADS, _FREEZE_THREADS = 256, 128, 512, 512
 _BLOCKS = 36  # a multiprocessor, of all layers together: whole waves of 2, 3 or 4 at a time
 _FEW_BLOCKS = 8  # where most lists are empty or short
 _MANY_PAGES = 1024  # from which on a warp writes a page by itself
 
 
-def new_tokens(k: CudaView, v: CudaView, valid: int, importance: int, steps: int, first: int) -> Any:
-    """A `NewTokens` struct."""
+def new_tokens(
+    k: CudaView, v: CudaView, valid: int, importance: int, steps: int, first: int, positions: int = 0
+) -> Any:
+    """A `NewTokens` struct; without `positions`, an address, they are `first`, `first + 1` and so on."""
     fresh = np.zeros(1, NEW_TOKENS)
     numbers = (k.pointer, v.pointer, valid, importance, *k.strides[:3], *v.strides[:3])
     fresh.view(np.int64)[:10] = numbers
-    fresh["steps"], fresh["first"] = steps, first
+    fresh["steps"], fresh["first"], fresh["positions"] = steps, first, positions
     return fresh[0]
 
 
@@ -95,6 +111,8 @@ class AppendCall:
     scale, softcap : float
     observed : int
         One of `OBSERVED`.
+    rows : int
+        One of `ROWS`.
     """
 
     def __init__(
@@ -110,11 +128,12 @@ class AppendCall:
         scale: float,
         softcap: float,
         observed: int,
+        rows: int = 0,
     ) -> None:
         kernel = _append_kernel(head_dim, dtype, top.bits_k, top.bits_v, device)
         call = np.zeros(1, _APPEND)
         call["layer"], call["group"], call["observed"] = state, group, observed
-        call["scale"], call["softcap"] = scale, softcap
+        call["scale"], call["softcap"], call["rows"] = scale, softcap, rows
         call["fresh"]["steps"] = steps
         self._bytes = call.view(np.uint8).data
         grid = int(state["heads"]), int(state["batch"])
@@ -173,7 +192,7 @@ def write_tokens(
 
 def _can_prefill(fresh: Any) -> bool:
     """Whether `NewTokens` are those of an empty cache, in places that write_prefill can copy from."""
-    if not fresh["k"] or fresh["first"]:
+    if not fresh["k"] or fresh["first"] or fresh["positions"]:
         return False
     strides = [int(fresh[f"{side}_{axis}"]) for side in "kv" for axis in ("batch", "step", "head")]
     if any(place % 16 for place in (int(fresh["k"]), int(fresh["v"]), *(2 * stride for stride in strides))):
@@ -195,12 +214,35 @@ def copy_pages(
     kernel(grid, (_THREADS,), (states, lists), 0, stream)
 
 
-def mean_of_keys(
-    head_dim: int, dtype: str, device: int, fresh: Any, pairs: int, heads: int, k_mean: int, stream: int
-) -> None:
-    """Write the mean of the first keys of each (row, KV head)."""
-    kernel = _kernel("pages/write", "mean_of_keys", head_dim, dtype, device)
-    kernel((pairs,), (head_dim,), (fresh, np.int32(heads), k_mean), 0, stream)
+def freeze_means(
+    head_dim: int, dtype: str, device: int, state: int, batch: int, fresh: Any, addresses: Sequence[int],
+    before: int, stream: int, *, room: int, force: bool,
+) -> None:  # fmt: skip
+    """Take the mean of the keys of rows that have enough tokens, and keep the tokens of the others.
+
+    Parameters
+    ----------
+    state : int
+        Address of the LayerState of the layer.
+    fresh : NewTokens
+        Of the call, of no steps if it has none.
+    addresses : sequence of int
+        Of k, v, valid, importance and positions of `kvlab.cache.cuda.waiting.Merged`, 0 where there is none.
+    before : int
+        Waiting tokens of a row that these have places for.
+    room : int
+        Tokens that may come until the next call.
+    force : bool
+        No row waits any longer.
+    """
+    call = np.zeros(1, _FREEZE)
+    call["layer"], call["fresh"] = state, fresh
+    for name, address in zip(("k", "v", "valid", "importance", "positions"), addresses, strict=True):
+        call[name] = address
+    call["before"], call["room"], call["force"] = before, room, force
+    if batch:
+        kernel = _kernel("pages/means", "freeze_means", head_dim, dtype, device)
+        kernel((batch,), (_FREEZE_THREADS,), (call[0],), 0, stream)
 
 
 def merge_rows(

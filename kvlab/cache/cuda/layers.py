@@ -16,12 +16,15 @@ from typing import Any
 
 from kvlab.arrays import CudaView, cuda_view, current_stream, empty
 from kvlab.cache.cuda import host, kernels
-from kvlab.cache.cuda.state import DeviceState, Settings
+from kvlab.cache.cuda.plan import Workspace
+from kvlab.cache.cuda.state import DeviceState, Settings, ShareOf
+from kvlab.cache.cuda.waiting import Merged, merged_tokens
 from kvlab.cache.layer import Layer
 from kvlab.device import translated_out_of_memory
 
 __all__ = ["DeviceCache"]
 
+NO_TOKENS = CudaView(0, (0, 0, 0, 0), (0, 0, 0, 0), "float16", 0)
 OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
 """What the importance of a new token of a step is, by what the policy observes."""
 
@@ -33,9 +36,9 @@ class DeviceCache(DeviceState):
     """
 
     def __init__(
-        self, layers: Sequence[Layer], settings: Settings, like: Any, capacity: int, share: int | None
+        self, layers: Sequence[Layer], settings: Settings, like: Any, capacity: int, share_of: ShareOf
     ) -> None:
-        super().__init__(layers, settings, like, capacity, share)
+        super().__init__(layers, settings, like, capacity, share_of)
         if any(self.lengths):
             with translated_out_of_memory("moving a cache to its GPU"):
                 host.take_back(self)
@@ -61,6 +64,8 @@ class DeviceCache(DeviceState):
         attend, append, lse = self.calls.step(layer, q, steps, scale, softcap, observed, collects)
         out = empty(query.shape, query.dtype, q)
         address, stored = cuda_view(out, "out").pointer, self.lengths[layer] > 0
+        if valid:
+            self.waiting.mask(layer)
         self.collector.before(layer, steps, self.since[layer] + steps, stream)
         if stored:
             attend(query, address, lse.pointer, stream)
@@ -84,6 +89,8 @@ class DeviceCache(DeviceState):
         observed = "one" if self.observes[layer] == "nothing" else "norm"
         call = self.calls.append(layer, steps, 1.0, 0.0, observed)
         self.settle(current_stream(k))
+        if valid:
+            self.waiting.mask(layer)
         call(None, views[0], views[1], valid, 0, 0, False, current_stream(k))
         self.count(layer, steps, False)
 
@@ -139,22 +146,56 @@ class DeviceCache(DeviceState):
             room = steps
             if not all(self.changes.fits(layer, self.lengths[layer], room=room) for layer in layers):
                 host.consolidate(self, steps, share, to_come=True)
-        self.changes.make_room(first, n, stream, room)
+        if not any(self.waiting.any(layer) for layer in layers):
+            self.changes.make_room(first, n, stream, room)
+            for layer in layers:
+                self.room[layer] = room
+            return
+        merged = self._merged(layers)
         for layer in layers:
-            self.room[layer] = room
+            self.room[layer] = self._look_after_waiting(layer, steps, room, merged, stream)
+
+    def _merged(self, layers: Sequence[int]) -> tuple[Merged, Workspace]:
+        """Memory for the waiting tokens of any layer, taken before anything changes."""
+        store = self.layers[0].store
+        shape = store.batch, 0, store.num_heads_kv, store.head_dim
+        merged = merged_tokens(shape, self.like, store.dtype, waiting=True)
+        stored = any(self.waiting.mode(layer) != "all" for layer in layers)
+        return merged, self.changes.admission(merged.before, stored)
+
+    def _look_after_waiting(
+        self, layer: int, steps: int, room: int, memory: tuple[Merged, Workspace], stream: int
+    ) -> int:
+        """Open pages for the next tokens of a layer whose rows may wait, and return for how many."""
+        (merged, workspace), waiting, length = memory, self.waiting, self.lengths[layer]
+        waiting.advance(layer, length)
+        mode, most = waiting.mode(layer), max(steps, room)
+        freezes = waiting.may_freeze(layer, length + most)
+        with_tokens = freezes and waiting.holds[layer]
+        if not freezes:
+            most = waiting.room(layer, steps, room)
+        nothing = kernels.new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
+        self.freeze(layer, nothing, merged if with_tokens else None, most, stream)
+        waiting.frozen(layer, length + most)
+        if with_tokens:
+            fresh = merged.fresh(NO_TOKENS, NO_TOKENS, 0, length)
+            self.changes.take_waiting(layer, fresh, workspace, stream, most)
+        elif mode != "all":
+            self.changes.make_room(layer, 1, stream, most)
+        return waiting.room(layer, steps, most)
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
-    def grow(self, capacity: int, share: int | None) -> None:
+    def grow(self, capacity: int) -> None:
         """Make room for longer sequences, by way of the host."""
         with host.lent(self):
-            self._move(capacity, share)
+            self._move(capacity, self.share_of)
 
     @contextmanager
-    def on_host(self, memory: Callable[[], tuple[int, int | None]], changes: bool) -> Iterator[None]:
+    def on_host(self, memory: Callable[[], tuple[int, ShareOf]], changes: bool) -> Iterator[None]:
         """Let the layers of the CPU hold everything for a while, and take it back if it `changes`.
 
-        `memory()` gives capacity and share if the batch is another one afterwards.
+        `memory()` gives the arguments of `make` if the batch is another one afterwards.
         """
         with host.lent(self):
             yield
@@ -165,11 +206,11 @@ class DeviceCache(DeviceState):
             else:
                 self._move(*memory())
 
-    def _move(self, capacity: int, share: int | None) -> None:
+    def _move(self, capacity: int, share_of: ShareOf) -> None:
         """Take other memory for what the layers of the CPU hold; an error leaves the old as it was."""
         before = {name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()}
         try:
-            self.make(capacity, share)
+            self.make(capacity, share_of)
             self.pairs = self.store.batch * self.store.heads
             host.take_back(self)
         except BaseException:
@@ -180,5 +221,7 @@ class DeviceCache(DeviceState):
         """Forget everything."""
         self.collector.forget()
         self.store.clear()
+        self.waiting.clear()
+        self.has_mean = [layer.has_mean.copy() for layer in self.layers]
         self.lengths, self.since, self.room = ([0] * len(self.layers) for _ in range(3))
         self.changes.restart(tidy=True)

@@ -8,9 +8,10 @@ once, behind the last layer (changes.py), and memory that all layers need is tak
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlab.arrays import (
     CudaView,
@@ -26,6 +27,7 @@ from kvlab.cache.cuda import function, host, kernels, score
 from kvlab.cache.cuda.changes import Admission
 from kvlab.cache.cuda.plan import Workspace
 from kvlab.cache.cuda.score import lies_in_units
+from kvlab.cache.cuda.waiting import Merged, merged_tokens, put_new
 from kvlab.cache.importance import MOST_TOKENS
 from kvlab.ops.attention import attention, attention_varlen
 from kvlab.ops.cuda.packed import kept_page_bytes
@@ -56,7 +58,7 @@ def step(
     if observed:
         arrays[:2], views[:2] = zip(*map(_in_units, arrays[:2], views[:2]), strict=True)
     q, k, v = arrays
-    workspace = _begin(cache, layer, steps, stream)
+    memory = _begin(cache, layer, [k, v], valid, stream)
     new = _kept(cache, layer, [k, v], views[1:], valid, share)
     codes = empty((cache.pairs, steps), "uint8", k)  # all memory is taken before anything changes
     out, lse = attend_new(q, k, v, valid, scale, softcap)
@@ -73,7 +75,7 @@ def step(
         score.score_norms(k, codes, cache.settings.importance, stream)
     if received is not None:  # behind what a user's function says of new tokens: if it fails, nothing changed
         _score_stored(cache, layer, *received, steps, stream)
-    _admit(cache, layer, *new, codes, codes if observed else None, share, workspace, stream)
+    _admit(cache, layer, *new, codes, codes if observed else None, share, memory, stream)
     cache.count(layer, steps, collects)
     if layer == len(cache.layers) - 1:
         cache.calls.forget()
@@ -85,22 +87,44 @@ def append(
 ) -> None:
     """Store many tokens: `arrays` and `views` of k and v; the last layer waits for the device."""
     k, steps, stream = arrays[0], views[0].shape[1], current_stream(arrays[0])
-    workspace = _begin(cache, layer, steps, stream)
+    memory = _begin(cache, layer, arrays, valid, stream)
     new = _kept(cache, layer, arrays, views, valid, share)
     codes = empty((cache.pairs, steps), "uint8", k)
     score.score_norms(k, codes, cache.settings.importance, stream)
     if cache.observes[layer] == "mass":
         _ask_function(cache, layer, codes, valid)
-    _admit(cache, layer, *new, codes, None, share, workspace, stream)
+    _admit(cache, layer, *new, codes, None, share, memory, stream)
     cache.count(layer, steps, False)
 
 
-def _begin(cache: DeviceCache, layer: int, steps: int, stream: int) -> Workspace:
+class _Memory(NamedTuple):
+    """What a layer's new tokens are planned in.
+
+    counts (batch,): how many are valid, where rows may wait for the mean of their keys. `merged`: tokens that
+    wait and new ones, unless all rows get their mean by the new ones alone.
+    """
+
+    workspace: Workspace
+    counts: NDArray[np.int64] | None
+    merged: Merged | None
+
+
+def _begin(cache: DeviceCache, layer: int, new: list[Any], valid: Any, stream: int) -> _Memory:
     """Leave nothing undone that pages of this layer wait for, and take memory for the plan."""
     cache.collector.settle(stream)
     if cache.changes.awaits(layer):
         cache.changes.confirm()
-    return cache.changes.admission(steps, cache.lengths[layer] > 0)
+    waiting, length, counts, merged = cache.waiting, cache.lengths[layer], None, None
+    shape = tuple(new[0].shape)
+    batch, steps = shape[:2]
+    if waiting.any(layer) and not cache.settings.on_host:
+        waiting.advance(layer, length)
+        counts = np.full(batch, steps, np.int64) if valid is None else to_host(valid).sum(1)
+        held = waiting.hold_tokens(layer)
+        if held or not waiting.must_freeze(layer, counts).all():
+            merged = merged_tokens(shape, new[0], dtype_name(new[0]), waiting=held)
+    total = steps if merged is None else merged.before + steps
+    return _Memory(cache.changes.admission(total, length > 0), counts, merged)
 
 
 def _in_units(x: Any, view: CudaView) -> tuple[Any, CudaView]:
@@ -170,7 +194,7 @@ def _attend_stored(
     addresses = [pointer_of(x) for x in (out, lse, stored, stored_lse)]
     kernels.merge_rows(store.head_dim, store.dtype, cache.device, addresses, tuple(q.shape[:3]), stream)
     if valid is not None:
-        lse.swapaxes(1, 2)[~valid] = float("inf")
+        out[~valid], lse.swapaxes(1, 2)[~valid] = 0, float("inf")
     if not collects:
         return None
     total = lse
@@ -215,18 +239,14 @@ def _admit(
     codes: Any,
     mass: Any,
     share: int | None,
-    workspace: Workspace,
+    memory: _Memory,
     stream: int,
 ) -> None:
     """Plan and write new keys and values of one layer."""
     store, steps, length = cache.layers[layer].store, views[0].shape[1], cache.lengths[layer]
+    workspace, counts, merged = memory
     mask = 0 if valid is None else pointer_of(valid)
     fresh = kernels.new_tokens(views[0], views[1], mask, pointer_of(codes), steps, length)
-    if length == 0 and cache.layers[layer].takes_mean:
-        mean = pointer_of(cache.store.tables["k_mean"][layer])
-        kernels.mean_of_keys(
-            store.head_dim, store.dtype, cache.device, fresh, cache.pairs, cache.store.heads, mean, stream
-        )
     if cache.settings.on_host:
         host.admit(cache, layer, (new[0], new[1]), valid, mass, share)
         return
@@ -234,9 +254,23 @@ def _admit(
     changes.set_share(share)
     if share is not None and changes.is_tight(layer, length + steps):
         use = np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
+        if merged is not None and merged.before:  # the CPU counts waiting tokens with the others
+            host.admit(cache, layer, (new[0], new[1]), valid, mass, share)
+            return
+        if counts is not None:
+            use = use & cache.waiting.must_freeze(layer, counts)[:, None]
         if not changes.fits(layer, length, new=use):
             host.consolidate(cache, steps, share, to_come=False, padded=valid is not None)
     arrays = (*new, codes) if valid is None else (*new, codes, valid)
+    if counts is not None:
+        if merged is not None:
+            put_new(merged, new[0], new[1], codes)
+        cache.freeze(layer, fresh, merged, 1, stream)
+        cache.waiting.add(layer, length + steps, counts)
+        cache.waiting.frozen(layer, length + steps + 1)
+        if merged is not None:
+            fresh = merged.fresh(views[0], views[1], pointer_of(codes), length)
+            arrays = (*arrays, *merged.arrays)
     # No room for tokens to come: if long steps follow, open pages would have taken bytes from these tokens.
     last = layer == len(cache.layers) - 1
     changes.admit(Admission(layer, fresh, workspace, stream, arrays), last=last)

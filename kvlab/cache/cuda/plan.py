@@ -51,7 +51,7 @@ _CALL = np.dtype(
     [
         ("hulls", _HULL, _RUNGS + 1),
         ("cost", "i4", _RUNGS + 1),
-        *((name, "u8") for name in ("layers", "codes", "valid", *_FIELDS)),
+        *((name, "u8") for name in ("layers", "codes", "valid", "positions", *_FIELDS)),
         ("fixed_bytes", "i8"),
         *((name, "i4") for name in _NUMBERS),
     ],
@@ -280,6 +280,7 @@ def launch_plan(
     by_position: bool = False,
     codes: int = 0,
     valid: int = 0,
+    positions: int = 0,
     steps: int = 0,
     first_position: int = 0,
 ) -> None:
@@ -298,9 +299,10 @@ def launch_plan(
         Bytes of a row beside pages and their table entries.
     by_position : bool
         Importance follows from the position alone.
-    codes, valid, steps, first_position : int
-        New tokens: addresses of their importance (pairs, steps) uint8 and of what is no padding
-        (batch, steps) uint8 or 0, their number and first position.
+    codes, valid, positions, steps, first_position : int
+        New tokens: addresses of their importance (pairs, steps) uint8, of what is no padding (batch, steps)
+        uint8 or 0, of their positions (batch, steps) int32 or 0 if these follow each other, their number and
+        first position. `first_position + steps` is the length of the rows behind them.
 
     Raises
     ------
@@ -316,6 +318,7 @@ def launch_plan(
     call = workspace.call[0]
     call["hulls"], call["cost"][: len(ladder.cost)] = _hulls(ladder), ladder.cost
     call["layers"], call["codes"], call["valid"] = states + first * state_nbytes, codes, valid
+    call["positions"] = positions
     call["fixed_bytes"], call["steps"], call["first_position"] = fixed_nbytes, steps, first_position
     call["sink"], call["recent"], call["room"], call["by_position"] = sink, recent, room, by_position
     if layers not in workspace.launches:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvlab.shapes import match_shapes
 
 if TYPE_CHECKING:
     from kvlab.cache.cuda.layers import DeviceCache
+    from kvlab.cache.cuda.state import ShareOf
 
 __all__ = ["GpuRoad", "smallest_on_gpu"]
 
@@ -255,7 +257,7 @@ class GpuRoad:
             self._fitting = length, batch  # the same for every layer of a step
         if device is not None and length > device.capacity:
             capacity = self._capacity(length)
-            device.grow(capacity, self._limit.share(capacity, batch))
+            device.grow(capacity)
 
     def _begin(self, views: list[CudaView], like: Any, steps: int) -> DeviceCache:
         from kvlab.cache.cuda.layers import DeviceCache
@@ -277,9 +279,9 @@ class GpuRoad:
             by_function=callable(cache.importance),
         )
         capacity = self._capacity(self.seqlen(0) + steps)
-        share = self._limit.share(capacity, cache.batch)
         nothing = empty((0,), "uint8", like)  # of the caller's framework, and without the caller's memory
-        self._device = DeviceCache(self._layers, settings, nothing, capacity, share)
+        share_of = partial(self._limit.share, batch=cache.batch)
+        self._device = DeviceCache(self._layers, settings, nothing, capacity, share_of)
         return self._device
 
     def _capacity(self, length: int) -> int:
@@ -310,8 +312,9 @@ class GpuRoad:
         if min(device.room) < steps:
             self._make_sure(device.lengths[0] + steps)
             device.reallocate(steps, self._share(0, steps))
-        collects = tuple([device.collects(layer, steps) for layer in range(len(device.lengths))])
-        return device.generation, device.lengths[0] > 0, collects
+        layers = range(len(device.lengths))
+        collects = tuple([device.collects(layer, steps) for layer in layers])
+        return device.generation, device.lengths[0] > 0, collects, tuple(map(device.waiting.mode, layers))
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -320,9 +323,11 @@ class GpuRoad:
         if device is None:
             raise RuntimeError("a step must run once before a graph records it")
         before, kept = [counter.copy() for counter in device.counters], device.collector.state
+        device.waiting.recording = True
         try:
             yield
         finally:
+            device.waiting.recording = False
             device.collector.state = kept
             for counter, values in zip(device.counters, before, strict=True):
                 counter[:] = values
@@ -351,6 +356,6 @@ class GpuRoad:
         with self._device.on_host(lambda: self._memory(), changes):
             yield
 
-    def _memory(self) -> tuple[int, int | None]:
-        capacity = self._capacity(self._layers[0].seqlen)
-        return capacity, self._limit.share(capacity, len(self._layers[0].windows))
+    def _memory(self) -> tuple[int, ShareOf]:
+        share_of = partial(self._limit.share, batch=len(self._layers[0].windows))
+        return self._capacity(self._layers[0].seqlen), share_of

@@ -6,21 +6,26 @@ knows lengths and how much room it has made, nothing else of what lies in pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
 
-from kvlab.arrays import cuda_view
+from kvlab.arrays import cuda_view, pointer_of
+from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.calls import Repeated, StepCalls
-from kvlab.cache.cuda.changes import MOST_ROOM, Changes
+from kvlab.cache.cuda.changes import MOST_ROOM, Changes, ladder_of
 from kvlab.cache.cuda.collect import Collector
 from kvlab.cache.cuda.kernels import MAX_STEPS
+from kvlab.cache.cuda.store import STATE
+from kvlab.cache.cuda.waiting import Merged, Waiting, takes_mean, waits_within
 from kvlab.cache.cuda.window import arena_share, store_on_gpu
 from kvlab.cache.layer import Layer
 
-__all__ = ["DeviceState", "Settings"]
+__all__ = ["DeviceState", "Settings", "ShareOf"]
+
+ShareOf = Callable[[int], "int | None"]
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,12 @@ class DeviceState:
         On the GPU; memory comes from its framework.
     capacity : int
         Tokens of a row that there is room for.
-    share : int or None
-        Bytes that a row of a layer may take at that length; None: no limit.
+    share_of : callable
+        From the length of a row to the bytes that it may take in a layer; None: no limit.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], settings: Settings, like: Any, capacity: int, share: int | None
+        self, layers: Sequence[Layer], settings: Settings, like: Any, capacity: int, share_of: ShareOf
     ) -> None:
         store = layers[0].store
         self.layers, self.settings, self.like = layers, settings, like
@@ -75,10 +80,13 @@ class DeviceState:
         self.room = [0] * len(layers)
         self.observes = [layer.observes for layer in layers]
         self.generation = 0
-        self.make(capacity, share)
+        self.has_mean = [layer.has_mean.copy() for layer in layers]  # where the CPU takes it
+        self.make(capacity, share_of)
 
-    def make(self, capacity: int, share: int | None) -> None:
+    def make(self, capacity: int, share_of: ShareOf) -> None:
         """Take memory for so many tokens of a row, and forget the old."""
+        takes = [takes_mean(layer) for layer in self.layers]
+        holds = [waits_within(layer, ladder_of(layer.store), share_of(0)) for layer in self.layers]
         settings = self.settings
         often = max(settings.realloc_every, MOST_ROOM if settings.on_host else MAX_STEPS)
         self.changes = Changes(
@@ -86,25 +94,32 @@ class DeviceState:
             self.like,
             self.device,
             capacity,
-            arena_share(self.layers, capacity, share),
+            arena_share(self.layers, capacity, share_of(capacity)),
             sink=settings.sink,
             recent=settings.recent,
             room=min(often, MOST_ROOM),
             by_position=settings.importance == "recency",
+            takes_mean=takes,
+            holds_waiting=holds,
         )
-        self.store, self.capacity = self.changes.store, capacity
+        self.store, self.capacity, self.share_of = self.changes.store, capacity, share_of
+        self.waiting = Waiting(takes, holds, self.store.batch)
         self.generation += 1
         heads = settings.num_heads_q
         decay = 0.0 if settings.by_function else settings.ema_decay  # only what was received last counts
         self.collector = Collector(self.store, heads, settings.importance, decay)
-        self.calls = StepCalls(self.store, self.device, heads, self.collector)
+        self.calls = StepCalls(self.store, self.device, heads, self.collector, self.waiting)
         self.repeated: list[Repeated | None] = [None] * len(self.layers)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
     def used(self) -> Any:
-        """Number of live pages, (layers, rungs); waits for the device."""
-        return self.read("used")[0]
+        """Number of live pages, (layers, rungs), waiting ones behind the last rung; waits for the device."""
+        used, waits, num_pages = self.read("used", "waits", "num_pages")
+        for layer, pages in enumerate((num_pages * (waits > 0)[..., None]).sum((1, 2))):
+            if self.store.holds_waiting[layer]:
+                used[layer, len(self.store.stores[layer].layouts)] = pages
+        return used
 
     def read(self, *names: str) -> list[NDArray[Any]]:
         """Copies of tables on the host; waits for the device."""
@@ -127,3 +142,16 @@ class DeviceState:
         """Bring importance up to date and see that new tokens are in, before anything changes pages."""
         self.collector.settle(stream)
         self.changes.confirm()
+
+    def freeze(self, layer: int, fresh: Any, merged: Merged | None, room: int, stream: int) -> None:
+        """Take the means that are due, and see to tokens that wait: see `kernels.freeze_means`."""
+        store, addresses = self.store.stores[layer], [0] * 5
+        if merged is not None:
+            arrays = merged.k, merged.v, merged.valid, merged.importance, merged.positions
+            addresses = [0 if x is None else pointer_of(x) for x in arrays]
+        kernels.freeze_means(
+            store.head_dim, store.dtype, self.device, self.store.states_pointer + layer * STATE.itemsize,
+            store.batch, fresh, addresses, 0 if merged is None else merged.before, stream,
+            room=room, force=not self.waiting.holds[layer],
+        )  # fmt: skip
+        self.repeated[layer] = None

@@ -21,18 +21,18 @@ from kvlab.arrays import cuda_view, empty, overwrite, to_device, to_host
 from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, PageLayout
 from kvlab.cache.store import LayerStore
 
-__all__ = ["OPEN_PAGES", "STATE", "UNIT", "DevicePages", "DeviceStore", "slab_nbytes"]
+__all__ = ["OPEN_PAGES", "STATE", "UNIT", "WAITING_PAGES", "DevicePages", "DeviceStore", "slab_nbytes"]
 
 UNIT = 64
 """Bytes that the `index` of the page table counts."""
-OPEN_PAGES = 2
+OPEN_PAGES = WAITING_PAGES = 2
 _RUNGS = 16
 _WASTE = 0.03
 
 _RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
 _POINTERS = (
-    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "open", "seqlen", "used", "slab_count",
-    "slabs", "free_slabs", "num_free", "owner", "place", "budget", "status",
+    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "waits", "open", "seqlen", "used",
+    "slab_count", "slabs", "free_slabs", "num_free", "owner", "place", "budget", "status", "waiting",
 )  # fmt: skip
 _NUMBERS = ("batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts")
 STATE = np.dtype(
@@ -95,6 +95,8 @@ class DeviceStore:
         Bytes that a row of a layer may take; None: as many as the highest rung needs.
     spare : callable
         `spare(layer, slab_nbytes)`: bytes of an arena beyond what rows may take.
+    takes_mean, holds_waiting : sequence of bool
+        By layer: whether the device takes the mean of its keys, and whether rows have pages to wait for it.
 
     Attributes
     ----------
@@ -111,8 +113,13 @@ class DeviceStore:
         capacity: int,
         share: int | None,
         spare: Callable[[int, int], int] = lambda layer, slab: 0,
+        takes_mean: Sequence[bool] = (),
+        holds_waiting: Sequence[bool] = (),
     ) -> None:
         first = stores[0]
+        self._takes_mean = np.array(takes_mean or [False] * len(stores), bool)
+        self.holds_waiting = list(holds_waiting or [False] * len(stores))
+        self.widest = PageLayout(first.head_dim, 16, 16, 2)
         self.stores, self.capacity = stores, capacity
         self.batch, self.heads, self.head_dim = first.batch, first.num_heads_kv, first.head_dim
         self.pairs, self.num_rungs = self.batch * self.heads, max(len(store.ladder) for store in stores)
@@ -134,8 +141,10 @@ class DeviceStore:
             slab // min(layout.nbytes for layout in store.layouts) * self.max_slabs
             for slab, store in zip(self.slab, stores, strict=True)
         )
+        waiting = self.pairs * WAITING_PAGES * self.widest.nbytes
         self.arenas = [
-            empty((slab * n,), "uint8", like) for slab, n in zip(self.slab, self.num_slabs, strict=True)
+            empty((slab * n + waits * waiting,), "uint8", like)
+            for slab, n, waits in zip(self.slab, self.num_slabs, self.holds_waiting, strict=True)
         ]
         self.tables = {
             name: empty((len(stores), *shape), dtype, like) for name, (shape, dtype) in self._shapes().items()
@@ -156,6 +165,7 @@ class DeviceStore:
             "base": (table, "int16"),
             "num_pages": (pairs, "int32"),
             "k_mean": ((*pairs, self.head_dim), "float16"),
+            "waits": ((self.batch,), "int32"),
             "open": ((*pairs, OPEN_PAGES), "int32"),
             "seqlen": (pairs, "int32"),
             "used": ((_RUNGS,), "int32"),
@@ -176,6 +186,7 @@ class DeviceStore:
         for table in self.tables.values():
             table[...] = 0
         self.tables["open"][...] = -1
+        overwrite(self.tables["waits"], np.repeat(self._takes_mean[:, None], self.batch, 1).astype(np.int32))
         overwrite(self.tables["free_slabs"], np.stack([*map(self.all_slabs, range(len(self.stores)))]))
         overwrite(self.tables["num_free"], np.array(self.num_slabs, np.int32)[:, None])
 
@@ -188,10 +199,12 @@ class DeviceStore:
     def _state(self, layer: int) -> Any:
         store = self.stores[layer]
         state = np.zeros((), STATE)
-        for place, layout in zip(state["rungs"], store.layouts, strict=False):
+        for place, layout in zip(state["rungs"], self.layouts(layer), strict=False):
             place["record"], place["per_slab"] = layout.nbytes // UNIT, self.slab[layer] // layout.nbytes
             place["bits_k"], place["bits_v"], place["tail"] = layout.bits_k, layout.bits_v, layout.positions
         state["arena"] = cuda_view(self.arenas[layer], "arena").pointer
+        if self.holds_waiting[layer]:
+            state["waiting"] = state["arena"] + self.slab[layer] * self.num_slabs[layer]
         for name, table in self.tables.items():
             state[name] = cuda_view(table[layer], name).pointer
         numbers = (
@@ -207,12 +220,18 @@ class DeviceStore:
         """Bytes of arenas, tables and states."""
         return sum(int(x.nbytes) for x in (*self.arenas, *self.tables.values(), self.states))
 
-    def pages(self, layer: int) -> DevicePages:
-        """What packed attention reads of a layer."""
+    def layouts(self, layer: int) -> tuple[PageLayout, ...]:
+        """The pages of each rung; behind those of the ladder, that of tokens that wait."""
+        layouts: tuple[PageLayout, ...] = self.stores[layer].layouts
+        return (*layouts, self.widest) if self.holds_waiting[layer] else layouts
+
+    def pages(self, layer: int, *, waiting: bool = False) -> DevicePages:
+        """What packed attention reads of a layer; `waiting`: rows may have tokens that wait."""
         store, tables = self.stores[layer], self.tables
+        layouts = self.layouts(layer) if waiting else store.layouts
         return DevicePages(
-            layouts=store.layouts,
-            pools=(self.arenas[layer],) * len(store.layouts),
+            layouts=layouts,
+            pools=(self.arenas[layer],) * len(layouts),
             rung=tables["rung"][layer],
             count=tables["count"][layer],
             index=tables["index"][layer],
@@ -224,12 +243,11 @@ class DeviceStore:
 
     def nbytes(self, layer: int, used: NDArray[np.int32]) -> int:
         """Bytes of the live pages and tables of a layer, given how many pages each rung has."""
-        store = self.stores[layer]
         pages = sum(
             int(n) * (layout.nbytes + PAGE_TABLE_BYTES)
-            for n, layout in zip(used, store.layouts, strict=False)
+            for n, layout in zip(used, self.layouts(layer), strict=False)
         )
-        return pages + self.batch * store.fixed_nbytes
+        return pages + self.batch * self.stores[layer].fixed_nbytes
 
     def read(self, *names: str) -> list[NDArray[Any]]:
         """Copies of tables on the host; waits for the device."""

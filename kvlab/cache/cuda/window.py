@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype
+from kvlab.cache.frame import LAST
 from kvlab.cache.ladder import Ladder, Rung
 from kvlab.cache.layer import Layer
 from kvlab.cache.pages import (
@@ -28,7 +29,7 @@ from kvlab.cache.pages import (
 from kvlab.cache.store import LayerStore
 from kvlab.cache.window import Window
 
-__all__ = ["arena_share", "joined", "ladder_on_gpu", "split", "store_on_gpu", "window_nbytes"]
+__all__ = ["EXACT", "arena_share", "joined", "ladder_on_gpu", "split", "store_on_gpu", "window_nbytes"]
 
 EXACT = Rung(16, 16)
 
@@ -74,10 +75,15 @@ def arena_share(layers: Sequence[Layer], capacity: int, share: int | None) -> in
         window = exact.page_bytes(len(exact.ladder) - 1)
         needs.append(
             store.num_heads_kv * pages * store.page_bytes(len(store.ladder) - 1)
-            + window_nbytes(layer.residual, store.num_heads_kv, window)
+            + window_nbytes(_most_exact(layer), store.num_heads_kv, window)
             + store.fixed_nbytes
         )
     return max(needs)
+
+
+def _most_exact(layer: Layer) -> int:
+    """Tokens that a window holds after a plan: more than `residual` until the mean of keys is taken."""
+    return max(layer.residual, LAST - 1) if layer.takes_mean else layer.residual
 
 
 def joined(layer: Layer, ladder: Ladder) -> LayerStore:

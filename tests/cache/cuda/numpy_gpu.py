@@ -27,6 +27,7 @@ from kvlab.cache.cuda import (
     road,
     state,
     store,
+    waiting,
 )
 from kvlab.cache.cuda import kernels as launchers
 from kvlab.cache.cuda.store import STATE, DeviceStore
@@ -85,6 +86,9 @@ class Kernels:
     def copy_pages(self, dim: int, dtype: str, device: int, states: int, *args: Any) -> None:
         self.of(states).copy_pages(dim, dtype, device, states, *args)
 
+    def freeze_means(self, dim: int, dtype: str, device: int, state: int, *args: Any, **options: Any) -> None:
+        self.of(state).freeze_means(dim, dtype, device, state, *args, **options)
+
     def append_call(self, state: Any, *args: Any, **options: Any) -> cpu.AppendCall:
         for made in reversed(self.made):
             if any(int(other["arena"]) == int(state["arena"]) for other in made.store.host_states):
@@ -102,9 +106,9 @@ class Kernels:
 def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Put host memory in place of the GPU for one test."""
     kernels = Kernels()
-    for module in (store, state, layers, calls, long, road, repeat):
+    for module in (store, state, layers, calls, long, road, repeat, waiting):
         monkeypatch.setattr(module, "cuda_view", view)
-    for module in (calls, long):
+    for module in (calls, long, state, waiting):
         monkeypatch.setattr(module, "pointer_of", lambda x: x.ctypes.data)
     for module in (store, exchange, changes, function, host, long):
         for name, stand_in in (("to_device", lambda host, like: np.array(host)), ("to_host", np.array)):
@@ -129,7 +133,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         (calls, {"AttendCall": cpu.AttendCall, "make_workspace": lambda *args: workspace,
                       "most_query_tokens": lambda pages, group, device: kernels.most_query_tokens}),
         (launchers, {"write_tokens": kernels.write_tokens, "copy_pages": kernels.copy_pages,
-                        "mean_of_keys": cpu.mean_of_keys, "merge_rows": cpu.merge_rows,
+                        "freeze_means": kernels.freeze_means, "merge_rows": cpu.merge_rows,
                         "AppendCall": kernels.append_call}),
     ):  # fmt: skip
         for name, stand_in in names.items():

@@ -1,0 +1,198 @@
+// The mean that is taken off the keys of a row before they are packed, and its first tokens, which wait for
+// it.
+//
+// The mean is that of the valid tokens FIRST to LAST - 1 of a row, whatever calls they come in (key_mean in
+// kvlab/cache/frame.py). Until a row has LAST valid tokens they wait unchanged, in pages of width 16 that
+// attention reads like any others and that no plan sees. Then they are new tokens of the plan that follows.
+//
+// freeze_means  grid (batch): a CTA has a row with all its heads. It lists the valid new tokens. If there are
+//               enough, it writes the mean and copies waiting tokens to arrays in front of the new ones; else
+//               it copies new tokens to the waiting pages. A warp copies a vector, a thread sums a channel.
+// Memory: shared 0.4 KB.
+//
+// Macros: HEAD_DIM; BF16.
+//
+// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=128
+#include <cuda_fp16.h>
+#include "pages/codes.cuh"
+constexpr int LANES = 32, RUN = 1;
+#include "pages/encode.cuh"
+#include "pages/places.cuh"
+#include "pages/state.cuh"
+
+constexpr int THREADS = 512, WARPS = THREADS / 32, PAGE = 64;
+constexpr int FIRST = 4, LAST = 64, FEWEST = 16;  // fewer tokens than FEWEST make the mean 0
+
+struct Freeze {
+    const LayerState* layer;
+    NewTokens fresh;  // of the call; `steps` may be 0
+    // What the plan is given, by token: `before` waiting ones and the new ones. Without `before` keys,
+    // values, importance and positions are those of `fresh`, without `valid` all rows get their mean.
+    u16 *k, *v;      // [batch][before + steps][heads][HEAD_DIM]
+    u8* valid;       // [batch][before + steps]
+    u8* importance;  // [pairs][before + steps]
+    int* positions;  // [batch][before + steps]
+    int before, room,
+        force;  // room: tokens that may come until the next call; force: no row waits any longer
+};
+
+// The tokens of a row that wait, which lie in the same slots for all heads.
+struct Held {
+    const LayerState& s;
+    int first_pair, in_first, in_second;
+
+    __device__ Held(const LayerState& state, int row) : s(state), first_pair(row * state.heads) {
+        const u64 at = (u64)first_pair * s.entries;
+        const bool any = s.waits[row] && s.num_pages[first_pair];
+        in_first = any ? s.count[at] : 0, in_second = any ? s.count[at + 1] : 0;
+    }
+    __device__ int tokens() const { return in_first + in_second; }
+    __device__ u8* page(int head, int number) const {
+        const u32 record = s.rungs[s.num_rungs].record;
+        return s.waiting + ((u64)(first_pair + head) * WAITING_PAGES + number) * record * UNIT;
+    }
+    __device__ u8* tail(int head, int number) const { return page(head, number) + s.rungs[s.num_rungs].tail; }
+    __device__ int page_of(int token) const { return token >= in_first; }
+    __device__ int slot_of(int token) const { return token >= in_first ? token - in_first : token; }
+    __device__ int segment_of(int number) const { return s.base[(u64)first_pair * s.entries + number]; }
+    __device__ int position_of(int token) const {
+        const int number = page_of(token);
+        return segment_of(number) << 16 | ((const u16*)tail(0, number))[slot_of(token)];
+    }
+    __device__ u32 element(Side side, int head, int token, int channel) const {
+        const u8* codes = page(head, page_of(token)) + (side == VALUES ? 16 * HEAD_DIM * 8 : 0);
+        return read_code<16>(codes, element_at(side, slot_of(token), channel));
+    }
+};
+
+__device__ __forceinline__ bool is_valid(const NewTokens& n, int row, int step) {
+    return !n.valid || n.valid[(u64)row * n.steps + step];
+}
+
+// Lists the first LAST valid new tokens of a row and returns how many there are; all threads.
+__device__ int list_valid(const NewTokens& n, int row, int* listed) {
+    __shared__ int counts[WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int seen = 0;
+    for (int first = 0; first < n.steps; first += THREADS) {
+        const int step = first + threadIdx.x;
+        const bool valid = step < n.steps && is_valid(n, row, step);
+        const u32 mine = __ballot_sync(ALL_LANES, valid);
+        if (lane == 0) counts[warp] = __popc(mine);
+        __syncthreads();  // the counts of all warps are there
+        int place = seen + __popc(mine & ((1u << lane) - 1));
+        for (int w = 0; w < WARPS; ++w) {
+            place += w < warp ? counts[w] : 0;
+            seen += counts[w];
+        }
+        if (valid && place < LAST) listed[place] = step;
+        __syncthreads();  // the counts have been read; the list is whole
+    }
+    return seen;
+}
+
+// Says which tokens the plan takes in and where they stand, and copies those that wait, if they are to go.
+__device__ void fill_arrays(const Freeze& call, const Held& held, int row, bool goes, bool waits) {
+    const LayerState& s = held.s;
+    const NewTokens& n = call.fresh;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int total = call.before + n.steps, moving = goes && call.before ? held.tokens() : 0;
+    for (int i = threadIdx.x; i < total; i += THREADS) {
+        const int step = i - call.before;
+        call.valid[(u64)row * total + i] = step < 0 ? i < moving : (goes || !waits) && is_valid(n, row, step);
+        if (call.before)
+            call.positions[(u64)row * total + i] = step >= 0    ? n.first + step
+                                                   : i < moving ? held.position_of(i)
+                                                                : 0;
+    }
+    for (int i = warp; i < moving * s.heads; i += WARPS) {
+        const int token = i / s.heads, head = i - token * s.heads;
+        const u64 to = (((u64)row * total + token) * s.heads + head) * HEAD_DIM;
+        for (int channel = lane; channel < HEAD_DIM; channel += 32) {
+            call.k[to + channel] = (u16)held.element(KEYS, head, token, channel);
+            call.v[to + channel] = (u16)held.element(VALUES, head, token, channel);
+        }
+        if (lane == 0)
+            call.importance[(u64)(held.first_pair + head) * total + token] =
+                held.tail(head, held.page_of(token))[2 * PAGE + held.slot_of(token)];
+    }
+}
+
+// The mean over waiting and new tokens; a sum of 60 numbers of 16 bits is exact in double, but for bfloat16
+// numbers far apart. A channel that float16 cannot hold is left as it is.
+__device__ void take_mean(const NewTokens& n, const Held& held, int row, int seen, const int* listed) {
+    const LayerState& s = held.s;
+    const int waiting = held.tokens(), end = min(LAST, waiting + seen);
+    for (int i = threadIdx.x; i < s.heads * HEAD_DIM; i += THREADS) {
+        const int head = i / HEAD_DIM, channel = i - head * HEAD_DIM;
+        const u16* k = n.k + row * n.k_batch + head * n.k_head + channel;
+        double sum = 0.;
+#pragma unroll 4
+        for (int token = FIRST; token < end; ++token) {
+            const u32 bits = token < waiting ? held.element(KEYS, head, token, channel)
+                                             : k[listed[token - waiting] * n.k_step];
+            sum += (double)raw_value(bits);
+        }
+        const double mean = end - FIRST >= FEWEST ? sum / (end - FIRST) : 0.;
+        s.k_mean[(u64)held.first_pair * HEAD_DIM + i] = __double2half(fabs(mean) <= 65504. ? mean : 0.);
+    }
+}
+
+// Copies new tokens to the waiting pages, behind those that are there.
+__device__ void keep_tokens(const NewTokens& n, const Held& held, int row, int seen, const int* listed) {
+    const LayerState& s = held.s;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = warp; i < seen * s.heads; i += WARPS) {
+        const int token = i / s.heads, head = i - token * s.heads, step = listed[token];
+        const int place = held.tokens() + token, slot = place % PAGE;
+        u8* const page = held.page(head, place / PAGE);
+        const u16* k = n.k + row * n.k_batch + step * n.k_step + head * n.k_head;
+        const u16* v = n.v + row * n.v_batch + step * n.v_step + head * n.v_head;
+        for (int channel = lane; channel < HEAD_DIM; channel += 32) {
+            write_code<16>(page, element_at(KEYS, slot, channel), k[channel]);
+            write_code<16>(page + 16 * HEAD_DIM * 8, element_at(VALUES, slot, channel), v[channel]);
+        }
+        if (lane == 0) {
+            u8* const tail = held.tail(head, place / PAGE);
+            ((u16*)tail)[slot] = (u16)(n.first + step);
+            tail[2 * PAGE + slot] = n.importance[(u64)(held.first_pair + head) * n.steps + step];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) freeze_means(const __grid_constant__ Freeze call) {
+    __shared__ int listed[LAST];
+    const LayerState& s = *call.layer;
+    const NewTokens& n = call.fresh;
+    const int row = blockIdx.x, seen = list_valid(n, row, listed);
+    const bool waits = s.waits[row];
+    const Held held(s, row);
+    const int tokens = held.tokens() + seen;
+    // Positions of a page share their upper bits, so the tokens of a row do not wait beyond a border of
+    // these.
+    const int next = (n.first + n.steps) >> 16, last = (n.first + n.steps + max(call.room, 1) - 1) >> 16;
+    const int first = held.tokens() ? held.segment_of(0) : seen ? (n.first + listed[0]) >> 16 : last;
+    const bool goes = waits && (call.force || tokens >= LAST || first != last);
+    if (call.valid) fill_arrays(call, held, row, goes, waits);
+    if (goes) take_mean(n, held, row, seen, listed);
+    if (waits && !goes) keep_tokens(n, held, row, seen, listed);
+    __syncthreads();  // tables have been read
+    for (int i = threadIdx.x; i < s.heads; i += THREADS) {
+        const int pair = held.first_pair + i;
+        const u64 at = (u64)pair * s.entries;
+        if (n.steps) s.seqlen[pair] = n.first + n.steps;
+        if (!waits) continue;
+        s.num_pages[pair] = goes ? 0 : WAITING_PAGES;
+        for (int page = 0; page < WAITING_PAGES; ++page) {
+            s.open[pair * OPEN_PAGES + page] = goes ? -1 : page;
+            if (goes) continue;
+            s.rung[at + page] = (u8)s.num_rungs;
+            s.count[at + page] = (u8)min(max(tokens - page * PAGE, 0), PAGE);
+            s.base[at + page] = (u16)(tokens ? first : page ? last : next);
+            s.index[at + page] = (u32)((held.page(i, page) - s.arena) / UNIT);
+        }
+    }
+    if (goes && threadIdx.x == 0) s.waits[row] = 0;
+}
+static_assert(WAITING_PAGES == OPEN_PAGES && WAITING_PAGES * PAGE >= LAST,
+              "waiting pages take the next tokens");

@@ -1,0 +1,192 @@
+"""Rows whose first tokens wait for the mean of their keys, as far as the host knows them.
+
+The mean of a row is that of its valid tokens 4 to 63, whatever calls they come in (kvlab/cache/frame.py).
+Until a row has seen 64, its tokens wait in two pages of width 16 a KV head. Appends fill these pages,
+attention and importance read them like any others, and plans leave them alone. `freeze_means`
+(kernels/cuda/pages/means.cu) then takes the mean and hands the tokens to the next plan as new ones, with
+those of the call.
+
+Only the device knows how many tokens of a row are valid. The host has bounds: a step with a mask on the
+device raises the upper one alone. The bounds tell which appends a step launches (for waiting rows, for the
+others, for both) and when a plan has to look after waiting rows.
+
+A budget that cannot hold the waiting pages makes no row wait: the first call then gives the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arrays import CudaView, cuda_view, empty, pointer_of
+from kvlab.cache.cuda import kernels
+from kvlab.cache.cuda.plan import Ladder
+from kvlab.cache.cuda.store import WAITING_PAGES
+from kvlab.cache.frame import LAST
+from kvlab.cache.layer import Layer
+from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, PageLayout
+
+__all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "takes_mean", "waits_within"]
+
+CAPACITY = WAITING_PAGES * TOKENS_PER_PAGE
+"""Tokens that the waiting pages of a row hold."""
+
+
+def takes_mean(layer: Layer) -> bool:
+    """Whether the GPU takes the mean of a layer's keys; the CPU does where it plans a residual window."""
+    return layer.takes_mean and not layer.residual
+
+
+def waits_within(layer: Layer, ladder: Ladder, share: int | None) -> bool:
+    """Whether `share` bytes hold the waiting pages of a row, and then any pages that its tokens go to."""
+    store, widest = layer.store, PageLayout(layer.store.head_dim, 16, 16, 2).nbytes + PAGE_TABLE_BYTES
+    packed = WAITING_PAGES * ladder.cost[0] + 3 * ladder.cost[-1]
+    needed = store.num_heads_kv * max(WAITING_PAGES * widest, packed) + store.fixed_nbytes
+    return takes_mean(layer) and (share is None or needed <= share)
+
+
+class Waiting:
+    """Bounds of the valid tokens of rows that wait.
+
+    Parameters
+    ----------
+    takes, holds : sequence of bool
+        By layer: whether means are taken on the device, and whether rows wait for them.
+    batch : int
+    """
+
+    def __init__(self, takes: Sequence[bool], holds: Sequence[bool], batch: int) -> None:
+        self.holds, self.recording = list(holds), False
+        self._takes, self._batch = np.array(takes, bool), batch
+        self.clear()
+
+    def clear(self) -> None:
+        """All layers are empty."""
+        layers = len(self.holds)
+        self.rows = np.repeat(self._takes[:, None], self._batch, 1)  # those that may wait
+        self._certain = self.rows.copy()  # those that wait for certain
+        self._low, self._high = np.zeros((2, layers, self._batch), np.int64)
+        self._length, self._masked = [0] * layers, [False] * layers
+        self._replayed = [False] * layers  # a graph has steps with a mask, and may be replayed at any time
+
+    def mode(self, layer: int) -> str:
+        """Which rows wait: "none", "all" or "some", of which the device knows more."""
+        if not self.holds[layer] or not self.rows[layer].any():
+            return "none"
+        return "all" if self._certain[layer].all() else "some"
+
+    def any(self, layer: int) -> bool:
+        """Whether rows of a layer may lack their mean."""
+        return bool(self.rows[layer].any())
+
+    def mask(self, layer: int) -> None:
+        """Say that the next step has a mask that the host does not read."""
+        self._masked[layer] = True
+        self._replayed[layer] |= self.recording
+
+    def advance(self, layer: int, length: int) -> None:
+        """Count the tokens up to a length, which came in steps of few tokens."""
+        steps = length - self._length[layer]
+        self._high[layer] += steps
+        self._low[layer] += 0 if self._masked[layer] or self._replayed[layer] else steps
+        self._length[layer], self._masked[layer] = length, False
+
+    def add(self, layer: int, length: int, counts: NDArray[np.int64]) -> None:
+        """Count the valid tokens (batch,) of a step that the host has read; `length` is that behind it."""
+        self._low[layer] += counts
+        self._high[layer] += counts
+        self._length[layer] = length
+
+    def hold_tokens(self, layer: int) -> bool:
+        """Whether tokens may wait."""
+        return bool((self.rows[layer] & (self._high[layer] > 0)).any())
+
+    def may_freeze(self, layer: int, end: int, counts: NDArray[np.int64] | int = 0) -> bool:
+        """Whether a row may get its mean, with `counts` more tokens and positions below `end`."""
+        enough = self._high[layer] + counts >= LAST
+        return not self.holds[layer] or end - 1 >> 16 > 0 or bool((self.rows[layer] & enough).any())
+
+    def must_freeze(self, layer: int, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Rows (batch,) whose tokens go to pages of the ladder, with `counts` more of them."""
+        if not self.holds[layer]:
+            return np.ones(self._batch, bool)
+        found: NDArray[np.bool_] = ~self.rows[layer] | (self._low[layer] + counts >= LAST)
+        return found
+
+    def frozen(self, layer: int, end: int) -> None:
+        """Take over what `freeze_means` has done, for positions below `end`."""
+        if not self.holds[layer]:
+            self.rows[layer] = False
+        freed = end - 1 >> 16 > 0  # tokens do not wait beyond a border of positions
+        self.rows[layer] &= self._low[layer] < LAST
+        self._certain[layer] = self.rows[layer] & (self._high[layer] < LAST) & (not freed)
+
+    def room(self, layer: int, steps: int, room: int) -> int:
+        """Tokens until the next plan: `room`, or `steps` and those that bring the next row its mean."""
+        if self.mode(layer) == "none":
+            return room
+        left = LAST - self._high[layer][self._certain[layer]]
+        return max(steps, min(room, int(left.min(initial=room))))
+
+    def set(self, layer: int, rows: NDArray[np.bool_], counts: NDArray[np.int64], length: int) -> None:
+        """Say which rows of a layer wait, and with how many tokens."""
+        self.rows[layer] = rows & self._takes[layer]
+        self._certain[layer] = self.rows[layer] & (counts < LAST)
+        self._low[layer] = self._high[layer] = np.where(self.rows[layer], counts, LAST)
+        self._length[layer], self._masked[layer] = length, False
+
+
+class Merged(NamedTuple):
+    """New tokens of a call behind waiting ones, `before` of them, as a plan takes them in.
+
+    k, v (batch, before + steps, heads, head_dim); valid (batch, before + steps) uint8, importance
+    (pairs, before + steps) uint8 and positions (batch, before + steps) int32, which the device fills. Without
+    waiting tokens there is `valid` alone.
+    """
+
+    before: int
+    steps: int
+    valid: Any
+    k: Any = None
+    v: Any = None
+    importance: Any = None
+    positions: Any = None
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """Those that there are."""
+        return tuple(x for x in self[2:] if x is not None)
+
+    def fresh(self, k: CudaView, v: CudaView, codes: int, length: int) -> Any:
+        """A `NewTokens` struct; `k`, `v` and `codes` are those of the call, behind `length` others."""
+        total, valid = self.before + self.steps, pointer_of(self.valid)
+        if not self.before:
+            return kernels.new_tokens(k, v, valid, codes, total, length)
+        views = cuda_view(self.k, "k"), cuda_view(self.v, "v")
+        positions = pointer_of(self.positions)
+        return kernels.new_tokens(
+            *views, valid, pointer_of(self.importance), total, length - self.before, positions
+        )
+
+
+def merged_tokens(shape: tuple[int, ...], like: Any, dtype: str, *, waiting: bool) -> Merged:
+    """Take memory for new tokens of a shape (batch, steps, heads, head_dim), and for waiting ones."""
+    batch, steps, heads, head_dim = shape
+    before = CAPACITY if waiting else 0
+    total = before + steps
+    valid = empty((batch, total), "uint8", like)
+    if not waiting:
+        return Merged(0, steps, valid)
+    k, v = (empty((batch, total, heads, head_dim), dtype, like) for _ in range(2))
+    importance = empty((batch * heads, total), "uint8", like)
+    return Merged(before, steps, valid, k, v, importance, empty((batch, total), "int32", like))
+
+
+def put_new(merged: Merged, k: Any, v: Any, codes: Any) -> None:
+    """Copy the new tokens of a call behind the places of waiting ones."""
+    if merged.before and merged.steps:
+        merged.k[:, merged.before :], merged.v[:, merged.before :] = k, v
+        merged.importance[:, merged.before :] = codes
