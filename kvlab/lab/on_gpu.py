@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from kvlab.cache.pages import LayerPages
 from kvlab.errors import needs_extra
+from kvlab.lab.gpu_lock import gpu_lock, shared_gpu
 from kvlab.lab.timing import Timing
 from kvlab.lab.timing_gpu import captured, time_graphs
-from kvlab.lab.turns import beside_others, gpu_turns
 from kvlab.ops.packed import packed_attention
 from kvlab.registry import last_backend
 
@@ -53,13 +53,13 @@ def attend_layers(
         import torch
     if not torch.cuda.is_available():
         raise RuntimeError("device='cuda': torch sees no GPU; kvlab env says what is here. Use --device cpu")
-    with beside_others("cuda"):
+    with shared_gpu("cuda"):
         query = torch.from_numpy(q).cuda().to(torch.float16)
         layers = [to_gpu(layer) for layer in pages]
         first = packed_attention(query, layers[0]).out.float().cpu().numpy()
         backend = str(last_backend())
         graphs = captured({"layers": lambda: [packed_attention(query, layer) for layer in layers]})
-    with gpu_turns().alone():
+    with gpu_lock().exclusive():
         timing = time_graphs(graphs, repeats)["layers"]
     return timing, first, backend
 

@@ -25,13 +25,13 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError, needs_extra
 from kvlab.lab.ablation.grid import CHUNK, NEEDLE_DEPTHS, AblationCase
 from kvlab.lab.ablation.synthetic import Filled
+from kvlab.lab.gpu_lock import shared_gpu
 from kvlab.lab.quality.measure import Case, evaluate
 from kvlab.lab.quality.model import Subject, load_smollm2, tiny_llama
 from kvlab.lab.quality.plan import CACHE_DTYPE, Protocol, steps
 from kvlab.lab.quality.report import Row, summarise
 from kvlab.lab.quality.scores import FULL_PRECISION, common_windows
 from kvlab.lab.quality.text import Windows, cut_windows
-from kvlab.lab.turns import beside_others
 
 with needs_extra("hf", "kvlab.lab.ablation.reading"):
     import torch
@@ -91,7 +91,7 @@ def read(cases: Sequence[AblationCase], progress: Tick) -> dict[AblationCase, Fi
             hits[name] += needles.found(first, logits)
 
     caches = [Case(case.name, "mixed", reading.maker(case, subject.model.config)) for case in cases]
-    with beside_others(like.device) as pause:
+    with shared_gpu(like.device) as pause:
         scores = evaluate(
             subject.model,
             rows,

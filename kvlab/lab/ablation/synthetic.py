@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import to_host
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.lab.ablation.grid import AblationCase
-from kvlab.lab.turns import beside_others
+from kvlab.lab.gpu_lock import shared_gpu
 from kvlab.ops.attention import attention
 
 __all__ = ["Filled", "fill", "new_cache", "query"]
@@ -80,12 +80,12 @@ def fill(case: AblationCase, progress: Callable[[int, int], None]) -> Filled:
         k = mean + spread * rng.standard_normal(kv_shape, dtype=np.float32)
         v = rng.standard_normal(kv_shape, dtype=np.float32)
         q = rng.standard_normal((1, kv_shape[1], shape.num_heads, shape.head_dim), dtype=np.float32)
-        with beside_others(case.device):
+        with shared_gpu(case.device):
             for begin in range(0, case.context_length, _PART):
                 cache.step(layer, *(_send(x[:, begin : begin + _PART], case.device) for x in (q, k, v)))
         first = first or [k, v]
         progress(layer + 1, shape.num_layers)
-    with beside_others(case.device):
+    with shared_gpu(case.device):
         out = cache.attend(0, _send(query(case), case.device))
         found = out if case.device == "cpu" else to_host(out).astype(np.float32)
         cache = cache if case.device == "cpu" else cache.to_cpu()

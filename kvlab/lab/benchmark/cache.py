@@ -25,10 +25,10 @@ from kvlab.lab import guard
 from kvlab.lab.ablation.grid import Geometry
 from kvlab.lab.ablation.unpacked import page_nbytes
 from kvlab.lab.benchmark.decode import HEAD_DIM, NUM_HEADS_KV, NUM_HEADS_Q, WIDTHS, make_pages
+from kvlab.lab.gpu_lock import gpu_lock
 from kvlab.lab.limits import cpu_limit, gpu_limit
 from kvlab.lab.results import Row, write
 from kvlab.lab.timing import Timing, time_in_turns
-from kvlab.lab.turns import gpu_turns
 from kvlab.ops.attention import attention
 from kvlab.ops.packed import packed_attention
 from kvlab.registry import last_backend
@@ -211,7 +211,7 @@ def _dense(context: int, num_layers: int, repeats: int, device: str) -> tuple[_M
     if device == "cuda":
         from kvlab.lab.timing_gpu import time_on_device
 
-        with gpu_turns().alone():
+        with gpu_lock().exclusive():
             timings = time_on_device(calls, repeats)
     else:
         timings = time_in_turns(calls, repeats=repeats)

@@ -18,23 +18,23 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Turns", "beside_others", "gpu_turns"]
+__all__ = ["ProcessLock", "gpu_lock", "shared_gpu"]
 
 
-class Turns:
-    """Turns of the processes that use one thing.
+class ProcessLock:
+    """A shared or exclusive lock between processes.
 
     Parameters
     ----------
     name : str
-        Of what is used, on this machine; letters, digits and hyphens.
+        Of what is locked, on this machine; letters, digits and hyphens.
 
     Examples
     --------
-    >>> turns = Turns("doctest")
-    >>> with turns.together() as pause:
+    >>> lock = ProcessLock("doctest")
+    >>> with lock.shared() as pause:
     ...     pause()
-    >>> with turns.alone():
+    >>> with lock.exclusive():
     ...     pass
     """
 
@@ -43,12 +43,12 @@ class Turns:
         self._gate, self._lock = stem.with_suffix(".gate"), stem.with_suffix(".lock")
 
     @contextmanager
-    def together(self) -> Iterator[Callable[[], None]]:
-        """Use it beside others; yields what is to be called whenever it is idle, to let others be alone."""
+    def shared(self) -> Iterator[Callable[[], None]]:
+        """Share the lock; yields the function that lets a waiting process in, to be called whenever idle."""
         with self._gate.open("a") as gate, self._lock.open("a") as lock:
 
             def enter() -> None:
-                fcntl.flock(gate, fcntl.LOCK_SH)  # closed while somebody waits or is alone
+                fcntl.flock(gate, fcntl.LOCK_SH)  # closed while a process waits for it or holds it alone
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 fcntl.flock(gate, fcntl.LOCK_UN)
 
@@ -60,8 +60,8 @@ class Turns:
             yield pause
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Use it alone, once the others have paused."""
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock alone, once the others have paused."""
         with ExitStack() as stack:
             for path in (self._gate, self._lock):
                 file: IO[str] = stack.enter_context(path.open("a"))
@@ -69,22 +69,22 @@ class Turns:
             yield
 
 
-def gpu_turns() -> Turns:
-    """Turns on torch's current GPU."""
+def gpu_lock() -> ProcessLock:
+    """The lock of torch's current GPU."""
     import torch
 
-    return Turns(f"gpu-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
+    return ProcessLock(f"gpu-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}")
 
 
 @contextmanager
-def beside_others(device: str) -> Iterator[Callable[[], None]]:
-    """A turn with others on torch's current GPU, idle at each pause and at the end; on the CPU, nothing."""
+def shared_gpu(device: str) -> Iterator[Callable[[], None]]:
+    """Share torch's current GPU, idle at each pause and at the end; on the CPU, nothing."""
     if device == "cpu":
         yield lambda: None
         return
     import torch
 
-    with gpu_turns().together() as pause:
+    with gpu_lock().shared() as pause:
 
         def idle() -> None:
             torch.cuda.synchronize()

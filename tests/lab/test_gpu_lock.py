@@ -1,4 +1,4 @@
-"""Turns on a GPU: readers run together, one that times is alone, and neither keeps the other out."""
+"""The lock on a GPU: readers share it, the process that times holds it alone, neither keeps the other out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlab.lab.turns import Turns
+from kvlab.lab.gpu_lock import ProcessLock
 
 
 @pytest.fixture(autouse=True)
@@ -18,12 +18,12 @@ def _own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(folder: Path, number: int, stop: Event) -> None:
-    """Mark its presence while it uses the thing; there is none while it pauses."""
+    """Mark its presence while it holds the lock; there is none while it pauses."""
     import tempfile
 
     tempfile.tempdir = str(folder)
     mine = folder / f"reads.{number}"
-    with Turns("test").together() as pause:
+    with ProcessLock("test").shared() as pause:
         while not stop.is_set():
             mine.touch()
             time.sleep(2e-3)
@@ -31,7 +31,7 @@ def read(folder: Path, number: int, stop: Event) -> None:
             pause()
 
 
-def test_who_is_alone_sees_nobody_and_gets_its_turn(tmp_path: Path) -> None:
+def test_the_exclusive_holder_sees_nobody_and_is_let_in(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     stop = context.Event()
     readers = [context.Process(target=read, args=(tmp_path, number, stop)) for number in range(3)]
@@ -40,7 +40,7 @@ def test_who_is_alone_sees_nobody_and_gets_its_turn(tmp_path: Path) -> None:
     together = 0
     try:
         for _ in range(20):  # each waits for a pause of all three, though one of them always works
-            with Turns("test").alone():
+            with ProcessLock("test").exclusive():
                 assert not list(tmp_path.glob("reads.*"))
                 time.sleep(5e-3)
                 assert not list(tmp_path.glob("reads.*"))
@@ -62,10 +62,10 @@ def test_a_process_that_dies_leaves_no_lock(tmp_path: Path) -> None:
         time.sleep(1e-3)
     reader.kill()
     reader.join(10)
-    with Turns("test").alone():
+    with ProcessLock("test").exclusive():
         pass
 
 
-def test_things_of_other_names_take_no_turns_with_each_other() -> None:
-    with Turns("first").alone(), Turns("second").alone():
+def test_locks_of_different_names_do_not_exclude_each_other() -> None:
+    with ProcessLock("first").exclusive(), ProcessLock("second").exclusive():
         pass
