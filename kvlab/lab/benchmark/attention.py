@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import kvlab
 from kvlab.errors import needs_extra
-from kvlab.lab.benchmark.yardstick import Options, check
+from kvlab.lab.benchmark.baseline import Options, check
 from kvlab.lab.results import Row
 from kvlab.lab.timing import Timing, time_in_turns
 

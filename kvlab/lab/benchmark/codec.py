@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import kvlab
 from kvlab.lab.benchmark.packing import numpy_pack, numpy_unpack
-from kvlab.lab.benchmark.yardstick import Options, against_copy, check
+from kvlab.lab.benchmark.baseline import Options, against_copy, check
 from kvlab.lab.results import Row
 
 __all__ = ["CODECS", "HEAD_DIM", "NOTE", "TOKENS_OF_GROUP", "benchmark_codec"]

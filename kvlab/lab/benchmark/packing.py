@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvlab
-from kvlab.lab.benchmark.yardstick import Options, against_copy, check
+from kvlab.lab.benchmark.baseline import Options, against_copy, check
 from kvlab.lab.results import Row
 from kvlab.ops.bits import WIDTHS
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvlab import environment
 from kvlab.device import cpu
 from kvlab.lab import targets
-from kvlab.lab.benchmark.yardstick import Options
+from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.results import Row, provenance
 from kvlab.sizes import parse_size
 

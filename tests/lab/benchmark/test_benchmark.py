@@ -15,7 +15,7 @@ from kvlab.device import cpu
 from kvlab.lab import results
 from kvlab.lab.benchmark import attention_figure
 from kvlab.lab.benchmark import run as benchmark
-from kvlab.lab.benchmark.yardstick import Options
+from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.timing import Timing, time_in_turns
 
 SMALL = Options(size=2**16, threads=1, repeats=1)
