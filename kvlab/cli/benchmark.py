@@ -57,8 +57,8 @@ def command(
 
     Example: kvlab benchmark packing --size 256MiB --threads 2 --output packing.json
     """
-    from kvlab.lab.benchmark.run import DEVICES, cases_of, run
     from kvlab.lab.benchmark.baseline import Options
+    from kvlab.lab.benchmark.run import DEVICES, cases_of, run
     from kvlab.lab.results import write
     from kvlab.lab.targets import Machine, machine
 

@@ -14,8 +14,8 @@ from kvlab.cli.options import Json, size
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvlab.lab.quality.checkpoint import Checkpoint
     from kvlab.lab.quality.comparison import Comparison
-    from kvlab.lab.quality.journal import Journal
     from kvlab.lab.quality.plan import Plan
     from kvlab.lab.quality.report import Row
     from kvlab.lab.quality.workers import Outcome
@@ -78,7 +78,7 @@ def command(
     from rich.console import Console
 
     from kvlab.lab import targets
-    from kvlab.lab.quality.journal import Journal
+    from kvlab.lab.quality.checkpoint import Checkpoint
     from kvlab.lab.quality.workers import processes_for
 
     if device == "cuda":
@@ -89,8 +89,8 @@ def command(
     wanted = usual if tokens is None else tokens
     plan = _plan(fractions, _groups(groups, full, tiny), tiny, wanted, device)
     output.mkdir(parents=True, exist_ok=True)
-    journal = Journal(output, plan.settings)
-    outcome = _compare(plan, journal, processes or (1 if tiny else processes_for(plan)))
+    checkpoint = Checkpoint(output, plan.settings)
+    outcome = _compare(plan, checkpoint, processes or (1 if tiny else processes_for(plan)))
 
     from kvlab.lab.quality.comparison import Comparison, write_files
 
@@ -98,7 +98,7 @@ def command(
     result = _comparison(outcome, plan, settings)
     rows = result.rows([] if tiny else [Comparison.read(path) for path in sorted(RESULTS.glob(RECORDED))])
     paths = write_files(result, rows, output)
-    journal.remove()
+    checkpoint.remove()
     if as_json:
         typer.echo(result.to_json())
     else:
@@ -151,7 +151,7 @@ def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, token
     return Plan("tiny" if tiny else "smollm2", protocol, windows, budgets, groups, device)
 
 
-def _compare(plan: Plan, journal: Journal, processes: int) -> Outcome:
+def _compare(plan: Plan, checkpoint: Checkpoint, processes: int) -> Outcome:
     """Carry a plan out, showing how far it is."""
     from kvlab.cli.progress import bar
     from kvlab.lab.quality.workers import compare
@@ -159,10 +159,10 @@ def _compare(plan: Plan, journal: Journal, processes: int) -> Outcome:
     shared = f" in {processes} processes" if processes > 1 else ""
     try:
         with bar(f"{plan.windows} windows{shared}") as tick:
-            return compare(plan, journal, processes, tick)
+            return compare(plan, checkpoint, processes, tick)
     except KeyboardInterrupt:
-        saved = f"What was read is saved in {journal.path}: the same command goes on from there"
-        typer.echo(f"Interrupted. {saved if journal.path.exists() else 'Nothing was read yet'}", err=True)
+        saved = f"What was read is saved in {checkpoint.path}: the same command goes on from there"
+        typer.echo(f"Interrupted. {saved if checkpoint.path.exists() else 'Nothing was read yet'}", err=True)
         raise typer.Exit(130) from None
 
 

@@ -63,9 +63,9 @@ def test_no_tokens_are_refused(tmp_path: Path) -> None:
 def test_an_interrupted_run_names_only_a_file_that_is_there(
     read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(plan: Any, journal: Any, *_others: Any) -> Any:
+    def interrupted(plan: Any, checkpoint: Any, *_others: Any) -> Any:
         if read:
-            journal.add([])
+            checkpoint.add([])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(workers, "compare", interrupted)

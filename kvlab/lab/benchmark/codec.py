@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kvlab
-from kvlab.lab.benchmark.packing import numpy_pack, numpy_unpack
 from kvlab.lab.benchmark.baseline import Options, against_copy, check
+from kvlab.lab.benchmark.packing import numpy_pack, numpy_unpack
 from kvlab.lab.results import Row
 
 __all__ = ["CODECS", "HEAD_DIM", "NOTE", "TOKENS_OF_GROUP", "benchmark_codec"]

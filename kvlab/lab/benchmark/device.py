@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import kvlab
-from kvlab.lab.benchmark.codec import CODECS, HEAD_DIM, TOKENS_OF_GROUP
 from kvlab.lab.benchmark.baseline import Options, check
+from kvlab.lab.benchmark.codec import CODECS, HEAD_DIM, TOKENS_OF_GROUP
 from kvlab.lab.results import Row
 from kvlab.lab.timing_gpu import time_on_device
 from kvlab.ops.bits import WIDTHS

@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def settings(self) -> str:
-        """What the scores of a window depend on: runs that differ in the rest share a journal."""
+        """What the scores of a window depend on: runs that differ in the rest share a checkpoint."""
         return repr(replace(self, windows=0, groups=(), protocol=replace(self.protocol, rows=1)))
 
     @property

@@ -7,7 +7,7 @@ of the threads: no process ever waits for another.
 This process counts and draws. Only the readers import reader.py with torch and transformers, which takes
 seconds.
 
-The scores of a batch of windows go into a journal (journal.py) when the batch is done, and a run that was
+The scores of a batch of windows go into a checkpoint (checkpoint.py) when the batch is done. A run that was
 interrupted goes on from there.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvlab.device import memory_available
-from kvlab.lab.quality.journal import Journal
+from kvlab.lab.quality.checkpoint import Checkpoint
 from kvlab.lab.quality.plan import About, Plan, Reading, steps
 from kvlab.lab.quality.scores import Continuation, Score, join
 
@@ -59,7 +59,7 @@ class Outcome:
     seconds : float
         From the start of the processes to the last result.
     resumed : int
-        Parts (windows read through a group of caches) that came from the journal of an interrupted run.
+        Parts (windows read through a group of caches) that came from the checkpoint of an interrupted run.
     """
 
     model: str
@@ -87,7 +87,7 @@ def processes_for(plan: Plan) -> int:
 
 def compare(
     plan: Plan,
-    journal: Journal,
+    checkpoint: Checkpoint,
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Outcome:
@@ -96,7 +96,7 @@ def compare(
     Parameters
     ----------
     plan : Plan
-    journal : Journal
+    checkpoint : Checkpoint
         Where scores are saved as they come, and found after an interruption.
     processes : int
         1: everything happens in this process, with the threads as they are.
@@ -111,7 +111,7 @@ def compare(
     Raises
     ------
     RuntimeError
-        If a process died, as it does when memory runs out; what was finished is in the journal.
+        If a process died, as it does when memory runs out; what was finished is in the checkpoint.
 
     Examples
     --------
@@ -120,7 +120,7 @@ def compare(
     >>> from kvlab.lab.quality.plan import Protocol
     >>> plan = Plan("tiny", Protocol(length=128, scored_from=64), windows=1, budgets=(0.5,))
     >>> with TemporaryDirectory() as folder:
-    ...     outcome = compare(plan, Journal(Path(folder), plan.settings), processes=1)
+    ...     outcome = compare(plan, Checkpoint(Path(folder), plan.settings), processes=1)
     >>> [score.name for score in outcome.scores][-2:], sorted(outcome.continuations)
     (['uniform 2', 'mixed 0.5'], ['full precision', 'mixed 0.25'])
     """
@@ -135,7 +135,7 @@ def compare(
     with _team(plan, processes, count) as run:
         # One such job for each process, so that all of them load at the same time.
         (_, about), *_ = run([("describe", None)] * processes)
-        parts = [part for part in journal.read() if about.has(part)]
+        parts = [part for part in checkpoint.read() if about.has(part)]
         saved = len(parts)
         readings = _left(plan, about, parts, processes)
         jobs: list[_Job] = [("read", reading) for reading in readings]
@@ -146,7 +146,7 @@ def compare(
         prompt, continuations, races = "", dict[str, Continuation](), dict[str, tuple[float, float]]()
         for method, result in run(jobs):
             if method == "read":
-                journal.add(result)
+                checkpoint.add(result)
                 parts.append(result)
             elif method == "race":
                 races = result

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvlab.lab.quality import reader, workers
-from kvlab.lab.quality.journal import Journal
+from kvlab.lab.quality.checkpoint import Checkpoint
 from kvlab.lab.quality.plan import Plan, Protocol
 from kvlab.lab.quality.scores import Score
 from kvlab.lab.quality.workers import compare, processes_for
@@ -25,9 +25,9 @@ def without_speed(scores: list[Score]) -> list[dict[str, object]]:
 
 def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
-    alone = compare(PLAN, Journal(tmp_path / "a", PLAN.settings), 1)
+    alone = compare(PLAN, Checkpoint(tmp_path / "a", PLAN.settings), 1)
     shared = compare(
-        PLAN, Journal(tmp_path / "b", PLAN.settings), 2, lambda done, total: steps.append((done, total))
+        PLAN, Checkpoint(tmp_path / "b", PLAN.settings), 2, lambda done, total: steps.append((done, total))
     )
     assert without_speed(shared.scores) == without_speed(alone.scores)
     assert {name: text.text for name, text in shared.continuations.items()} == {
@@ -37,7 +37,7 @@ def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = compare(PLAN, Journal(tmp_path / "whole", PLAN.settings), 1)
+    whole = compare(PLAN, Checkpoint(tmp_path / "whole", PLAN.settings), 1)
     read: list[int] = []
     evaluate = reader.evaluate
 
@@ -48,38 +48,38 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
         return evaluate(model, windows, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(reader, "evaluate", interrupted)
-    journal = Journal(tmp_path, PLAN.settings)
+    checkpoint = Checkpoint(tmp_path, PLAN.settings)
     with pytest.raises(KeyboardInterrupt):
-        compare(PLAN, journal, 1)
-    with journal.path.open("a") as file:  # the process was killed while it wrote
+        compare(PLAN, checkpoint, 1)
+    with checkpoint.path.open("a") as file:  # the process was killed while it wrote
         file.write('\n[{"name": "full prec')
     monkeypatch.setattr(reader, "evaluate", evaluate)
-    outcome = compare(PLAN, journal, 1)
+    outcome = compare(PLAN, checkpoint, 1)
     assert outcome.resumed == 2
     assert without_speed(outcome.scores) == without_speed(whole.scores)
-    assert [len(part[0].starts) for part in journal.read()] == [1, 1, 1]
-    journal.remove()
-    assert journal.read() == []
+    assert [len(part[0].starts) for part in checkpoint.read()] == [1, 1, 1]
+    checkpoint.remove()
+    assert checkpoint.read() == []
 
 
 def test_a_shorter_run_takes_its_windows_from_the_journal_of_a_longer_one(tmp_path: Path) -> None:
-    journal, shorter = Journal(tmp_path, PLAN.settings), replace(PLAN, windows=2)
+    checkpoint, shorter = Checkpoint(tmp_path, PLAN.settings), replace(PLAN, windows=2)
     assert shorter.settings == PLAN.settings
-    compare(PLAN, journal, 1)
-    outcome = compare(shorter, journal, 1)
+    compare(PLAN, checkpoint, 1)
+    outcome = compare(shorter, checkpoint, 1)
     assert outcome.resumed == len(outcome.scores[0].starts) == 2
     assert outcome.resumed == len(outcome.scores[-1].starts)
 
 
 def test_groups_of_caches_are_saved_one_by_one(tmp_path: Path) -> None:
     plan = replace(PLAN, windows=2, groups=("kvlab", "controls"))
-    journal = Journal(tmp_path / "a", plan.settings)
-    whole = compare(plan, journal, 1)
+    checkpoint = Checkpoint(tmp_path / "a", plan.settings)
+    whole = compare(plan, checkpoint, 1)
     names = [score.name for score in whole.scores]
     assert len(names) == len(set(names)) == 1 + 4 + 1 + 4
-    parts = journal.read()
+    parts = checkpoint.read()
     assert [len(part) for part in parts] == [6, 5, 6, 5]
-    ragged = Journal(tmp_path / "b", plan.settings)
+    ragged = Checkpoint(tmp_path / "b", plan.settings)
     for part in (parts[0], parts[3]):
         ragged.add(part)
     outcome = compare(plan, ragged, 1)
@@ -100,14 +100,14 @@ def test_groups_of_caches_are_saved_one_by_one(tmp_path: Path) -> None:
     ],
 )
 def test_other_settings_have_another_journal(other: Plan, tmp_path: Path) -> None:
-    assert Journal(tmp_path, other.settings).path != Journal(tmp_path, PLAN.settings).path
+    assert Checkpoint(tmp_path, other.settings).path != Checkpoint(tmp_path, PLAN.settings).path
 
 
 def test_other_source_has_another_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Journal(tmp_path, PLAN.settings).path
+    before = Checkpoint(tmp_path, PLAN.settings).path
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "store.py"))
-    assert Journal(tmp_path, PLAN.settings).path != before
+    assert Checkpoint(tmp_path, PLAN.settings).path != before
 
 
 def test_no_more_processes_than_windows_processors_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:

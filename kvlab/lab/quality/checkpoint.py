@@ -17,10 +17,10 @@ from pathlib import Path
 from kvlab.environment import installed_versions
 from kvlab.lab.quality.scores import Score
 
-__all__ = ["Journal"]
+__all__ = ["Checkpoint"]
 
 
-class Journal:
+class Checkpoint:
     """Scores of batches of windows in a file of their own.
 
     Parameters
@@ -34,9 +34,9 @@ class Journal:
     --------
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
-    ...     journal = Journal(Path(folder), "chunks of 64")
-    ...     journal.add([Score("uniform 4", "uniform", None, [0])])
-    ...     journal.read()[0][0].name, Journal(Path(folder), "chunks of 32").read()
+    ...     checkpoint = Checkpoint(Path(folder), "chunks of 64")
+    ...     checkpoint.add([Score("uniform 4", "uniform", None, [0])])
+    ...     checkpoint.read()[0][0].name, Checkpoint(Path(folder), "chunks of 32").read()
     ('uniform 4', [])
     """
 
