@@ -14,7 +14,7 @@ __all__ = ["group"]
 
 group = typer.Typer(
     no_args_is_help=True,
-    help="What sweeps found: tables, SQL, expectations, Markdown, figures, one HTML page.",
+    help="What sweeps found: tables, SQL, claims, Markdown, figures, one HTML page.",
 )
 Folders = Annotated[list[Path], typer.Argument(help="Folders of collected sweeps.")]
 Change = Annotated[float, typer.Option(help="Change of perplexity that the best configuration may have.")]
@@ -22,7 +22,7 @@ Files = Annotated[
     list[Path],
     typer.Option(
         "--file",
-        help="Result of kvlab validate or benchmarks/generation/run.py, for expectations; repeat it.",
+        help="Result of kvlab validate or benchmarks/generation/run.py, for the claims; repeat it.",
     ),
 ]
 
@@ -75,14 +75,14 @@ def expected(
     as_json: Json = False,
     output: Output = None,
 ) -> None:
-    """Print every published expectation beside what was measured. Exit code 1 if one fails.
+    """Print every published claim beside what was measured. Exit code 1 if one fails.
 
     Example: kvlab report expected results/first --file validate.json --file generation.json
     """
-    from kvlab.lab.sweep.expectations import expectations
+    from kvlab.lab.sweep.claims import judge_claims
     from kvlab.lab.sweep.tables import read_summary
 
-    rows = expectations(read_summary(*folders), [json.loads(path.read_bytes()) for path in files])
+    rows = judge_claims(read_summary(*folders), [json.loads(path.read_bytes()) for path in files])
     emit_json({"rows": rows}, as_json=as_json, output=output)
     if not as_json:
         from kvlab.lab.results import print_table

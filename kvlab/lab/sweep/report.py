@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.lab.quality.report import save_figure
 from kvlab.lab.results import Row, write_atomically
-from kvlab.lab.sweep.expectations import expectations
+from kvlab.lab.sweep.claims import judge_claims
 from kvlab.lab.sweep.figures import figures
 from kvlab.lab.sweep.views import View, banner, views
 
@@ -64,7 +64,7 @@ def all_views(
     rows: Sequence[Row], change: float = 0.01, files: Sequence[Mapping[str, Any]] = ()
 ) -> list[View]:
     """The views of a sweep and what was expected of it."""
-    claims = View("Expected and measured", expectations(rows, files), "no claim passes without a measurement")
+    claims = View("Expected and measured", judge_claims(rows, files), "no claim passes without a measurement")
     return [*views(rows, change), claims]
 
 
@@ -81,7 +81,7 @@ def write_report(
     change : float
         Bound on the change of perplexity for the best configuration.
     files : sequence of mapping
-        Contents of other result files, as for `kvlab.lab.sweep.expectations.expectations`.
+        Contents of other result files, as for `kvlab.lab.sweep.claims.judge_claims`.
 
     Returns
     -------

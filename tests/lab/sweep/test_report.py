@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from kvlab import cli
 from kvlab.lab.results import Row
 from kvlab.lab.sweep import tables, views
-from kvlab.lab.sweep.expectations import expectations
+from kvlab.lab.sweep.claims import judge_claims
 from kvlab.lab.sweep.report import all_views, to_markdown, write_report
 from tests.browser import MISSING, browser, dump
 
@@ -51,7 +51,7 @@ GRAPH = "cache work of 32 layers in one CUDA graph, a token at 2K"
 
 
 def verdicts(rows: list[Row], *files: dict[str, Any]) -> dict[str, str]:
-    return {str(claim["claim"]): str(claim["verdict"]) for claim in expectations(rows, files)}
+    return {str(claim["claim"]): str(claim["verdict"]) for claim in judge_claims(rows, files)}
 
 
 def test_views_answer_what_the_rows_say() -> None:

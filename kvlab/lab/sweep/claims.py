@@ -19,7 +19,7 @@ import kvlab
 from kvlab.lab.results import Row
 from kvlab.lab.sweep.views import devices, done
 
-__all__ = ["expectations"]
+__all__ = ["judge_claims"]
 
 _CODES = 1_000_000
 _PACKING = {2: (3.5, 4.0), 3: (2.3, 2.67), 4: (1.9, 2.0)}
@@ -28,7 +28,7 @@ _ALIKE = ("device", "model", "num_layers", "num_heads", "num_kv_heads", "head_di
 """Columns that rows of one series have in common."""
 
 
-def expectations(rows: Sequence[Row], files: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
+def judge_claims(rows: Sequence[Row], files: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
     """Judge every claim.
 
     Parameters
@@ -45,7 +45,7 @@ def expectations(rows: Sequence[Row], files: Sequence[Mapping[str, Any]] = ()) -
 
     Examples
     --------
-    >>> [row["verdict"] for row in expectations([])][:4]
+    >>> [row["verdict"] for row in judge_claims([])][:4]
     ['pass', 'pass', 'pass', 'not measured']
     """
     return [
