@@ -12,6 +12,7 @@ code 1 and one line; `kvlab --traceback COMMAND` shows where it came from.
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 from typing import Annotated
 
@@ -62,7 +63,8 @@ def _group(
 
 
 def main() -> None:
-    """Run the command line; the entry point of the package."""
+    """Run the command line; the entry point of the package. Old names are warned of: Python hides that."""
+    warnings.filterwarnings("default", category=DeprecationWarning, module=r"kvlab\.")
     try:
         app()()
     except _MENDABLE as error:

@@ -34,7 +34,7 @@ def command(
         ),
     ] = 15,
     baseline: Annotated[
-        str, typer.Option(help="cache: fp16, uniform_8bit, uniform_4bit, smartkv_mixed or all.")
+        str, typer.Option(help="cache: fp16, uniform_8bit, uniform_4bit, mixed or all.")
     ] = "all",
     context_lengths: Annotated[str, typer.Option(help="cache: stored tokens.")] = "512,1K,2K,4K,8K",
     min_vram: MinVram = 0.0,

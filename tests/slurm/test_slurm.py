@@ -268,7 +268,7 @@ def test_the_script_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_benchmark_script_joins_its_baselines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"DEVICE": "cpu", "BASELINES": "fp16 smartkv_mixed", "NUM_ITERATIONS": "1"}.items():
+    for name, value in {"DEVICE": "cpu", "BASELINES": "fp16 mixed", "NUM_ITERATIONS": "1"}.items():
         monkeypatch.setenv(name, value)
     script = ROOT / "slurm" / "benchmark_gpu.sbatch"
     wait([call("sbatch", "--parsable", f"--chdir={tmp_path}", "--output=/dev/null", "--array=0-1", script)])
@@ -277,4 +277,4 @@ def test_the_benchmark_script_joins_its_baselines(tmp_path: Path, monkeypatch: p
     assert (folder / "benchmark_comparison.csv").exists(), logs
     text = (folder / "benchmark_comparison.csv").read_text()
     assert text.startswith("context_length,fp16_avg_latency_ms"), logs
-    assert "smartkv_mixed_allocated_gb" in text
+    assert "mixed_allocated_gb" in text

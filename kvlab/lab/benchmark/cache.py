@@ -9,6 +9,7 @@ reads all of it. Each is compared with float64 before it is timed.
 from __future__ import annotations
 
 import csv
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,8 +41,10 @@ NOTE = (
 )
 NUM_LAYERS = 32
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
-BASELINES = {"fp16": None, "uniform_8bit": "8", "uniform_4bit": "4", "smartkv_mixed": "mixed, average 4"}
+BASELINES = {"fp16": None, "uniform_8bit": "8", "uniform_4bit": "4", "mixed": "mixed, average 4"}
 """Each baseline and its key in `kvlab.lab.benchmark.decode.WIDTHS`; None: dense."""
+_RENAMED = {"smartkv_mixed": "mixed"}
+"""Older names of baselines, which work for one version more, with a warning."""
 COMPARISON = "benchmark_comparison.csv"
 _TOLERANCE = {"cpu": {"fp16": 5e-3, "packed": 1e-5}, "cuda": {"fp16": 1e-2, "packed": 1e-2}}
 
@@ -59,7 +62,7 @@ def benchmark_cache(
     Parameters
     ----------
     baselines : sequence of str
-        Keys of `BASELINES`.
+        Keys of `BASELINES`. The older name "smartkv_mixed" means "mixed" and gives a DeprecationWarning.
     contexts : sequence of int
         Stored tokens, multiples of 64.
     repeats : int
@@ -86,6 +89,7 @@ def benchmark_cache(
     >>> [row["baseline"] for row in rows], rows[1]["memory_ratio"] < 0.3
     (['fp16', 'uniform_4bit'], True)
     """
+    baselines = _current_names(baselines)
     if unknown := set(baselines) - set(BASELINES):
         raise ValueError(f"baseline={min(unknown)!r} is unknown; known are {', '.join(BASELINES)}")
     rows: list[Row] = []
@@ -134,7 +138,8 @@ def compare(folder: Path) -> list[Row]:
     FileNotFoundError
         If the folder has none.
     """
-    paths = [path for name in BASELINES if (path := folder / f"benchmark_{name}.csv").exists()]
+    names = (*_RENAMED, *BASELINES)  # a file of the newer name replaces one of the older
+    paths = [path for name in names if (path := folder / f"benchmark_{name}.csv").exists()]
     if not paths:
         raise FileNotFoundError(
             f"{folder} holds no benchmark_<baseline>.csv; kvlab benchmark cache writes them"
@@ -146,13 +151,25 @@ def compare(folder: Path) -> list[Row]:
                 row = table.setdefault(
                     int(line["context_length"]), {"context_length": int(line["context_length"])}
                 )
+                baseline = _RENAMED.get(line["baseline"], line["baseline"])
                 for column in ("avg_latency_ms", "throughput_tps", "allocated_gb"):
-                    row[f"{line['baseline']}_{column}"] = float(line[column])
+                    row[f"{baseline}_{column}"] = float(line[column])
     rows = [table[context] for context in sorted(table)]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    rows = [{name: row.get(name) for name in names} for row in rows]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    rows = [{column: row.get(column) for column in columns} for row in rows]
     write({"rows": rows}, folder / COMPARISON)
     return rows
+
+
+def _current_names(baselines: Sequence[str]) -> list[str]:
+    """The names of baselines today, with a warning for each older one."""
+    for name in _RENAMED.keys() & set(baselines):
+        warnings.warn(
+            f"baseline={name!r} is now called {_RENAMED[name]!r}; the older name works for one version more",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return [_RENAMED.get(name, name) for name in baselines]
 
 
 _Measured = tuple[Timing, str]

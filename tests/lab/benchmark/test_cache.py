@@ -51,7 +51,7 @@ def test_wrong_and_impossible_results_are_refused(monkeypatch: pytest.MonkeyPatc
 
 
 def test_files_of_single_baselines_are_joined(tmp_path: Path) -> None:
-    for name in ("fp16", "smartkv_mixed"):
+    for name in ("fp16", "mixed"):
         output = tmp_path / f"benchmark_{name}.csv"
         options = ["--baseline", name, "--context-lengths", "128", "--num-iterations", "1"]
         result = RUNNER.invoke(cli.app(), ["benchmark", "cache", *options, "--output", str(output)])
@@ -61,8 +61,19 @@ def test_files_of_single_baselines_are_joined(tmp_path: Path) -> None:
     (row,) = csv.DictReader((tmp_path / "benchmark_comparison.csv").open())
     assert set(row) == {"context_length"} | {
         f"{name}_{column}"
-        for name in ("fp16", "smartkv_mixed")
+        for name in ("fp16", "mixed")
         for column in ("avg_latency_ms", "throughput_tps", "allocated_gb")
     }
     result = RUNNER.invoke(cli.app(), ["report", "compare", str(tmp_path / "absent")])
     assert "kvlab benchmark cache writes them" in str(result.exception)
+
+
+def test_the_old_name_of_the_mixed_baseline_works_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="baseline='smartkv_mixed' is now called 'mixed'"):
+        (row,) = benchmark_cache(["smartkv_mixed"], [128], repeats=1, num_layers=1)
+    assert row["baseline"] == "mixed"
+    names = ("context_length", "baseline", "avg_latency_ms", "throughput_tps", "allocated_gb")
+    for name, latency in (("smartkv_mixed", 1), ("mixed", 2)):
+        values = ",".join(map(str, (128, name, latency, 1, 1)))
+        (tmp_path / f"benchmark_{name}.csv").write_text(f"{','.join(names)}\n{values}\n")
+        assert [row["mixed_avg_latency_ms"] for row in module.compare(tmp_path)] == [latency]
