@@ -84,7 +84,7 @@ def run(
     cases: Cases = None,
     share: Annotated[
         str | None,
-        typer.Option(help="I/N: the share of task I of N; cases that share a reading stay together."),
+        typer.Option(help="I/N: the share of task I of N; cases that share an evaluation stay together."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
     timeout: Annotated[
@@ -205,8 +205,8 @@ def submit(
 ) -> None:
     """Submit what is left to Slurm: arrays of cases, and the collection after them.
 
-    A task does the cases that share a reading (packed or not, and the budgets of a context and ladder). What
-    follows the folder goes to sbatch. Submitting again submits what is still left.
+    A task does the cases that share an evaluation (packed or not, and the budgets of a context and ladder).
+    What follows the folder goes to sbatch. Submitting again submits what is still left.
 
     Example: kvlab sweep submit results/first --throttle 4 --gpus=1 --time=2:00:00
     """

@@ -1,6 +1,6 @@
 """One ablation case from configuration to result: memory, quality, speed and compression, measured.
 
-The cache of a case is filled by a model that reads text (reading.py), or by synthetic keys and values of a
+The cache of a case is filled by a model that reads text (quality.py), or by synthetic keys and values of a
 given geometry. Then its pages are weighed, and the attention of one new token over them is timed in all
 layers. A case without packing keeps the allocation that was planned for packed storage and stores one code
 a byte (unpacked.py): what packing saves is the difference of two measurements.
@@ -31,7 +31,7 @@ from kvlab.errors import BudgetError
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import AblationCase
 from kvlab.lab.ablation.memory import refuse_too_large
-from kvlab.lab.ablation.synthetic import Filled, fill, new_cache, query
+from kvlab.lab.ablation.synthetic import EvaluatedCache, fill, new_cache, query
 from kvlab.lab.ablation.unpacked import page_nbytes, unpack_pages
 from kvlab.lab.limits import cpu_limit, gpu_limit
 from kvlab.lab.on_gpu import attend_layers
@@ -95,14 +95,14 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
     backend = None
     if result["status"] == "ok":
         try:
-            filled = _filled(case, progress)
+            found = _evaluated(case, progress)
         except BudgetError as error:  # on the way: partly filled pages take a page more than the least
             sure = feasible_budget(case, surely=True)
             result |= {"status": "infeasible", "smallest_feasible_budget": sure, "reason": str(error)}
         else:
-            start = time.perf_counter() - filled.seconds  # of this case alone, whatever was read beside it
-            result["quality"] = dict(filled.quality)
-            backend = _measure(case, filled.cache, result)
+            start = time.perf_counter() - found.seconds  # of this case alone, whatever was read beside it
+            result["quality"] = dict(found.quality)
+            backend = _measure(case, found.cache, result)
     result["provenance"] = _provenance(case, backend, time.perf_counter() - start)
     guard.require_provenance(result)
     return result
@@ -162,7 +162,7 @@ def read_ahead(cases: Sequence[AblationCase]) -> None:
         _read(missing, lambda done, total: None)
 
 
-def _filled(case: AblationCase, progress: Tick) -> Filled:
+def _evaluated(case: AblationCase, progress: Tick) -> EvaluatedCache:
     """Figures of quality, and the cache of one row at the context of the case, on the CPU.
 
     Packed and unpacked cases keep the same codes, so they share both when they follow each other. The time
@@ -189,14 +189,14 @@ def _filled(case: AblationCase, progress: Tick) -> Filled:
 
 
 def _read(keys: Sequence[AblationCase], progress: Tick) -> None:
-    from kvlab.lab.ablation.reading import read
+    from kvlab.lab.ablation.quality import measure_quality
 
     _latest.clear()
-    _latest.update(read(keys, progress))
+    _latest.update(measure_quality(keys, progress))
 
 
-_latest: dict[AblationCase, Filled | BudgetError] = {}
-"""What the last reading left, for the cases that share it."""
+_latest: dict[AblationCase, EvaluatedCache | BudgetError] = {}
+"""Results of the last evaluation, for the cases that share it."""
 
 
 def pages_of(cache: MixedPrecisionCache) -> list[LayerPages]:

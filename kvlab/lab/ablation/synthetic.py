@@ -19,14 +19,14 @@ from kvlab.lab.ablation.grid import AblationCase
 from kvlab.lab.gpu_lock import shared_gpu
 from kvlab.ops.attention import attention
 
-__all__ = ["Filled", "fill", "new_cache", "query"]
+__all__ = ["EvaluatedCache", "fill", "new_cache", "query"]
 
 _PART = 1024  # tokens of a step
 Floats = NDArray[np.float32]
 
 
-class Filled(NamedTuple):
-    """What filling the cache of a case left: figures of quality, one row on the CPU, seconds that it took."""
+class EvaluatedCache(NamedTuple):
+    """The cache of a case once it is full: its quality, one row of it on the CPU, seconds that it took."""
 
     quality: dict[str, float | int]
     cache: MixedPrecisionCache
@@ -54,7 +54,7 @@ def query(case: AblationCase) -> Floats:
     return np.random.default_rng(case.seed + 1).standard_normal(shape, dtype=np.float32)
 
 
-def fill(case: AblationCase, progress: Callable[[int, int], None]) -> Filled:
+def fill(case: AblationCase, progress: Callable[[int, int], None]) -> EvaluatedCache:
     """Fill a cache with random tokens.
 
     Parameters
@@ -65,7 +65,7 @@ def fill(case: AblationCase, progress: Callable[[int, int], None]) -> Filled:
 
     Returns
     -------
-    Filled
+    EvaluatedCache
         Its quality is ``attention_error``, all that such data can tell: the relative error of attention in
         the first layer, against exact keys and values.
     """
@@ -91,7 +91,7 @@ def fill(case: AblationCase, progress: Callable[[int, int], None]) -> Filled:
         cache = cache if case.device == "cpu" else cache.to_cpu()
     exact = attention(query(case), *first, backend="reference")
     error = float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
-    return Filled({"attention_error": error}, cache, time.perf_counter() - start)
+    return EvaluatedCache({"attention_error": error}, cache, time.perf_counter() - start)
 
 
 def _send(x: Floats, device: str) -> Any:

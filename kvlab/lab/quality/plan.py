@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from kvlab.lab.quality.scores import Score
 
-__all__ = ["CACHE_DTYPE", "GROUPS", "About", "Plan", "Protocol", "Reading", "steps"]
+__all__ = ["CACHE_DTYPE", "GROUPS", "Plan", "Protocol", "WorkItem", "Workload", "steps"]
 
 CACHE_DTYPE = "float16"
 """What exact tokens are kept in, also for a float32 model."""
 GROUPS = ("kvlab", "controls", "hqq", "quanto")
-Reading = tuple[tuple[int, ...], int]
+WorkItem = tuple[tuple[int, ...], int]
 """Numbers of windows, and the group of caches they are read through."""
 
 
@@ -80,7 +80,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class Workload:
     """What there is to read: starts of the windows, names of model and text, names of the caches."""
 
     starts: tuple[int, ...]

@@ -11,7 +11,7 @@ from kvlab.lab.quality.cases import controls, hqq, mixed, quanto, uniform
 from kvlab.lab.quality.continuation import continue_text
 from kvlab.lab.quality.measure import Case, evaluate, full_precision
 from kvlab.lab.quality.model import Subject, load_smollm2, tiny_llama
-from kvlab.lab.quality.plan import About, Plan, Reading
+from kvlab.lab.quality.plan import Plan, WorkItem, Workload
 from kvlab.lab.quality.scores import Continuation, Score
 from kvlab.lab.quality.text import cut_windows
 
@@ -32,12 +32,12 @@ class Reader:
             self.subject.text, self.subject.encode, plan.windows, plan.protocol.length + 1
         )
 
-    def describe(self, _: None) -> About:
+    def describe(self, _: None) -> Workload:
         names = tuple(tuple(case.name for case in group) for group in self.groups)
-        return About(self.windows.starts, self.subject.name, self.subject.text_name, names)
+        return Workload(self.windows.starts, self.subject.name, self.subject.text_name, names)
 
-    def read(self, reading: Reading) -> list[Score]:
-        numbers, group = reading
+    def read(self, item: WorkItem) -> list[Score]:
+        numbers, group = item
         return evaluate(
             self.subject.model,
             self.windows.part(numbers),

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.device import memory_available
 from kvlab.lab.quality.checkpoint import Checkpoint
-from kvlab.lab.quality.plan import About, Plan, Reading, steps
+from kvlab.lab.quality.plan import Plan, WorkItem, Workload, steps
 from kvlab.lab.quality.scores import Continuation, Score, join
 
 if TYPE_CHECKING:
@@ -134,13 +134,13 @@ def compare(
 
     with _team(plan, processes, count) as run:
         # One such job for each process, so that all of them load at the same time.
-        (_, about), *_ = run([("describe", None)] * processes)
-        parts = [part for part in checkpoint.read() if about.has(part)]
+        (_, workload), *_ = run([("describe", None)] * processes)
+        parts = [part for part in checkpoint.read() if workload.has(part)]
         saved = len(parts)
-        readings = _left(plan, about, parts, processes)
-        jobs: list[_Job] = [("read", reading) for reading in readings]
+        items = _left(plan, workload, parts, processes)
+        jobs: list[_Job] = [("read", item) for item in items]
         jobs += [("write", budget) for budget in (BESIDE, None)]  # the longer one first
-        total = sum(steps(len(windows), about.sizes[group], plan.protocol) for windows, group in readings)
+        total = sum(steps(len(windows), workload.sizes[group], plan.protocol) for windows, group in items)
         total += 2 * plan.writing_steps
         jobs += [("race", None)] if plan.device != "cpu" else []
         prompt, continuations, races = "", dict[str, Continuation](), dict[str, tuple[float, float]]()
@@ -153,9 +153,9 @@ def compare(
             else:
                 name, prompt, continuations[name] = result
     return Outcome(
-        model=about.model,
-        text=about.text,
-        scores=_joined(about, parts),
+        model=workload.model,
+        text=workload.text,
+        scores=_joined(workload, parts),
         prompt=prompt,
         continuations=dict(sorted(continuations.items())),
         races=races,
@@ -164,23 +164,23 @@ def compare(
     )
 
 
-def _left(plan: Plan, about: About, parts: list[list[Score]], processes: int) -> list[Reading]:
+def _left(plan: Plan, workload: Workload, parts: list[list[Score]], processes: int) -> list[WorkItem]:
     """What is not read yet, all groups of one window before the next window."""
-    found: list[Reading] = []
-    for group in range(len(about.groups)):
-        read = {start for part in parts if about.group_of(part) == group for start in part[0].starts}
-        left = [number for number, start in enumerate(about.starts) if start not in read]
+    found: list[WorkItem] = []
+    for group in range(len(workload.groups)):
+        read = {start for part in parts if workload.group_of(part) == group for start in part[0].starts}
+        left = [number for number, start in enumerate(workload.starts) if start not in read]
         rows = max(1, min(plan.protocol.rows, -(-len(left) // processes)))
         found += [(tuple(left[first : first + rows]), group) for first in range(0, len(left), rows)]
     return sorted(found)
 
 
-def _joined(about: About, parts: list[list[Score]]) -> list[Score]:
+def _joined(workload: Workload, parts: list[list[Score]]) -> list[Score]:
     """Scores of all windows in their order; full precision, which every group has, stands once."""
-    parts = sorted(parts, key=lambda part: about.starts.index(part[0].starts[0]))
+    parts = sorted(parts, key=lambda part: workload.starts.index(part[0].starts[0]))
     scores: list[Score] = []
-    for group in range(len(about.groups)):
-        joined = join([part for part in parts if about.group_of(part) == group])
+    for group in range(len(workload.groups)):
+        joined = join([part for part in parts if workload.group_of(part) == group])
         scores += joined[bool(scores) :]
     return scores
 

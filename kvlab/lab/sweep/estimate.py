@@ -69,7 +69,7 @@ def _duration(seconds: float) -> str:
 
 
 def estimate(cases: Sequence[AblationCase]) -> Cost:
-    """Return what cases cost in one process, in groups that share their readings.
+    """Return what cases cost in one process, in groups that share their evaluations.
 
     Raises
     ------

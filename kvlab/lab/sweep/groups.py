@@ -44,11 +44,11 @@ def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int 
     >>> len(in_groups(cases, range(180), 32)), len(in_groups(cases, range(180), 1000))
     (32, 90)
     """
-    readings: dict[AblationCase, list[int]] = {}
+    evaluations: dict[AblationCase, list[int]] = {}
     for number in numbers:
-        readings.setdefault(replace(cases[number], use_packing=True), []).append(number)
+        evaluations.setdefault(replace(cases[number], use_packing=True), []).append(number)
     pools: dict[AblationCase, list[AblationCase]] = {}
-    for case in readings:
+    for case in evaluations:
         # Synthetic data have no full precision to share.
         pools.setdefault(case if case.model is None else replace(case, budget=1.0), []).append(case)
     groups = [
@@ -58,7 +58,7 @@ def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int 
     ]
 
     def place(group: list[AblationCase]) -> tuple[float, int]:
-        return -seconds(group), readings[group[0]][0]
+        return -seconds(group), evaluations[group[0]][0]
 
     heap = [(place(group), group) for group in groups if len(group) > 1]
     groups = [group for group in groups if len(group) == 1]
@@ -72,13 +72,13 @@ def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int 
                 heapq.heappush(heap, (place(half), half))
     groups += [group for _, group in heap]
     groups.sort(key=place)
-    return [[number for case in group for number in readings[case]] for group in groups]
+    return [[number for case in group for number in evaluations[case]] for group in groups]
 
 
 def seconds(group: Sequence[AblationCase]) -> float:
     """About how long one process takes to fill the caches of cases that are read together.
 
-    Times are for two processors as the demo was measured on: a reading takes so many tokens a second and
+    Times are for two processors as the demo was measured on: an evaluation takes so many tokens a second and
     cache as the model says (`MODELS`), synthetic data 3 million elements of K a second. On a GPU the host
     decides: a chunk of 64 tokens takes it so long for each layer through a packed cache, however many windows
     are read at once.

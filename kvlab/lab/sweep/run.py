@@ -72,7 +72,7 @@ def run_cases(
     runner : callable
         Case to result; pickled if there are workers.
     reader : callable
-        Told the cases of a group that are left, before the runner gets each, unless it is one reading.
+        Told the cases of a group that are left, before the runner gets each, unless it is one evaluation.
     report : callable
         Told the number of each case and what became of it: "ok", "infeasible", "done before", "failed
         before", or the class of a failure.

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 def test_the_backend_is_the_one_that_the_registry_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     case = AblationCase(0.4, "2,4,8", 256, model=None, geometry=Geometry(2, 4, 2, 64))
-    pages = ablation.pages_of(ablation._filled(case, lambda done, total: None).cache)
+    pages = ablation.pages_of(ablation._evaluated(case, lambda done, total: None).cache)
     called: list[int] = []
 
     def captured(calls: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvlab.lab import guard
 from kvlab.lab.ablation import memory
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import BITS, BUDGETS, MODELS, AblationCase, Geometry, make_grid, within_model
-from kvlab.lab.ablation.reading import hide_needles
+from kvlab.lab.ablation.quality import hide_needles
 from kvlab.lab.limits import Limit, cpu_limit, gpu_limit
 from kvlab.lab.quality.model import tiny_llama
 from kvlab.lab.quality.text import cut_windows, read_book
@@ -165,7 +165,7 @@ def test_a_budget_that_fails_on_the_way_is_infeasible_too(monkeypatch: pytest.Mo
     def refuse(case: AblationCase, progress: Any) -> Any:
         raise BudgetError("258 tokens need more")
 
-    monkeypatch.setattr(ablation, "_filled", refuse)
+    monkeypatch.setattr(ablation, "_evaluated", refuse)
     result = ablation.run(SMALL)
     assert (result["status"], result["reason"]) == ("infeasible", "258 tokens need more")
     assert result["memory"] is None
@@ -201,8 +201,8 @@ def test_cases_that_are_read_together_have_the_figures_of_cases_alone(
     together = [ablation.run(case) for case in cases]
     for part in ("status", "memory", "quality", "compression"):
         assert [result[part] for result in together] == [result[part] for result in alone]
-    # The seconds of a reading were given to the first of each pair.
-    assert [filled.seconds for filled in ablation._latest.values()] == [0, 0]
+    # The seconds of an evaluation were given to the first of each pair.
+    assert [found.seconds for found in ablation._latest.values()] == [0, 0]
     seconds = [result["provenance"]["seconds"] for result in together]
     assert seconds[2] >= first > 0
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvlab.device import Gpu
 from kvlab.errors import OutOfMemory
-from kvlab.lab.ablation import memory, reading
+from kvlab.lab.ablation import memory, quality
 from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry
 from kvlab.lab.quality.plan import Protocol
 from kvlab.lab.sweep import estimate
@@ -32,7 +32,7 @@ def test_memory_is_that_of_the_texts_that_are_read_at_once(device: str, at_once:
 
 
 @pytest.mark.parametrize(("samples", "at_once"), [(1, [4, 1]), (4, [4, 4])])
-def test_a_reading_takes_as_many_texts_at_once_as_its_case_says(
+def test_an_evaluation_takes_as_many_texts_at_once_as_its_case_says(
     samples: int, at_once: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Seen(Exception):
@@ -42,10 +42,10 @@ def test_a_reading_takes_as_many_texts_at_once_as_its_case_says(
         count = len(windows.tokens)
         raise Seen([min(protocol.rows, count - first) for first in range(0, count, protocol.rows)])
 
-    monkeypatch.setattr(reading, "evaluate", look)
+    monkeypatch.setattr(quality, "evaluate", look)
     case = replace(TINY, num_samples=samples)
     with pytest.raises(Seen) as seen:
-        reading.read([case], lambda done, total: None)
+        quality.measure_quality([case], lambda done, total: None)
     assert seen.value.args[0] == at_once
     assert case.texts_at_once == at_once[0]
     assert case.texts == sum(at_once)

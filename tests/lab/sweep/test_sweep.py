@@ -215,7 +215,7 @@ TOGETHER = make_grid(READ, (0.3, 0.4, 0.5, 0.6), ("2,4",), (256, 512))
 def test_groups_are_all_cases_once_and_as_many_as_workers_need(least: int) -> None:
     groups = in_groups(TOGETHER, range(len(TOGETHER)), least)
     assert sorted(number for group in groups for number in group) == list(range(16))
-    assert len(groups) == max(2, min(least, 8))  # 2 contexts; 8 readings
+    assert len(groups) == max(2, min(least, 8))  # 2 contexts; 8 evaluations
     for group in groups:
         assert {number ^ 1 for number in group} == set(group)  # packed and unpacked stay together
         assert len({TOGETHER[number].context_length for number in group}) == 1
@@ -225,7 +225,7 @@ def test_groups_are_all_cases_once_and_as_many_as_workers_need(least: int) -> No
     assert in_groups(TOGETHER, [], least) == []
 
 
-def test_synthetic_cases_share_no_reading_but_that_of_their_pair() -> None:
+def test_synthetic_cases_share_no_evaluation_but_that_of_their_pair() -> None:
     assert sorted(in_groups(GRID, range(8))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
@@ -238,7 +238,7 @@ def test_what_is_left_of_a_group_is_read_together(tmp_path: Path) -> None:
         record(tmp_path, TOGETHER[number], fake(TOGETHER[number]))
     run_cases(tmp_path, manifest, range(16), runner=fake, reader=partial(told, folder=tmp_path))
     assert len(status(tmp_path, manifest).done) == 16
-    # Of the longer context one pair is left, which is one reading.
+    # Of the longer context one pair is left, which is one evaluation.
     assert (tmp_path / "read.txt").read_text() == "0.4p 0.5p 0.5u 0.6p 0.6u\n"
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError, needs_extra
 from kvlab.lab.ablation.grid import CHUNK, NEEDLE_DEPTHS, AblationCase
-from kvlab.lab.ablation.synthetic import Filled
+from kvlab.lab.ablation.synthetic import EvaluatedCache
 from kvlab.lab.gpu_lock import shared_gpu
 from kvlab.lab.quality.measure import Case, evaluate
 from kvlab.lab.quality.model import Subject, load_smollm2, tiny_llama
@@ -33,13 +33,13 @@ from kvlab.lab.quality.report import Row, summarise
 from kvlab.lab.quality.scores import FULL_PRECISION, common_windows
 from kvlab.lab.quality.text import Windows, cut_windows
 
-with needs_extra("hf", "kvlab.lab.ablation.reading"):
+with needs_extra("hf", "kvlab.lab.ablation.quality"):
     import torch
     from transformers import PreTrainedConfig
 
     from kvlab.integrations.transformers import KVLabCache
 
-__all__ = ["Needles", "hide_needles", "read"]
+__all__ = ["Needles", "hide_needles", "measure_quality"]
 
 NEEDLE = " The secret number of the king is {}. Remember it."
 QUESTION = "\nQuestion: what is the secret number of the king?\nThe secret number of the king is"
@@ -52,8 +52,10 @@ def _subject(model: str) -> Subject:
     return {"smollm2": load_smollm2, "tiny": tiny_llama}[model]()
 
 
-def read(cases: Sequence[AblationCase], progress: Tick) -> dict[AblationCase, Filled | BudgetError]:
-    """Read with the model of some cases.
+def measure_quality(
+    cases: Sequence[AblationCase], progress: Tick
+) -> dict[AblationCase, EvaluatedCache | BudgetError]:
+    """Let the model of some cases read through their caches.
 
     Parameters
     ----------
@@ -75,7 +77,7 @@ def read(cases: Sequence[AblationCase], progress: Tick) -> dict[AblationCase, Fi
         If the model's packages are not installed.
     """
     like = cases[0]
-    reading = _Reading(cases, progress)
+    evaluation = _Evaluation(cases, progress)
     subject = _subject(str(like.model))
     subject.model.to(like.device)
     length = like.context_length
@@ -83,38 +85,40 @@ def read(cases: Sequence[AblationCase], progress: Tick) -> dict[AblationCase, Fi
     windows = cut_windows(subject.text, subject.encode, like.windows, length + 1)
     rows = Windows(np.concatenate([needles.tokens, windows.tokens]), (*needles.starts, *windows.starts))
     protocol = Protocol(length, length // 2, CHUNK, like.texts_at_once)
-    reading.total = steps(len(rows.tokens), len(cases), protocol)
+    evaluation.total = steps(len(rows.tokens), len(cases), protocol)
     hits: dict[str, list[bool]] = {name: [] for name in (FULL_PRECISION, *(case.name for case in cases))}
 
     def look(first: int, name: str, begin: int, logits: torch.Tensor) -> None:
         if begin + CHUNK == length:
             hits[name] += needles.found(first, logits)
 
-    caches = [Case(case.name, "mixed", reading.maker(case, subject.model.config)) for case in cases]
+    caches = [Case(case.name, "mixed", evaluation.maker(case, subject.model.config)) for case in cases]
     with shared_gpu(like.device) as pause:
         scores = evaluate(
             subject.model,
             rows,
             caches,
             protocol,
-            progress=lambda name: reading.tick(name, pause),
+            progress=lambda name: evaluation.tick(name, pause),
             observe=look,
-            give_up=reading.failed.__setitem__,
+            give_up=evaluation.failed.__setitem__,
         )
-        copies = {score.name: _last_row(reading.made.pop(score.name)) for score in scores[1:]}
-        reading.made.clear()
+        copies = {score.name: _last_row(evaluation.made.pop(score.name)) for score in scores[1:]}
+        evaluation.made.clear()
         if like.device != "cpu":
             torch.cuda.empty_cache()  # other processes of the sweep share this memory
     found = {row.cache: row for row in summarise(common_windows(scores, windows.starts))}
-    shared = reading.shared_seconds() / len(cases)
-    filled: dict[AblationCase, Filled | BudgetError] = {}
+    shared = evaluation.shared_seconds() / len(cases)
+    evaluated: dict[AblationCase, EvaluatedCache | BudgetError] = {}
     for case in cases:
-        if case.name in reading.failed:
-            filled[case] = reading.failed[case.name]
+        if case.name in evaluation.failed:
+            evaluated[case] = evaluation.failed[case.name]
         else:
             quality = _quality(case, found, hits)
-            filled[case] = Filled(quality, copies[case.name], reading.seconds[case.name] + shared)
-    return filled
+            evaluated[case] = EvaluatedCache(
+                quality, copies[case.name], evaluation.seconds[case.name] + shared
+            )
+    return evaluated
 
 
 def _quality(
@@ -134,7 +138,7 @@ def _quality(
     }
 
 
-class _Reading:
+class _Evaluation:
     """Caches, failures and seconds of cases that are read together."""
 
     def __init__(self, cases: Sequence[AblationCase], progress: Tick) -> None:
