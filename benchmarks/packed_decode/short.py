@@ -36,14 +36,14 @@ def measure(shape: Shape, ladder: str) -> dict[str, Any]:
     q = torch.randn(shape.batch, 1, shape.num_heads_q, shape.head_dim, device="cuda", dtype=torch.bfloat16)
     out, lse = torch.empty_like(q), torch.empty(shape.batch, shape.num_heads_q, 1, device="cuda")
     group = shape.num_heads_q // shape.num_heads_kv
-    workspace = packed_cuda.make_workspace(q, shape.pairs, group, shape.head_dim)
+    workspace = packed_cuda.make_workspace(q, shape.num_sequences, group, shape.head_dim)
 
     def call(pages: Any) -> None:
         packed_cuda.attend(q, pages, out, lse, workspace, scale=shape.head_dim**-0.5)
 
     call(layers[0])
     first = out.clone()
-    error = max(relative_error(layers[0], q, first, pair) for pair in (0, shape.pairs - 1))
+    error = max(relative_error(layers[0], q, first, pair) for pair in (0, shape.num_sequences - 1))
     apart = attended_apart(layers[0], q, packed_cuda).float() - first.float()
     call(layers[0])
     if error > LIMIT or apart.norm() > LIMIT * first.float().norm() or not torch.equal(first, out):

@@ -193,5 +193,5 @@ def _show(result: dict[str, Any]) -> None:
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return " ".join(f"{name}:{share:.0%}" for name, share in value.items())
+        return " ".join(f"{name}:{fraction:.0%}" for name, fraction in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -64,8 +64,8 @@ def command(
 
     names = cases_of(case)
     where = machine(device, min_vram) if device == "auto" or min_vram else Machine((device,))
-    pairs = [(name, on) for name in names for on in where.devices]
-    if figure is not None and pairs not in (
+    runs = [(name, on) for name in names for on in where.devices]
+    if figure is not None and runs not in (
         [("attention", "cpu")],
         [("attention", "cuda")],
         [("decode", "cuda")],
@@ -74,10 +74,10 @@ def command(
             f"figure={str(figure)!r}: attention, and decode on cuda, have one, not {case} on {device}"
         )
     if len(names) > 1:  # of several, those that run there
-        pairs = [(name, on) for name, on in pairs if on in DEVICES[name]]
+        runs = [(name, on) for name, on in runs if on in DEVICES[name]]
     threads = Options().threads if threads is None else threads
     options = Options(array_size, threads, repeats, device, release, baseline, context_lengths)
-    results = [run(name, replace(options, device=on)) for name, on in pairs]
+    results = [run(name, replace(options, device=on)) for name, on in runs]
     result: dict[str, Any] = results[0] if len(results) == 1 else {"case": case, "results": results}
     if output is not None:
         if len(results) > 1 and output.suffix != ".json":
@@ -92,7 +92,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
         return
-    for (name, on), one in zip(pairs, results, strict=True):
+    for (name, on), one in zip(runs, results, strict=True):
         _print(one, f"{name}, {threads} threads" if on == "cpu" else f"{name}, {on}", verbose=verbose)
     for on, reason in where.skipped.items():
         typer.echo(f"skipped: {on}: {reason}")

@@ -207,9 +207,9 @@ def _show(console: Console, result: Comparison, rows: list[Row]) -> None:
     console.print(to_table(rows, title, console.width), highlight=False)
     explained = {
         "MiB, bits": "what the cache of one window takes at its end, and that for each element of K and V: "
-        "codes, steps, positions, importance, tables and exact tokens are counted",
-        "budget": f"share of the float16 bytes; exact tokens of packed caches are {result.cache_dtype}, the "
-        "full-precision cache is float32 as the model",
+        "codes, scales, positions, importance, tables and exact tokens are counted",
+        "budget": "fraction of the float16 bytes; exact tokens of packed caches are "
+        f"{result.cache_dtype}, the full-precision cache is float32 as the model",
         "change": "of the perplexity; below 0.5 % it is noise",
         "KL": "mean divergence of the predictions from those of full precision, ± standard error",
         "top-1": "how often the most probable token is the same",

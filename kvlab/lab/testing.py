@@ -87,7 +87,7 @@ def run(
     jobs : int
         Processes that share the tests of a device; each takes its share of the threads of the CPU.
     examples : int, optional
-        Of a property, in place of 50 or 2,000; a property that states a number of its own keeps it.
+        Of a property, instead of 50 or 2,000; a property that states a number of its own keeps it.
 
     Returns
     -------

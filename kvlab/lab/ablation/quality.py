@@ -28,7 +28,7 @@ from kvlab.lab.ablation.synthetic import EvaluatedCache
 from kvlab.lab.gpu_lock import shared_gpu
 from kvlab.lab.quality.measure import Case, evaluate
 from kvlab.lab.quality.model import Subject, load_smollm2, tiny_llama
-from kvlab.lab.quality.plan import CACHE_DTYPE, Protocol, steps
+from kvlab.lab.quality.plan import CACHE_DTYPE, Protocol, num_chunks
 from kvlab.lab.quality.report import Row, summarise
 from kvlab.lab.quality.scores import FULL_PRECISION, common_windows
 from kvlab.lab.quality.text import Windows, cut_windows
@@ -62,7 +62,7 @@ def measure_quality(
     cases : sequence of AblationCase
         With a model. They differ in budget and ladder alone, all packed.
     progress : callable
-        Told the number of steps done and their total.
+        Told the number of chunks done and their total.
 
     Returns
     -------
@@ -85,7 +85,7 @@ def measure_quality(
     windows = cut_windows(subject.text, subject.encode, like.windows, length + 1)
     rows = Windows(np.concatenate([needles.tokens, windows.tokens]), (*needles.starts, *windows.starts))
     protocol = Protocol(length, length // 2, CHUNK, like.texts_at_once)
-    evaluation.total = steps(len(rows.tokens), len(cases), protocol)
+    evaluation.total = num_chunks(len(rows.tokens), len(cases), protocol)
     hits: dict[str, list[bool]] = {name: [] for name in (FULL_PRECISION, *(case.name for case in cases))}
 
     def look(first: int, name: str, begin: int, logits: torch.Tensor) -> None:
@@ -194,7 +194,7 @@ class Needles:
     answer : int
         Tokens of an answer, the last ones of each text.
     starts : tuple of int
-        Names of the texts among windows: negative, since they are no places of the book.
+        Names of the texts among windows: negative, since they are no positions in the book.
     """
 
     tokens: NDArray[np.int64]
@@ -237,7 +237,7 @@ def hide_needles(subject: Subject, length: int) -> Needles:
         hay = length - len(question) - len(needle)
         if hay < 1 or len(book) < hay:
             raise ValueError(f"length={length} has no room for a needle and its question")
-        place = int(depth * hay)
-        texts.append([*book[:place], *needle, *book[place:hay], *question])
+        split = int(depth * hay)
+        texts.append([*book[:split], *needle, *book[split:hay], *question])
     answer = len(question) - len(ask)
     return Needles(np.array(texts, np.int64), answer, tuple(range(-len(texts), 0)))

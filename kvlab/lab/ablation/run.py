@@ -55,7 +55,7 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
     ----------
     case : AblationCase
     progress : callable
-        Told the number of steps done and their total.
+        Told the number of chunks done and their total.
 
     Returns
     -------

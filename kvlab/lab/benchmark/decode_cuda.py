@@ -7,7 +7,7 @@ the work differently. Times are medians over replays of a CUDA graph that rotate
 as it takes to exceed the second-level cache four times, and holds 8 calls or more, as the step of a model has
 one a layer; after them the results have to be the same bits.
 
-The floor is the bytes of codes and steps at the read bandwidth of the GPU; positions and importance lie
+The floor is the bytes of codes and scales at the read bandwidth of the GPU; positions and importance lie
 behind them in a page and are not read.
 """
 
@@ -42,7 +42,7 @@ LADDERS: dict[str, dict[int, float]] = {
     "16": {16: 1.0}, "8": {8: 1.0}, "4": {4: 1.0}, "3": {3: 1.0}, "2": {2: 1.0},
     "8/4/2": {2: 0.4, 4: 0.4, 8: 0.2},
 }  # fmt: skip
-"""What pages hold, by name: the share of the pages of every sequence at each width."""
+"""What pages hold, by name: the fraction of the pages of every sequence at each width."""
 
 NOTE = "speedup: over the faster of cuDNN and FlashAttention in bfloat16; of floor: bytes at read bandwidth"
 
@@ -173,7 +173,7 @@ def time_packed(
     Returns
     -------
     dict
-        ``us``; ``bytes`` of codes and steps; ``sets`` of pages rotated over; ``relative_error``.
+        ``us``; ``bytes`` of codes and scales; ``sets`` of pages rotated over; ``relative_error``.
     """
     import torch
 
@@ -185,7 +185,7 @@ def time_packed(
     q = torch.randn(shape.batch, 1, shape.num_heads_q, shape.head_dim, device="cuda", dtype=torch.bfloat16)
     out = torch.full_like(q, float("nan"))
     lse = torch.empty(shape.batch, shape.num_heads_q, 1, device="cuda")
-    workspace = backend.make_workspace(q, shape.pairs, group, shape.head_dim)
+    workspace = backend.make_workspace(q, shape.num_sequences, group, shape.head_dim)
     options = {"warps": warps} if warps else {}
 
     def attend(own: SimpleNamespace) -> None:

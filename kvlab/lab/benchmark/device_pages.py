@@ -31,7 +31,7 @@ class Shape:
     head_dim: int = 128
 
     @property
-    def pairs(self) -> int:
+    def num_sequences(self) -> int:
         """Sequences of pages: (row, KV head) pairs."""
         return self.batch * self.num_heads_kv
 
@@ -43,15 +43,15 @@ def draw_pages(shape: Shape, ladder: Mapping[int, float], device: str = "cuda") 
     entries, widths = shape.tokens // TOKENS_PER_PAGE, sorted(ladder)
     layouts = tuple(PageLayout(shape.head_dim, bits, bits, 2) for bits in widths)
     bounds = np.round(np.cumsum([0.0, *(ladder[bits] for bits in widths)]) * entries).astype(int)
-    rung = torch.empty(shape.pairs, entries, dtype=torch.uint8, device=device)
-    index = torch.empty(shape.pairs, entries, dtype=torch.int32, device=device)
+    rung = torch.empty(shape.num_sequences, entries, dtype=torch.uint8, device=device)
+    index = torch.empty(shape.num_sequences, entries, dtype=torch.int32, device=device)
     pools = []
     for r, layout in enumerate(layouts):
-        count = shape.pairs * int(bounds[r + 1] - bounds[r])
+        count = shape.num_sequences * int(bounds[r + 1] - bounds[r])
         pools.append(_draw_pool(layout, count, device))
         rung[:, bounds[r] : bounds[r + 1]] = r
         order = torch.randperm(count, device=device).to(torch.int32)
-        index[:, bounds[r] : bounds[r + 1]] = order.view(shape.pairs, -1)
+        index[:, bounds[r] : bounds[r + 1]] = order.view(shape.num_sequences, -1)
     table = (shape.batch, shape.num_heads_kv, entries)
     return SimpleNamespace(
         layouts=layouts,
@@ -87,16 +87,16 @@ def relative_error(pages: SimpleNamespace, q: Any, out: Any, pair: int) -> float
     heads, kv_heads = q.shape[2], pages.rung.shape[1]
     group, b, h = heads // kv_heads, pair // kv_heads, pair % kv_heads
     rung, index = pages.rung[b, h].cpu(), pages.index[b, h].cpu().long()
-    pools, place = [], index.numpy().copy()
+    pools, slot = [], index.numpy().copy()
     for r, pool in enumerate(pages.pools):
         mine = rung == r
         pools.append(pool[index[mine].to(pool.device)].cpu().numpy())
-        place[mine.numpy()] = np.arange(int(mine.sum()))
+        slot[mine.numpy()] = np.arange(int(mine.sum()))
     one = SimpleNamespace(
         layouts=pages.layouts,
         pools=pools,
         rung=rung.numpy()[None, None],
-        index=place[None, None],
+        index=slot[None, None],
         count=np.full((1, 1, len(rung)), TOKENS_PER_PAGE),
         num_pages=np.array([[len(rung)]]),
         k_mean=pages.k_mean[b, h].cpu().numpy()[None, None],

@@ -88,7 +88,7 @@ def evaluate(
     cases : sequence of Case
     protocol : Protocol
     progress : callable
-        Called with the name of the case after each of its chunks, `plan.steps(...)` times in all.
+        Called with the name of the case after each of its chunks, `plan.num_chunks(...)` times in all.
     observe : callable
         Shown every scored chunk: number of the first of the windows that are read at once, name of the case,
         where in the windows the chunk begins, and logits (windows, chunk, vocabulary).

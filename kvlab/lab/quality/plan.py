@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvlab.lab.quality.scores import Score
 
-__all__ = ["CACHE_DTYPE", "GROUPS", "Plan", "Protocol", "WorkItem", "Workload", "steps"]
+__all__ = ["CACHE_DTYPE", "GROUPS", "Plan", "Protocol", "WorkItem", "Workload", "num_chunks"]
 
 CACHE_DTYPE = "float16"
 """What exact tokens are kept in, also for a float32 model."""
@@ -39,7 +39,7 @@ class Protocol:
         return self.length - self.scored_from
 
 
-def steps(windows: int, cases: int, protocol: Protocol) -> int:
+def num_chunks(windows: int, cases: int, protocol: Protocol) -> int:
     """How often `evaluate` calls `progress`."""
     return -(-windows // protocol.rows) * (protocol.length // protocol.chunk) * (cases + 1)
 
@@ -74,8 +74,8 @@ class Plan:
         return repr(replace(self, windows=0, groups=(), protocol=replace(self.protocol, rows=1)))
 
     @property
-    def writing_steps(self) -> int:
-        """Steps of a continuation, which takes about as long as one cache takes for a window."""
+    def continuation_chunks(self) -> int:
+        """Chunks of a continuation, which takes about as long as one cache takes for a window."""
         return self.protocol.length // self.protocol.chunk
 
 

@@ -64,7 +64,7 @@ class Reader:
         prompt = self.windows.tokens[-1][: length // 2 - count].tolist()
         case = full_precision(config) if budget is None else mixed(config, length // 2, [budget])[0]
         written = continue_text(self.subject, prompt, case.make(), count)
-        self.tick(self.plan.writing_steps)
+        self.tick(self.plan.continuation_chunks)
         return case.name, self.subject.decode(prompt[-64:]), written
 
 

@@ -48,7 +48,7 @@ class Row:
     perplexity, change : float
         Of the text, and its relative change against full precision.
     kl, kl_error, agreement : float
-        Mean divergence and its standard error; share of tokens with the same best prediction.
+        Mean divergence and its standard error; fraction of tokens with the same best prediction.
     widths : str
         Share of pages at each width.
     windows : int
@@ -102,7 +102,7 @@ def _row(score: Score, exact: float, recorded: bool) -> Row:
         kl_error=error,
         agreement=mean_and_error(score.agreement)[0],
         tokens_per_second=score.tokens_per_second,
-        widths=" ".join(f"{width}:{share:.0%}" for width, share in score.widths.items()),
+        widths=" ".join(f"{width}:{fraction:.0%}" for width, fraction in score.widths.items()),
         windows=len(score.starts),
         recorded=recorded,
     )

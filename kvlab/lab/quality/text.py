@@ -134,9 +134,9 @@ def _van_der_corput(number: int) -> float:
     return int(f"{number:b}"[::-1], 2) / (1 << number.bit_length()) if number else 0.0
 
 
-def _line_start(text: str, place: int) -> int:
-    """The first beginning of a line at or after a place; the end of the text if there is none."""
-    if place == 0:
+def _line_start(text: str, position: int) -> int:
+    """The first beginning of a line at or after a position; the end of the text if there is none."""
+    if position == 0:
         return 0
-    found = text.find("\n", place - 1)
+    found = text.find("\n", position - 1)
     return len(text) if found < 0 else found + 1

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.device import memory_available
 from kvlab.lab.quality.checkpoint import Checkpoint
-from kvlab.lab.quality.plan import Plan, WorkItem, Workload, steps
+from kvlab.lab.quality.plan import Plan, WorkItem, Workload, num_chunks
 from kvlab.lab.quality.scores import Continuation, Score, join
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def processes_for(plan: Plan) -> int:
 
     Examples
     --------
-    >>> from kvlab.lab.quality.plan import Protocol
+    >>> from kvlab.lab.quality.plan import Plan, WorkItem, Workload, num_chunks
     >>> processes_for(Plan("smollm2", Protocol(), windows=1, budgets=(0.2,)))
     1
     """
@@ -101,7 +101,7 @@ def compare(
     processes : int
         1: everything happens in this process, with the threads as they are.
     progress : callable
-        Called with the number of steps done and their total.
+        Called with the number of chunks done and their total.
 
     Returns
     -------
@@ -117,7 +117,7 @@ def compare(
     --------
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> from kvlab.lab.quality.plan import Protocol
+    >>> from kvlab.lab.quality.plan import Plan, WorkItem, Workload, num_chunks
     >>> plan = Plan("tiny", Protocol(length=128, scored_from=64), windows=1, budgets=(0.5,))
     >>> with TemporaryDirectory() as folder:
     ...     outcome = compare(plan, Checkpoint(Path(folder), plan.settings), processes=1)
@@ -127,9 +127,9 @@ def compare(
     start = time.perf_counter()
     done, total = 0, 1
 
-    def count(steps: int) -> None:
+    def count(chunks: int) -> None:
         nonlocal done
-        done += steps
+        done += chunks
         progress(min(done, total), total)
 
     with _team(plan, processes, count) as run:
@@ -140,8 +140,9 @@ def compare(
         items = _left(plan, workload, parts, processes)
         jobs: list[_Job] = [("read", item) for item in items]
         jobs += [("write", budget) for budget in (BESIDE, None)]  # the longer one first
-        total = sum(steps(len(windows), workload.sizes[group], plan.protocol) for windows, group in items)
-        total += 2 * plan.writing_steps
+        sizes = workload.sizes
+        total = sum(num_chunks(len(windows), sizes[group], plan.protocol) for windows, group in items)
+        total += 2 * plan.continuation_chunks
         jobs += [("race", None)] if plan.device != "cpu" else []
         prompt, continuations, races = "", dict[str, Continuation](), dict[str, tuple[float, float]]()
         for method, result in run(jobs):

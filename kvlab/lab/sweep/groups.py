@@ -57,10 +57,10 @@ def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int 
         for first in range(0, len(pool), MOST_TOGETHER)
     ]
 
-    def place(group: list[AblationCase]) -> tuple[float, int]:
+    def priority(group: list[AblationCase]) -> tuple[float, int]:
         return -seconds(group), evaluations[group[0]][0]
 
-    heap = [(place(group), group) for group in groups if len(group) > 1]
+    heap = [(priority(group), group) for group in groups if len(group) > 1]
     groups = [group for group in groups if len(group) == 1]
     heapq.heapify(heap)
     while heap and len(heap) + len(groups) < least:
@@ -69,9 +69,9 @@ def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int 
             if len(half) == 1:
                 groups.append(half)
             else:
-                heapq.heappush(heap, (place(half), half))
+                heapq.heappush(heap, (priority(half), half))
     groups += [group for _, group in heap]
-    groups.sort(key=place)
+    groups.sort(key=priority)
     return [[number for case in group for number in evaluations[case]] for group in groups]
 
 

@@ -188,7 +188,7 @@ def _is_text(view: View) -> list[bool]:
 
 
 def cell(name: str, value: object) -> str:
-    """A value as people read it; the name of its column says which values are shares.
+    """A value as people read it; the name of its column says which values are fractions.
 
     Examples
     --------

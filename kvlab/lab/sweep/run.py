@@ -93,8 +93,8 @@ def run_cases(
         return
     threads_of_each = max(1, len(os.sched_getaffinity(0)) // processes)
     found = _visible_gpus() if any(manifest.cases[number].device == "cuda" for number in numbers) else []
-    places = [_Place(threads_of_each, found[i % len(found)] if found else None) for i in range(processes)]
-    lanes = [_WorkerLane(folder, runner, reader, timeout, place) for place in places]
+    gpus = [found[i % len(found)] if found else None for i in range(processes)]
+    lanes = [_WorkerLane(folder, runner, reader, timeout, _Resources(threads_of_each, gpu)) for gpu in gpus]
     threads = ThreadPoolExecutor(processes)
     working = [threads.submit(lane.work, waiting, report) for lane in lanes]
     try:
@@ -194,17 +194,17 @@ class _WorkerLane(_Lane):
     """A worker process and the thread that feeds it."""
 
     def __init__(
-        self, folder: Path, runner: Runner, reader: Reader, timeout: float | None, place: _Place
+        self, folder: Path, runner: Runner, reader: Reader, timeout: float | None, resources: _Resources
     ) -> None:
         super().__init__(folder, runner, reader)
-        self._timeout, self._place = timeout, place
+        self._timeout, self._resources = timeout, resources
         self._pool: ProcessPoolExecutor | None = None
         self._ended = False
 
     def _call(self, work: Callable[[Any], Any], argument: Any, count: int = 1) -> Any:
         if self._pool is None:
             context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
-            self._pool = ProcessPoolExecutor(1, context, _begin, (self._place,))
+            self._pool = ProcessPoolExecutor(1, context, _begin, (self._resources,))
         allowed = None if self._timeout is None else count * self._timeout
         try:
             return self._pool.submit(work, argument).result(allowed)
@@ -240,16 +240,16 @@ class _Ended(BaseException):
     """The run was interrupted while a worker was busy: its case is dropped, and has not failed."""
 
 
-class _Place(NamedTuple):
+class _Resources(NamedTuple):
     """What a worker may use: threads, and a GPU by its name in CUDA_VISIBLE_DEVICES (None: as it is)."""
 
     threads: int
     gpu: str | None
 
 
-def _begin(place: _Place) -> None:
+def _begin(resources: _Resources) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one ends it
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):  # read when torch and Numba are imported
-        os.environ.setdefault(name, str(place.threads))
-    if place.gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = place.gpu
+        os.environ.setdefault(name, str(resources.threads))
+    if resources.gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = resources.gpu

@@ -1,8 +1,8 @@
 """A sweep on Slurm: arrays of the cases that are left, and a job that collects after them.
 
 A task takes a part of these cases, in groups that share an evaluation (groups.py): all tasks are told the
-same list of cases and number of tasks, and find the same groups. Results lie in the sweep's folder under the name
-of the case, never of the job: a task that is requeued, or submitted twice, fills the same place. Clusters
+same list of cases and number of tasks, and find the same groups. Results lie in the sweep's folder under the
+name of the case, never of the job: a task that is requeued, or submitted twice, fills the same file. Clusters
 limit indices (MaxArraySize), so a long sweep becomes several arrays, each with an offset.
 """
 

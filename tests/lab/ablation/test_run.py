@@ -124,7 +124,7 @@ def test_packing_is_measured_not_computed() -> None:
         assert packed["memory"][name] == unpacked["memory"][name]
     assert packed["quality"] == unpacked["quality"]
     assert packed["compression"]["theoretical_ratio"] == pytest.approx(16 / packed["memory"]["avg_bits"])
-    # One code a byte is half of float16, and steps, positions and importance come on top.
+    # One code a byte is half of float16, and scales, positions and importance come on top.
     assert 1.5 < unpacked["compression"]["actual_vs_fp16"] < 2
     for result in (packed, unpacked):
         assert result["compression"]["actual_vs_fp16"] < result["compression"]["theoretical_ratio"]

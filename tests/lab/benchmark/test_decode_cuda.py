@@ -22,7 +22,7 @@ SHAPE = Shape(2, 640, num_heads_q=4, num_heads_kv=2, head_dim=64)
 
 def test_pages_are_full_and_each_is_in_one_table_once() -> None:
     pages = draw_pages(SHAPE, LADDERS["8/4/2"], device="cpu")
-    rung = pages.rung.view(SHAPE.pairs, -1)
+    rung = pages.rung.view(SHAPE.num_sequences, -1)
     assert [layout.bits_k for layout in pages.layouts] == [2, 4, 8]
     assert rung[0].tolist() == [0] * 4 + [1] * 4 + [2] * 2
     for r, pool in enumerate(pages.pools):
@@ -45,7 +45,7 @@ def test_the_judge_accepts_the_right_answer_alone(name: str) -> None:
     pages = draw_pages(SHAPE, LADDERS[name], device="cpu")
     q = torch.randn(2, 1, 4, 64, dtype=torch.bfloat16)
     out = attended(pages, q)
-    for pair in range(SHAPE.pairs):
+    for pair in range(SHAPE.num_sequences):
         assert relative_error(pages, q, out, pair) < 4e-3
         for wrong in (torch.zeros_like(out), out.flip(2), out.flip(0), attended(pages, q.flip(2))):
             assert relative_error(pages, q, wrong, pair) > 0.1

@@ -17,7 +17,7 @@ from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.cases import controls, mixed, uniform
 from kvlab.lab.quality.measure import Case, evaluate, held_bytes
 from kvlab.lab.quality.model import Subject, tiny_llama
-from kvlab.lab.quality.plan import CACHE_DTYPE, Protocol, steps
+from kvlab.lab.quality.plan import CACHE_DTYPE, Protocol, num_chunks
 from kvlab.lab.quality.scores import Score, join, mean_and_error
 from kvlab.lab.quality.text import Windows, cut_windows
 
@@ -170,7 +170,7 @@ def test_progress_is_reported_as_often_as_announced(subject: Subject, windows: W
     seen: list[str] = []
     cases = [Case("a", "other", DynamicCache), Case("b", "other", DynamicCache)]
     evaluate(subject.model, windows, cases, PROTOCOL, progress=seen.append)
-    assert len(seen) == steps(3, 2, PROTOCOL) == 2 * 6 * 3
+    assert len(seen) == num_chunks(3, 2, PROTOCOL) == 2 * 6 * 3
     assert set(seen) == {"full precision", "a", "b"}
 
 
