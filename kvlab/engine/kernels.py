@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.device import compute_capability
-from kvlab.jit.build import PreparedLaunch, arch_of, build, load
+from kvlab.jit.build import arch_of, build
+from kvlab.jit.launch import PreparedLaunch, load
 
 __all__ = ["CALL", "MATRIX", "Layout", "TokenKernel", "matrix_table", "prepare_token"]
 

@@ -56,7 +56,7 @@ def build_numba(module: str, kernel: str, options: Mapping[str, Any], arch: str)
     Returns
     -------
     kvlab.jit.build.Built
-        For `kvlab.jit.build.load`.
+        For `kvlab.jit.launch.load`.
 
     Raises
     ------

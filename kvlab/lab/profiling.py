@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 
 import kvlab
-from kvlab.jit.build import Kernel, PreparedLaunch
+from kvlab.jit.launch import Kernel, PreparedLaunch
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.targets import Machine, resolve
 from kvlab.lab.timing import time_in_turns

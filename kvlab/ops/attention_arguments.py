@@ -8,13 +8,15 @@ longer than a short kernel runs.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvlab.arrays import CudaView, cuda_view
+from kvlab.jit.structs import ADDRESS, TENSOR, Template
+from kvlab.jit.structs import Struct as Layout
 
 if TYPE_CHECKING:
     from kvlab.ops.attention import Scores, Sequences
@@ -37,9 +39,6 @@ __all__ = [
     "tensor_map",
 ]
 
-ADDRESS, TENSOR = "address", "tensor"
-"""Formats of fields: an address, and an address with the strides of batch, position and head."""
-
 FAR = 1 << 30
 """A side of the window without limit; and what no length may exceed."""
 
@@ -48,48 +47,6 @@ _WRAP = (1 << 64) // _END  # bytes: so many steps of it are none
 
 Lengths = tuple[int, int, int]
 """Sequences of a call, and at least as many rows and keys as the longest has."""
-
-
-class Layout:
-    """A struct that a kernel takes: names of its fields and their formats, these or `struct`'s, in order."""
-
-    def __init__(self, **fields: str) -> None:
-        self._fields = fields
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        formats = {ADDRESS: "q", TENSOR: "4q"}
-        return struct.calcsize("<" + "".join(formats.get(form, form) for form in self._fields.values()))
-
-    def template(self, call: Mapping[str, Any]) -> Template:
-        """Pack the values of all fields but addresses; of a tensor its three strides."""
-        between = [b""]  # what stands before the first address, and behind each
-        for name, form in self._fields.items():
-            if form in (ADDRESS, TENSOR):
-                between.append(struct.pack("<3q", *call[name]) if form == TENSOR else b"")
-            else:
-                between[-1] += struct.pack("<" + form, call[name])
-        return Template(between)
-
-
-class Template:
-    """A struct without its addresses: the bytes before the first of them, and behind each."""
-
-    def __init__(self, between: Sequence[bytes]) -> None:
-        self._struct = struct.Struct("<" + "q".join(f"{len(part)}s" for part in between))
-        self._parts: list[Any] = [part for known in between for part in (known, 0)][:-1]
-        self._dtype = np.dtype(f"V{self._struct.size}")
-
-    def fill(self, addresses: Sequence[int]) -> Any:
-        """Return the struct with these addresses, in the order of their fields, as one kernel argument."""
-        return np.frombuffer(self.pack(addresses), self._dtype)[0]
-
-    def pack(self, addresses: Sequence[int]) -> bytes:
-        """Return the struct as bytes."""
-        parts = self._parts.copy()
-        parts[1::2] = addresses
-        return self._struct.pack(*parts)
 
 
 def placed(view: CudaView) -> CudaView:

@@ -14,20 +14,15 @@ from typing import Any
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, cuda_view, current_stream, empty, to_numpy_view
-from kvlab.device import compute_capability
-from kvlab.jit.build import Kernel, arch_of, build, load
-from kvlab.jit.numba import build_numba
 
 __all__ = [
     "Flag",
     "contiguous",
     "copied",
-    "cuda_kernel",
     "dense_pointer",
     "launch",
     "launch_in_turn",
     "multiprocessors",
-    "numba_kernel",
     "permuted",
     "pointer",
     "to_host",
@@ -109,20 +104,6 @@ class Flag:
     def is_raised(self) -> bool:
         """Return whether a kernel has set it; waits for the GPU, if anyone wants to know."""
         return self._wanted and bool(self._word.item())
-
-
-@lru_cache(maxsize=1024)
-def cuda_kernel(name: str, entry: str, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
-    """Return kernel `entry` of ``<name>.cu`` for a device."""
-    arch = arch_of(*compute_capability(device))
-    return load(build(name, dict(macros), arch), entry, device=device)
-
-
-@lru_cache(maxsize=1024)
-def numba_kernel(module: str, entry: str, options: tuple[tuple[str, Any], ...], device: int) -> Kernel:
-    """Return the kernel that `entry` of ``kernels/numba/<module>.py`` makes, for a device."""
-    arch = arch_of(*compute_capability(device))
-    return load(build_numba(module, entry, dict(options), arch), entry, device=device)
 
 
 @lru_cache(maxsize=16)

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import kvlab
 from kvlab import cli, device
-from kvlab.jit.build import Kernel, PreparedLaunch
 from kvlab.jit.cubin import Resources
+from kvlab.jit.launch import Kernel, PreparedLaunch
 from kvlab.lab import accuracy, cleaning, profiling, targets, testing, validate
 from tests import conftest
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from kvlab.engine import kernels, weights
 from kvlab.engine.kernels import CALL, MATRIX, Layout, TokenKernel
-from kvlab.jit.build import PreparedLaunch, kernel_root
+from kvlab.jit.build import kernel_root
 from kvlab.jit.compile_gate import specialisations
+from kvlab.jit.launch import PreparedLaunch
 from kvlab.reference.decoder import KeysValues, Layer, Linear, Norm, layer_token
 from kvlab.reference.decoder import Model as Decoder
 

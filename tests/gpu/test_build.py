@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.jit.build import Built, Kernel, arch_of, build, load
+from kvlab.jit.build import Built, arch_of, build
+from kvlab.jit.launch import Kernel, load
 from tests.spills import SPILLS
 
 cupy = pytest.importorskip("cupy")
@@ -148,7 +149,8 @@ def test_a_process_that_used_kernels_ends_quietly(built: Built, tmp_path: Path) 
     code = f"""
 import cupy, numpy as np
 from pathlib import Path
-from kvlab.jit.build import build, load
+from kvlab.jit.build import build
+from kvlab.jit.launch import load
 kernel = load(build("some", {{"VALUE": 1000}}, {built.arch!r}, root=Path({str(tmp_path)!r})), "by_value")
 out = cupy.zeros(32, np.float64)
 kernel((1,), (32,), (out.data.ptr, np.zeros(1, "V128")[0], np.int16(1), np.float32(0), np.int8(0)))

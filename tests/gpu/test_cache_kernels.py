@@ -430,7 +430,8 @@ def importance_on_device(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     from pathlib import Path
 
     from kvlab.device import compute_capability
-    from kvlab.jit.build import arch_of, build, kernel_root, load
+    from kvlab.jit.build import arch_of, build, kernel_root
+    from kvlab.jit.launch import load
 
     root = Path(tempfile.mkdtemp())
     (root / "pages").symlink_to(kernel_root() / "pages")

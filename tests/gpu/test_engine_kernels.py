@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvlab.device import compute_capability
 from kvlab.engine import weights
 from kvlab.engine.kernels import Layout, TokenKernel, matrix_table, prepare_token
-from kvlab.jit.build import PreparedLaunch
+from kvlab.jit.launch import PreparedLaunch
 from kvlab.ops.device_arrays import multiprocessors
 from kvlab.reference.decoder import KeysValues, Layer, Linear, Model, Norm, layer_token
 

@@ -1,4 +1,4 @@
-"""Building CUDA sources without a GPU: what decides the bytes, what is refused, the launcher's own checks."""
+"""Building CUDA sources without a GPU: what decides the bytes, what is refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import multiprocessing
 import subprocess
 import sys
 import time
-import types
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ import pytest
 from kvlab.errors import BuildError, MissingExtraError
 from kvlab.jit import build as build_module
 from kvlab.jit import nvrtc
-from kvlab.jit.build import Built, Kernel, build, content_key, kernel_root, load
-from kvlab.jit.cubin import Resources, read_resources
+from kvlab.jit.build import Built, build, content_key, kernel_root
+from kvlab.jit.cubin import read_resources
 
 SOURCE = """#include "include/scale.cuh"
 extern "C" __global__ void fill(float* out, int count) {
@@ -282,82 +280,3 @@ def test_importing_the_module_loads_no_compiler_and_no_cupy() -> None:
 
 
 # ---- the launcher, as far as it goes without a device
-
-
-class RecordingFunction:
-    """Stands for CuPy's function: keeps the arguments of every launch."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[Any, ...]] = []
-
-    def __call__(self, grid: Any, block: Any, args: Sequence[Any], shared_bytes: int, stream: Any) -> None:
-        self.launches.append((grid, block, tuple(args), shared_bytes, stream.ptr))
-
-
-@pytest.fixture
-def recorded() -> tuple[Kernel, RecordingFunction]:
-    function = RecordingFunction()
-    resources = Resources(registers=32, shared_bytes=0, local_bytes=0, parameter_bytes=(8, 4, 2, 128))
-    return Kernel(function, "kernel", 0, resources), function
-
-
-ARGUMENTS = (0x7F00_0000_0000, np.int32(3), np.float16(0.5), np.zeros(1, "V128")[0])
-
-
-def test_a_launch_hands_everything_on(recorded: tuple[Kernel, RecordingFunction]) -> None:
-    kernel, function = recorded
-    kernel((3, 2), (128,), ARGUMENTS, 1024, 77)
-    assert function.launches == [((3, 2), (128,), ARGUMENTS, 1024, 77)]
-
-
-@pytest.mark.parametrize("grid", [(0,), (4, 0), (0, 1, 1)])
-def test_an_empty_grid_launches_nothing(
-    recorded: tuple[Kernel, RecordingFunction], grid: tuple[int, ...]
-) -> None:
-    kernel, function = recorded
-    kernel(grid, (128,), ARGUMENTS)
-    assert function.launches == []
-
-
-@pytest.mark.parametrize(
-    ("position", "wrong"),
-    [(0, np.int32(1)), (0, True), (0, 1.0), (0, None), (1, 3), (1, np.int64(3)), (1, "3"), (2, 0.5), (3, 7)],
-)
-def test_arguments_that_do_not_fit_are_type_errors(
-    recorded: tuple[Kernel, RecordingFunction], position: int, wrong: object
-) -> None:
-    kernel, function = recorded
-    kernel((1,), (32,), ARGUMENTS)
-    arguments = [*ARGUMENTS[:position], wrong, *ARGUMENTS[position + 1 :]]
-    for _ in range(2):
-        with pytest.raises(TypeError, match=rf"kernel: args\[{position}\]=.* does not fit"):
-            kernel((1,), (32,), arguments)
-    assert len(function.launches) == 1
-
-
-@pytest.mark.parametrize("count", [0, 3, 5])
-def test_a_wrong_number_of_arguments_is_a_type_error(
-    recorded: tuple[Kernel, RecordingFunction], count: int
-) -> None:
-    with pytest.raises(TypeError, match=f"kernel has 4 parameters, {count} arguments were given"):
-        recorded[0]((1,), (32,), (ARGUMENTS * 2)[:count])
-
-
-def test_load_says_which_kernels_there_are(root: Path) -> None:
-    built = build("fill", MACROS, "sm_90a", root=root)
-    with pytest.raises(ValueError, match=r"entry='full': fill\.cu has the kernels fill"):
-        load(built, "full")
-    (root / "fill.cu").write_text(SOURCE + SOURCE.replace("fill", "also"))
-    with pytest.raises(ValueError, match=r"entry=None: fill\.cu has the kernels also, fill"):
-        load(build("fill", MACROS, "sm_90a", root=root))
-
-
-def test_load_without_cupy_or_device_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = build("fill", MACROS, "sm_90a", root=root)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(MissingExtraError, match=r"^a CUDA kernel needs cupy.* pip install 'kvlab\[cu13\]'$"):
-        load(built)
-    no_device = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: False))
-    monkeypatch.setitem(sys.modules, "cupy", no_device)
-    with pytest.raises(RuntimeError, match="no CUDA device was found; the backends 'cpu' and 'reference'"):
-        load(built)

@@ -19,7 +19,8 @@ from kvlab.cache.cuda.store import STATE
 from kvlab.cache.ladder import Rung
 from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.device import compute_capability
-from kvlab.jit.build import Kernel, PreparedLaunch, arch_of, build, load
+from kvlab.jit.build import arch_of, build
+from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.ops.device_arrays import multiprocessors, shared_memory_per_block
 
 __all__ = [

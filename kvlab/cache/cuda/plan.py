@@ -17,7 +17,8 @@ import numpy as np
 
 from kvlab.arrays import cuda_view, empty, to_device
 from kvlab.device import compute_capability
-from kvlab.jit.build import Kernel, PreparedLaunch, arch_of, build, load
+from kvlab.jit.build import arch_of, build
+from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.reference.cache_layer import Ladder
 
 __all__ = [

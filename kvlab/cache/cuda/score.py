@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, cuda_view, device_of, dtype_name, pointer_of
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
-from kvlab.jit.build import PreparedLaunch
+from kvlab.jit.launch import PreparedLaunch
 from kvlab.ops.cuda.packed import KEPT_ROW_BYTES
 from kvlab.ops.cuda.packed_mass import KEPT, score_kernel
 from kvlab.ops.device_arrays import dense_pointer

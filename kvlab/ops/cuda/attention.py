@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlab.arrays import ArrayT, CudaView, cuda_view, empty, pointer_of
 from kvlab.device import compute_capability
-from kvlab.jit.build import Kernel, arch_of, build, load
+from kvlab.jit.build import arch_of, build
+from kvlab.jit.launch import Kernel, load
 from kvlab.ops.attention_arguments import (
     ADDRESS,
     TENSOR,

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlab.arrays import Array, ArrayT, cuda_view, empty, pointer_of
-from kvlab.ops.attention_arguments import ADDRESS, TENSOR, Layout, strides_of
-from kvlab.ops.device_arrays import cuda_kernel, launch
+from kvlab.jit.launch import cuda_kernel
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct
+from kvlab.ops.attention_arguments import strides_of
+from kvlab.ops.device_arrays import launch
 
 __all__ = ["merge"]
 
@@ -15,7 +17,7 @@ MOST_PARTS = 32  # of one launch, whose argument holds all addresses
 _WARPS = 4  # of a block, a row each
 _STRIDES_OF_LSE = ("batch", "position", "head")
 
-_CALL = Layout(
+_CALL = Struct(
     out=ADDRESS, lse=ADDRESS, positions="q", dim="i", count="i",
     **{
         name: form

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlab.arrays import CudaView, current_stream, empty, pointer_of
-from kvlab.jit.build import PreparedLaunch, build, load
+from kvlab.jit.build import build
+from kvlab.jit.launch import PreparedLaunch, load
 from kvlab.ops.attention_arguments import (
     ADDRESS,
     Layout,

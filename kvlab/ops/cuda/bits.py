@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import ArrayT, cuda_view, empty
+from kvlab.jit.launch import cuda_kernel, numba_kernel
 from kvlab.ops import bits as ops
 from kvlab.ops.device_arrays import (
     Flag,
     contiguous,
-    cuda_kernel,
     launch,
-    numba_kernel,
     pointer,
     to_host,
 )

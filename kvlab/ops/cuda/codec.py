@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvlab.arrays import ArrayT, cuda_view, dtype_name, empty
+from kvlab.jit.launch import cuda_kernel, numba_kernel
+from kvlab.jit.structs import Struct
 from kvlab.ops.bits import refuse_no_ternary_byte
 from kvlab.ops.codec import Quantized, refuse_unrepresentable
 from kvlab.ops.codec_layout import FLOATS, Layout
@@ -23,10 +25,8 @@ from kvlab.ops.cuda import bits as bits_cuda
 from kvlab.ops.device_arrays import (
     Flag,
     contiguous,
-    cuda_kernel,
     launch,
     multiprocessors,
-    numba_kernel,
     permuted,
     pointer,
     to_host,
@@ -42,8 +42,9 @@ _MAX_COLUMN_GROUP = 128
 _SHARED_FLOATS = 8 * 1024  # of a group of codec/groups.cu; larger ones stand in global memory
 _SCRATCH_FLOATS = 2**26
 _SCRATCH_BLOCKS = 512
-_SHAPE = np.dtype([(name, "i8") for name in ("chunks", "length", "columns", "group", "groups")])
-_GROUPS = np.dtype([("rows", "i8"), ("n", "i8"), ("group", "i8"), ("bits", "i4")], align=True)
+_SHAPE = Struct(chunks="q", length="q", columns="q", group="q", groups="q")
+_GROUPS = Struct(rows="q", n="q", group="q", bits="i")
+_BOOKS = {"quantize": Struct(numbers="256i"), "dequantize": Struct(numbers="128f")}
 
 
 def quantize(
@@ -195,7 +196,7 @@ def _book_of(name: str, bits: int) -> Any:
     if bits:
         given = codebooks.borders(bits) if name == "quantize" else codebooks.levels(bits)[2 ** (bits - 1) :]
         numbers[: len(given)] = given
-    return np.frombuffer(numbers.tobytes(), f"V{numbers.nbytes}")[0]
+    return _BOOKS[name].pack(numbers=numbers)
 
 
 def _numba_codebook(entry: str, bits: int) -> dict[str, Any]:
@@ -218,13 +219,13 @@ def _columns(layout: Layout, dtype: str, width: int) -> tuple[dict[str, int], An
     length, columns = layout.shape[layout.axis], math.prod(layout.shape[layout.axis + 1 :])
     groups = -(-length // layout.group_size)
     chunks = math.prod(layout.shape[: layout.axis]) * groups * columns // width
-    shape = np.array((chunks, length, columns, layout.group_size, groups), _SHAPE)
+    shape = _SHAPE.pack(chunks=chunks, length=length, columns=columns, group=layout.group_size, groups=groups)
     macros = {
         "DTYPE": FLOATS.index(dtype),
         "CODEC": reference.CODECS.index(layout.codec),
         "CODE_BITS": int(layout.bits),
     }
-    return macros, np.frombuffer(shape.tobytes(), f"V{_SHAPE.itemsize}")[0], chunks
+    return macros, shape, chunks
 
 
 def _quantize_columns(x: Any, packed: Any, words: list[Any], layout: Layout, flag: Flag) -> None:
@@ -321,8 +322,7 @@ def _launch_groups(
     else:
         macros = (("DTYPE", FLOATS.index(dtype)), ("CODEC", reference.CODECS.index(layout.codec)))
         kernel = cuda_kernel("codec/groups", entry, macros, device)
-        fields = np.array((rows, n, group, bits), _GROUPS)
-        shape = [np.frombuffer(fields.tobytes(), f"V{_GROUPS.itemsize}")[0]]
+        shape = [_GROUPS.pack(rows=rows, n=n, group=group, bits=bits)]
         book = [_book(entry.removesuffix("_groups"), layout)]
     arguments = [pointer(source), *shape, *addresses, pointer(scratch), np.int64(pitch), *book]
     launch(kernel, blocks, (threads,), arguments, source, shared)

@@ -18,7 +18,8 @@ import numpy as np
 
 from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype, pointer_of
 from kvlab.device import compute_capability
-from kvlab.jit.build import Kernel, PreparedLaunch, arch_of, build, load
+from kvlab.jit.launch import Kernel, PreparedLaunch, cuda_kernel
+from kvlab.jit.structs import ADDRESS, Struct
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memory_per_block
 from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
 
@@ -38,42 +39,23 @@ _INT8_ROWS, _INT8_WIDTHS, _INT8_HEAD_DIMS = 4, {2, 3, 4, 8}, (64, 96, 128)  # of
 _MERGE_ROWS, _MAX_STAGES = 4, 8
 _SHIFT = 64  # where an item may begin in its slot; items are multiples of as much
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
-_POINTERS = [
-    "rung",
-    "count",
-    "index",
-    "num_pages",
-    "k_mean",
-    "q",
-    "out",
-    "lse",
-    "partial",
-    "arrivals",
-    "scores",
-]
-_INTEGERS = ["pairs", "heads_kv", "entries", "num_rungs", "rows", "group", "kept", "slot_bytes", "stages"]
-_RUNG = np.dtype([("pool", "u8"), ("record", "u4"), ("bits_k", "u2"), ("bits_v", "u2")])
-_CALL = np.dtype(
-    [
-        ("rungs", _RUNG, MAX_RUNGS),
-        *((name, "u8") for name in _POINTERS),
-        *((name, "i8") for name in ("q_batch", "q_position", "q_head")),
-        *((name, "i4") for name in _INTEGERS),
-        ("scale", "f4"),
-        ("softcap", "f4"),
-        ("base", "u8"),
-        ("first", "u8"),
-        ("left", "i4"),
-    ],
-    align=True,
-)
+_INTEGERS = ("pairs", "heads_kv", "entries", "num_rungs", "rows", "group", "kept", "slot_bytes", "stages")
+_RUNG = Struct(pool=ADDRESS, record="I", bits_k="H", bits_v="H")
+_CALL = Struct(
+    rungs=(_RUNG, MAX_RUNGS),
+    **dict.fromkeys(("rung", "count", "index", "num_pages", "k_mean"), ADDRESS),
+    **dict.fromkeys(("q", "out", "lse", "partial", "arrivals", "scores"), ADDRESS),
+    **dict.fromkeys(("q_batch", "q_position", "q_head"), "q"),
+    **dict.fromkeys(_INTEGERS, "i"),
+    scale="f", softcap="f", base=ADDRESS, first=ADDRESS, left="i",
+)  # fmt: skip
 
 _GIVEN_AS = {
     "partial": "workspace", "arrivals": "workspace", "scores": "scores", "first": "first_position"
 }  # fmt: skip
 """What the caller calls an array that `_CALL` points to, if it is none of `pages`."""
 
-_Q, _STRIDES = (_CALL.fields[name][1] for name in ("q", "q_batch"))  # type: ignore[index]
+_Q, _STRIDES = _CALL.offset("q"), _CALL.offset("q_batch")
 _POINTERS_OF_CALL, _STRIDES_OF_CALL = struct.Struct("3Q").pack_into, struct.Struct("3q").pack_into
 
 
@@ -183,7 +165,7 @@ def _plan(
         "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "KEEP_SCORES": kept,
         "INT8_MMA": int8_mma,
     }  # fmt: skip
-    kernel = load(build("packed/packed_attention", macros, arch_of(*capability)), device=device)
+    kernel = cuda_kernel("packed/packed_attention", None, tuple(macros.items()), device)
     merge = 4 * warps * min(rows, _MERGE_ROWS) * (head_dim + 2)
     free = shared_memory_per_block(device) - kernel.resources.shared_bytes - merge
     stages = min(_MAX_STAGES, free // (warps * slot))
@@ -277,7 +259,7 @@ class AttendCall:
         layouts = tuple(pages.layouts)
         traits = dtype_name(q), min(rows, _ROWS), softcap > 0, sight is not None, kept_bytes, device, warps
         plan = _plan(layouts, *traits)
-        call = np.zeros(1, _CALL)
+        call = np.zeros(1, _CALL.dtype)
         unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
         for place, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
             place["pool"], place["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes

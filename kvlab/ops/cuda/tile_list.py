@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvlab.jit.build import PreparedLaunch
+from kvlab.jit.launch import PreparedLaunch, cuda_kernel
 from kvlab.ops.attention_arguments import ADDRESS, Layout, Lengths
-from kvlab.ops.device_arrays import cuda_kernel
 
 __all__ = ["HEAD_BYTES", "TILE_BYTES", "ListBuilder", "Tiling", "heads_of_tile"]
 

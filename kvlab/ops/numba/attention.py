@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlab.arrays import ArrayT, CudaView, cuda_view, empty
+from kvlab.jit.launch import numba_kernel
 from kvlab.ops.attention_arguments import bounds_of, fields_of, strides_of
-from kvlab.ops.device_arrays import launch, numba_kernel
+from kvlab.ops.device_arrays import launch
 
 if TYPE_CHECKING:
     from kvlab.ops.attention import Scores, Sequences

@@ -16,8 +16,7 @@ import numpy as np
 
 from kvlab.arrays import cuda_view, current_stream, empty
 from kvlab.device import compute_capability
-from kvlab.jit.build import Kernel, arch_of, load
-from kvlab.jit.numba import build_numba
+from kvlab.jit.launch import Kernel, numba_kernel
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors
 from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
 
@@ -95,17 +94,13 @@ def _kernels(
 ) -> tuple[Kernel, Kernel, int]:
     """Return both kernels and how many blocks of the first one the device runs at a time."""
     capability = compute_capability(device)
-    arch = arch_of(*capability)
     options = options_of(layouts, dtype, query_rows)
     blocks = blocks_at_once(options, capability, plain=not (softcap or kept or windowed))
     extra = {"softcap": int(softcap), "kept": int(kept), "window": int(windowed), "blocks": blocks}
     attending = options | extra
     merging = {name: options[name] for name in options if name != "widths_k"}
-    built = (
-        build_numba("packed", "attend_pages", attending, arch),
-        build_numba("packed_merge", "merge_parts", merging, arch),
-    )
-    attend_kernel, merge_kernel = (load(each, device=device) for each in built)
+    attend_kernel = numba_kernel("packed", "attend_pages", tuple(attending.items()), device)
+    merge_kernel = numba_kernel("packed_merge", "merge_parts", tuple(merging.items()), device)
     return attend_kernel, merge_kernel, blocks * multiprocessors(device)
 
 

@@ -1,0 +1,382 @@
+"""Kernels on a device: from a cubin to a launch on the caller's stream.
+
+`load` puts a cubin of `kvlab.jit.build` or `kvlab.jit.numba` on a device and gives back a `Kernel`.
+`cuda_kernel` and `numba_kernel` build and load in one step and remember the result. There are two ways to
+launch: a call of the `Kernel` with its arguments, and a `PreparedLaunch`, whose one argument is a struct
+(`kvlab.jit.structs`) that stays where it is. CuPy holds the modules and launches. What its launches do not
+offer, early and cooperative launches and thread block clusters, goes to the driver through ``cuda.bindings``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.device import compute_capability
+from kvlab.errors import needs_extra
+from kvlab.jit.build import Built, arch_of, build
+from kvlab.jit.cubin import Resources, read_resources
+from kvlab.jit.numba import build_numba
+
+__all__ = [
+    "Kernel",
+    "PreparedLaunch",
+    "cuda_kernel",
+    "load",
+    "numba_kernel",
+]
+
+_SHARED_BYTES_UNASKED = 48 * 1024  # static and dynamic together; a kernel that wants more has to ask
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_PORTABLE_CLUSTER, _MAX_CLUSTER = 8, 16  # blocks
+
+
+class Kernel:
+    """One entry point of a cubin on one device, made by `load`.
+
+    Attributes
+    ----------
+    name : str
+        The entry point.
+    device : int
+        Ordinal of the device it is loaded on.
+    resources : Resources
+        What it takes of the device.
+    """
+
+    def __init__(self, function: Any, name: str, device: int, resources: Resources) -> None:
+        self.name = name
+        self.device = device
+        self.resources = resources
+        self._function = function
+        self._dynamic_shared = _SHARED_BYTES_UNASKED - resources.shared_bytes
+        self._argument_types: set[tuple[type, ...]] = set()  # combinations found to fit the parameters
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Sequence[Any],
+        shared_bytes: int = 0,
+        stream_pointer: int = 0,
+    ) -> None:
+        """Launch on a stream of the kernel's device, the current one or another; returns without waiting.
+
+        Parameters
+        ----------
+        grid, block : tuple of int
+            Blocks and threads in up to three dimensions. A grid with a 0 launches nothing.
+        args : sequence
+            Device pointers as int, everything else as a NumPy scalar of exactly the parameter's size.
+        shared_bytes : int
+            Dynamic shared memory per block.
+        stream_pointer : int
+            ``cudaStream_t`` as int; 0 is the default stream.
+
+        Raises
+        ------
+        TypeError
+            If `args` does not fit the kernel's parameters.
+        ValueError
+            If the device cannot give `shared_bytes`.
+        """
+        if 0 in grid:
+            return
+        self.accept(args, shared_bytes)
+        try:
+            self._function(grid, block, args, shared_bytes, _stream(stream_pointer))
+        except _driver_error():
+            with _current(self.device):
+                self._function(grid, block, args, shared_bytes, _stream(stream_pointer))
+
+    @property
+    def pointer(self) -> int:
+        """The ``CUfunction`` as an integer."""
+        return int(self._function.ptr)
+
+    def accept(self, args: Sequence[Any], shared_bytes: int) -> None:
+        """Check arguments and get ready for so much dynamic shared memory; errors as in a call."""
+        types = tuple(map(type, args))
+        if types not in self._argument_types:
+            self._check_arguments(args)
+            self._argument_types.add(types)
+        if shared_bytes > self._dynamic_shared:
+            self._ask_for_shared(shared_bytes)
+
+    def _check_arguments(self, args: Sequence[Any]) -> None:
+        wanted = self.resources.parameter_bytes
+        if len(args) != len(wanted):
+            raise TypeError(f"{self.name} has {len(wanted)} parameters, {len(args)} arguments were given")
+        for position, (argument, size) in enumerate(zip(args, wanted, strict=True)):
+            if isinstance(argument, np.generic):
+                given = argument.itemsize
+            else:
+                given = 8 if type(argument) is int else 0
+            if given != size:
+                raise TypeError(
+                    f"{self.name}: args[{position}]={argument!r} ({type(argument).__name__}) does not fit a "
+                    f"parameter of {size} bytes; pass pointers as int, all else as NumPy scalars of its size"
+                )
+
+    def _ask_for_shared(self, shared_bytes: int) -> None:
+        from cupy.cuda import driver
+
+        try:
+            driver.funcSetAttribute(self._function.ptr, _MAX_DYNAMIC_SHARED, shared_bytes)
+        except driver.CUDADriverError as error:
+            raise ValueError(
+                f"{self.name}: device {self.device} cannot give {shared_bytes} bytes of dynamic shared "
+                f"memory beside {self.resources.shared_bytes} static bytes ({error})"
+            ) from error
+        self._dynamic_shared = shared_bytes
+
+
+class PreparedLaunch:
+    """A launch whose grid and argument stay where they are, for kernels of one argument, a struct.
+
+    The host writes new contents into the struct between launches. A launch takes it 2 us, where a `Kernel`,
+    which looks at its arguments every time, takes 5 to 10.
+
+    Parameters
+    ----------
+    kernel : Kernel
+    grid, block : tuple of int
+        Blocks in up to three dimensions, threads in one.
+    argument : structured array, (1,)
+        The struct; read at each launch.
+    shared_bytes : int
+        Dynamic shared memory per block.
+    early : bool
+        Whether blocks may come to the device while the kernel before them in the stream still runs; they wait
+        for it by ``begin_early`` of ``common/early_launch.cuh``, so no more than the launch is saved. Only
+        from compute capability 9.0 on; elsewhere it changes nothing.
+    cluster : int
+        Blocks, next to each other in x, that the device starts together as a thread block cluster: a divisor
+        of the grid's x, up to 16. More than 1 takes compute capability 9.0.
+    cooperative : bool
+        Whether blocks wait for each other: the driver refuses a grid that is not on the device as a whole.
+
+    Attributes
+    ----------
+    kernel, grid, block, shared_bytes
+        As given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As a call of the kernel.
+    ValueError
+        If `cluster` does not fit the grid, or the device has no clusters.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, ...],
+        block: tuple[int],
+        argument: NDArray[Any],
+        shared_bytes: int = 0,
+        *,
+        early: bool = False,
+        cluster: int = 1,
+        cooperative: bool = False,
+    ) -> None:
+        if early and cooperative:
+            raise ValueError(
+                "early=True, cooperative=True: blocks that wait for each other cannot share the device with "
+                "the launch before, so choose one"
+            )
+        from cupy.cuda import driver
+
+        hopper = compute_capability(kernel.device) >= (9, 0)
+        _check_cluster(kernel, grid[0], cluster, has_clusters=hopper)
+        kernel.accept((argument[0],), shared_bytes)
+        if cluster > _PORTABLE_CLUSTER:
+            driver.funcSetAttribute(kernel.pointer, _LARGE_CLUSTERS, 1)
+        self.kernel, self.grid, self.block, self.shared_bytes = kernel, grid, block, shared_bytes
+        self._argument = argument
+        self._pointers = np.array([argument.ctypes.data], np.uint64)
+        address = int(self._pointers.ctypes.data)
+        shape = (*(*grid, 1, 1)[:3], *block, 1, 1, shared_bytes)
+        attributes = {
+            **({"cooperative": 1} if cooperative else {}),
+            **({"programmaticStreamSerializationAllowed": 1} if early and hopper else {}),
+            **({"clusterDim": cluster} if cluster > 1 else {}),
+        }
+        if attributes:
+            self._launch = _with_attributes(kernel.pointer, shape, address, attributes)
+        else:
+            fixed, launch = (kernel.pointer, *shape), driver.launchKernel
+            self._launch = lambda stream: launch(*fixed, stream, address, 0)
+        self._error = _driver_error()
+
+    def __call__(self, stream_pointer: int) -> None:
+        """Launch on a stream of the kernel's device, the current one or another."""
+        try:
+            self._launch(stream_pointer)
+        except self._error:
+            with _current(self.kernel.device):
+                self._launch(stream_pointer)
+
+
+@functools.cache
+def _driver_error() -> type[Exception]:
+    from cupy.cuda import driver
+
+    error: type[Exception] = driver.CUDADriverError
+    return error
+
+
+@contextmanager
+def _current(device: int) -> Iterator[None]:
+    """For a launch that failed: another device is current, or the thread has not used CUDA yet."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        cupy.cuda.runtime.free(0)  # makes the context
+        yield
+
+
+def _check_cluster(kernel: Kernel, blocks: int, cluster: int, *, has_clusters: bool) -> None:
+    if not 1 <= cluster <= _MAX_CLUSTER or blocks % cluster:
+        raise ValueError(
+            f"{kernel.name}: cluster={cluster} must be 1 to {_MAX_CLUSTER} and divide the "
+            f"{blocks} blocks in x"
+        )
+    if cluster > 1 and not has_clusters:
+        raise ValueError(
+            f"{kernel.name}: cluster={cluster} takes compute capability 9.0, which device {kernel.device} "
+            "lacks; launch with cluster=1"
+        )
+
+
+_ATTRIBUTES = {
+    "cooperative": "CU_LAUNCH_ATTRIBUTE_COOPERATIVE",
+    "programmaticStreamSerializationAllowed": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
+    "clusterDim": "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION",
+}
+
+
+def _with_attributes(
+    function: int, shape: tuple[int, ...], address: int, wanted: Mapping[str, int]
+) -> Callable[[int], None]:
+    """Return a launch with attributes, which CuPy's launches do not offer."""
+    from cuda.bindings import driver
+    from cupy.cuda import driver as cupy_driver
+
+    config, attributes = driver.CUlaunchConfig(), []
+    names = [f"{what}Dim{axis}" for what in ("grid", "block") for axis in "XYZ"]
+    for name, value in zip((*names, "sharedMemBytes"), shape, strict=True):
+        setattr(config, name, value)
+    for name, value in wanted.items():
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = getattr(driver.CUlaunchAttributeID, _ATTRIBUTES[name])
+        if name == "clusterDim":
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = value, 1, 1
+        else:
+            setattr(attribute.value, name, value)
+        attributes.append(attribute)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+
+    def launch(stream_pointer: int) -> None:
+        config.hStream = stream_pointer
+        (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
+        if error:
+            raise cupy_driver.CUDADriverError(int(error))
+
+    return launch
+
+
+# ---- kernels
+
+
+@functools.lru_cache(maxsize=1024)
+def cuda_kernel(name: str, entry: str | None, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
+    """Return kernel `entry` (None: its only one) of ``<name>.cu`` for a device, built or remembered."""
+    arch = arch_of(*compute_capability(device))
+    return load(build(name, dict(macros), arch), entry, device=device)
+
+
+@functools.lru_cache(maxsize=1024)
+def numba_kernel(module: str, entry: str, options: tuple[tuple[str, Any], ...], device: int) -> Kernel:
+    """Return the kernel that `entry` of ``kernels/numba/cuda/<module>.py`` makes, for a device."""
+    arch = arch_of(*compute_capability(device))
+    return load(build_numba(module, entry, dict(options), arch), entry, device=device)
+
+
+def load(built: Built, entry: str | None = None, *, device: int | None = None) -> Kernel:
+    """Put `built` on a device; later calls give the same `Kernel`.
+
+    Parameters
+    ----------
+    built : Built
+        From `build`, for the architecture of the device.
+    entry : str, optional
+        Name of the ``extern "C"`` kernel; may be left out if the cubin has only one.
+    device : int, optional
+        CUDA device ordinal; the current device by default.
+
+    Returns
+    -------
+    Kernel
+        Callable as ``kernel(grid, block, args, shared_bytes, stream_pointer)``.
+
+    Raises
+    ------
+    ValueError
+        If the cubin has no such entry, or several and none is named.
+    RuntimeError
+        If there is no CUDA device.
+    kvlab.errors.MissingExtraError
+        If CuPy is not installed.
+    """
+    kernels = read_resources(built.cubin)
+    if entry is None and len(kernels) == 1:
+        (entry,) = kernels
+    if entry is None or entry not in kernels:
+        raise ValueError(
+            f"entry={entry!r}: {built.name}.cu has the kernels {', '.join(sorted(kernels)) or 'none'}"
+        )
+    with needs_extra("cu13", "a CUDA kernel"):
+        import cupy
+    if not cupy.cuda.is_available():
+        raise RuntimeError("no CUDA device was found; the backends 'cpu' and 'reference' work without one")
+    ordinal = cupy.cuda.runtime.getDevice() if device is None else device
+    return _load(built.key, built.cubin, entry, ordinal)
+
+
+@functools.cache
+def _load(key: str, cubin: bytes, entry: str, device: int) -> Kernel:
+    return Kernel(
+        _module(key, cubin, device).get_function(entry), entry, device, read_resources(cubin)[entry]
+    )
+
+
+@functools.cache
+def _module(key: str, cubin: bytes, device: int) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        module = cupy.cuda.function.Module()
+        module.load(cubin)
+    return module
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """All that CuPy's launch reads of a stream."""
+
+    ptr: int
+
+
+@functools.lru_cache(maxsize=256)
+def _stream(pointer: int) -> _Stream:
+    return _Stream(pointer)

@@ -1,0 +1,244 @@
+"""Launches without a GPU: which arguments fit, what reaches the driver, which kernels there are."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlab.errors import MissingExtraError
+from kvlab.jit import launch
+from kvlab.jit.build import build
+from kvlab.jit.cubin import Resources
+from kvlab.jit.launch import Kernel, PreparedLaunch, load
+from kvlab.jit.structs import ADDRESS, Struct
+
+SOURCE = 'extern "C" __global__ void fill(float* out) { out[threadIdx.x] = VALUE; }\n'
+MACROS = {"VALUE": 7}
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of sources, with an empty cache of its own."""
+    monkeypatch.setenv("KVLAB_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "fill.cu").write_text(SOURCE)
+    return tmp_path
+
+
+class RecordingFunction:
+    """Stands for CuPy's function: keeps the arguments of every launch."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def __call__(self, grid: Any, block: Any, args: Sequence[Any], shared_bytes: int, stream: Any) -> None:
+        self.launches.append((grid, block, tuple(args), shared_bytes, stream.ptr))
+
+
+@pytest.fixture
+def recorded() -> tuple[Kernel, RecordingFunction]:
+    function = RecordingFunction()
+    resources = Resources(registers=32, shared_bytes=0, local_bytes=0, parameter_bytes=(8, 4, 2, 128))
+    return Kernel(function, "kernel", 0, resources), function
+
+
+ARGUMENTS = (0x7F00_0000_0000, np.int32(3), np.float16(0.5), np.zeros(1, "V128")[0])
+
+
+def test_a_launch_hands_everything_on(recorded: tuple[Kernel, RecordingFunction]) -> None:
+    kernel, function = recorded
+    kernel((3, 2), (128,), ARGUMENTS, 1024, 77)
+    assert function.launches == [((3, 2), (128,), ARGUMENTS, 1024, 77)]
+
+
+@pytest.mark.parametrize("grid", [(0,), (4, 0), (0, 1, 1)])
+def test_an_empty_grid_launches_nothing(
+    recorded: tuple[Kernel, RecordingFunction], grid: tuple[int, ...]
+) -> None:
+    kernel, function = recorded
+    kernel(grid, (128,), ARGUMENTS)
+    assert function.launches == []
+
+
+@pytest.mark.parametrize(
+    ("position", "wrong"),
+    [(0, np.int32(1)), (0, True), (0, 1.0), (0, None), (1, 3), (1, np.int64(3)), (1, "3"), (2, 0.5), (3, 7)],
+)
+def test_arguments_that_do_not_fit_are_type_errors(
+    recorded: tuple[Kernel, RecordingFunction], position: int, wrong: object
+) -> None:
+    kernel, function = recorded
+    kernel((1,), (32,), ARGUMENTS)
+    arguments = [*ARGUMENTS[:position], wrong, *ARGUMENTS[position + 1 :]]
+    for _ in range(2):
+        with pytest.raises(TypeError, match=rf"kernel: args\[{position}\]=.* does not fit"):
+            kernel((1,), (32,), arguments)
+    assert len(function.launches) == 1
+
+
+@pytest.mark.parametrize("count", [0, 3, 5])
+def test_a_wrong_number_of_arguments_is_a_type_error(
+    recorded: tuple[Kernel, RecordingFunction], count: int
+) -> None:
+    with pytest.raises(TypeError, match=f"kernel has 4 parameters, {count} arguments were given"):
+        recorded[0]((1,), (32,), (ARGUMENTS * 2)[:count])
+
+
+def test_load_says_which_kernels_there_are(root: Path) -> None:
+    built = build("fill", MACROS, "sm_90a", root=root)
+    with pytest.raises(ValueError, match=r"entry='full': fill\.cu has the kernels fill"):
+        load(built, "full")
+    (root / "fill.cu").write_text(SOURCE + SOURCE.replace("fill", "also"))
+    with pytest.raises(ValueError, match=r"entry=None: fill\.cu has the kernels also, fill"):
+        load(build("fill", MACROS, "sm_90a", root=root))
+
+
+def test_load_without_cupy_or_device_says_so(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build("fill", MACROS, "sm_90a", root=root)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingExtraError, match=r"^a CUDA kernel needs cupy.* pip install 'kvlab\[cu13\]'$"):
+        load(built)
+    no_device = types.SimpleNamespace(cuda=types.SimpleNamespace(is_available=lambda: False))
+    monkeypatch.setitem(sys.modules, "cupy", no_device)
+    with pytest.raises(RuntimeError, match="no CUDA device was found; the backends 'cpu' and 'reference'"):
+        load(built)
+
+
+# ---- prepared launches -------------------------------------------------------------------------------------
+
+CALL = Struct(out=ADDRESS, count="i")
+
+
+class Driver(types.SimpleNamespace):
+    """Stands for CuPy's driver and that of cuda.bindings: keeps launches and what kernels are allowed."""
+
+    class CUDADriverError(Exception):
+        """As CuPy's."""
+
+    def __init__(self) -> None:
+        super().__init__(plain=[], configured=[], allowed=[], error=0)
+
+    def launchKernel(self, function: int, *rest: int) -> None:
+        self.plain.append(rest)
+
+    def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
+        self.allowed.append((attribute, value))
+
+    def configure(self, config: Any, function: int, arguments: int, extra: int) -> tuple[int]:
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        given = {attribute.id.name: attribute.value for attribute in config.attrs}
+        names = {name.removeprefix("CU_LAUNCH_ATTRIBUTE_"): value for name, value in given.items()}
+        size = names["CLUSTER_DIMENSION"].clusterDim if "CLUSTER_DIMENSION" in names else None
+        cluster = None if size is None else (size.x, size.y, size.z)
+        early = "PROGRAMMATIC_STREAM_SERIALIZATION" in names
+        together = "COOPERATIVE" in names
+        row = (grid, config.blockDimX, config.sharedMemBytes, int(config.hStream), early, cluster, together)
+        self.configured.append(row)
+        return (self.error,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    made = Driver()
+    cuda = types.SimpleNamespace(driver=made)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr(bindings, "cuLaunchKernelEx", made.configure)
+    monkeypatch.setattr(launch, "compute_capability", lambda device: (9, 0))
+    launch._driver_error.cache_clear()
+    yield made
+    launch._driver_error.cache_clear()
+
+
+def prepared(argument: Any = None, **options: Any) -> PreparedLaunch:
+    resources = Resources(registers=32, shared_bytes=0, local_bytes=0, parameter_bytes=(CALL.size,))
+    kernel = Kernel(types.SimpleNamespace(ptr=5), "kernel", 0, resources)
+    argument = np.zeros(1, CALL.dtype) if argument is None else argument
+    return PreparedLaunch(kernel, (32, 2), (128,), argument, 512, **options)
+
+
+def test_a_prepared_launch_is_cupys_where_nothing_else_is_asked_for(driver: Driver) -> None:
+    prepared()(77)
+    ((*shape, stream, _, extra),) = driver.plain
+    assert (shape, stream, extra) == ([32, 2, 1, 128, 1, 1, 512], 77, 0)
+    assert driver.configured == []
+
+
+@pytest.mark.parametrize(
+    ("options", "early", "cluster", "together"),
+    [
+        ({"early": True}, True, None, False),
+        ({"cooperative": True}, False, None, True),
+        ({"cooperative": True, "cluster": 2}, False, (2, 1, 1), True),
+        ({"cluster": 4}, False, (4, 1, 1), False),
+        ({"early": True, "cluster": 16}, True, (16, 1, 1), False),
+    ],
+)
+def test_attributes_of_launches_reach_the_driver(
+    driver: Driver, options: dict[str, Any], early: bool, cluster: tuple[int, ...] | None, together: bool
+) -> None:
+    run = prepared(**options)
+    run(77)
+    run(78)
+    assert driver.configured == [
+        ((32, 2, 1), 128, 512, stream, early, cluster, together) for stream in (77, 78)
+    ]
+    assert driver.plain == []
+    assert driver.allowed == ([(14, 1)] if cluster == (16, 1, 1) else [])  # more than 8 are not portable
+
+
+def test_an_error_of_the_driver_is_raised(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import nullcontext
+
+    monkeypatch.setattr(launch, "_current", lambda device: nullcontext())
+    driver.error = 1
+    with pytest.raises(Driver.CUDADriverError):
+        prepared(cluster=2)(0)
+    assert len(driver.configured) == 2  # the second time on the kernel's device
+
+
+def test_before_hopper_nothing_is_early_and_clusters_are_refused(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "compute_capability", lambda device: (8, 9))
+    prepared(early=True)(0)
+    assert len(driver.plain) == 1
+    with pytest.raises(ValueError, match=r"cluster=2 takes compute capability 9\.0, which device 0 lacks"):
+        prepared(cluster=2)
+
+
+@pytest.mark.parametrize("cluster", [-1, 0, 3, 17, 32])
+def test_clusters_that_do_not_fit_the_grid_are_refused(driver: Driver, cluster: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"kernel: cluster={cluster} must be 1 to 16 and divide the 32 blocks"
+    ):
+        prepared(cluster=cluster)
+
+
+def test_an_argument_of_another_size_is_refused(driver: Driver) -> None:
+    with pytest.raises(TypeError, match="does not fit a parameter of 16 bytes"):
+        prepared(np.zeros(1, Struct(out=ADDRESS).dtype))
+
+
+# ---- getters -----------------------------------------------------------------------------------------------
+
+
+def test_getters_build_for_the_device_and_remember(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(launch, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "build", lambda *request: ("cuda", *request))
+    monkeypatch.setattr(launch, "build_numba", lambda *request: ("numba", *request))
+    monkeypatch.setattr(launch, "load", lambda *what, device: asked.append((*what, device)))
+    for _ in range(2):
+        launch.cuda_kernel("test/none", None, (("WARPS", 4),), 1)
+        launch.numba_kernel("none", "entry", (("bits", 3),), 1)
+    assert asked == [
+        (("cuda", "test/none", {"WARPS": 4}, "sm_90a"), None, 1),
+        (("numba", "none", "entry", {"bits": 3}, "sm_90a"), "entry", 1),
+    ]
