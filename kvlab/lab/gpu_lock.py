@@ -1,11 +1,11 @@
 """A lock of a GPU: shared by processes that read text, exclusive for a process that measures time.
 
-Cases of a sweep run in several processes on one GPU, because a reading leaves most of it idle. A time that is
+Cases of a sweep run in several processes on one GPU, because one case leaves most of it idle. A time that is
 taken while others work would be wrong. So a process that measures time waits until the others pause, which
 they do between two calls of the model, and the others wait until it is done. The lock is a file of the
-machine's temporary folder, one for each user and GPU, so jobs that share a GPU take turns too, and the system
-frees it when a process dies. A second file is the gate: without it processes that read could keep one that
-waits out for ever, since each of them takes the lock again before the last has left.
+machine's temporary folder, one for each user and GPU, so jobs that share a GPU wait for each other, and the
+system frees it when a process dies. A second file is the gate: without it processes that read could keep one
+that waits out for ever, since each of them takes the lock again before the last has left.
 """
 
 from __future__ import annotations

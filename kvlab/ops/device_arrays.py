@@ -1,4 +1,4 @@
-"""Helpers for launchers of GPU kernels: contiguous arrays, kernels by name, a flag that kernels raise.
+"""Helpers for launchers of GPU kernels: contiguous arrays, launches in turn, a flag that kernels raise.
 
 An array stays in its library: torch allocates and copies memory for torch tensors, CuPy for all others.
 Kernels run on the current stream of that library. Only `Flag.is_raised` and `to_host` wait for the GPU.

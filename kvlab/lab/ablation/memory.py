@@ -1,6 +1,6 @@
 """Memory that ablation cases take, and the refusal of those that do not fit: for plans and runs alike.
 
-`kvlab sweep plan`, `kvlab ablate` and every reading of a sweep ask the same function, so a run
+`kvlab sweep plan`, `kvlab ablate` and every evaluation of a sweep ask the same function, so a run
 starts what a plan has accepted, unless available memory has changed in between.
 """
 

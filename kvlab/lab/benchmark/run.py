@@ -1,7 +1,7 @@
 """`kvlab benchmark`: the cases, and one record of a run.
 
 A case checks every result before it times it, and states its figures beside a baseline that ran at the
-same moment (`kvlab.lab.benchmark.yardstick`).
+same moment (`kvlab.lab.benchmark.baseline`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scores saved as they come, so that an interrupted run loses nothing and can go on.
 
-A journal is a file of JSON lines, one for each batch of windows. Its name is a digest of everything that
+A checkpoint is a file of JSON lines, one for each batch of windows. Its name is a digest of everything that
 scores depend on: the settings of the run, the source of kvlab, the versions of packages. So a run never
 continues with scores of another cache; after a change of the source it starts again.
 """

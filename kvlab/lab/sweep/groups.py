@@ -1,7 +1,7 @@
 """Groups of cases that share a reading: what one worker of a sweep takes at a time.
 
 Packed and unpacked pages of one allocation come from one reading, and cases of one context and ladder are
-read together, so that full precision is read once for all their budgets (kvlab.lab.ablation.reading). The
+read together, so that full precision is read once for all their budgets (kvlab.lab.ablation.quality). The
 more workers there are, the smaller the groups; a worker takes at least one group.
 """
 
