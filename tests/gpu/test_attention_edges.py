@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import kvlab
+from kvlab.ops.cuda import attention as attention_cuda
 from tests.gpu.attention_cases import HEAD_DIMS, HEADS, LENGTHS, draw_options
 
 cupy = pytest.importorskip("cupy")
@@ -83,7 +84,9 @@ class Edges:
 @pytest.fixture(params=["first", "last"])
 def edges(request: pytest.FixtureRequest) -> Iterator[Edges]:
     edges = Edges(request.param == "first")
+    attention_cuda._prepare.cache_clear()
     yield edges
+    attention_cuda._prepare.cache_clear()  # lists of tiles that calls keep lie in memory that goes now
     edges.close()
 
 
