@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -350,9 +350,8 @@ def cuda_view(x: Any, name: str) -> CudaView:
         if not x.is_cuda:
             raise TypeError(f"{name} is on {x.device}; this backend works on arrays on a CUDA GPU")
         _check_tensor(x, torch, name)
-        shape = tuple(x.shape)
         return CudaView(
-            x.data_ptr(), shape, meant_strides(shape, x.stride()), dtype_name(x, name), x.device.index
+            x.data_ptr(), *_described_by_torch(x.shape, x.stride()), dtype_name(x, name), x.device.index
         )
     cupy = sys.modules.get("cupy")
     if cupy is None or not isinstance(x, cupy.ndarray):
@@ -363,6 +362,14 @@ def cuda_view(x: Any, name: str) -> CudaView:
     itemsize = x.itemsize
     strides = meant_strides(x.shape, tuple([step // itemsize for step in x.strides]))
     return CudaView(x.data.ptr, x.shape, strides, dtype_name(x, name), x.device.id)
+
+
+@lru_cache(maxsize=4096)
+def _described_by_torch(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of a torch tensor as a plain tuple, and its strides as `meant_strides` has them."""
+    return tuple(shape), meant_strides(tuple(shape), strides)
 
 
 def meant_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
