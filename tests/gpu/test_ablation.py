@@ -20,7 +20,7 @@ SMALL = AblationCase(0.4, "2,4,8", 256, model=None, geometry=Geometry(2, 8, 2, 6
 @pytest.mark.parametrize("bits", ["2,3,4,8", "4,8", "2,16"])
 def test_attention_over_both_layouts_is_that_of_the_cpu(bits: str) -> None:
     case = replace(SMALL, bits=bits, budget=0.95)
-    cache = ablation._filled(case, lambda done, total: None).cache
+    cache = ablation._evaluated(case, lambda done, total: None).cache
     q = ablation.query(case)
     pages = ablation.pages_of(cache)
     expected = packed_attention(q, pages[0], backend="reference").out

@@ -369,6 +369,7 @@ def test_reserved_memory_is_what_torch_gave(batch: int, length: int) -> None:
     assert abs(taken - cache.reserved_nbytes) <= 0.01 * taken
     assert cache.nbytes <= cache.reserved_nbytes
     del cache
+    attention_cuda._prepare.cache_clear()  # attention keeps its lists of tiles for calls of the same shape
     assert requested() == before
 
 

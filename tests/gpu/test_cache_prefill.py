@@ -59,7 +59,7 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtyp
         kernels, "_kernel", lambda source, *args: taken.append(source) or kernel(source, *args)
     )
     run_moves(device, rows, k, v, importance, steps, 0)
-    assert taken == ["cache_prefill"], "another kernel was taken"
+    assert taken == ["pages/prefill"], "another kernel was taken"
     got = to_numpy(device.arenas[0])
     wrong = np.flatnonzero(got != after)
     assert len(wrong) == 0, f"{len(wrong)} bytes differ, the first at {wrong[:5]}"

@@ -167,12 +167,12 @@ def test_a_token_is_the_oracle_s_and_has_the_same_bits_each_time(kernel: TokenKe
 
 def test_a_grid_that_is_not_on_the_device_as_a_whole_is_refused() -> None:
     """One that waits for blocks that cannot come would never end."""
-    from cupy.cuda.driver import CUDADriverError
+    from cupy.cuda import driver
 
     launch = Case(TokenKernel(LLAMA_1B, splits=1)).prepare()
     larger = PreparedLaunch(
         launch.kernel, (2 * launch.grid[0],), launch.block, launch._argument, launch.shared_bytes,
         cooperative=True,
     )  # fmt: skip
-    with pytest.raises(CUDADriverError):
+    with pytest.raises(driver.CUDADriverError):
         larger(torch.cuda.current_stream().cuda_stream)
