@@ -12,7 +12,7 @@
 //
 // Macros: HEAD_DIM; BF16.
 //
-// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=128
+// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=64
 #include <cuda_fp16.h>
 #include "pages/codes.cuh"
 constexpr int LANES = 32, RUN = 1;
@@ -74,6 +74,7 @@ __device__ int list_valid(const NewTokens& n, int row, int* listed) {
     __shared__ int counts[WARPS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int seen = 0;
+#pragma unroll 1
     for (int first = 0; first < n.steps; first += THREADS) {
         const int step = first + threadIdx.x;
         const bool valid = step < n.steps && is_valid(n, row, step);
@@ -97,6 +98,7 @@ __device__ void fill_arrays(const Freeze& call, const Held& held, int row, bool 
     const NewTokens& n = call.fresh;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int total = call.before + n.steps, moving = goes && call.before ? held.tokens() : 0;
+#pragma unroll 1
     for (int i = threadIdx.x; i < total; i += THREADS) {
         const int step = i - call.before;
         call.valid[(u64)row * total + i] = step < 0 ? i < moving : (goes || !waits) && is_valid(n, row, step);
@@ -105,9 +107,11 @@ __device__ void fill_arrays(const Freeze& call, const Held& held, int row, bool 
                                                    : i < moving ? held.position_of(i)
                                                                 : 0;
     }
+#pragma unroll 1
     for (int i = warp; i < moving * s.heads; i += WARPS) {
         const int token = i / s.heads, head = i - token * s.heads;
         const u64 to = (((u64)row * total + token) * s.heads + head) * HEAD_DIM;
+#pragma unroll 1
         for (int channel = lane; channel < HEAD_DIM; channel += 32) {
             call.k[to + channel] = (u16)held.element(KEYS, head, token, channel);
             call.v[to + channel] = (u16)held.element(VALUES, head, token, channel);
@@ -123,6 +127,7 @@ __device__ void fill_arrays(const Freeze& call, const Held& held, int row, bool 
 __device__ void take_mean(const NewTokens& n, const Held& held, int row, int seen, const int* listed) {
     const LayerState& s = held.s;
     const int waiting = held.tokens(), end = min(LAST, waiting + seen);
+#pragma unroll 1
     for (int i = threadIdx.x; i < s.heads * HEAD_DIM; i += THREADS) {
         const int head = i / HEAD_DIM, channel = i - head * HEAD_DIM;
         const u16* k = n.k + row * n.k_batch + head * n.k_head + channel;
@@ -142,12 +147,14 @@ __device__ void take_mean(const NewTokens& n, const Held& held, int row, int see
 __device__ void keep_tokens(const NewTokens& n, const Held& held, int row, int seen, const int* listed) {
     const LayerState& s = held.s;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
     for (int i = warp; i < seen * s.heads; i += WARPS) {
         const int token = i / s.heads, head = i - token * s.heads, step = listed[token];
         const int place = held.tokens() + token, slot = place % PAGE;
         u8* const page = held.page(head, place / PAGE);
         const u16* k = n.k + row * n.k_batch + step * n.k_step + head * n.k_head;
         const u16* v = n.v + row * n.v_batch + step * n.v_step + head * n.v_head;
+#pragma unroll 1
         for (int channel = lane; channel < HEAD_DIM; channel += 32) {
             write_code<16>(page, element_at(KEYS, slot, channel), k[channel]);
             write_code<16>(page + 16 * HEAD_DIM * 8, element_at(VALUES, slot, channel), v[channel]);
@@ -160,7 +167,7 @@ __device__ void keep_tokens(const NewTokens& n, const Held& held, int row, int s
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) freeze_means(const __grid_constant__ Freeze call) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __grid_constant__ Freeze call) {
     __shared__ int listed[LAST];
     const LayerState& s = *call.layer;
     const NewTokens& n = call.fresh;
@@ -177,6 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) freeze_means(const __grid_
     if (goes) take_mean(n, held, row, seen, listed);
     if (waits && !goes) keep_tokens(n, held, row, seen, listed);
     __syncthreads();  // tables have been read
+#pragma unroll 1
     for (int i = threadIdx.x; i < s.heads; i += THREADS) {
         const int pair = held.first_pair + i;
         const u64 at = (u64)pair * s.entries;
