@@ -193,3 +193,30 @@ def test_rows_of_several_heads_change_places_with_positions(
     swapped = [0, 2, 1, 3, 4]
     assert several.sizes == [one.sizes[axis] for axis in swapped]
     assert several.strides == [one.strides[axis] for axis in swapped]
+
+
+@pytest.mark.parametrize("word", [0, 1])
+@pytest.mark.parametrize("changing", [False, True])
+def test_a_tensor_map_moves_where_only_its_address_depends_on_it(
+    monkeypatch: pytest.MonkeyPatch, word: int, changing: bool
+) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    encoded_at: list[int] = []
+
+    def encode(_: object, rank: int, base: int, *rest: object) -> tuple[int, Any]:
+        encoded_at.append(base)
+        words = list(range(3, 19))
+        words[word] = base
+        words[9] += base % 1000 if changing else 0
+        return 0, SimpleNamespace(opaque=words)
+
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    maps = attention_arguments.TensorMaps(view((9, 4, 64), (256, 64, 1)), 128)
+    addresses = [1 << 40, (1 << 46) + 512, 1 << 20, 1 << 40]
+    found = [np.frombuffer(maps.at(address), np.uint64).tolist() for address in addresses]
+    for address, words in zip(addresses, found, strict=True):
+        expected = list(range(3, 19))
+        expected[word] = address
+        expected[9] += address % 1000 if changing else 0
+        assert words == expected
+    assert encoded_at == addresses[: 2 if word == 0 and not changing else 3]
