@@ -54,6 +54,7 @@ def method(name: str) -> Callable[..., Any]:
 SCORES = {"scale": (None, "number"), "softcap": (0.0, "number")}
 MASKS = {**SCORES, "causal": (False, "flag"), "window": ((-1, -1), "pair")}
 WANTS_LSE = {"return_lse": (False, "flag")}
+MARGIN = {"sm_margin": (0, "count")}
 BACKEND = {"backend": (None, "word")}
 QKV = {"q": (Q, "array"), "k": (K, "array"), "v": (V, "array")}
 FLAT = {"q": (Q[0], "array"), "k": (K[0], "array"), "v": (V[0], "array")}
@@ -122,8 +123,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
         kvlab.dequantize,
         {"quantized": (kvlab.quantize(K, 4), "quantized"), "dtype": (None, "word"), "check": (True, "flag")},
     ),
-    "attention": (kvlab.attention, QKV | MASKS | WANTS_LSE),
-    "attention_varlen": (kvlab.attention_varlen, FLAT | BOUNDS | LONGEST | MASKS | WANTS_LSE),
+    "attention": (kvlab.attention, QKV | MASKS | WANTS_LSE | MARGIN),
+    "attention_varlen": (kvlab.attention_varlen, FLAT | BOUNDS | LONGEST | MASKS | WANTS_LSE | MARGIN),
     "attention_backward": (kvlab.attention_backward, GRADIENT | QKV | MASKS | FIXED_ORDER),
     "attention_varlen_backward": (
         kvlab.attention_varlen_backward,

@@ -77,7 +77,7 @@ def processes_for(plan: Plan) -> int:
 
     Examples
     --------
-    >>> from kvlab.lab.quality.plan import Plan, WorkItem, Workload, num_chunks
+    >>> from kvlab.lab.quality.plan import Plan, Protocol
     >>> processes_for(Plan("smollm2", Protocol(), windows=1, budgets=(0.2,)))
     1
     """
@@ -117,7 +117,7 @@ def compare(
     --------
     >>> from pathlib import Path
     >>> from tempfile import TemporaryDirectory
-    >>> from kvlab.lab.quality.plan import Plan, WorkItem, Workload, num_chunks
+    >>> from kvlab.lab.quality.plan import Plan, Protocol
     >>> plan = Plan("tiny", Protocol(length=128, scored_from=64), windows=1, budgets=(0.5,))
     >>> with TemporaryDirectory() as folder:
     ...     outcome = compare(plan, Checkpoint(Path(folder), plan.settings), processes=1)

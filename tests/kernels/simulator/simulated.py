@@ -28,7 +28,7 @@ class SimulatedKernel:
     """What `kvlab.ops.device_arrays.numba_kernel` returns, on the simulator."""
 
     def __init__(self, module: str, entry: str, options: tuple[tuple[str, Any], ...], device: int) -> None:
-        make = getattr(import_module(f"kvlab.numba_kernels.{module}"), entry)
+        make = getattr(import_module(f"kvlab.numba_kernels.cuda.{module}"), entry)
         function, self.types, _ = make(**dict(options))
         self.function = cuda.jit(function)  # type: ignore[no-untyped-call]
         self.device = device

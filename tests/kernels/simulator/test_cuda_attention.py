@@ -40,7 +40,7 @@ def _simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu()
 
     def kernel(module: str, entry: str, options: tuple[tuple[str, Any], ...], device: int) -> Any:
-        make = getattr(import_module(f"kvlab.numba_kernels.{module}"), entry)
+        make = getattr(import_module(f"kvlab.numba_kernels.cuda.{module}"), entry)
         return SimulatedKernel(make(**dict(options)), gpu.at)
 
     def launch(kernel: Any, grid: Any, block: tuple[int], args: list[Any], like: Any) -> None:
