@@ -14,7 +14,7 @@ import torch
 
 import kvlab
 from kvlab.ops.cuda import attention_backward as attention_backward_cuda
-from kvlab.ops.cuda.attention_backward_shares import Division
+from kvlab.ops.cuda.attention_backward_split import Division
 from tests.gpu.attention_cases import (
     DTYPES,
     HEAD_DIMS,

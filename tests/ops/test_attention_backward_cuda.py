@@ -6,7 +6,7 @@ from kvlab.jit.build import build
 from kvlab.jit.compile_gate import specialisations
 from kvlab.jit.cubin import read_resources
 from kvlab.ops.cuda import attention_backward as launcher
-from kvlab.ops.cuda.attention_backward_shares import CLUSTER
+from kvlab.ops.cuda.attention_backward_split import CLUSTER
 
 HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -21,11 +21,11 @@ def test_every_tiling_is_gated() -> None:
     for head_dim, shapes in launcher.SHAPES.items():
         for shape in shapes:
             tiling = {name.upper(): str(value) for name, value in shape._asdict().items()}
-            assert tiling | {"HEAD_DIM": str(head_dim), "BF16": "1", "CAPPED": "0", "ALIGNED": "1"} in gated
+            assert tiling | {"HEAD_DIM": str(head_dim), "BF16": "1", "SOFTCAP": "0", "ALIGNED": "1"} in gated
     for head_dim, tiles in launcher.HOPPER_SHAPES.items():
-        shares = [n for n in (1, 2, 4, 8) if n * tiles.cluster <= CLUSTER]
-        wanted = {"HEAD_DIM": str(head_dim), "BF16": "1", "CAPPED": "0"}
-        assert all(wanted | {"SHARES": str(n)} in declared(f"{tiles.source}.cu") for n in shares)
+        splits = [n for n in (1, 2, 4, 8) if n * tiles.cluster <= CLUSTER]
+        wanted = {"HEAD_DIM": str(head_dim), "BF16": "1", "SOFTCAP": "0"}
+        assert all(wanted | {"CLUSTER_SPLIT": str(n)} in declared(f"{tiles.source}.cu") for n in splits)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -52,13 +52,13 @@ def test_hopper_tiles_fit() -> None:
 
 
 def hopper(head_dim: int) -> dict[str, int]:
-    return {"HEAD_DIM": head_dim, "BF16": 1, "CAPPED": 0, "SHARES": 1}
+    return {"HEAD_DIM": head_dim, "BF16": 1, "SOFTCAP": 0, "CLUSTER_SPLIT": 1}
 
 
 def test_the_call_has_the_layout_of_the_kernels() -> None:
     size = launcher._CALL.size
-    ends = read_resources(build("attention/backward_ends", macros(64, ends=True), "sm_90a").cubin)
-    assert ends["prepare"].parameter_bytes == ends["finish"].parameter_bytes == (size,)
+    prepost = read_resources(build("attention/backward_pre_post", macros(64, prepost=True), "sm_90a").cubin)
+    assert prepost["preprocess"].parameter_bytes == prepost["postprocess"].parameter_bytes == (size,)
     portable = read_resources(build("attention/backward", macros(64), "sm_90a").cubin)
     assert portable["attend_backward"].parameter_bytes == (size,)
     built = build("attention/backward_float32", {"HEAD_DIM": 64, "BLOCK": 32}, "sm_90a")
@@ -67,9 +67,9 @@ def test_the_call_has_the_layout_of_the_kernels() -> None:
     assert hoppers["attend_backward"].parameter_bytes == (*(128,) * 4, size)
 
 
-def macros(head_dim: int, ends: bool = False) -> dict[str, int]:
+def macros(head_dim: int, prepost: bool = False) -> dict[str, int]:
     chosen = {"HEAD_DIM": head_dim, "BF16": 1, "ALIGNED": 1}
-    if ends:
+    if prepost:
         return chosen | {"FLOAT32": 0}
     shape = launcher.shape_for(head_dim, (9, 0))
-    return chosen | {"CAPPED": 0} | {name.upper(): value for name, value in shape._asdict().items()}
+    return chosen | {"SOFTCAP": 0} | {name.upper(): value for name, value in shape._asdict().items()}

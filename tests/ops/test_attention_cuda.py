@@ -28,7 +28,7 @@ def declared(source: str) -> list[dict[str, str]]:
 def test_shapes_of_the_portable_kernel_are_gated_and_fit(head_dim: int) -> None:
     names = ("M_TILES", "WARPS", "BLOCK_N", "BLOCKS")
     shape = dict(zip(names, map(str, attention_cuda.SHAPES[head_dim]), strict=True))
-    wanted = shape | {"HEAD_DIM": str(head_dim), "CAPPED": "0", "ALIGNED": "1", "BF16": "1"}
+    wanted = shape | {"HEAD_DIM": str(head_dim), "SOFTCAP": "0", "ALIGNED": "1", "BF16": "1"}
     assert wanted in declared("attention/forward.cu")
     assert attention_cuda.portable_shared_bytes(head_dim) <= LEAST_SHARED_BYTES
 
@@ -40,7 +40,7 @@ def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int, capped: bo
     found, keys, groups, q_slots = attention_sm90.shape_of(head_dim, capped, longest_k)
     assert found == head_dim
     wanted = {"HEAD_DIM": head_dim, "BLOCK_N": keys, "GROUPS": groups, "Q_SLOTS": q_slots}
-    wanted |= {"BF16": 1, "CAPPED": int(capped)}
+    wanted |= {"BF16": 1, "SOFTCAP": int(capped)}
     assert {name: str(value) for name, value in wanted.items()} in declared("attention/forward_sm90.cu")
     static = 512  # mbarriers and tiles
     assert attention_sm90.shared_bytes(*(head_dim, keys, groups, q_slots)) + static <= HOPPER_SHARED_BYTES
@@ -55,12 +55,12 @@ def test_shapes_of_the_float32_kernel_are_gated_and_fit(head_dim: int) -> None:
 def test_the_call_has_the_layout_of_the_kernels() -> None:
     portable = {"HEAD_DIM": 128, "BF16": 1, "M_TILES": 2, "WARPS": 4, "BLOCK_N": 64, "BLOCKS": 2}
     for name, macros in (
-        ("attention/forward", portable | {"CAPPED": 0, "ALIGNED": 1}),
+        ("attention/forward", portable | {"SOFTCAP": 0, "ALIGNED": 1}),
         ("attention/forward_float32", {"HEAD_DIM": 64}),
     ):
         resources = read_resources(build(name, macros, "sm_90a").cubin)["attend"]
         assert resources.parameter_bytes == (attention_cuda._CALL.size,)
-    hopper = {"HEAD_DIM": 64, "BF16": 1, "BLOCK_N": 128, "CAPPED": 0, "GROUPS": 3, "Q_SLOTS": 2}
+    hopper = {"HEAD_DIM": 64, "BF16": 1, "BLOCK_N": 128, "SOFTCAP": 0, "GROUPS": 3, "Q_SLOTS": 2}
     resources = read_resources(build("attention/forward_sm90", hopper, "sm_90a").cubin)["attend"]
     assert resources.parameter_bytes == (attention_sm90._ARGUMENT_BYTES,)
     filled = 4 * 128 + attention_sm90._CALL.size

@@ -9,32 +9,32 @@
 //          each 8. Scores have keys as rows and query rows as columns.
 //
 // A tile of BLOCK_M rows is a step:
-//          S = K Q^T, dP = V dout^T, while the next Q is copied;  P = exp2(S - peak), dS = P (dP - delta), to
+//          S = K Q^T, dP = V dout^T, while the next Q is copied;  P = exp2(S - lse), dS = P (dP - dpsum), to
 //          shared memory;  dV += P dout;  dK += dS Q and dQ = dS^T K, while the next dout is copied
-// dQ goes to the workspace by atomic additions; with turns a CTA waits until those before it in the order of
-// keys have added theirs, so that the sum is the same every time.
+// dQ goes to the workspace by atomic additions; if deterministic, a CTA waits until those before it in the
+// order of keys have added theirs, so that the sum is the same every time.
 //
 // Memory: shared 2 BLOCK_N + (Q_STAGES + 1) BLOCK_M rows of PITCH, K, V, Q, dout; 2 BLOCK_N rows of P_PITCH,
-// P and dS; 4 BLOCK_M floats, peaks and deltas. Rows are 8 elements longer than they need, so that the 8 rows
-// that ldmatrix reads at once lie in different banks. Registers at HEAD_DIM 128, BLOCK_M 64, BLOCK_N 128: 64
-// of dK, 64 of dV, 32 of S, 32 of dP or dQ.
+// P and dS; 4 BLOCK_M floats, lse_log2 and dpsum. Rows are 8 elements longer than they need, so that the 8
+// rows that ldmatrix reads at once lie in different banks. Registers at HEAD_DIM 128, BLOCK_M 64, BLOCK_N
+// 128: 64 of dK, 64 of dV, 32 of S, 32 of dP or dQ.
 //
 // Macros: HEAD_DIM, a multiple of 32 that the channels are filled up to with zeros; BF16; BLOCK_M; BLOCK_N;
-// WARPS; KEY_WARPS; ROW_WARPS; Q_STAGES; CAPPED and ALIGNED as in attention/forward.cu.
+// WARPS; KEY_WARPS; ROW_WARPS; Q_STAGES; SOFTCAP and ALIGNED as in attention/forward.cu.
 //
 // clang-format off
-// gate: HEAD_DIM=128 BF16=1,0 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 CAPPED=0,1 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=128 BF16=1 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 CAPPED=0 ALIGNED=0 registers<=255
-// gate: HEAD_DIM=32 BF16=1 BLOCK_M=128 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=4 Q_STAGES=2 CAPPED=0,1 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=64,96 BF16=1 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=4 Q_STAGES=2 CAPPED=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=192,256 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=2 CAPPED=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=256 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=2 CAPPED=1 ALIGNED=0 registers<=255
-// gate: HEAD_DIM=256 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=1 CAPPED=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=32,64 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=4 ROW_WARPS=4 Q_STAGES=2 CAPPED=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=96 BF16=1 BLOCK_M=32 BLOCK_N=64 WARPS=4 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 CAPPED=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=128 BF16=1 BLOCK_M=32 BLOCK_N=64 WARPS=8 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 CAPPED=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=192 BF16=1 BLOCK_M=32 BLOCK_N=32 WARPS=4 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=2 CAPPED=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=256 BF16=1 BLOCK_M=32 BLOCK_N=32 WARPS=4 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=1 CAPPED=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=128 BF16=1,0 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 SOFTCAP=0,1 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=128 BF16=1 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 SOFTCAP=0 ALIGNED=0 registers<=255
+// gate: HEAD_DIM=32 BF16=1 BLOCK_M=128 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=4 Q_STAGES=2 SOFTCAP=0,1 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=64,96 BF16=1 BLOCK_M=64 BLOCK_N=128 WARPS=8 KEY_WARPS=4 ROW_WARPS=4 Q_STAGES=2 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=192,256 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=2 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=256 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=2 SOFTCAP=1 ALIGNED=0 registers<=255
+// gate: HEAD_DIM=256 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=1 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=32,64 BF16=1 BLOCK_M=64 BLOCK_N=64 WARPS=8 KEY_WARPS=4 ROW_WARPS=4 Q_STAGES=2 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=96 BF16=1 BLOCK_M=32 BLOCK_N=64 WARPS=4 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=128 BF16=1 BLOCK_M=32 BLOCK_N=64 WARPS=8 KEY_WARPS=4 ROW_WARPS=2 Q_STAGES=2 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=192 BF16=1 BLOCK_M=32 BLOCK_N=32 WARPS=4 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=2 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=256 BF16=1 BLOCK_M=32 BLOCK_N=32 WARPS=4 KEY_WARPS=2 ROW_WARPS=2 Q_STAGES=1 SOFTCAP=0 ALIGNED=1 registers<=255
 // clang-format on
 #include "common/pairs.cuh"
 
@@ -99,32 +99,34 @@ __device__ __forceinline__ void add_pair(float* to, float x, float y) {
 
 struct Memory {
     u16 *k, *v, *q, *dout, *p, *ds;
-    float* stats;  // 2 stages of peaks and deltas, BLOCK_M each
+    float* stats;  // 2 stages of lse_log2 and dpsum, BLOCK_M each
 };
 
-__device__ __forceinline__ void copy_tile(u16* to, const Tensor& t, const Call& call, const Span& s,
+__device__ __forceinline__ void copy_tile(u16* to, const Tensor& t, const Call& call, const SeqInfo& s,
                                           const Tile& at, const Copier& c) {
     copy_rows<BLOCK_M>(to, row_of(t, s, s.q0, at.row + ALIGNED * c.row, at.head) + ALIGNED * c.channel,
                        t.position, s.rows - at.row, c, call.dim);
 }
 
-__device__ __forceinline__ void copy_stats(float* to, const Call& call, const Span& s, const Tile& at) {
+__device__ __forceinline__ void copy_stats(float* to, const Call& call, const SeqInfo& s, const Tile& at) {
     const int i = threadIdx.x * 4;
     if (i >= 2 * BLOCK_M) return;
-    const float* from = i < BLOCK_M ? call.peaks : call.deltas;
-    copy_async_if(shared_address(to + i), from + at.head * call.rows + s.stored + at.row + i % BLOCK_M, true);
+    const float* from = i < BLOCK_M ? call.lse_log2 : call.dpsum;
+    copy_async_if(shared_address(to + i), from + at.head * call.rows + s.workspace_row + at.row + i % BLOCK_M,
+                  true);
 }
 
 // Scores to P and dS, in shared memory as [keys, rows]; the CTA's part of the warp begins at key and row.
-__device__ __forceinline__ void weigh(const Call& call, const Span& s, const Memory& m, const float* stats,
-                                      const float (&scores)[KEY_TILES][4 * S_TILES],
-                                      const float (&dp)[KEY_TILES][4 * S_TILES], int first_key, int first_row,
-                                      int key, int row, bool masked, float unit) {
+__device__ __forceinline__ void compute_p_ds(const Call& call, const SeqInfo& s, const Memory& m,
+                                             const float* stats,
+                                             const float (&scores)[KEY_TILES][4 * S_TILES],
+                                             const float (&dp)[KEY_TILES][4 * S_TILES], int first_key,
+                                             int first_row, int key, int row, bool masked, float scale_log2) {
     const int g = threadIdx.x % 32 / 4, u = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < S_TILES; ++n) {
         const int r = row + 8 * n + 2 * u;
-        const float2 peak = *(const float2*)(stats + r), delta = *(const float2*)(stats + BLOCK_M + r);
+        const float2 row_lse = *(const float2*)(stats + r), row_dpsum = *(const float2*)(stats + BLOCK_M + r);
 #pragma unroll
         for (int i = 0; i < 2 * KEY_TILES; ++i) {
             const int own = key + 8 * i + g;
@@ -133,10 +135,10 @@ __device__ __forceinline__ void weigh(const Call& call, const Span& s, const Mem
             for (int j = 0; j < 2; ++j) {
                 float x = scores[i / 2][4 * n + 2 * (i % 2) + j];
                 const float y = dp[i / 2][4 * n + 2 * (i % 2) + j];
-                if (CAPPED) x = capped_score(call, x);
-                p[j] = power_of_2(fmaf(x, unit, j ? -peak.y : -peak.x));
-                ds[j] = p[j] * (y - (j ? delta.y : delta.x));
-                if (CAPPED) ds[j] *= cap_slope(call, x);
+                if (SOFTCAP) x = softcap_score(call, x);
+                p[j] = power_of_2(fmaf(x, scale_log2, j ? -row_lse.y : -row_lse.x));
+                ds[j] = p[j] * (y - (j ? row_dpsum.y : row_dpsum.x));
+                if (SOFTCAP) ds[j] *= softcap_slope(call, x);
                 if (masked && !sees(call, s, first_row + r + j, first_key + own)) p[j] = ds[j] = 0.f;
             }
             *(u32*)(m.p + own * P_PITCH + r) = pack_pair(p[0], p[1]);
@@ -154,12 +156,12 @@ __device__ __forceinline__ void add_dq(float* to, const float (&dq)[Q_TILES][4 *
         for (int n = 0; n < Q_COLUMN_TILES; ++n)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                add_pair(to + place_of(row + 16 * m + 8 * half, column + 8 * n), dq[m][4 * n + 2 * half],
+                add_pair(to + accum_offset(row + 16 * m + 8 * half, column + 8 * n), dq[m][4 * n + 2 * half],
                          dq[m][4 * n + 2 * half + 1]);
 }
 
 // Writes a warp's part of dk or dv; `key` is its first in the sequence.
-__device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, const Span& s, int head,
+__device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, const SeqInfo& s, int head,
                                            const float (&x)[KEY_TILES][4 * D_TILES], int key, int column,
                                            float factor) {
 #pragma unroll
@@ -176,13 +178,13 @@ __device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, co
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) u16 memory[];
-    __shared__ Span s;  // here, as they would take a tenth of the registers
-    __shared__ Rows rows;
-    const auto [kv_head, block] = find_keys(call, blockIdx.x);
+    __shared__ SeqInfo s;  // here, as they would take a tenth of the registers
+    __shared__ RowRange rows;
+    const auto [kv_head, block] = find_key_block(call, blockIdx.x);
     const int first_key = block * BLOCK_N;
     if (threadIdx.x == 0) {
-        s = find_span(call, blockIdx.z);
-        rows = find_rows(call, s, first_key);
+        s = find_sequence(call, blockIdx.z);
+        rows = find_row_range(call, s, first_key);
     }
     __syncthreads();  // the sequence and its rows are there for all
     if (first_key >= s.keys) return;
@@ -213,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
 
     float dk[KEY_TILES][4 * D_TILES], dv[KEY_TILES][4 * D_TILES];
     clear(dk), clear(dv);
-    const float unit = CAPPED ? LOG2E : call.scale * LOG2E;
+    const float scale_log2 = SOFTCAP ? LOG2E : call.scale * LOG2E;
     // Offsets of a lane in a matrix that ldmatrix reads: see multiply.
     const auto across = [&](const u16* x, int pitch) {
         return shared_address(x + lane % 16 * pitch + lane / 16 * 8);
@@ -229,17 +231,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
     const u32 dout_at = along(m.dout + part * S_ROWS * PITCH, PITCH);
     const u32 doutt_at = across(m.dout + part * D_COLUMNS, PITCH);
 
-    for (int turn = 0; at.head < last_head; turn ^= 1) {
+    for (int stage = 0; at.head < last_head; stage ^= 1) {
         wait_copies<0>();
         __syncthreads();  // Q, dout and what goes with them are there for all; all are done with the others
         const Tile next = next_tile(at, rows);
         const bool more = next.head < last_head;
         const u32 q_before =
-            (Q_STAGES == 2 ? 2 - turn : 1) * ROW_BYTES;  // this stage of Q lies so far before dout
-        const float* const stats = m.stats + turn * 2 * BLOCK_M;
+            (Q_STAGES == 2 ? 2 - stage : 1) * ROW_BYTES;  // this stage of Q lies so far before dout
+        const float* const stats = m.stats + stage * 2 * BLOCK_M;
         if (more) {
-            if (Q_STAGES == 2) copy_tile(m.q + (turn ^ 1) * BLOCK_M * PITCH, call.q, call, s, next, c);
-            copy_stats(m.stats + (turn ^ 1) * 2 * BLOCK_M, call, s, next);
+            if (Q_STAGES == 2) copy_tile(m.q + (stage ^ 1) * BLOCK_M * PITCH, call.q, call, s, next, c);
+            copy_stats(m.stats + (stage ^ 1) * 2 * BLOCK_M, call, s, next);
         }
         commit_copies();
         {
@@ -249,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
                                                                                    dout_at - q_before);
             multiply<KEY_TILES, S_TILES, HEAD_DIM / 16, false, true, PITCH, PITCH>(dp, v_at, dout_at);
             const bool masked = at.row < rows.low || at.row + BLOCK_M - 1 > rows.high;
-            weigh(call, s, m, stats, scores, dp, first_key, at.row, key, part * S_ROWS, masked, unit);
+            compute_p_ds(call, s, m, stats, scores, dp, first_key, at.row, key, part * S_ROWS, masked,
+                         scale_log2);
         }
         __syncthreads();  // P and dS are there for all
         multiply<KEY_TILES, D_TILES, BLOCK_M / 16, false, false, P_PITCH, PITCH>(dv, p_at, doutt_at);
@@ -260,18 +263,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
             float dq[Q_TILES][4 * Q_COLUMN_TILES];
             clear(dq);
             multiply<Q_TILES, Q_COLUMN_TILES, BLOCK_N / 16, true, false, P_PITCH, PITCH>(dq, dst_at, kt_at);
-            const i64 stored = at.head * call.rows + s.stored + at.row;
-            float* const to = call.sums + stored / 64 * (64 * HEAD_DIM);
-            u32* const turn = call.turns + stored / 16;
-            if (call.ordered) {
-                if (threadIdx.x == 0) wait_turn(turn, block - first_turn(call, s, at.row));
+            const i64 workspace_row = at.head * call.rows + s.workspace_row + at.row;
+            float* const to = call.dq_accum + workspace_row / 64 * (64 * HEAD_DIM);
+            u32* const semaphore = call.dq_semaphore + workspace_row / 16;
+            if (call.deterministic) {
+                if (threadIdx.x == 0) wait_semaphore(semaphore, block - first_key_block(call, s, at.row));
                 __syncthreads();  // earlier additions happen before those of all threads
             }
-            add_dq(to, dq, (int)(stored % 64) + q_row + g, q_column + 2 * u);
-            if (call.ordered) {
+            add_dq(to, dq, (int)(workspace_row % 64) + q_row + g, q_column + 2 * u);
+            if (call.deterministic) {
                 __threadfence();
-                __syncthreads();  // additions of all threads happen before the turn is passed on
-                if (threadIdx.x == 0) pass_turn(turn);
+                __syncthreads();  // additions of all threads happen before the semaphore is released
+                if (threadIdx.x == 0) release_semaphore(semaphore);
             }
         }
         multiply<KEY_TILES, D_TILES, BLOCK_M / 16, false, false, P_PITCH, PITCH>(dk, ds_at,

@@ -8,7 +8,7 @@
 //          keys 2y and 2y + 1, of dQ those rows, by the channels 4 x + 32 j to 4 x + 32 j + 3.
 //
 // A tile of BLOCK rows is a step: Q and dout to shared memory; S = Q K^T, dP = dout V^T; P = exp(S - lse) and
-// dS = P (dP - delta) to shared memory; dV += P^T dout, dK += dS^T Q, and dQ = dS K, added to the workspace
+// dS = P (dP - dpsum) to shared memory; dV += P^T dout, dK += dS^T Q, and dQ = dS K, added to the workspace
 // as attention/backward.cu does. Sums over a tile are made apart and then added, which rounds less.
 //
 // Memory: shared 4 BLOCK rows of PITCH floats, K, V, Q, dout; 2 BLOCK rows of P_PITCH, P and dS. Registers at
@@ -78,7 +78,7 @@ __device__ __forceinline__ void sum_rows(float (&c)[2][4], const float* weights,
     }
 }
 
-__device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, const Span& s, int head,
+__device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, const SeqInfo& s, int head,
                                            const float (&sums)[2][4 * PIECES], int key, int x, float factor) {
     for (int r = 0; r < 2 && key + r < s.keys; ++r) {
         float* const to = row_of(t, s, s.k0, key + r, head);
@@ -94,17 +94,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
     extern __shared__ __align__(16) float memory[];
     float *const k = memory, *const v = k + BLOCK * PITCH, *const q = v + BLOCK * PITCH;
     float *const dout = q + BLOCK * PITCH, *const p = dout + BLOCK * PITCH, *const ds = p + BLOCK * P_PITCH;
-    const Span s = find_span(call, blockIdx.z);
-    const auto [kv_head, block] = find_keys(call, blockIdx.x);
+    const SeqInfo s = find_sequence(call, blockIdx.z);
+    const auto [kv_head, block] = find_key_block(call, blockIdx.x);
     const int first_key = block * BLOCK, x = threadIdx.x % 8, own = threadIdx.x / 8 * 2;
     if (first_key >= s.keys) return;
-    const Rows rows = find_rows(call, s, first_key);
+    const RowRange rows = find_row_range(call, s, first_key);
     copy_rows(k, row_of(call.k, s, s.k0, first_key, kv_head), call.k.position, s.keys - first_key, call.dim);
     copy_rows(v, row_of(call.v, s, s.k0, first_key, kv_head), call.v.position, s.keys - first_key, call.dim);
     float dk[2][4 * PIECES] = {}, dv[2][4 * PIECES] = {};
     const int last_head = (kv_head + 1) * call.group;
     for (Tile at = first_tile(call, rows, kv_head); at.head < last_head; at = next_tile(at, rows)) {
-        const i64 stored = at.head * call.rows + s.stored + at.row;
+        const i64 workspace_row = at.head * call.rows + s.workspace_row + at.row;
         __syncthreads();  // all are done with the previous rows, P and dS
         copy_rows(q, row_of(call.q, s, s.q0, at.row, at.head), call.q.position, s.rows - at.row, call.dim);
         copy_rows(dout, row_of(call.dout, s, s.q0, at.row, at.head), call.dout.position, s.rows - at.row,
@@ -115,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
         multiply_rows(dp, dout + own * PITCH, v + x * PITCH);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float peak = call.peaks[stored + own + r], delta = call.deltas[stored + own + r];
+            const float row_lse = call.lse_log2[workspace_row + own + r],
+                        row_dpsum = call.dpsum[workspace_row + own + r];
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
                 float score = scores[r][j] * call.scale, slope = 1.f;
@@ -124,16 +125,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
                     score = call.softcap * bent, slope = 1.f - bent * bent;
                 }
                 const bool seen = sees(call, s, at.row + own + r, first_key + x + 8 * j);
-                const float weight = seen ? expf(score - peak) : 0.f;
+                const float weight = seen ? expf(score - row_lse) : 0.f;
                 p[(own + r) * P_PITCH + x + 8 * j] = weight;
-                ds[(own + r) * P_PITCH + x + 8 * j] = seen ? weight * (dp[r][j] - delta) * slope : 0.f;
+                ds[(own + r) * P_PITCH + x + 8 * j] = seen ? weight * (dp[r][j] - row_dpsum) * slope : 0.f;
             }
         }
         __syncthreads();  // P and dS are there for all
-        float* const sums = call.sums + stored / 64 * (64 * HEAD_DIM);
-        u32* const turn = call.turns + stored / 16;
-        if (call.ordered) {
-            if (threadIdx.x == 0) wait_turn(turn, block - first_turn(call, s, at.row));
+        float* const accum = call.dq_accum + workspace_row / 64 * (64 * HEAD_DIM);
+        u32* const semaphore = call.dq_semaphore + workspace_row / 16;
+        if (call.deterministic) {
+            if (threadIdx.x == 0) wait_semaphore(semaphore, block - first_key_block(call, s, at.row));
             __syncthreads();  // earlier additions happen before those of all threads
         }
 #pragma unroll
@@ -149,13 +150,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
             sum_rows(part, ds + own * P_PITCH, 1, P_PITCH, k + channel);
 #pragma unroll
             for (int i = 0; i < 8; ++i)
-                atomicAdd(sums + place_of((int)(stored % 64) + own + i / 4, channel + i % 4),
+                atomicAdd(accum + accum_offset((int)(workspace_row % 64) + own + i / 4, channel + i % 4),
                           part[i / 4][i % 4]);
         }
-        if (call.ordered) {
+        if (call.deterministic) {
             __threadfence();
-            __syncthreads();  // additions of all threads happen before the turn is passed on
-            if (threadIdx.x == 0) pass_turn(turn);
+            __syncthreads();  // additions of all threads happen before the semaphore is released
+            if (threadIdx.x == 0) release_semaphore(semaphore);
         }
     }
     write_keys(call.dk, call, s, kv_head, dk, first_key + own, x, call.scale);

@@ -4,7 +4,7 @@
 // A CTA has THREADS = 384: warps 0-3 load and give their registers away, two warpgroups compute. Matrices lie
 // in shared memory as common/hopper.cuh says, in blocks of 64 columns. Needs HEAD_DIM, BLOCK_M, BLOCK_N,
 // Q_STAGES, DOUT_STAGES, SCORE_STAGES, CLUSTER, common/pairs.cuh, attention/call.cuh, attention/backward.cuh,
-// common/hopper.cuh and attention/backward_shares.cuh.
+// common/hopper.cuh and attention/backward_cluster.cuh.
 #pragma once
 
 constexpr int THREADS = 128 + COMPUTING;
@@ -16,15 +16,15 @@ constexpr int BARRIERS = 1 + 2 * (Q_STAGES + DOUT_STAGES), STATS = (Q_STAGES + D
 
 // Shared memory addresses. Scores: P, if it is there, and dS, [BLOCK_N, BLOCK_M] a stage.
 struct Memory {
-    u32 k, v, q, dout, scores, dq, peaks, deltas;
+    u32 k, v, q, dout, scores, dq, lse_log2, dpsum;
     u32 full_keys, full_q, full_dout, empty_q, empty_dout;  // barriers: one, then one a stage
 };
 
-__device__ __forceinline__ Memory place_memory(u32 start, u32 stats, u32 barriers) {
+__device__ __forceinline__ Memory layout_memory(u32 start, u32 stats, u32 barriers) {
     Memory m;
     m.k = start, m.v = m.k + KEY_BYTES, m.q = m.v + KEY_BYTES, m.dout = m.q + Q_STAGES * ROW_BYTES;
     m.scores = m.dout + DOUT_STAGES * ROW_BYTES, m.dq = m.scores + SCORE_STAGES * SCORE_BYTES;
-    m.peaks = stats, m.deltas = stats + Q_STAGES * STAT_BYTES;
+    m.lse_log2 = stats, m.dpsum = stats + Q_STAGES * STAT_BYTES;
     m.full_keys = barriers, m.full_q = barriers + 8, m.full_dout = m.full_q + 8 * Q_STAGES;
     m.empty_q = m.full_dout + 8 * DOUT_STAGES, m.empty_dout = m.empty_q + 8 * Q_STAGES;
     return m;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void init_barriers(const Memory& m) {
 
 // Where a warpgroup or the loader is in the stages.
 template <int STAGES>
-struct Turn {
+struct PipelineState {
     int stage;
     u32 parity;
     __device__ __forceinline__ void next() {
@@ -51,21 +51,22 @@ struct Maps {
     const TensorMap *q, *k, *v, *dout;
 };
 
-// Loads a tile of rows of q or dout, and their peaks or deltas, when the stage is empty.
+// Loads a tile of rows of q or dout, and their lse_log2 or dpsum, when the stage is empty.
 __device__ __forceinline__ void load_rows(u32 to, const TensorMap* map, u32 stats_to, const float* stats,
-                                          u32 full, u32 empty, u32 parity, const Origin& origin,
+                                          u32 full, u32 empty, u32 parity, const TmaCoord& coord,
                                           const Tile& at) {
     wait_barrier(empty, parity);
     expect_bytes(full, ROW_BYTES + STAT_BYTES);
 #pragma unroll
     for (int block = 0; block < D_BLOCKS; ++block)
-        copy_box(to + block * ROW_BLOCK, map, full, origin, 64 * block, at.row, at.head);
+        copy_box(to + block * ROW_BLOCK, map, full, coord, 64 * block, at.row, at.head);
     copy_bytes(stats_to, stats, STAT_BYTES, full);
 }
 
-__device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, const Call& call, const Span& s,
-                                           const Rows& rows, int kv_head, int first_key) {
-    const Origin of_rows = find_origin(call.cu_q, blockIdx.z), of_keys = find_origin(call.cu_k, blockIdx.z);
+__device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, const Call& call,
+                                           const SeqInfo& s, const RowRange& rows, int kv_head,
+                                           int first_key) {
+    const TmaCoord of_rows = find_coord(call.cu_q, blockIdx.z), of_keys = find_coord(call.cu_k, blockIdx.z);
     expect_bytes(m.full_keys, 2 * KEY_BYTES);
 #pragma unroll
     for (int block = 0; block < D_BLOCKS; ++block) {
@@ -73,15 +74,16 @@ __device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, co
         copy_box(m.k + at, maps.k, m.full_keys, of_keys, 64 * block, first_key, kv_head);
         copy_box(m.v + at, maps.v, m.full_keys, of_keys, 64 * block, first_key, kv_head);
     }
-    Turn<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
-    Turn<DOUT_STAGES> dout = {0, 1};
-    for (Part part = find_part(call, rows, kv_head); part.more(); part.next(rows)) {
-        const Tile at = part.at;
-        const i64 stored = at.head * call.rows + s.stored + at.row;
-        load_rows(m.q + q.stage * ROW_BYTES, maps.q, m.peaks + q.stage * STAT_BYTES, call.peaks + stored,
-                  m.full_q + 8 * q.stage, m.empty_q + 8 * q.stage, q.parity, of_rows, at);
-        load_rows(m.dout + dout.stage * ROW_BYTES, maps.dout, m.deltas + dout.stage * STAT_BYTES,
-                  call.deltas + stored, m.full_dout + 8 * dout.stage, m.empty_dout + 8 * dout.stage,
+    PipelineState<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
+    PipelineState<DOUT_STAGES> dout = {0, 1};
+    for (TileRange range = find_tile_range(call, rows, kv_head); range.more(); range.next(rows)) {
+        const Tile at = range.at;
+        const i64 workspace_row = at.head * call.rows + s.workspace_row + at.row;
+        load_rows(m.q + q.stage * ROW_BYTES, maps.q, m.lse_log2 + q.stage * STAT_BYTES,
+                  call.lse_log2 + workspace_row, m.full_q + 8 * q.stage, m.empty_q + 8 * q.stage, q.parity,
+                  of_rows, at);
+        load_rows(m.dout + dout.stage * ROW_BYTES, maps.dout, m.dpsum + dout.stage * STAT_BYTES,
+                  call.dpsum + workspace_row, m.full_dout + 8 * dout.stage, m.empty_dout + 8 * dout.stage,
                   dout.parity, of_rows, at);
         q.next(), dout.next();
     }
@@ -101,10 +103,10 @@ __device__ __forceinline__ void store_pair(u32 address, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-// Hides from `key` and key + 8 the rows, from `row` on, that do not see them.
+// Masks for `key` and key + 8 the rows, from `row` on, that do not see them.
 template <int COUNT>
-__device__ __forceinline__ void hide(float (&scores)[COUNT], const Call& call, const Span& s, int key,
-                                     int row) {
+__device__ __forceinline__ void apply_mask(float (&scores)[COUNT], const Call& call, const SeqInfo& s,
+                                           int key, int row) {
     asm volatile("" : "+r"(key));  // what follows from it shall not take registers while no tile is masked
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -119,41 +121,43 @@ __device__ __forceinline__ void hide(float (&scores)[COUNT], const Call& call, c
 }
 
 template <int COUNT>
-__device__ __forceinline__ void subtract(float (&dp)[COUNT], u32 deltas) {
+__device__ __forceinline__ void subtract_dpsum(float (&dp)[COUNT], u32 dpsum) {
 #pragma unroll
     for (int n = 0; n < COUNT; n += 4) {
-        const float2 delta = read_pair(deltas + 8 * n);
+        const float2 row_dpsum = read_pair(dpsum + 8 * n);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dp[n + i] -= i % 2 ? delta.y : delta.x;
+        for (int i = 0; i < 4; ++i) dp[n + i] -= i % 2 ? row_dpsum.y : row_dpsum.x;
     }
 }
 
 // Caps scores, and lets dp lose what the cap takes from the slope.
 template <int COUNT>
-__device__ __forceinline__ void cap(float (&scores)[COUNT], float (&dp)[COUNT], const Call& call) {
+__device__ __forceinline__ void apply_softcap(float (&scores)[COUNT], float (&dp)[COUNT], const Call& call) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        scores[i] = capped_score(call, scores[i]);
-        dp[i] *= cap_slope(call, scores[i]);
+        scores[i] = softcap_score(call, scores[i]);
+        dp[i] *= softcap_slope(call, scores[i]);
     }
 }
 
-// Scores to weights exp2(unit * s - peak), in pairs.
+// Scores to weights exp2(scale_log2 * s - lse), in pairs.
 template <int COUNT>
-__device__ __forceinline__ void weigh(float (&scores)[COUNT], u32 (&p)[COUNT / 2], u32 peaks, float unit) {
+__device__ __forceinline__ void exponentiate(float (&scores)[COUNT], u32 (&p)[COUNT / 2], u32 lse_log2,
+                                             float scale_log2) {
 #pragma unroll
     for (int n = 0; n < COUNT; n += 4) {
-        const float2 peak = read_pair(peaks + 8 * n);
+        const float2 row_lse = read_pair(lse_log2 + 8 * n);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            scores[n + i] = power_of_2(fmaf(scores[n + i], unit, i % 2 ? -peak.y : -peak.x));
+            scores[n + i] = power_of_2(fmaf(scores[n + i], scale_log2, i % 2 ? -row_lse.y : -row_lse.x));
         p[n / 2] = pack_pair(scores[n], scores[n + 1]),
               p[n / 2 + 1] = pack_pair(scores[n + 2], scores[n + 3]);
     }
 }
 
 template <int COUNT>
-__device__ __forceinline__ void slope(u32 (&ds)[COUNT], const u32 (&p)[COUNT], const float (&dp)[2 * COUNT]) {
+__device__ __forceinline__ void compute_ds(u32 (&ds)[COUNT], const u32 (&p)[COUNT],
+                                           const float (&dp)[2 * COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
         const float2 weights = unpack_pair(p[i]);  // what dV takes; scores need no registers any more
@@ -187,7 +191,7 @@ __device__ __forceinline__ void store_sums(u32 to, const float (&sums)[COUNT]) {
 }
 
 // Adds a block of 64 rows by 64 columns of dQ to the workspace, from the warpgroup's place in shared memory.
-__device__ __forceinline__ void add_block(float* to, const float (&dq)[32], u32 sums, int group) {
+__device__ __forceinline__ void add_dq_block(float* to, const float (&dq)[32], u32 sums, int group) {
     if (threadIdx.x % 128 == 0) wait_additions_read();
     sync_threads(2 + group, 128);  // the previous block has been read
     store_sums(sums, dq);
@@ -197,14 +201,14 @@ __device__ __forceinline__ void add_block(float* to, const float (&dq)[32], u32 
 }
 
 // Lets the next CTA in the order of keys add, when this one's additions are made.
-__device__ __forceinline__ void end_additions(u32* turn) {
+__device__ __forceinline__ void finish_additions(u32* semaphore) {
     wait_additions();
     __threadfence();
-    pass_turn(turn);
+    release_semaphore(semaphore);
 }
 
 template <int COUNT>
-__device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, const Span& s, int head,
+__device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, const SeqInfo& s, int head,
                                            const float (&x)[COUNT], int key, int channel, float factor) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -219,16 +223,16 @@ __device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, co
 
 // The kernel: its warpgroups to their work. `compute` is what each of the two computing ones does.
 template <typename Compute>
-__device__ __forceinline__ void divide_work(const Maps& maps, const Call& call, const Compute& compute) {
+__device__ __forceinline__ void specialise_warps(const Maps& maps, const Call& call, const Compute& compute) {
     extern __shared__ unsigned char memory[];
     __shared__ __align__(16) float stats[STATS];
     __shared__ __align__(8) u64 barriers[BARRIERS];
-    const Span s = find_span(call, blockIdx.z);
-    const Keys keys = find_keys(call, blockIdx.x / CLUSTER);
+    const SeqInfo s = find_sequence(call, blockIdx.z);
+    const KeyBlock keys = find_key_block(call, blockIdx.x / CLUSTER);
     if (keys.block * BLOCK_N >= s.keys) return;
-    const Rows rows = find_rows(call, s, keys.block * BLOCK_N);
-    const Memory m = place_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
-                                  shared_address(barriers));
+    const RowRange rows = find_row_range(call, s, keys.block * BLOCK_N);
+    const Memory m = layout_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
+                                   shared_address(barriers));
     if (threadIdx.x == 0) init_barriers(m);
     __syncthreads();  // barriers are initialised
     if (threadIdx.x < 128) {

@@ -3,7 +3,7 @@
 // often. So two CTAs, a cluster, have 128 keys between them: they exchange dS, and each adds up half of dQ.
 //
 // Threads and data
-//   cluster  128 keys of one (sequence, KV head), all rows that see any of them, 64 at a time: SHARES
+//   cluster  128 keys of one (sequence, KV head), all rows that see any of them, 64 at a time: CLUSTER_SPLIT
 //            pairs of CTAs share these steps evenly, the two of a pair in step. dK and dV of the pairs are
 //            added up at the end, as attention/backward_sm90.cu says.
 //   CTA      64 of the keys: attention/backward.cuh. Of dQ it has half of the channels, summed over 128 keys.
@@ -22,22 +22,22 @@
 // the CTA's channels of dQ, 16 KiB; P, dS, the other's dS and, with a cap, P times the cap's slope, of 8 KiB
 // each; stats and mbarriers. Registers: 64 of dK, 64 of dV, 32 of dQ, 32 of S or dP.
 //
-// Macros: HEAD_DIM, 256, that the channels are filled up to with zeros; BF16; CAPPED as in
-// attention/forward.cu; SHARES, 1, 2 or 4.
+// Macros: HEAD_DIM, 256, that the channels are filled up to with zeros; BF16; SOFTCAP as in
+// attention/forward.cu; CLUSTER_SPLIT, 1, 2 or 4.
 //
 // clang-format off
-// gate: HEAD_DIM=256 BF16=1,0 CAPPED=0,1 SHARES=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=256 BF16=1 CAPPED=0,1 SHARES=2,4 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1,0 SOFTCAP=0,1 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1 SOFTCAP=0,1 CLUSTER_SPLIT=2,4 registers<=168 arch=sm_90a
 // clang-format on
 #include "common/pairs.cuh"
 
 constexpr int BLOCK_M = 64, BLOCK_N = 64, Q_STAGES = 2, DOUT_STAGES = 1, SCORE_STAGES = 4;
-constexpr int CLUSTER = 2 * SHARES, SCORES = 32, SUMS = 64;  // a thread's
+constexpr int CLUSTER = 2 * CLUSTER_SPLIT, SCORES = 32, SUMS = 64;  // a thread's
 
 #include "attention/call.cuh"
 #include "attention/backward.cuh"
 #include "common/hopper.cuh"
-#include "attention/backward_shares.cuh"
+#include "attention/backward_cluster.cuh"
 #include "attention/backward_sm90.cuh"
 
 static_assert(HEAD_DIM == 256, "a warpgroup has one of four blocks of 64 channels of dQ");
@@ -56,11 +56,11 @@ struct Pair {
 };
 constexpr int PAIR_BARRIERS = 5 + 2 * Q_STAGES;
 
-__device__ __forceinline__ Pair place_pair(const Memory& m, u32 barriers) {
+__device__ __forceinline__ Pair layout_pair(const Memory& m, u32 barriers) {
     Pair pair;
     pair.rank = blockIdx.x % 2;
     pair.p = m.scores, pair.ds = m.scores + SCORE_BYTES, pair.other_ds = m.scores + 2 * SCORE_BYTES;
-    pair.weights = CAPPED ? m.scores + 3 * SCORE_BYTES : pair.p, pair.other_k = m.dq;
+    pair.weights = SOFTCAP ? m.scores + 3 * SCORE_BYTES : pair.p, pair.other_k = m.dq;
     pair.full_k = barriers, pair.full_p = barriers + 8, pair.own_ds = barriers + 16;
     pair.full_ds = barriers + 24, pair.empty_ds = barriers + 32, pair.full_dq = barriers + 40;
     return pair;
@@ -80,20 +80,20 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Pair& pair)
 }
 
 // The same address in the other CTA's shared memory.
-__device__ __forceinline__ u32 there(u32 address) {
+__device__ __forceinline__ u32 remote_address(u32 address) {
     u32 mapped;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(blockIdx.x % CLUSTER ^ 1));
     return mapped;
 }
-__device__ __forceinline__ void arrive_there(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there(barrier)) : "memory");
+__device__ __forceinline__ void arrive_remote(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier)) : "memory");
 }
 // Copies shared memory to the same place of the other CTA.
-__device__ __forceinline__ void copy_there(u32 to, u32 from, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void copy_remote(u32 to, u32 from, u32 bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-            there(to)),
-        "r"(from), "r"(bytes), "r"(there(barrier))
+            remote_address(to)),
+        "r"(from), "r"(bytes), "r"(remote_address(barrier))
         : "memory");
 }
 
@@ -139,50 +139,51 @@ __device__ __forceinline__ void load_scores(u32 (&x)[COUNT], u32 from) {
                      : "memory");
 }
 
-// As weigh; scores become their weights times the cap's slope.
-__device__ __forceinline__ void weigh_capped(float (&scores)[SCORES], u32 (&p)[SCORES / 2], u32 peaks,
-                                             const Call& call) {
+// As exponentiate; scores become their weights times the cap's slope.
+__device__ __forceinline__ void exponentiate_capped(float (&scores)[SCORES], u32 (&p)[SCORES / 2],
+                                                    u32 lse_log2, const Call& call) {
 #pragma unroll
     for (int n = 0; n < SCORES; n += 4) {
-        const float2 peak = read_pair(peaks + 8 * n);
+        const float2 row_lse = read_pair(lse_log2 + 8 * n);
         float weights[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float score = scores[n + i];
-            weights[i] = power_of_2(fmaf(score, LOG2E, i % 2 ? -peak.y : -peak.x));
-            scores[n + i] = weights[i] * cap_slope(call, fmaxf(score, -call.softcap));  // hidden ones: -inf
+            weights[i] = power_of_2(fmaf(score, LOG2E, i % 2 ? -row_lse.y : -row_lse.x));
+            scores[n + i] =
+                weights[i] * softcap_slope(call, fmaxf(score, -call.softcap));  // masked ones: -inf
         }
         p[n / 2] = pack_pair(weights[0], weights[1]), p[n / 2 + 1] = pack_pair(weights[2], weights[3]);
     }
 }
 
 // What a CTA has to do.
-struct Work {
-    Span s;
-    Keys keys;  // as find_keys of attention/backward.cuh says, of its blocks the pair's two
-    Rows rows;  // first and last: of the pair; low and high: of the CTA
+struct WorkTileInfo {
+    SeqInfo s;
+    KeyBlock keys;  // as find_key_block of attention/backward.cuh says, of its blocks the pair's two
+    RowRange rows;  // first and last: of the pair; low and high: of the CTA
     int first_of_pair;
 };
 
 // Found anew by each role that needs it, so that nothing of it takes registers from one to the other.
-__device__ __forceinline__ Work find_work(const Call& call, int rank) {
+__device__ __forceinline__ WorkTileInfo find_work_tile(const Call& call, int rank) {
     int x = blockIdx.x / CLUSTER, z = blockIdx.z;
     asm volatile("" : "+r"(x), "+r"(z));
-    Work w;
-    w.s = find_span(call, z);
-    w.keys = find_keys(call, x);
+    WorkTileInfo w;
+    w.s = find_sequence(call, z);
+    w.keys = find_key_block(call, x);
     w.keys.block = 2 * w.keys.block + rank;
     const int first_key = w.keys.block * BLOCK_N;
     w.first_of_pair = first_key - rank * BLOCK_N;
-    w.rows = find_rows(call, w.s, first_key);
-    w.rows.first = find_rows(call, w.s, w.first_of_pair).first;
-    w.rows.last = find_rows(call, w.s, w.first_of_pair + BLOCK_N).last;
+    w.rows = find_row_range(call, w.s, first_key);
+    w.rows.first = find_row_range(call, w.s, w.first_of_pair).first;
+    w.rows.last = find_row_range(call, w.s, w.first_of_pair + BLOCK_N).last;
     return w;
 }
 
 __device__ __forceinline__ void finish_keys(const Call& call, const float (&dk)[SUMS],
                                             const float (&dv)[SUMS], int rank, int channel) {
-    const Work w = find_work(call, rank);
+    const WorkTileInfo w = find_work_tile(call, rank);
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
     const int key = w.keys.block * BLOCK_N + thread / 32 * 16 + thread % 32 / 4;
@@ -192,28 +193,28 @@ __device__ __forceinline__ void finish_keys(const Call& call, const float (&dk)[
 
 // dK and dV of pairs that share keys, one after the other: the sums take the place of K and V, which are not
 // needed any more.
-__device__ __forceinline__ void add_shares(const Memory& m, const Call& call, const float (&dk)[SUMS],
-                                           const float (&dv)[SUMS], int rank, int group) {
+__device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, const float (&dk)[SUMS],
+                                             const float (&dv)[SUMS], int rank, int group) {
     static_assert(BLOCK_N * HEAD_DIM * 4 == 2 * KEY_BYTES, "sums of dK or dV fill K and V");
-    const Work w = find_work(call, rank);
+    const WorkTileInfo w = find_work_tile(call, rank);
     sync_threads(1, 256);  // both warpgroups' products have read K and V
     store_sums(m.k + 2 * group * SUM_BYTES, dk);
     sync_cluster();  // dK of all CTAs is in their shared memory
-    write_shares(call.dk, call, w.s, w.keys, m.k, call.scale);
+    cluster_reduce(call.dk, call, w.s, w.keys, m.k, call.scale);
     sync_cluster();  // all have read it
     store_sums(m.k + 2 * group * SUM_BYTES, dv);
     sync_cluster();  // dV of all CTAs is in their shared memory
-    write_shares(call.dv, call, w.s, w.keys, m.k, 1.f);
+    cluster_reduce(call.dv, call, w.s, w.keys, m.k, 1.f);
 }
 
 // The work of warps 4-7 (GROUP 0) or 8-11 (1).
 template <int GROUP>
 __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const Call& call,
                                         float (&dk)[SUMS], float (&dv)[SUMS]) {
-    const Work work = find_work(call, pair.rank);
-    const Span& s = work.s;
-    const Rows& rows = work.rows;
-    const Keys& keys = work.keys;
+    const WorkTileInfo work = find_work_tile(call, pair.rank);
+    const SeqInfo& s = work.s;
+    const RowRange& rows = work.rows;
+    const KeyBlock& keys = work.keys;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int key = keys.block * BLOCK_N + 16 * warp + lane / 4;
     const u32 own = (16 * warp + lane % 16) * 128;  // a lane's place in P and dS
@@ -227,36 +228,37 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
     float dq[32], scores[SCORES];  // scores: S, or dP
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
-    Turn<Q_STAGES> turn = {0, 0};
+    PipelineState<Q_STAGES> state = {0, 0};
     u32 parity = 0;  // of what has one stage
-    Part part = find_part(call, rows, keys.head);
+    TileRange range = find_tile_range(call, rows, keys.head);
     wait_barrier(m.full_keys, 0);
     wait_barrier(pair.full_k, 0);
     if (GROUP == 0) {
-        if (part.more()) wait_barrier(m.full_q, 0);
+        if (range.more()) wait_barrier(m.full_q, 0);
         begin_products();
         multiply_channels(scores, k, q);
     }
-    while (part.more()) {
-        const Tile at = part.at;
-        const int stage = turn.stage;
+    while (range.more()) {
+        const Tile at = range.at;
+        const int stage = state.stage;
         const u64 rows_at = stage * ROW_BYTES / 16;
         const u32 stats = 8 * (lane % 4);
         u32 p[SCORES / 2], ds[SCORES / 2];
         if (GROUP == 0) {
             wait_products<0>(scores);
-            if (CAPPED) {
+            if (SOFTCAP) {
 #pragma unroll
-                for (int i = 0; i < SCORES; ++i) scores[i] = capped_score(call, scores[i]);
+                for (int i = 0; i < SCORES; ++i) scores[i] = softcap_score(call, scores[i]);
             }
-            if (at.row < rows.low || at.row + BLOCK_M - 1 > rows.high) hide(scores, call, s, key, at.row);
-            if (CAPPED)
-                weigh_capped(scores, p, m.peaks + stage * STAT_BYTES + stats, call);
+            if (at.row < rows.low || at.row + BLOCK_M - 1 > rows.high)
+                apply_mask(scores, call, s, key, at.row);
+            if (SOFTCAP)
+                exponentiate_capped(scores, p, m.lse_log2 + stage * STAT_BYTES + stats, call);
             else
-                weigh(scores, p, m.peaks + stage * STAT_BYTES + stats, call.scale * LOG2E);
+                exponentiate(scores, p, m.lse_log2 + stage * STAT_BYTES + stats, call.scale * LOG2E);
             wait_barrier(m.full_dout, parity);
             store_scores(pair.p + own, p, 0);
-            if (CAPPED) {
+            if (SOFTCAP) {
 #pragma unroll
                 for (int i = 0; i < SCORES / 2; ++i) ds[i] = pack_pair(scores[2 * i], scores[2 * i + 1]);
                 store_scores(pair.weights + own, ds, 0);
@@ -268,19 +270,19 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
             begin_products();
             multiply_channels(scores, v, dout);
             wait_products<0>(scores);
-            subtract(scores, m.deltas + stats);
+            subtract_dpsum(scores, m.dpsum + stats);
         }
         wait_barrier(pair.full_p, parity);
         if (GROUP == 1) load_scores(p, pair.p + own);
         begin_products();
         multiply_rows(dv, p, dout_columns);
         if (GROUP == 1) {
-            if (CAPPED) {
+            if (SOFTCAP) {
                 u32 weights[SCORES / 2];
                 load_scores(weights, pair.weights + own);
-                slope(ds, weights, scores);
+                compute_ds(ds, weights, scores);
             } else {
-                slope(ds, p, scores);
+                compute_ds(ds, p, scores);
             }
             wait_barrier(pair.empty_ds, parity ^ 1);  // the other has dS of the step before, and read it
             store_scores(pair.ds + own, ds, 0);
@@ -290,9 +292,9 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
         wait_barrier(pair.own_ds, parity);
         if (GROUP == 1 && threadIdx.x % 128 == 0) {
             expect_bytes(pair.full_ds, SCORE_BYTES);
-            copy_there(pair.other_ds, pair.ds, SCORE_BYTES, pair.full_ds);
+            copy_remote(pair.other_ds, pair.ds, SCORE_BYTES, pair.full_ds);
         }
-        if (GROUP == 1) wait_barrier(m.full_q + 8 * stage, turn.parity);
+        if (GROUP == 1) wait_barrier(m.full_q + 8 * stage, state.parity);
         begin_products();
         multiply_keys(dq, columns_operand(pair.ds, KEY_BLOCK), k_columns, false);
         if (GROUP == 1)
@@ -304,17 +306,17 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
         wait_barrier(pair.full_ds, parity);
         begin_products();
         multiply_keys(dq, columns_operand(pair.other_ds, KEY_BLOCK), other_k_columns, true);
-        part.next(rows), turn.next(), parity ^= 1;
+        range.next(rows), state.next(), parity ^= 1;
         if (GROUP == 0) {  // S of the next step; of nothing, if there is none
-            if (part.more()) wait_barrier(m.full_q + 8 * turn.stage, turn.parity);
-            multiply_channels(scores, k, q + turn.stage * ROW_BYTES / 16);
+            if (range.more()) wait_barrier(m.full_q + 8 * state.stage, state.parity);
+            multiply_channels(scores, k, q + state.stage * ROW_BYTES / 16);
             wait_products<1>(dq);
         } else {
             wait_products<0>(dq);
         }
         pin(dk);
         sync_threads(2 + GROUP, 128);  // all of the warpgroup's products have read Q and the other's dS
-        if (threadIdx.x % 128 == 0) arrive_there(pair.empty_ds);
+        if (threadIdx.x % 128 == 0) arrive_remote(pair.empty_ds);
         store_sums(m.q + stage * ROW_BYTES + GROUP * SUM_BYTES, dq);
         fence_async();
         release(pair.staged(GROUP, stage));
@@ -324,8 +326,8 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
 
 // Loads all that the CTA reads; one thread.
 __device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Maps& maps, const Call& call) {
-    const Work work = find_work(call, pair.rank);
-    const Origin of_keys = find_origin(call.cu_k, blockIdx.z);
+    const WorkTileInfo work = find_work_tile(call, pair.rank);
+    const TmaCoord of_keys = find_coord(call.cu_k, blockIdx.z);
     expect_bytes(pair.full_k, 2 * KEY_BLOCK);
     for (int i = 0; i < 2; ++i)
         copy_box(pair.other_k + i * KEY_BLOCK, maps.k, pair.full_k, of_keys, 128 * pair.rank + 64 * i,
@@ -335,24 +337,25 @@ __device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Ma
 
 // Brings a warpgroup's dQ to the workspace, tile after tile; one thread.
 __device__ __forceinline__ void add_tiles(const Memory& m, const Pair& pair, const Call& call, int group) {
-    const Work work = find_work(call, pair.rank);
-    const Span& s = work.s;
-    const Rows& rows = work.rows;
-    const Keys& keys = work.keys;
+    const WorkTileInfo work = find_work_tile(call, pair.rank);
+    const SeqInfo& s = work.s;
+    const RowRange& rows = work.rows;
+    const KeyBlock& keys = work.keys;
     const int block = 2 * pair.rank + group;
-    Turn<Q_STAGES> turn = {0, 0};
-    for (Part part = find_part(call, rows, keys.head); part.more(); part.next(rows)) {
-        const Tile at = part.at;
-        const i64 stored = at.head * call.rows + s.stored + at.row;
-        u32* const own_turn = call.turns + stored / 16 + block;
-        wait_barrier(pair.staged(group, turn.stage), turn.parity);
-        if (call.ordered) wait_turn(own_turn, keys.block / 2 - first_turn(call, s, at.row) / 2);
-        add_floats(call.sums + stored * HEAD_DIM + block * 4096,
-                   m.q + turn.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES);
+    PipelineState<Q_STAGES> state = {0, 0};
+    for (TileRange range = find_tile_range(call, rows, keys.head); range.more(); range.next(rows)) {
+        const Tile at = range.at;
+        const i64 workspace_row = at.head * call.rows + s.workspace_row + at.row;
+        u32* const semaphore = call.dq_semaphore + workspace_row / 16 + block;
+        wait_barrier(pair.staged(group, state.stage), state.parity);
+        if (call.deterministic)
+            wait_semaphore(semaphore, keys.block / 2 - first_key_block(call, s, at.row) / 2);
+        add_floats(call.dq_accum + workspace_row * HEAD_DIM + block * 4096,
+                   m.q + state.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES);
         wait_additions_read();
-        arrive(m.empty_q + 8 * turn.stage);
-        if (call.ordered) end_additions(own_turn);
-        turn.next();
+        arrive(m.empty_q + 8 * state.stage);
+        if (call.deterministic) finish_additions(semaphore);
+        state.next();
     }
     wait_additions();
 }
@@ -365,11 +368,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __shared__ __align__(16) float stats[STATS];
     __shared__ __align__(8) u64 barriers[BARRIERS + PAIR_BARRIERS];
     const Maps maps = {&q_map, &k_map, &v_map, &dout_map};
-    const Memory m = place_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
-                                  shared_address(barriers));
-    const Pair pair = place_pair(m, shared_address(barriers + BARRIERS));
+    const Memory m = layout_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
+                                   shared_address(barriers));
+    const Pair pair = layout_pair(m, shared_address(barriers + BARRIERS));
     {
-        const Work work = find_work(call, pair.rank);
+        const WorkTileInfo work = find_work_tile(call, pair.rank);
         if (work.first_of_pair >= work.s.keys) return;
     }
     if (threadIdx.x == 0) init_barriers(m, pair);
@@ -380,7 +383,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             load(m, pair, maps, call);
         else if (threadIdx.x == 32 || threadIdx.x == 64)
             add_tiles(m, pair, call, threadIdx.x / 32 - 1);
-        if (SHARES > 1) sync_cluster(), sync_cluster(), sync_cluster();  // of add_shares
+        if (CLUSTER_SPLIT > 1) sync_cluster(), sync_cluster(), sync_cluster();  // of reduce_dk_dv
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
@@ -389,8 +392,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             compute<0>(m, pair, call, dk, dv);
         else
             compute<1>(m, pair, call, dk, dv);
-        if (SHARES > 1)
-            add_shares(m, call, dk, dv, pair.rank, group);
+        if (CLUSTER_SPLIT > 1)
+            reduce_dk_dv(m, call, dk, dv, pair.rank, group);
         else
             finish_keys(call, dk, dv, pair.rank, 128 * group);
     }

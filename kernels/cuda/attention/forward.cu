@@ -19,17 +19,17 @@
 // M_TILES 2, BLOCK_N 64: 128 of O, 64 of S (then 32 of P), 8 of Q, 4 of K or V, 8 of the softmax.
 //
 // Macros: HEAD_DIM, a multiple of 16 that the channels are filled up to with zeros; BF16; M_TILES; WARPS;
-// BLOCK_N; BLOCKS, how many CTAs a multiprocessor shall hold; CAPPED: 0 scores are scaled inside the
+// BLOCK_N; BLOCKS, how many CTAs a multiprocessor shall hold; SOFTCAP: 0 scores are scaled inside the
 // exponential, which takes scale > 0, 1 scaled, and capped if softcap > 0, before; ALIGNED: 1 rows can be
 // copied 16 bytes at a time, 0 element by element.
 //
 // clang-format off
-// gate: HEAD_DIM=128 BF16=1,0 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 CAPPED=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=128 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 CAPPED=1 ALIGNED=0 registers<=255
-// gate: HEAD_DIM=32,64 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=32 BLOCKS=3 CAPPED=0 ALIGNED=1 registers<=168
-// gate: HEAD_DIM=64 BF16=0 M_TILES=2 WARPS=4 BLOCK_N=32 BLOCKS=3 CAPPED=1 ALIGNED=0 registers<=168
-// gate: HEAD_DIM=80,96 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 CAPPED=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=192,256 BF16=1 M_TILES=1 WARPS=4 BLOCK_N=64 BLOCKS=2 CAPPED=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=128 BF16=1,0 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=128 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=1 ALIGNED=0 registers<=255
+// gate: HEAD_DIM=32,64 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=32 BLOCKS=3 SOFTCAP=0 ALIGNED=1 registers<=168
+// gate: HEAD_DIM=64 BF16=0 M_TILES=2 WARPS=4 BLOCK_N=32 BLOCKS=3 SOFTCAP=1 ALIGNED=0 registers<=168
+// gate: HEAD_DIM=80,96 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=192,256 BF16=1 M_TILES=1 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=0 ALIGNED=1 registers<=255
 // clang-format on
 #include "common/pairs.cuh"
 
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
 #pragma unroll
         for (int i = 0; i < 4 * D_TILES; ++i) o[m][i] = 0.f;
     }
-    const float scale_log2 = CAPPED ? LOG2E : call.scale * LOG2E;
+    const float scale_log2 = SOFTCAP ? LOG2E : call.scale * LOG2E;
     // Matrix i of an ldmatrix is addressed by lanes 8 i to 8 i + 7. Q: rows 0-7 and 8-15, then the next 8
     // channels. K: the next 8 channels, then the next 8 keys. V: the next 8 keys, then the next 8 channels.
     u16* const own_rows = q + warp * 16 * M_TILES * PITCH;
@@ -148,8 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         const bool masked = key < w.low || key + BLOCK_N - 1 > w.high;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
-            if (CAPPED) cap_scores(s[m], call.scale, call.softcap);
-            if (masked) hide(s[m], call, w, key, row + 16 * m + lane / 4);
+            if (SOFTCAP) cap_scores(s[m], call.scale, call.softcap);
+            if (masked) apply_mask(s[m], call, w, key, row + 16 * m + lane / 4);
             float rescale[2];
             if (update_max(softmax[m], s[m], scale_log2, rescale)) scale_rows(o[m], rescale);
             exponentiate(softmax[m], s[m], scale_log2);

@@ -22,7 +22,7 @@
 #define FLOAT32 1
 #include "common/pairs.cuh"
 
-constexpr int BLOCK_M = 32, BLOCK_N = 32, THREADS = 128, CAPPED = 1, ALIGNED = 0;
+constexpr int BLOCK_M = 32, BLOCK_N = 32, THREADS = 128, SOFTCAP = 1, ALIGNED = 0;
 constexpr int PITCH = HEAD_DIM + 4, P_PITCH = BLOCK_N + 4, PIECES = HEAD_DIM / 32;
 
 #include "attention/call.cuh"

@@ -23,16 +23,16 @@
 // stages of BLOCK_N rows each, channels filled up to a multiple of 64; mbarriers, two TileInfo. Registers:
 // HEAD_DIM / 2 of O, BLOCK_N / 2 of S, half as many of P, of 240, 160 or 112 for 2, 3 or 4 warpgroups.
 //
-// Macros: HEAD_DIM, 64, 96, 128 or 256, that the channels are filled up to with zeros; BF16; BLOCK_N; CAPPED
+// Macros: HEAD_DIM, 64, 96, 128 or 256, that the channels are filled up to with zeros; BF16; BLOCK_N; SOFTCAP
 // as in attention/forward.cu; GROUPS, warpgroups that compute; Q_SLOTS, 1 or 2.
 //
 // clang-format off
-// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=128 CAPPED=0 GROUPS=3 Q_SLOTS=2 registers<=128 arch=sm_90a
-// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=64 CAPPED=0 GROUPS=4 Q_SLOTS=2 registers<=96 arch=sm_90a
-// gate: HEAD_DIM=96 BF16=1,0 BLOCK_N=112 CAPPED=0 GROUPS=3 Q_SLOTS=2 registers<=128 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 CAPPED=0 GROUPS=2 Q_SLOTS=2 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,96,128 BF16=1,0 BLOCK_N=128 CAPPED=1 GROUPS=2 Q_SLOTS=2 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 CAPPED=0,1 GROUPS=2 Q_SLOTS=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=64 SOFTCAP=0 GROUPS=4 Q_SLOTS=2 registers<=96 arch=sm_90a
+// gate: HEAD_DIM=96 BF16=1,0 BLOCK_N=112 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=2 Q_SLOTS=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1,0 BLOCK_N=128 SOFTCAP=1 GROUPS=2 Q_SLOTS=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 SOFTCAP=0,1 GROUPS=2 Q_SLOTS=1 registers<=168 arch=sm_90a
 // clang-format on
 #include "attention/softmax.cuh"
 #include "attention/products_sm90.cuh"
@@ -87,7 +87,7 @@ __device__ __forceinline__ Rows find_rows(const TileInfo& t, const Call& call, i
     return rows;
 }
 
-// Hides from row `row` and row + 8 the keys of the tile of keys at `key` that they must not see.
+// Masks for row `row` and row + 8 the keys of the tile of keys at `key` that they must not see.
 __device__ __forceinline__ void apply_mask(float (&s)[SUMS_S], const TileInfo& t, const Rows& rows,
                                            const Call& call, int key, int row) {
     if (key >= rows.low && key + BLOCK_N - 1 <= rows.high) return;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[S
 
 __device__ __forceinline__ void compute(const Shared& m, const Call& call, int group) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
-    const float scale_log2 = CAPPED ? LOG2E : call.scale * LOG2E;
+    const float scale_log2 = SOFTCAP ? LOG2E : call.scale * LOG2E;
     const u64 k_operand = rows_operand(m.k), v_operand = columns_operand(m.v, KV_BLOCK);
     PipelineState q = {0, 0}, k = {0, 0}, v = {0, 0}, info = {0, 0};
     float o[SUMS_O], s[SUMS_S];
@@ -187,7 +187,7 @@ __device__ __forceinline__ void compute(const Shared& m, const Call& call, int g
         };
         float rescale[2];
         const auto softmax_of = [&](int key) {  // whether older sums are to be rescaled
-            if (CAPPED) cap_scores(s, call.scale, call.softcap);
+            if (SOFTCAP) cap_scores(s, call.scale, call.softcap);
             apply_mask(s, t, rows, call, key, row);
             const bool raised = update_max(softmax, s, scale_log2, rescale);
             exponentiate(softmax, s, scale_log2);

@@ -81,8 +81,8 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Position 0 of a sequence; of variable length as `find_origin` has it.
-__device__ __forceinline__ Origin origin_of(const Call& call, int sequence, int start, int length) {
+// Position 0 of a sequence; of variable length as `find_coord` has it.
+__device__ __forceinline__ TmaCoord coord_of(const Call& call, int sequence, int start, int length) {
     constexpr int END = 1 << 30;
     if (!call.variable) return {0, sequence, 0};
     return {END - length, start + length, END};
@@ -90,7 +90,7 @@ __device__ __forceinline__ Origin origin_of(const Call& call, int sequence, int 
 
 // Rows (position, head), heads fastest, of 64 channels to or from shared memory: a box of a [batch, position,
 // head, channel] tensor. Rows beyond the end of the sequence are zeros, or not written.
-__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, u32 barrier, const Origin& from,
+__device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, u32 barrier, const TmaCoord& from,
                                           int channel, int position, int head) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
@@ -99,7 +99,7 @@ __device__ __forceinline__ void copy_rows(u32 to, const TensorMap* map, u32 barr
         "r"(from.back)
         : "memory");
 }
-__device__ __forceinline__ void store_rows(const TensorMap* map, u32 from, const Origin& to, int channel,
+__device__ __forceinline__ void store_rows(const TensorMap* map, u32 from, const TmaCoord& to, int channel,
                                            int position, int head) {
     asm volatile(
         "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_queries(const Shared& m, const TensorMap* m
             index += gridDim.x;
         }
         arrive(m.full_info + 8 * info.stage);
-        const Origin rows = origin_of(call, t.sequence, t.q_start, t.q_length);
+        const TmaCoord rows = coord_of(call, t.sequence, t.q_start, t.q_length);
 #pragma unroll 1
         for (int group = 0; group < GROUPS; ++group) {
             const int slot = q.stage * GROUPS + group;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
         wait_barrier(m.full_info + 8 * info.stage, info.parity);
         const TileInfo& t = m.info[info.stage];
         if (t.sequence < 0) break;
-        const Origin keys = origin_of(call, t.sequence, t.k_start, t.k_length);
+        const TmaCoord keys = coord_of(call, t.sequence, t.k_start, t.k_length);
         const int first = t.first_key, last = t.last_key, head = t.head_kv;
         arrive(m.empty_info + 8 * info.stage);
         info.next<INFO_STAGES>();
@@ -195,7 +195,7 @@ __device__ __forceinline__ void store_tiles(const Shared& m, const TensorMap* ma
             wait_barrier(m.full_q + 8 * slot, q.parity);
             const TileInfo& t = m.info[info.stage];
             if (t.sequence < 0) return;
-            const Origin rows = origin_of(call, t.sequence, t.q_start, t.q_length);
+            const TmaCoord rows = coord_of(call, t.sequence, t.q_start, t.q_length);
             const int position = t.position + group * call.positions, head = t.head_q;
             wait_barrier(m.full_out + 8 * slot, q.parity);
 #pragma unroll

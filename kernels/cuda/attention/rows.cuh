@@ -1,5 +1,5 @@
 // Attention forward: what a call is, which part of it a CTA has, masks and results of 16 rows of a warp, laid
-// out as attention/softmax.cuh says. Needs BLOCK_M, BLOCK_N, HEAD_DIM, PITCH, CAPPED, ALIGNED and
+// out as attention/softmax.cuh says. Needs BLOCK_M, BLOCK_N, HEAD_DIM, PITCH, SOFTCAP, ALIGNED and
 // common/pairs.cuh, attention/call.cuh.
 #pragma once
 
@@ -53,9 +53,10 @@ __device__ __forceinline__ Element* base_of(const Tensor& t, const Work& w, int 
     return t.data + w.batch * t.batch + first * t.position + head * t.head;
 }
 
-// Hides from row `row` and row + 8 the keys of the tile at `key` that they must not see.
+// Masks for row `row` and row + 8 the keys of the tile at `key` that they must not see.
 template <int COUNT>
-__device__ __forceinline__ void hide(float (&s)[COUNT], const Call& call, const Work& w, int key, int row) {
+__device__ __forceinline__ void apply_mask(float (&s)[COUNT], const Call& call, const Work& w, int key,
+                                           int row) {
     asm volatile("" : "+r"(row));  // what follows from it shall not take registers while no tile is masked
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

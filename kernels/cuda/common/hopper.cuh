@@ -32,11 +32,11 @@ __device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
 // Where tensor copies find position 0 of a sequence: coordinates on axes 1, 3 and 4 of its map. Those of
 // variable length (`bounds` is not null) are what `tensor_map` in kvlab/ops/attention_arguments.py says, so
 // that what lies beyond the end of the sequence is beyond the end of axis 1.
-struct Origin {
+struct TmaCoord {
     int position, row, back;
 };
 
-__device__ __forceinline__ Origin find_origin(const int* bounds, int sequence) {
+__device__ __forceinline__ TmaCoord find_coord(const int* bounds, int sequence) {
     if (!bounds) return {0, sequence, 0};
     constexpr int END = 1 << 30;  // size of axis 1
     const int end = bounds[sequence + 1];
@@ -44,7 +44,7 @@ __device__ __forceinline__ Origin find_origin(const int* bounds, int sequence) {
 }
 
 // Copies a box of a [batch, head, position, channel] tensor from this position, head and channel on.
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 barrier, const Origin& from,
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, u32 barrier, const TmaCoord& from,
                                          int channel, int position, int head) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "

@@ -158,7 +158,7 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, device: int) -> _Pl
         head_dim = min(size for size in FLOAT32_DIMS if size >= dim)
         kernel = load(build("attention/forward_float32", {"HEAD_DIM": head_dim}, arch), device=device)
         return _Plan(kernel, _FLOAT32_ROWS, _FLOAT32_THREADS, float32_shared_bytes(head_dim))
-    macros = {"BF16": int(dtype == "bfloat16"), "CAPPED": int(capped), "ALIGNED": int(aligned)}
+    macros = {"BF16": int(dtype == "bfloat16"), "SOFTCAP": int(capped), "ALIGNED": int(aligned)}
     head_dim = min(size for size in SHAPES if size >= dim)
     tiles, warps, keys, blocks = SHAPES[head_dim]
     macros |= {"HEAD_DIM": head_dim, "M_TILES": tiles, "WARPS": warps, "BLOCK_N": keys, "BLOCKS": blocks}

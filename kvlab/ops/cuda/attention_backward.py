@@ -1,9 +1,9 @@
 """Attention backward on a GPU: three launches around a workspace, on the caller's stream.
 
-``attention/backward_ends.cu`` prepares the workspace (each row's log-sum-exp, its sum of dout * out, zeros
+``attention/backward_pre_post.cu`` prepares the workspace (each row's log-sum-exp and sum of dout * out, zeros
 for dq), ``attention/backward.cu``, or on Hopper ``attention/backward_sm90*.cu``, loops over keys and rows,
 and the first file finishes dq. dk and dv are summed in registers over all rows and query heads of a group.
-Where ``attention_backward_shares.py`` divides these among blocks, the blocks add their sums. Parts of dq come
+Where ``attention_backward_split.py`` divides these among blocks, the blocks add their sums. Parts of dq come
 from many blocks and are added in float32 in memory, in the order of the keys if the call is deterministic.
 """
 
@@ -34,7 +34,7 @@ from kvlab.ops.attention_arguments import (
     strides_of,
     tensor_map,
 )
-from kvlab.ops.cuda.attention_backward_shares import CLUSTER, Division, divide, steps_of
+from kvlab.ops.cuda.attention_backward_split import CLUSTER, Division, divide, steps_of
 from kvlab.ops.device_arrays import launch_in_turn, multiprocessors
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ __all__ = ["attend_backward"]
 
 _CALL = Layout(
     **dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), TENSOR),
-    **dict.fromkeys(("lse", "peaks", "deltas", "sums", "turns", "cu_q", "cu_k"), ADDRESS),
+    **dict.fromkeys(("lse", "lse_log2", "dpsum", "dq_accum", "dq_semaphore", "cu_q", "cu_k"), ADDRESS),
     **dict.fromkeys(("lse_batch", "lse_head", "rows"), "q"),
     **dict.fromkeys(("seqlen_q", "seqlen_k", "heads_kv", "group", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
-    ordered="i",
+    deterministic="i",
 )
 _ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence
-_ROWS_OF_END, _END_THREADS = 32, 256  # of a block of the kernels before and after
+_PREPOST_ROWS, _PREPOST_THREADS = 32, 256  # of a block of the kernels before and after the main one
 
 
 class Shape(NamedTuple):
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
     q_stages: int
 
     def shared_bytes(self, head_dim: int) -> int:
-        """K and V, stages of Q, dout; P and dS; two stages of peaks and deltas."""
+        """K and V, stages of Q, dout; P and dS; two stages of lse_log2 and dpsum."""
         rows = 2 * self.block_n + (self.q_stages + 1) * self.block_m
         return 2 * rows * (head_dim + 8) + 4 * self.block_n * (self.block_m + 8) + 16 * self.block_m
 
@@ -120,9 +120,9 @@ _LEAST_SHARED_BYTES = 99 * _KIB
 
 @dataclass(frozen=True)
 class _Plan:
-    prepare: Kernel
+    preprocess: Kernel
     main: Kernel
-    finish: Kernel
+    postprocess: Kernel
     head_dim: int
     keys: int  # of a block
     threads: int
@@ -136,10 +136,10 @@ class _Prepared(NamedTuple):
 
     plan: _Plan
     call: Template
-    ends: tuple[int, int, int]  # grid of the kernels before and after
+    prepost_grid: tuple[int, int, int]
     grid: tuple[int, int, int]
     workspace: int  # float32 numbers
-    parts: tuple[int, ...]  # where in it peaks, deltas, sums and turns begin, in bytes
+    offsets: tuple[int, ...]  # of lse_log2, dpsum, dq_accum and dq_semaphore in it, bytes
     boxes: tuple[int, ...]  # of q, k, v, dout: rows that a tensor copy brings
 
 
@@ -165,13 +165,13 @@ def attend_backward(
     start = pointer_of(workspace)
     of_inputs = [view.pointer for view in views]
     addresses = [*of_inputs[:5], *map(pointer_of, grads), of_inputs[5]]
-    addresses += [start + part for part in prepared.parts] + [*bounds]
+    addresses += [start + offset for offset in prepared.offsets] + [*bounds]
     arguments = [prepared.call.fill(addresses)]
     maps = [tensor_map(view, box) for view, box in zip(views, prepared.boxes, strict=False)]
     launches = (
-        (plan.prepare, prepared.ends, (_END_THREADS,), arguments, 0),
+        (plan.preprocess, prepared.prepost_grid, (_PREPOST_THREADS,), arguments, 0),
         (plan.main, prepared.grid, (plan.threads,), maps + arguments, plan.shared_bytes),
-        (plan.finish, prepared.ends, (_END_THREADS,), arguments, 0),
+        (plan.postprocess, prepared.prepost_grid, (_PREPOST_THREADS,), arguments, 0),
     )
     launch_in_turn(launches, q)
     del workspace  # stream-ordered: what reuses the memory comes after these launches
@@ -196,22 +196,22 @@ def _prepare(
     hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
     call = fields_of(q, k, lengths, scores) | _strides_of_lse(lse)
     division = _division(q, k, lengths, call, hopper)
-    plan = _plan(dim, q.dtype, is_capped(scores), aligned, hopper, division.shares, q.device)
+    plan = _plan(dim, q.dtype, is_capped(scores), aligned, hopper, division.cluster_split, q.device)
     call |= {name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))}
     call |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-    call |= {"rows": rows, "heads_kv": kv_heads, "ordered": deterministic}
-    stored, turns = heads * rows, heads * rows // 16 if deterministic else 0
-    sums = 4 * stored * plan.head_dim
+    call |= {"rows": rows, "heads_kv": kv_heads, "deterministic": deterministic}
+    num_rows, semaphores = heads * rows, heads * rows // 16 if deterministic else 0
+    accum_nbytes = 4 * num_rows * plan.head_dim
     blocks = -(-longest_k // (plan.keys * plan.cluster)) * plan.cluster
     return _Prepared(
         plan,
         _CALL.template(call),
-        (aligned_rows // _ROWS_OF_END, heads, number),
-        (division.shares * blocks * kv_heads, 1, number)
+        (aligned_rows // _PREPOST_ROWS, heads, number),
+        (division.cluster_split * blocks * kv_heads, 1, number)
         if deterministic or division.interleaved
         else (blocks, kv_heads, number),
-        stored * (plan.head_dim + 2) + turns,
-        (sums, sums + 4 * stored, 0, sums + 8 * stored),
+        num_rows * (plan.head_dim + 2) + semaphores,
+        (accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows),
         (plan.box, plan.keys, plan.keys, plan.box) if plan.box else (),
     )
 
@@ -249,7 +249,9 @@ def _strides_of_lse(lse: CudaView) -> dict[str, int]:
 
 
 @lru_cache(maxsize=256)
-def _plan(dim: int, dtype: str, capped: bool, aligned: bool, hopper: bool, shares: int, device: int) -> _Plan:
+def _plan(
+    dim: int, dtype: str, capped: bool, aligned: bool, hopper: bool, cluster_split: int, device: int
+) -> _Plan:
     """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout."""
     capability = compute_capability(device)
     arch = arch_of(*capability)
@@ -257,32 +259,32 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, hopper: bool, share
         return _float32_plan(dim, arch, device)
     head_dim = _stored_dim(dim, HOPPER_SHAPES if hopper else SHAPES)
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
-    ends = build("attention/backward_ends", macros | {"ALIGNED": int(aligned), "FLOAT32": 0}, arch)
-    prepare, finish = (load(ends, entry, device=device) for entry in ("prepare", "finish"))
-    macros["CAPPED"] = int(capped)
+    prepost = build("attention/backward_pre_post", macros | {"ALIGNED": int(aligned), "FLOAT32": 0}, arch)
+    preprocess, postprocess = (load(prepost, entry, device=device) for entry in ("preprocess", "postprocess"))
+    macros["SOFTCAP"] = int(capped)
     if hopper:
         tiling = HOPPER_SHAPES[head_dim]
-        main = load(build(tiling.source, macros | {"SHARES": shares}, "sm_90a"), device=device)
+        main = load(build(tiling.source, macros | {"CLUSTER_SPLIT": cluster_split}, "sm_90a"), device=device)
         sizes = tiling.block_n, _HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
-        return _Plan(prepare, main, finish, head_dim, *sizes, tiling.cluster)
+        return _Plan(preprocess, main, postprocess, head_dim, *sizes, tiling.cluster)
     shape = shape_for(head_dim, capability)
     macros |= {"ALIGNED": int(aligned)} | {name.upper(): value for name, value in shape._asdict().items()}
     main = load(build("attention/backward", macros, arch), device=device)
     sizes = shape.block_n, 32 * shape.warps, shape.shared_bytes(head_dim), 0
-    return _Plan(prepare, main, finish, head_dim, *sizes)
+    return _Plan(preprocess, main, postprocess, head_dim, *sizes)
 
 
 def _float32_plan(dim: int, arch: str, device: int) -> _Plan:
     head_dim = _stored_dim(dim, FLOAT32_BLOCKS)
     block = FLOAT32_BLOCKS[head_dim]
-    ends = build(
-        "attention/backward_ends", {"HEAD_DIM": head_dim, "FLOAT32": 1, "BF16": 0, "ALIGNED": 0}, arch
+    prepost = build(
+        "attention/backward_pre_post", {"HEAD_DIM": head_dim, "FLOAT32": 1, "BF16": 0, "ALIGNED": 0}, arch
     )
-    prepare, finish = (load(ends, entry, device=device) for entry in ("prepare", "finish"))
+    preprocess, postprocess = (load(prepost, entry, device=device) for entry in ("preprocess", "postprocess"))
     main = load(
         build("attention/backward_float32", {"HEAD_DIM": head_dim, "BLOCK": block}, arch), device=device
     )
-    return _Plan(prepare, main, finish, head_dim, block, 4 * block, float32_shared_bytes(head_dim), 0)
+    return _Plan(preprocess, main, postprocess, head_dim, block, 4 * block, float32_shared_bytes(head_dim), 0)
 
 
 def float32_shared_bytes(head_dim: int) -> int:

@@ -118,7 +118,7 @@ class HopperAttention:
         self._variable = variable
         self._argument = np.zeros(1, f"V{_ARGUMENT_BYTES}")
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": groups, "Q_SLOTS": q_slots}
-        macros |= {"BF16": int(q.dtype == "bfloat16"), "CAPPED": int(is_capped(scores))}
+        macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": int(is_capped(scores))}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=q.device)
         blocks = min(self._builder.capacity, max(1, multiprocessors(q.device) - sm_margin))
         self._launch = PreparedLaunch(

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.ops.cuda.attention_backward_shares import (
-    _JOIN,
-    _PLACES,
+from kvlab.ops.cuda.attention_backward_split import (
+    _REDUCE,
+    _RESIDENT,
     _START,
     CLUSTER,
     _time,
@@ -39,9 +39,9 @@ def test_steps_cover_all_pairs_that_are_seen(rows: int, keys: int, left: int, ri
     assert steps_of(rows, keys, left, right, 3, block_m, block_n) == [3 * count for count in steps]
 
 
-def finished(times: list[float], places: int) -> float:
+def finished(times: list[float], resident: int) -> float:
     """Return when the last is done if each begins, in this order, where one is done first."""
-    busy = [0.0] * places
+    busy = [0.0] * resident
     for time in times:
         heapq.heappush(busy, heapq.heappop(busy) + time)
     return max(busy)
@@ -58,16 +58,16 @@ def test_a_division_is_never_much_slower_than_none(
     blocks, largest = sizes
     steps.sort(reverse=True)
 
-    def time(shares: int) -> float:
-        each = [_START + (_JOIN if shares > 1 else 0) + -(-own // shares) for own in steps]
-        places = int(_PLACES[blocks * shares] * multiprocessors)
-        return finished([x for x in each for _ in range(copies)], places)
+    def time(cluster_split: int) -> float:
+        each = [_START + (_REDUCE if cluster_split > 1 else 0) + -(-own // cluster_split) for own in steps]
+        resident = int(_RESIDENT[blocks * cluster_split] * multiprocessors)
+        return finished([x for x in each for _ in range(copies)], resident)
 
-    least = _time(steps, copies, 1, int(_PLACES[blocks] * multiprocessors))
+    least = _time(steps, copies, 1, int(_RESIDENT[blocks] * multiprocessors))
     assert least <= time(1) + 1e-6 <= 1.5 * least + 1e-3
-    shares = divide(steps, copies, 1, multiprocessors, blocks, largest).shares
-    assert shares == 1 or shares * blocks <= largest
-    assert time(shares) <= 1.5 * time(1)
+    cluster_split = divide(steps, copies, 1, multiprocessors, blocks, largest).cluster_split
+    assert cluster_split == 1 or cluster_split * blocks <= largest
+    assert time(cluster_split) <= 1.5 * time(1)
 
 
 def test_short_calls_share_keys_and_full_ones_do_not() -> None:
@@ -77,7 +77,7 @@ def test_short_calls_share_keys_and_full_ones_do_not() -> None:
     even = steps_of(2048, 2048, FAR, FAR, 1, 64, 128)
     assert divide(even, 8, 1, 132, 1, CLUSTER) == (1, False)  # 128 blocks, one for each multiprocessor
     short = steps_of(512, 512, FAR, 0, 8, 64, 128)
-    assert divide(short, 1, 1, 132, 1, CLUSTER).shares == CLUSTER
-    assert divide(short, 1, 1, 132, 2, CLUSTER).shares == CLUSTER // 2
-    assert divide(short, 1, 1, 132, 1, 1).shares == 1
-    assert divide(short, 1, 1, 4, 1, CLUSTER).shares <= 2  # as many as such a device holds
+    assert divide(short, 1, 1, 132, 1, CLUSTER).cluster_split == CLUSTER
+    assert divide(short, 1, 1, 132, 2, CLUSTER).cluster_split == CLUSTER // 2
+    assert divide(short, 1, 1, 132, 1, 1).cluster_split == 1
+    assert divide(short, 1, 1, 4, 1, CLUSTER).cluster_split <= 2  # as many as such a device holds

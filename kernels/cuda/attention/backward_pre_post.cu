@@ -1,7 +1,7 @@
 // Attention backward, before and after the kernel that goes through keys and rows.
 //
-//   prepare   for every query row peaks and deltas of the workspace, and zeros for its sums of dq
-//   finish    dq from its sums
+//   preprocess   for every query row lse_log2 and dpsum of the workspace, and zeros for its dq_accum
+//   postprocess  dq from dq_accum
 //
 // Threads and data
 //   CTA    8 warps, ROWS_OF_CTA query rows of one (sequence, query head): blockIdx x, z, y.
@@ -9,7 +9,7 @@
 //
 // Memory: no shared memory; dout, out and the workspace are read or written once.
 //
-// Macros: HEAD_DIM, a multiple of 16; FLOAT32: 1 elements are float32, peaks base e, 0 of the 16-bit type
+// Macros: HEAD_DIM, a multiple of 16; FLOAT32: 1 elements are float32, lse_log2 base e, 0 of the 16-bit type
 // that BF16 says; ALIGNED: 1 rows of dout and out can be read, and those of dq written, 16 bytes at a time, 0
 // element by element.
 //
@@ -72,51 +72,51 @@ __device__ __forceinline__ void write_channels(Element* row, const float (&x)[8]
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Call call) {
-    const Span s = find_span(call, blockIdx.z);
+extern "C" __global__ void __launch_bounds__(THREADS) preprocess(const __grid_constant__ Call call) {
+    const SeqInfo s = find_sequence(call, blockIdx.z);
     const int head = blockIdx.y, lane = threadIdx.x % LANES, channel = 8 * lane;
     const int last = (s.rows + ALIGNED_ROWS - 1) / ALIGNED_ROWS * ALIGNED_ROWS;
-    const i64 stored = head * call.rows + s.stored;
+    const i64 workspace_row = head * call.rows + s.workspace_row;
     for (int i = threadIdx.x / LANES; i < ROWS_OF_CTA; i += ROWS_AT_ONCE) {
         const int row = blockIdx.x * ROWS_OF_CTA + i;
         if (row >= last) return;  // all rows of the warp: `last` is a multiple of ROWS_OF_CTA
-        float delta = 0.f;
+        float row_dpsum = 0.f;
         if (row < s.rows && channel < call.dim) {
             float x[8], y[8];
             read_channels(x, row_of(call.dout, s, s.q0, row, head), channel, call.dim);
             read_channels(y, row_of(call.out, s, s.q0, row, head), channel, call.dim);
 #pragma unroll
-            for (int j = 0; j < 8; ++j) delta = fmaf(x[j], y[j], delta);
+            for (int j = 0; j < 8; ++j) row_dpsum = fmaf(x[j], y[j], row_dpsum);
         }
 #pragma unroll
         for (int distance = LANES / 2; distance; distance /= 2)
-            delta += __shfl_xor_sync(ALL_LANES, delta, distance);
+            row_dpsum += __shfl_xor_sync(ALL_LANES, row_dpsum, distance);
         if (lane == 0) {
-            float peak = INFINITE;
+            float row_lse = INFINITE;
             if (row < s.rows)
-                peak = call.lse[s.batch * call.lse_batch + head * call.lse_head + s.q0 + row] *
-                       (FLOAT32 ? 1.f : LOG2E);
-            const bool empty = peak == -INFINITE;
-            call.peaks[stored + row] = empty ? INFINITE : peak;
-            call.deltas[stored + row] = empty ? 0.f : delta;
-            if (call.ordered && row % 16 == 0) call.turns[(stored + row) / 16] = 0;
+                row_lse = call.lse[s.batch * call.lse_batch + head * call.lse_head + s.q0 + row] *
+                          (FLOAT32 ? 1.f : LOG2E);
+            const bool empty = row_lse == -INFINITE;
+            call.lse_log2[workspace_row + row] = empty ? INFINITE : row_lse;
+            call.dpsum[workspace_row + row] = empty ? 0.f : row_dpsum;
+            if (call.deterministic && row % 16 == 0) call.dq_semaphore[(workspace_row + row) / 16] = 0;
         }
         if (channel < HEAD_DIM) {
-            float4* const sums = (float4*)(call.sums + (stored + row) * HEAD_DIM + channel);
-            sums[0] = sums[1] = make_float4(0.f, 0.f, 0.f, 0.f);
+            float4* const accum = (float4*)(call.dq_accum + (workspace_row + row) * HEAD_DIM + channel);
+            accum[0] = accum[1] = make_float4(0.f, 0.f, 0.f, 0.f);
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ Call call) {
-    const Span s = find_span(call, blockIdx.z);
+extern "C" __global__ void __launch_bounds__(THREADS) postprocess(const __grid_constant__ Call call) {
+    const SeqInfo s = find_sequence(call, blockIdx.z);
     const int head = blockIdx.y, channel = threadIdx.x % LANES * 8;
-    const float* const sums = call.sums + (head * call.rows + s.stored) * HEAD_DIM;
+    const float* const accum = call.dq_accum + (head * call.rows + s.workspace_row) * HEAD_DIM;
     for (int i = threadIdx.x / LANES; i < ROWS_OF_CTA; i += ROWS_AT_ONCE) {
         const int row = blockIdx.x * ROWS_OF_CTA + i;
         if (row >= s.rows || channel >= call.dim) return;
         const float4* const from =
-            (const float4*)(sums + row / 64 * (i64)(64 * HEAD_DIM) + place_of(row % 64, channel));
+            (const float4*)(accum + row / 64 * (i64)(64 * HEAD_DIM) + accum_offset(row % 64, channel));
         const float4 a = from[0], b = from[1];
         const float f = call.scale;
         const float x[8] = {a.x * f, a.y * f, a.z * f, a.w * f, b.x * f, b.y * f, b.z * f, b.w * f};

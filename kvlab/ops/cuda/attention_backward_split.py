@@ -19,10 +19,10 @@ CLUSTER = 8
 """Blocks of the largest cluster that every GPU with clusters takes."""
 
 # Measured, in steps: what a block takes beside them, and what sharing adds to it.
-_START, _JOIN = 2.7, 0.9
+_START, _REDUCE = 2.7, 0.9
 # Measured on an H200: clusters of each size that run at once. Its multiprocessors lie in parts of the device
 # that have no multiple of 4 or 8. Other devices are taken to hold as many in proportion.
-_PLACES, _MEASURED_ON = {1: 132, 2: 66, 4: 30, 8: 14}, 132
+_RESIDENT, _MEASURED_ON = {1: 132, 2: 66, 4: 30, 8: 14}, 132
 _GAIN = 0.95  # of the time before, at most, for more blocks than needed
 # Of a sequence with more times as many as run at once the order matters less than what is kept in L2.
 _FULL = 6
@@ -31,7 +31,7 @@ _FULL = 6
 class Division(NamedTuple):
     """How many blocks share keys; whether blocks of all heads come in the order of keys."""
 
-    shares: int
+    cluster_split: int
     interleaved: bool
 
 
@@ -76,28 +76,29 @@ def divide(
 
     >>> steps = steps_of(2048, 2048, 1 << 30, 0, 4, 64, 128)
     >>> divide(steps, 2, 1, 132, 1, CLUSTER), divide(steps, 2, 16, 132, 1, CLUSTER)
-    (Division(shares=8, interleaved=True), Division(shares=1, interleaved=True))
+    (Division(cluster_split=8, interleaved=True), Division(cluster_split=1, interleaved=True))
     """
     falling, copies = sorted(steps, reverse=True), heads * sequences
-    places = max(1, _PLACES[blocks] * multiprocessors // _MEASURED_ON)
-    best, least = 1, _time(falling, copies, 1, places)
-    for cluster, measured in _PLACES.items():
+    resident = max(1, _RESIDENT[blocks] * multiprocessors // _MEASURED_ON)
+    best, least = 1, _time(falling, copies, 1, resident)
+    for cluster, measured in _RESIDENT.items():
         held = measured * multiprocessors // _MEASURED_ON
         if blocks < cluster <= largest and held:
             time = _time(falling, copies, cluster // blocks, held)
             if time < _GAIN * least:
                 best, least = cluster // blocks, time
-    uneven = falling[:1] != falling[-1:] and len(steps) * heads < _FULL * places
+    uneven = falling[:1] != falling[-1:] and len(steps) * heads < _FULL * resident
     return Division(best, interleaved=best > 1 or uneven)
 
 
-def _time(steps: Sequence[int], copies: int, shares: int, places: int) -> float:
-    """Least time, in steps, of clusters in falling order, `copies` of each, on a device that holds `places`.
+def _time(steps: Sequence[int], copies: int, cluster_split: int, resident: int) -> float:
+    """Least time, in steps, of clusters in falling order, `copies` of each, `resident` at a time.
 
-    Of any k places + 1 clusters one place has k + 1, each of them as long as the last of these clusters.
+    Of any k resident + 1 clusters one place has k + 1, each of them as long as the last of these clusters.
     """
-    times = [_START + (_JOIN if shares > 1 else 0.0) + -(-own // shares) for own in steps]
+    times = [_START + (_REDUCE if cluster_split > 1 else 0.0) + -(-own // cluster_split) for own in steps]
     each = max(
-        ((k + 1) * times[k * places // copies] for k in range(-(-len(times) * copies // places))), default=0.0
+        ((k + 1) * times[k * resident // copies] for k in range(-(-len(times) * copies // resident))),
+        default=0.0,
     )
-    return max(each, sum(times) * copies / places)
+    return max(each, sum(times) * copies / resident)
