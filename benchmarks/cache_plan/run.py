@@ -34,6 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import kernels, plan
 from kvlab.cache.cuda.collect import Collector
+from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.cuda.store import STATE, DeviceStore
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.store import ERRORS, LayerStore
@@ -89,7 +90,7 @@ class Model:
         self.share = int(fraction * 4 * heads * HEAD_DIM * tokens)
         like = torch.empty(1, device="cuda")
         spare = lambda _, slab: plan.spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
-        self.store = DeviceStore(stores, like, tokens + 1024, self.share, spare)
+        self.store = DeviceStore(stores, GPU, like, tokens + 1024, self.share, spare)
         self.store.tables["budget"].fill_(self.share)
         self.like, self.stream = like, torch.cuda.current_stream().cuda_stream
         rng = np.random.default_rng(0)

@@ -1,8 +1,9 @@
 """The kernels of a cache in CPU memory: what the host's side of a cache launches, by Numba on NumPy arrays.
 
 A cache is one model: arenas and tables (store.py), a planner, and some ten launches. `CpuKernels` has these
-launches for a store in host memory, with the arguments of those for a GPU: addresses, strides, structs. What
-a plan decides is `kvlab.reference.cache_plan` on both; same tokens and same importance give the same pages.
+launches for a store in host memory, with the arguments of `kvlab.cache.cuda.executor.GpuKernels`: addresses,
+strides, structs. What a plan decides is `kvlab.reference.cache_plan` on both; same tokens and same importance
+give the same pages. `CPU` has the memory that they work on.
 
 A launch has ended when it returns, so there are no streams; move lists stay in the workspace of their plan.
 """
@@ -13,15 +14,16 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, numpy_dtype
+from kvlab.arrays import CudaView, dtype_name, meant_strides, numpy_dtype
 from kvlab.cache.cpu_means import MergedTokens, NewRow, freeze_row
 from kvlab.cache.cuda.plan import PlanShape
-from kvlab.cache.cuda.store import STATE, UNIT, DevicePages, DeviceStore
+from kvlab.cache.cuda.store import UNIT, DevicePages, DeviceStore
 from kvlab.cache.exact import attend_exact
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
@@ -30,20 +32,11 @@ from kvlab.ops.packed import mass_from_scores, packed_attention
 from kvlab.reference.cache_layer import Ladder
 from kvlab.threads import share
 
-__all__ = [
-    "AppendCall",
-    "AttendCall",
-    "CpuKernels",
-    "Workspace",
-    "kept_page_bytes",
-    "levels_of",
-    "merge_rows",
-    "score_new",
-    "score_norms",
-]
+__all__ = ["CPU", "AppendCall", "AttendCall", "CpuExecutor", "CpuKernels", "Workspace", "levels_of"]
 
 Floats = NDArray[np.float32]
 OBSERVED_MASS, OBSERVED_NORM = 0, 1
+_NOTHING = SimpleNamespace(partial=np.zeros(0), arrivals=np.zeros(0))
 _PARALLEL_MOVES = 256  # fewer take less than about a quarter of a millisecond
 
 
@@ -62,11 +55,6 @@ def array_at(address: int, shape: Sequence[int], dtype: str, strides: Sequence[i
 def view_at(view: CudaView) -> Any:
     """The array of host memory that a view names."""
     return array_at(view.pointer, view.shape, view.dtype, view.strides)
-
-
-def kept_page_bytes(rows: int) -> int:
-    """Bytes that the kept scores of a page take for so many query rows of a KV head: float32."""
-    return 4 * 64 * rows
 
 
 @dataclass
@@ -103,10 +91,6 @@ class CpuKernels:
         self._tables: dict[int, Any] = {}
 
     # ---- what a layer is -----------------------------------------------------------------------------------
-
-    def _layers(self, states: int, layers: int) -> range:
-        first = (states - self.store.states_pointer) // STATE.itemsize
-        return range(first, first + layers)
 
     def tables(self, layer: int) -> Any:
         """A layer as the planner's kernels take it."""
@@ -159,15 +143,13 @@ class CpuKernels:
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
-    def make_workspace(
-        self, like: Any, shape: PlanShape, layers: int, most_births: int, most_dropped: int
-    ) -> Workspace:
-        """`kvlab.cache.cuda.plan.make_workspace`."""
+    def make_workspace(self, shape: PlanShape, layers: int, most_births: int, most_dropped: int) -> Workspace:
+        """Where plans leave their moves."""
         return Workspace(shape, most_births, most_dropped)
 
     def launch_plan(
-        self, states: int, first: int, layers: int, workspace: Workspace, ladder: Ladder, state_nbytes: int,
-        stream: int, *, sink: int, recent: int, room: int, fixed_nbytes: int, by_position: bool = False,
+        self, first: int, layers: int, workspace: Workspace, ladder: Ladder, stream: int, *, sink: int,
+        recent: int, room: int, fixed_nbytes: int, by_position: bool = False,
         codes: int = 0, valid: int = 0, positions: int = 0, steps: int = 0, first_position: int = 0,
     ) -> None:  # fmt: skip
         """`kvlab.cache.cuda.plan.launch_plan`: layers are planned side by side."""
@@ -197,14 +179,13 @@ class CpuKernels:
         share(plan, alone=layers == 1)
 
     def write_tokens(
-        self, head_dim: int, dtype: str, device: int, states: int, lists: tuple[Workspace, int], layers: int,
-        groups: int, fresh: Any, stream: int,
-    ) -> None:  # fmt: skip
+        self, first: int, layers: int, lists: tuple[Workspace, int], groups: int, fresh: Any, stream: int
+    ) -> None:
         """`kvlab.cache.cuda.kernels.write_tokens`."""
         from kvlab.numba_kernels.cpu.cache_write import write_moves
 
         (workspace, phase), steps = lists, int(fresh["steps"])
-        for layer in self._layers(states, layers):
+        for layer in range(first, first + layers):
             moves = workspace.moves[layer][phase]
             if len(moves):
                 new = self._new_tokens(layer, fresh)
@@ -234,11 +215,10 @@ class CpuKernels:
         return np.tile(np.arange(first, first + steps, dtype=np.int32), (self.store.batch, 1))
 
     def copy_pages(
-        self, head_dim: int, dtype: str, device: int, states: int, lists: tuple[Workspace, int], layers: int,
-        copies: int, stream: int,
-    ) -> None:  # fmt: skip
+        self, first: int, layers: int, lists: tuple[Workspace, int], copies: int, stream: int
+    ) -> None:
         """`kvlab.cache.cuda.kernels.copy_pages`."""
-        for layer in self._layers(states, layers):
+        for layer in range(first, first + layers):
             units = self.store.arenas[layer].reshape(-1, UNIT)
             for source, target, rung in lists[0].copies[layer].tolist():
                 n = self.store.stores[layer].layouts[rung].nbytes // UNIT
@@ -247,12 +227,10 @@ class CpuKernels:
     # ---- new tokens ----------------------------------------------------------------------------------------
 
     def append_call(
-        self, state: Any, top: Rung, head_dim: int, dtype: str, device: int, *, steps: int, group: int,
-        scale: float, softcap: float, observed: int, rows: int = 0,
+        self, layer: int, top: Rung, *, steps: int, group: int, scale: float, softcap: float, observed: int,
+        rows: int = 0,
     ) -> AppendCall:  # fmt: skip
         """`kvlab.cache.cuda.kernels.AppendCall`."""
-        arenas = [int(other["arena"]) for other in self.store.host_states]
-        layer = arenas.index(int(state["arena"]))
         return AppendCall(self, layer, scale=scale, softcap=softcap, observed=observed, rows=rows)
 
     def rows_of(self, layer: int, rows: int) -> NDArray[np.bool_]:
@@ -280,11 +258,12 @@ class CpuKernels:
         lengths[rows] += k.shape[1]
 
     def freeze_means(
-        self, head_dim: int, dtype: str, device: int, state: int, batch: int, fresh: Any,
-        addresses: Sequence[int], before: int, stream: int, *, room: int, force: bool,
+        self, layer: int, fresh: Any, addresses: Sequence[int], before: int, stream: int, *, room: int,
+        force: bool,
     ) -> None:  # fmt: skip
         """`kvlab.cache.cuda.kernels.freeze_means`."""
-        (layer,), steps, heads = self._layers(state, 1), int(fresh["steps"]), self.store.heads
+        batch, head_dim = self.store.batch, self.store.head_dim
+        dtype, steps, heads = self.store.stores[layer].dtype, int(fresh["steps"]), self.store.heads
         total, mask, codes = before + steps, int(fresh["valid"]), int(fresh["importance"])
         wide = (batch, total, heads, head_dim), dtype
         kinds = (wide, wide, ((batch, total), "uint8"), ((batch * heads, total), "uint8"))
@@ -298,17 +277,44 @@ class CpuKernels:
             new = NewRow(k[row], v[row], valid[row], importance[row], int(fresh["first"]))
             freeze_row(self.store, layer, row, new, merged, room, force)
 
+    # ---- attention -----------------------------------------------------------------------------------------
+
+    def attend_call(self, q: Any, pages: DevicePages, workspace: Any, **options: Any) -> AttendCall:
+        """`kvlab.ops.cuda.packed.AttendCall`."""
+        return AttendCall(pages, **options)
+
+    def attention_workspace(self, rows: int, arrivals: Any = None) -> Any:
+        """Nothing: `kvlab.packed_attention` takes its own memory."""
+        return _NOTHING
+
+    def most_query_tokens(self, group: int) -> int:
+        """How many query tokens an attention call takes."""
+        return 1 << 20
+
+    @staticmethod
+    def kept_page_bytes(rows: int) -> int:
+        """Bytes that the kept scores of a page take for so many query rows of a KV head: float32."""
+        return 4 * 64 * rows
+
+    def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
+        """`kvlab.cache.cuda.kernels.merge_rows`."""
+        batch, steps, heads = shape
+        full, dtype = (*shape, self.store.head_dim), self.store.stores[0].dtype
+        out, other = (array_at(addresses[i], full, dtype) for i in (0, 2))
+        lse, other_lse = (array_at(addresses[i], (batch, heads, steps), "float32") for i in (1, 3))
+        _merge(out, lse, other, other_lse)
+
     # ---- importance ----------------------------------------------------------------------------------------
 
     def score_stored(
-        self, states: int, scores: Any, lse: Any, *, importance: str, decay: float, tokens: int, counted: int,
+        self, first: int, scores: Any, lse: Any, *, importance: str, decay: float, tokens: int, counted: int,
         stream: int,
     ) -> None:  # fmt: skip
         """`kvlab.cache.cuda.score.score_stored`."""
         from kvlab.numba_kernels.cpu.cache_write import follow_mass
 
         take, span = weight_of_collection(decay, tokens)
-        for layer, kept, total in zip(self._layers(states, len(scores)), scores, lse, strict=True):
+        for layer, (kept, total) in enumerate(zip(scores, lse, strict=True), first):
             if not kept.size:
                 continue
             rows = kept.view(np.float32).reshape(*kept.shape[:3], -1, 64)
@@ -319,6 +325,31 @@ class CpuKernels:
                 tables, mass.reshape(-1, *mass.shape[2:]), length - counted, np.float32(take), span,
                 importance == "forecast", *_scale_of_importance(),
             )  # fmt: skip
+
+    @staticmethod
+    def score_new(
+        q: CudaView, k: CudaView, lse: Any, codes: Any, *, scale: float, softcap: float = 0.0, stream: int
+    ) -> None:
+        """`kvlab.cache.cuda.score.score_new`: the attention that new tokens get from the last rows."""
+        queries, keys = view_at(q).astype(np.float32), view_at(k).astype(np.float32)
+        total = np.where(np.isfinite(lse), lse, np.float32(np.inf))
+        visible, rows = np.ones(keys.shape[:2], bool), min(queries.shape[1], MOST_TOKENS)
+        exact = attend_exact(
+            queries[:, -rows:], keys, keys, visible, scale=scale, softcap=softcap, keep_rows=rows
+        )
+        mass = exact.mass(total[:, :, -rows:])
+        codes[...] = encode_importance(np.nan_to_num(mass)).reshape(codes.shape)
+
+    @staticmethod
+    def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
+        """`kvlab.cache.cuda.score.score_norms`."""
+        if importance == "uniform":
+            codes[...] = encode_importance(np.ones(1))[0]
+        elif importance == "recency":
+            steps = k.shape[1]
+            codes[...] = encode_importance(1 / np.arange(steps, 0, -1))
+        else:
+            codes[...] = norm_codes(k).reshape(codes.shape)
 
 
 class AppendCall:
@@ -372,9 +403,7 @@ class AppendCall:
 class AttendCall:
     """Packed attention over the pages of one layer, as `kvlab.ops.cuda.packed.AttendCall`."""
 
-    def __init__(
-        self, q: Any, pages: DevicePages, workspace: Any, *, scale: float, softcap: float, scores: Any = None
-    ) -> None:
+    def __init__(self, pages: DevicePages, *, scale: float, softcap: float, scores: Any = None) -> None:
         self._pages, self._scale, self._softcap, self._scores = pages, scale, softcap, scores
 
     def use(self, workspace: Any, scores: Any) -> None:
@@ -386,7 +415,7 @@ class AttendCall:
         batch, steps, heads, _ = view.shape
         kept, scores = 0, self._scores
         if scores is not None:
-            kept = scores.shape[-1] // kept_page_bytes(heads // scores.shape[1])
+            kept = scores.shape[-1] // CpuKernels.kept_page_bytes(heads // scores.shape[1])
         found = packed_attention(
             view_at(view),
             self._pages,
@@ -399,41 +428,6 @@ class AttendCall:
         array_at(lse, (batch, heads, steps), "float32")[...] = found.lse
         if found.scores is not None:
             scores.view(np.float32).reshape(found.scores.shape)[...] = found.scores
-
-
-def merge_rows(
-    head_dim: int, dtype: str, device: int, addresses: Sequence[int], shape: tuple[int, int, int], stream: int
-) -> None:
-    """`kvlab.cache.cuda.kernels.merge_rows`."""
-    batch, steps, heads = shape
-    out, other = (array_at(addresses[i], (*shape, head_dim), dtype) for i in (0, 2))
-    lse, other_lse = (array_at(addresses[i], (batch, heads, steps), "float32") for i in (1, 3))
-    _merge(out, lse, other, other_lse)
-
-
-def score_new(
-    q: CudaView, k: CudaView, lse: Any, codes: Any, *, scale: float, softcap: float = 0.0, stream: int
-) -> None:
-    """`kvlab.cache.cuda.score.score_new`: the attention that new tokens get from the last rows."""
-    queries, keys = view_at(q).astype(np.float32), view_at(k).astype(np.float32)
-    total = np.where(np.isfinite(lse), lse, np.float32(np.inf))
-    visible, rows = np.ones(keys.shape[:2], bool), min(queries.shape[1], MOST_TOKENS)
-    exact = attend_exact(
-        queries[:, -rows:], keys, keys, visible, scale=scale, softcap=softcap, keep_rows=rows
-    )
-    mass = exact.mass(total[:, :, -rows:])
-    codes[...] = encode_importance(np.nan_to_num(mass)).reshape(codes.shape)
-
-
-def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
-    """`kvlab.cache.cuda.score.score_norms`."""
-    if importance == "uniform":
-        codes[...] = encode_importance(np.ones(1))[0]
-    elif importance == "recency":
-        steps = k.shape[1]
-        codes[...] = encode_importance(1 / np.arange(steps, 0, -1))
-    else:
-        codes[...] = norm_codes(k).reshape(codes.shape)
 
 
 def norm_codes(k: Any) -> NDArray[np.uint8]:
@@ -458,6 +452,70 @@ def _merge(out: Any, lse: Any, other: Any, other_lse: Any) -> None:
     first, second = (np.ascontiguousarray(x, np.float32) for x in (out, other))
     merge_two(first, lse, second, np.ascontiguousarray(other_lse), both, total)
     out[...], lse[...] = both, total
+
+
+class CpuExecutor:
+    """Memory and kernels of the CPU: arrays of NumPy."""
+
+    kind = "cpu"
+    kernels: Any = CpuKernels
+    max_group = 1 << 30
+    """Query heads of a KV head that an append can take."""
+
+    @staticmethod
+    def empty(shape: Sequence[int], dtype: str, like: Any) -> Any:
+        """An array that is not initialised."""
+        return np.empty(tuple(shape), numpy_dtype(dtype))
+
+    @staticmethod
+    def view(x: Any, name: str) -> CudaView:
+        """Address, shape and strides of an array."""
+        # Without an element NumPy's strides are 0, those of other frameworks are not.
+        like = x if x.size else np.empty([max(n, 1) for n in x.shape], x.dtype)
+        strides = meant_strides(like.shape, tuple(step // x.itemsize for step in like.strides))
+        return CudaView(x.ctypes.data, x.shape, strides, dtype_name(x), 0)
+
+    @staticmethod
+    def pointer(x: Any) -> int:
+        """The address of an array."""
+        return int(x.ctypes.data)
+
+    @staticmethod
+    def stream(x: Any) -> int:
+        """There are no streams."""
+        return 0
+
+    to_host = copied = staticmethod(np.array)
+
+    @staticmethod
+    def to_device(host: Any, like: Any) -> Any:
+        """A copy."""
+        return np.array(host)
+
+    @staticmethod
+    def contiguous(x: Any, name: str) -> Any:
+        """A contiguous array: itself, or a copy."""
+        return np.ascontiguousarray(x)
+
+    overwrite = staticmethod(np.copyto)
+
+    def check(self, device: int) -> None:
+        """Any CPU will do."""
+
+    def input_dtype(self, dtype: str) -> str:
+        """The dtype of new keys and values of a cache of this one."""
+        return dtype
+
+    def aligned(self, view: CudaView) -> bool:
+        """Whether `score_new` can read the vectors of an array."""
+        return True
+
+    def fill_zero(self, array: Any) -> None:
+        """Write zeros over an array."""
+        array[...] = 0
+
+
+CPU = CpuExecutor()
 
 
 @lru_cache(maxsize=64)

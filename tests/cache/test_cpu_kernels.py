@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvlab.arrays import numpy_dtype
-from kvlab.cache.cpu import CpuKernels, merge_rows, score_new, score_norms
+from kvlab.cache.cpu import CpuKernels
 from kvlab.cache.cuda.changes import ladder_of
 from kvlab.cache.cuda.kernels import NEW_TOKENS, OBSERVED, new_tokens
 from kvlab.cache.cuda.plan import PlanShape, spare_nbytes
-from kvlab.cache.cuda.store import STATE, UNIT, DeviceStore
+from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.pages import (
@@ -99,8 +99,8 @@ class Driver:
         self.kinds: set[tuple[int, int]] = set()  # of moves so far: rung from, rung to
         spare = spare_nbytes(BATCH, HEADS, self.ladder, 1 << 16)
         like = np.zeros(1, np.uint8)
-        self.store = kernels.device_store([host], like, 2000, share, lambda layer, slab: spare)
-        self.kernels: CpuKernels = kernels.made[-1]
+        self.store = DeviceStore([host], kernels, like, 2000, share, lambda layer, slab: spare)
+        self.kernels = kernels.kernels(self.store)
         self.store.tables["budget"][...] = share or 1 << 62
         self.shape = PlanShape(BATCH, HEADS, self.store.entries, len(host.ladder), host.evicts, 2, 1000)
 
@@ -115,13 +115,13 @@ class Driver:
 
     def plan(self, new: dict[str, Any] | None) -> list[np.ndarray]:
         """Plan and move; return arenas as kernels and as one by one."""
-        store, states = self.store, self.store.states_pointer
-        workspace = self.kernels.make_workspace(None, self.shape, 1, 1 << 20, 1 << 20)
+        store = self.store
+        workspace = self.kernels.make_workspace(self.shape, 1, 1 << 20, 1 << 20)
         n, rules = 0 if new is None else new["k"].shape[1], {}
         if new is not None:
             rules = {"codes": new["codes"].ctypes.data, "valid": new["valid"].ctypes.data}
         self.kernels.launch_plan(
-            states, 0, 1, workspace, self.ladder, STATE.itemsize, 0, sink=4, recent=8, room=16,
+            0, 1, workspace, self.ladder, 0, sink=4, recent=8, room=16,
             fixed_nbytes=self.host.fixed_nbytes, steps=n, first_position=new["first"] if new else 0, **rules,
         )  # fmt: skip
         assert not store.tables["status"].any()
@@ -134,7 +134,7 @@ class Driver:
         expected = store.arenas[0].copy()
         for phase in range(2):
             carry_out(store, expected, workspace.moves[0][phase], new or {})
-            self.kernels.write_tokens(0, "", 0, states, workspace.move_lists(phase), 1, 0, fresh, 0)
+            self.kernels.write_tokens(0, 1, workspace.move_lists(phase), 0, fresh, 0)
             fresh = np.zeros(1, NEW_TOKENS)[0]
             self.kinds |= {
                 (slots >> 16 & 255, slots >> 24) for _, _, slots, _ in workspace.moves[0][phase].tolist()
@@ -142,7 +142,7 @@ class Driver:
         for source, to, rung in workspace.copies[0].tolist():
             n = self.host.layouts[rung].nbytes
             expected[to * UNIT : to * UNIT + n] = expected[source * UNIT : source * UNIT + n]
-        self.kernels.copy_pages(0, "", 0, states, workspace.move_lists(1), 1, 0, 0)
+        self.kernels.copy_pages(0, 1, workspace.move_lists(1), 0, 0)
         return [store.arenas[0].copy(), expected]
 
 
@@ -199,7 +199,7 @@ def test_an_append_attends_and_stores(kernels: Kernels, observed: str) -> None:
     stored = attend_stored(driver, q)
     out, lse = stored.out.copy(), stored.lse.copy()
     append = driver.kernels.append_call(
-        driver.store.host_states[0], driver.host.ladder[-1], dim, "float16", 0, steps=n, group=GROUP,
+        0, driver.host.ladder[-1], steps=n, group=GROUP,
         scale=dim**-0.5, softcap=0.0, observed=OBSERVED[observed],
     )  # fmt: skip
     before = driver.store.tables["count"].sum()
@@ -210,7 +210,7 @@ def test_an_append_attends_and_stores(kernels: Kernels, observed: str) -> None:
     row = attention(q[:1], new["k"][:1], new["v"][:1], causal=True, return_lse=True)
     both, total = stored.out[:1].copy(), stored.lse[:1].copy()
     addresses = [x.ctypes.data for x in (both, total, *row)]
-    merge_rows(dim, "float16", 0, addresses, (1, n, HEADS * GROUP), 0)
+    driver.kernels.merge_rows(addresses, (1, n, HEADS * GROUP), 0)
     assert np.abs(out[:1].astype(np.float32) - both).max() < 2e-3
     assert np.abs(lse[:1] - total).max() < 1e-3
     assert driver.store.tables["count"].sum() == before + HEADS * (2 * n - 1)
@@ -239,7 +239,7 @@ def test_importance_follows_what_tokens_receive(kernels: Kernels, importance: st
     scores = found.scores.view(np.uint8).reshape(1, *found.scores.shape[:3], -1)
     before = store.arenas[0].copy()
     driver.kernels.score_stored(
-        store.states_pointer, scores, found.lse[None], importance=importance, decay=0.8, tokens=tokens,
+        0, scores, found.lse[None], importance=importance, decay=0.8, tokens=tokens,
         counted=2, stream=0,
     )  # fmt: skip
     policy, changed = make_policy(importance, 0.8), 0
@@ -269,15 +269,15 @@ def test_new_tokens_are_scored_by_what_they_receive() -> None:
     lse = attention(q, k, k, causal=True, return_lse=True)[1]
     lse[0, :, 80] = np.inf  # padding
     codes = np.zeros((2, n), np.uint8)
-    score_new(view(q, "q"), view(k, "k"), lse, codes, scale=dim**-0.5, stream=0)
+    CpuKernels.score_new(view(q, "q"), view(k, "k"), lse, codes, scale=dim**-0.5, stream=0)
     keys = np.repeat(k.astype(np.float64), 2, 2)
     scores = np.einsum("shd,thd->hst", q[0].astype(np.float64), keys[0]) / np.sqrt(dim)
     probability = np.exp(np.where(np.tri(n, dtype=bool), scores, -np.inf) - lse[0][..., None])[:, 26:]
     wanted = encode_importance(probability.reshape(2, 2, 64, n).mean((1, 2)))
     assert np.abs(wanted.astype(int) - codes).max() <= 1
-    score_norms(k, codes, "key_norm", 0)
+    CpuKernels.score_norms(k, codes, "key_norm", 0)
     norms = np.linalg.norm(k[0].astype(np.float64), axis=-1).T
     assert np.abs(encode_importance(1 / norms).astype(int) - codes).max() <= 1
     for importance, value in (("uniform", np.ones(n)), ("recency", 1 / (n - np.arange(n)))):
-        score_norms(k, codes, importance, 0)
+        CpuKernels.score_norms(k, codes, importance, 0)
         assert np.array_equal(codes, np.broadcast_to(encode_importance(value), (2, n)))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import kvlab
-from kvlab.cache.cuda import calls, collect, layers, long, plan, store
+from kvlab.cache.cuda import plan
+from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
@@ -378,8 +379,7 @@ def test_lack_of_memory_at_any_allocation() -> None:
     cache, rng = make(max_seqlen=600, plan_length=600), np.random.default_rng(8)
     step(cache, rng, 100)
     new, many = (list(map(to_torch, draw(rng, cache, steps))) for steps in (2, 90))
-    modules: list[Any] = [attention_cuda, packed_cuda, long, plan]
-    modules += [layers, calls, collect, store]
+    modules: list[Any] = [attention_cuda, packed_cuda, plan, GPU]
     found = failures_of_cache(cache, new, many, modules, torch.OutOfMemoryError("CUDA out of memory"))
     assert found[0] > 0
     assert min(found[2:]) > 0
@@ -497,7 +497,7 @@ def test_a_gpu_that_is_not_the_current_one(importance: str) -> None:
 
 @pytest.mark.parametrize("most", [70, 100])
 def test_more_queries_than_a_launch_takes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "most_query_tokens", lambda pages, group, device: most)
+    monkeypatch.setattr(packed_cuda, "most_query_tokens", lambda pages, group, device: most)
     cache, rng = make(realloc_every=1), np.random.default_rng(11)
     for steps in (100, 230, 100):
         step(cache, rng, steps)

@@ -14,6 +14,7 @@ import torch
 
 from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import kernels
+from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.ladder import parse_bits
@@ -40,7 +41,7 @@ def device_store(bits: str, head_dim: int, dtype: str, capacity: int = 512) -> D
     """One layer whose arena holds random bytes and finite steps."""
     store = LayerStore(parse_bits(bits, 1)[0], BATCH, HEADS, head_dim, dtype)
     like = torch.empty(1, device="cuda")
-    device = DeviceStore([store], like, capacity, None)
+    device = DeviceStore([store], GPU, like, capacity, None)
     rng = np.random.default_rng(head_dim)
     arena = rng.integers(0, 256, device.arenas[0].shape, np.uint8)
     device.arenas[0][...] = to_device(arena, like)
@@ -373,7 +374,7 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...]) -> None:
     """Rows of unequal length: tokens wait until their row has 64, and go when it has its mean."""
     store = LayerStore(parse_bits("4,8", 1)[0], BATCH, HEADS, 64, dtype)
     waiting: Any = {"takes_mean": [True], "holds_waiting": [True]}
-    device = DeviceStore([store], torch.empty(1, device="cuda"), 2048, None, **waiting)
+    device = DeviceStore([store], GPU, torch.empty(1, device="cuda"), 2048, None, **waiting)
     total, rng = sum(parts), np.random.default_rng(len(parts))
     k, v = (rng.standard_normal((BATCH, total, HEADS, 64)).astype(DTYPES[dtype]) for _ in range(2))
     k[:, :, 0, 7] = 60000

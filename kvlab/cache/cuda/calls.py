@@ -10,22 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from kvlab.arrays import CudaView, cuda_view, current_stream, empty, pointer_of
+from kvlab.arrays import CudaView
 from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.collect import Collector
-from kvlab.cache.cuda.store import DeviceStore
 from kvlab.cache.cuda.waiting import Waiting
 from kvlab.cache.cuda.window import EXACT
 from kvlab.cache.ladder import Rung
-from kvlab.ops.cuda.packed import (
-    AttendCall,
-    Workspace,
-    kept_page_bytes,
-    make_workspace,
-    most_query_tokens,
-)
 
 __all__ = ["Repeated", "StepCalls"]
 
@@ -45,15 +37,15 @@ class Repeated:
     steps: int
     shape: tuple[int, ...]
     views: list[Any]  # CudaViews without their addresses
-    calls: tuple[AttendCall, Append, Lse]
+    calls: tuple[Any, Any, Lse]
 
 
 @dataclass(frozen=True, slots=True)
 class _BothAppends:
     """The append of rows whose tokens go to pages of the ladder, and that of rows whose tokens wait."""
 
-    others: kernels.AppendCall
-    waiting: kernels.AppendCall
+    others: Any
+    waiting: Any
 
     def __call__(self, *arguments: Any) -> None:
         """Launch both; arguments of `AppendCall`."""
@@ -61,16 +53,13 @@ class _BothAppends:
         self.waiting(*arguments)
 
 
-Append: TypeAlias = "kernels.AppendCall | _BothAppends"
-
-
 class StepCalls:
     """Launches for one `DeviceStore`.
 
     Parameters
     ----------
-    store : DeviceStore
-    device : int
+    kernels : Kernels
+        Of the store.
     num_heads_q : int
     collector : Collector
         Keeps scores.
@@ -78,21 +67,21 @@ class StepCalls:
         Knows which rows have tokens that wait.
     """
 
-    def __init__(
-        self, store: DeviceStore, device: int, num_heads_q: int, collector: Collector, waiting: Waiting
-    ) -> None:
-        self._store, self._device, self._num_heads_q = store, device, num_heads_q
+    def __init__(self, kernels: Any, num_heads_q: int, collector: Collector, waiting: Waiting) -> None:
+        store = kernels.store
+        self._kernels, self._store, self._num_heads_q = kernels, store, num_heads_q
+        self._executor = store.executor
         self._collector, self._waiting = collector, waiting
         self._pairs, self._group = store.batch * store.heads, num_heads_q // store.heads
-        self._steps: dict[Any, tuple[AttendCall, Append, Lse]] = {}
-        self._appends: dict[Any, Append] = {}
+        self._steps: dict[Any, tuple[Any, Any, Lse]] = {}
+        self._appends: dict[Any, Any] = {}
         self._lse: dict[int, Lse] = {}
-        self._workspaces: dict[int, Workspace] = {}
+        self._workspaces: dict[int, Any] = {}
         # Of the last call of `attend`, whose launches are kept: the next one is often like it.
         self._last_shape: Any = None
-        self._attends: dict[tuple[int, str], AttendCall] = {}
+        self._attends: dict[tuple[int, str], Any] = {}
         self._arrivals: Any = None
-        self._memory: tuple[Any, Any, Any, Workspace] | None = None  # for the layers of a long step
+        self._memory: tuple[Any, Any, Any, Any] | None = None  # for the layers of a long step
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +97,7 @@ class StepCalls:
 
     def step(
         self, layer: int, q: Any, steps: int, scale: float, softcap: float, observed: str, collects: bool
-    ) -> tuple[AttendCall, Append, Lse]:
+    ) -> tuple[Any, Any, Lse]:
         """Attention over stored tokens (keeping scores if it `collects`), the append, log-sum-exp."""
         mode = self._waiting.mode(layer)
         key = (layer, steps, scale, softcap, collects, mode)
@@ -119,27 +108,26 @@ class StepCalls:
             scores, lse = None, None
             if collects:
                 scores, kept = self._collector.place(layer, steps)
-                lse = Lse(kept, cuda_view(kept, "lse").pointer)
+                lse = Lse(kept, self._executor.view(kept, "lse").pointer)
             pages, workspace = self._store.pages(layer, waiting=mode != "none"), self._workspaces[steps]
-            attend = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
+            attend = self._kernels.attend_call(
+                q, pages, workspace, scale=scale, softcap=softcap, scores=scores
+            )
             append = self.append(layer, steps, scale, softcap, observed)
             found = self._steps[key] = attend, append, lse or self._lse_of(steps)
         return found
 
-    def append(self, layer: int, steps: int, scale: float, softcap: float, observed: str) -> Append:
+    def append(self, layer: int, steps: int, scale: float, softcap: float, observed: str) -> Any:
         """The append of a number of tokens; `observed` is one of `kernels.OBSERVED`."""
         mode = self._waiting.mode(layer)
         key = (layer, steps, scale, softcap, observed, mode)
         if key not in self._appends:
-            store = self._store.stores[layer]
+            top = self._store.stores[layer].ladder[-1]
 
-            def append_to(rung: Rung, rows: str) -> kernels.AppendCall:
-                return kernels.AppendCall(
-                    self._store.host_states[layer],
+            def append_to(rung: Rung, rows: str) -> Any:
+                return self._kernels.append_call(
+                    layer,
                     rung,
-                    store.head_dim,
-                    store.dtype,
-                    self._device,
                     steps=steps,
                     group=self._group,
                     scale=scale,
@@ -149,16 +137,17 @@ class StepCalls:
                 )
 
             if mode == "some":
-                both = append_to(store.ladder[-1], "others"), append_to(EXACT, "waiting")
+                both = append_to(top, "others"), append_to(EXACT, "waiting")
                 self._appends[key] = _BothAppends(*both)
             else:
-                self._appends[key] = append_to(EXACT if mode == "all" else store.ladder[-1], "all")
+                self._appends[key] = append_to(EXACT if mode == "all" else top, "all")
         return self._appends[key]
 
     def _lse_of(self, steps: int) -> Lse:
         if steps not in self._lse:
-            lse = empty((self._store.batch, self._num_heads_q, steps), "float32", self._store.like)
-            self._lse[steps] = Lse(lse, cuda_view(lse, "lse").pointer)
+            shape = self._store.batch, self._num_heads_q, steps
+            lse = self._executor.empty(shape, "float32", self._store.like)
+            self._lse[steps] = Lse(lse, self._executor.view(lse, "lse").pointer)
         return self._lse[steps]
 
     def attend(
@@ -168,16 +157,16 @@ class StepCalls:
 
         The next call for as many queries gives the same arrays again, until `forget`.
         """
-        steps, most = view.shape[1], self.most_query_tokens
+        steps, most, executor = view.shape[1], self.most_query_tokens, self._executor
         if steps > most > 0:
             out, lse = (
-                empty(view.shape, view.dtype, q),
-                empty((view.shape[0], view.shape[2], steps), "float32", q),
+                executor.empty(view.shape, view.dtype, q),
+                executor.empty((view.shape[0], view.shape[2], steps), "float32", q),
             )
             for end in range((steps - 1) % most + 1, steps + 1, most):  # the last part is a whole one
                 part = slice(max(end - most, 0), end)
                 of_part, last = q[:, part], kept if end == steps else 0
-                found = self.attend(layer, of_part, cuda_view(of_part, "q"), scale, softcap, last)
+                found = self.attend(layer, of_part, executor.view(of_part, "q"), scale, softcap, last)
                 out[:, part], lse[:, :, part], scores = found
             return out, lse, scores
         shape = view.shape, scale, softcap, kept
@@ -191,15 +180,15 @@ class StepCalls:
         call = self._attends.get((layer, mode))
         if call is None:
             pages = self._store.pages(layer, waiting=mode != "none")
-            call = AttendCall(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
+            call = self._kernels.attend_call(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
             self._attends[layer, mode] = call
         else:
             call.use(workspace, scores)
-        call(view, pointer_of(out), pointer_of(lse), current_stream(q))
+        call(view, executor.pointer(out), executor.pointer(lse), executor.stream(q))
         return out, lse, scores
 
-    def _for_attend(self, q: Any, view: CudaView, kept: int) -> tuple[Any, Any, Any, Workspace]:
-        batch, steps, heads, _ = view.shape
+    def _for_attend(self, q: Any, view: CudaView, kept: int) -> tuple[Any, Any, Any, Any]:
+        (batch, steps, heads, _), empty = view.shape, self._executor.empty
         out, lse = empty(view.shape, view.dtype, q), empty((batch, heads, steps), "float32", q)
         scores = self._new_scores(kept) if kept else None
         workspace = self._new_workspace(steps, self._arrivals)
@@ -209,7 +198,7 @@ class StepCalls:
     @property
     def most_query_tokens(self) -> int:
         """How many a launch takes, and `attend` with scores kept of the last of them."""
-        return most_query_tokens(self._pairs * self._store.entries, self._group, self._device)
+        return int(self._kernels.most_query_tokens(self._group))
 
     def forget(self) -> None:
         """Give back what `attend` has used."""
@@ -217,11 +206,10 @@ class StepCalls:
 
     def _new_scores(self, kept: int) -> Any:
         store = self._store
-        shape = (store.batch, store.heads, store.entries, kept_page_bytes(kept * self._group))
-        scores = empty(shape, "uint8", store.like)
+        shape = (store.batch, store.heads, store.entries, self._kernels.kept_page_bytes(kept * self._group))
+        scores = self._executor.empty(shape, "uint8", store.like)
         scores[...] = 0  # score_stored asks for those of all pages before it knows which are live
         return scores
 
-    def _new_workspace(self, steps: int, arrivals: Any = None) -> Workspace:
-        store = self._store
-        return make_workspace(store.like, self._pairs, steps * self._group, store.head_dim, arrivals)
+    def _new_workspace(self, steps: int, arrivals: Any = None) -> Any:
+        return self._kernels.attention_workspace(steps * self._group, arrivals)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import to_host
 from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.plan import (
     UNFINISHED,
@@ -23,12 +22,10 @@ from kvlab.cache.cuda.plan import (
     PlanShape,
     Workspace,
     decode_bounds,
-    launch_plan,
-    make_workspace,
     smallest_nbytes,
     spare_nbytes,
 )
-from kvlab.cache.cuda.store import STATE, DeviceStore
+from kvlab.cache.cuda.store import DeviceStore
 from kvlab.cache.cuda.tight import least_nbytes
 from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.cache.store import ERRORS, LayerStore
@@ -60,9 +57,9 @@ class Changes:
     ----------
     stores : sequence of LayerStore
         One a layer, on the CPU and empty.
+    executor : Executor
     like : array
-        On the GPU.
-    device : int
+        In the memory of the executor.
     capacity : int
         Tokens of a row that there is room for.
     share : int or None
@@ -77,6 +74,8 @@ class Changes:
     Attributes
     ----------
     store : DeviceStore
+    kernels : Kernels
+        Launches for the store.
     ladders : list of Ladder
         The levels of each layer.
     """
@@ -84,8 +83,8 @@ class Changes:
     def __init__(
         self,
         stores: Sequence[LayerStore],
+        executor: Any,
         like: Any,
-        device: int,
         capacity: int,
         share: int | None,
         *,
@@ -96,7 +95,7 @@ class Changes:
         takes_mean: Sequence[bool],
         holds_waiting: Sequence[bool],
     ) -> None:
-        self._like, self._device, self._longest, self.room = like, device, capacity + room, room
+        self._executor, self._longest, self.room = executor, capacity + room, room
         self._rules: dict[str, Any] = {"sink": sink, "recent": recent, "by_position": by_position}
         self.ladders = [ladder_of(store) for store in stores]
 
@@ -105,17 +104,20 @@ class Changes:
             return spare_nbytes(store.batch, store.num_heads_kv, self.ladders[layer], slab)
 
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
-            self.store = DeviceStore(stores, like, capacity, share, spare, takes_mean, holds_waiting)
+            self.store = DeviceStore(
+                stores, executor, like, capacity, share, spare, takes_mean, holds_waiting
+            )
+            self.kernels = executor.kernels(self.store)
             shape = self._shape(0)
             bounds = [decode_bounds(shape, ladder) for ladder in self.ladders]
             births, dropped = (max(found) for found in zip(*bounds, strict=True))
-            self._decode = make_workspace(like, shape, len(stores), births, dropped)
+            self._decode = self.kernels.make_workspace(shape, len(stores), births, dropped)
         self.restart(tidy=True)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device: the store and what plans work in."""
-        return self.store.reserved_nbytes + self._decode.nbytes
+        return int(self.store.reserved_nbytes + self._decode.nbytes)
 
     def _shape(self, new_tokens: int) -> PlanShape:
         store = self.store
@@ -146,7 +148,7 @@ class Changes:
 
     def trouble(self, layer: int) -> int:
         """Bits of `Trouble` that a layer has met; waits for the device."""
-        return int(to_host(self.store.tables["status"][layer])[0])
+        return int(self._executor.to_host(self.store.tables["status"][layer])[0])
 
     def is_tight(self, layer: int, length: int) -> bool:
         """Whether the bytes of a row may be too few for a plan of `length` tokens, wherever they lie."""
@@ -156,7 +158,7 @@ class Changes:
 
     def fits(self, layer: int, length: int, *, new: NDArray[np.bool_] | None = None, room: int = 0) -> bool:
         """Whether the next plan of a layer can keep to the budget; see `least_nbytes`. Waits."""
-        store = self.store.stores[layer]
+        store, to_host = self.store.stores[layer], self._executor.to_host
         tables = {
             name: to_host(self.store.tables[name][layer]) for name in ("rung", "count", "base", "num_pages")
         }
@@ -177,7 +179,7 @@ class Changes:
         # Any page may have holes, and any tokens may have to move: a workspace for the worst, for one layer.
         pages = self.store.batch * self.store.heads * self.store.entries
         with translated_out_of_memory("a plan of all pages"):
-            workspace = make_workspace(self._like, self._shape(0), 1, pages, pages)
+            workspace = self.kernels.make_workspace(self._shape(0), 1, pages, pages)
         for layer in range(first, first + n):
             self._plan(layer, 1, workspace, stream, None, room)
         self._tidy = n == len(self.ladders)
@@ -196,7 +198,7 @@ class Changes:
             pages = pairs * self.store.entries if holds_tokens else 0
             births = pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
             with translated_out_of_memory(f"the plan of {steps} new tokens"):
-                workspace = make_workspace(self._like, shape, 1, births, max(pages, 1))
+                workspace = self.kernels.make_workspace(shape, 1, births, max(pages, 1))
             self._admission = (steps, holds_tokens), workspace
         return self._admission[1]
 
@@ -227,7 +229,7 @@ class Changes:
         waiting, self._unconfirmed, self._admission = self._unconfirmed, [], None
         if not waiting:
             return
-        status = to_host(self.store.tables["status"])
+        status = self._executor.to_host(self.store.tables["status"])
         for new in waiting:
             trouble = int(status[new.layer, 0])
             if trouble == UNFINISHED:
@@ -242,7 +244,7 @@ class Changes:
         before: list[int] = []
         trouble = UNFINISHED
         while trouble == UNFINISHED:
-            used = to_host(self.store.tables["used"][new.layer]).tolist()
+            used = self._executor.to_host(self.store.tables["used"][new.layer]).tolist()
             if used == before:
                 break  # nothing was demoted, and nothing would be the next time
             before = used
@@ -267,21 +269,16 @@ class Changes:
             new = {"codes": int(fresh["importance"]), "valid": int(fresh["valid"])}
             new |= {"steps": int(fresh["steps"]), "first_position": int(fresh["first"])}
             new |= {"positions": int(fresh["positions"])}
-        launch_plan(
-            self.store.states_pointer, first, n, workspace, ladder, STATE.itemsize, stream,
+        self.kernels.launch_plan(
+            first, n, workspace, ladder, stream,
             fixed_nbytes=store.fixed_nbytes, room=room, **self._rules, **new,
         )  # fmt: skip
-        states = self.store.states_pointer + first * STATE.itemsize
         nothing = np.zeros(1, kernels.NEW_TOKENS)[0]
         for phase, tokens in enumerate((nothing if fresh is None else fresh, nothing)):
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
-            kernels.write_tokens(
-                store.head_dim, store.dtype, self._device, states, lists, n, groups, tokens, stream
-            )
+            self.kernels.write_tokens(first, n, lists, groups, tokens, stream)
         copies = workspace.most_dropped
-        kernels.copy_pages(
-            store.head_dim, store.dtype, self._device, states, workspace.move_lists(1), n, copies, stream
-        )
+        self.kernels.copy_pages(first, n, workspace.move_lists(1), copies, stream)
 
 
 def ladder_of(store: LayerStore) -> Ladder:

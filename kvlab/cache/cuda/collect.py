@@ -11,11 +11,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kvlab.arrays import empty
-from kvlab.cache.cuda import score
-from kvlab.cache.cuda.store import STATE, DeviceStore
-from kvlab.ops.cuda.packed import kept_page_bytes
-
 __all__ = ["Collector"]
 
 _MOST_LAYERS = 8
@@ -27,15 +22,16 @@ class Collector:
 
     Parameters
     ----------
-    store : DeviceStore
+    kernels : Kernels
+        Of the store.
     num_heads_q : int
     importance : str
     decay : float
-        As for `score.score_stored`.
+        As for `score_stored` of the kernels.
     """
 
-    def __init__(self, store: DeviceStore, num_heads_q: int, importance: str, decay: float) -> None:
-        self._store, self._num_heads_q = store, num_heads_q
+    def __init__(self, kernels: Any, num_heads_q: int, importance: str, decay: float) -> None:
+        self._kernels, self._store, self._num_heads_q = kernels, kernels.store, num_heads_q
         self._importance, self._decay = importance, decay
         self._kept: dict[int, tuple[Any, Any]] = {}  # by steps: scores and lse of a group of layers
         self._steps, self._tokens, self._pending = 0, 0, range(0)
@@ -63,6 +59,7 @@ class Collector:
         """Where a layer keeps scores, (batch, heads, entries, nbytes), and lse, (batch, heads_q, steps)."""
         if steps not in self._kept:
             group, store = self._group(steps), self._store
+            empty = store.executor.empty
             lse = empty((group, store.batch, self._num_heads_q, steps), "float32", store.like)
             scores = empty((group, *self._shape(steps)), "uint8", store.like)
             scores[...] = 0  # score_stored asks for all before it knows which pages are live
@@ -98,9 +95,9 @@ class Collector:
         self._pending = range(0)
 
     def score(self, first: int, scores: Any, lse: Any, tokens: int, counted: int, stream: int) -> None:
-        """Bring importance of len(scores) layers up to date; arguments as for `score.score_stored`."""
-        score.score_stored(
-            self._store.states_pointer + first * STATE.itemsize,
+        """Bring importance of len(scores) layers up to date; arguments as of `score_stored` of kernels."""
+        self._kernels.score_stored(
+            first,
             scores,
             lse,
             importance=self._importance,
@@ -120,7 +117,7 @@ class Collector:
             store.batch,
             store.heads,
             store.entries,
-            kept_page_bytes(steps * (self._num_heads_q // store.heads)),
+            self._kernels.kept_page_bytes(steps * (self._num_heads_q // store.heads)),
         )
 
     def _group(self, steps: int) -> int:

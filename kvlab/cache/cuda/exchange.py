@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import dtype_name, numpy_dtype, overwrite, to_host
+from kvlab.arrays import dtype_name, numpy_dtype
 from kvlab.cache.cuda.store import UNIT, WAITING_PAGES, DeviceStore
 from kvlab.cache.cuda.waiting import takes_mean
 from kvlab.cache.cuda.window import EXACT, joined, split
@@ -31,6 +31,7 @@ def to_layers(
     device: DeviceStore, layers: Sequence[Layer], lengths: Sequence[int], which: Sequence[int]
 ) -> None:
     """Fill layers on the CPU, by their numbers, with what the device holds; waits for the device."""
+    to_host = device.executor.to_host
     for number in which:
         layer, store = layers[number], _host_store(device, layers[number], number)
         arena = to_host(device.arenas[number]).reshape(-1, UNIT)
@@ -92,6 +93,7 @@ def from_layer(device: DeviceStore, layer: Layer, number: int) -> None:
     _place(device, number, store, host, arena)
     host["k_mean"][...], host["seqlen"][...] = store.k_mean, layer.seqlen
     host["waits"][...] = takes_mean(layer) & ~layer.has_mean
+    overwrite = device.executor.overwrite
     overwrite(device.arenas[number], arena.reshape(-1))
     for name, table in host.items():
         overwrite(device.tables[name][number], table)

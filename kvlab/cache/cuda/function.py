@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import overwrite, to_host
 from kvlab.cache.cuda.store import UNIT
 from kvlab.cache.pages import decode_importance, encode_importance
 
@@ -34,6 +33,7 @@ def score_new(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
     valid (batch, steps) bool or None: False is padding.
     """
     store, length, steps = cache.layers[layer].store, cache.lengths[layer], codes.shape[1]
+    to_host = cache.executor.to_host
     use = np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
     host = to_host(codes).reshape(store.batch, store.num_heads_kv, steps).copy()
     for row in range(store.batch):
@@ -41,7 +41,7 @@ def score_new(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
         position = np.broadcast_to(length + np.flatnonzero(use[row]), observed.shape)
         score = cache.layers[layer].policy.update(None, observed, position, length + steps, 0)
         host[row][:, use[row]] = encode_importance(score)
-    overwrite(codes, host.reshape(-1, steps))
+    cache.executor.overwrite(codes, host.reshape(-1, steps))
 
 
 def score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, stream: int) -> None:
@@ -50,19 +50,19 @@ def score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, stream: 
     The kernel writes what tokens received in place of their importance, which is read before and after, and
     put back if the function fails.
     """
-    arena = cache.store.arenas[layer]
+    arena, to_host = cache.store.arenas[layer], cache.executor.to_host
     before = to_host(arena).copy()
     result = before
     try:
         cache.collector.score(layer, scores, lse, 1, 0, stream)
         result = _scored(cache, layer, before, to_host(arena).copy())
     finally:
-        overwrite(arena, result)
+        cache.executor.overwrite(arena, result)
 
 
 def _scored(cache: DeviceCache, layer: int, before: Bytes, after: Bytes) -> Bytes:
     """Put the function's scores into `after`, which has what tokens received; `before` has importance."""
-    store, length = cache.store, cache.lengths[layer]
+    store, length, to_host = cache.store, cache.lengths[layer], cache.executor.to_host
     tables = {name: to_host(store.tables[name][layer]) for name in ("rung", "count", "index", "base")}
     live = np.arange(store.entries) < to_host(store.tables["num_pages"][layer])[..., None]
     for row in range(store.batch):

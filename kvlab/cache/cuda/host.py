@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import current_stream, to_host
 from kvlab.cache.cuda.changes import ladder_of
 from kvlab.cache.cuda.exchange import from_layer, to_layers
 from kvlab.cache.cuda.state import DeviceState
@@ -46,7 +45,7 @@ def lent(cache: DeviceState, which: slice = ALL) -> Iterator[None]:
     layers = cache.layers[which]
     try:
         with translated_out_of_memory("the pages of a cache on the host"):
-            cache.settle(current_stream(cache.like))
+            cache.settle(cache.executor.stream(cache.like))
             to_layers(cache.store, cache.layers, cache.lengths, range(len(cache.layers))[which])
             for layer, since, has_mean in zip(layers, cache.since[which], cache.has_mean[which], strict=True):
                 layer.since_collection = since
@@ -116,6 +115,7 @@ def admit(
 ) -> None:
     """Let the CPU store new tokens of one layer; `codes` say their attention mass, if it was observed."""
     state, since, steps = cache.layers[layer], cache.since[layer], new[0].shape[1]
+    to_host = cache.executor.to_host
     k, v = (to_host(x.float() if hasattr(x, "float") else x).astype(np.float32) for x in new)
     use = np.ones(k.shape[:2], bool) if valid is None else to_host(valid)
     with borrowed(cache, slice(layer, layer + 1)):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from kvlab.arrays import CudaView, cuda_view, current_stream, empty
+from kvlab.arrays import CudaView
 from kvlab.cache.cuda import host, kernels
 from kvlab.cache.cuda.plan import Workspace
 from kvlab.cache.cuda.state import DeviceState, Settings, ShareOf
@@ -36,9 +36,10 @@ class DeviceCache(DeviceState):
     """
 
     def __init__(
-        self, layers: Sequence[Layer], settings: Settings, like: Any, capacity: int, share_of: ShareOf
-    ) -> None:
-        super().__init__(layers, settings, like, capacity, share_of)
+        self, layers: Sequence[Layer], settings: Settings, executor: Any, like: Any, capacity: int,
+        share_of: ShareOf,
+    ) -> None:  # fmt: skip
+        super().__init__(layers, settings, executor, like, capacity, share_of)
         if any(self.lengths):
             with translated_out_of_memory("moving a cache to its GPU"):
                 host.take_back(self)
@@ -57,13 +58,13 @@ class DeviceCache(DeviceState):
         softcap: float,
     ) -> Any:
         """A step of few tokens, for which there is room: `views` of q, k and v, `valid` an address or 0."""
-        query, k, v = views
-        steps, stream = query.shape[1], current_stream(q)
+        (query, k, v), executor = views, self.executor
+        steps, stream = query.shape[1], executor.stream(q)
         self.changes.confirm()
         collects, observed = self.collects(layer, steps), self.observed_as(layer)
         attend, append, lse = self.calls.step(layer, q, steps, scale, softcap, observed, collects)
-        out = empty(query.shape, query.dtype, q)
-        address, stored = cuda_view(out, "out").pointer, self.lengths[layer] > 0
+        out = executor.empty(query.shape, query.dtype, q)
+        address, stored = executor.view(out, "out").pointer, self.lengths[layer] > 0
         if valid:
             self.waiting.mask(layer)
         self.collector.before(layer, steps, self.since[layer] + steps, stream)
@@ -80,24 +81,24 @@ class DeviceCache(DeviceState):
 
     def is_short(self, steps: int) -> bool:
         """Whether a step of so many tokens is launched by `step`, not by `long.step`."""
-        fits = 0 < steps <= kernels.MAX_STEPS and self.group <= kernels.MAX_GROUP
+        fits = 0 < steps <= kernels.MAX_STEPS and self.group <= self.executor.max_group
         return fits and not self.settings.by_function
 
     def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
         """Store few tokens, for which there is room; arguments as in `step`."""
-        steps = views[0].shape[1]
+        steps, stream = views[0].shape[1], self.executor.stream(k)
         observed = "one" if self.observes[layer] == "nothing" else "norm"
         call = self.calls.append(layer, steps, 1.0, 0.0, observed)
-        self.settle(current_stream(k))
+        self.settle(stream)
         if valid:
             self.waiting.mask(layer)
-        call(None, views[0], views[1], valid, 0, 0, False, current_stream(k))
+        call(None, views[0], views[1], valid, 0, 0, False, stream)
         self.count(layer, steps, False)
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """See `MixedPrecisionCache.attend`."""
         self.changes.confirm()
-        out: Any = self.calls.attend(layer, q, cuda_view(q, "q"), scale, softcap, 0)[0]
+        out: Any = self.calls.attend(layer, q, self.executor.view(q, "q"), scale, softcap, 0)[0]
         self.calls.forget()
         return out
 
@@ -134,7 +135,7 @@ class DeviceCache(DeviceState):
         self._plan(0, len(self.layers), steps, share)
 
     def _plan(self, first: int, n: int, steps: int, share: int | None) -> None:
-        stream, room = current_stream(self.like), self.changes.room
+        stream, room = self.executor.stream(self.like), self.changes.room
         self.settle(stream)
         self.changes.set_share(share)
         layers = range(first, first + n)
@@ -159,7 +160,8 @@ class DeviceCache(DeviceState):
         """Memory for the waiting tokens of any layer, taken before anything changes."""
         store = self.layers[0].store
         shape = store.batch, 0, store.num_heads_kv, store.head_dim
-        merged = merged_tokens(shape, self.like, store.dtype, waiting=True)
+        dtype = self.executor.input_dtype(store.dtype)
+        merged = merged_tokens(shape, self.executor, self.like, dtype, waiting=True)
         stored = any(self.waiting.mode(layer) != "all" for layer in layers)
         return merged, self.changes.admission(merged.before, stored)
 

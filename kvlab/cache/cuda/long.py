@@ -13,25 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import (
-    CudaView,
-    cuda_view,
-    current_stream,
-    dtype_name,
-    empty,
-    pointer_of,
-    to_device,
-    to_host,
-)
-from kvlab.cache.cuda import function, host, kernels, score
+from kvlab.arrays import CudaView, dtype_name
+from kvlab.cache.cuda import function, host, kernels
 from kvlab.cache.cuda.changes import Admission
 from kvlab.cache.cuda.plan import Workspace
-from kvlab.cache.cuda.score import lies_in_units
 from kvlab.cache.cuda.waiting import Merged, merged_tokens, put_new
 from kvlab.cache.importance import MOST_TOKENS
 from kvlab.ops.attention import attention, attention_varlen
-from kvlab.ops.cuda.packed import kept_page_bytes
-from kvlab.ops.device_arrays import contiguous, copied
 
 if TYPE_CHECKING:
     from kvlab.cache.cuda.layers import DeviceCache
@@ -54,14 +42,16 @@ def step(
     share: int | None,
 ) -> Any:
     """A step of many tokens: `arrays` and `views` of q, k and v; the last layer waits for the device."""
-    steps, stream, observed = views[0].shape[1], current_stream(arrays[0]), cache.observes[layer] == "mass"
+    executor, steps, observed = cache.executor, views[0].shape[1], cache.observes[layer] == "mass"
+    stream = executor.stream(arrays[0])
     if observed:
-        arrays[:2], views[:2] = zip(*map(_in_units, arrays[:2], views[:2]), strict=True)
+        both = [_in_units(executor, x, view) for x, view in zip(arrays[:2], views[:2], strict=True)]
+        arrays[:2], views[:2] = zip(*both, strict=True)
     q, k, v = arrays
     memory = _begin(cache, layer, [k, v], valid, stream)
     new = _kept(cache, layer, [k, v], views[1:], valid, share)
-    codes = empty((cache.pairs, steps), "uint8", k)  # all memory is taken before anything changes
-    out, lse = attend_new(q, k, v, valid, scale, softcap)
+    codes = executor.empty((cache.pairs, steps), "uint8", k)  # all memory is taken before anything changes
+    out, lse = attend_new(executor, q, k, v, valid, scale, softcap)
     collects = cache.collects(layer, steps)
     received = None
     if cache.lengths[layer]:
@@ -69,10 +59,10 @@ def step(
             cache, layer, q, views[0], out, lse, valid, scale, softcap, collects, stream
         )
     if observed:
-        score.score_new(views[0], views[1], lse, codes, scale=scale, softcap=softcap, stream=stream)
+        cache.kernels.score_new(views[0], views[1], lse, codes, scale=scale, softcap=softcap, stream=stream)
         _ask_function(cache, layer, codes, valid)
     else:
-        score.score_norms(k, codes, cache.settings.importance, stream)
+        cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
     if received is not None:  # behind what a user's function says of new tokens: if it fails, nothing changed
         _score_stored(cache, layer, *received, steps, stream)
     _admit(cache, layer, *new, codes, codes if observed else None, share, memory, stream)
@@ -86,11 +76,12 @@ def append(
     cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any, share: int | None
 ) -> None:
     """Store many tokens: `arrays` and `views` of k and v; the last layer waits for the device."""
-    k, steps, stream = arrays[0], views[0].shape[1], current_stream(arrays[0])
+    k, steps, executor = arrays[0], views[0].shape[1], cache.executor
+    stream = executor.stream(k)
     memory = _begin(cache, layer, arrays, valid, stream)
     new = _kept(cache, layer, arrays, views, valid, share)
-    codes = empty((cache.pairs, steps), "uint8", k)
-    score.score_norms(k, codes, cache.settings.importance, stream)
+    codes = executor.empty((cache.pairs, steps), "uint8", k)
+    cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
     if cache.observes[layer] == "mass":
         _ask_function(cache, layer, codes, valid)
     _admit(cache, layer, *new, codes, None, share, memory, stream)
@@ -119,20 +110,20 @@ def _begin(cache: DeviceCache, layer: int, new: list[Any], valid: Any, stream: i
     batch, steps = shape[:2]
     if waiting.any(layer) and not cache.settings.on_host:
         waiting.advance(layer, length)
-        counts = np.full(batch, steps, np.int64) if valid is None else to_host(valid).sum(1)
+        counts = np.full(batch, steps, np.int64) if valid is None else cache.executor.to_host(valid).sum(1)
         held = waiting.hold_tokens(layer)
         if held or not waiting.must_freeze(layer, counts).all():
-            merged = merged_tokens(shape, new[0], dtype_name(new[0]), waiting=held)
+            merged = merged_tokens(shape, cache.executor, new[0], dtype_name(new[0]), waiting=held)
     total = steps if merged is None else merged.before + steps
     return _Memory(cache.changes.admission(total, length > 0), counts, merged)
 
 
-def _in_units(x: Any, view: CudaView) -> tuple[Any, CudaView]:
+def _in_units(executor: Any, x: Any, view: CudaView) -> tuple[Any, CudaView]:
     """An array whose vectors `score_new` can read in units of 16 bytes: itself, or a copy."""
-    if lies_in_units(view):
+    if executor.aligned(view):
         return x, view
-    x = contiguous(x, "x")
-    return x, cuda_view(x, "x")
+    x = executor.contiguous(x, "x")
+    return x, executor.view(x, "x")
 
 
 def _kept(
@@ -145,19 +136,22 @@ def _kept(
     """
     if share is None or not cache.lengths[layer] or cache.settings.on_host:
         return new, views, valid
+    copied, view = cache.executor.copied, cache.executor.view
     new = [copied(x) for x in new]
-    return new, [cuda_view(x, "x") for x in new], None if valid is None else copied(valid)
+    return new, [view(x, "x") for x in new], None if valid is None else copied(valid)
 
 
-def attend_new(q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float) -> tuple[Any, Any]:
+def attend_new(
+    executor: Any, q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float
+) -> tuple[Any, Any]:
     """Attend new tokens causally among themselves: out (B, S, Hq, D) and lse (B, Hq, S).
 
     With padding this waits for the device: rows of unequal length are packed one behind the other.
     """
     if valid is None:
         return attention(q, k, v, causal=True, scale=scale, softcap=softcap, return_lse=True)
-    counts = to_host(valid).sum(1)
-    ends = to_device(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), q)
+    counts, empty = executor.to_host(valid).sum(1), executor.empty
+    ends = executor.to_device(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), q)
     longest = int(counts.max(initial=0))
     packed_out, packed_lse = attention_varlen(
         q[valid], k[valid], v[valid], ends, ends, longest, longest,
@@ -187,12 +181,12 @@ def _attend_stored(
 
     `lse` of padding is infinite behind it: it counts nothing for the importance of any token.
     """
-    steps, store = q.shape[1], cache.layers[layer].store
+    steps, executor = q.shape[1], cache.executor
     rows, whole = _observed_rows(cache, steps) if collects else (slice(0), False)
     kept = len(range(steps)[rows]) if whole else 0
     stored, stored_lse, scores = cache.calls.attend(layer, q, view, scale, softcap, kept)
-    addresses = [pointer_of(x) for x in (out, lse, stored, stored_lse)]
-    kernels.merge_rows(store.head_dim, store.dtype, cache.device, addresses, tuple(q.shape[:3]), stream)
+    addresses = [cache.executor.pointer(x) for x in (out, lse, stored, stored_lse)]
+    cache.kernels.merge_rows(addresses, tuple(q.shape[:3]), stream)
     if valid is not None:
         out[~valid], lse.swapaxes(1, 2)[~valid] = 0, float("inf")
     if not collects:
@@ -201,8 +195,10 @@ def _attend_stored(
     if kept != steps:
         some = q[:, rows]
         if not whole:
-            scores = cache.calls.attend(layer, some, cuda_view(some, "q"), scale, softcap, some.shape[1])[2]
-        total = empty((len(q), q.shape[2], some.shape[1]), "float32", q)
+            scores = cache.calls.attend(layer, some, executor.view(some, "q"), scale, softcap, some.shape[1])[
+                2
+            ]
+        total = executor.empty((len(q), q.shape[2], some.shape[1]), "float32", q)
         total[...] = lse[:, :, rows]
     return scores[None], total[None]
 
@@ -224,7 +220,7 @@ def _ask_function(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> Non
 def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
     """Query rows of a long step that are observed, and whether these are its last ones without a gap."""
     store, last = cache.store, min(steps, MOST_TOKENS)
-    nbytes = cache.pairs * store.entries * kept_page_bytes(cache.group * last) // last
+    nbytes = cache.pairs * store.entries * cache.kernels.kept_page_bytes(cache.group * last) // last
     most = min(max(FEWEST_ROWS, MOST_SCORES // max(nbytes, 1)), cache.calls.most_query_tokens)
     apart = -(-last // max(min(last, most), 1))
     return slice(steps - 1 - (last - 1) // apart * apart, steps, apart), apart == 1
@@ -244,16 +240,16 @@ def _admit(
 ) -> None:
     """Plan and write new keys and values of one layer."""
     store, steps, length = cache.layers[layer].store, views[0].shape[1], cache.lengths[layer]
-    workspace, counts, merged = memory
-    mask = 0 if valid is None else pointer_of(valid)
-    fresh = kernels.new_tokens(views[0], views[1], mask, pointer_of(codes), steps, length)
+    (workspace, counts, merged), pointer = memory, cache.executor.pointer
+    mask = 0 if valid is None else pointer(valid)
+    fresh = kernels.new_tokens(views[0], views[1], mask, pointer(codes), steps, length)
     if cache.settings.on_host:
         host.admit(cache, layer, (new[0], new[1]), valid, mass, share)
         return
     changes = cache.changes
     changes.set_share(share)
     if share is not None and changes.is_tight(layer, length + steps):
-        use = np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
+        use = np.ones((store.batch, steps), bool) if valid is None else cache.executor.to_host(valid)
         if merged is not None and merged.before:  # the CPU counts waiting tokens with the others
             host.admit(cache, layer, (new[0], new[1]), valid, mass, share)
             return
@@ -269,7 +265,7 @@ def _admit(
         cache.waiting.add(layer, length + steps, counts)
         cache.waiting.frozen(layer, length + steps + 1)
         if merged is not None:
-            fresh = merged.fresh(views[0], views[1], pointer_of(codes), length)
+            fresh = merged.fresh(views[0], views[1], pointer(codes), length)
             arrays = (*arrays, *merged.arrays)
     # No room for tokens to come: if long steps follow, open pages would have taken bytes from these tokens.
     last = layer == len(cache.layers) - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
-from kvlab.arrays import CudaView, cuda_view, current_stream
+from kvlab.arrays import CudaView
 from kvlab.cache.cuda.calls import Repeated
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def remember(
     last = cache.repeated[layer]
     if last is not None and last.layout == layout:
         return
-    steps, views = arrays[0].shape[1], [cuda_view(x, "x") for x in arrays]
+    steps, views = arrays[0].shape[1], [cache.executor.view(x, "x") for x in arrays]
     calls = cache.calls.step(layer, arrays[0], steps, scale, softcap, cache.observed_as(layer), False)
     cache.repeated[layer] = Repeated(layout, steps, views[0].shape, [view[1:] for view in views], calls)
 
@@ -46,7 +46,7 @@ def repeat(cache: DeviceCache, layer: int, layout: Hashable, q: Any, k: Any, v: 
     key, value = CudaView(k.data_ptr(), *of_k), CudaView(v.data_ptr(), *of_v)
     if (query.pointer | key.pointer | value.pointer) & 3:
         return None
-    out, stream = q.new_empty(last.shape), current_stream(q)
+    out, stream = q.new_empty(last.shape), cache.executor.stream(q)
     address = out.data_ptr()
     attend(query, address, lse.pointer, stream)
     append(query, key, value, 0, address, lse.pointer, True, stream)

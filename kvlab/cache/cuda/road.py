@@ -15,23 +15,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, cuda_view, empty
+from kvlab.arrays import CudaView
 from kvlab.cache.budget import Limit
-from kvlab.cache.cuda.kernels import MAX_GROUP, MAX_STEPS
+from kvlab.cache.cuda.executor import GPU
+from kvlab.cache.cuda.kernels import MAX_STEPS
 from kvlab.cache.cuda.repeat import remember, repeat
 from kvlab.cache.cuda.window import ladder_on_gpu, window_nbytes
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import CacheOptions
 from kvlab.cache.pages import PAGE_TABLE_BYTES, PageLayout
 from kvlab.device import translated_out_of_memory
-from kvlab.ops.cuda.packed import check_capability
 from kvlab.shapes import match_shapes
 
 if TYPE_CHECKING:
     from kvlab.cache.cuda.layers import DeviceCache
     from kvlab.cache.cuda.state import ShareOf
 
-__all__ = ["GpuRoad", "smallest_on_gpu"]
+__all__ = ["EXECUTORS", "GpuRoad", "smallest_on_gpu"]
+
+EXECUTORS: dict[str, Any] = {"cuda": GPU}
+"""Who carries out the operations of a cache, by the kind of its device."""
 
 
 def smallest_on_gpu(layers: Sequence[Layer]) -> Callable[[int], int]:
@@ -69,6 +72,7 @@ class GpuRoad:
         self._layers, self._limit = layers, limit
         for layer in layers:
             ladder_on_gpu(layer.store.ladder, layer.residual)
+        self._executor: Any = EXECUTORS["cuda"]
         self._device: DeviceCache | None = None
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
         self._fitting: tuple[int, int] = (0, 0)  # tokens of a row and rows that were found to fit
@@ -118,7 +122,7 @@ class GpuRoad:
         device, views, mask = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
         steps = views[0].shape[1]
         if steps == 0:
-            return empty(views[0].shape, views[0].dtype, q)
+            return self._executor.empty(views[0].shape, views[0].dtype, q)
         if device.is_short(steps):
             if device.room[layer] < steps:
                 device.make_room(layer, steps, self._share(layer, steps))
@@ -182,7 +186,7 @@ class GpuRoad:
         """`MixedPrecisionCache.attend` on a GPU."""
         device, (view,), _ = self._ready(layer, {"q": q}, None)
         if view.shape[1] == 0:
-            return empty(view.shape, view.dtype, q)
+            return self._executor.empty(view.shape, view.dtype, q)
         with translated_out_of_memory(f"attention with {view.shape[1]} queries a row"):
             return device.attend(layer, q, scale, softcap)
 
@@ -197,7 +201,7 @@ class GpuRoad:
         Returns the device's side, views of the arrays and the address of `valid`, or 0.
         """
         cache = self._options
-        views = [cuda_view(x, name) for name, x in arrays.items()]
+        views = [self._executor.view(x, name) for name, x in arrays.items()]
         layout = cache.batch, *[view[1:] for view in views]
         device = self._device
         if device is None or layout not in self._accepted:
@@ -243,7 +247,7 @@ class GpuRoad:
         """Check which tokens are no padding and return the address."""
         batch = self._options.batch
         match_shapes({"valid": (valid.shape, (batch, steps))})
-        view = cuda_view(valid, "valid")
+        view: CudaView = self._executor.view(valid, "valid")
         if view.dtype != "bool" or (view.strides != (steps, 1) and steps and batch):
             raise TypeError(f"valid must be a contiguous array of bool, got {view.dtype} {view.strides}")
         return view.pointer
@@ -266,7 +270,7 @@ class GpuRoad:
         cache = self._options
         if cache.device not in ("cuda", f"cuda:{views[0].device}"):
             raise ValueError(f"the arrays are on cuda:{views[0].device}, the cache is on {cache.device}")
-        check_capability(views[0].device)
+        self._executor.check(views[0].device)
         settings = Settings(
             num_heads_q=cache.num_heads_q,
             sink=cache.sink,
@@ -279,9 +283,10 @@ class GpuRoad:
             by_function=callable(cache.importance),
         )
         capacity = self._capacity(self.seqlen(0) + steps)
-        nothing = empty((0,), "uint8", like)  # of the caller's framework, and without the caller's memory
+        # Of the caller's framework, and without the caller's memory.
+        nothing = self._executor.empty((0,), "uint8", like)
         share_of = partial(self._limit.share, batch=cache.batch)
-        self._device = DeviceCache(self._layers, settings, nothing, capacity, share_of)
+        self._device = DeviceCache(self._layers, settings, self._executor, nothing, capacity, share_of)
         return self._device
 
     def _capacity(self, length: int) -> int:
@@ -305,7 +310,7 @@ class GpuRoad:
         if not device.is_short(steps):
             raise NotImplementedError(
                 f"steps of {steps} tokens with {device.group} query heads a KV head are planned by the host; "
-                f"graphs take {MAX_STEPS} tokens and {MAX_GROUP} heads at most"
+                f"graphs take {MAX_STEPS} tokens and {self._executor.max_group} heads at most"
             )
         if len(set(device.lengths)) > 1:
             raise ValueError(f"layers hold different numbers of tokens, {sorted(set(device.lengths))}")

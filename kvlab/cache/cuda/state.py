@@ -12,13 +12,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kvlab.arrays import cuda_view, pointer_of
-from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.calls import Repeated, StepCalls
 from kvlab.cache.cuda.changes import MOST_ROOM, Changes, ladder_of
 from kvlab.cache.cuda.collect import Collector
 from kvlab.cache.cuda.kernels import MAX_STEPS
-from kvlab.cache.cuda.store import STATE
 from kvlab.cache.cuda.waiting import Merged, Waiting, takes_mean, waits_within
 from kvlab.cache.cuda.window import arena_share, store_on_gpu
 from kvlab.cache.layer import Layer
@@ -60,6 +57,8 @@ class DeviceState:
     layers : sequence of Layer
         On the CPU.
     settings : Settings
+    executor : Executor
+        Who carries out what the host decides.
     like : array
         On the GPU; memory comes from its framework.
     capacity : int
@@ -69,11 +68,12 @@ class DeviceState:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], settings: Settings, like: Any, capacity: int, share_of: ShareOf
-    ) -> None:
-        store = layers[0].store
+        self, layers: Sequence[Layer], settings: Settings, executor: Any, like: Any, capacity: int,
+        share_of: ShareOf,
+    ) -> None:  # fmt: skip
+        store, self.executor = layers[0].store, executor
         self.layers, self.settings, self.like = layers, settings, like
-        self.device = cuda_view(like, "q").device
+        self.device = executor.view(like, "q").device
         self.pairs, self.group = store.batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
         self.lengths = [layer.seqlen for layer in layers]
         self.since = [layer.since_collection for layer in layers]
@@ -91,8 +91,8 @@ class DeviceState:
         often = max(settings.realloc_every, MOST_ROOM if settings.on_host else MAX_STEPS)
         self.changes = Changes(
             [store_on_gpu(layer) for layer in self.layers],
+            self.executor,
             self.like,
-            self.device,
             capacity,
             arena_share(self.layers, capacity, share_of(capacity)),
             sink=settings.sink,
@@ -102,13 +102,14 @@ class DeviceState:
             takes_mean=takes,
             holds_waiting=holds,
         )
-        self.store, self.capacity, self.share_of = self.changes.store, capacity, share_of
+        self.store, self.kernels = self.changes.store, self.changes.kernels
+        self.capacity, self.share_of = capacity, share_of
         self.waiting = Waiting(takes, holds, self.store.batch)
         self.generation += 1
         heads = settings.num_heads_q
         decay = 0.0 if settings.by_function else settings.ema_decay  # only what was received last counts
-        self.collector = Collector(self.store, heads, settings.importance, decay)
-        self.calls = StepCalls(self.store, self.device, heads, self.collector, self.waiting)
+        self.collector = Collector(self.kernels, heads, settings.importance, decay)
+        self.calls = StepCalls(self.kernels, heads, self.collector, self.waiting)
         self.repeated: list[Repeated | None] = [None] * len(self.layers)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
@@ -145,13 +146,10 @@ class DeviceState:
 
     def freeze(self, layer: int, fresh: Any, merged: Merged | None, room: int, stream: int) -> None:
         """Take the means that are due, and see to tokens that wait: see `kernels.freeze_means`."""
-        store, addresses = self.store.stores[layer], [0] * 5
+        addresses, pointer = [0] * 5, self.executor.pointer
         if merged is not None:
             arrays = merged.k, merged.v, merged.valid, merged.importance, merged.positions
-            addresses = [0 if x is None else pointer_of(x) for x in arrays]
-        kernels.freeze_means(
-            store.head_dim, store.dtype, self.device, self.store.states_pointer + layer * STATE.itemsize,
-            store.batch, fresh, addresses, 0 if merged is None else merged.before, stream,
-            room=room, force=not self.waiting.holds[layer],
-        )  # fmt: skip
+            addresses = [0 if x is None else pointer(x) for x in arrays]
+        before, force = 0 if merged is None else merged.before, not self.waiting.holds[layer]
+        self.kernels.freeze_means(layer, fresh, addresses, before, stream, room=room, force=force)
         self.repeated[layer] = None

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import cuda_view, empty, overwrite, to_device, to_host
 from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, PageLayout
 from kvlab.cache.store import LayerStore
 
@@ -87,6 +86,8 @@ class DeviceStore:
     ----------
     stores : sequence of LayerStore
         One a layer, on the CPU and empty: ladders, layouts and sizes.
+    executor : Executor
+        Whose memory it is: `kvlab.cache.cpu.CPU` or `kvlab.cache.cuda.executor.GPU`.
     like : array
         On the device; memory comes from its framework.
     capacity : int
@@ -109,6 +110,7 @@ class DeviceStore:
     def __init__(
         self,
         stores: Sequence[LayerStore],
+        executor: Any,
         like: Any,
         capacity: int,
         share: int | None,
@@ -116,7 +118,7 @@ class DeviceStore:
         takes_mean: Sequence[bool] = (),
         holds_waiting: Sequence[bool] = (),
     ) -> None:
-        first = stores[0]
+        first, self.executor, empty = stores[0], executor, executor.empty
         self._takes_mean = np.array(takes_mean or [False] * len(stores), bool)
         self.holds_waiting = list(holds_waiting or [False] * len(stores))
         self.widest = PageLayout(first.head_dim, 16, 16, 2)
@@ -152,8 +154,8 @@ class DeviceStore:
         self.like = like
         self.clear()
         self.host_states = np.array([self._state(layer) for layer in range(len(stores))], STATE)
-        self.states = to_device(self.host_states.view(np.uint8), like)
-        self.states_pointer = cuda_view(self.states, "states").pointer
+        self.states = executor.to_device(self.host_states.view(np.uint8), like)
+        self.states_pointer: int = executor.view(self.states, "states").pointer
 
     def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         table = (self.batch, self.heads, self.entries)
@@ -181,8 +183,9 @@ class DeviceStore:
 
     def clear(self) -> None:
         """Drop all tokens; takes no memory on the device."""
+        overwrite = self.executor.overwrite
         for arena in self.arenas:
-            arena[...] = 0
+            self.executor.fill_zero(arena)
         for table in self.tables.values():
             table[...] = 0
         self.tables["open"][...] = -1
@@ -202,11 +205,12 @@ class DeviceStore:
         for place, layout in zip(state["rungs"], self.layouts(layer), strict=False):
             place["record"], place["per_slab"] = layout.nbytes // UNIT, self.slab[layer] // layout.nbytes
             place["bits_k"], place["bits_v"], place["tail"] = layout.bits_k, layout.bits_v, layout.positions
-        state["arena"] = cuda_view(self.arenas[layer], "arena").pointer
+        view = self.executor.view
+        state["arena"] = view(self.arenas[layer], "arena").pointer
         if self.holds_waiting[layer]:
             state["waiting"] = state["arena"] + self.slab[layer] * self.num_slabs[layer]
         for name, table in self.tables.items():
-            state[name] = cuda_view(table[layer], name).pointer
+            state[name] = view(table[layer], name).pointer
         numbers = (
             self.batch, self.heads, self.entries, len(store.ladder), self.max_slabs, self.max_pages,
             self.slab[layer] // UNIT, int(store.evicts),
@@ -251,4 +255,4 @@ class DeviceStore:
 
     def read(self, *names: str) -> list[NDArray[Any]]:
         """Copies of tables on the host; waits for the device."""
-        return [to_host(self.tables[name]) for name in names]
+        return [self.executor.to_host(self.tables[name]) for name in names]

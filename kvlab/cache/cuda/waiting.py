@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, cuda_view, empty, pointer_of
+from kvlab.arrays import CudaView
 from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.plan import Ladder
 from kvlab.cache.cuda.store import WAITING_PAGES
@@ -147,6 +147,7 @@ class Merged(NamedTuple):
     waiting tokens there is `valid` alone.
     """
 
+    executor: Any
     before: int
     steps: int
     valid: Any
@@ -158,31 +159,33 @@ class Merged(NamedTuple):
     @property
     def arrays(self) -> tuple[Any, ...]:
         """Those that there are."""
-        return tuple(x for x in self[2:] if x is not None)
+        return tuple(x for x in self[3:] if x is not None)
 
     def fresh(self, k: CudaView, v: CudaView, codes: int, length: int) -> Any:
         """A `NewTokens` struct; `k`, `v` and `codes` are those of the call, behind `length` others."""
-        total, valid = self.before + self.steps, pointer_of(self.valid)
+        view, pointer = self.executor.view, self.executor.pointer
+        total, valid = self.before + self.steps, pointer(self.valid)
         if not self.before:
             return kernels.new_tokens(k, v, valid, codes, total, length)
-        views = cuda_view(self.k, "k"), cuda_view(self.v, "v")
-        positions = pointer_of(self.positions)
+        views = view(self.k, "k"), view(self.v, "v")
+        positions = pointer(self.positions)
         return kernels.new_tokens(
-            *views, valid, pointer_of(self.importance), total, length - self.before, positions
+            *views, valid, pointer(self.importance), total, length - self.before, positions
         )
 
 
-def merged_tokens(shape: tuple[int, ...], like: Any, dtype: str, *, waiting: bool) -> Merged:
+def merged_tokens(shape: tuple[int, ...], executor: Any, like: Any, dtype: str, *, waiting: bool) -> Merged:
     """Take memory for new tokens of a shape (batch, steps, heads, head_dim), and for waiting ones."""
-    batch, steps, heads, head_dim = shape
+    (batch, steps, heads, head_dim), empty = shape, executor.empty
     before = CAPACITY if waiting else 0
     total = before + steps
     valid = empty((batch, total), "uint8", like)
     if not waiting:
-        return Merged(0, steps, valid)
+        return Merged(executor, 0, steps, valid)
     k, v = (empty((batch, total, heads, head_dim), dtype, like) for _ in range(2))
     importance = empty((batch * heads, total), "uint8", like)
-    return Merged(before, steps, valid, k, v, importance, empty((batch, total), "int32", like))
+    positions = empty((batch, total), "int32", like)
+    return Merged(executor, before, steps, valid, k, v, importance, positions)
 
 
 def put_new(merged: Merged, k: Any, v: Any, codes: Any) -> None:

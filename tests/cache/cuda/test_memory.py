@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvlab.arrays import overwrite
-from kvlab.cache.cuda import calls, changes, collect, exchange, function, host, layers, long, plan, store
+from kvlab.cache.cuda import exchange, host
 from kvlab.errors import OutOfMemory
 from tests.allocations import fail_everywhere
 from tests.cache.cuda.cases import HEADS, check_state, draw, make, step
@@ -22,26 +21,22 @@ NO_MEMORY = MemoryError("no memory")
 
 
 class Copies:
-    """A module of which `fail_everywhere` lets copies to the device fail, in place of its `empty`."""
+    """An executor of which `fail_everywhere` lets copies to the device fail, in place of its `empty`."""
 
-    def __init__(self, module: ModuleType) -> None:
-        self.module = module
+    def __init__(self, executor: Any) -> None:
+        self.executor = executor
 
     @property
     def empty(self) -> Any:
-        return self.module.to_device
+        return self.executor.to_device
 
     @empty.setter
     def empty(self, copy: Any) -> None:
-        self.module.to_device = copy  # type: ignore[attr-defined]
+        self.executor.to_device = copy
 
 
-ALLOCATING: Any = [layers, calls, collect, long, store]
-ALLOCATING += [
-    Copies(module)
-    for module in (store, exchange, changes, function, host, long, plan)
-    if hasattr(module, "to_device")
-]
+def allocating(executor: Any) -> list[Any]:
+    return [executor, Copies(executor)]
 
 
 def weigh(previous: Any, observed: Any, positions: Any, seqlen: int) -> Any:
@@ -53,7 +48,7 @@ def test_growth_fails_as_a_whole(kernels: Kernels) -> None:
     step(cache, rng, 100)
     many = draw(rng, cache, 500)
     unchanged = kept(cache)
-    assert fail_everywhere(ALLOCATING, NO_MEMORY, lambda: cache.step(0, *many), unchanged) > 0
+    assert fail_everywhere(allocating(kernels), NO_MEMORY, lambda: cache.step(0, *many), unchanged) > 0
     cache.step(1, *many)
     check_state(cache, [range(600)] * 2)
 
@@ -73,7 +68,7 @@ def test_at_any_allocation(kernels: Kernels, options: dict[str, Any]) -> None:
     cache, rng = make(**options), np.random.default_rng(8)
     step(cache, rng, 100)
     new, many = draw(rng, cache, 1), draw(rng, cache, 90)
-    found = failures_of_cache(cache, new, many, ALLOCATING, NO_MEMORY)
+    found = failures_of_cache(cache, new, many, allocating(kernels), NO_MEMORY)
     assert min(found[2:]) > 0
     assert (cache.batch, cache._gpu._device.lengths) == (4, [191, 191])
     check_state(cache, [range(191)] * 4)
@@ -94,7 +89,7 @@ def test_where_bytes_are_few(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) 
         new, lengths = draw(rng, cache, steps), cache._gpu._device.lengths.copy()
         for layer in range(2):
             unchanged = kept(cache, lengths)
-            fail_everywhere(ALLOCATING, NO_MEMORY, lambda: cache.step(layer, *new), unchanged)  # noqa: B023
+            fail_everywhere(allocating(kernels), NO_MEMORY, lambda: cache.step(layer, *new), unchanged)  # noqa: B023
             lengths[layer] += steps
     assert closed
     check_state(cache, [range(300)] * 2)
@@ -127,7 +122,6 @@ def test_on_the_host(
         with pytest.raises(OutOfMemory, match="no memory"):
             RARE[what](cache)
     assert all(layer.seqlen == layer.tokens() == 0 for layer in cache.layers)
-    kernels.store = cache._gpu._device.store
     unchanged()
     for layer in range(2):
         cache.step(layer, *new)
