@@ -1,0 +1,148 @@
+"""The executor of caches on a GPU: memory of the caller's framework, and launches for one store.
+
+The host's side of a cache decides what happens and has an executor carry it out. `kvlab.cache.cpu.CPU` has
+the same methods for arrays of NumPy. What does not depend on a store (memory, copies, streams) is of the
+executor; `kernels(store)` gives the launches for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvlab.arrays import (
+    CudaView,
+    cuda_view,
+    current_stream,
+    empty,
+    overwrite,
+    pointer_of,
+    to_device,
+    to_host,
+)
+from kvlab.cache.cuda import kernels, plan, score
+from kvlab.cache.cuda.store import STATE, DevicePages, DeviceStore
+from kvlab.cache.ladder import Rung
+from kvlab.ops.cuda import packed
+from kvlab.ops.device_arrays import contiguous, copied
+
+__all__ = ["GPU", "GpuExecutor", "GpuKernels"]
+
+
+class GpuKernels:
+    """Launches for one store on a GPU; none waits for the device.
+
+    Parameters
+    ----------
+    store : DeviceStore
+    """
+
+    def __init__(self, store: DeviceStore) -> None:
+        self.store = store
+        self.device = cuda_view(store.states, "states").device
+        self._of_store = store.head_dim, store.stores[0].dtype, self.device
+
+    def _states(self, first: int) -> int:
+        return self.store.states_pointer + first * STATE.itemsize
+
+    # ---- plans ---------------------------------------------------------------------------------------------
+
+    def make_workspace(
+        self, shape: plan.PlanShape, layers: int, most_births: int, most_dropped: int
+    ) -> plan.Workspace:
+        """Memory for plans; see `kvlab.cache.cuda.plan.make_workspace`."""
+        return plan.make_workspace(self.store.like, shape, layers, most_births, most_dropped)
+
+    def launch_plan(
+        self, first: int, layers: int, workspace: plan.Workspace, ladder: plan.Ladder, stream: int,
+        **rules: Any,
+    ) -> None:  # fmt: skip
+        """Plan layers of one ladder; rules as for `kvlab.cache.cuda.plan.launch_plan`."""
+        states = self.store.states_pointer
+        plan.launch_plan(states, first, layers, workspace, ladder, STATE.itemsize, stream, **rules)
+
+    def write_tokens(self, first: int, layers: int, lists: int, groups: int, fresh: Any, stream: int) -> None:
+        """Carry out the moves of a plan; see `kvlab.cache.cuda.kernels.write_tokens`."""
+        kernels.write_tokens(*self._of_store, self._states(first), lists, layers, groups, fresh, stream)
+
+    def copy_pages(self, first: int, layers: int, lists: int, copies: int, stream: int) -> None:
+        """Carry out the page copies of a plan."""
+        kernels.copy_pages(*self._of_store, self._states(first), lists, layers, copies, stream)
+
+    def freeze_means(
+        self, layer: int, fresh: Any, addresses: Sequence[int], before: int, stream: int, *, room: int,
+        force: bool,
+    ) -> None:  # fmt: skip
+        """Take the means that are due; see `kvlab.cache.cuda.kernels.freeze_means`."""
+        batch = self.store.batch
+        kernels.freeze_means(
+            *self._of_store, self._states(layer), batch, fresh, addresses, before, stream,
+            room=room, force=force,
+        )  # fmt: skip
+
+    # ---- steps ---------------------------------------------------------------------------------------------
+
+    def append_call(self, layer: int, top: Rung, **options: Any) -> kernels.AppendCall:
+        """A prepared append; options as of `kvlab.cache.cuda.kernels.AppendCall`."""
+        return kernels.AppendCall(self.store.host_states[layer], top, *self._of_store, **options)
+
+    def attend_call(self, q: Any, pages: DevicePages, workspace: Any, **options: Any) -> packed.AttendCall:
+        """Prepared attention over the pages of a layer; options as of `kvlab.ops.cuda.packed.AttendCall`."""
+        return packed.AttendCall(q, pages, workspace, **options)
+
+    def attention_workspace(self, rows: int, arrivals: Any = None) -> packed.Workspace:
+        """Memory of attention calls with so many query rows of a KV head."""
+        store = self.store
+        return packed.make_workspace(store.like, store.pairs, rows, store.head_dim, arrivals)
+
+    def most_query_tokens(self, group: int) -> int:
+        """How many query tokens an attention call takes."""
+        return packed.most_query_tokens(self.store.pairs * self.store.entries, group, self.device)
+
+    kept_page_bytes = staticmethod(packed.kept_page_bytes)
+
+    def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
+        """Merge attention over other keys into the first; see `kvlab.cache.cuda.kernels.merge_rows`."""
+        kernels.merge_rows(*self._of_store, addresses, shape, stream)
+
+    # ---- importance ----------------------------------------------------------------------------------------
+
+    def score_stored(self, first: int, scores: Any, lse: Any, **options: Any) -> None:
+        """Update the importance of stored tokens; options as of `kvlab.cache.cuda.score.score_stored`."""
+        score.score_stored(self._states(first), scores, lse, **options)
+
+    score_new = staticmethod(score.score_new)
+    score_norms = staticmethod(score.score_norms)
+
+
+class GpuExecutor:
+    """Memory and kernels of GPUs; arrays are those of torch or CuPy, without copies."""
+
+    kind = "cuda"
+    max_group = kernels.MAX_GROUP
+    """Query heads of a KV head that an append can take."""
+    kernels: Any = GpuKernels
+
+    empty = staticmethod(empty)
+    view, pointer, stream = staticmethod(cuda_view), staticmethod(pointer_of), staticmethod(current_stream)
+    to_host, to_device, overwrite = staticmethod(to_host), staticmethod(to_device), staticmethod(overwrite)
+    contiguous, copied = staticmethod(contiguous), staticmethod(copied)
+
+    def check(self, device: int) -> None:
+        """Refuse a GPU that the kernels do not run on."""
+        packed.check_capability(device)
+
+    def input_dtype(self, dtype: str) -> str:
+        """The dtype of new keys and values of a cache of this one."""
+        return dtype
+
+    def aligned(self, view: CudaView) -> bool:
+        """Whether `score_new` can read the vectors of an array."""
+        return score.lies_in_units(view)
+
+    def fill_zero(self, array: Any) -> None:
+        """Write zeros over an array."""
+        array[...] = 0
+
+
+GPU = GpuExecutor()
