@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvlab.cache.cuda.plan import PlanShape, decode_bounds
 from kvlab.reference.cache_layer import (
     PAGE,
+    RETRY,
     SEGMENT,
-    UNFINISHED,
     UNIT,
     Change,
     Ladder,
@@ -60,12 +60,12 @@ def empty_layer(name: str, batch: int, heads: int, entries: int, budget: int, sl
     levels = len(ladder.cost) - evicts
     rungs = tuple(Rung(7 + r, max(3 - r, 1), UNIT * (4 + r)) for r in range(levels))
     slab_units = max(rung.record * rung.per_slab for rung in rungs)
-    pairs, shape = batch * heads, (batch * heads, entries)
+    num_bh, shape = batch * heads, (batch * heads, entries)
     return Layer(
         batch, heads, rungs, evicts, slab_units,
         np.full(slabs * slab_units * UNIT, 0xEE, np.uint8),
         *(np.full(shape, 200, kind) for kind in (np.uint8, np.uint8, np.uint32, np.uint16)),
-        np.zeros(pairs, np.int32), np.full((pairs, 2), -1, np.int32),
+        np.zeros(num_bh, np.int32), np.full((num_bh, 2), -1, np.int32),
         np.zeros(levels, np.int32), np.zeros(levels, np.int32),
         np.zeros((levels, slabs), np.int32), np.arange(slabs, dtype=np.int32)[::-1].copy(), slabs,
         np.zeros((levels, 3 * slabs), np.uint32), np.zeros(slabs, np.int32),
@@ -97,35 +97,35 @@ def identities(layer: Layer, address: int) -> np.ndarray:
 
 @dataclass
 class Simulation:
-    """A layer and the tokens that should be in it: (pair, position) -> how often.
+    """A layer and the tokens that should be in it: (bh, position) -> how often.
 
-    The identity of a token is position + (pair << 20).
+    The identity of a token is position + (bh << 20).
     """
 
     layer: Layer
     name: str
     sink: int = 4
     recent: int = 8
-    room: int = 16
+    lookahead: int = 16
     fixed: int = 100
     held: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def change(
-        self, new: Tokens | None = None, by_position: bool = False, most_births: int = 1 << 30
+        self, new: Tokens | None = None, by_position: bool = False, most_new_pages: int = 1 << 30
     ) -> Change:
         """Plan, carry out, and check what must hold after any change."""
         ladder, _ = LADDERS[self.name]
         before = self.levels()
         change = plan(
-            self.layer, ladder, new, sink=self.sink, recent=self.recent, room=self.room,
-            fixed_nbytes=self.fixed, by_position=by_position, most_births=most_births,
+            self.layer, ladder, new, sink=self.sink, recent=self.recent, lookahead=self.lookahead,
+            fixed_nbytes=self.fixed, by_position=by_position, most_new_pages=most_new_pages,
         )  # fmt: skip
         self.carry_out(change, new)
-        if new is not None and not change.status & UNFINISHED:
+        if new is not None and not change.status & RETRY:
             self.layer.seqlen = new.first + new.code.shape[1]
-            for pair in range(len(new.code)):
-                for s in np.flatnonzero(new.valid[pair // self.layer.heads]):
-                    self.held[pair, new.first + int(s)] += 1
+            for bh in range(len(new.code)):
+                for s in np.flatnonzero(new.valid[bh // self.layer.heads]):
+                    self.held[bh, new.first + int(s)] += 1
         self.check(before, change)
         return change
 
@@ -160,16 +160,16 @@ class Simulation:
             layer.arena[to * UNIT : to * UNIT + size] = layer.arena[origin * UNIT : origin * UNIT + size]
 
     def levels(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Rung and code of every stored token by (pair, position)."""
+        """Rung and code of every stored token by (bh, position)."""
         layer, found = self.layer, {}
-        for pair in range(len(layer.num_pages)):
-            for e in range(int(layer.num_pages[pair])):
-                r, address, n = int(layer.rung[pair, e]), int(layer.index[pair, e]), int(layer.count[pair, e])
-                at = (int(layer.base[pair, e]) << SEGMENT) + layer.positions(r, address)[:n].astype(np.int64)
-                assert np.array_equal(identities(layer, address)[:n], at + (pair << 20))
+        for bh in range(len(layer.num_pages)):
+            for e in range(int(layer.num_pages[bh])):
+                r, address, n = int(layer.rung[bh, e]), int(layer.index[bh, e]), int(layer.count[bh, e])
+                at = (int(layer.base[bh, e]) << SEGMENT) + layer.positions(r, address)[:n].astype(np.int64)
+                assert np.array_equal(identities(layer, address)[:n], at + (bh << 20))
                 for position, code in zip(at.tolist(), layer.codes(r, address)[:n].tolist(), strict=True):
-                    assert (pair, position) not in found
-                    found[pair, position] = r, code
+                    assert (bh, position) not in found
+                    found[bh, position] = r, code
         return found
 
     def row_nbytes(self) -> np.ndarray:
@@ -197,18 +197,18 @@ class Simulation:
         self.check_full_pages()
 
     def check_open_pages(self) -> None:
-        """The open pages take `room` tokens, in order, each in its segment."""
+        """The open pages take `lookahead` tokens, in order, each in its segment."""
         layer = self.layer
-        for pair, pages in enumerate(layer.open):
-            opened = [(int(layer.base[pair, e]), int(layer.count[pair, e]), e) for e in pages if e >= 0]
+        for bh, pages in enumerate(layer.open):
+            opened = [(int(layer.base[bh, e]), int(layer.count[bh, e]), e) for e in pages if e >= 0]
             for _, _, e in opened:
-                assert e < layer.num_pages[pair]
-                assert layer.rung[pair, e] == len(layer.rungs) - 1
+                assert e < layer.num_pages[bh]
+                assert layer.rung[bh, e] == len(layer.rungs) - 1
             free = [[base, PAGE - n] for base, n, _ in opened]
-            for position in range(layer.seqlen, layer.seqlen + self.room):
+            for position in range(layer.seqlen, layer.seqlen + self.lookahead):
                 while free and (free[0][1] == 0 or free[0][0] != position >> SEGMENT):
                     free.pop(0)
-                assert free, (pair, position)
+                assert free, (bh, position)
                 free[0][1] -= 1
 
     def check_pools(self) -> None:
@@ -216,26 +216,26 @@ class Simulation:
         layer = self.layer
         for r in range(len(layer.rungs)):
             found = {}
-            for pair in range(len(layer.num_pages)):
-                for e in range(int(layer.num_pages[pair])):
-                    if layer.rung[pair, e] == r:
-                        number = layer.number(r, int(layer.index[pair, e]))
+            for bh in range(len(layer.num_pages)):
+                for e in range(int(layer.num_pages[bh])):
+                    if layer.rung[bh, e] == r:
+                        number = layer.number(r, int(layer.index[bh, e]))
                         assert number not in found
-                        found[number] = pair * layer.rung.shape[1] + e
+                        found[number] = bh * layer.rung.shape[1] + e
             assert sorted(found) == list(range(layer.used[r]))
-            assert [found[i] for i in range(layer.used[r])] == layer.owner[r, : layer.used[r]].tolist()
+            assert [found[i] for i in range(layer.used[r])] == layer.entry_of[r, : layer.used[r]].tolist()
             assert layer.slab_count[r] == -(-int(layer.used[r]) // layer.rungs[r].per_slab)
         used = [s for r in range(len(layer.rungs)) for s in layer.slabs[r, : layer.slab_count[r]].tolist()]
-        assert sorted(used + layer.free_slabs[: layer.num_free].tolist()) == list(range(len(layer.place)))
+        assert sorted(used + layer.free_slabs[: layer.num_free].tolist()) == list(range(len(layer.slab_slot)))
 
     def check_full_pages(self) -> None:
-        """No (pair, segment, rung) has more than one page that is neither full nor empty, two at the top."""
+        """No (bh, segment, rung) has more than one page that is neither full nor empty, two at the top."""
         layer = self.layer
         partial: Counter[tuple[int, int, int]] = Counter()
-        for pair in range(len(layer.num_pages)):
-            for e in range(int(layer.num_pages[pair])):
-                if 0 < layer.count[pair, e] < PAGE:
-                    partial[pair, int(layer.base[pair, e]), int(layer.rung[pair, e])] += 1
+        for bh in range(len(layer.num_pages)):
+            for e in range(int(layer.num_pages[bh])):
+                if 0 < layer.count[bh, e] < PAGE:
+                    partial[bh, int(layer.base[bh, e]), int(layer.rung[bh, e])] += 1
         for (_, _, r), n in partial.items():
             assert n <= 1 + (r == len(layer.rungs) - 1)
 
@@ -247,30 +247,30 @@ class Simulation:
         return self.change()
 
     def append(self, codes: np.ndarray) -> None:
-        """What the append kernel does with `codes` (pairs, steps) of new tokens."""
+        """What the append kernel does with `codes` (num_bh, steps) of new tokens."""
         layer, top = self.layer, len(self.layer.rungs) - 1
         for s in range(codes.shape[1]):
             position = layer.seqlen
-            for pair in range(len(codes)):
-                for e in layer.open[pair]:
-                    if e >= 0 and layer.base[pair, e] == position >> SEGMENT and layer.count[pair, e] < PAGE:
+            for bh in range(len(codes)):
+                for e in layer.open[bh]:
+                    if e >= 0 and layer.base[bh, e] == position >> SEGMENT and layer.count[bh, e] < PAGE:
                         break
                 else:
                     raise AssertionError("no open page")
-                address, slot = int(layer.index[pair, e]), int(layer.count[pair, e])
-                identities(layer, address)[slot] = position + (pair << 20)
+                address, slot = int(layer.index[bh, e]), int(layer.count[bh, e])
+                identities(layer, address)[slot] = position + (bh << 20)
                 layer.positions(top, address)[slot] = position & 0xFFFF
-                layer.codes(top, address)[slot] = codes[pair, s]
-                layer.count[pair, e] += 1
-                self.held[pair, position] += 1
+                layer.codes(top, address)[slot] = codes[bh, s]
+                layer.count[bh, e] += 1
+                self.held[bh, position] += 1
             layer.seqlen += 1
 
     def observe(self, rng: np.random.Generator) -> None:
         """New importance for all stored tokens."""
         layer = self.layer
-        for pair in range(len(layer.num_pages)):
-            for e in range(int(layer.num_pages[pair])):
-                codes = layer.codes(int(layer.rung[pair, e]), int(layer.index[pair, e]))
+        for bh in range(len(layer.num_pages)):
+            for e in range(int(layer.num_pages[bh])):
+                codes = layer.codes(int(layer.rung[bh, e]), int(layer.index[bh, e]))
                 codes[:] = np.clip(codes + rng.integers(-9, 10, PAGE), 0, 255)
 
 
@@ -293,13 +293,13 @@ def play(story: dict[str, Any], kind: type[Simulation]) -> None:
         else:
             raise AssertionError("no end")
     shape = PlanShape(batch, heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, 2, 0)
-    births, dropped = decode_bounds(shape, LADDERS[name][0])
+    new_pages, dropped = decode_bounds(shape, LADDERS[name][0])
     for step in range(story["steps"]):
         simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))
         simulation.observe(rng)
         change = simulation.change(by_position=story["by_position"])
         assert change.status == 0
         if step:  # the first one still closes what prefills have left open
-            assert change.births <= births
+            assert change.new_pages <= new_pages
             assert change.dropped <= dropped
     assert not simulation.crop(int(story["cropped"] * (layer.seqlen - story["first"]))).status

@@ -55,7 +55,7 @@ LADDERS: dict[str, tuple[tuple[int, ...], float]] = {  # widths, bytes over thos
 HEAD_DIM, STEPS = 128, 16
 PERIOD = 4  # cycles until every head has needed a page
 WAIT = 4_000_000  # of the device, in its cycles, while the host launches a plan
-PLAN = ("count_keys", "choose_rungs", "bear_pages", "plan_moves", "make_tables")
+PLAN = ("count_keys", "choose_rungs", "allocate_pages", "plan_moves", "make_tables")
 
 
 class Clock:
@@ -95,7 +95,7 @@ class Model:
         self.like, self.stream = like, torch.cuda.current_stream().cuda_stream
         rng = np.random.default_rng(0)
         self.mass = torch.from_numpy(rng.lognormal(-np.log(tokens), 1.5, batch * heads * tokens)).cuda()
-        self.options = {"sink": 4, "recent": 8, "room": STEPS, "fixed_nbytes": self.host.fixed_nbytes}
+        self.options = {"sink": 4, "recent": 8, "lookahead": STEPS, "fixed_nbytes": self.host.fixed_nbytes}
 
     def shape(self, new_tokens: int) -> plan.PlanShape:
         segments = ((self.tokens + 1024 + STEPS) >> 16) + 1
@@ -137,9 +137,9 @@ class Model:
 
     def prefill(self) -> dict[str, float]:
         """Fill every layer; times of the last."""
-        n, pairs = self.tokens, self.batch * self.heads
-        births = pairs * (n // 64 + 4)
-        workspace = plan.make_workspace(self.like, self.shape(n), 1, births, pairs * 8)
+        n, num_bh = self.tokens, self.batch * self.heads
+        new_pages = num_bh * (n // 64 + 4)
+        workspace = plan.make_workspace(self.like, self.shape(n), 1, new_pages, num_bh * 8)
         codes = (8 * torch.log2(self.mass) + 192).round().clamp(1, 255).to(torch.uint8)
         k = torch.randn(self.batch, n, self.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         view = cuda_view(k, "k")
@@ -233,10 +233,10 @@ class Model:
             for call in calls:
                 call(*views, 0, out.data_ptr(), lse.data_ptr(), True, stream)
 
-        tables, pairs = self.store.tables, self.batch * self.heads
+        tables, num_bh = self.store.tables, self.batch * self.heads
         kept = {name: tables[name].clone() for name in ("count", "seqlen")}
-        open_pages = tables["open"].view(self.layers, pairs, -1).long().clamp(min=0)
-        tables["count"].view(self.layers, pairs, -1).scatter_(2, open_pages, 0)  # room for 64 replays
+        open_pages = tables["open"].view(self.layers, num_bh, -1).long().clamp(min=0)
+        tables["count"].view(self.layers, num_bh, -1).scatter_(2, open_pages, 0)  # room for 64 replays
         appended = median_of_graph(body, repeats) / self.layers
         self.check()
         for name, table in kept.items():

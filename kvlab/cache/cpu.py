@@ -62,7 +62,7 @@ class Workspace:
     """Moves and page copies that the last plan of each layer has decided."""
 
     shape: PlanShape
-    most_births: int
+    most_new_pages: int
     most_dropped: int
     moves: dict[int, tuple[NDArray[np.uint32], NDArray[np.uint32]]] = field(default_factory=dict)
     copies: dict[int, NDArray[np.uint32]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Workspace:
 
     def max_groups(self, phase: int) -> int:
         """Most destination pages of a layer in a phase."""
-        return self.most_dropped * 64 if phase else self.most_births
+        return self.most_dropped * 64 if phase else self.most_new_pages
 
 
 class CpuKernels:
@@ -107,8 +107,8 @@ class CpuKernels:
                 np.array(rungs, np.int64).reshape(len(layouts), 3), store.arenas[layer], mine["rung"],
                 mine["count"], mine["index"].view(np.uint32), mine["base"].view(np.uint16),
                 mine["num_pages"].reshape(pairs), mine["open"], mine["used"], mine["slab_count"],
-                mine["slabs"], mine["free_slabs"], mine["num_free"], mine["owner"].view(np.uint32),
-                mine["place"], mine["budget"], mine["status"],
+                mine["slabs"], mine["free_slabs"], mine["num_free"], mine["entry_of"].view(np.uint32),
+                mine["slab_slot"], mine["budget"], mine["status"],
                 mine.get("waits", np.zeros(store.batch, np.int32)),
             )  # fmt: skip
         return self._tables[layer]
@@ -143,22 +143,28 @@ class CpuKernels:
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
-    def make_workspace(self, shape: PlanShape, layers: int, most_births: int, most_dropped: int) -> Workspace:
+    def make_workspace(
+        self, shape: PlanShape, layers: int, most_new_pages: int, most_dropped: int
+    ) -> Workspace:
         """Where plans leave their moves."""
-        return Workspace(shape, most_births, most_dropped)
+        return Workspace(shape, most_new_pages, most_dropped)
 
     def launch_plan(
         self, first: int, layers: int, workspace: Workspace, ladder: Ladder, stream: int, *, sink: int,
-        recent: int, room: int, fixed_nbytes: int, by_position: bool = False,
-        codes: int = 0, valid: int = 0, positions: int = 0, steps: int = 0, first_position: int = 0,
+        recent: int, lookahead: int, fixed_nbytes: int, by_position: bool = False,
+        codes: int = 0, valid: int = 0, positions: int = 0, num_new: int = 0, first_position: int = 0,
     ) -> None:  # fmt: skip
         """`kvlab.cache.cuda.plan.launch_plan`: layers are planned side by side."""
         from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
         from kvlab.numba_kernels.cpu.cache_plan import plan_layer
 
         store, pairs = self.store, self.store.batch * self.store.heads
-        mask = array_at(valid, (store.batch, steps), "bool") if valid else np.ones((store.batch, steps), bool)
-        at = self._positions(positions, steps, first_position)
+        mask = (
+            array_at(valid, (store.batch, num_new), "bool")
+            if valid
+            else np.ones((store.batch, num_new), bool)
+        )
+        at = self._positions(positions, num_new, first_position)
         workspace.moves, workspace.copies = {}, {}
         waiting = list(range(first, first + layers))
 
@@ -166,12 +172,12 @@ class CpuKernels:
             while waiting:
                 layer = waiting.pop()
                 length = int(store.tables["seqlen"][layer].max(initial=0))
-                seqlen = first_position + steps if steps else length
-                new = NewTokens(array_at(codes, (pairs, steps), "uint8"), mask, at)
+                seqlen = first_position + num_new if num_new else length
+                new = NewTokens(array_at(codes, (pairs, num_new), "uint8"), mask, at)
                 rules = Rules(
                     store.heads, int(store.stores[layer].evicts), store.slab[layer] // UNIT,
-                    workspace.shape.segments, seqlen, sink, recent, room, by_position, fixed_nbytes,
-                    workspace.most_births,
+                    workspace.shape.segments, seqlen, sink, recent, lookahead, by_position, fixed_nbytes,
+                    workspace.most_new_pages,
                 )  # fmt: skip
                 *lists, copies, _, _, _ = plan_layer(self.tables(layer), levels_of(ladder), rules, new)
                 workspace.moves[layer], workspace.copies[layer] = (lists[0], lists[1]), copies
@@ -526,7 +532,7 @@ def levels_of(ladder: Ladder) -> Any:
     n = len(ladder.cost)
     rate, level, edges = np.zeros((n, n), np.float32), np.zeros((n, n), np.int64), np.zeros(n, np.int64)
     for top in range(n):
-        found = ladder.steps(top)
+        found = ladder.edges(top)
         edges[top] = len(found)
         for i, (to, saved) in enumerate(found):
             rate[top, i], level[top, i] = saved, to

@@ -17,7 +17,7 @@ PAGE, UNIT, SEGMENT, KEYS = 64, 64, 16, 256
 RECENT, SINK = 254, 255
 """Keys of tokens that outweigh all importance codes, which end at 253."""
 NEW_TOKEN = 255
-NO_ROOM, NO_ENTRY, UNFINISHED = 1, 4, 8
+OVER_BUDGET, TABLE_FULL, RETRY = 1, 4, 8
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,19 @@ class Rung:
 class Ladder:
     """Bytes that a page counts and loss of its tokens at each level, lowest first; level 0 may be eviction.
 
-    `steps(top)` are the corners of the lower convex hull of (bytes, loss) up to a level, as (level, loss
+    `edges(top)` are the corners of the lower convex hull of (bytes, loss) up to a level, as (level, loss
     saved per byte) from the lowest corner on.
 
     Examples
     --------
-    >>> [level for level, _ in Ladder((10, 20, 30), (8.0, 7.5, 1.0)).steps(2)]
+    >>> [level for level, _ in Ladder((10, 20, 30), (8.0, 7.5, 1.0)).edges(2)]
     [2]
     """
 
     cost: tuple[int, ...]
     loss: tuple[float, ...]
 
-    def steps(self, top: int) -> list[tuple[int, np.float32]]:
+    def edges(self, top: int) -> list[tuple[int, np.float32]]:
         corners: list[tuple[int, float]] = [(0, np.inf)]
         for level in range(1, top + 1):
             while True:
@@ -60,7 +60,7 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Tokens:
-    """New tokens: importance codes (pairs, n), which are valid (batch, n), position of the first.
+    """New tokens: importance codes (num_bh, n), which are valid (batch, n), position of the first.
 
     `positions` (batch, n), unless they follow the first; the rows have `first + n` time steps then.
     """
@@ -73,7 +73,7 @@ class Tokens:
 
 @dataclass
 class Layer:
-    """State of one layer: LayerState of ``kernels/cuda/pages/state.cuh``; tables (pairs, entries).
+    """State of one layer: LayerState of ``kernels/cuda/pages/state.cuh``; tables (num_bh, entries).
 
     `waits` (batch,): rows whose pages a plan leaves alone; None: there are none.
     """
@@ -95,8 +95,8 @@ class Layer:
     slabs: NDArray[np.int32]
     free_slabs: NDArray[np.int32]
     num_free: int
-    owner: NDArray[np.uint32]
-    place: NDArray[np.int32]
+    entry_of: NDArray[np.uint32]
+    slab_slot: NDArray[np.int32]
     seqlen: int
     budget: Ints
     waits: NDArray[np.int32] | None = None
@@ -113,7 +113,7 @@ class Layer:
     def number(self, r: int, address: int) -> int:
         """The inverse of `address`."""
         slab, within = divmod(address, self.slab_units)
-        return int(self.place[slab]) * self.rungs[r].per_slab + within // self.rungs[r].record
+        return int(self.slab_slot[slab]) * self.rungs[r].per_slab + within // self.rungs[r].record
 
     def positions(self, r: int, address: int) -> NDArray[np.uint16]:
         start = address * UNIT + self.rungs[r].tail
@@ -128,15 +128,15 @@ class Layer:
 class Change:
     """What `plan` returns: moves (from, to, from_slot, to_slot, from_rung, to_rung, token) of both phases.
 
-    from_rung 255: a new token; `from` is its pair, `token` = row * steps + step; else `token` is the pair.
-    `copies` are (from, to, rung) of whole pages. `chunks`: (row, weight, ceiling, level). `births` and
+    from_rung 255: a new token; `from` is its bh, `token` = row * num_new + i; else `token` is the bh.
+    `copies` are (from, to, rung) of whole pages. `chunks`: (row, weight, ceiling, level). `new_pages` and
     `dropped` count pages.
     """
 
     phases: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = field(default_factory=lambda: ([], []))
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     chunks: list[tuple[int, float, int, int]] = field(default_factory=list)
-    births: int = 0
+    new_pages: int = 0
     dropped: int = 0
     status: int = 0
 
@@ -145,14 +145,14 @@ class Change:
 class Group:
     """Tokens of a group: for each class a list of blocks (where from, keys of its tokens), in table order."""
 
-    pair: int
+    bh: int
     segment: int
-    blocks: list[list[tuple[int, Ints]]]  # [class] -> (entry or first step, key of each slot; -1: no token)
+    blocks: list[list[tuple[int, Ints]]]  # [class] -> (entry or first token, key of each slot; -1: no token)
     tokens: list[int] = field(default_factory=list)
     chosen: list[list[int]] = field(default_factory=list)  # [class][level]: chunks
     extra: bool = False
-    births: list[int] = field(default_factory=list)  # [rung]
-    first: list[int] = field(default_factory=list)  # [rung]: number of the first page born
+    new_pages: list[int] = field(default_factory=list)  # [rung]
+    first: list[int] = field(default_factory=list)  # [rung]: number of the first new page
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Rules:
     seqlen: int
     sink: int
     recent: int
-    room: int
+    lookahead: int
     by_position: bool
 
 
@@ -178,10 +178,10 @@ def pages_needed(g: Group, layer: Layer, r: int) -> int:
 def to_come(segment: int, rules: Rules) -> int:
     """How many of the next tokens lie in a segment."""
     first, end = segment << SEGMENT, (segment + 1) << SEGMENT
-    return max(0, min(end, rules.seqlen + rules.room) - max(first, rules.seqlen))
+    return max(0, min(end, rules.seqlen + rules.lookahead) - max(first, rules.seqlen))
 
 
-def room_of(g: Group) -> int:
+def slots_left(g: Group) -> int:
     """Free slots of the page that takes the next tokens of a group: the one with what is left over."""
     left = g.tokens[-1] % PAGE or g.tokens[-2] % PAGE
     return PAGE - left if left else 0

@@ -1,7 +1,7 @@
 """Which tokens and pages move, and the tables afterwards: second half of the oracle ``cache_plan.py``.
 
 What ``kernels/cuda/plan/moves.cu`` and ``plan/tables.cu`` do, once it is known how many chunks of
-each class go to which rung and which fresh pages take them.
+each class go to which rung and which new pages take them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from kvlab.reference.cache_layer import (
     NEW_TOKEN,
-    NO_ENTRY,
     PAGE,
     SEGMENT,
+    TABLE_FULL,
     Change,
     Group,
     Ints,
@@ -22,10 +22,10 @@ from kvlab.reference.cache_layer import (
     Tokens,
     chunks_leaving,
     pages_needed,
-    room_of,
+    slots_left,
 )
 
-__all__ = ["close_up", "move_to_fresh_pages", "set_tables"]
+__all__ = ["close_up", "move_to_new_pages", "set_tables"]
 
 
 def _ranks(blocks: list[tuple[int, Ints]]) -> list[Ints]:
@@ -39,8 +39,8 @@ def _ranks(blocks: list[tuple[int, Ints]]) -> list[Ints]:
     return np.split(rank, ends)
 
 
-def move_to_fresh_pages(layer: Layer, g: Group, r: int, new: Tokens | None, change: Change) -> None:
-    """Moves of phase 0 into the pages of rung r that a group gives birth to, in their order."""
+def move_to_new_pages(layer: Layer, g: Group, r: int, new: Tokens | None, change: Change) -> None:
+    """Moves of phase 0 into the pages of rung r new pages of a group, in their order."""
     number = g.first[r]
     for c in range(len(g.blocks)):
         if c == r or not g.blocks[c]:
@@ -58,11 +58,11 @@ def move_to_fresh_pages(layer: Layer, g: Group, r: int, new: Tokens | None, chan
                 to = layer.address(r, number + page)
                 if is_new:
                     assert new is not None
-                    token = g.pair // layer.heads * new.code.shape[1] + origin + int(slot)
-                    moves.append((page, to_slot, (g.pair, to, 0, to_slot, NEW_TOKEN, r, token)))
+                    token = g.bh // layer.heads * new.code.shape[1] + origin + int(slot)
+                    moves.append((page, to_slot, (g.bh, to, 0, to_slot, NEW_TOKEN, r, token)))
                 else:
-                    source = int(layer.index[g.pair, origin])
-                    moves.append((page, to_slot, (source, to, int(slot), to_slot, c, r, g.pair)))
+                    source = int(layer.index[g.bh, origin])
+                    moves.append((page, to_slot, (source, to, int(slot), to_slot, c, r, g.bh)))
         change.phases[0].extend(move for _, _, move in sorted(moves))
         number += -(-count // PAGE)
 
@@ -84,26 +84,26 @@ def close_up(
     is_top = r == len(layer.rungs) - 1
     kept = min(len(g.blocks[r]), needed + (is_top and g.extra))
     ranks = _ranks(g.blocks[r])
-    before = [int(layer.count[g.pair, e]) for e, _ in g.blocks[r]]
+    before = [int(layer.count[g.bh, e]) for e, _ in g.blocks[r]]
     kind = [0 if n == PAGE else 1 if n else 2 for n in before]
     order = sorted(range(len(kind)), key=lambda i: kind[i])
     ordinal = {i: o for o, i in enumerate(order)}
     holes, movers = [], []
     for i, (e, _) in enumerate(g.blocks[r]):
-        o, address = ordinal[i], int(layer.index[g.pair, e])
+        o, address = ordinal[i], int(layer.index[g.bh, e])
         target = PAGE if o < needed - 1 else staying - PAGE * (needed - 1) if o == needed - 1 else 0
         stays = ranks[i] >= leaving
         holes += [(address, slot) for slot in range(target) if not stays[slot]]
         movers += [(address, slot) for slot in range(target, PAGE) if stays[slot]]
-        counts[g.pair, e] = target
+        counts[g.bh, e] = target
         if o >= kept:
-            dropped.setdefault(g.pair, []).append(e)
+            dropped.setdefault(g.bh, []).append(e)
         elif is_top and o == needed - 1:
-            roles[g.pair, g.segment, "left over"] = e
+            roles[g.bh, g.segment, "left over"] = e
         elif o >= needed:
-            roles[g.pair, g.segment, "extra"] = e
+            roles[g.bh, g.segment, "extra"] = e
     for (source, from_slot), (to, to_slot) in zip(movers, holes, strict=True):
-        change.phases[1].append((source, to, from_slot, to_slot, r, r, g.pair))
+        change.phases[1].append((source, to, from_slot, to_slot, r, r, g.bh))
 
 
 # ---- tables
@@ -118,82 +118,82 @@ def set_tables(
     change: Change,
 ) -> None:
     top, entries = len(layer.rungs) - 1, layer.rung.shape[1]
-    dead: list[list[int]] = [[] for _ in layer.rungs]
-    for pair in range(layer.batch * layer.heads):
-        if layer.row_waits(pair // layer.heads):
+    freed: list[list[int]] = [[] for _ in layer.rungs]
+    for bh in range(layer.batch * layer.heads):
+        if layer.row_waits(bh // layer.heads):
             continue
-        gone = sorted(dropped.get(pair, []))
+        gone = sorted(dropped.get(bh, []))
         for e in gone:
-            r = int(layer.rung[pair, e])
-            dead[r].append(layer.number(r, int(layer.index[pair, e])))
-        own = [g for g in groups if g.pair == pair]
-        born = [(g, r, j) for g in own for r in range(top + 1) for j in range(g.births[r])]
-        n = int(layer.num_pages[pair])
-        after = n - len(gone) + len(born)
+            r = int(layer.rung[bh, e])
+            freed[r].append(layer.number(r, int(layer.index[bh, e])))
+        own = [g for g in groups if g.bh == bh]
+        added = [(g, r, j) for g in own for r in range(top + 1) for j in range(g.new_pages[r])]
+        n = int(layer.num_pages[bh])
+        after = n - len(gone) + len(added)
         if after > entries:
-            change.status |= NO_ENTRY
+            change.status |= TABLE_FULL
             return
-        places = [e for e in gone if e < after] + list(range(n, after))
+        vacant = [e for e in gone if e < after] + list(range(n, after))
         fillers = [e for e in range(after, n) if e not in gone]
-        moved = dict(zip(fillers, places, strict=False))
+        moved = dict(zip(fillers, vacant, strict=False))
         for e, to in moved.items():
             for table in (layer.rung, layer.count, layer.index, layer.base):
-                table[pair, to] = table[pair, e]
-            r = int(layer.rung[pair, to])
-            layer.owner[r, layer.number(r, int(layer.index[pair, to]))] = pair * entries + to
+                table[bh, to] = table[bh, e]
+            r = int(layer.rung[bh, to])
+            layer.entry_of[r, layer.number(r, int(layer.index[bh, to]))] = bh * entries + to
         for key, e in roles.items():
-            if key[0] == pair:
+            if key[0] == bh:
                 roles[key] = moved.get(e, e)
-        for e, (g, r, j) in zip(places[len(fillers) :], born, strict=True):
+        for e, (g, r, j) in zip(vacant[len(fillers) :], added, strict=True):
             number = g.first[r] + j
-            layer.rung[pair, e], layer.base[pair, e] = r, g.segment
-            layer.index[pair, e] = layer.address(r, number)
-            layer.owner[r, number] = pair * entries + e
+            layer.rung[bh, e], layer.base[bh, e] = r, g.segment
+            layer.index[bh, e] = layer.address(r, number)
+            layer.entry_of[r, number] = bh * entries + e
             left = g.tokens[-1] % PAGE
-            pages = g.births[r] - (0 if r < top else _born_empty(layer, g))
+            pages = g.new_pages[r] - (0 if r < top else _new_empty(layer, g))
             partial = r == top and left and j == pages - 1
-            layer.count[pair, e] = 0 if j >= pages else left if partial else PAGE
+            layer.count[bh, e] = 0 if j >= pages else left if partial else PAGE
             if j >= pages:
-                roles[pair, g.segment, "extra"] = e
+                roles[bh, g.segment, "extra"] = e
             elif partial:
-                roles[pair, g.segment, "left over"] = e
-        layer.num_pages[pair] = after
-        _set_open(layer, pair, own, roles, rules)
-    _close_pools(layer, dead, change)
+                roles[bh, g.segment, "left over"] = e
+        layer.num_pages[bh] = after
+        _set_open(layer, bh, own, roles, rules)
+    _close_pools(layer, freed, change)
 
 
-def _born_empty(layer: Layer, g: Group) -> int:
-    """1 if the page that a group holds ready is born; 0 if it has none, or a dropped one serves."""
+def _new_empty(layer: Layer, g: Group) -> int:
+    """1 if the page that a group holds ready is added; 0 if it has none, or a dropped one serves."""
     top = len(layer.rungs) - 1
     return int(g.extra and len(g.blocks[top]) <= pages_needed(g, layer, top))
 
 
 def _set_open(
-    layer: Layer, pair: int, groups: list[Group], roles: dict[tuple[int, int, str], int], rules: Rules
+    layer: Layer, bh: int, groups: list[Group], roles: dict[tuple[int, int, str], int], rules: Rules
 ) -> None:
     current = rules.seqlen >> SEGMENT
-    started = roles.get((pair, current, "left over"), -1)
-    if not any(g.segment == current and room_of(g) for g in groups):
+    started = roles.get((bh, current, "left over"), -1)
+    if not any(g.segment == current and slots_left(g) for g in groups):
         started = -1
-    ready = roles.get((pair, current, "extra"), -1)
-    beyond = roles.get((pair, current + 1, "extra"), -1)
+    ready = roles.get((bh, current, "extra"), -1)
+    beyond = roles.get((bh, current + 1, "extra"), -1)
     pages = [ready if ready >= 0 else started, beyond] if beyond >= 0 else [started, ready]
     if pages[0] < 0:
         pages = [pages[1], -1]
-    layer.open[pair] = pages
+    layer.open[bh] = pages
 
 
-def _close_pools(layer: Layer, dead: list[list[int]], change: Change) -> None:
-    """Copy the last pages of each rung to the places of dropped ones; give back slabs that became empty."""
-    for r, numbers in enumerate(dead):
+def _close_pools(layer: Layer, freed: list[list[int]], change: Change) -> None:
+    """Copy the last pages of each rung to the vacant of dropped ones; give back slabs that became empty."""
+    for r, numbers in enumerate(freed):
         after = int(layer.used[r]) - len(numbers)
-        gaps = [number for number in numbers if number < after]
+        holes = [number for number in numbers if number < after]
         last = [number for number in range(after, int(layer.used[r])) if number not in numbers]
-        for source, to in zip(last, gaps, strict=True):
-            address, entry = layer.address(r, to), int(layer.owner[r, source])
+        for source, to in zip(last, holes, strict=True):
+            address, entry = layer.address(r, to), int(layer.entry_of[r, source])
             change.copies.append((layer.address(r, source), address, r))
             layer.index[divmod(entry, layer.rung.shape[1])] = address
-            layer.owner[r, to] = entry
+            layer.entry_of[r, to] = entry
         layer.used[r] = after
         slabs = -(-after // layer.rungs[r].per_slab)
         for slab in layer.slabs[r, slabs : layer.slab_count[r]]:

@@ -9,8 +9,8 @@ count   histogram of the importance of every (group, class); a class is a rung, 
         the most important ones, stays where it is (new ones: in a page of the top rung).
 choose  bisection of a price: every chunk climbs the rungs as far as each step saves more loss than its bytes
         cost at that price; at the price itself, chunks in order of their number while they fit.
-pages   a chunk that changes its rung becomes one fresh page there, behind the pages of that rung.
-moves   (1) tokens of these chunks go to the fresh pages; (2) those that stay behind in a class close up, so
+pages   a chunk that changes its rung becomes one new page there, behind the pages of that rung.
+moves   (1) tokens of these chunks go to the new pages; (2) those that stay behind in a class close up, so
         that all its pages but one are full; pages without tokens are dropped.
 tables  entries of dropped pages are taken by others, and dropped pages by the last pages of their rung.
 
@@ -23,12 +23,12 @@ import numpy as np
 
 from kvlab.reference.cache_layer import (
     KEYS,
-    NO_ROOM,
+    OVER_BUDGET,
     PAGE,
     RECENT,
+    RETRY,
     SEGMENT,
     SINK,
-    UNFINISHED,
     Change,
     Group,
     Ints,
@@ -37,10 +37,10 @@ from kvlab.reference.cache_layer import (
     Rules,
     Tokens,
     pages_needed,
-    room_of,
+    slots_left,
     to_come,
 )
-from kvlab.reference.cache_moves import close_up, move_to_fresh_pages, set_tables
+from kvlab.reference.cache_moves import close_up, move_to_new_pages, set_tables
 
 __all__ = ["plan", "recency_code", "token_weight"]
 
@@ -72,10 +72,10 @@ def plan(
     *,
     sink: int,
     recent: int,
-    room: int,
+    lookahead: int,
     fixed_nbytes: int,
     by_position: bool = False,
-    most_births: int = 1 << 30,
+    most_new_pages: int = 1 << 30,
 ) -> Change:
     """Decide a change of a layer, and bring its tables to their final state; page contents stay as they are.
 
@@ -87,27 +87,29 @@ def plan(
     new : Tokens, optional
     sink, recent : int
         First and newest positions that outweigh others.
-    room : int
-        Every pair gets open pages for at least so many tokens to come, at most 64.
+    lookahead : int
+        Every bh gets open pages for at least so many tokens to come, at most 64.
     fixed_nbytes : int
         Bytes of a row beside its pages.
     by_position : bool
         Importance is 1 / age, whatever the codes say.
-    most_births : int
-        Pages that may be born. If that or the free slabs do not do, the new tokens are not taken in, stored
-        ones are demoted as far as it goes, and the status says UNFINISHED: carry it out and plan again.
+    most_new_pages : int
+        Pages that may be new. If that or the free slabs do not do, the new tokens are not taken in, stored
+        ones are demoted as far as it goes, and the status says RETRY: carry it out and plan again.
     """
     change = Change()
-    rules = Rules(new.first + new.code.shape[1] if new else layer.seqlen, sink, recent, room, by_position)
+    rules = Rules(
+        new.first + new.code.shape[1] if new else layer.seqlen, sink, recent, lookahead, by_position
+    )
     groups = _count(layer, new, rules)
     for row in range(layer.batch):
-        own = [g for g in groups if g.pair // layer.heads == row]
+        own = [g for g in groups if g.bh // layer.heads == row]
         _choose(layer, ladder, own, rules, int(layer.budget[row]) - fixed_nbytes, row, change)
-    if not _births(layer, groups, most_births):
-        change.status |= UNFINISHED
-    for r in range(len(layer.rungs)):  # pages are born: rung by rung, in the order of groups
+    if not _allocate(layer, groups, most_new_pages):
+        change.status |= RETRY
+    for r in range(len(layer.rungs)):  # new pages are allocated: rung by rung, in the order of groups
         for g in groups:
-            move_to_fresh_pages(layer, g, r, new, change)
+            move_to_new_pages(layer, g, r, new, change)
     dropped: dict[int, list[int]] = {}
     roles: dict[tuple[int, int, str], int] = {}
     counts = layer.count.copy()
@@ -115,7 +117,7 @@ def plan(
         for r in range(len(layer.rungs)):
             close_up(layer, g, r, change, counts, dropped, roles)
     layer.count[:] = counts
-    change.births = sum(sum(g.births) for g in groups)
+    change.new_pages = sum(sum(g.new_pages) for g in groups)
     change.dropped = sum(map(len, dropped.values()))
     set_tables(layer, groups, dropped, roles, rules, change)
     return change
@@ -135,24 +137,24 @@ def _key(code: Ints, position: Ints, rules: Rules) -> Ints:
 
 def _count(layer: Layer, new: Tokens | None, rules: Rules) -> list[Group]:
     held = np.arange(layer.base.shape[1]) < layer.num_pages[:, None]
-    last = max((rules.seqlen + rules.room - 1) >> SEGMENT, int(layer.base[held].max(initial=0)))
+    last = max((rules.seqlen + rules.lookahead - 1) >> SEGMENT, int(layer.base[held].max(initial=0)))
     segments = last + 1
     classes = len(layer.rungs) + 1
     groups = []
-    for pair in range(layer.batch * layer.heads):
+    for bh in range(layer.batch * layer.heads):
         for segment in range(segments):
-            g = Group(pair, segment, [[] for _ in range(classes)])
-            row = pair // layer.heads
-            for e in range(0 if layer.row_waits(row) else int(layer.num_pages[pair])):
-                if layer.base[pair, e] == segment:
-                    r, address, n = int(layer.rung[pair, e]), int(layer.index[pair, e]), layer.count[pair, e]
+            g = Group(bh, segment, [[] for _ in range(classes)])
+            row = bh // layer.heads
+            for e in range(0 if layer.row_waits(row) else int(layer.num_pages[bh])):
+                if layer.base[bh, e] == segment:
+                    r, address, n = int(layer.rung[bh, e]), int(layer.index[bh, e]), layer.count[bh, e]
                     position = (segment << SEGMENT) + layer.positions(r, address).astype(np.int64)
                     key = _key(layer.codes(r, address).astype(np.int64), position, rules)
                     g.blocks[r].append((e, np.where(np.arange(PAGE) < n, key, -1)))
             if new is not None:
                 position = new.first + np.arange(new.code.shape[1])
                 position = position if new.positions is None else new.positions[row].astype(np.int64)
-                key = _key(new.code[pair].astype(np.int64), position, rules)
+                key = _key(new.code[bh].astype(np.int64), position, rules)
                 use = new.valid[row] & (position >> SEGMENT == segment)
                 for s in range(0, len(key), PAGE):
                     g.blocks[-1].append((s, np.where(use, key, -1)[s : s + PAGE]))
@@ -173,7 +175,7 @@ def _chunk_weights(blocks: list[tuple[int, Ints]]) -> list[np.float32]:
 
 
 def _choose(
-    layer: Layer, ladder: Ladder, groups: list[Group], rules: Rules, room: int, row: int, change: Change
+    layer: Layer, ladder: Ladder, groups: list[Group], rules: Rules, bytes_left: int, row: int, change: Change
 ) -> None:
     """Choose how many chunks of every class of a row's groups go to each level."""
     levels, classes = len(ladder.cost), len(layer.rungs) + 1
@@ -182,22 +184,22 @@ def _choose(
     ceilings: list[int] = []
     owners: list[tuple[Group, int]] = []
     for g in groups:
-        g.extra = not layer.row_waits(row) and room_of(g) < to_come(g.segment, rules)
+        g.extra = not layer.row_waits(row) and slots_left(g) < to_come(g.segment, rules)
         rest = [ladder.cost[min(c + layer.evicts, top)] for c in range(classes) if g.tokens[c] % PAGE]
-        room -= sum(rest) + g.extra * ladder.cost[top]
+        bytes_left -= sum(rest) + g.extra * ladder.cost[top]
         g.chosen = [[0] * levels for _ in range(classes)]
         for c in range(classes):
             own = _chunk_weights(g.blocks[c])
             weights += own
             ceilings += [min(c + layer.evicts, top)] * len(own)
             owners += [(g, c)] * len(own)
-    steps = [ladder.steps(ceiling) for ceiling in range(levels)]
+    edges = [ladder.edges(ceiling) for ceiling in range(levels)]
 
     def levels_at(price: np.float32, ties: int) -> list[int]:
         chosen = []
         for number, (weight, ceiling) in enumerate(zip(weights, ceilings, strict=True)):
             level = 0
-            for higher, rate in steps[ceiling]:
+            for higher, rate in edges[ceiling]:
                 slope = weight * rate
                 if not (slope > price or (slope == price and number < ties)):
                     break
@@ -206,7 +208,7 @@ def _choose(
         return chosen
 
     def fits(price: np.float32, ties: int) -> bool:
-        return sum(ladder.cost[level] for level in levels_at(price, ties)) <= room
+        return sum(ladder.cost[level] for level in levels_at(price, ties)) <= bytes_left
 
     low, high = -1, 0x7F7FFFFF
     while high - low > 1:
@@ -224,18 +226,18 @@ def _choose(
         else:
             beyond = middle
     chosen = levels_at(price, ties)
-    if sum(ladder.cost[level] for level in chosen) > room:
-        change.status |= NO_ROOM
+    if sum(ladder.cost[level] for level in chosen) > bytes_left:
+        change.status |= OVER_BUDGET
     for (g, c), level, weight, ceiling in zip(owners, chosen, weights, ceilings, strict=True):
         g.chosen[c][level] += 1
         change.chunks.append((row, float(weight), ceiling, level))
 
 
-# ---- births
+# ---- new_pages
 
 
-def _births(layer: Layer, groups: list[Group], most: int) -> bool:
-    """Number the pages that are born and take slabs for them; false if they had to be cut down."""
+def _allocate(layer: Layer, groups: list[Group], most: int) -> bool:
+    """Number the new pages and take slabs for them; false if they had to be cut down."""
     top = len(layer.rungs) - 1
 
     def count(g: Group, r: int) -> int:
@@ -245,8 +247,8 @@ def _births(layer: Layer, groups: list[Group], most: int) -> bool:
 
     rungs = range(len(layer.rungs))
 
-    def slabs_needed(births: list[int]) -> list[int]:
-        held = [-(-(int(layer.used[r]) + births[r]) // layer.rungs[r].per_slab) for r in rungs]
+    def slabs_needed(new_pages: list[int]) -> list[int]:
+        held = [-(-(int(layer.used[r]) + new_pages[r]) // layer.rungs[r].per_slab) for r in rungs]
         return [held[r] - int(layer.slab_count[r]) for r in rungs]
 
     wanted = [sum(count(g, r) for g in groups) for r in rungs]
@@ -270,17 +272,17 @@ def _births(layer: Layer, groups: list[Group], most: int) -> bool:
                     left[r] -= g.chosen[c][level] - cut
                     g.chosen[c][level] -= cut
                     g.chosen[c][own] += cut
-    births = [0] * len(layer.rungs)
+    new_pages = [0] * len(layer.rungs)
     for g in groups:
-        g.births = [count(g, r) for r in rungs]
-        g.first = [int(layer.used[r]) + births[r] for r in rungs]
-        births = [births[r] + g.births[r] for r in rungs]
-    for r, more in enumerate(slabs_needed(births)):
+        g.new_pages = [count(g, r) for r in rungs]
+        g.first = [int(layer.used[r]) + new_pages[r] for r in rungs]
+        new_pages = [new_pages[r] + g.new_pages[r] for r in rungs]
+    for r, more in enumerate(slabs_needed(new_pages)):
         for _ in range(more):
             layer.num_free -= 1
             slab = int(layer.free_slabs[layer.num_free])
             layer.slabs[r, layer.slab_count[r]] = slab
-            layer.place[slab] = layer.slab_count[r]
+            layer.slab_slot[slab] = layer.slab_count[r]
             layer.slab_count[r] += 1
-    layer.used += np.array(births, np.int32)
+    layer.used += np.array(new_pages, np.int32)
     return whole

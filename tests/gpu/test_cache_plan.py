@@ -16,7 +16,7 @@ from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, smallest
 
 TABLES = (
     "arena", "rung", "count", "index", "base", "num_pages", "open", "used", "slab_count", "slabs",
-    "free_slabs", "num_free", "owner", "place", "seqlen", "budget", "status",
+    "free_slabs", "num_free", "entry_of", "slab_slot", "seqlen", "budget", "status",
 )  # fmt: skip
 MOVE = np.dtype([("from", "u4"), ("to", "u4"), *((f"f{i}", "u1") for i in range(4)), ("token", "u4")])
 
@@ -41,7 +41,7 @@ class Device:
                 place["record"], place["per_slab"], place["tail"] = rung.record, rung.per_slab, rung.tail
             state["batch"], state["heads"], state["entries"] = layer.batch, layer.heads, layer.rung.shape[1]
             state["num_rungs"], state["evicts"] = len(layer.rungs), layer.evicts
-            state["max_slabs"], state["max_pages"] = len(layer.place), layer.owner.shape[1]
+            state["max_slabs"], state["max_pages"] = len(layer.slab_slot), layer.entry_of.shape[1]
             state["slab_units"] = layer.slab_units
         self.states = torch.from_numpy(states.view(np.uint8)).cuda()
 
@@ -60,7 +60,7 @@ class Device:
     ) -> list[Change]:
         layer, ladder = self.layers[0], LADDERS[name][0]
         steps = new[0].code.shape[1] if new else 0
-        segments = ((layer.seqlen + steps + simulation.room) >> 16) + 1
+        segments = ((layer.seqlen + steps + simulation.lookahead) >> 16) + 1
         shape = plan.PlanShape(
             layer.batch, layer.heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, segments, steps
         )
@@ -78,7 +78,7 @@ class Device:
             plan.launch_plan(
                 self.states.data_ptr(), number, count, workspace, ladder, STATE.itemsize,
                 torch.cuda.current_stream().cuda_stream, sink=simulation.sink, recent=simulation.recent,
-                room=simulation.room, fixed_nbytes=simulation.fixed, **options, **arguments,
+                lookahead=simulation.lookahead, fixed_nbytes=simulation.fixed, **options, **arguments,
             )  # fmt: skip
             torch.cuda.synchronize()
             results += [self.result(workspace, i) for i in range(count)]
@@ -115,13 +115,13 @@ class Device:
 def compare(device: Device, number: int, change: Change, expected: Change, layer: Layer) -> None:
     status = int(device.table(number, "status")[0])
     assert status == expected.status
-    for name in ("used", "slab_count", "num_pages", "open", "num_free", "place"):
+    for name in ("used", "slab_count", "num_pages", "open", "num_free", "slab_slot"):
         assert np.array_equal(device.table(number, name).ravel(), np.ravel(getattr(layer, name))), name
     live = np.arange(layer.rung.shape[1]) < layer.num_pages[:, None]
     for name in ("rung", "count", "index", "base"):
         assert np.array_equal(device.table(number, name)[live], getattr(layer, name)[live]), name
     for r in range(len(layer.rungs)):
-        for name, n in (("owner", layer.used[r]), ("slabs", layer.slab_count[r])):
+        for name, n in (("entry_of", layer.used[r]), ("slabs", layer.slab_count[r])):
             assert np.array_equal(device.table(number, name)[r, :n], getattr(layer, name)[r, :n]), name
     free = device.table(number, "free_slabs")[: layer.num_free]
     assert np.array_equal(free, layer.free_slabs[: layer.num_free])
@@ -156,7 +156,7 @@ def run_story(story: dict[str, Any]) -> int:
         status = 0
         for number, simulation in enumerate(simulations):
             fresh = new[number] if new else None
-            expected = simulation.change(fresh, by_position, most_births=bounds[0])
+            expected = simulation.change(fresh, by_position, most_new_pages=bounds[0])
             compare(device, number, found[number], expected, simulation.layer)
             status |= expected.status
             changes += 1
@@ -216,7 +216,7 @@ def test_comparison_refuses_wrong_tables() -> None:
     found = device.plan("248", [new], simulation, (200, 200))[0]
     expected = simulation.change(new)
     compare(device, 0, found, expected, simulation.layer)
-    for name in ("index", "count", "used", "owner", "open"):
+    for name in ("index", "count", "used", "entry_of", "open"):
         wrong = Layer(**{**vars(simulation.layer), name: getattr(simulation.layer, name) + 1})
         with pytest.raises(AssertionError):
             compare(device, 0, found, expected, wrong)

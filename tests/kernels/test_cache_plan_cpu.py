@@ -11,14 +11,14 @@ from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules, Tables
 from kvlab.numba_kernels.cpu.cache_plan import plan_layer
 
 from kvlab.cache.cpu import levels_of
-from kvlab.reference.cache_layer import SEGMENT, UNFINISHED, Change, Ladder, Layer, Tokens
+from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens
 from kvlab.reference.cache_plan import plan
 from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, planner_stories, play
 
 
 def compiled_plan(
-    layer: Layer, ladder: Ladder, new: Tokens | None, *, sink: int, recent: int, room: int, fixed_nbytes: int,
-    by_position: bool = False, most_births: int = 1 << 30, segments: int = 0,
+    layer: Layer, ladder: Ladder, new: Tokens | None, *, sink: int, recent: int, lookahead: int,
+    fixed_nbytes: int, by_position: bool = False, most_new_pages: int = 1 << 30, segments: int = 0,
 ) -> Change:  # fmt: skip
     """What `plan` does, by the kernels of the CPU."""
     rungs = np.array([(r.record, r.per_slab, r.tail) for r in layer.rungs], np.int64)
@@ -26,21 +26,21 @@ def compiled_plan(
     waits = np.zeros(layer.batch, np.int32) if layer.waits is None else layer.waits
     tables = Tables(
         rungs, layer.arena, layer.rung, layer.count, layer.index, layer.base, layer.num_pages, layer.open,
-        layer.used, layer.slab_count, layer.slabs, layer.free_slabs, num_free, layer.owner, layer.place,
-        layer.budget, status, waits,
+        layer.used, layer.slab_count, layer.slabs, layer.free_slabs, num_free, layer.entry_of,
+        layer.slab_slot, layer.budget, status, waits,
     )  # fmt: skip
     if new is None:
         none = np.zeros((len(layer.num_pages), 0), np.uint8)
         new = Tokens(none, np.zeros((layer.batch, 0), bool), layer.seqlen)
     seqlen = new.first + new.code.shape[1]
     held = np.arange(layer.base.shape[1]) < layer.num_pages[:, None]
-    last = max((seqlen + room - 1) >> SEGMENT, int(layer.base[held].max(initial=0)), segments - 1)
+    last = max((seqlen + lookahead - 1) >> SEGMENT, int(layer.base[held].max(initial=0)), segments - 1)
     rules = Rules(
-        layer.heads, int(layer.evicts), layer.slab_units, last + 1, seqlen, sink, recent, room, by_position,
-        fixed_nbytes, most_births,
+        layer.heads, int(layer.evicts), layer.slab_units, last + 1, seqlen, sink, recent, lookahead,
+        by_position, fixed_nbytes, most_new_pages,
     )  # fmt: skip
     at = np.tile(np.arange(new.first, seqlen), (layer.batch, 1)) if new.positions is None else new.positions
-    moves, closing, copies, births, dropped, found = plan_layer(
+    moves, closing, copies, new_pages, dropped, found = plan_layer(
         tables, levels_of(ladder), rules, NewTokens(new.code, new.valid, at.astype(np.int32))
     )
     layer.num_free = int(num_free[0])
@@ -52,7 +52,7 @@ def compiled_plan(
         ]
         for part in (moves, closing)
     ]
-    return Change((phases[0], phases[1]), [tuple(map(int, x)) for x in copies], [], births, dropped, found)
+    return Change((phases[0], phases[1]), [tuple(map(int, x)) for x in copies], [], new_pages, dropped, found)
 
 
 def differences(first: Layer, second: Layer) -> list[str]:
@@ -68,19 +68,19 @@ class Compared(Simulation):
     """A simulation in which the kernels decide every change as well."""
 
     def change(
-        self, new: Tokens | None = None, by_position: bool = False, most_births: int = 1 << 30
+        self, new: Tokens | None = None, by_position: bool = False, most_new_pages: int = 1 << 30
     ) -> Change:
         ladder, _ = LADDERS[self.name]
         rules = {
-            "sink": self.sink, "recent": self.recent, "room": self.room, "fixed_nbytes": self.fixed,
-            "by_position": by_position, "most_births": most_births,
+            "sink": self.sink, "recent": self.recent, "lookahead": self.lookahead, "fixed_nbytes": self.fixed,
+            "by_position": by_position, "most_new_pages": most_new_pages,
         }  # fmt: skip
         oracle, kernels = copy.deepcopy(self.layer), copy.deepcopy(self.layer)
         expected = plan(oracle, ladder, new, **rules)
         found = compiled_plan(kernels, ladder, new, **rules)
         assert not differences(oracle, kernels)
         assert dataclasses.replace(found, chunks=expected.chunks) == expected
-        return super().change(new, by_position, most_births)
+        return super().change(new, by_position, most_new_pages)
 
 
 @given(story=planner_stories())
@@ -95,13 +95,13 @@ def test_new_pages_are_cut_down_as_by_the_oracle() -> None:
     simulation.change(draw_tokens(rng, 2, 2, 700, 0, "normal"))
     simulation.layer.budget[:] = 90_000
     new = draw_tokens(rng, 2, 2, 200, 700, "padded")
-    assert simulation.change(new, most_births=2).status & UNFINISHED
-    while simulation.change(new, most_births=40).status & UNFINISHED:
+    assert simulation.change(new, most_new_pages=2).status & RETRY
+    while simulation.change(new, most_new_pages=40).status & RETRY:
         pass
 
 
 def test_rows_that_wait_are_left_alone_and_then_come_with_their_positions() -> None:
-    rng, rules = np.random.default_rng(1), {"sink": 4, "recent": 8, "room": 16, "fixed_nbytes": 100}
+    rng, rules = np.random.default_rng(1), {"sink": 4, "recent": 8, "lookahead": 16, "fixed_nbytes": 100}
     oracle = empty_layer("248", 2, 2, 40, 60_000, 200)
     oracle.waits = np.array([1, 0], np.int32)
     oracle.num_pages[:2], oracle.rung[:2] = 2, 3  # pages of a rung that no plan knows
@@ -128,6 +128,6 @@ def test_rows_that_wait_are_left_alone_and_then_come_with_their_positions() -> N
 def test_a_difference_is_found() -> None:
     layer = empty_layer("248", 1, 1, 20, 50_000, 40)
     other = copy.deepcopy(layer)
-    other.owner[0, 0] += 1
+    other.entry_of[0, 0] += 1
     other.num_free -= 1
-    assert differences(layer, other) == ["num_free", "owner"]
+    assert differences(layer, other) == ["num_free", "entry_of"]

@@ -11,7 +11,7 @@ from kvlab.cache.allocator import allocate
 from kvlab.cache.cuda.plan import smallest_nbytes
 from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
-from kvlab.reference.cache_layer import NO_ROOM, PAGE, Ladder, Tokens
+from kvlab.reference.cache_layer import OVER_BUDGET, PAGE, Ladder, Tokens
 from kvlab.reference.cache_plan import token_weight
 from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, planner_stories, play, smallest
 
@@ -50,7 +50,7 @@ def test_unlimited_budget_keeps_everything_at_the_top_and_unimportant_tokens_too
 def test_too_small_a_budget_is_reported() -> None:
     layer = empty_layer("248", 1, 2, 40, 1000, 100)
     new = Tokens(np.zeros((2, 700), np.uint8), np.ones((1, 700), bool), 0)
-    assert Simulation(layer, "248").change(new).status == NO_ROOM
+    assert Simulation(layer, "248").change(new).status == OVER_BUDGET
 
 
 @given(name=st.sampled_from(sorted(LADDERS)), n=st.integers(0, 600), heads=st.integers(1, 3))
@@ -94,13 +94,13 @@ def test_weights_are_those_of_the_importance_codes() -> None:
     assert np.array_equal(cache_plan.recency_code(ages), encode_importance(1 / ages))
 
 
-def test_steps_are_the_lower_hull() -> None:
+def test_edges_are_the_lower_hull() -> None:
     ladder = Ladder((10, 20, 30, 40), (8.0, 7.5, 1.0, 0.5))
-    assert [level for level, _ in ladder.steps(3)] == [2, 3]
-    assert [level for level, _ in ladder.steps(1)] == [1]
+    assert [level for level, _ in ladder.edges(3)] == [2, 3]
+    assert [level for level, _ in ladder.edges(1)] == [1]
 
 
-@pytest.mark.parametrize("fault", ["lost", "twice", "owner", "budget"])
+@pytest.mark.parametrize("fault", ["lost", "twice", "entry_of", "budget"])
 def test_checks_refuse_wrong_changes(fault: str) -> None:
     layer = empty_layer("248", 1, 1, 40, 40_000, 60)
     simulation = Simulation(layer, "248")
@@ -113,8 +113,8 @@ def test_checks_refuse_wrong_changes(fault: str) -> None:
         layer.num_pages[0] -= 1
     elif fault == "twice":
         layer.index[0, 0] = layer.index[0, 1]
-    elif fault == "owner":
-        layer.owner[0, 0] += 1
+    elif fault == "entry_of":
+        layer.entry_of[0, 0] += 1
     else:
         layer.budget[0] = simulation.row_nbytes()[0] - 1
     with pytest.raises(AssertionError):

@@ -194,7 +194,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     const Slot slot = slot_of(call, first, second, at);
     if (rank == 0 && is_key) {
         if (lane == 0) taken = slot;
-        if (slot.entry < 0 && lane == 0) atomicOr(call.layer.status, NO_ROOM);
+        if (slot.entry < 0 && lane == 0) atomicOr(call.layer.status, OVER_BUDGET);
     }
     if (slot.entry < 0) return;
     if (rank == 0 && is_key) store_details(call, slot, x, lane);

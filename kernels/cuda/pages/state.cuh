@@ -38,15 +38,15 @@ struct LayerState {
     int* slabs;                    // [CACHE_RUNGS][max_slabs]
     int* free_slabs;               // [max_slabs], a stack: the last of num_free is taken next
     int* num_free;                 // [1]
-    u32* owner;                    // [CACHE_RUNGS][max_pages]: pair * entries + entry of a page by number
+    u32* entry_of;                 // [CACHE_RUNGS][max_pages]: pair * entries + entry of a page by number
     int* place;                    // [max_slabs]: the place of a slab in `slabs` of its rung
     long long* budget;             // [batch]: bytes that pages, tables and key means of a row may take
-    int* status;                   // [1]: 0, or a bit of Trouble that the host finds when it next looks
+    int* status;                   // [1]: 0, or a bit of PlanStatus that the host finds when it next looks
     u8* waiting;  // [pairs][WAITING_PAGES] pages of rung num_rungs, which no plan sees; see means.cu
     int batch, heads, entries, num_rungs, max_slabs, max_pages, slab_units, evicts;
 };
 
-enum Trouble { NO_ROOM = 1, NO_ENTRY = 4, UNFINISHED = 8 };
+enum PlanStatus { OVER_BUDGET = 1, TABLE_FULL = 4, RETRY = 8 };
 
 // The address of page `number` of rung r.
 __device__ __forceinline__ u32 page_address(const LayerState& s, int r, u32 number) {

@@ -2,7 +2,7 @@
 //
 // Between plan/plan.cu and plan/tables.cu; the algorithm stands in kvlab/reference/cache_plan.py.
 //
-// plan_moves   grid (groups, layers): a block of 8 warps takes the classes of its (pair, segment) one after
+// plan_moves   grid (groups, layers): a block of 8 warps takes the classes of its (bh, segment) one after
 //              another; a warp has a run of table entries, or of new tokens. Where tokens leave a class,
 //              their rank is their place in a counting sort: by key, then by place. The rank says which page
 //              and slot a token goes to. Then those that stay close up: the n-th that has to move goes to the
@@ -104,17 +104,17 @@ __device__ __forceinline__ void start_ranks(const u32* starts, Scratch& shared) 
     }
 }
 
-__device__ void move_new(const Plan& p, int g, int pair, int segment, Move* moves, Scratch& shared) {
+__device__ void move_new(const Plan& p, int g, int bh, int segment, Move* moves, Scratch& shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rungs = p.s.num_rungs;
-    const u32 token = pair / p.s.heads * p.call.steps;
-    const int each = (p.call.steps + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
-    const int begin = warp * each, end = min(p.call.steps, begin + each);
+    const u32 token = bh / p.s.heads * p.call.num_new;
+    const int each = (p.call.num_new + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
+    const int begin = warp * each, end = min(p.call.num_new, begin + each);
     for (int w = 0; w < MOVE_WARPS; ++w) shared.counters[w][threadIdx.x] = 0;
     if (threadIdx.x == 0) find_targets(p, g, rungs, shared.targets);
     __syncthreads();  // counters are zero, targets known
 #pragma unroll 4
-    for (int step = begin + lane; step < end; step += 32) {
-        const int key = new_key(p, pair, segment, step);
+    for (int i = begin + lane; i < end; i += 32) {
+        const int key = new_key(p, bh, segment, i);
         if (key >= 0) atomicAdd(&shared.counters[warp][key], 1u);
     }
     __syncthreads();  // all tokens are counted
@@ -122,24 +122,23 @@ __device__ void move_new(const Plan& p, int g, int pair, int segment, Move* move
     __syncthreads();  // every warp knows its ranks
 #pragma unroll 2
     for (int first = begin; first < end; first += 32) {
-        const int key = new_key(p, pair, segment, first + lane);
+        const int key = new_key(p, bh, segment, first + lane);
         const int rank = take_rank(shared.counters[warp], key, lane);
-        if (rank >= 0) emit(p, shared.targets, moves, rank, pair, 0, NEW_TOKEN, token + first + lane);
+        if (rank >= 0) emit(p, shared.targets, moves, rank, bh, 0, NEW_TOKEN, token + first + lane);
     }
     __syncthreads();  // the counters may be used again
 }
 
 // Which tokens of class r stay, what its pages will hold, and the moves of those that leave.
-__device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, Move* moves,
-                            Scratch& shared) {
+__device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Move* moves, Scratch& shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = p.s.num_rungs - 1;
-    const int pages = p.num_pages(pair), each = (pages + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
+    const int pages = p.num_pages(bh), each = (pages + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
     const int begin = min(pages, warp * each), end = min(pages, begin + each);
     const int leaving = PAGE * p.leaving(g, r), needed = p.needed(g, r);
     const int left = p.tokens(g)[r] - leaving - PAGE * (needed - 1);  // tokens of the last page
     const int kept = needed + (r == top && p.call.extra[p.group(g)]);
     const u32* starts = p.call.starts + (p.group(g) * p.classes + r) * KEYS;
-    const u64 row = p.pair(pair) * p.s.entries;
+    const u64 row = p.bh(bh) * p.s.entries;
     auto no_page = [](int, u32, int, int, int) {};
 
     for (int w = 0; w < MOVE_WARPS; ++w) shared.counters[w][threadIdx.x] = 0;
@@ -151,7 +150,7 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
     __syncthreads();  // counters are zero, targets known
     const int last = shared.last;
     visit_pages(
-        p, pair, segment, r, begin, end, leaving > 0,
+        p, bh, segment, r, begin, end, leaving > 0,
         [&](int, bool mine, int, int count) {
             if (mine) atomicAdd(&shared.kinds[warp][count == PAGE ? 0 : count ? 1 : 2], 1);
         },
@@ -174,7 +173,7 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
 
     int entry_of_lane = 0;
     visit_pages(
-        p, pair, segment, r, begin, end, leaving > 0,
+        p, bh, segment, r, begin, end, leaving > 0,
         [&](int entry, bool mine, int, int count) {
             entry_of_lane = entry;
             const int kind = count == PAGE ? 0 : count ? 1 : 2;
@@ -199,8 +198,8 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
             const int rank0 = take_rank(shared.counters[warp], key0 <= last ? key0 : -1, lane);
             const int rank1 = take_rank(shared.counters[warp], key1 <= last ? key1 : -1, lane);
             const bool go0 = rank0 >= 0 && rank0 < leaving, go1 = rank1 >= 0 && rank1 < leaving;
-            if (go0) emit(p, shared.targets, moves, rank0, address, lane, r, pair);
-            if (go1) emit(p, shared.targets, moves, rank1, address, 32 + lane, r, pair);
+            if (go0) emit(p, shared.targets, moves, rank0, address, lane, r, bh);
+            if (go1) emit(p, shared.targets, moves, rank1, address, 32 + lane, r, bh);
             const u32 low = __ballot_sync(ALL_LANES, key0 >= 0 && !go0);
             const u32 high = __ballot_sync(ALL_LANES, key1 >= 0 && !go1);
             const int entry = __shfl_sync(ALL_LANES, entry_of_lane, from);
@@ -215,7 +214,7 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
     __syncwarp();  // the warp's pages have their masks
     int holes = 0, destinations = 0;
     visit_pages(
-        p, pair, segment, r, begin, end, false,
+        p, bh, segment, r, begin, end, false,
         [&](int entry, bool mine, int, int) {
             if (!mine) return;
             const int own =
@@ -239,7 +238,7 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
         shared.reserved = atomicAdd(&p.call.head[p.layer].reserved, (u64)total | (u64)total_pages << 32);
     int moving = 0;
     visit_pages(
-        p, pair, segment, r, begin, end, false,
+        p, bh, segment, r, begin, end, false,
         [&](int entry, bool mine, int, int) {
             if (mine)
                 moving += __popcll(p.call.stay[row + entry] & ~first_slots(p.call.after[row + entry] & 0x7f));
@@ -251,7 +250,7 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
     for (int w = 0; w < warp; ++w) mover += shared.kinds[w][0];
     const u32 reserved = (u32)shared.reserved;
     if (reserved + (u64)total > (u64)p.call.most_dropped * PAGE) {
-        if (threadIdx.x == 0) atomicOr(p.s.status, NO_ENTRY);
+        if (threadIdx.x == 0) atomicOr(p.s.status, TABLE_FULL);
         __syncthreads();  // the counters may be used again
         return;
     }
@@ -259,7 +258,7 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
     u32* const begins =
         p.call.begins[1] + (u64)p.layer * (p.call.most_dropped * PAGE + 1) + (u32)(shared.reserved >> 32);
     visit_pages(
-        p, pair, segment, r, begin, end, false,
+        p, bh, segment, r, begin, end, false,
         [&](int entry, bool mine, int, int) {
             u64 empty = 0, moved = 0;
             u32 address = 0;
@@ -268,7 +267,7 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
                 const u64 slots = first_slots(p.call.after[row + entry] & 0x7f);
                 empty = ~stays & slots;
                 moved = stays & ~slots;
-                address = p.s.index[(u64)pair * p.s.entries + entry];
+                address = p.s.index[(u64)bh * p.s.entries + entry];
             }
             const u32 filled = __ballot_sync(ALL_LANES, empty != 0);
             int own_hole = __popcll(empty), own_mover = __popcll(moved);
@@ -292,7 +291,7 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
                 list[at].from = address;
                 list[at].from_slot = __ffsll(moved) - 1;
                 list[at].from_rung = r;
-                list[at].token = pair;
+                list[at].token = bh;
             }
             hole += __shfl_sync(ALL_LANES, sum_hole, 31);
             mover += __shfl_sync(ALL_LANES, sum_mover, 31);
@@ -304,9 +303,9 @@ __device__ void move_stored(const Plan& p, int g, int pair, int segment, int r, 
 
 // Classes that no token leaves and whose pages are full but for one and an empty one at most: their pages
 // stay as they are, but for the empty one. Returns a bit for each such class.
-__device__ u32 keep_quiet(const Plan& p, int g, int pair, int segment) {
-    const int top = p.s.num_rungs - 1, pages = p.num_pages(pair);
-    const u64 row = p.pair(pair) * p.s.entries;
+__device__ u32 keep_quiet(const Plan& p, int g, int bh, int segment) {
+    const int top = p.s.num_rungs - 1, pages = p.num_pages(bh);
+    const u64 row = p.bh(bh) * p.s.entries;
     const bool extra = p.call.extra[p.group(g)];
     u32 quiet = 0;
     for (int r = 0; r < p.s.num_rungs; ++r) {
@@ -315,7 +314,7 @@ __device__ u32 keep_quiet(const Plan& p, int g, int pair, int segment) {
     }
     const int warp = threadIdx.x / 32, each = (pages + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
     visit_pages(
-        p, pair, segment, -1, min(pages, warp * each), min(pages, (warp + 1) * each), false,
+        p, bh, segment, -1, min(pages, warp * each), min(pages, (warp + 1) * each), false,
         [&](int entry, bool mine, int r, int count) {
             if (!mine || !(quiet >> r & 1)) return;
             const bool drop = count == 0 && !(r == top && extra);
@@ -331,19 +330,19 @@ extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
     __shared__ Scratch shared;
     begin_early();
     const Plan p(call, blockIdx.y);
-    const int g = blockIdx.x, pair = g / call.segments, segment = g % call.segments;
-    Move* const moves = call.moves[0] + (u64)p.layer * call.most_births * PAGE;
-    u32* const begins = call.begins[0] + (u64)p.layer * (call.most_births + 1);
+    const int g = blockIdx.x, bh = g / call.segments, segment = g % call.segments;
+    Move* const moves = call.moves[0] + (u64)p.layer * call.most_new_pages * PAGE;
+    u32* const begins = call.begins[0] + (u64)p.layer * (call.most_new_pages + 1);
     if (threadIdx.x < 2) call.role[p.group(g) * 2 + threadIdx.x] = -1;
     __syncthreads();  // no role is set before it is cleared
     for (int r = 0; r < p.s.num_rungs; ++r) {
-        const int pages = call.births[p.at_rung(g, r)] - (r == p.s.num_rungs - 1 && p.extra_is_born(g));
+        const int pages = call.new_pages[p.at_rung(g, r)] - (r == p.s.num_rungs - 1 && p.extra_is_new(g));
         const u32 first = call.sequence[p.at_rung(g, r)];
         for (int i = threadIdx.x; i < pages; i += MOVE_THREADS)
             begins[call.list[p.at_rung(g, r)] + i] = first + i * PAGE;
     }
-    const u32 quiet = keep_quiet(p, g, pair, segment);
+    const u32 quiet = keep_quiet(p, g, bh, segment);
     for (int r = 0; r < p.s.num_rungs; ++r)
-        if (p.pages(g, r) && !(quiet >> r & 1)) move_stored(p, g, pair, segment, r, moves, shared);
-    if (p.tokens(g)[p.s.num_rungs]) move_new(p, g, pair, segment, moves, shared);
+        if (p.pages(g, r) && !(quiet >> r & 1)) move_stored(p, g, bh, segment, r, moves, shared);
+    if (p.tokens(g)[p.s.num_rungs]) move_new(p, g, bh, segment, moves, shared);
 }

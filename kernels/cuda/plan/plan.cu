@@ -1,17 +1,17 @@
-// What a cache's pages become, first half: importance is counted, rungs are chosen, pages are born.
+// What a cache's pages become, first half: importance is counted, rungs are chosen, new pages are allocated.
 //
 // The algorithm stands in kvlab/reference/cache_plan.py; plan/moves.cu is the second half. A launch serves
 // layers blockIdx.y = 0, 1, ... All numbers that decide are integers or rounded once, and sums are exact, so
 // neither the order of threads nor the device changes a result.
 //
-// count_keys    grid (groups, layers): a block counts the keys of its (pair, segment), a warp two pages at
+// count_keys    grid (groups, layers): a block counts the keys of its (bh, segment), a warp two pages at
 //               a time, then gives every chunk of 64 tokens its weight. Shared: classes * 1 KB + 2 KB.
 // choose_rungs  grid (batch, layers): a block searches the price of its row's bytes, over the bits of
 //               a price, then over the number of the first chunk that goes without; it asks ASKED questions
 //               at a time, an eighth of the block each. Chunks of a class have rising weights, so those that
 //               take a step are found by halving: a thread has a step, and begins between what it found for
 //               the two prices that are left. Shared: the weights, if all of a row fit.
-// bear_pages    grid (1, layers): a block numbers the pages that are born and takes slabs for them.
+// allocate_pages    grid (1, layers): a block numbers the new pages and takes slabs for them.
 //
 // gate: BF16=0 registers<=64
 #include "pages/codes.cuh"
@@ -19,7 +19,7 @@
 #include "plan/plan.cuh"
 #include "common/early_launch.cuh"
 
-constexpr int COUNT_THREADS = 256, ROW_THREADS = 1024, BIRTH_THREADS = 256;
+constexpr int COUNT_THREADS = 256, ROW_THREADS = 1024, ALLOCATE_THREADS = 256;
 constexpr int ASKED = 8, ANSWERING = ROW_THREADS / ASKED;  // questions of choose_rungs, threads for each
 __constant__ u64 MANTISSA[8] = {4294967296ull, 4683695048ull, 5107605667ull, 5569883475ull,
                                 6074001000ull, 6623745059ull, 7223245206ull, 7877004752ull};
@@ -46,10 +46,10 @@ __device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weight
 }
 
 // Counts the tokens of 32 pages at most, entry `entry` of a lane: half a warp a page, a lane four slots.
-__device__ __forceinline__ void count_pages(const Plan& p, int pair, int segment, int entry, int pages,
+__device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, int entry, int pages,
                                             u32* counts, int (*kinds)[3], int lane) {
     constexpr int AT_ONCE = 4;
-    const u64 at = (u64)pair * p.s.entries + entry;
+    const u64 at = (u64)bh * p.s.entries + entry;
     const bool mine = entry < pages && p.s.base[at] == segment;
     const int r = mine ? p.s.rung[at] : 0, count = mine ? p.s.count[at] : 0, slot = lane % 16 * 4;
     const u32 address = mine ? p.s.index[at] : 0;
@@ -97,19 +97,19 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
     __shared__ int kinds[CACHE_RUNGS][3];
     begin_early();
     const Plan p(call, blockIdx.y);
-    const int g = blockIdx.x, pair = g / call.segments, segment = g % call.segments;
+    const int g = blockIdx.x, bh = g / call.segments, segment = g % call.segments;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < p.classes * KEYS; i += COUNT_THREADS) counts[i] = 0;
     if (threadIdx.x < CACHE_RUNGS * 3) (&kinds[0][0])[threadIdx.x] = 0;
     __syncthreads();  // counters are zero
-    const int pages = p.num_pages(pair);
+    const int pages = p.num_pages(bh);
     const int each = pages <= COUNT_THREADS / 4 ? 8 : pages <= COUNT_THREADS / 2 ? 16 : 32;  // for all warps
 #pragma unroll 1
     for (int first = each * warp; first < pages; first += each * (COUNT_THREADS / 32))
-        count_pages(p, pair, segment, lane < each ? first + lane : pages, pages, counts, kinds, lane);
+        count_pages(p, bh, segment, lane < each ? first + lane : pages, pages, counts, kinds, lane);
 #pragma unroll 4
-    for (int step = threadIdx.x; step < call.steps; step += COUNT_THREADS) {
-        const int key = new_key(p, pair, segment, step);
+    for (int i = threadIdx.x; i < call.num_new; i += COUNT_THREADS) {
+        const int key = new_key(p, bh, segment, i);
         if (key >= 0) atomicAdd(counts + (p.classes - 1) * KEYS + key, 1u);
     }
     __syncthreads();  // all tokens are counted
@@ -144,11 +144,11 @@ struct Run {
     int chunks, first;  // first: number of chunks of the row before these
 };
 
-// The chunks that may take one step of their hull.
-struct Step {
+// The chunks that may climb one edge of their hull.
+struct Edge {
     Run run;
     float rate;
-    int bytes;  // more of each, 0 if there is no such step
+    int bytes;  // more of each, 0 if there is no such edge
 };
 
 // What is known of the first chunk beyond a price: it is one of these.
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
                 chunks += tokens[c] / PAGE;
                 if (tokens[c] % PAGE) taken += cost[p.ceiling(c)];
             }
-            const bool extra = !waits && p.room_of(g) < p.to_come(g % call.segments);
+            const bool extra = !waits && p.slots_left(g) < p.to_come(g % call.segments);
             call.extra[p.group(g)] = extra;
             if (extra) taken += cost[top];
         }
@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         total += all;
     }
     block_scan<ROW_THREADS, long long>(taken, taken);  // and the runs are there
-    const long long room = p.s.budget[row] - call.fixed_bytes - taken - (long long)total * cost[0];
+    const long long bytes_left = p.s.budget[row] - call.fixed_bytes - taken - (long long)total * cost[0];
 
     const bool holds = total <= call.held;
     if (holds) {
@@ -243,14 +243,14 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     };
     const int tasks = own * p.classes * top, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int asked = threadIdx.x / ANSWERING;
-    auto step_at = [&](int task) {
+    auto edge_at = [&](int task) {
         const int n = task / top, i = task - n * top;
         const Hull& hull = hulls[p.ceiling(n % p.classes)];
-        if (i >= hull.steps) return Step{};
-        return Step{run_at(n), hull.rate[i], cost[hull.level[i]] - cost[i ? hull.level[i - 1] : 0]};
+        if (i >= hull.edges) return Edge{};
+        return Edge{run_at(n), hull.rate[i], cost[hull.level[i]] - cost[i ? hull.level[i - 1] : 0]};
     };
     const int first_task = threadIdx.x % ANSWERING;
-    const Step mine = first_task < tasks ? step_at(first_task) : Step{};
+    const Edge mine = first_task < tasks ? edge_at(first_task) : Edge{};
     Bounds bounds = {0, mine.run.chunks};  // for `mine` and all prices that are left
     int turn = 0;
     // Whether the row fits, for the questions of all: bits 4 i to 4 i + 3 answer price and ties of the i-th
@@ -258,10 +258,10 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     auto fits = [&](float price, int ties, bool never) {
         long long bytes = never ? 1ll << 48 : 0;
         for (int task = first_task; task - lane < tasks; task += ANSWERING) {  // whole warps
-            const Step step = task == first_task ? mine : task < tasks ? step_at(task) : Step{};
-            const Bounds within = task == first_task ? bounds : Bounds{0, step.run.chunks};
+            const Edge edge = task == first_task ? mine : task < tasks ? edge_at(task) : Edge{};
+            const Bounds within = task == first_task ? bounds : Bounds{0, edge.run.chunks};
             int above;
-            const u32 more = step.bytes * taking(step.run, step.rate, price, within, ties, above);
+            const u32 more = edge.bytes * taking(edge.run, edge.rate, price, within, ties, above);
             if (task == first_task) found[turn][asked][first_task] = (u16)above;
             bytes += __reduce_add_sync(ALL_LANES, more);  // a run has 1,024 chunks at most
         }
@@ -271,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 #pragma unroll
         for (int bit = 1; bit < ANSWERING / 32; bit *= 2) all += __shfl_xor_sync(ALL_LANES, all, bit);
         turn ^= 1;
-        return __ballot_sync(ALL_LANES, all <= room);
+        return __ballot_sync(ALL_LANES, all <= bytes_left);
     };
     auto answer = [](u32 bits) { return bits ? (__ffs(bits) - 1) / (ANSWERING / 32) : ASKED; };
     auto between = [&](int low, int high, int i) {
@@ -294,13 +294,13 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         if (fitting > 0) ties = between(before, beyond, fitting - 1);
         if (fitting < ASKED) beyond = between(before, beyond, fitting);
     }
-    if (!(fits(price, ties, false) & 1) && threadIdx.x == 0) atomicOr(p.s.status, NO_ROOM);
+    if (!(fits(price, ties, false) & 1) && threadIdx.x == 0) atomicOr(p.s.status, OVER_BUDGET);
     for (int n = threadIdx.x; n < own * p.classes; n += ROW_THREADS) {
         const Hull& hull = hulls[p.ceiling(n % p.classes)];
         int* chosen = p.chosen(row * own + n / p.classes, n % p.classes);
         const Run run = run_at(n);
         int rising = run.chunks, level = 0;
-        for (int i = 0; i < hull.steps && rising; ++i) {
+        for (int i = 0; i < hull.edges && rising; ++i) {
             int above;
             const int further = taking(run, hull.rate[i], price, {0, run.chunks}, ties, above);
             chosen[level] = rising - further;
@@ -311,38 +311,38 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     }
 }
 
-// ---- Births
+// ---- Allocating
 
 // Pages of rung r that a group needs fresh: all, and those that get tokens.
-__device__ __forceinline__ int births_of(const Plan& p, int g, int r, int& filled) {
+__device__ __forceinline__ int new_pages_of(const Plan& p, int g, int r, int& filled) {
     filled = 0;
     for (int c = 0; c < p.classes; ++c)
         if (c != r) filled += p.chosen(g, c)[r + p.s.evicts];
     if (r < p.s.num_rungs - 1) return filled;
     filled += p.tokens(g)[p.s.num_rungs] % PAGE > 0;
-    return filled + p.extra_is_born(g);
+    return filled + p.extra_is_new(g);
 }
 
-__device__ __forceinline__ int slabs_for(const Plan& p, int r, int births) {
-    return (p.s.used[r] + births + p.s.rungs[r].per_slab - 1) / p.s.rungs[r].per_slab - p.s.slab_count[r];
+__device__ __forceinline__ int slabs_for(const Plan& p, int r, int new_pages) {
+    return (p.s.used[r] + new_pages + p.s.rungs[r].per_slab - 1) / p.s.rungs[r].per_slab - p.s.slab_count[r];
 }
 
-// Takes back what does not fit: the new tokens, and demotions beyond `share` slabs a rung; all threads.
-__device__ void cut_down(const Plan& p, int share) {
+// Takes back what does not fit: the new tokens, and demotions beyond `slabs` slabs a rung; all threads.
+__device__ void cut_down(const Plan& p, int slabs) {
     const int rungs = p.s.num_rungs;
-    for (int g = threadIdx.x; g < p.groups; g += BIRTH_THREADS) {
+    for (int g = threadIdx.x; g < p.groups; g += ALLOCATE_THREADS) {
         p.tokens(g)[rungs] = 0;
         p.call.extra[p.group(g)] = 0;
         for (int level = 0; level < p.levels; ++level) p.chosen(g, rungs)[level] = 0;
     }
     for (int r = 0; r < rungs; ++r) {
-        const int of_slabs = (p.s.slab_count[r] + share) * (int)p.s.rungs[r].per_slab - p.s.used[r];
-        int left = min(of_slabs, p.call.most_births / rungs), all;
-        for (int first = 0; first < p.groups; first += BIRTH_THREADS) {
+        const int of_slabs = (p.s.slab_count[r] + slabs) * (int)p.s.rungs[r].per_slab - p.s.used[r];
+        int left = min(of_slabs, p.call.most_new_pages / rungs), all;
+        for (int first = 0; first < p.groups; first += ALLOCATE_THREADS) {
             const int g = first + threadIdx.x, level = r + p.s.evicts;
             int wanted = 0;
             for (int c = r + 1; c < rungs && g < p.groups; ++c) wanted += p.chosen(g, c)[level];
-            int mine = max(0, left - block_scan<BIRTH_THREADS, int>(wanted, all));
+            int mine = max(0, left - block_scan<ALLOCATE_THREADS, int>(wanted, all));
             for (int c = r + 1; c < rungs && g < p.groups; ++c) {
                 const int cut = max(0, p.chosen(g, c)[level] - mine);
                 mine -= p.chosen(g, c)[level] - cut;
@@ -355,57 +355,57 @@ __device__ void cut_down(const Plan& p, int share) {
     __syncthreads();  // the counts of all groups are final
 }
 
-extern "C" __global__ void __launch_bounds__(BIRTH_THREADS)
-    bear_pages(const __grid_constant__ PlanCall call) {
+extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
+    allocate_pages(const __grid_constant__ PlanCall call) {
     begin_early();
     const Plan p(call, blockIdx.y);
     const int rungs = p.s.num_rungs, num_free = p.s.num_free[0];
-    int births = 0, slabs = 0;
+    int new_pages = 0, slabs = 0;
     for (int r = 0; r < rungs; ++r) {
         int own = 0, all, filled;
-        for (int g = threadIdx.x; g < p.groups; g += BIRTH_THREADS) own += births_of(p, g, r, filled);
-        block_scan<BIRTH_THREADS, int>(own, all);
-        births += all;
+        for (int g = threadIdx.x; g < p.groups; g += ALLOCATE_THREADS) own += new_pages_of(p, g, r, filled);
+        block_scan<ALLOCATE_THREADS, int>(own, all);
+        new_pages += all;
         slabs += slabs_for(p, r, all);
     }
-    if (births > call.most_births || slabs > num_free) {
-        if (threadIdx.x == 0) atomicOr(p.s.status, UNFINISHED);
+    if (new_pages > call.most_new_pages || slabs > num_free) {
+        if (threadIdx.x == 0) atomicOr(p.s.status, RETRY);
         cut_down(p, num_free / rungs);
     }
     int listed = 0, moves = 0, taken = 0;
     for (int r = 0; r < rungs; ++r) {
         const int used = p.s.used[r], held = p.s.slab_count[r];
-        int born = 0;
-        for (int first = 0; first < p.groups; first += BIRTH_THREADS) {
+        int added = 0;
+        for (int first = 0; first < p.groups; first += ALLOCATE_THREADS) {
             const int g = first + threadIdx.x;
-            int own = 0, filled = 0, tokens = 0, all_born, all_filled, all_tokens;
+            int own = 0, filled = 0, tokens = 0, all_added, all_filled, all_tokens;
             if (g < p.groups) {
                 const int left = r == rungs - 1 ? p.tokens(g)[rungs] % PAGE : 0;
-                own = births_of(p, g, r, filled);
+                own = new_pages_of(p, g, r, filled);
                 tokens = filled * PAGE - (left ? PAGE - left : 0);
             }
-            const int before = block_scan<BIRTH_THREADS, int>(own, all_born);
-            const int place = block_scan<BIRTH_THREADS, int>(filled, all_filled);
-            const int sequence = block_scan<BIRTH_THREADS, int>(tokens, all_tokens);
+            const int before = block_scan<ALLOCATE_THREADS, int>(own, all_added);
+            const int place = block_scan<ALLOCATE_THREADS, int>(filled, all_filled);
+            const int sequence = block_scan<ALLOCATE_THREADS, int>(tokens, all_tokens);
             if (g < p.groups) {
-                call.births[p.at_rung(g, r)] = own;
+                call.new_pages[p.at_rung(g, r)] = own;
                 call.first[p.at_rung(g, r)] = used + born + before;
                 call.list[p.at_rung(g, r)] = listed + place;
                 call.sequence[p.at_rung(g, r)] = moves + sequence;
             }
-            born += all_born;
+            added += all_added;
             listed += all_filled;
             moves += all_tokens;
         }
-        const int more = slabs_for(p, r, born);
+        const int more = slabs_for(p, r, added);
         __syncthreads();  // the rung's old counts have been read
-        for (int i = threadIdx.x; i < more; i += BIRTH_THREADS) {
+        for (int i = threadIdx.x; i < more; i += ALLOCATE_THREADS) {
             const int slab = p.s.free_slabs[num_free - 1 - taken - i];
             p.s.slabs[r * p.s.max_slabs + held + i] = slab;
-            p.s.place[slab] = held + i;
+            p.s.slab_slot[slab] = held + i;
         }
         if (threadIdx.x == 0) {
-            p.s.used[r] = used + born;
+            p.s.used[r] = used + added;
             p.s.slab_count[r] = held + more;
         }
         taken += more;
@@ -415,6 +415,6 @@ extern "C" __global__ void __launch_bounds__(BIRTH_THREADS)
         p.s.num_free[0] = num_free - taken;
         head->num_groups[0] = listed;
         head->reserved = 0;
-        call.begins[0][(u64)p.layer * (call.most_births + 1) + listed] = moves;
+        call.begins[0][(u64)p.layer * (call.most_new_pages + 1) + listed] = moves;
     }
 }

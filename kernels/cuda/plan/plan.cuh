@@ -12,7 +12,7 @@ constexpr u8 DROPPED = 0x80;  // in PlanCall::after
 struct Hull {
     float rate[CACHE_RUNGS];
     int level[CACHE_RUNGS];
-    int steps;
+    int edges;
 };
 
 // Of one layer, between the kernels of a plan.
@@ -21,39 +21,39 @@ struct PlanHead {
     u64 reserved;  // phase 1: moves, and in the upper half pages they go to
 };
 
-// Arrays of the workspace have the layer of the launch as their first axis. A group is (pair, segment); class
+// Arrays of the workspace have the layer of the launch as their first axis. A group is (bh, segment); class
 // c < num_rungs are the tokens stored at rung c, class num_rungs the new ones.
 struct PlanCall {
     Hull hulls[MAX_LEVELS];  // of chunks that may rise to each level
     int cost[MAX_LEVELS];    // bytes of a page and its table entry; of level 0 none if it means eviction
     const LayerState* layers;
-    const u8* codes;       // [pairs][steps]: importance of new tokens
-    const u8* valid;       // [batch][steps], or null
-    const int* positions;  // [batch][steps], or null: first_position, first_position + 1, ...
-    u32* starts;           // [groups][classes][KEYS]: tokens of smaller keys
-    int* tokens;           // [groups][classes]
-    int* kinds;            // [groups][num_rungs][3]: pages that are full, partly filled, empty
-    float* weight;         // [groups][chunks]
-    int2* runs;            // [groups][classes]: chunks; chunks of the row before these
-    int* chosen;           // [groups][classes][levels]: chunks
-    int* extra;            // [groups]: whether an empty page is to be held ready
-    int *births, *first;   // [groups][num_rungs]: pages born, number of the first
+    const u8* codes;         // [num_bh][num_new]: importance of new tokens
+    const u8* valid;         // [batch][num_new], or null
+    const int* positions;    // [batch][num_new], or null: first_position, first_position + 1, ...
+    u32* starts;             // [groups][classes][KEYS]: tokens of smaller keys
+    int* tokens;             // [groups][classes]
+    int* kinds;              // [groups][num_rungs][3]: pages that are full, partly filled, empty
+    float* weight;           // [groups][chunks]
+    int2* runs;              // [groups][classes]: chunks; chunks of the row before these
+    int* chosen;             // [groups][classes][levels]: chunks
+    int* extra;              // [groups]: whether an empty page is to be held ready
+    int *new_pages, *first;  // [groups][num_rungs]: pages added, number of the first
     int *list,
-        *sequence;     // [groups][num_rungs]: place of the first in the list of phase 0, of its first move
-    u64* stay;         // [pairs][entries]: which tokens stay in their rung
-    u8* after;         // [pairs][entries]: tokens that a page will hold, or DROPPED
-    int* role;         // [groups][2]: entry of the page with the left over, of the empty page; -1: none
-    u32* places;       // [pairs][entries]: entries to fill
-    int* dead_first;   // [pairs][num_rungs]: place of a pair's first in the list of dropped pages
-    u32 *dead, *gaps;  // [most_dropped]: numbers of dropped pages, by rung; those with a live page behind
-    u8* above;         // [most_dropped]: whether a page that is beyond the end after the change is dropped
-    PlanHead* head;    // [1]
-    Move* moves[2];    // [most_births * PAGE], [most_dropped * PAGE]
-    u32* begins[2];    // [most_births + 1], [most_dropped * PAGE + 1]
-    PageCopy* copies;  // [most_dropped]
+        *sequence;       // [groups][num_rungs]: place of the first in the list of phase 0, of its first move
+    u64* stay;           // [num_bh][entries]: which tokens stay in their rung
+    u8* after;           // [num_bh][entries]: tokens that a page will hold, or DROPPED
+    int* role;           // [groups][2]: entry of the page with the left over, of the empty page; -1: none
+    u32* vacant;         // [num_bh][entries]: entries to fill
+    int* freed_first;    // [num_bh][num_rungs]: place of a bh's first in the list of dropped pages
+    u32 *freed, *holes;  // [most_dropped]: numbers of dropped pages, by rung; those with a live page behind
+    u8* beyond_end;      // [most_dropped]: whether a page that is beyond the end after the change is dropped
+    PlanHead* head;      // [1]
+    Move* moves[2];      // [most_new_pages * PAGE], [most_dropped * PAGE]
+    u32* begins[2];      // [most_new_pages + 1], [most_dropped * PAGE + 1]
+    PageCopy* copies;    // [most_dropped]
     long long fixed_bytes;
-    int segments, chunks, most_births, most_dropped;
-    int steps, first_position, sink, recent, room, by_position;
+    int segments, chunks, most_new_pages, most_dropped;
+    int num_new, first_position, sink, recent, lookahead, by_position;
     int held;  // chunks of a row whose weights fit the shared memory of choose_rungs
 };
 
@@ -61,18 +61,18 @@ struct PlanCall {
 struct Plan {
     const PlanCall& call;
     const LayerState& s;
-    int layer, pairs, groups, classes, levels, seqlen;
+    int layer, num_bh, groups, classes, levels, seqlen;
 
     __device__ __forceinline__ Plan(const PlanCall& c, int number)
         : call(c), s(c.layers[number]), layer(number) {
-        pairs = s.batch * s.heads;
-        groups = pairs * call.segments;
+        num_bh = s.batch * s.heads;
+        groups = num_bh * call.segments;
         classes = s.num_rungs + 1;
         levels = s.num_rungs + s.evicts;
-        seqlen = call.steps ? call.first_position + call.steps : s.seqlen[0];
+        seqlen = call.num_new ? call.first_position + call.num_new : s.seqlen[0];
     }
     __device__ __forceinline__ u64 group(int g) const { return (u64)layer * groups + g; }
-    __device__ __forceinline__ u64 pair(int p) const { return (u64)layer * pairs + p; }
+    __device__ __forceinline__ u64 bh(int p) const { return (u64)layer * num_bh + p; }
     __device__ __forceinline__ int* tokens(int g) const { return call.tokens + group(g) * classes; }
     __device__ __forceinline__ int* kinds(int g, int r) const {
         return call.kinds + (group(g) * s.num_rungs + r) * 3;
@@ -94,28 +94,28 @@ struct Plan {
         const int* k = kinds(g, r);
         return k[0] + k[1] + k[2];
     }
-    // Pages of a pair that plans see: none of a row whose tokens wait.
-    __device__ __forceinline__ int num_pages(int pair) const {
-        return s.waits[pair / s.heads] ? 0 : s.num_pages[pair];
+    // Pages of a bh that plans see: none of a row whose tokens wait.
+    __device__ __forceinline__ int num_pages(int bh) const {
+        return s.waits[bh / s.heads] ? 0 : s.num_pages[bh];
     }
     // How many of the next tokens lie in a segment; free slots of the page they go to.
     __device__ __forceinline__ int to_come(int segment) const {
         const long long from = (long long)segment << 16, end = from + 65536;
-        return (int)max(0ll, min(end, (long long)seqlen + call.room) - max(from, (long long)seqlen));
+        return (int)max(0ll, min(end, (long long)seqlen + call.lookahead) - max(from, (long long)seqlen));
     }
-    __device__ __forceinline__ int room_of(int g) const {
+    __device__ __forceinline__ int slots_left(int g) const {
         const int* t = tokens(g);
         const int left = t[s.num_rungs] % PAGE ? t[s.num_rungs] % PAGE : t[s.num_rungs - 1] % PAGE;
         return left ? PAGE - left : 0;
     }
-    __device__ __forceinline__ bool extra_is_born(int g) const {
+    __device__ __forceinline__ bool extra_is_new(int g) const {
         const int top = s.num_rungs - 1;
         return call.extra[group(g)] && pages(g, top) <= needed(g, top);
     }
     // The number of a page, from its address.
     __device__ __forceinline__ u32 number_of(int r, u32 address) const {
         const u32 slab = address / (u32)s.slab_units;
-        return s.place[slab] * s.rungs[r].per_slab + (address - slab * s.slab_units) / s.rungs[r].record;
+        return s.slab_slot[slab] * s.rungs[r].per_slab + (address - slab * s.slab_units) / s.rungs[r].record;
     }
     __device__ __forceinline__ int key(u32 code, int position) const {
         if (call.by_position) code = encode_importance(__fdiv_rn(1.f, (float)max(seqlen - position, 1)));
@@ -152,15 +152,15 @@ __device__ __forceinline__ T block_scan(T x, T& total) {
     return before + sum - x;
 }
 
-// Goes through the pages of a pair and segment at entries [begin, end), one warp; of one rung, or of all if
+// Goes through the pages of a bh and segment at entries [begin, end), one warp; of one rung, or of all if
 // rung < 0. on_batch(entry, mine, count) is called for 32 entries at once, then on_page(from lane, address,
 // rung, key of slot lane, key of slot 32 + lane) for those that are mine; a key is -1 where no token is.
 template <class OnBatch, class OnPage>
-__device__ __forceinline__ void visit_pages(const Plan& p, int pair, int segment, int rung, int begin,
-                                            int end, bool with_pages, OnBatch on_batch, OnPage on_page) {
+__device__ __forceinline__ void visit_pages(const Plan& p, int bh, int segment, int rung, int begin, int end,
+                                            bool with_pages, OnBatch on_batch, OnPage on_page) {
     constexpr int AT_ONCE = 4;
     const int lane = threadIdx.x % 32;
-    const u64 row = (u64)pair * p.s.entries;
+    const u64 row = (u64)bh * p.s.entries;
 #pragma unroll 1
     for (int first = begin; first < end; first += 32) {
         const int entry = first + lane;
@@ -206,12 +206,12 @@ __device__ __forceinline__ void visit_pages(const Plan& p, int pair, int segment
     }
 }
 
-// The key of new token `step` of a pair, or -1 if it is padding, does not exist or is of another segment.
-__device__ __forceinline__ int new_key(const Plan& p, int pair, int segment, int step) {
-    if (step >= p.call.steps) return -1;
-    const u64 at = (u64)(pair / p.s.heads) * p.call.steps + step;
-    const int position = p.call.positions ? p.call.positions[at] : p.call.first_position + step;
+// The key of new token `i` of a bh, or -1 if it is padding, does not exist or is of another segment.
+__device__ __forceinline__ int new_key(const Plan& p, int bh, int segment, int i) {
+    if (i >= p.call.num_new) return -1;
+    const u64 at = (u64)(bh / p.s.heads) * p.call.num_new + i;
+    const int position = p.call.positions ? p.call.positions[at] : p.call.first_position + i;
     if (position >> 16 != segment) return -1;
     if (p.call.valid && !p.call.valid[at]) return -1;
-    return p.key(p.call.codes[(u64)pair * p.call.steps + step], position);
+    return p.key(p.call.codes[(u64)bh * p.call.num_new + step], position);
 }

@@ -1,12 +1,13 @@
 // How important tokens are: attention mass, from kept scores or from queries and keys, and norms of keys.
 //
 // Threads and data
-//   score_stored    grid (blocks of pages, pairs, layers): 8 lanes have a page, each 8 slots of it. Reads the
+//   score_stored    grid (blocks of pages, num_bh, layers): 8 lanes have a page, each 8 slots of it. Reads
+//   the
 //                   scores of the kept rows, a byte each, and brings the importance bytes of the page up to
 //                   date.
 //   mass_of_scores  from scores in float32, and writes the mass: what kvlab.ops.packed.mass_from_scores is on
 //                   a GPU.
-//   score_new       grid (tiles of keys, pairs): a warp holds KEYS keys as B operands of mma.m16n8k16 in
+//   score_new       grid (tiles of keys, num_bh): a warp holds KEYS keys as B operands of mma.m16n8k16 in
 //                   registers and multiplies them with all query rows, 16 at a time, which lie in shared
 //                   memory in chunks of ROWS. Only the sum over rows of exp(score - lse) remains.
 //   score_norms     a warp one key.
@@ -36,8 +37,8 @@ __device__ __forceinline__ float finite(float x) {
 // ---- From kept scores
 
 struct Kept {
-    const void* scores;                     // [pairs][entries] blocks, or float [pairs][entries][rows][PAGE]
-    const float* lse;                       // [batch][heads * group][seqlen]
+    const void* scores;  // [num_bh][entries] blocks, or float [num_bh][entries][rows][PAGE]
+    const float* lse;    // [batch][heads * group][seqlen]
     int group, positions, seqlen, entries;  // positions: the last query rows, whose scores were kept
 
     __device__ __forceinline__ int rows() const { return positions * group; }
@@ -45,10 +46,10 @@ struct Kept {
 
 // What a score times log2(e) has added to be the exponent of a probability; row = position * group + head.
 // Rows of nothing have lse -inf, and those that give nobody anything +inf.
-__device__ __forceinline__ float base_of(const Kept& kept, int pair, int row) {
+__device__ __forceinline__ float base_of(const Kept& kept, int bh, int row) {
     int head = row, position = kept.seqlen - kept.positions;
     for (; head >= kept.group; head -= kept.group) ++position;
-    const float lse = kept.lse[((u64)pair * kept.group + head) * kept.seqlen + position];
+    const float lse = kept.lse[((u64)bh * kept.group + head) * kept.seqlen + position];
     return lse == -INFINITE ? 0.f : lse * -LOG2E;
 }
 
@@ -101,7 +102,7 @@ struct Rows {
     u64 codes[AT_ONCE];
     float base;  // of row first + lane
 
-    __device__ __forceinline__ Rows(const Kept& kept, const u8* block, int pair, int first, int lane) {
+    __device__ __forceinline__ Rows(const Kept& kept, const u8* block, int bh, int first, int lane) {
         const int rows = kept.rows(), row = first + lane;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
@@ -109,7 +110,7 @@ struct Rows {
         base = -INFINITE;
         if (lane < AT_ONCE && row < rows) {
             const float reference = read_now((const float*)(block + PAGE * rows) + row);
-            base = base_of(kept, pair, row);
+            base = base_of(kept, bh, row);
             if (base != -INFINITE) base += reference;  // or a query of NaN, if it is padding, would count
         }
     }
@@ -176,17 +177,17 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
     const Kept& kept = call.kept;
     const Following& following = call.following;
     const LayerState& s = call.layers[blockIdx.z];
-    const int pair = blockIdx.y, kept_pair = blockIdx.z * gridDim.y + pair, lane = threadIdx.x % LANES;
+    const int bh = blockIdx.y, kept_pair = blockIdx.z * gridDim.y + bh, lane = threadIdx.x % LANES;
     const int place = blockIdx.x * PAGES + threadIdx.x / LANES, entry = min(place, kept.entries - 1);
     // Most pages are live, so all that is needed of one is asked for before anybody knows which are.
     const int rows = kept.rows(), block_bytes = PAGE * rows + 16 * ((rows + 3) / 4);
     const u8* block = (const u8*)kept.scores + ((u64)kept_pair * kept.entries + entry) * (u32)block_bytes;
     const Rows first_rows(kept, block, kept_pair, 0, lane);
-    const u64 at = (u64)pair * kept.entries + entry;
+    const u64 at = (u64)bh * kept.entries + entry;
     const u32 address = read_now(s.index + at), rung = read_now(s.rung + at) % CACHE_RUNGS;
     const int count = read_now(s.count + at), base = read_now(s.base + at) << 16;
-    const int live = place < s.num_pages[pair] ? count - OWN * lane : 0;
-    const int length = s.seqlen[pair] - following.counted - base;
+    const int live = place < s.num_pages[bh] ? count - OWN * lane : 0;
+    const int length = s.seqlen[bh] - following.counted - base;
     if (!__any_sync(ALL_LANES, live > 0)) return;
     u8* const tail = s.arena + (u64)address * UNIT + s.rungs[rung].tail;
     uint2* const codes = (uint2*)(tail + 2 * PAGE + OWN * lane);
@@ -217,18 +218,18 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
 extern "C" __global__ void __launch_bounds__(THREADS)
     mass_of_scores(const u8* count, const int* num_pages, float* mass, const __grid_constant__ Kept kept) {
     constexpr int FOURS = PAGE / 4;
-    const int pair = blockIdx.y, entry = blockIdx.x * (THREADS / FOURS) + threadIdx.x / FOURS;
+    const int bh = blockIdx.y, entry = blockIdx.x * (THREADS / FOURS) + threadIdx.x / FOURS;
     const int slot = threadIdx.x % FOURS * 4, rows = kept.rows();
     if (entry >= kept.entries) return;
-    const u64 at = (u64)pair * kept.entries + entry;
-    const int tokens = entry < num_pages[pair] ? count[at] : 0;
+    const u64 at = (u64)bh * kept.entries + entry;
+    const int tokens = entry < num_pages[bh] ? count[at] : 0;
     const float4* scores = (const float4*)kept.scores + at * rows * FOURS + slot / 4;
     float found[4] = {};
     if (slot < tokens)
 #pragma unroll 4
         for (int row = 0; row < rows; ++row) {
             const float4 score = scores[row * FOURS];
-            const float base = base_of(kept, pair, row);
+            const float base = base_of(kept, bh, row);
             if (base == -INFINITE) continue;  // even if its query is NaN
             found[0] += power_of_2(fmaf(score.x, LOG2E, base));
             found[1] += power_of_2(fmaf(score.y, LOG2E, base));
@@ -246,18 +247,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 struct Sight {
     const u16 *q, *k;  // [batch][seqlen][heads_q][HEAD_DIM], [batch][seqlen][heads][HEAD_DIM] by strides
     const float* lse;  // [batch][heads_q][seqlen]: over all keys; rows that are not finite count nothing
-    u8* codes;         // [pairs][seqlen]
+    u8* codes;         // [num_bh][seqlen]
     long long q_batch, q_step, q_head, k_batch, k_step, k_head;
     int heads, group, seqlen, window;  // window: the last query rows that count
     float scale, softcap;
 };
 
 constexpr int KEYS = HEAD_DIM <= 128 ? 32 : 16, TILES = KEYS / 8, ROWS = 64;
-constexpr int PAIRS = HEAD_DIM / 32, STEPS = HEAD_DIM / 16;   // k-steps come in pairs, but a last one
+constexpr int PAIRS = HEAD_DIM / 32, STEPS = HEAD_DIM / 16;   // k-steps come in num_bh, but a last one
 constexpr int STRIDE = (2 * HEAD_DIM + 63) / 128 * 128 + 64;  // bytes of a row in shared memory
 static_assert(STRIDE >= 2 * HEAD_DIM && STRIDE % 128 == 64, "rows of four lanes each meet no bank twice");
 
-// The operands of one row (of queries or keys) for all k-steps: 4 words a pair of steps, 2 for a last one.
+// The operands of one row (of queries or keys) for all k-steps: 4 words a bh of steps, 2 for a last one.
 __device__ __forceinline__ void load_row(const u8* row, int u, u32 (&x)[2 * STEPS]) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
@@ -275,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_con
     __shared__ float base[ROWS];  // lse, base 2; +infinity: the row counts nothing
     __shared__ int last[ROWS];    // the last key that the row sees
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, u = lane % 4;
-    const int pair = blockIdx.y, batch = pair / sight.heads, head = pair % sight.heads;
+    const int bh = blockIdx.y, batch = bh / sight.heads, head = bh % sight.heads;
     const int first_key = (blockIdx.x * WARPS + warp) * KEYS, rows = sight.window * sight.group;
     u32 keys[TILES][2 * STEPS];
 #pragma unroll
@@ -340,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_con
             for (int bit = 4; bit < 32; bit *= 2) sum[t][j] += __shfl_xor_sync(ALL_LANES, sum[t][j], bit);
             const int key = first_key + 8 * t + 2 * u + j;
             if (g == 0 && key < sight.seqlen)
-                sight.codes[(u64)pair * sight.seqlen + key] =
+                sight.codes[(u64)bh * sight.seqlen + key] =
                     encode_importance(finite(sum[t][j] / (float)rows));
         }
 }
@@ -351,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_con
 extern "C" __global__ void __launch_bounds__(THREADS)
     score_norms(const u16* k, u8* codes, long long k_batch, long long k_step, long long k_head, int heads,
                 int seqlen, int kind) {
-    const int pair = blockIdx.y, batch = pair / heads, head = pair % heads, lane = threadIdx.x % 32;
+    const int bh = blockIdx.y, batch = bh / heads, head = bh % heads, lane = threadIdx.x % 32;
     const int step = blockIdx.x * WARPS + threadIdx.x / 32;
     if (step >= seqlen) return;
     float sum = 0.f;
@@ -367,5 +368,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (lane) return;
     const float norm = kind == 0 ? fmaxf(sqrtf(sum), 1e-6f) : kind == 1 ? (float)(seqlen - step) : 1.f;
-    codes[(u64)pair * seqlen + step] = encode_importance(finite(__fdiv_rn(1.f, norm)));
+    codes[(u64)bh * seqlen + step] = encode_importance(finite(__fdiv_rn(1.f, norm)));
 }

@@ -16,7 +16,7 @@ PAGE, UNIT, SEGMENT, KEYS = 64, 64, 16, 256
 RECENT, SINK = 254, 255
 """Keys of tokens that outweigh all importance codes, which end at 253."""
 NEW_TOKEN, DROPPED = 255, -1
-NO_ROOM, NO_ENTRY, UNFINISHED = 1, 4, 8
+OVER_BUDGET, TABLE_FULL, RETRY = 1, 4, 8
 """Bits of a layer's status."""
 RECORD, PER_SLAB, TAIL = range(3)
 """Columns of `Tables.rungs`: units of a page, pages of a slab, byte offset of positions in a page."""
@@ -41,8 +41,8 @@ class Tables(NamedTuple):
     slabs: np.ndarray  # int32 (rungs, slabs)
     free_slabs: np.ndarray  # int32 (slabs,)
     num_free: np.ndarray  # int32 (1,)
-    owner: np.ndarray  # uint32 (rungs, pages)
-    place: np.ndarray  # int32 (slabs,)
+    entry_of: np.ndarray  # uint32 (rungs, pages)
+    slab_slot: np.ndarray  # int32 (slabs,)
     budget: np.ndarray  # int64 (batch,)
     status: np.ndarray  # int32 (1,)
     waits: np.ndarray  # int32 (batch,): rows whose pages a plan leaves alone
@@ -75,10 +75,10 @@ class Rules(NamedTuple):
     seqlen: int
     sink: int
     recent: int
-    room: int
+    lookahead: int
     by_position: bool
     fixed_nbytes: int
-    most_births: int
+    most_new_pages: int
 
 
 class Groups(NamedTuple):
@@ -91,7 +91,7 @@ class Groups(NamedTuple):
     chunk: np.ndarray  # int64 (groups, classes): number of the first chunk, in the layer
     chosen: np.ndarray  # int64 (groups, classes, levels): chunks
     extra: np.ndarray  # bool (groups,): whether an empty page is to be held ready
-    births: np.ndarray  # int64 (groups, rungs): new pages
+    new_pages: np.ndarray  # int64 (groups, rungs): new pages
     first: np.ndarray  # int64 (groups, rungs): number of the first new page
     role: np.ndarray  # int64 (groups, 2): entry of the page with what is left over, of the empty page; or -1
 
@@ -132,7 +132,7 @@ def page_address(tables, slab_units, r, number):
 def page_number(tables, slab_units, r, address):
     """The inverse of `page_address`."""
     slab, within = address // slab_units, address % slab_units
-    return np.int64(tables.place[slab]) * tables.rungs[r, PER_SLAB] + within // tables.rungs[r, RECORD]
+    return np.int64(tables.slab_slot[slab]) * tables.rungs[r, PER_SLAB] + within // tables.rungs[r, RECORD]
 
 
 @helper

@@ -10,10 +10,10 @@ import numpy as np
 from .cache_groups import (
     DROPPED,
     NEW_TOKEN,
-    NO_ENTRY,
     PAGE,
     PER_SLAB,
     SEGMENT,
+    TABLE_FULL,
     TAIL,
     UNIT,
     allocating,
@@ -71,7 +71,7 @@ def _first_moves(rules, groups, first):
 @helper
 def _find_targets(rules, groups, g, c, first, targets):
     """Of class c: where the ranks of each level end, its first new page, the place of its first move."""
-    ends, pages, places = targets[0], targets[1], targets[2]
+    ends, pages, begins = targets[0], targets[1], targets[2]
     rungs, end = groups.kinds.shape[1], np.int64(0)
     for level in range(groups.chosen.shape[2]):
         r, before = level - rules.evicts, np.int64(0)
@@ -79,7 +79,7 @@ def _find_targets(rules, groups, g, c, first, targets):
             for other in range(c):
                 before += 0 if other == r else groups.chosen[g, other, level]
             pages[level] = groups.first[g, r] + before
-            places[level] = first[g, r] + PAGE * before
+            begins[level] = first[g, r] + PAGE * before
         end += 0 if r == c else PAGE * groups.chosen[g, c, level]
         ends[level] = end
     if c == rungs:
@@ -89,7 +89,7 @@ def _find_targets(rules, groups, g, c, first, targets):
 @helper
 def _move(tables, rules, moves, targets, rank, source, slot, rung, token):
     """Write the move of a token that leaves its class; none if it is evicted."""
-    ends, pages, places = targets[0], targets[1], targets[2]
+    ends, pages, begins = targets[0], targets[1], targets[2]
     level = 0
     while ends[level] <= rank:
         level += 1
@@ -97,7 +97,7 @@ def _move(tables, rules, moves, targets, rank, source, slot, rung, token):
     if r < 0:
         return
     rank -= ends[level - 1] if level else 0
-    move = moves[places[level] + rank]
+    move = moves[begins[level] + rank]
     move[0], move[3] = source, token
     move[1] = page_address(tables, rules.slab_units, r, pages[level] + rank // PAGE)
     move[2] = slot | rank % PAGE << 8 | rung << 16 | r << 24
@@ -211,37 +211,37 @@ def _keep(groups, g, is_top, e, o, needed, kept, target, after):
 
 @allocating
 def set_tables(tables, rules, groups, after):
-    """Bring the tables to their final state; return copies of pages, births, dropped pages, status."""
-    rungs, dropped, births = len(tables.rungs), np.int64(0), groups.births.sum()
+    """Bring the tables to their final state; return copies of pages, new_pages, dropped pages, status."""
+    rungs, dropped, new_pages = len(tables.rungs), np.int64(0), groups.new_pages.sum()
     for bh in range(len(after)):
         for e in range(planned_pages(tables, rules, bh)):
             dropped += after[bh, e] == DROPPED
-    dead, num_dead = np.empty((rungs, dropped), np.int64), np.zeros(rungs, np.int64)
-    places, is_dead = np.empty(2 * tables.counts.shape[1], np.int64), np.empty(dropped, np.bool_)
+    freed, num_freed = np.empty((rungs, dropped), np.int64), np.zeros(rungs, np.int64)
+    vacant, is_freed = np.empty(2 * tables.counts.shape[1], np.int64), np.empty(dropped, np.bool_)
     copies = np.empty((dropped, 3), np.uint32)
     for bh in range(len(after)):
         if tables.waits[bh // rules.heads]:
             continue  # its pages stay as they are
-        if not _set_table(tables, rules, groups, bh, after[bh], dead, num_dead, places):
-            return copies[:0], births, dropped, NO_ENTRY
+        if not _set_table(tables, rules, groups, bh, after[bh], freed, num_freed, vacant):
+            return copies[:0], new_pages, dropped, TABLE_FULL
     copied = np.int64(0)
     for r in range(rungs):
-        copied = _close_pool(tables, rules, r, dead[r, : num_dead[r]], is_dead, copies, copied)
-    return copies[:copied], births, dropped, 0
+        copied = _close_pool(tables, rules, r, freed[r, : num_freed[r]], is_freed, copies, copied)
+    return copies[:copied], new_pages, dropped, 0
 
 
 @helper
-def _set_table(tables, rules, groups, bh, after, dead, num_dead, places):
+def _set_table(tables, rules, groups, bh, after, freed, num_freed, vacant):
     """Let entries of dropped pages be taken by others; false if there are too few."""
     n, entries, slab_units = np.int64(tables.num_pages[bh]), tables.counts.shape[1], rules.slab_units
     groups_of = range(bh * rules.segments, (bh + 1) * rules.segments)
-    gone, born = np.int64(0), np.int64(0)
+    gone, added = np.int64(0), np.int64(0)
     for e in range(n):
         gone += after[e] == DROPPED
     for g in groups_of:
         for r in range(len(tables.rungs)):
-            born += groups.births[g, r]
-    end = n - gone + born
+            added += groups.new_pages[g, r]
+    end = n - gone + added
     if end > entries:
         return False
     free = 0
@@ -250,48 +250,48 @@ def _set_table(tables, rules, groups, bh, after, dead, num_dead, places):
             tables.counts[bh, e] = after[e]
             continue
         tables.counts[bh, e], r = 0, np.int64(tables.rung[bh, e])
-        dead[r, num_dead[r]] = page_number(tables, slab_units, r, np.int64(tables.addresses[bh, e]))
-        num_dead[r] += 1
+        freed[r, num_freed[r]] = page_number(tables, slab_units, r, np.int64(tables.addresses[bh, e]))
+        num_freed[r] += 1
         if e < end:
-            places[free] = e
+            vacant[free] = e
             free += 1
     for e in range(n, end):
-        places[free] = e
+        vacant[free] = e
         free += 1
     taken = np.int64(0)
     for e in range(end, n):
         if after[e] == DROPPED:
             continue
-        to, r = places[taken], np.int64(tables.rung[bh, e])
+        to, r = vacant[taken], np.int64(tables.rung[bh, e])
         taken += 1
         tables.rung[bh, to], tables.counts[bh, to] = tables.rung[bh, e], tables.counts[bh, e]
         tables.addresses[bh, to], tables.base[bh, to] = tables.addresses[bh, e], tables.base[bh, e]
         number = page_number(tables, slab_units, r, np.int64(tables.addresses[bh, to]))
-        tables.owner[r, number] = bh * entries + to
+        tables.entry_of[r, number] = bh * entries + to
         for g in groups_of:
             for role in range(2):
                 if groups.role[g, role] == e:
                     groups.role[g, role] = to
     for g in groups_of:
         for r in range(len(tables.rungs)):
-            taken = _add_pages(tables, rules, groups, g, r, places, taken)
+            taken = _add_pages(tables, rules, groups, g, r, vacant, taken)
     tables.num_pages[bh] = end
     _set_open(tables, rules, groups, bh)
     return True
 
 
 @helper
-def _add_pages(tables, rules, groups, g, r, places, taken):
+def _add_pages(tables, rules, groups, g, r, vacant, taken):
     """Enter the new pages of a (group, rung)."""
     bh, rungs = g // rules.segments, len(tables.rungs)
-    births, is_top = groups.births[g, r], r == rungs - 1
+    new_pages, is_top = groups.new_pages[g, r], r == rungs - 1
     left = groups.tokens[g, rungs] % PAGE if is_top else 0
-    pages = births - np.int64(is_top and opens_empty(groups, rules, g))
-    for j in range(births):
-        e, number = places[taken + j], groups.first[g, r] + j
+    pages = new_pages - np.int64(is_top and opens_empty(groups, rules, g))
+    for j in range(new_pages):
+        e, number = vacant[taken + j], groups.first[g, r] + j
         tables.rung[bh, e], tables.base[bh, e] = r, g % rules.segments
         tables.addresses[bh, e] = page_address(tables, rules.slab_units, r, number)
-        tables.owner[r, number] = bh * tables.counts.shape[1] + e
+        tables.entry_of[r, number] = bh * tables.counts.shape[1] + e
         if j >= pages:
             tables.counts[bh, e] = 0
             groups.role[g, 1] = e
@@ -300,7 +300,7 @@ def _add_pages(tables, rules, groups, g, r, places, taken):
             groups.role[g, 0] = e
         else:
             tables.counts[bh, e] = PAGE
-    return taken + births
+    return taken + new_pages
 
 
 @helper
@@ -321,26 +321,26 @@ def _set_open(tables, rules, groups, bh):
 
 
 @helper
-def _close_pool(tables, rules, r, dead, is_dead, copies, copied):
-    """Copy the last pages of a rung to the places of dropped ones; give back slabs that became empty."""
+def _close_pool(tables, rules, r, freed, is_freed, copies, copied):
+    """Copy the last pages of a rung to the slots of dropped ones; give back slabs that became empty."""
     used, entries = np.int64(tables.used[r]), tables.counts.shape[1]
-    after = used - len(dead)
-    gap = 0
-    for i in range(len(dead)):
-        is_dead[i] = False
-    for number in dead:
+    after = used - len(freed)
+    hole = 0
+    for i in range(len(freed)):
+        is_freed[i] = False
+    for number in freed:
         if number >= after:
-            is_dead[number - after] = True
+            is_freed[number - after] = True
     for number in range(after, used):
-        if is_dead[number - after]:
+        if is_freed[number - after]:
             continue
-        while dead[gap] >= after:
-            gap += 1
-        source, to = page_address(tables, rules.slab_units, r, number), dead[gap]
-        address, owner = page_address(tables, rules.slab_units, r, to), tables.owner[r, number]
+        while freed[hole] >= after:
+            hole += 1
+        source, to = page_address(tables, rules.slab_units, r, number), freed[hole]
+        address, entry = page_address(tables, rules.slab_units, r, to), tables.entry_of[r, number]
         copies[copied, 0], copies[copied, 1], copies[copied, 2] = source, address, r
-        tables.addresses[owner // entries, owner % entries], tables.owner[r, to] = address, owner
-        gap, copied = gap + 1, copied + 1
+        tables.addresses[entry // entries, entry % entries], tables.entry_of[r, to] = address, entry
+        hole, copied = hole + 1, copied + 1
     tables.used[r] = after
     per_slab = tables.rungs[r, PER_SLAB]
     slabs = (after + per_slab - 1) // per_slab

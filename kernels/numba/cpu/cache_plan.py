@@ -9,13 +9,13 @@ import numpy as np
 
 from .cache_groups import (
     KEYS,
-    NO_ROOM,
+    OVER_BUDGET,
     PAGE,
     PER_SLAB,
     RECENT,
+    RETRY,
     SEGMENT,
     TAIL,
-    UNFINISHED,
     UNIT,
     allocating,
     key_of,
@@ -52,7 +52,7 @@ def plan_layer(tables, levels, rules, new):
         neighbours.
     copies : uint32 (n, 3)
         Whole pages: from, to, rung.
-    births, dropped, status : int
+    new_pages, dropped, status : int
     """
     rungs, pairs = len(tables.rungs), len(tables.num_pages)
     groups = new_groups(pairs * rules.segments, rungs, rungs + rules.evicts)
@@ -60,17 +60,17 @@ def plan_layer(tables, levels, rules, new):
     weights = _weigh(groups)
     status, own, scratch = 0, rules.heads * rules.segments, np.empty(1, np.int32)
     for row in range(len(tables.budget)):
-        room = tables.budget[row] - rules.fixed_nbytes
+        bytes_left = tables.budget[row] - rules.fixed_nbytes
         waits = tables.waits[row] != 0
-        if not _choose(levels, rules, groups, weights, row * own, own, room, waits, scratch):
-            status |= NO_ROOM
+        if not _choose(levels, rules, groups, weights, row * own, own, bytes_left, waits, scratch):
+            status |= OVER_BUDGET
     if not _allocate(tables, rules, groups, np.empty(rungs, np.int64)):
-        status |= UNFINISHED
+        status |= RETRY
     moves, closing, after = list_moves(tables, rules, new, groups)
-    copies, births, dropped, failed = set_tables(tables, rules, groups, after)
+    copies, new_pages, dropped, failed = set_tables(tables, rules, groups, after)
     status |= failed
     tables.status[0] |= status
-    return moves, closing, copies, births, dropped, status
+    return moves, closing, copies, new_pages, dropped, status
 
 
 # ---- count
@@ -178,24 +178,24 @@ def _nbytes_at(levels, rules, groups, weights, first, own, price, ties):
 
 
 @helper
-def _choose(levels, rules, groups, weights, first, own, room, waits, bits):
+def _choose(levels, rules, groups, weights, first, own, bytes_left, waits, bits):
     """Choose how many chunks of every class of a row's groups go to each level; false if they do not fit."""
     _, classes, num_levels = groups.chosen.shape
     top, chunks, begin = num_levels - 1, np.int64(0), groups.chunk[first, 0] if own else np.int64(0)
     for g in range(first, first + own):
         groups.extra[g] = not waits and slots_left(groups, g) < _to_come(rules, g % rules.segments)
-        room -= groups.extra[g] * levels.cost[top]
+        bytes_left -= groups.extra[g] * levels.cost[top]
         for c in range(classes):
             chunks += groups.tokens[g, c] // PAGE
             if groups.tokens[g, c] % PAGE:
-                room -= levels.cost[min(c + rules.evicts, top)]
-    room -= chunks * levels.cost[0]
+                bytes_left -= levels.cost[min(c + rules.evicts, top)]
+    bytes_left -= chunks * levels.cost[0]
     price = bits.view(np.float32)
     low, high = -1, 0x7F7FFFFF
     while high - low > 1:
         middle = low + (high - low) // 2
         bits[0] = middle
-        if _nbytes_at(levels, rules, groups, weights, first, own, price[0], begin) <= room:
+        if _nbytes_at(levels, rules, groups, weights, first, own, price[0], begin) <= bytes_left:
             high = middle
         else:
             low = middle
@@ -203,14 +203,14 @@ def _choose(levels, rules, groups, weights, first, own, room, waits, bits):
     ties, beyond = np.int64(0), chunks + 1
     while beyond - ties > 1:
         middle = (ties + beyond) // 2
-        if _nbytes_at(levels, rules, groups, weights, first, own, price[0], begin + middle) <= room:
+        if _nbytes_at(levels, rules, groups, weights, first, own, price[0], begin + middle) <= bytes_left:
             ties = middle
         else:
             beyond = middle
     for g in range(first, first + own):
         for c in range(classes):
             _take_levels(levels, rules, groups, weights, g, c, price[0], begin + ties)
-    return _nbytes_at(levels, rules, groups, weights, first, own, price[0], begin + ties) <= room
+    return _nbytes_at(levels, rules, groups, weights, first, own, price[0], begin + ties) <= bytes_left
 
 
 @helper
@@ -229,7 +229,7 @@ def _take_levels(levels, rules, groups, weights, g, c, price, ties):
 def _to_come(rules, segment):
     """How many of the next tokens lie in a segment."""
     first, end = segment << SEGMENT, (segment + 1) << SEGMENT
-    return max(0, min(end, rules.seqlen + rules.room) - max(first, rules.seqlen))
+    return max(0, min(end, rules.seqlen + rules.lookahead) - max(first, rules.seqlen))
 
 
 # ---- allocate
@@ -249,38 +249,38 @@ def _new_pages(rules, groups, g, r):
 
 
 @helper
-def _slabs_needed(tables, births, r):
+def _slabs_needed(tables, new_pages, r):
     per_slab = tables.rungs[r, PER_SLAB]
-    return (tables.used[r] + births + per_slab - 1) // per_slab - tables.slab_count[r]
+    return (tables.used[r] + new_pages + per_slab - 1) // per_slab - tables.slab_count[r]
 
 
 @helper
-def _allocate(tables, rules, groups, births):
+def _allocate(tables, rules, groups, new_pages):
     """Number the new pages and take slabs for them; false if they had to be cut down."""
     (num_groups, rungs), pages, slabs = groups.first.shape, np.int64(0), np.int64(0)
     for r in range(rungs):
-        births[r] = 0
+        new_pages[r] = 0
         for g in range(num_groups):
-            births[r] += _new_pages(rules, groups, g, r)
-        slabs += _slabs_needed(tables, births[r], r)
-        pages += births[r]
-    whole = pages <= rules.most_births and slabs <= tables.num_free[0]
+            new_pages[r] += _new_pages(rules, groups, g, r)
+        slabs += _slabs_needed(tables, new_pages[r], r)
+        pages += new_pages[r]
+    whole = pages <= rules.most_new_pages and slabs <= tables.num_free[0]
     if not whole:
-        _cut_down(tables, rules, groups, births)
+        _cut_down(tables, rules, groups, new_pages)
     for r in range(rungs):
-        births[r] = 0
+        new_pages[r] = 0
     for g in range(num_groups):
         for r in range(rungs):
-            groups.births[g, r] = _new_pages(rules, groups, g, r)
-            groups.first[g, r] = tables.used[r] + births[r]
-            births[r] += groups.births[g, r]
+            groups.new_pages[g, r] = _new_pages(rules, groups, g, r)
+            groups.first[g, r] = tables.used[r] + new_pages[r]
+            new_pages[r] += groups.new_pages[g, r]
     for r in range(rungs):
-        for _ in range(_slabs_needed(tables, births[r], r)):
+        for _ in range(_slabs_needed(tables, new_pages[r], r)):
             tables.num_free[0] -= 1
             slab = tables.free_slabs[tables.num_free[0]]
-            tables.slabs[r, tables.slab_count[r]], tables.place[slab] = slab, tables.slab_count[r]
+            tables.slabs[r, tables.slab_count[r]], tables.slab_slot[slab] = slab, tables.slab_count[r]
             tables.slab_count[r] += 1
-        tables.used[r] += births[r]
+        tables.used[r] += new_pages[r]
     return whole
 
 
@@ -291,7 +291,7 @@ def _cut_down(tables, rules, groups, left):
     part = tables.num_free[0] // rungs
     for r in range(rungs):
         held = (tables.slab_count[r] + part) * tables.rungs[r, PER_SLAB] - tables.used[r]
-        left[r] = min(held, rules.most_births // rungs)
+        left[r] = min(held, rules.most_new_pages // rungs)
     for g in range(num_groups):
         groups.extra[g], groups.tokens[g, rungs] = False, 0
         for level in range(groups.chosen.shape[2]):

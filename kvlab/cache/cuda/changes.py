@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.plan import (
-    UNFINISHED,
+    RETRY,
     Ladder,
     PlanShape,
     Workspace,
@@ -110,8 +110,8 @@ class Changes:
             self.kernels = executor.kernels(self.store)
             shape = self._shape(0)
             bounds = [decode_bounds(shape, ladder) for ladder in self.ladders]
-            births, dropped = (max(found) for found in zip(*bounds, strict=True))
-            self._decode = self.kernels.make_workspace(shape, len(stores), births, dropped)
+            new_pages, dropped = (max(found) for found in zip(*bounds, strict=True))
+            self._decode = self.kernels.make_workspace(shape, len(stores), new_pages, dropped)
         self.restart(tidy=True)
 
     @property
@@ -147,7 +147,7 @@ class Changes:
             self._share = share
 
     def trouble(self, layer: int) -> int:
-        """Bits of `Trouble` that a layer has met; waits for the device."""
+        """Bits of `PlanStatus` that a layer has met; waits for the device."""
         return int(self._executor.to_host(self.store.tables["status"][layer])[0])
 
     def is_tight(self, layer: int, length: int) -> bool:
@@ -196,9 +196,9 @@ class Changes:
         if self._admission is None or self._admission[0] != (steps, holds_tokens):
             pairs, shape = self.store.batch * self.store.heads, self._shape(steps)
             pages = pairs * self.store.entries if holds_tokens else 0
-            births = pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
+            new_pages = pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
             with translated_out_of_memory(f"the plan of {steps} new tokens"):
-                workspace = self.kernels.make_workspace(shape, 1, births, max(pages, 1))
+                workspace = self.kernels.make_workspace(shape, 1, new_pages, max(pages, 1))
             self._admission = (steps, holds_tokens), workspace
         return self._admission[1]
 
@@ -208,7 +208,7 @@ class Changes:
         Until `confirm`, which is called where many bytes wait for it, too, `new` keeps its arrays.
         """
         if not self._unconfirmed:
-            self.store.tables["status"][...] &= ~UNFINISHED
+            self.store.tables["status"][...] &= ~RETRY
         self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, 0)
         self._unconfirmed.append(new)
         kept = sum([int(x.nbytes) for x in new.arrays])  # as much as that of every layer before
@@ -232,7 +232,7 @@ class Changes:
         status = self._executor.to_host(self.store.tables["status"])
         for new in waiting:
             trouble = int(status[new.layer, 0])
-            if trouble == UNFINISHED:
+            if trouble == RETRY:
                 trouble = self._admit_again(new)
             if trouble:
                 raise RuntimeError(
@@ -242,8 +242,8 @@ class Changes:
     def _admit_again(self, new: Admission) -> int:
         """Plan until new tokens are in, or nothing is left to be demoted; return the layer's trouble."""
         before: list[int] = []
-        trouble = UNFINISHED
-        while trouble == UNFINISHED:
+        trouble = RETRY
+        while trouble == RETRY:
             used = self._executor.to_host(self.store.tables["used"][new.layer]).tolist()
             if used == before:
                 break  # nothing was demoted, and nothing would be the next time
@@ -267,11 +267,11 @@ class Changes:
         store, new = self.store.stores[first], dict[str, Any]()
         if fresh is not None:
             new = {"codes": int(fresh["importance"]), "valid": int(fresh["valid"])}
-            new |= {"steps": int(fresh["steps"]), "first_position": int(fresh["first"])}
+            new |= {"num_new": int(fresh["steps"]), "first_position": int(fresh["first"])}
             new |= {"positions": int(fresh["positions"])}
         self.kernels.launch_plan(
             first, n, workspace, ladder, stream,
-            fixed_nbytes=store.fixed_nbytes, room=room, **self._rules, **new,
+            fixed_nbytes=store.fixed_nbytes, lookahead=room, **self._rules, **new,
         )  # fmt: skip
         nothing = np.zeros(1, kernels.NEW_TOKENS)[0]
         for phase, tokens in enumerate((nothing if fresh is None else fresh, nothing)):

@@ -139,14 +139,14 @@ def _place(
         per_slab = device.slab[number] // layout.nbytes
         slabs = [int(free.pop()) for _ in range(-(-count // per_slab))]
         host["slabs"][r, : len(slabs)] = slabs
-        host["place"][slabs] = np.arange(len(slabs))
+        host["slab_slot"][slabs] = np.arange(len(slabs))
         page = np.arange(count)
         units = layout.nbytes // UNIT
         address = np.array(slabs, np.int64)[page // per_slab] * slab_units + page % per_slab * units
         arena[address[:, None] + np.arange(units)] = pool.reshape(count, units, UNIT)
         index[mine] = address
         host["used"][r], host["slab_count"][r] = count, len(slabs)
-        host["owner"][r, :count] = owners[mine[live]]
+        host["entry_of"][r, :count] = owners[mine[live]]
     host["free_slabs"][: len(free)] = free
     host["num_free"][0] = len(free)
     host["rung"][:, :, :width], host["count"][:, :, :width] = (

@@ -48,10 +48,10 @@ class GpuKernels:
     # ---- plans ---------------------------------------------------------------------------------------------
 
     def make_workspace(
-        self, shape: plan.PlanShape, layers: int, most_births: int, most_dropped: int
+        self, shape: plan.PlanShape, layers: int, most_new_pages: int, most_dropped: int
     ) -> plan.Workspace:
         """Memory for plans; see `kvlab.cache.cuda.plan.make_workspace`."""
-        return plan.make_workspace(self.store.like, shape, layers, most_births, most_dropped)
+        return plan.make_workspace(self.store.like, shape, layers, most_new_pages, most_dropped)
 
     def launch_plan(
         self, first: int, layers: int, workspace: plan.Workspace, ladder: plan.Ladder, stream: int,

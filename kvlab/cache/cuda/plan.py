@@ -22,7 +22,7 @@ from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.reference.cache_layer import Ladder
 
 __all__ = [
-    "UNFINISHED",
+    "RETRY",
     "Ladder",
     "PlanShape",
     "Workspace",
@@ -33,20 +33,20 @@ __all__ = [
     "spare_nbytes",
 ]
 
-UNFINISHED = 8
-"""Bit of a layer's status: call to be repeated. The others, of lack, are in `Trouble` of pages/state.cuh."""
+RETRY = 8
+"""Bit of a layer's status: call again. The others, for what is missing, are in `PlanStatus` of state.cuh."""
 
 _PAGE, _KEYS, _RUNGS = 64, 256, 16
 _MOST_HELD = 20_000  # chunks of 4 bytes, in the 99 KiB that a block has on the smallest supported GPU
-_HULL = np.dtype([("rate", "f4", _RUNGS), ("level", "i4", _RUNGS), ("steps", "i4")])
+_HULL = np.dtype([("rate", "f4", _RUNGS), ("level", "i4", _RUNGS), ("edges", "i4")])
 _FIELDS = (
-    "starts", "tokens", "kinds", "weight", "runs", "chosen", "extra", "births", "first",
-    "list", "sequence", "stay", "after", "role", "places", "dead_first", "dead", "gaps", "above", "head",
-    "moves0", "moves1", "begins0", "begins1", "copies",
+    "starts", "tokens", "kinds", "weight", "runs", "chosen", "extra", "new_pages", "first",
+    "list", "sequence", "stay", "after", "role", "vacant", "freed_first", "freed", "holes", "beyond_end",
+    "head", "moves0", "moves1", "begins0", "begins1", "copies",
 )  # fmt: skip
 _NUMBERS = (
-    "segments", "chunks", "most_births", "most_dropped",
-    "steps", "first_position", "sink", "recent", "room", "by_position", "held",
+    "segments", "chunks", "most_new_pages", "most_dropped",
+    "num_new", "first_position", "sink", "recent", "lookahead", "by_position", "held",
 )  # fmt: skip
 _CALL = np.dtype(
     [
@@ -100,7 +100,7 @@ class Workspace:
     shape : PlanShape
     layers : int
         Most layers of a call.
-    most_births, most_dropped : int
+    most_new_pages, most_dropped : int
         Most pages of a layer that a call may add and drop.
     memory, lists : uint8 arrays
         The memory, and the MoveList structs of both phases.
@@ -114,7 +114,7 @@ class Workspace:
 
     shape: PlanShape
     layers: int
-    most_births: int
+    most_new_pages: int
     most_dropped: int
     memory: Any
     lists: Any
@@ -133,19 +133,19 @@ class Workspace:
 
     def max_groups(self, phase: int) -> int:
         """Most destination pages of a layer in a phase."""
-        return self.most_dropped * _PAGE if phase else self.most_births
+        return self.most_dropped * _PAGE if phase else self.most_new_pages
 
 
 def make_workspace(
-    like: Any, shape: PlanShape, layers: int, most_births: int, most_dropped: int
+    like: Any, shape: PlanShape, layers: int, most_new_pages: int, most_dropped: int
 ) -> Workspace:
     """Allocate what calls for `layers` layers need, in the framework and on the device of `like`.
 
-    Pages that may be born or dropped in a call and layer are bounded by `most_births` and `most_dropped`; see
-    `decode_bounds`. A prefill of n tokens bears at most ``batch * heads * (n // 64 + 1 + segments)`` pages
+    A call adds at most `most_new_pages` pages to a layer and drops at most `most_dropped`; see
+    `decode_bounds`. A prefill of n tokens adds at most ``batch * heads * (n // 64 + 1 + segments)`` pages
     besides the stored ones it demotes.
     """
-    sizes = _sizes(shape, most_births, most_dropped)
+    sizes = _sizes(shape, most_new_pages, most_dropped)
     offsets, total = {}, 0
     for name, size in sizes.items():
         offsets[name] = total
@@ -158,7 +158,7 @@ def make_workspace(
     for name in _FIELDS:
         call[name] = start + offsets[name]
     call["segments"], call["chunks"] = shape.segments, shape.chunks
-    call["most_births"], call["most_dropped"], call["held"] = most_births, most_dropped, _held(shape)
+    call["most_new_pages"], call["most_dropped"], call["held"] = most_new_pages, most_dropped, _held(shape)
     lists = np.zeros((2, layers), _LIST)
     for phase in range(2):
         for layer in range(layers):
@@ -172,7 +172,14 @@ def make_workspace(
             )
     on_device = to_device(lists.reshape(-1).view(np.uint8), like)
     return Workspace(
-        shape, layers, most_births, most_dropped, memory, on_device, call, cuda_view(on_device, "x").pointer
+        shape,
+        layers,
+        most_new_pages,
+        most_dropped,
+        memory,
+        on_device,
+        call,
+        cuda_view(on_device, "x").pointer,
     )
 
 
@@ -182,27 +189,27 @@ def _held(shape: PlanShape) -> int:
     return chunks if chunks <= _MOST_HELD else 0
 
 
-def _sizes(shape: PlanShape, most_births: int, most_dropped: int) -> dict[str, int]:
+def _sizes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> dict[str, int]:
     """Bytes of every array of the workspace for one layer."""
-    pairs = shape.batch * shape.heads
-    groups, rungs, classes = pairs * shape.segments, shape.num_rungs, shape.num_rungs + 1
-    levels, entries = rungs + shape.evicts, pairs * shape.entries
+    num_bh = shape.batch * shape.heads
+    groups, rungs, classes = num_bh * shape.segments, shape.num_rungs, shape.num_rungs + 1
+    levels, entries = rungs + shape.evicts, num_bh * shape.entries
     return {
         "starts": 4 * groups * classes * _KEYS, "tokens": 4 * groups * classes, "kinds": 12 * groups * rungs,
         "weight": 4 * groups * shape.chunks, "runs": 8 * groups * classes,
         "chosen": 4 * groups * classes * levels,
-        "extra": 4 * groups, "births": 4 * groups * rungs, "first": 4 * groups * rungs,
+        "extra": 4 * groups, "new_pages": 4 * groups * rungs, "first": 4 * groups * rungs,
         "list": 4 * groups * rungs, "sequence": 4 * groups * rungs, "stay": 8 * entries, "after": entries,
-        "role": 8 * groups, "places": 4 * entries, "dead_first": 4 * pairs * rungs, "dead": 4 * most_dropped,
-        "gaps": 4 * most_dropped, "above": most_dropped, "head": 24,
-        "moves0": 16 * most_births * _PAGE, "moves1": 16 * most_dropped * _PAGE,
-        "begins0": 4 * (most_births + 1), "begins1": 4 * (most_dropped * _PAGE + 1),
+        "role": 8 * groups, "vacant": 4 * entries, "freed_first": 4 * num_bh * rungs,
+        "freed": 4 * most_dropped, "holes": 4 * most_dropped, "beyond_end": most_dropped, "head": 24,
+        "moves0": 16 * most_new_pages * _PAGE, "moves1": 16 * most_dropped * _PAGE,
+        "begins0": 4 * (most_new_pages + 1), "begins1": 4 * (most_dropped * _PAGE + 1),
         "copies": 16 * most_dropped,
     }  # fmt: skip
 
 
 def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
-    """Return (most_births, most_dropped) of a layer for calls without new tokens, every 64 tokens or sooner.
+    """Return (most_new_pages, most_dropped) of a layer for plans without new tokens, one in 64 tokens.
 
     Each head may need one more page of the top rung; what it costs is saved by demotions, the smallest of
     which saves the least difference of two costs, and the last of which may save too much.
@@ -219,7 +226,7 @@ def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
 
 
 def spare_nbytes(batch: int, heads: int, ladder: Ladder, slab_nbytes: int) -> int:
-    """Return what an arena needs beyond its rows' budgets: pages are born before others are dropped."""
+    """Return what an arena needs beyond its rows' budgets: new pages are taken before others are dropped."""
     cost = [c for c in ladder.cost if c]
     per_byte = max((low / (high - low) for low, high in pairwise(cost)), default=0.0)
     top = (heads + 1) * cost[-1]
@@ -243,9 +250,9 @@ def smallest_nbytes(tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int) 
 def _hulls(ladder: Ladder) -> Any:
     hulls = np.zeros(_RUNGS + 1, _HULL)
     for top in range(len(ladder.cost)):
-        steps = ladder.steps(top)
-        hulls[top]["steps"] = len(steps)
-        for i, (level, rate) in enumerate(steps):
+        edges = ladder.edges(top)
+        hulls[top]["edges"] = len(edges)
+        for i, (level, rate) in enumerate(edges):
             hulls[top]["level"][i], hulls[top]["rate"][i] = level, rate
     return hulls
 
@@ -254,7 +261,7 @@ def _hulls(ladder: Ladder) -> Any:
 def _kernels(device: int) -> dict[str, Kernel]:
     arch = arch_of(*compute_capability(device))
     sources = {
-        "plan/plan": ("count_keys", "choose_rungs", "bear_pages"),
+        "plan/plan": ("count_keys", "choose_rungs", "allocate_pages"),
         "plan/moves": ("plan_moves",),
         "plan/tables": ("make_tables",),
     }
@@ -276,13 +283,13 @@ def launch_plan(
     *,
     sink: int,
     recent: int,
-    room: int,
+    lookahead: int,
     fixed_nbytes: int,
     by_position: bool = False,
     codes: int = 0,
     valid: int = 0,
     positions: int = 0,
-    steps: int = 0,
+    num_new: int = 0,
     first_position: int = 0,
 ) -> None:
     """Plan layers `first` to `first + layers - 1`: five launches on a stream of the workspace's device.
@@ -294,16 +301,16 @@ def launch_plan(
     workspace : Workspace
         For at least so many layers. Its move lists are valid until its next call.
     ladder : Ladder
-    sink, recent, room : int
-        As in `kvlab.reference.cache_plan.plan`; room at most 64.
+    sink, recent, lookahead : int
+        As in `kvlab.reference.cache_plan.plan`; lookahead at most 64.
     fixed_nbytes : int
         Bytes of a row beside pages and their table entries.
     by_position : bool
         Importance follows from the position alone.
-    codes, valid, positions, steps, first_position : int
-        New tokens: addresses of their importance (pairs, steps) uint8, of what is no padding (batch, steps)
-        uint8 or 0, of their positions (batch, steps) int32 or 0 if these follow each other, their number and
-        first position. `first_position + steps` is the length of the rows behind them.
+    codes, valid, positions, num_new, first_position : int
+        New tokens: addresses of their importance (num_bh, num_new) uint8, of what is no padding
+        (batch, num_new) uint8 or 0, of their positions (batch, num_new) int32 or 0 if these follow each
+        other, their number and first position. The rows have `first_position + num_new` tokens with them.
 
     Raises
     ------
@@ -311,17 +318,22 @@ def launch_plan(
         If the workspace is too small for the call.
     """
     shape = workspace.shape
-    if layers > workspace.layers or steps > shape.new_tokens:
+    if layers > workspace.layers or num_new > shape.new_tokens:
         raise ValueError(
             f"the workspace serves {workspace.layers} layers and {shape.new_tokens} new tokens; "
-            f"{layers} and {steps} were asked for: make a larger one"
+            f"{layers} and {num_new} were asked for: make a larger one"
         )
     call = workspace.call[0]
     call["hulls"], call["cost"][: len(ladder.cost)] = _hulls(ladder), ladder.cost
     call["layers"], call["codes"], call["valid"] = states + first * state_nbytes, codes, valid
     call["positions"] = positions
-    call["fixed_bytes"], call["steps"], call["first_position"] = fixed_nbytes, steps, first_position
-    call["sink"], call["recent"], call["room"], call["by_position"] = sink, recent, room, by_position
+    call["fixed_bytes"], call["num_new"], call["first_position"] = fixed_nbytes, num_new, first_position
+    call["sink"], call["recent"], call["lookahead"], call["by_position"] = (
+        sink,
+        recent,
+        lookahead,
+        by_position,
+    )
     if layers not in workspace.launches:
         workspace.launches[layers] = _launches(workspace, layers)
     for launch in workspace.launches[layers]:
@@ -341,7 +353,7 @@ def _launches(workspace: Workspace, layers: int) -> list[PreparedLaunch]:
         for entry, blocks, threads, shared_bytes in (
             ("count_keys", groups, 256, counters),
             ("choose_rungs", shape.batch, 1024, 4 * _held(shape)),
-            ("bear_pages", 1, 256, 0),
+            ("allocate_pages", 1, 256, 0),
             ("plan_moves", groups, 256, 0),
             ("make_tables", 1, 1024, 0),
         )

@@ -31,7 +31,7 @@ _WASTE = 0.03
 _RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
 _POINTERS = (
     "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "waits", "open", "seqlen", "used",
-    "slab_count", "slabs", "free_slabs", "num_free", "owner", "place", "budget", "status", "waiting",
+    "slab_count", "slabs", "free_slabs", "num_free", "entry_of", "slab_slot", "budget", "status", "waiting",
 )  # fmt: skip
 _NUMBERS = ("batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts")
 STATE = np.dtype(
@@ -175,8 +175,8 @@ class DeviceStore:
             "slabs": ((_RUNGS, *slabs), "int32"),
             "free_slabs": (slabs, "int32"),
             "num_free": ((1,), "int32"),
-            "owner": ((_RUNGS, self.max_pages), "int32"),
-            "place": (slabs, "int32"),
+            "entry_of": ((_RUNGS, self.max_pages), "int32"),
+            "slab_slot": (slabs, "int32"),
             "budget": ((self.batch,), "int64"),
             "status": ((1,), "int32"),
         }

@@ -23,7 +23,9 @@ class Kernels(cpu.CpuExecutor):
     def __init__(self) -> None:
         self.made: list[cpu.CpuKernels] = []
         self.plans: list[tuple[int, int, int]] = []  # (layer, new tokens, status) of every plan so far
-        self.most_births: list[int] = []  # of the next plans, in place of what their workspace has room for
+        self.most_new_pages: list[
+            int
+        ] = []  # of the next plans, in place of what their workspace has room for
         self.most_query_tokens = 1 << 20
         self.scored: list[list[tuple[int, int]]] = []  # of every launch: (layer, tokens before the step)
 
@@ -38,16 +40,16 @@ class _Noted(cpu.CpuKernels):
         self.notes = notes
 
     def launch_plan(
-        self, first: int, layers: int, workspace: Any, *args: Any, steps: int = 0, **rules: Any
+        self, first: int, layers: int, workspace: Any, *args: Any, num_new: int = 0, **rules: Any
     ) -> None:
-        tables, notes, most = self.store.tables, self.notes, workspace.most_births
+        tables, notes, most = self.store.tables, self.notes, workspace.most_new_pages
         before = tables["status"][first : first + layers].copy()
         tables["status"][first : first + layers] = 0
-        workspace.most_births = notes.most_births.pop(0) if notes.most_births else most
-        super().launch_plan(first, layers, workspace, *args, steps=steps, **rules)
-        workspace.most_births = most
+        workspace.most_new_pages = notes.most_new_pages.pop(0) if notes.most_new_pages else most
+        super().launch_plan(first, layers, workspace, *args, num_new=num_new, **rules)
+        workspace.most_new_pages = most
         for layer in range(first, first + layers):
-            notes.plans.append((layer, steps, int(tables["status"][layer, 0])))
+            notes.plans.append((layer, num_new, int(tables["status"][layer, 0])))
         tables["status"][first : first + layers] |= before
 
     def most_query_tokens(self, group: int) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvlab.cache.cuda.changes import ladder_of
 from kvlab.cache.cuda.tight import guaranteed_nbytes, least_nbytes
 from kvlab.errors import BudgetError
-from kvlab.reference.cache_layer import NO_ROOM
+from kvlab.reference.cache_layer import OVER_BUDGET
 from tests.cache.cuda.numpy_gpu import Kernels
 from tests.cache.cuda.test_road import DIM, GROUP, HEADS, LAYERS, check_state, step
 from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer
@@ -25,7 +25,7 @@ from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer
     heads=st.integers(1, 2),
     lengths=st.lists(st.integers(0, 300), max_size=3),
     new=st.integers(0, 200),
-    room=st.sampled_from([0, 1, 16]),
+    lookahead=st.sampled_from([0, 1, 16]),
     first=st.sampled_from([0, 65536 - 70]),
     kind=st.sampled_from(["normal", "padded"]),
     seed=st.integers(0, 2**32 - 1),
@@ -37,7 +37,7 @@ def test_least_bytes_are_where_plans_begin_to_fail(
     heads: int,
     lengths: list[int],
     new: int,
-    room: int,
+    lookahead: int,
     first: int,
     kind: str,
     seed: int,
@@ -45,7 +45,7 @@ def test_least_bytes_are_where_plans_begin_to_fail(
     rng, (ladder, evicts) = np.random.default_rng(seed), LADDERS[name]
     layer = empty_layer(name, batch, heads, 80, 1 << 40, 600)
     layer.seqlen = first
-    simulation = Simulation(layer, name, room=room)
+    simulation = Simulation(layer, name, lookahead=lookahead)
     for i, n in enumerate(lengths):
         needed = guaranteed_nbytes(3 * sum(lengths), heads, ladder, 100) + 3 * heads * ladder.cost[-1]
         layer.budget[:] = int(needed * rng.uniform(1, 2)) if i else 1 << 40
@@ -58,14 +58,14 @@ def test_least_bytes_are_where_plans_begin_to_fail(
         simulation.fixed,
         length=layer.seqlen,
         new=fresh.valid if new else None,
-        room=room,
+        room=lookahead,
     )
     poor = copy.deepcopy(simulation)
     layer.budget[:] = least
     assert simulation.change(fresh if new else None).status == 0
     poor.layer.budget[:] = least
     poor.layer.budget[0] -= 1
-    assert poor.change(fresh if new else None).status & NO_ROOM
+    assert poor.change(fresh if new else None).status & OVER_BUDGET
 
 
 @pytest.mark.parametrize("new", [0, 20, 46, 47, 200])
@@ -74,9 +74,9 @@ def test_open_pages_behind_a_border_of_positions(new: int) -> None:
     rng, (ladder, evicts) = np.random.default_rng(0), LADDERS["248"]
     layer = empty_layer("248", 1, 2, 80, 1 << 40, 600)
     layer.seqlen = 65_400
-    simulation = Simulation(layer, "248", room=0)
+    simulation = Simulation(layer, "248", lookahead=0)
     simulation.change(draw_tokens(rng, 1, 2, 90, layer.seqlen, "normal"))
-    simulation.room = 48
+    simulation.lookahead = 48
     simulation.change()
     with_open = tables_of(layer)
     ends = with_open["num_pages"] - 1
