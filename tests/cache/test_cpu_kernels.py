@@ -122,7 +122,8 @@ class Driver:
             rules = {"codes": new["codes"].ctypes.data, "valid": new["valid"].ctypes.data}
         self.kernels.launch_plan(
             0, 1, workspace, self.ladder, 0, sink=4, recent=8, lookahead=16,
-            fixed_nbytes=self.host.fixed_nbytes, num_new=n, first_position=new["first"] if new else 0, **rules,
+            fixed_nbytes=self.host.fixed_nbytes, num_new=n, first_position=new["first"] if new else 0,
+            **rules,
         )  # fmt: skip
         assert not store.tables["status"].any()
         fresh = np.zeros(1, NEW_TOKENS)[0]

@@ -39,7 +39,7 @@ struct LayerState {
     int* free_slabs;               // [max_slabs], a stack: the last of num_free is taken next
     int* num_free;                 // [1]
     u32* entry_of;                 // [CACHE_RUNGS][max_pages]: pair * entries + entry of a page by number
-    int* place;                    // [max_slabs]: the place of a slab in `slabs` of its rung
+    int* slab_slot;                // [max_slabs]: the place of a slab in `slabs` of its rung
     long long* budget;             // [batch]: bytes that pages, tables and key means of a row may take
     int* status;                   // [1]: 0, or a bit of PlanStatus that the host finds when it next looks
     u8* waiting;  // [pairs][WAITING_PAGES] pages of rung num_rungs, which no plan sees; see means.cu

@@ -389,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
             const int sequence = block_scan<ALLOCATE_THREADS, int>(tokens, all_tokens);
             if (g < p.groups) {
                 call.new_pages[p.at_rung(g, r)] = own;
-                call.first[p.at_rung(g, r)] = used + born + before;
+                call.first[p.at_rung(g, r)] = used + added + before;
                 call.list[p.at_rung(g, r)] = listed + place;
                 call.sequence[p.at_rung(g, r)] = moves + sequence;
             }

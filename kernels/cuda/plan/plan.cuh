@@ -213,5 +213,5 @@ __device__ __forceinline__ int new_key(const Plan& p, int bh, int segment, int i
     const int position = p.call.positions ? p.call.positions[at] : p.call.first_position + i;
     if (position >> 16 != segment) return -1;
     if (p.call.valid && !p.call.valid[at]) return -1;
-    return p.key(p.call.codes[(u64)bh * p.call.num_new + step], position);
+    return p.key(p.call.codes[(u64)bh * p.call.num_new + i], position);
 }

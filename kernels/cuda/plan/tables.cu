@@ -137,11 +137,11 @@ __device__ int close_pool(const Plan& p, int r, int first_dead, int dropped, int
         const bool live = i < dropped && !beyond_end[i];
         const int at = done + block_scan<TABLE_THREADS, int>(live, all);
         if (live) {
-            const u32 to = holes[at], entry_of = s.entry_of[(u64)r * s.max_pages + after + i];
+            const u32 to = holes[at], entry = s.entry_of[(u64)r * s.max_pages + after + i];
             const u32 address = page_address(s, r, to);
             copy[copies + at] = {page_address(s, r, after + i), address, s.rungs[r].record, 0};
-            s.index[owner] = address;
-            s.entry_of[(u64)r * s.max_pages + to] = entry_of;
+            s.index[entry] = address;
+            s.entry_of[(u64)r * s.max_pages + to] = entry;
         }
         done += all;
     }
