@@ -1,19 +1,18 @@
 """Attention forward on Hopper: persistent blocks that walk a list of tiles.
 
-A call of fixed length launches one kernel: its list is made once for each stream, by the first call there. A
-call of variable length makes its own, in a second kernel, and so does a call that a CUDA graph captures, as
-graphs may be replayed when no list of ours is left. Nothing waits for the device.
+A call launches one kernel, and before it the one that makes the list, where `TileLists` has none yet. Nothing
+waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock, get_ident
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import CudaView, current_stream, empty, pointer_of
+from kvlab.arrays import CudaView, current_stream, pointer_of
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, load
 from kvlab.ops.attention_arguments import (
@@ -26,7 +25,14 @@ from kvlab.ops.attention_arguments import (
     is_capped,
     strides_of,
 )
-from kvlab.ops.cuda.tile_list import ROWS, SEMAPHORE_OFFSET, ListBuilder, Tiling, heads_of_tile
+from kvlab.ops.cuda.tile_list import (
+    ROWS,
+    SEMAPHORE_OFFSET,
+    ListBuilder,
+    TileLists,
+    Tiling,
+    heads_of_tile,
+)
 from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
@@ -44,7 +50,6 @@ SHORT_SHAPES = SHAPES | {64: (64, 4, 2)}
 SHORT = 2048
 
 _ARGUMENT_BYTES = 640  # four tensor maps, the call, and what fills it up to a multiple of 64
-_MOST_STREAMS = 16  # for which a list is kept
 
 _CALL = Layout(
     lse=ADDRESS, lse_batch="q", lse_head="q", list=ADDRESS, semaphore=ADDRESS,
@@ -105,27 +110,26 @@ class HopperAttention:
             TensorMaps(out, positions, pack),
         )  # fmt: skip
         window = fields["left"], fields["right"]
-        self._builder = ListBuilder(
+        builder = ListBuilder(
             Tiling(pack, positions * groups, block_n), lengths, rows[-1], heads_kv, group, window,
             4 * k.shape[0] * (1 if variable else k.shape[1]) * heads_kv * dim, variable, q.device,
         )  # fmt: skip
+        self._lists = TileLists(builder, variable)
         self._template = _CALL.template(
             fields
             | {"variable": int(variable), "pack": pack, "positions": positions}
             | {"reciprocal": -(-65536 // pack)}
             | {"lse_batch": 0 if variable else heads * rows[-1], "lse_head": rows[-1]}
         )
-        self._variable = variable
         self._argument = np.zeros(1, f"V{_ARGUMENT_BYTES}")
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": groups, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": int(is_capped(scores))}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=q.device)
-        blocks = min(self._builder.capacity, max(1, multiprocessors(q.device) - sm_margin))
+        blocks = min(builder.capacity, max(1, multiprocessors(q.device) - sm_margin))
         self._launch = PreparedLaunch(
             kernel, (blocks,), (128 + 128 * groups,), self._argument,
             shared_bytes(head_dim, block_n, groups, q_slots),
         )  # fmt: skip
-        self._lists: dict[tuple[int, int], Any] = {}
         self._lock = Lock()
 
     def __call__(self, pointers: Sequence[int], lse: int, bounds: tuple[int, int], like: Any) -> None:
@@ -145,39 +149,8 @@ class HopperAttention:
         stream = current_stream(like)
         maps = [maps.at(pointer) for maps, pointer in zip(self._maps, pointers, strict=True)]
         with self._lock:
-            kept = self._list_of(bounds, like, stream)
+            kept = self._lists.get(bounds, like, stream)
             address = pointer_of(kept)
             call = self._template.pack((lse, address, address + SEMAPHORE_OFFSET))
             self._argument[0] = b"".join((*maps, call))
             self._launch(stream)
-
-    def _list_of(self, bounds: tuple[int, int], like: Any, stream: int) -> Any:
-        """Return the array that holds the list: that of the stream, or a new one."""
-        key = stream, get_ident()  # one handle means another stream in every thread
-        capturing = _is_capturing(stream)
-        kept = None if capturing else self._lists.get(key)
-        if kept is not None:
-            return kept
-        made = empty((self._builder.nbytes,), "uint8", like)
-        self._builder.build(pointer_of(made), bounds, stream)
-        if capturing:
-            if not hasattr(like, "new_empty"):  # torch keeps a graph's memory, CuPy does not
-                _CAPTURED.append(made)
-        elif not self._variable:
-            if len(self._lists) >= _MOST_STREAMS:
-                self._lists.clear()
-            self._lists[key] = made
-        return made
-
-
-_CAPTURED: list[Any] = []
-"""Lists that graphs of CuPy arrays make when they are replayed."""
-
-
-def _is_capturing(stream: int) -> bool:
-    """Whether a CUDA graph captures the stream; the legacy default stream never is."""
-    if stream == 0:
-        return False
-    from cupy.cuda import runtime
-
-    return bool(runtime.streamIsCapturing(stream))

@@ -6,14 +6,16 @@ kernels/cuda/attention/tiles.cuh says what a tile holds. A list takes 48 bytes a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvlab.arrays import empty, pointer_of
 from kvlab.jit.launch import PreparedLaunch, cuda_kernel
 from kvlab.ops.attention_arguments import ADDRESS, Layout, Lengths
 
-__all__ = ["HEAD_BYTES", "TILE_BYTES", "ListBuilder", "Tiling", "heads_of_tile"]
+__all__ = ["HEAD_BYTES", "TILE_BYTES", "ListBuilder", "TileLists", "Tiling", "heads_of_tile"]
 
 HEAD_BYTES, TILE_BYTES = 16, 48
 SEMAPHORE_OFFSET = 4
@@ -27,6 +29,8 @@ _THREADS = 1024
 # A section of the list holds so many (sequence, KV head) pairs that their K and V stay in L2, or as many as
 # blocks can work on while the tiles of a pair that run at one time still share what they read.
 _SECTION_BYTES, _SECTION_PAIRS = 24 << 20, 16
+
+_MOST_STREAMS = 16  # for which a list is kept
 
 _CALL = Layout(
     cu_q=ADDRESS, cu_k=ADDRESS, list=ADDRESS,
@@ -140,3 +144,63 @@ class ListBuilder:
         """
         self._argument[0] = self._template.pack((*bounds, address))
         self._launch(stream)
+
+
+class TileLists:
+    """The lists of calls of one kind.
+
+    Where lengths are not variable, a list is made once for each stream, by the first call there. Each call of
+    variable length makes its own, and so does a call that a CUDA graph captures, as graphs may be replayed
+    when no list of ours is left.
+
+    Parameters
+    ----------
+    builder : ListBuilder
+    variable : bool
+        Whether sequences have lengths of their own.
+    """
+
+    def __init__(self, builder: ListBuilder, variable: bool) -> None:
+        self._builder, self._variable = builder, variable
+        self._kept: dict[tuple[int, int], Any] = {}
+
+    def get(self, bounds: tuple[int, int], like: Any, stream: int) -> Any:
+        """Return the array that holds the list of a call; not in two threads at once.
+
+        Parameters
+        ----------
+        bounds : (int, int)
+            Addresses of cu_seqlens, 0 where lengths are not variable.
+        like : array
+            From whose library memory comes.
+        stream : int
+            On which the list is made, if there is none.
+        """
+        key = stream, get_ident()  # one handle means another stream in every thread
+        capturing = _is_capturing(stream)
+        kept = None if capturing else self._kept.get(key)
+        if kept is not None:
+            return kept
+        made = empty((self._builder.nbytes,), "uint8", like)
+        self._builder.build(pointer_of(made), bounds, stream)
+        if capturing:
+            if not hasattr(like, "new_empty"):  # torch keeps a graph's memory, CuPy does not
+                _CAPTURED.append(made)
+        elif not self._variable:
+            if len(self._kept) >= _MOST_STREAMS:
+                self._kept.clear()
+            self._kept[key] = made
+        return made
+
+
+_CAPTURED: list[Any] = []
+"""Lists that graphs of CuPy arrays make when they are replayed."""
+
+
+def _is_capturing(stream: int) -> bool:
+    """Whether a CUDA graph captures the stream; the legacy default stream never is."""
+    if stream == 0:
+        return False
+    from cupy.cuda import runtime
+
+    return bool(runtime.streamIsCapturing(stream))
