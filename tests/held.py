@@ -1,29 +1,46 @@
-"""What a cache on a GPU holds, read by way of the host."""
+"""What a cache holds, token by token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache.cuda.window import EXACT, joined
-from kvlab.cache.layer import Layer
 from kvlab.cache.pages import LayerPages
-from kvlab.cache.store import LayerStore
 from tests.allocations import fail_everywhere
 
 
 def pages_of(cache: Any) -> list[LayerPages]:
-    with cache._road.on_host(changes=False):
-        return [_whole(layer).view() for layer in cache.layers]
+    return [cache.pages(layer) for layer in range(cache.num_layers)]
 
 
-def _whole(layer: Layer) -> LayerStore:
-    """All pages that the GPU has, those of a residual window and of tokens that wait among them."""
-    exact = layer.residual or any(map(len, layer.windows))
-    return joined(layer, (*layer.store.whole_ladder, EXACT)) if exact else layer.store
+class Listed(NamedTuple):
+    """Stored tokens of a row, one entry each, by head, page and slot; `page` is the entry of the table."""
+
+    head: np.ndarray
+    page: np.ndarray
+    slot: np.ndarray
+    rung: np.ndarray
+    position: np.ndarray
+    code: np.ndarray
+    index: np.ndarray
+
+
+def tokens_of(pages: LayerPages, row: int) -> Listed:
+    found: list[Any] = [np.zeros((7, 0), np.int64)]
+    for head in range(pages.rung.shape[1]):
+        for entry in range(int(pages.num_pages[row, head])):
+            at = (row, head, entry)
+            rung, count, index = int(pages.rung[at]), int(pages.count[at]), int(pages.index[at])
+            layout, record = pages.layouts[rung], pages.pools[rung][index : index + 1]
+            position = (int(pages.base[at]) << 16) + layout.positions_in(record)[0, :count].astype(np.int64)
+            code, same = layout.importance_in(record)[0, :count], np.ones(count, np.int64)
+            found.append(
+                [head * same, entry * same, np.arange(count), rung * same, position, code, index * same]
+            )
+    return Listed(*np.concatenate([np.array(x, np.int64) for x in found], 1))
 
 
 def positions(pages: LayerPages, row: int, head: int) -> list[int]:

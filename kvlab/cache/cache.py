@@ -35,6 +35,7 @@ from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import MOST, CacheOptions, check_device
+from kvlab.cache.pages import LayerPages
 from kvlab.errors import BudgetError, FormatError
 
 __all__ = ["MixedPrecisionCache"]
@@ -131,12 +132,13 @@ class MixedPrecisionCache(CacheOptions):
         self._road = self._gpu or CpuRoad(self, self.layers, self._limit)
         if self.max_seqlen is not None and not self._limit.fits(self.max_seqlen, self.batch):
             raise self._limit.refusal(self.max_seqlen, self.batch)
+        self._road.begin()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What copies (`copy.deepcopy`) and pickles are made of: what the cache holds, on the CPU."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         with self._road.on_host(changes=False):
-            layers = self.layers if self._gpu is None else deepcopy(self.layers)
+            layers = deepcopy(self.layers)
         return _made_of, (type(self), options, layers)
 
     def to_cpu(self) -> MixedPrecisionCache:
@@ -152,7 +154,7 @@ class MixedPrecisionCache(CacheOptions):
         (100, 'cpu')
         """
         kind, options, layers = self.__reduce__()[1]
-        return _made_of(kind, options | {"device": "cpu"}, deepcopy(layers) if self._gpu is None else layers)
+        return _made_of(kind, options | {"device": "cpu"}, layers)
 
     @property
     def gpu(self) -> GpuRoad | None:
@@ -221,6 +223,13 @@ class MixedPrecisionCache(CacheOptions):
             for r, rung in enumerate(store.ladder):
                 found[str(rung)][layer] = counts[..., r]
         return found
+
+    def pages(self, layer: int) -> LayerPages:
+        """A copy of the pages of a layer in host memory, as `kvlab.packed_attention` takes them.
+
+        Pages of ladders come first, then those of exact tokens, if there are any. On a GPU, waits for it.
+        """
+        return self._road.pages(self._layer(layer))
 
     # ---- what a model calls --------------------------------------------------------------------------------
 
@@ -447,6 +456,7 @@ class MixedPrecisionCache(CacheOptions):
                 share = cache._limit.share(layer.seqlen, cache.batch)
                 if share is not None and layer.nbytes() > share * cache.batch:
                     raise ValueError(f"budget={cache.budget!r} does not hold what it has stored")
+            cache._road.begin()
         except FormatError:
             raise
         except (KeyError, IndexError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
@@ -481,4 +491,5 @@ def _made_of(
     for layer, made in zip(layers, cache.layers, strict=True):
         layer.policy, layer.sinks_wait = made.policy, made.sinks_wait
     cache.layers[:] = layers
+    cache._road.begin()
     return cache

@@ -11,6 +11,7 @@ A launch has ended when it returns, so there are no streams; move lists stay in 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, dtype_name, meant_strides, numpy_dtype
+from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_dtype, to_numpy_view
 from kvlab.cache.cpu_means import MergedTokens, NewRow, freeze_row
 from kvlab.cache.cuda.plan import PlanShape
 from kvlab.cache.cuda.store import UNIT, DevicePages, DeviceStore
@@ -37,6 +38,7 @@ __all__ = ["CPU", "AppendCall", "AttendCall", "CpuExecutor", "CpuKernels", "Work
 Floats = NDArray[np.float32]
 OBSERVED_MASS, OBSERVED_NORM = 0, 1
 _NOTHING = SimpleNamespace(partial=np.zeros(0), arrivals=np.zeros(0))
+_MAPPED = 1 << 18  # bytes from which on memory for pages is mapped by itself
 _PARALLEL_MOVES = 256  # fewer take less than about a quarter of a millisecond
 
 
@@ -138,7 +140,8 @@ class CpuKernels:
         from kvlab.numba_kernels.cpu.cache_write import Fresh
 
         kind = numpy_dtype(self.store.stores[layer].dtype)
-        k, v = (np.ascontiguousarray(x.astype(kind, copy=False), np.float32) for x in (k, v))
+        with np.errstate(over="ignore"):  # of padding, and of places that hold no token
+            k, v = (np.ascontiguousarray(x.astype(kind, copy=False), np.float32) for x in (k, v))
         return Fresh(k, v, codes, positions)
 
     # ---- plans ---------------------------------------------------------------------------------------------
@@ -207,8 +210,8 @@ class CpuKernels:
     def _new_tokens(self, layer: int, fresh: Any) -> Any:
         """New tokens that a struct names."""
         store, steps = self.store, int(fresh["steps"])
-        shape, dtype = (store.batch, steps, store.heads, store.head_dim), store.stores[layer].dtype
-        k, v = (_vectors(fresh, side, shape, dtype) for side in "kv")
+        shape = (store.batch, steps, store.heads, store.head_dim)
+        k, v = (_vectors(fresh, side, shape, "float32") for side in "kv")
         codes = array_at(int(fresh["importance"]), (store.batch * store.heads, steps), "uint8")
         positions = int(fresh["positions"]) if "positions" in fresh.dtype.names else 0
         return self._fresh(layer, k, v, codes, self._positions(positions, steps, int(fresh["first"])))
@@ -269,7 +272,7 @@ class CpuKernels:
     ) -> None:  # fmt: skip
         """`kvlab.cache.cuda.kernels.freeze_means`."""
         batch, head_dim = self.store.batch, self.store.head_dim
-        dtype, steps, heads = self.store.stores[layer].dtype, int(fresh["steps"]), self.store.heads
+        dtype, steps, heads = "float32", int(fresh["steps"]), self.store.heads
         total, mask, codes = before + steps, int(fresh["valid"]), int(fresh["importance"])
         wide = (batch, total, heads, head_dim), dtype
         kinds = (wide, wide, ((batch, total), "uint8"), ((batch * heads, total), "uint8"))
@@ -305,7 +308,7 @@ class CpuKernels:
     def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
         """`kvlab.cache.cuda.kernels.merge_rows`."""
         batch, steps, heads = shape
-        full, dtype = (*shape, self.store.head_dim), self.store.stores[0].dtype
+        full, dtype = (*shape, self.store.head_dim), "float32"
         out, other = (array_at(addresses[i], full, dtype) for i in (0, 2))
         lse, other_lse = (array_at(addresses[i], (batch, heads, steps), "float32") for i in (1, 3))
         _merge(out, lse, other, other_lse)
@@ -436,6 +439,17 @@ class AttendCall:
             scores.view(np.float32).reshape(found.scores.shape)[...] = found.scores
 
 
+def _check_range(x: Floats, name: str) -> None:
+    """Refuse finite numbers that would become infinite in float16, the dtype of the cache."""
+    limit = np.finfo(np.float16).max
+    largest = np.abs(x, where=np.isfinite(x), out=np.zeros_like(x)).max(initial=0) if x.size else 0
+    if largest > limit:
+        raise ValueError(
+            f"{name} reaches {largest:g}, which a cache of dtype 'float16' (up to {limit:g}) does not hold: "
+            "make it with dtype='bfloat16' or 'float32'"
+        )
+
+
 def norm_codes(k: Any) -> NDArray[np.uint8]:
     """Importance of keys (batch, steps, heads, head_dim): 1 / norm, (batch, heads, steps)."""
     squares = (k.astype(np.float64) ** 2).sum(-1).transpose(0, 2, 1)
@@ -505,20 +519,71 @@ class CpuExecutor:
 
     overwrite = staticmethod(np.copyto)
 
-    def check(self, device: int) -> None:
+    alignment = 1
+    """Bytes that arrays begin at a multiple of."""
+
+    def arena(self, nbytes: int, like: Any) -> Any:
+        """Memory for pages, full of zeros, of which none is taken before it is written."""
+        if nbytes < _MAPPED:
+            raw = np.zeros(nbytes + UNIT, np.uint8)
+            start = -raw.ctypes.data % UNIT
+            return raw[start : start + nbytes]
+        try:
+            mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"no {nbytes} bytes for pages: {error}") from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(mapped, np.uint8)
+
+    def fill_zero(self, arena: Any) -> None:
+        """Write zeros over memory for pages; what was mapped goes back to the system."""
+        mapped = getattr(arena.base, "obj", None)
+        if isinstance(mapped, mmap.mmap):
+            mapped.madvise(mmap.MADV_DONTNEED)
+        else:
+            arena[...] = 0
+
+    def taken(self, x: Any, name: str, dtype: str, mask: Any = None) -> Any:
+        """An argument as kernels take it: float32, of NumPy, contiguous in its last axis.
+
+        New keys and values have the `dtype` of the cache, in which they must be finite.
+        """
+        kind = dtype_name(x, name)
+        if kind not in ("float16", "bfloat16", "float32"):
+            raise TypeError(f"{name} has dtype {kind}; float16, bfloat16 and float32 are supported")
+        found = to_numpy_view(x, name).astype(np.float32, copy=False)
+        if dtype == "float16" and kind != "float16":
+            whole = mask is None or mask.shape != found.shape[:2]
+            _check_range(found if whole else found[mask], name)
+        steps = found.strides
+        plain = found.ndim == 4 and steps[3] == 4 and min(steps) >= 0
+        return found if plain else np.ascontiguousarray(found)
+
+    def taken_mask(self, valid: Any) -> Any:
+        """What tokens are no padding, as kernels take it."""
+        mask = to_numpy_view(valid, "valid")
+        if mask.dtype != bool:
+            raise TypeError(f"valid has dtype {mask.dtype}; it must be bool")
+        return np.ascontiguousarray(mask)
+
+    def given(self, out: Any, q: Any) -> Any:
+        """A result for the caller whose queries were `q`."""
+        return like_first(out.astype(numpy_dtype(dtype_name(q, "q")), copy=False), q)
+
+    def check_layout(self, view: CudaView, name: str, dtype: str) -> None:
+        """`taken` has seen to that."""
+
+    def check_device(self, wanted: str | None, device: int) -> None:
         """Any CPU will do."""
 
     def input_dtype(self, dtype: str) -> str:
         """The dtype of new keys and values of a cache of this one."""
-        return dtype
+        return "float32"
 
     def aligned(self, view: CudaView) -> bool:
         """Whether `score_new` can read the vectors of an array."""
         return True
-
-    def fill_zero(self, array: Any) -> None:
-        """Write zeros over an array."""
-        array[...] = 0
 
 
 CPU = CpuExecutor()

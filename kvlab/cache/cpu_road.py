@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
 from kvlab.cache import inputs
 from kvlab.cache.budget import Limit
+from kvlab.cache.cuda.window import EXACT, joined
 from kvlab.cache.exact import attend_exact
 from kvlab.cache.layer import Arrival, Layer
 from kvlab.cache.options import CacheOptions
+from kvlab.cache.pages import LayerPages
 from kvlab.cache.window import stack
 from kvlab.errors import BudgetError
 from kvlab.ops.packed import mass_from_scores, packed_attention
@@ -71,6 +73,15 @@ class CpuRoad:
     def page_counts(self, layer: int) -> NDArray[np.int64]:
         """Pages of each rung, (batch, heads, rungs)."""
         return self._layers[layer].store.page_counts()
+
+    def pages(self, layer: int) -> LayerPages:
+        """`MixedPrecisionCache.pages`."""
+        state = self._layers[layer]
+        exact = state.residual or any(map(len, state.windows))
+        return (joined(state, (*state.store.whole_ladder, EXACT)) if exact else state.store).view()
+
+    def begin(self) -> None:
+        """The layers hold everything."""
 
     # ---- what a model calls --------------------------------------------------------------------------------
 

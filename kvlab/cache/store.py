@@ -57,6 +57,7 @@ class LayerStore:
         self.ladder = ladder[1:] if self.evicts else ladder
         self.batch, self.num_heads_kv, self.head_dim, self.dtype = batch, num_heads_kv, head_dim, dtype
         self.layouts = tuple(PageLayout(head_dim, *rung, itemsize) for rung in self.ladder)
+        self.exact_layout = PageLayout(head_dim, 16, 16, itemsize)
         loss = np.array([ERRORS[rung.bits_k] + ERRORS[rung.bits_v] for rung in ladder])
         cost = np.array([0] * self.evicts + [self.page_bytes(r) for r in range(len(self.ladder))])
         self._rates = Rates(loss, cost, self.evicts)

@@ -108,7 +108,10 @@ class Driver:
         kind = numpy_dtype(self.host.dtype)
         shape = (BATCH, n, HEADS, self.host.head_dim)
         # Strided, as transformers has keys and values.
-        k, v = (rng.standard_normal((BATCH, HEADS, n, shape[3])).astype(kind).swapaxes(1, 2) for _ in "kv")
+        k, v = (
+            rng.standard_normal((BATCH, HEADS, n, shape[3])).astype(kind).astype(np.float32).swapaxes(1, 2)
+            for _ in "kv"
+        )
         codes = rng.integers(0, 254, (BATCH * HEADS, n)).astype(np.uint8)
         first = int(self.store.tables["seqlen"][0].max())
         return {"k": k, "v": v, "codes": codes, "first": first, "valid": rng.random((BATCH, n)) < 0.9}
@@ -196,7 +199,7 @@ def test_an_append_attends_and_stores(kernels: Kernels, observed: str) -> None:
     new = driver.draw(rng, n)
     new["valid"][...] = True
     new["valid"][1, 2] = False
-    q = rng.standard_normal((BATCH, n, HEADS * GROUP, dim)).astype(np.float16)
+    q = rng.standard_normal((BATCH, n, HEADS * GROUP, dim)).astype(np.float32)
     stored = attend_stored(driver, q)
     out, lse = stored.out.copy(), stored.lse.copy()
     append = driver.kernels.append_call(

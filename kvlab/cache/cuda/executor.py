@@ -128,8 +128,40 @@ class GpuExecutor:
     to_host, to_device, overwrite = staticmethod(to_host), staticmethod(to_device), staticmethod(overwrite)
     contiguous, copied = staticmethod(contiguous), staticmethod(copied)
 
-    def check(self, device: int) -> None:
-        """Refuse a GPU that the kernels do not run on."""
+    alignment = 4
+    """Bytes that arrays begin at a multiple of."""
+
+    def arena(self, nbytes: int, like: Any) -> Any:
+        """Memory for pages."""
+        return self.empty((nbytes,), "uint8", like)
+
+    def taken(self, x: Any, name: str, dtype: str, mask: Any = None) -> Any:
+        """An argument as kernels take it: as it is."""
+        return x
+
+    def taken_mask(self, valid: Any) -> Any:
+        """What tokens are no padding, as kernels take it."""
+        return valid
+
+    def given(self, out: Any, q: Any) -> Any:
+        """A result for the caller whose queries were `q`."""
+        return out
+
+    def check_layout(self, view: CudaView, name: str, dtype: str) -> None:
+        """Refuse an argument of another dtype, or with strides that kernels do not take."""
+        if view.dtype != dtype:
+            raise TypeError(f"{name} has dtype {view.dtype}; on a GPU it must be that of the cache, {dtype}")
+        a, b, c, last = view.strides
+        if view.shape[1] and (last != 1 or a & 1 or b & 1 or c & 1):
+            raise ValueError(
+                f"{name} must be contiguous in its last axis and even in the others, got strides "
+                f"{view.strides}; pass {name}.contiguous()"
+            )
+
+    def check_device(self, wanted: str | None, device: int) -> None:
+        """Refuse a GPU that is not the cache's, or that the kernels do not run on."""
+        if wanted not in ("cuda", f"cuda:{device}"):
+            raise ValueError(f"the arrays are on cuda:{device}, the cache is on {wanted}")
         packed.check_capability(device)
 
     def input_dtype(self, dtype: str) -> str:

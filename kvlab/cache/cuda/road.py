@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
 from kvlab.cache.budget import Limit
+from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.cuda.kernels import MAX_STEPS
 from kvlab.cache.cuda.repeat import remember, repeat
-from kvlab.cache.cuda.window import ladder_on_gpu, window_nbytes
+from kvlab.cache.cuda.window import EXACT, joined, ladder_on_gpu, window_nbytes
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import CacheOptions
-from kvlab.cache.pages import PAGE_TABLE_BYTES, PageLayout
+from kvlab.cache.pages import PAGE_TABLE_BYTES, LayerPages
 from kvlab.device import translated_out_of_memory
 from kvlab.shapes import match_shapes
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXECUTORS", "GpuRoad", "smallest_on_gpu"]
 
-EXECUTORS: dict[str, Any] = {"cuda": GPU}
+EXECUTORS: dict[str, Any] = {"cpu": CPU, "cuda": GPU}
 """Who carries out the operations of a cache, by the kind of its device."""
 
 
@@ -43,7 +44,7 @@ def smallest_on_gpu(layers: Sequence[Layer]) -> Callable[[int], int]:
     from kvlab.cache.cuda.tight import guaranteed_nbytes
 
     residual, store = layers[0].residual, layers[0].store
-    heads, exact = store.num_heads_kv, PageLayout(store.head_dim, 16, 16, 2).nbytes + PAGE_TABLE_BYTES
+    heads, exact = store.num_heads_kv, store.exact_layout.nbytes + PAGE_TABLE_BYTES
     window = window_nbytes(residual, heads, exact)
     kinds = {(ladder_of(layer.store), layer.store.fixed_nbytes) for layer in layers}
 
@@ -72,7 +73,7 @@ class GpuRoad:
         self._layers, self._limit = layers, limit
         for layer in layers:
             ladder_on_gpu(layer.store.ladder, layer.residual)
-        self._executor: Any = EXECUTORS["cuda"]
+        self._executor: Any = EXECUTORS["cuda" if options.on_gpu else "cpu"]
         self._device: DeviceCache | None = None
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
         self._fitting: tuple[int, int] = (0, 0)  # tokens of a row and rows that were found to fit
@@ -115,10 +116,37 @@ class GpuRoad:
         counts: NDArray[np.int64] = ((rung[..., None] == rungs) & live[..., None]).sum(2)
         return counts
 
+    def pages(self, layer: int) -> LayerPages:
+        """`MixedPrecisionCache.pages`."""
+        if self._device is not None:
+            self._device.changes.confirm()
+            return self._device.store.host_pages(layer)
+        state = self._layers[layer]
+        exact = state.residual or any(map(len, state.windows))
+        return (joined(state, (*state.store.whole_ladder, EXACT)) if exact else state.store).view()
+
+    def begin(self) -> None:
+        """Take memory for what the layers hold, where that is known without an array of the caller's."""
+        if not self._options.on_gpu:
+            self._device = None
+            nothing = np.empty((self._options.batch, 0, 1, 1), np.float32)
+            self._begin([self._executor.view(nothing, "nothing")], nothing, 0)
+
     # ---- what a model calls --------------------------------------------------------------------------------
 
     def step(self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any) -> Any:
         """`MixedPrecisionCache.step` on a GPU."""
+        asked, taken = q, self._executor.taken
+        valid = None if valid is None else self._executor.taken_mask(valid)
+        q, k, v = taken(q, "q", ""), *self._taken(k, v, valid)
+        return self._executor.given(self._step(layer, q, k, v, scale, softcap, valid), asked)
+
+    def _taken(self, k: Any, v: Any, valid: Any) -> list[Any]:
+        """New keys and values as the executor takes them."""
+        taken, dtype = self._executor.taken, self._options.dtype
+        return [taken(x, name, dtype, valid) for x, name in ((k, "k"), (v, "v"))]
+
+    def _step(self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any) -> Any:
         device, views, mask = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
         steps = views[0].shape[1]
         if steps == 0:
@@ -170,6 +198,8 @@ class GpuRoad:
 
     def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
         """`MixedPrecisionCache.append` on a GPU."""
+        valid = None if valid is None else self._executor.taken_mask(valid)
+        k, v = self._taken(k, v, valid)
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
         steps = views[0].shape[1]
         if device.is_short(steps):
@@ -184,11 +214,12 @@ class GpuRoad:
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """`MixedPrecisionCache.attend` on a GPU."""
+        asked, q = q, self._executor.taken(q, "q", "")
         device, (view,), _ = self._ready(layer, {"q": q}, None)
         if view.shape[1] == 0:
-            return self._executor.empty(view.shape, view.dtype, q)
+            return self._executor.given(self._executor.empty(view.shape, view.dtype, q), asked)
         with translated_out_of_memory(f"attention with {view.shape[1]} queries a row"):
-            return device.attend(layer, q, scale, softcap)
+            return self._executor.given(device.attend(layer, q, scale, softcap), asked)
 
     def _share(self, layer: int, steps: int) -> int | None:
         return self._limit.share(self.seqlen(layer) + steps, self._options.batch)
@@ -209,7 +240,7 @@ class GpuRoad:
             self._accepted.add(layout)
         steps = views[0].shape[1]
         for name, view in zip(arrays, views, strict=True):
-            if view.pointer & 3 and steps:
+            if view.pointer % self._executor.alignment and steps:
                 raise ValueError(f"{name} must begin at a multiple of 4 bytes: pass a copy of it")
         mask = 0 if valid is None else self._mask(valid, steps)
         if "k" in arrays and device.room[layer] < steps:
@@ -227,16 +258,7 @@ class GpuRoad:
                 heads = cache.num_heads_q if name == "q" else cache.num_heads_kv
                 match_shapes({name: (view.shape, (cache.batch, "S", heads, cache.head_dim))})
                 raise ValueError(f"{name} has {view.shape[1]} steps, but {next(iter(arrays))} has {steps}")
-            if view.dtype != cache.dtype:
-                raise TypeError(
-                    f"{name} has dtype {view.dtype}; on a GPU it must be that of the cache, {cache.dtype}"
-                )
-            a, b, c, last = view.strides
-            if steps and (last != 1 or a & 1 or b & 1 or c & 1):
-                raise ValueError(
-                    f"{name} must be contiguous in its last axis and even in the others, got strides "
-                    f"{view.strides}; pass {name}.contiguous()"
-                )
+            self._executor.check_layout(view, name, cache.dtype)
         device = self._device or self._begin(views, next(iter(arrays.values())), steps)
         for name, view in zip(arrays, views, strict=True):
             if view.device != device.device:
@@ -268,9 +290,7 @@ class GpuRoad:
         from kvlab.cache.cuda.state import Settings
 
         cache = self._options
-        if cache.device not in ("cuda", f"cuda:{views[0].device}"):
-            raise ValueError(f"the arrays are on cuda:{views[0].device}, the cache is on {cache.device}")
-        self._executor.check(views[0].device)
+        self._executor.check_device(cache.device, views[0].device)
         settings = Settings(
             num_heads_q=cache.num_heads_q,
             sink=cache.sink,
@@ -300,6 +320,7 @@ class GpuRoad:
 
     def prepare(self, steps: int) -> tuple[Hashable, ...]:
         """`MixedPrecisionCache.prepare`."""
+        self._refuse_cpu("prepare")
         device = self._device
         if device is None:
             return ()
@@ -324,6 +345,7 @@ class GpuRoad:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """`MixedPrecisionCache.recording`."""
+        self._refuse_cpu("recording")
         device = self._device
         if device is None:
             raise RuntimeError("a step must run once before a graph records it")
@@ -339,11 +361,16 @@ class GpuRoad:
 
     def replayed(self, steps: int) -> None:
         """`MixedPrecisionCache.replayed`."""
+        self._refuse_cpu("replayed")
         device = self._device
         if device is None or min(device.room) < steps:
             raise RuntimeError("prepare() was not called before a graph was replayed")
         for layer in range(len(device.lengths)):
             device.count(layer, steps, device.collects(layer, steps))
+
+    def _refuse_cpu(self, method: str) -> None:
+        if not self._options.on_gpu:
+            raise NotImplementedError(f"{method}() is for caches with device='cuda'; call step() here")
 
     # ---- rare operations -----------------------------------------------------------------------------------
 

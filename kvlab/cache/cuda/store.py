@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, PageLayout
+from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout
+from kvlab.cache.pools import new_pool
 from kvlab.cache.store import LayerStore
 
 __all__ = ["OPEN_PAGES", "STATE", "UNIT", "WAITING_PAGES", "DevicePages", "DeviceStore", "slab_nbytes"]
@@ -121,7 +122,7 @@ class DeviceStore:
         first, self.executor, empty = stores[0], executor, executor.empty
         self._takes_mean = np.array(takes_mean or [False] * len(stores), bool)
         self.holds_waiting = list(holds_waiting or [False] * len(stores))
-        self.widest = PageLayout(first.head_dim, 16, 16, 2)
+        self.widest = first.exact_layout
         self.stores, self.capacity = stores, capacity
         self.batch, self.heads, self.head_dim = first.batch, first.num_heads_kv, first.head_dim
         self.pairs, self.num_rungs = self.batch * self.heads, max(len(store.ladder) for store in stores)
@@ -145,7 +146,7 @@ class DeviceStore:
         )
         waiting = self.pairs * WAITING_PAGES * self.widest.nbytes
         self.arenas = [
-            empty((slab * n + waits * waiting,), "uint8", like)
+            executor.arena(slab * n + waits * waiting, like)
             for slab, n, waits in zip(self.slab, self.num_slabs, self.holds_waiting, strict=True)
         ]
         self.tables = {
@@ -243,6 +244,35 @@ class DeviceStore:
             num_pages=tables["num_pages"][layer],
             k_mean=tables["k_mean"][layer],
             dtype=store.dtype,
+        )
+
+    def host_pages(self, layer: int) -> LayerPages:
+        """A copy of the pages of a layer on the host, pool by pool, without those that hold no token.
+
+        Waits for the device.
+        """
+        names = {"rung": np.uint8, "count": np.uint8, "index": np.uint32, "base": np.uint16}
+        to_host = self.executor.to_host
+        arena = to_host(self.arenas[layer]).reshape(-1, UNIT)
+        tables = {name: to_host(self.tables[name][layer]).view(dtype) for name, dtype in names.items()}
+        num_pages, k_mean = (to_host(self.tables[name][layer]) for name in ("num_pages", "k_mean"))
+        full = (np.arange(self.entries) < num_pages[..., None]) & (tables["count"] > 0)
+        order, held = np.argsort(~full, axis=2, kind="stable"), full.sum(2).astype(np.int32)
+        most = int(held.max(initial=0))
+        live = np.arange(most) < held[..., None]
+        taken = {name: np.take_along_axis(x, order, 2)[:, :, :most] * live for name, x in tables.items()}
+        ladder = self.stores[layer].layouts
+        waiting = (taken["rung"][live] == len(ladder)).any()
+        layouts, pools = self.layouts(layer) if waiting else ladder, []
+        for r, layout in enumerate(layouts):
+            mine = live & (taken["rung"] == r)
+            first = taken["index"][mine].astype(np.int64)
+            pool = new_pool(len(first), layout)
+            pool[...] = arena[first[:, None] + np.arange(layout.nbytes // UNIT)].reshape(pool.shape)
+            pools.append(pool)
+            taken["index"][mine] = np.arange(len(first), dtype=np.uint32)
+        return LayerPages(
+            layouts, tuple(pools), **taken, num_pages=held, k_mean=k_mean, dtype=self.stores[layer].dtype
         )
 
     def nbytes(self, layer: int, used: NDArray[np.int32]) -> int:

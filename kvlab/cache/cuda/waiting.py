@@ -27,7 +27,7 @@ from kvlab.cache.cuda.plan import Ladder
 from kvlab.cache.cuda.store import WAITING_PAGES
 from kvlab.cache.frame import LAST
 from kvlab.cache.layer import Layer
-from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, PageLayout
+from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 
 __all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "takes_mean", "waits_within"]
 
@@ -42,7 +42,7 @@ def takes_mean(layer: Layer) -> bool:
 
 def waits_within(layer: Layer, ladder: Ladder, share: int | None) -> bool:
     """Whether `share` bytes hold the waiting pages of a row, and then any pages that its tokens go to."""
-    store, widest = layer.store, PageLayout(layer.store.head_dim, 16, 16, 2).nbytes + PAGE_TABLE_BYTES
+    store, widest = layer.store, layer.store.exact_layout.nbytes + PAGE_TABLE_BYTES
     packed = WAITING_PAGES * ladder.cost[0] + 3 * ladder.cost[-1]
     needed = store.num_heads_kv * max(WAITING_PAGES * widest, packed) + store.fixed_nbytes
     return takes_mean(layer) and (share is None or needed <= share)

@@ -71,7 +71,8 @@ def test_repeated_steps(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(road, "repeat", repeat)
     usual = make()
-    tokens = [draw(rng, usual, steps) for steps in [80, *[1] * 30, 2, 2, 2, 1, 1]]
+    steps = [80, *[1] * 30, 2, 2, 2, 1, 1]
+    tokens = [[x.astype(np.float32) for x in draw(rng, usual, n)] for n in steps]
     want = [[usual.step(layer, *qkv, softcap=5.0) for layer in range(LAYERS)] for qkv in tokens]
     cache, short = make(), []
     for qkv, wanted in zip(tokens, want, strict=True):

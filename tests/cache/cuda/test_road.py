@@ -14,6 +14,7 @@ import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.cuda import long, plan
+from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
 from kvlab.ops.packed import packed_attention
@@ -421,7 +422,11 @@ def test_rows_lengths_and_files(kernels: Kernels, tmp_path: Any) -> None:
         (lambda q, k, v: (q, k, v[..., ::-1]), ValueError, "v must be contiguous"),
     ],
 )
-def test_bad_arguments(kernels: Kernels, change: Any, error: Any, text: str) -> None:
+def test_bad_arguments(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, change: Any, error: Any, text: str
+) -> None:
+    for name in ("taken", "check_layout"):
+        monkeypatch.setattr(kernels, name, getattr(GPU, name))
     cache = make()
     with pytest.raises(error, match=text):
         cache.step(0, *change(*draw(np.random.default_rng(8), cache, 2)))
