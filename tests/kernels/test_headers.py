@@ -19,7 +19,7 @@ ROOT = kernel_root()
 INCLUDED = re.compile(r'^#include "(.+)"', re.MULTILINE)
 LATER = {  # need macros or constants of the source that includes them, other than those of its specialisation
     "attention/backward.cuh", "attention/backward_cluster.cuh", "attention/backward_sm90.cuh",
-    "attention/rows.cuh", "pages", "common/ampere.cuh",
+    "attention/rows.cuh", "common/ampere.cuh",
 }  # fmt: skip
 HEADERS = [
     name

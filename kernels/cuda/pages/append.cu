@@ -26,15 +26,10 @@
 // gate: HEAD_DIM=96 BF16=0 TOP_K=2 TOP_V=4 registers<=96 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 TOP_K=16 TOP_V=16 registers<=96
 // clang-format on
-#include <cuda_fp16.h>
-#include "pages/codes.cuh"
-constexpr int LANES = 32, RUN = 1;
-#include "pages/encode.cuh"
-#include "common/half_pairs.cuh"
-#include "pages/search.cuh"
-#include "pages/places.cuh"
-#include "pages/state.cuh"
 #include "common/early_launch.cuh"
+#include "pages/places.cuh"
+#include "pages/search.cuh"
+#include "pages/state.cuh"
 
 constexpr int TEAM = tries_of(TOP_K) > tries_of(TOP_V) ? tries_of(TOP_K) : tries_of(TOP_V);  // of a vector
 constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * TEAM;

@@ -3,6 +3,8 @@
 // pages/vectors.cuh.
 #pragma once
 
+#include "pages/vectors.cuh"
+
 // Sums over the lanes of a row, of this lane's row; `low` and `high` are what a lane has of rows g and g + 8.
 __device__ __forceinline__ u32 sum_of_row(u32 low, u32 high, u32 lane) {
     const bool odd = lane & 1;

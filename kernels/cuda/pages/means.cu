@@ -13,9 +13,6 @@
 // Macros: HEAD_DIM; BF16.
 //
 // gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=64
-#include <cuda_fp16.h>
-#include "pages/codes.cuh"
-constexpr int LANES = 32, RUN = 1;
 #include "pages/encode.cuh"
 #include "pages/places.cuh"
 #include "pages/state.cuh"

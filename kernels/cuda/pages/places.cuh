@@ -1,8 +1,10 @@
 // Where the codes of a token lie in a page, and single codes read and written there.
 //
 // Several warps may write slots of one page at the same time: codes below 8 bits share words and are changed
-// by exclusive or with what differs. Needs HEAD_DIM and pages/codes.cuh.
+// by exclusive or with what differs.
 #pragma once
+
+#include "pages/codes.cuh"
 
 enum Side { KEYS, VALUES };
 

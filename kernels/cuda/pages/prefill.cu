@@ -15,26 +15,16 @@
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
 // clang-format on
-#include <cuda_fp16.h>
-#include "pages/codes.cuh"
-constexpr int LANES = 4, RUN = 2;
-#include "pages/encode.cuh"
-#include "pages/places.cuh"
-#include "pages/steps.cuh"
+#include "common/async_copies.cuh"
 #include "pages/state.cuh"
+#include "pages/words.cuh"
 
-constexpr int ROW_BYTES = (2 * HEAD_DIM + 127) / 128 * 128;
-constexpr bool SWIZZLED = true;
+using Rows = RawRows<true>;
+constexpr int ROW_BYTES = Rows::BYTES;
 constexpr int WARPS = HEAD_DIM > 128          ? 8
                       : __CUDA_ARCH__ == 900  ? 20
-                      : __CUDA_ARCH__ >= 1200 ? 12   // which fill shared memory
-                                              : 16;  // fewer where shared memory is less
-#include "common/half_pairs.cuh"
-#include "pages/vectors.cuh"
-#include "pages/encode_tile.cuh"
-#include "pages/words.cuh"
-#include "common/async_copies.cuh"
-
+                      : __CUDA_ARCH__ >= 1200 ? 12                   // which fill shared memory
+                                              : 16;                  // fewer where shared memory is less
 constexpr int SLOTS = 64, ROWS = 16, LAST_BLOCK = SLOTS / ROWS - 1;  // a block is what a warp encodes at once
 
 // A page that a warp writes.
@@ -179,7 +169,7 @@ __device__ __forceinline__ void ask_for_rows(const u16* of_step_0, u32 apart, co
     int step[TURNS];
 #pragma unroll
     for (int i = 0; i < TURNS; i += 4) (int4&)step[i] = *(const int4*)(steps + first + i);
-    ask_for_parts<0, TURNS>(shared_address(space.rows) + raw_place(first, 8 * part),
+    ask_for_parts<0, TURNS>(shared_address(space.rows) + Rows::at(first, 8 * part),
                             (const u8*)of_step_0 + 16 * part, apart, step);
 }
 
@@ -296,14 +286,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 };
                 if (bits == 16) {
                     if (side == KEYS)
-                        store_raw<KEYS>(page.codes[KEYS], space.rows, page.named, block, lane);
+                        store_raw<KEYS, Rows>(page.codes[KEYS], space.rows, page.named, block, lane);
                     else
-                        store_raw<VALUES>(page.codes[VALUES], space.rows, page.named, block, lane);
+                        store_raw<VALUES, Rows>(page.codes[VALUES], space.rows, page.named, block, lane);
                     ask_for_next();
                     continue;
                 }
                 Vectors x;
-                const Taken taken = take_raw(space.rows, side == KEYS ? space.mean.largest : 0.f, x, lane);
+                const Taken taken =
+                    take_raw<Rows>(space.rows, side == KEYS ? space.mean.largest : 0.f, x, lane);
                 ask_for_next();
                 Signs mine;
 #pragma unroll

@@ -6,16 +6,20 @@
 // numbers of float16, whole multiples of 2^-24, two to a word. Where its step is looked for, elements and
 // steps are bytes, four to a word.
 //
-// A lane has elements lane + 32 j. All lanes of a warp call what is here together. Needs HEAD_DIM,
-// pages/codes.cuh, common/half_pairs.cuh and pages/encode.cuh with LANES = 32 and RUN = 1.
+// A lane has elements lane + 32 j. All lanes of a warp call what is here together.
 #pragma once
 
+#include "common/half_pairs.cuh"
 #include "pages/steps.cuh"
 
-static_assert(LANES == 32 && RUN == 1, "reductions are of a warp");
+constexpr int PER_LANE = (HEAD_DIM + 31) / 32;
 constexpr int PAIRS = (PER_LANE + 1) / 2, SIZE_WORDS = (PER_LANE + 3) / 4;
 constexpr float TWO_23 = 8388608.f, ROUNDER = 1.5f * TWO_23;
 constexpr u32 ZERO = 0x4b400000;  // the bits of ROUNDER
+
+__device__ __forceinline__ bool is_there(int lane, int j) {
+    return HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM;
+}
 
 // How many warps look for the step of a vector, one for each that is tried.
 __host__ __device__ constexpr int tries_of(int bits) {

@@ -1,9 +1,14 @@
 // Words of a side of a page by four warps, each with the slots of a block: stored from registers, or by way
 // of shared memory if they have codes of several blocks.
 //
-// Rows of slots lie in shared memory, ROW_BYTES apart, in the order of the rows of tiles. Needs ROW_BYTES,
-// SIDE_THREADS and pages/words.cuh.
+// Rows of slots lie in shared memory in the order of the rows of tiles.
 #pragma once
+
+#include "pages/words.cuh"
+
+using Rows = RawRows<false>;
+constexpr int SLOTS = 64, SIDE_THREADS = 128;
+static_assert(SIDE_THREADS == SLOTS / 16 * 32, "a side of a page at once");
 
 __device__ __forceinline__ int row_of(int slot) {
     return slot % 8 * 8 + slot / 8;
@@ -35,7 +40,7 @@ template <Side SIDE, int BITS>
 __device__ __forceinline__ void store_codes(u32* to, const u8* rows, u64 named) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const auto word_of = [&](int block, int i) {
-        return ((const u32*)(rows + block * 16 * ROW_BYTES))[i * 32 + lane];
+        return ((const u32*)(rows + block * 16 * Rows::BYTES))[i * 32 + lane];
     };
     KVLAB_IF_WHOLE(named,
                    (store_gathered<SIDE, BITS, WHOLE>(to, warp, SIDE_THREADS / 32, word_of, named, lane)));

@@ -1,9 +1,10 @@
 // Where a page's vectors come from: moves, raw rows, means and importance are asked for (cp.async) while the
 // page before is encoded.
-//
-// Needs pages/state.cuh, pages/vectors.cuh, pages/side_words.cuh and common/async_copies.cuh; SLOTS and
-// SIDE_THREADS.
 #pragma once
+
+#include "common/async_copies.cuh"
+#include "pages/side_words.cuh"
+#include "pages/state.cuh"
 
 // One side (K or V) of a page.
 struct Region {
@@ -58,7 +59,7 @@ __device__ __forceinline__ u32 thread_again() {
 }
 
 __device__ __forceinline__ u8* row_for(u8* rows, const Move& move) {
-    return rows + row_of(move.to_slot) * ROW_BYTES;
+    return rows + row_of(move.to_slot) * Rows::BYTES;
 }
 
 // Asks for the moves of a page, by the threads that have no tails to see to; NO_MOVE where there is none.
@@ -141,7 +142,7 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
         const int vector = i + lane / LANES_OF_ROW, its_row = __shfl_sync(ALL_LANES, row, vector),
                   its_unit = __shfl_sync(ALL_LANES, unit, vector);
         if (its_row != NO_ROW && (PARTS == LANES_OF_ROW || part < PARTS))
-            copy_async(rows + its_row * ROW_BYTES + 16 * part, from + its_unit);
+            copy_async(rows + its_row * Rows::BYTES + 16 * part, from + its_unit);
     }
 }
 

@@ -2,8 +2,10 @@
 // sizes and of their squares, as kvlab/reference/pages.py says (guess_step, search_step), bit for bit.
 //
 // A number of a vector is counted in units of 2^unit, such that the largest rounds to a whole number of 8
-// bits. Needs pages/codes.cuh and pages/encode.cuh.
+// bits.
 #pragma once
+
+#include "pages/encode.cuh"
 
 constexpr u32 HIGHEST_STEP = 0xf7, NAN_STEP = 0xff;  // the highest is the last finite one
 constexpr int LEAST_EXPONENT = -39;                  // of the whole numbers that are rotated

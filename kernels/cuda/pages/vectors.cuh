@@ -12,9 +12,11 @@
 //         What there is one of for a row is found once: by lanes of even u for rows g, odd u for rows g + 8.
 // Memory: registers HEAD_DIM / 4 for the vectors, and as many again while they are rotated.
 //
-// Needs ROW_BYTES, SWIZZLED (then rows begin at multiples of 128 bytes), pages/codes.cuh, pages/encode.cuh,
-// pages/steps.cuh and common/half_pairs.cuh.
+// Raw rows lie in shared memory as RawRows says.
 #pragma once
+
+#include "common/half_pairs.cuh"
+#include "pages/steps.cuh"
 
 constexpr int TILES = HEAD_DIM / 16;
 constexpr int SPAN = ROTATION_BLOCK < 32 ? ROTATION_BLOCK : 32;  // channels that one matrix of signs rotates
@@ -58,12 +60,19 @@ __device__ __forceinline__ u32 raw_power(int exponent) {
 #endif
 }
 
-// Where a channel of a raw row lies among the rows: ROW_BYTES apart, and if they are SWIZZLED the 16 bytes of
-// eight channels, so that neither copies of rows nor ldmatrix meet in banks; 32 bytes of a row stay together,
-// or a copy would ask for them twice.
-__device__ __forceinline__ u32 raw_place(u32 row, u32 channel) {
-    return row * ROW_BYTES + (2 * channel ^ (SWIZZLED ? 16 * (row % 8) : 0));
-}
+// Raw rows in shared memory: BYTES apart, so that neither copies of rows nor ldmatrix meet in banks.
+// SWIZZLED: they begin at multiples of 128 bytes, and the 16 bytes of eight channels are exchanged; 32 bytes
+// of a row stay together, or a copy would ask for them twice.
+template <bool SWIZZLED>
+struct RawRows {
+    static constexpr bool IS_SWIZZLED = SWIZZLED;
+    static constexpr int BYTES = SWIZZLED ? (2 * HEAD_DIM + 127) / 128 * 128 : 2 * HEAD_DIM + 16;
+
+    // Where a channel of a row lies.
+    __device__ __forceinline__ static u32 at(u32 row, u32 channel) {
+        return row * BYTES + (2 * channel ^ (SWIZZLED ? 16 * (row % 8) : 0));
+    }
+};
 
 // Whole numbers from raw rows, and what is known of them.
 struct Taken {
@@ -74,13 +83,14 @@ struct Taken {
 };
 
 // `least`: what counts as the largest element of a row if no other is larger, the size of the mean.
+template <class Rows>
 __device__ __forceinline__ Taken take_raw(const u8* rows, float least, Vectors& x, u32 lane) {
-    const u32 from = shared_address(rows) + raw_place(lane % 16, lane / 16 * 8);
+    const u32 from = shared_address(rows) + Rows::at(lane % 16, lane / 16 * 8);
     const u32 u = lane % 4;
     u32 most[2] = {};
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-        load_matrices(x[t], SWIZZLED ? (from ^ 32 * (t % 4)) + t / 4 * 128 : from + 32 * t);
+        load_matrices(x[t], Rows::IS_SWIZZLED ? (from ^ 32 * (t % 4)) + t / 4 * 128 : from + 32 * t);
 #pragma unroll
         for (int i = 0; i < 4; ++i) most[i % 2] = larger_raw(most[i % 2], x[t][i]);
     }

@@ -1,9 +1,10 @@
 // Codes of a side of a page into its words: fields of the four registers of a tile in a word of a lane (two
 // words at 8 bits), then those of the tiles that share words into these. Raw elements go into words as they
 // are.
-//
-// Needs HEAD_DIM, pages/codes.cuh, pages/places.cuh, pages/encode_tile.cuh and pages/vectors.cuh.
 #pragma once
+
+#include "pages/encode_tile.cuh"
+#include "pages/places.cuh"
 
 // Whether the tiles that share words have slots of one block of 16 alone.
 template <Side SIDE, int BITS>
@@ -143,7 +144,7 @@ __device__ __forceinline__ u32 slot_of(u32 block, u32 row) {
 }
 
 // Stores the words of a block of raw rows.
-template <Side SIDE>
+template <Side SIDE, class Rows>
 __device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, int block, u32 lane) {
     const u32 g = lane / 4, u = lane % 4;
 #pragma unroll 1
@@ -152,9 +153,9 @@ __device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, in
         const u32 row = SIDE == KEYS ? g + 8 * (reg % 2) : 2 * u + 8 * (reg / 2);
         const u32 other = SIDE == KEYS ? row : row + 1;
         const u32 channel = 16 * t + (SIDE == KEYS ? 2 * u + 8 * (reg / 2) : g + 8 * (reg % 2));
-        const u32 pair = SIDE == KEYS ? *(const u32*)(rows + raw_place(row, channel))
-                                      : *(const u16*)(rows + raw_place(row, channel)) |
-                                            (u32) * (const u16*)(rows + raw_place(other, channel)) << 16;
+        const u32 pair = SIDE == KEYS ? *(const u32*)(rows + Rows::at(row, channel))
+                                      : *(const u16*)(rows + Rows::at(row, channel)) |
+                                            (u32) * (const u16*)(rows + Rows::at(other, channel)) << 16;
         const u32 live = (named >> slot_of(block, row) & 1 ? 0xffffu : 0) |
                          (named >> slot_of(block, other) & 1 ? 0xffff0000u : 0);
         u32* const at = to + (tile * 4 + reg) * 32 + lane;

@@ -17,26 +17,51 @@
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=255
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
 // clang-format on
-#include <cuda_fp16.h>
-#include "pages/codes.cuh"
-constexpr int LANES = 4, RUN = 2;
-#include "pages/encode.cuh"
-#include "pages/places.cuh"
-#include "pages/steps.cuh"
-#include "pages/state.cuh"
-
-constexpr int THREADS = 256;  // of the other kernels
-constexpr int SIDE_THREADS = 128, SLOTS = 64, ROW_BYTES = 2 * HEAD_DIM + 16;
-constexpr bool SWIZZLED = false;
-static_assert(SIDE_THREADS == SLOTS / 16 * 32, "a side of a page at once");
-constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2 : 4;  // of a multiprocessor
-#include "common/half_pairs.cuh"
-#include "pages/vectors.cuh"
-#include "pages/encode_tile.cuh"
-#include "pages/words.cuh"
-#include "pages/side_words.cuh"
-#include "common/async_copies.cuh"
 #include "pages/sources.cuh"
+
+constexpr int THREADS = 256;                                             // of the other kernels
+constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2 : 4;  // of a multiprocessor
+
+// LANES lanes have a stored vector that becomes raw again: of every LANES RUN elements each has RUN in a row.
+constexpr int LANES = 4, RUN = 2, PER_LANE = HEAD_DIM / LANES;
+static_assert(HEAD_DIM % (LANES * RUN) == 0, "lanes without gaps");
+
+__device__ __forceinline__ int element_of(int lane, int j) {
+    return j / RUN * (RUN * LANES) + lane * RUN + j % RUN;
+}
+
+__host__ __device__ constexpr float rotation_factor(int block) {
+    return block >= 4 ? .5f * rotation_factor(block / 4) : block == 2 ? .70710678118654752f : 1.f;
+}
+
+__device__ __forceinline__ float grid_value(u32 code, float step, int bits) {
+    return __fmul_rn(fmaf(2.f, (float)code, 1.f - (1 << bits)), step);
+}
+
+// The block Hadamard transform without its factor.
+__device__ __forceinline__ void add_and_subtract(float (&x)[PER_LANE], int lane) {
+#pragma unroll
+    for (int h = 1; h < ROTATION_BLOCK; h *= 2) {
+        const bool across = h >= RUN && h < RUN * LANES;  // partners are in two lanes
+        const float sign = lane & h / RUN ? -1.f : 1.f;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) {
+            const int to = h < RUN ? h : h / LANES;
+            if (across) x[j] = fmaf(x[j], sign, __shfl_xor_sync(ALL_LANES, x[j], h / RUN));
+            if (across || j & to) continue;
+            const float a = x[j], b = x[j + to];
+            x[j] = __fadd_rn(a, b);
+            x[j + to] = __fsub_rn(a, b);
+        }
+    }
+}
+
+// The orthonormal block Hadamard transform of float32, its own inverse up to rounding.
+__device__ __forceinline__ void rotate(float (&x)[PER_LANE], int lane) {
+    add_and_subtract(x, lane);
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) x[j] = __fmul_rn(x[j], rotation_factor(ROTATION_BLOCK));
+}
 
 // Codes of a stored token; each lane asks for AT_ONCE of them before it waits for the first.
 template <int BITS>
@@ -113,7 +138,6 @@ __device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const 
         }
     }
 }
-static_assert(HEAD_DIM % (LANES * RUN) == 0, "lanes without gaps");
 
 // What a row of the 16 of a warp holds.
 struct Row {
@@ -146,7 +170,7 @@ __device__ __forceinline__ void take_numbers(const u8* rows, const Row (&row)[2]
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const u8* codes = rows + (g + 8 * i) * ROW_BYTES;
+                const u8* codes = rows + (g + 8 * i) * Rows::BYTES;
                 x[t][i + 2 * half] = pair_fused(pair_of_codes(codes, 16 * t + 8 * half + 2 * u), two, first);
             }
         if (u % 2 == i)
@@ -165,7 +189,7 @@ __device__ __forceinline__ void keep_codes(const u8* rows, const Row (&row)[2], 
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const u8* codes = rows + (g + 8 * i) * ROW_BYTES;
+                const u8* codes = rows + (g + 8 * i) * Rows::BYTES;
                 x[t][i + 2 * half] =
                     pair_of_codes(codes, 16 * t + 8 * half + 2 * u) + (BITS < 8 ? LIFTED * 0x10001u : 0);
             }
@@ -220,7 +244,7 @@ __device__ __forceinline__ Tail tail_of(const LayerState& s, const NewTokens& fr
 
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
     write_tokens(const LayerState* layers, const MoveList* lists, const __grid_constant__ NewTokens fresh) {
-    extern __shared__ __align__(16) u8 both_rows[];  // [2][SLOTS][ROW_BYTES]
+    extern __shared__ __align__(16) u8 both_rows[];  // [2][SLOTS][Rows::BYTES]
     __shared__ Details page;
     const LayerState& s = layers[blockIdx.y];
     const MoveList& list = lists[blockIdx.y];
@@ -250,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
     for (int number = blockIdx.x; number < pages; number += gridDim.x) {
         Turn &turn = page.turns[now], &next = page.turns[now == 2 ? 0 : now + 1],
              &then = page.turns[now == 0 ? 2 : now - 1];
-        u8* const rows = both_rows + half * SLOTS * ROW_BYTES;
+        u8* const rows = both_rows + half * SLOTS * Rows::BYTES;
         wait_copies();
         if (side == KEYS && threadIdx.x >= SIDE_THREADS - 32) {
             __syncwarp();  // the warp's own copies of the mean are there
@@ -258,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
         }
         __syncthreads();  // rows, means and moves are there; the page before is stored
         if (number + gridDim.x < pages)
-            ask_for_page(side, s, fresh, both_rows + (half ^ 1) * SLOTS * ROW_BYTES, page, next);
+            ask_for_page(side, s, fresh, both_rows + (half ^ 1) * SLOTS * Rows::BYTES, page, next);
         if (number + 2 * gridDim.x < pages) ask_for_moves(list, number + 2 * gridDim.x, then.moves);
         forget_page(then);
         const Tail tail = side == KEYS ? tail_of(s, fresh, page, turn) : Tail{-1, 0, 0};
@@ -267,17 +291,17 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
             __syncthreads();  // all rows are whole, and all sources of this page have been read
         }
         const u64 named = turn.all_named();
-        u8* const my_rows = rows + block * 16 * ROW_BYTES;
+        u8* const my_rows = rows + block * 16 * Rows::BYTES;
         if (turn.to.bits == 16) {
             if (side == KEYS)
-                store_raw<KEYS>((u32*)turn.to.codes, my_rows, named, block, lane);
+                store_raw<KEYS, Rows>((u32*)turn.to.codes, my_rows, named, block, lane);
             else
-                store_raw<VALUES>((u32*)turn.to.codes, my_rows, named, block, lane);
+                store_raw<VALUES, Rows>((u32*)turn.to.codes, my_rows, named, block, lane);
         } else {
             const int slot = lane / 4 * 8 + 2 * block;
             Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
             Vectors x;
-            Taken taken = take_raw(my_rows, side == KEYS ? turn.mean.largest : 0.f, x, lane);
+            Taken taken = take_raw<Rows>(my_rows, side == KEYS ? turn.mean.largest : 0.f, x, lane);
             rotate_whole(x, page.signs[lane], side == KEYS ? &turn.mean : nullptr, taken, lane);
             if (turn.others) {
 #pragma unroll
