@@ -11,8 +11,8 @@
 // warp.
 //
 // Threads and data
-//   CTA   one (KV head, row) = pair; 16 warps, two teams of a warp for each step that is tried among them
-//   team  0: keys of the new tokens, one after another; 1: values. The first query rows (step, head of the
+//   CTA   one (KV head, row) = pair; 16 warps; a vector has VECTOR_WARPS, one for each step that is tried
+//   vector  0: keys of the new tokens, one after another; 1: values. The first query rows (step, head of the
 //         group) go to the other warps, those that are left to all warps in turn.
 //   lane  of a vector to be stored: elements lane + 32 j; of a query row: pairs of elements lane + 32 i, and
 //         the score of new token `lane`
@@ -31,8 +31,9 @@
 #include "pages/search.cuh"
 #include "pages/state.cuh"
 
-constexpr int TEAM = tries_of(TOP_K) > tries_of(TOP_V) ? tries_of(TOP_K) : tries_of(TOP_V);  // of a vector
-constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * TEAM;
+constexpr int VECTOR_WARPS = tries_of(TOP_K) > tries_of(TOP_V) ? tries_of(TOP_K)
+                                                               : tries_of(TOP_V);  // of a vector
+constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * VECTOR_WARPS;
 constexpr int MAX_STEPS = 16, MAX_GROUP = 16;
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 #define INFINITE __int_as_float(0x7f800000)
@@ -49,7 +50,7 @@ enum Rows { ALL_ROWS, WAITING_ROWS, OTHER_ROWS };
 
 struct Append {
     LayerState layer;
-    NewTokens fresh;
+    NewTokens new_tokens;
     const u16* q;  // [batch, steps, heads * group, HEAD_DIM] by strides, or null: no queries
     u16* out;      // [batch, steps, heads * group, HEAD_DIM]: attention over stored tokens
     float* lse;    // [batch, heads * group, steps], of `out`; both are finished in place
@@ -65,8 +66,8 @@ struct Slot {
     int entry, number, position;
 };
 
-__device__ __forceinline__ bool is_valid(const NewTokens& fresh, int row, int step) {
-    return !fresh.valid || fresh.valid[row * fresh.steps + step];
+__device__ __forceinline__ bool is_valid(const NewTokens& new_tokens, int row, int step) {
+    return !new_tokens.valid || new_tokens.valid[row * new_tokens.steps + step];
 }
 
 struct NewToken {
@@ -91,7 +92,7 @@ __device__ __forceinline__ Slot slot_of(const Append& call, const OpenPage& firs
     int before = 0;  // new tokens that the page takes
 #pragma unroll 1
     for (int t = 0; t <= at.step; ++t) {
-        if (!is_valid(call.fresh, at.row, t)) continue;
+        if (!is_valid(call.new_tokens, at.row, t)) continue;
         const int segment = (at.start + t) >> 16;
         const auto takes = [&](const OpenPage& page) {
             return page.entry >= 0 && page.base == segment && page.count + before < 64;
@@ -106,19 +107,20 @@ __device__ __forceinline__ Slot slot_of(const Append& call, const OpenPage& firs
 }
 static_assert(OPEN_PAGES == 2, "a first and a second page");
 
-// What the warps of a team tell each other.
-struct alignas(16) Meeting {
-    u32 errors[2][4];  // by turns
+// What the warps of a vector tell each other.
+struct alignas(16) Scratch {
+    u32 errors[2][4];  // by stages
 };
 
-// Which of the steps that are tried is the one; all warps of a team meet. The two in the middle are those
+// Which of the steps that are tried is the one; all warps of a vector meet. The two in the middle are those
 // next to the guess; the one beyond the better of them counts if it is better still.
 template <int TRIES>
-__device__ __forceinline__ u32 best_of(Meeting& meeting, u32 error, int team, int rank, int turn, int lane) {
-    u32* errors = meeting.errors[turn];
+__device__ __forceinline__ u32 best_of(Scratch& scratch, u32 error, int vector, int rank, int stage,
+                                       int lane) {
+    u32* errors = scratch.errors[stage];
     if (lane == 0) errors[rank] = error;
-    // Errors are there behind it; those of the turn before have been read.
-    __barrier_sync_count(1 + team, TRIES * 32);
+    // Errors are there behind it; those of the stage before have been read.
+    __barrier_sync_count(1 + vector, TRIES * 32);
     const uint4 e = *(const uint4*)errors;
     if constexpr (TRIES == 2) return e.y < e.x;
     const bool up = e.z < e.y;
@@ -142,13 +144,13 @@ __device__ __forceinline__ void store_details(const Append& call, const Slot& sl
             encode_importance(call.observed == ONE ? 1.f : __fdiv_rn(1.f, fmaxf(norm, 1e-6f)));
 }
 
-// Stores one side of a new token; warp `rank` of the team tries one step. Where there is nothing to try, the
-// first warp does all.
+// Stores one side of a new token; warp `rank` of the vector tries one step. Where there is nothing to try,
+// the first warp does all.
 template <int BITS>
-__device__ __forceinline__ void store_token(const Append& call, bool is_key, const NewToken& at, Slot& taken,
-                                            Meeting& meeting, int rank, int turn, int lane) {
+__device__ __forceinline__ void store_token(const Append& call, bool is_key, const NewToken& at,
+                                            Slot& slot_out, Scratch& scratch, int rank, int stage, int lane) {
     if (rank >= tries_of(BITS)) return;
-    const NewTokens& n = call.fresh;
+    const NewTokens& n = call.new_tokens;
     const u16* from = is_key ? n.k + at.row * n.k_batch + at.step * n.k_step + at.head * n.k_head
                              : n.v + at.row * n.v_batch + at.step * n.v_step + at.head * n.v_head;
     const int2 open = ((const int2*)call.layer.open)[at.pair];
@@ -168,27 +170,27 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     for (int j = 0; j < PER_LANE; ++j) x[j] = raw_value(raw[j]);
     u32 best = 0, byte = 0, codes[PER_LANE];
     if constexpr (BITS < 16) {
-        const Rotated rotated = rotate_whole(x, mean);
+        const Rotated rotated = rotate_integers(x, mean);
         const Range range = range_of(rotated, BITS);
-        Sizes sizes;
-        if constexpr (BITS < 8) to_sizes(rotated, range, sizes, lane);
-        const Guess guess = guess_step<BITS>(rotated, range, sizes);
+        Magnitudes magnitudes;
+        if constexpr (BITS < 8) to_magnitudes(rotated, range, magnitudes, lane);
+        const Guess guess = guess_step<BITS>(rotated, range, magnitudes);
         u32 found = guess.bits;
         if constexpr (takes_nearest(BITS)) {
             found = nearest_byte(found);
         } else if constexpr (BITS < 8) {
             const u32 lowest = below_guess(guess.bits) - (BITS < 4);
-            const u32 error = error_of<BITS>(sizes, range, lowest, rank, lane);
-            best = best_of<tries_of(BITS)>(meeting, error, is_key ? 0 : 1, rank, turn, lane);
+            const u32 error = error_of<BITS>(magnitudes, range, lowest, rank, lane);
+            best = best_of<tries_of(BITS)>(scratch, error, is_key ? 0 : 1, rank, stage, lane);
             found = lowest + best;
         }
-        byte = guess.counts ? found : rotated.fine ? 0 : NAN_STEP;
+        byte = guess.counts ? found : rotated.finite ? 0 : NAN_STEP;
         if (rank == best) to_codes<BITS>(rotated, range, found, guess.counts, codes);
     }
     if (rank != best && rank != 0) return;
     const Slot slot = slot_of(call, first, second, at);
     if (rank == 0 && is_key) {
-        if (lane == 0) taken = slot;
+        if (lane == 0) slot_out = slot;
         if (slot.entry < 0 && lane == 0) atomicOr(call.layer.status, OVER_BUDGET);
     }
     if (slot.entry < 0) return;
@@ -217,7 +219,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
 // gives no token any: the log-sum-exp that it leaves is infinite.
 __device__ __forceinline__ void finish_row(const Append& call, int row, int head, int step, int g,
                                            float* probabilities, int lane) {
-    const NewTokens& n = call.fresh;
+    const NewTokens& n = call.new_tokens;
     const int heads_q = call.layer.heads * call.group, head_q = head * call.group + g;
     const u32* q = (const u32*)(call.q + row * call.q_batch + step * call.q_step + head_q * call.q_head);
     u32* out = (u32*)(call.out + (((u64)row * n.steps + step) * heads_q + head_q) * HEAD_DIM);
@@ -285,31 +287,32 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     append_tokens(const __grid_constant__ Append call) {
     __shared__ float probabilities[MAX_STEPS * MAX_GROUP][MAX_STEPS];
     __shared__ Slot slots[MAX_STEPS];
-    __shared__ Meeting meetings[2];
+    __shared__ Scratch scratches[2];
     const LayerState& layer = call.layer;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, steps = call.fresh.steps;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, steps = call.new_tokens.steps;
     const int head = blockIdx.x, row = blockIdx.y, pair = row * layer.heads + head;
-    const int rows = call.q ? steps * call.group : 0, team = warp / TEAM, rank = warp % TEAM;
+    const int rows = call.q ? steps * call.group : 0, vector = warp / VECTOR_WARPS,
+              rank = warp % VECTOR_WARPS;
     begin_early();
     if (call.rows != ALL_ROWS && (call.rows == WAITING_ROWS) != (layer.waits[row] != 0)) return;
     const int start = layer.seqlen[pair];
-    if (team < 2) {
-        int turn = 0;
+    if (vector < 2) {
+        int stage = 0;
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-            if (!is_valid(call.fresh, row, step)) {
+            if (!is_valid(call.new_tokens, row, step)) {
                 if (threadIdx.x == 0) slots[step].entry = -1;
                 continue;
             }
             const NewToken at = {pair, row, head, step, start};
-            Meeting& meeting = meetings[team];
+            Scratch& scratch = scratches[vector];
             if (TOP_K == TOP_V)  // one copy of the code, for a warp waits for what it has not met yet
-                store_token<TOP_K>(call, team == 0, at, slots[step], meeting, rank, turn, lane);
-            else if (team == 0)
-                store_token<TOP_K>(call, true, at, slots[step], meeting, rank, turn, lane);
+                store_token<TOP_K>(call, vector == 0, at, slots[step], scratch, rank, stage, lane);
+            else if (vector == 0)
+                store_token<TOP_K>(call, true, at, slots[step], scratch, rank, stage, lane);
             else
-                store_token<TOP_V>(call, false, at, slots[step], meeting, rank, turn, lane);
-            turn ^= 1;
+                store_token<TOP_V>(call, false, at, slots[step], scratch, rank, stage, lane);
+            stage ^= 1;
         }
     }
 #pragma unroll 1
@@ -320,7 +323,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
         finish_row(call, row, head, step, g, probabilities[r], lane);
     }
     __syncthreads();  // slots and probabilities are whole; nobody looks at counts and length any more
-    __syncthreads();  // nothing more: racecheck misses the one before where only one team met at its own
+    __syncthreads();  // nothing more: racecheck misses the one before where only one vector's warps met at
+                      // its own
     if (call.observed == MASS) {
 #pragma unroll 1
         for (int t = warp; t < steps; t += WARPS) {

@@ -1,6 +1,5 @@
-// Sixteen rotated vectors into codes, a warp, bit for bit as kvlab/reference/pages.py: sizes and errors of
-// steps in bytes, then codes, in float16 below 8 bits. Threads and data are those of
-// pages/vectors.cuh.
+// Sixteen rotated vectors into codes, a warp, bit for bit as kvlab/reference/pages.py: magnitudes and errors
+// of steps in bytes, then codes, in float16 below 8 bits. Threads and data are those of pages/vectors.cuh.
 #pragma once
 
 #include "pages/vectors.cuh"
@@ -36,31 +35,33 @@ __device__ __forceinline__ float largest_of(const Vectors& x, u32 lane) {
     return half_bits_to_float(lane % 2 ? both >> 16 : both & 0xffffu);
 }
 
-// Sizes of 16 vectors on the channels that are compared, four to a word: those of rows g and g + 8 of a tile.
-using Sizes = u32[COMPARED][2];
+// Magnitudes of 16 vectors on the channels that are compared, four to a word: those of rows g and g + 8 of a
+// tile.
+using Magnitudes = u32[COMPARED][2];
 
-// Sizes of numbers times factors, of float16 in both halves.
-__device__ __forceinline__ void to_sizes(const Vectors& x, Two<u32> factors, Sizes& sizes) {
+// Magnitudes of numbers times factors, of float16 in both halves.
+__device__ __forceinline__ void to_magnitudes(const Vectors& x, Two<u32> factors, Magnitudes& magnitudes) {
     const u32 by[2] = {factors.low, factors.high};
 #pragma unroll
     for (int t = 0; t < COMPARED; ++t)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            sizes[t][i] = __byte_perm(pair_product(x[t][i], by[i]), pair_product(x[t][i + 2], by[i]), 0x6420);
+            magnitudes[t][i] =
+                __byte_perm(pair_product(x[t][i], by[i]), pair_product(x[t][i + 2], by[i]), 0x6420);
 }
 
 // What this lane adds to the errors of a step of rows g and g + 8, given four times a word. A distance to the
 // grid is what is left of a size when it is folded in the middle of what is left of the grid, BITS times:
 // four an instruction. A square of the last, (a - s)^2, is one of the fold before, a, and a itself; so are
-// those before it. At 2 and 3 bits sums of folded sizes are all there is to add up, the last at once.
+// those before it. At 2 and 3 bits sums of folded magnitudes are all there is to add up, the last at once.
 template <int BITS>
-__device__ __forceinline__ void add_up(const Sizes& sizes, const u32 (&step)[2], u32 (&sums)[2]) {
+__device__ __forceinline__ void add_up(const Magnitudes& magnitudes, const u32 (&step)[2], u32 (&sums)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         u32 outer = 0, inner = 0;
 #pragma unroll
         for (int t = 0; t < COMPARED; ++t) {
-            u32 left = sizes[t][i];
+            u32 left = magnitudes[t][i];
             if constexpr (BITS == 4) {
 #pragma unroll
                 for (int k = BITS - 1; k >= 0; --k) left = distances(left, step[i] << k);
@@ -77,8 +78,8 @@ __device__ __forceinline__ void add_up(const Sizes& sizes, const u32 (&step)[2],
     }
 }
 
-// The squared error of a step of this lane's row, less the sum of squares of sizes below 4 bits, where `all`
-// is the sum of sizes.
+// The squared error of a step of this lane's row, less the sum of squares of magnitudes below 4 bits, where
+// `all` is the sum of magnitudes.
 template <int BITS>
 __device__ __forceinline__ int error_of(u32 sum, int step, int all) {
     if constexpr (BITS == 4) return (int)sum;
@@ -93,18 +94,19 @@ __device__ __forceinline__ u32 byte_of(u32 word, int i) {
 
 // The better of the two bytes next to a guess, or below 4 bits the next one on its side.
 template <int BITS>
-__device__ __forceinline__ u32 best_byte(const Sizes& sizes, u32 below, int unit, int all, u32 lane) {
+__device__ __forceinline__ u32 best_byte(const Magnitudes& magnitudes, u32 below, int unit, int all,
+                                         u32 lane) {
     constexpr bool WALKS = BITS < 4;
-    const u32 middle = whole_steps(below, unit, BITS);
+    const u32 middle = integer_steps(below, unit, BITS);
     u32 mine = __byte_perm(middle, 0, 0x4420);  // steps, a byte each
     if (WALKS) {
-        const u32 low = whole_steps(below - 1, unit, BITS), high = whole_steps(below + 2, unit, BITS);
+        const u32 low = integer_steps(below - 1, unit, BITS), high = integer_steps(below + 2, unit, BITS);
         mine |= low << 16 | high << 24;
     }
     const Two<u32> steps = of_both(mine, lane);
     const auto add = [&](int low, int high, u32(&sums)[2]) {
         const u32 step[2] = {byte_of(steps.low, low), byte_of(steps.high, high)};
-        add_up<BITS>(sizes, step, sums);
+        add_up<BITS>(magnitudes, step, sums);
     };
     u32 first[2], second[2];
     add(0, 0, first), add(1, 1, second);
@@ -129,9 +131,9 @@ __device__ __forceinline__ u32 search_step(const Vectors& x, float factor, const
     if constexpr (BITS == 8) {
         return range.exponent > -50 ? guess_of(range.counted, 0.f, 0.f, false, range.unit, 8) : 0u;
     } else {
-        Sizes sizes;
+        Magnitudes magnitudes;
         const float by = factor * power_of_two(7 - range.exponent);
-        to_sizes(x, of_both(pack_halves(by, by), lane), sizes);
+        to_magnitudes(x, of_both(pack_halves(by, by), lane), magnitudes);
         u32 all = 0, squares = 0;
         if constexpr (BITS < 4) {
             u32 sum[2] = {}, square[2] = {};
@@ -139,15 +141,15 @@ __device__ __forceinline__ u32 search_step(const Vectors& x, float factor, const
             for (int t = 0; t < COMPARED; ++t)
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    sum[i] = __dp4a(sizes[t][i], 0x01010101u, sum[i]);
-                    square[i] = __dp4a(sizes[t][i], sizes[t][i], square[i]);
+                    sum[i] = __dp4a(magnitudes[t][i], 0x01010101u, sum[i]);
+                    square[i] = __dp4a(magnitudes[t][i], magnitudes[t][i], square[i]);
                 }
             all = sum_of_row(sum[0], sum[1], lane), squares = sum_of_row(square[0], square[1], lane);
         }
         const u32 guess =
             guess_of(range.counted, (float)all, (float)squares, STORED && decoded, range.unit, BITS);
         if (takes_nearest(BITS) && (!STORED || !__any_sync(ALL_LANES, decoded))) return nearest_byte(guess);
-        const u32 best = best_byte<BITS>(sizes, below_guess(guess), range.unit, (int)all, lane);
+        const u32 best = best_byte<BITS>(magnitudes, below_guess(guess), range.unit, (int)all, lane);
         if (takes_nearest(BITS) && !decoded) return nearest_byte(guess);
         return guess >= LEAST_GUESS ? best : 0u;
     }
@@ -186,7 +188,7 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
     float reciprocal;  // nearly
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(value * power_of_two(-24 - unit)));
     if constexpr (BITS == 8) {
-        // In float32, where half a number more keeps quotients away from whole numbers.
+        // In float32, where half a number more keeps quotients away from integers.
         constexpr float ORIGIN = 1.5f * (1 << 23), HALF = .5f / (1 << 24);
         const Two<u32> factors = of_both(pack_halves(factor, factor), lane),
                        ups = of_both(__float_as_uint(.5f * reciprocal), lane);
@@ -205,7 +207,7 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
                 x[t][i] = __vminu2(__byte_perm(code(y & 0xffffu), code(y >> 16), 0x5410), 0x00ff00ffu);
             }
     } else {
-        // (y + 1/2) / cell + 2^(BITS - 1) - 1/2 is cut to 0 ... LAST and rounded to a whole number: half of
+        // (y + 1/2) / cell + 2^(BITS - 1) - 1/2 is cut to 0 ... LAST and rounded to an integer: half of
         // the unit of y keeps it away from halves (tests/kernels/test_grid_codes.py tries all numbers).
         constexpr float LAST = (1 << BITS) - 1;
         constexpr u32 LAST_HALF = BITS == 2 ? 0x4200 : BITS == 3 ? 0x4700 : 0x4b80;
@@ -225,9 +227,9 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
 
 // Makes numbers codes; returns the byte of the step of this lane's row. STORED: rows may come from codes.
 template <int BITS, bool STORED>
-__device__ __forceinline__ u32 encode(Vectors& x, const Taken& taken, u32 lane) {
-    const Range range = range_of(largest_of(x, lane) * (float)(1 << 24) * taken.factor, BITS);
-    const u32 byte = search_step<BITS, STORED>(x, taken.factor, range, taken.decoded, lane);
-    to_codes<BITS>(x, taken.factor, range, byte, lane);
+__device__ __forceinline__ u32 encode(Vectors& x, const Loaded& loaded, u32 lane) {
+    const Range range = range_of(largest_of(x, lane) * (float)(1 << 24) * loaded.factor, BITS);
+    const u32 byte = search_step<BITS, STORED>(x, loaded.factor, range, loaded.decoded, lane);
+    to_codes<BITS>(x, loaded.factor, range, byte, lane);
     return byte;
 }

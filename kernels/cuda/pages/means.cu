@@ -22,23 +22,23 @@ constexpr int FIRST = 4, LAST = 64, FEWEST = 16;  // fewer tokens than FEWEST ma
 
 struct Freeze {
     const LayerState* layer;
-    NewTokens fresh;  // of the call; `steps` may be 0
+    NewTokens new_tokens;  // of the call; `steps` may be 0
     // What the plan is given, by token: `before` waiting ones and the new ones. Without `before` keys,
     // values, importance and positions are those of `fresh`, without `valid` all rows get their mean.
     u16 *k, *v;      // [batch][before + steps][heads][HEAD_DIM]
     u8* valid;       // [batch][before + steps]
     u8* importance;  // [pairs][before + steps]
     int* positions;  // [batch][before + steps]
-    int before, room,
+    int before, lookahead,
         force;  // room: tokens that may come until the next call; force: no row waits any longer
 };
 
 // The tokens of a row that wait, which lie in the same slots for all heads.
-struct Held {
+struct WaitingTokens {
     const LayerState& s;
     int first_pair, in_first, in_second;
 
-    __device__ Held(const LayerState& state, int row) : s(state), first_pair(row * state.heads) {
+    __device__ WaitingTokens(const LayerState& state, int row) : s(state), first_pair(row * state.heads) {
         const u64 at = (u64)first_pair * s.entries;
         const bool any = s.waits[row] && s.num_pages[first_pair];
         in_first = any ? s.count[at] : 0, in_second = any ? s.count[at + 1] : 0;
@@ -90,18 +90,19 @@ __device__ int list_valid(const NewTokens& n, int row, int* listed) {
 }
 
 // Says which tokens the plan takes in and where they stand, and copies those that wait, if they are to go.
-__device__ void fill_arrays(const Freeze& call, const Held& held, int row, bool goes, bool waits) {
-    const LayerState& s = held.s;
-    const NewTokens& n = call.fresh;
+__device__ void fill_arrays(const Freeze& call, const WaitingTokens& waiting, int row, bool goes,
+                            bool waits) {
+    const LayerState& s = waiting.s;
+    const NewTokens& n = call.new_tokens;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int total = call.before + n.steps, moving = goes && call.before ? held.tokens() : 0;
+    const int total = call.before + n.steps, moving = goes && call.before ? waiting.tokens() : 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < total; i += THREADS) {
         const int step = i - call.before;
         call.valid[(u64)row * total + i] = step < 0 ? i < moving : (goes || !waits) && is_valid(n, row, step);
         if (call.before)
             call.positions[(u64)row * total + i] = step >= 0    ? n.first + step
-                                                   : i < moving ? held.position_of(i)
+                                                   : i < moving ? waiting.position_of(i)
                                                                 : 0;
     }
 #pragma unroll 1
@@ -110,20 +111,21 @@ __device__ void fill_arrays(const Freeze& call, const Held& held, int row, bool 
         const u64 to = (((u64)row * total + token) * s.heads + head) * HEAD_DIM;
 #pragma unroll 1
         for (int channel = lane; channel < HEAD_DIM; channel += 32) {
-            call.k[to + channel] = (u16)held.element(KEYS, head, token, channel);
-            call.v[to + channel] = (u16)held.element(VALUES, head, token, channel);
+            call.k[to + channel] = (u16)waiting.element(KEYS, head, token, channel);
+            call.v[to + channel] = (u16)waiting.element(VALUES, head, token, channel);
         }
         if (lane == 0)
-            call.importance[(u64)(held.first_pair + head) * total + token] =
-                held.tail(head, held.page_of(token))[2 * PAGE + held.slot_of(token)];
+            call.importance[(u64)(waiting.first_pair + head) * total + token] =
+                waiting.tail(head, waiting.page_of(token))[2 * PAGE + waiting.slot_of(token)];
     }
 }
 
 // The mean over waiting and new tokens; a sum of 60 numbers of 16 bits is exact in double, but for bfloat16
 // numbers far apart. A channel that float16 cannot hold is left as it is.
-__device__ void take_mean(const NewTokens& n, const Held& held, int row, int seen, const int* listed) {
-    const LayerState& s = held.s;
-    const int waiting = held.tokens(), end = min(LAST, waiting + seen);
+__device__ void take_mean(const NewTokens& n, const WaitingTokens& waiting, int row, int seen,
+                          const int* listed) {
+    const LayerState& s = waiting.s;
+    const int num_waiting = waiting.tokens(), end = min(LAST, num_waiting + seen);
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.heads * HEAD_DIM; i += THREADS) {
         const int head = i / HEAD_DIM, channel = i - head * HEAD_DIM;
@@ -131,24 +133,25 @@ __device__ void take_mean(const NewTokens& n, const Held& held, int row, int see
         double sum = 0.;
 #pragma unroll 4
         for (int token = FIRST; token < end; ++token) {
-            const u32 bits = token < waiting ? held.element(KEYS, head, token, channel)
-                                             : k[listed[token - waiting] * n.k_step];
+            const u32 bits = token < num_waiting ? waiting.element(KEYS, head, token, channel)
+                                                 : k[listed[token - num_waiting] * n.k_step];
             sum += (double)raw_value(bits);
         }
         const double mean = end - FIRST >= FEWEST ? sum / (end - FIRST) : 0.;
-        s.k_mean[(u64)held.first_pair * HEAD_DIM + i] = __double2half(fabs(mean) <= 65504. ? mean : 0.);
+        s.k_mean[(u64)waiting.first_pair * HEAD_DIM + i] = __double2half(fabs(mean) <= 65504. ? mean : 0.);
     }
 }
 
 // Copies new tokens to the waiting pages, behind those that are there.
-__device__ void keep_tokens(const NewTokens& n, const Held& held, int row, int seen, const int* listed) {
-    const LayerState& s = held.s;
+__device__ void keep_tokens(const NewTokens& n, const WaitingTokens& waiting, int row, int seen,
+                            const int* listed) {
+    const LayerState& s = waiting.s;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int i = warp; i < seen * s.heads; i += WARPS) {
         const int token = i / s.heads, head = i - token * s.heads, step = listed[token];
-        const int place = held.tokens() + token, slot = place % PAGE;
-        u8* const page = held.page(head, place / PAGE);
+        const int place = waiting.tokens() + token, slot = place % PAGE;
+        u8* const page = waiting.page(head, place / PAGE);
         const u16* k = n.k + row * n.k_batch + step * n.k_step + head * n.k_head;
         const u16* v = n.v + row * n.v_batch + step * n.v_step + head * n.v_head;
 #pragma unroll 1
@@ -157,9 +160,9 @@ __device__ void keep_tokens(const NewTokens& n, const Held& held, int row, int s
             write_code<16>(page + 16 * HEAD_DIM * 8, element_at(VALUES, slot, channel), v[channel]);
         }
         if (lane == 0) {
-            u8* const tail = held.tail(head, place / PAGE);
+            u8* const tail = waiting.tail(head, place / PAGE);
             ((u16*)tail)[slot] = (u16)(n.first + step);
-            tail[2 * PAGE + slot] = n.importance[(u64)(held.first_pair + head) * n.steps + step];
+            tail[2 * PAGE + slot] = n.importance[(u64)(waiting.first_pair + head) * n.steps + step];
         }
     }
 }
@@ -167,23 +170,23 @@ __device__ void keep_tokens(const NewTokens& n, const Held& held, int row, int s
 extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __grid_constant__ Freeze call) {
     __shared__ int listed[LAST];
     const LayerState& s = *call.layer;
-    const NewTokens& n = call.fresh;
+    const NewTokens& n = call.new_tokens;
     const int row = blockIdx.x, seen = list_valid(n, row, listed);
     const bool waits = s.waits[row];
-    const Held held(s, row);
-    const int tokens = held.tokens() + seen;
+    const WaitingTokens waiting(s, row);
+    const int tokens = waiting.tokens() + seen;
     // Positions of a page share their upper bits, so the tokens of a row do not wait beyond a border of
     // these.
-    const int next = (n.first + n.steps) >> 16, last = (n.first + n.steps + max(call.room, 1) - 1) >> 16;
-    const int first = held.tokens() ? held.segment_of(0) : seen ? (n.first + listed[0]) >> 16 : last;
+    const int next = (n.first + n.steps) >> 16, last = (n.first + n.steps + max(call.lookahead, 1) - 1) >> 16;
+    const int first = waiting.tokens() ? waiting.segment_of(0) : seen ? (n.first + listed[0]) >> 16 : last;
     const bool goes = waits && (call.force || tokens >= LAST || first != last);
-    if (call.valid) fill_arrays(call, held, row, goes, waits);
-    if (goes) take_mean(n, held, row, seen, listed);
-    if (waits && !goes) keep_tokens(n, held, row, seen, listed);
+    if (call.valid) fill_arrays(call, waiting, row, goes, waits);
+    if (goes) take_mean(n, waiting, row, seen, listed);
+    if (waits && !goes) keep_tokens(n, waiting, row, seen, listed);
     __syncthreads();  // tables have been read
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.heads; i += THREADS) {
-        const int pair = held.first_pair + i;
+        const int pair = waiting.first_pair + i;
         const u64 at = (u64)pair * s.entries;
         if (n.steps) s.seqlen[pair] = n.first + n.steps;
         if (!waits) continue;
@@ -194,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __gr
             s.rung[at + page] = (u8)s.num_rungs;
             s.count[at + page] = (u8)min(max(tokens - page * PAGE, 0), PAGE);
             s.base[at + page] = (u16)(tokens ? first : page ? last : next);
-            s.index[at + page] = (u32)((held.page(i, page) - s.arena) / UNIT);
+            s.index[at + page] = (u32)((waiting.page(i, page) - s.arena) / UNIT);
         }
     }
     if (goes && threadIdx.x == 0) s.waits[row] = 0;

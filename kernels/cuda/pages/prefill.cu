@@ -33,7 +33,7 @@ struct alignas(16) Page {
     u32* codes[2];     // of keys and of values
     u8 *to_steps[2], *tail;
     const u16* from[2];  // key and value of step 0 of its pair
-    u64 named;           // which slots are written
+    u64 mask;            // slots that are written
     u32 moved;
     u8 bits[2];
 };
@@ -45,7 +45,7 @@ struct alignas(128) WarpSpace {
     uint4 moves[SLOTS];                  // and its moves, then its Details
     u32 ahead[2];                        // where the moves of the page after that begin and end
     int number, pages;                   // of this page; how many there are
-    Page pages_of[2];                    // this one and the next, by turns
+    Page pages_of[2];                    // this one and the next, by stages
 };
 static_assert(sizeof(WarpSpace) == (28 * HEAD_DIM + ROWS * ROW_BYTES + 1728 + 127) / 128 * 128,
               "as the host reserves");
@@ -92,34 +92,34 @@ struct Detail {
 };
 
 // Makes a page of its moves, which are there, and asks for the mean of its keys and for details.
-__device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& fresh, WarpSpace& space,
+__device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& new_tokens, WarpSpace& space,
                                         Page& page, u32 lane) {
     const int moved = page.moved;
     Move move[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) (uint4&)move[i] = space.moves[min(lane + 32 * i, moved - 1)];
     const u32 pair = move[0].from, batch = pair / s.heads;
-    const int first = (int)batch * fresh.steps;
+    const int first = (int)batch * new_tokens.steps;
     page.steps[lane] = page.steps[lane + 32] = (int)move[0].token - first;
     const CacheRung& rung = s.rungs[move[0].to_rung];
     if (lane < HEAD_DIM / 8)
         copy_async((uint4*)space.mean.sums + lane, s.k_mean + (u64)pair * HEAD_DIM + 8 * lane);
     __syncwarp();  // no step is set but by what follows; moves have been read
-    u32 named[2] = {};
+    u32 mask[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (lane + 32 * i >= moved) continue;
         const int slot = move[i].to_slot, step = (int)move[i].token - first;
         page.steps[slot % 8 / 2 * ROWS + slot % 2 * 8 + slot / 8] = step;
-        named[0] |= slot < 32 ? 1u << slot : 0u, named[1] |= slot < 32 ? 0u : 1u << (slot - 32);
+        mask[0] |= slot < 32 ? 1u << slot : 0u, mask[1] |= slot < 32 ? 0u : 1u << (slot - 32);
         Detail& detail = (Detail&)space.moves[lane + 32 * i];
         detail.slot = (u16)slot;
-        detail.position = fresh.first + step;
-        const u64 at = (u64)fresh.importance + (u64)pair * fresh.steps + step;
+        detail.position = new_tokens.first + step;
+        const u64 at = (u64)new_tokens.importance + (u64)pair * new_tokens.steps + step;
         detail.importance_shift = (u8)(at % 4 * 8);
         copy_word_async(&detail.importance, (const void*)(at & ~3ull));
     }
-    named[0] = __reduce_or_sync(ALL_LANES, named[0]), named[1] = __reduce_or_sync(ALL_LANES, named[1]);
+    mask[0] = __reduce_or_sync(ALL_LANES, mask[0]), mask[1] = __reduce_or_sync(ALL_LANES, mask[1]);
     if (lane == 0) {
         const u32 bits_k = rung.bits_k, bits_v = rung.bits_v;
         u8* const record = s.arena + (u64)move[0].to * UNIT;
@@ -129,9 +129,9 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& fr
         page.tail = record + rung.tail;
         page.bits[KEYS] = (u8)bits_k, page.bits[VALUES] = (u8)bits_v;
         const u32 head = pair - batch * s.heads;
-        page.from[KEYS] = fresh.k + batch * fresh.k_batch + head * fresh.k_head;
-        page.from[VALUES] = fresh.v + batch * fresh.v_batch + head * fresh.v_head;
-        page.named = (u64)named[1] << 32 | named[0];
+        page.from[KEYS] = new_tokens.k + batch * new_tokens.k_batch + head * new_tokens.k_head;
+        page.from[VALUES] = new_tokens.v + batch * new_tokens.v_batch + head * new_tokens.v_head;
+        page.mask = (u64)mask[1] << 32 | mask[0];
     }
     __syncwarp();
 }
@@ -173,17 +173,17 @@ __device__ __forceinline__ void ask_for_rows(const u16* of_step_0, u32 apart, co
                             (const u8*)of_step_0 + 16 * part, apart, step);
 }
 
-// Stores the codes of a block. If their words have codes of other blocks, too, they are put down by all
+// Stores the codes of a block. If their words have codes of other blocks, too, they are staged by all
 // blocks but the last, which stores all.
 template <Side SIDE, int BITS>
-__device__ __forceinline__ void put_codes(u32* to, u32* put_down, const Vectors& x, u64 named, int block,
-                                          u32 lane) {
+__device__ __forceinline__ void store_or_stage(u32* to, u32* staged, const Vectors& x, u64 mask, int block,
+                                               u32 lane) {
     constexpr int OF_BLOCK = TILES * 32;
-    u32* const mine = put_down + lane;
+    u32* const mine = staged + lane;
     TileWords<BITS> word;
     words_of_tiles<SIDE, BITS>(x, word);
     if constexpr (IN_ONE_BLOCK<SIDE, BITS>) {
-        KVLAB_IF_WHOLE(named, (store_block_words<SIDE, BITS, WHOLE>(to, word, named, block, lane)));
+        KVLAB_IF_WHOLE(mask, (store_block_words<SIDE, BITS, WHOLE>(to, word, mask, block, lane)));
     } else {
         if (block < LAST_BLOCK) {
 #pragma unroll
@@ -194,27 +194,27 @@ __device__ __forceinline__ void put_codes(u32* to, u32* put_down, const Vectors&
         const auto word_of = [&](int from, int i) {
             return from == LAST_BLOCK ? word[i] : mine[from * OF_BLOCK + i * 32];
         };
-        KVLAB_IF_WHOLE(named, (store_gathered<SIDE, BITS, WHOLE>(to, 0, 1, word_of, named, lane)));
+        KVLAB_IF_WHOLE(mask, (store_gathered<SIDE, BITS, WHOLE>(to, 0, 1, word_of, mask, lane)));
     }
 }
 
 template <int BITS>
 __device__ __forceinline__ void store_block(int side, const Page& page, WarpSpace& space, Vectors& x,
-                                            const Taken& taken, int block, u32 lane) {
-    const u32 byte = encode<BITS, false>(x, taken, lane);
+                                            const Loaded& loaded, int block, u32 lane) {
+    const u32 byte = encode<BITS, false>(x, loaded, lane);
     const u32 slot = lane / 4 * 8 + 2 * block + lane % 2;  // slot_of, in fewer steps
-    const u64 named = page.named;
-    if (lane % 4 < 2 && ((const u32*)&page.named)[lane / 16] >> slot % 32 & 1)
-        page.to_steps[side][slot] = (u8)(taken.fine ? byte : NAN_STEP);
+    const u64 mask = page.mask;
+    if (lane % 4 < 2 && ((const u32*)&page.mask)[lane / 16] >> slot % 32 & 1)
+        page.to_steps[side][slot] = (u8)(loaded.finite ? byte : NAN_STEP);
     if (side == KEYS)
-        put_codes<KEYS, BITS>(page.codes[KEYS], space.words, x, named, block, lane);
+        store_or_stage<KEYS, BITS>(page.codes[KEYS], space.words, x, mask, block, lane);
     else
-        put_codes<VALUES, BITS>(page.codes[VALUES], space.words, x, named, block, lane);
+        store_or_stage<VALUES, BITS>(page.codes[VALUES], space.words, x, mask, block, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     write_prefill(const LayerState* __restrict__ layers, const MoveList* __restrict__ lists,
-                  const __grid_constant__ NewTokens fresh) {
+                  const __grid_constant__ NewTokens new_tokens) {
     extern __shared__ __align__(128) u8 shared[];  // WarpSpace of each warp
     __shared__ uint4 signs[2][32];                 // by parts of Signs
     const int warp = threadIdx.x / 32;
@@ -227,8 +227,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const int stride = gridDim.x * (blockDim.x / 32);
     const auto ask = [&](const Page& page, int side, const int* steps, u32 lane) {
         __syncwarp();  // all lanes have read the rows before
-        ask_for_rows(page.from[side], 2 * (u32)(side == KEYS ? fresh.k_step : fresh.v_step), steps, space,
-                     lane);
+        ask_for_rows(page.from[side], 2 * (u32)(side == KEYS ? new_tokens.k_step : new_tokens.v_step), steps,
+                     space, lane);
     };
     {
         const u32 lane = lane_again();
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         const MoveList& list = lists[blockIdx.y];
         if (blockIdx.x == 0)
             for (int i = threadIdx.x; i < s.batch * s.heads; i += blockDim.x)
-                s.seqlen[i] = fresh.first + fresh.steps;
+                s.seqlen[i] = new_tokens.first + new_tokens.steps;
         const int number = blockIdx.x + gridDim.x * warp;  // CTAs share the last pages
         const int pages = *list.num_groups;
         if (number >= pages) return;
@@ -246,14 +246,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         ask_for_moves(list, space, space.pages_of[0], lane);
         wait_own_copies();
         if (number + stride < pages) look_ahead(list, number + stride, space, lane);
-        prepare(s, fresh, space, space.pages_of[0], lane);
+        prepare(s, new_tokens, space, space.pages_of[0], lane);
         ask(space.pages_of[0], KEYS, space.pages_of[0].steps, lane);
     }
-    int turn = 0;  // of pages_of
+    int stage = 0;  // of pages_of
 #pragma unroll 1
     while (true) {
-        const Page& page = space.pages_of[turn];
-        Page& after = space.pages_of[turn ^ 1];
+        const Page& page = space.pages_of[stage];
+        Page& after = space.pages_of[stage ^ 1];
         // Asked for again where it is needed, or it is kept in registers.
         const auto then = [&](int pages) { return space.number + pages * stride; };
         const auto more = [&](int pages) { return then(pages) < space.pages; };
@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                         __syncwarp();  // details have been read, the rotated mean is there
                         if (more(1)) ask_for_moves(lists[layer], space, after, lane);
                     } else if (more(1)) {
-                        prepare(layers[layer], fresh, space, after, lane);
+                        prepare(layers[layer], new_tokens, space, after, lane);
                         if (more(2)) look_ahead(lists[layer], then(2), space, lane);
                     }
                 }
@@ -286,30 +286,30 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 };
                 if (bits == 16) {
                     if (side == KEYS)
-                        store_raw<KEYS, Rows>(page.codes[KEYS], space.rows, page.named, block, lane);
+                        store_raw<KEYS, Rows>(page.codes[KEYS], space.rows, page.mask, block, lane);
                     else
-                        store_raw<VALUES, Rows>(page.codes[VALUES], space.rows, page.named, block, lane);
+                        store_raw<VALUES, Rows>(page.codes[VALUES], space.rows, page.mask, block, lane);
                     ask_for_next();
                     continue;
                 }
                 Vectors x;
-                const Taken taken =
-                    take_raw<Rows>(space.rows, side == KEYS ? space.mean.largest : 0.f, x, lane);
+                const Loaded loaded =
+                    load_raw<Rows>(space.rows, side == KEYS ? space.mean.largest : 0.f, x, lane);
                 ask_for_next();
                 Signs mine;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) ((uint4*)&mine)[i] = signs[i][lane];
                 if (side == KEYS)
-                    rotate_whole(x, mine, &space.mean, taken, lane);
+                    rotate_integers(x, mine, &space.mean, loaded, lane);
                 else
-                    rotate_whole(x, mine, nullptr, taken, lane);
-                KVLAB_FOR_WIDTH(bits, store_block<BITS>(side, page, space, x, taken, block, lane));
+                    rotate_integers(x, mine, nullptr, loaded, lane);
+                KVLAB_FOR_WIDTH(bits, store_block<BITS>(side, page, space, x, loaded, block, lane));
             }
         }
         if (!more(1)) break;
         __syncwarp();  // all lanes have read the number
         if (threadIdx.x % 32 == 0) space.number = then(1);
         __syncwarp();
-        turn ^= 1;
+        stage ^= 1;
     }
 }

@@ -1,6 +1,6 @@
 // Raw vectors into steps and codes of pages, a warp a vector, bit for bit as kvlab/reference/pages.py says.
 //
-// From the rounding to whole numbers on all that decides a code is exact: sums are of whole numbers and come
+// From the rounding to integers on all that decides a code is exact: sums are of integers and come
 // out the same in any order. Those of the rotation are 32-bit integers, in which there is room for a vector
 // in the finer unit of the mean: the difference is rotated at once, and rounded once. A rotated vector is
 // numbers of float16, whole multiples of 2^-24, two to a word. Where its step is looked for, elements and
@@ -13,7 +13,7 @@
 #include "pages/steps.cuh"
 
 constexpr int PER_LANE = (HEAD_DIM + 31) / 32;
-constexpr int PAIRS = (PER_LANE + 1) / 2, SIZE_WORDS = (PER_LANE + 3) / 4;
+constexpr int PAIRS = (PER_LANE + 1) / 2, MAGNITUDE_WORDS = (PER_LANE + 3) / 4;
 constexpr float TWO_23 = 8388608.f, ROUNDER = 1.5f * TWO_23;
 constexpr u32 ZERO = 0x4b400000;  // the bits of ROUNDER
 
@@ -35,12 +35,12 @@ __device__ __forceinline__ u32 largest_of(const float (&x)[PER_LANE]) {
     return __reduce_max_sync(ALL_LANES, __float_as_uint(most));
 }
 
-// The product rounded to a whole number, half to even, and ZERO more.
-__device__ __forceinline__ u32 whole_product(float x, float factor) {
+// The product rounded to an integer, half to even, and ZERO more.
+__device__ __forceinline__ u32 integer_product(float x, float factor) {
     return __float_as_uint(fmaf(x, factor, ROUNDER));
 }
 
-// The block Hadamard transform of whole numbers without its factor, modulo 2^32. What all numbers have too
+// The block Hadamard transform of integers without its factor, modulo 2^32. What all numbers have too
 // much is taken off where a lane's part of the transform has brought it together.
 __device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_much, int lane) {
     constexpr int OF_LANE = ROTATION_BLOCK > 32 ? ROTATION_BLOCK / 32 : 1;  // elements of a block
@@ -66,11 +66,12 @@ __device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_muc
 struct Rotated {
     u32 numbers[PAIRS];  // of elements j = 2 i, 2 i + 1
     float factor, largest;
-    bool fine;
+    bool finite;
 };
 
 // Rotates a raw vector as pages keep it, less its mean; where there is none that is zeros.
-__device__ __forceinline__ Rotated rotate_whole(const float (&raw)[PER_LANE], const float (&mean)[PER_LANE]) {
+__device__ __forceinline__ Rotated rotate_integers(const float (&raw)[PER_LANE],
+                                                   const float (&mean)[PER_LANE]) {
     // Sums of each are 2^24 at most, so the vector's may count 2^6 times as much. If the mean's unit is finer
     // than that, which is rare, both are rotated, one after the other: a number is rounded once all the same.
     // Where it is 2^50 times finer the mean changes nothing, and no power of 2 needs to be smaller.
@@ -78,8 +79,8 @@ __device__ __forceinline__ Rotated rotate_whole(const float (&raw)[PER_LANE], co
     int lane;  // asked for here, or the compiler works out what follows from it before it asks for vectors
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     const u32 most = largest_of(raw), most_of_mean = largest_of(mean);
-    const bool fine = most < __float_as_uint(power_of_two(TOO_LARGE));
-    const int exponent = rotation_exponent(__uint_as_float(max(fine ? most : 0u, most_of_mean)));
+    const bool finite = most < __float_as_uint(power_of_two(TOO_LARGE));
+    const int exponent = rotation_exponent(__uint_as_float(max(finite ? most : 0u, most_of_mean)));
     const int of_mean = rotation_exponent(__uint_as_float(most_of_mean));
     int finer = most_of_mean ? min(exponent - of_mean, FINEST) : 0;
     const float by = power_of_two(-exponent), by_mean = -power_of_two(-of_mean);
@@ -88,8 +89,8 @@ __device__ __forceinline__ Rotated rotate_whole(const float (&raw)[PER_LANE], co
     float x[PER_LANE] = {};
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
-        whole[j] = whole_product(raw[j], by);
-        sums[j] = whole[j] * times + whole_product(mean[j], by_mean);
+        whole[j] = integer_product(raw[j], by);
+        sums[j] = whole[j] * times + integer_product(mean[j], by_mean);
     }
 #pragma unroll 1
     for (;; finer = 0) {
@@ -111,7 +112,7 @@ __device__ __forceinline__ Rotated rotate_whole(const float (&raw)[PER_LANE], co
     larger = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(larger)));
     r.largest = half_bits_to_float(half_of(larger));
     r.factor = FACTOR * power_of_two(exponent + 2 - (LOG_BLOCK + 1) / 2);
-    r.fine = fine;
+    r.finite = finite;
     return r;
 }
 
@@ -119,10 +120,10 @@ __device__ __forceinline__ Range range_of(const Rotated& x, int bits) {
     return range_of(x.largest * (float)(1 << 24) * x.factor, bits);
 }
 
-// Sizes of elements, bytes; those that are not compared are 0.
-using Sizes = u32[SIZE_WORDS];
+// Magnitudes of elements, bytes; those that are not compared are 0.
+using Magnitudes = u32[MAGNITUDE_WORDS];
 
-// The bytes of a word of sizes that are of channels that are compared.
+// The bytes of a word of magnitudes that are of channels that are compared.
 __device__ __forceinline__ u32 compared_bytes(int word, int lane) {
     u32 bytes = 0;
 #pragma unroll
@@ -134,27 +135,29 @@ __device__ __forceinline__ u32 compared_bytes(int word, int lane) {
     return bytes;
 }
 
-__device__ __forceinline__ void to_sizes(const Rotated& x, const Range& range, Sizes& sizes, int lane) {
+__device__ __forceinline__ void to_magnitudes(const Rotated& x, const Range& range, Magnitudes& magnitudes,
+                                              int lane) {
     const float factor = x.factor * power_of_two(7 - range.exponent);
     const u32 by = pack_halves(factor, factor);
 #pragma unroll
-    for (int i = 0; i < SIZE_WORDS; ++i) {
+    for (int i = 0; i < MAGNITUDE_WORDS; ++i) {
         const u32 upper = 2 * i + 1 < PAIRS ? pair_product(x.numbers[2 * i + 1], by) : 0u;
-        sizes[i] = __byte_perm(pair_product(x.numbers[2 * i], by), upper, 0x6420) & compared_bytes(i, lane);
+        magnitudes[i] =
+            __byte_perm(pair_product(x.numbers[2 * i], by), upper, 0x6420) & compared_bytes(i, lane);
     }
 }
 
-__device__ __forceinline__ u32 sum_of(const Sizes& sizes) {
+__device__ __forceinline__ u32 sum_of(const Magnitudes& magnitudes) {
     u32 sum = 0;
 #pragma unroll
-    for (int i = 0; i < SIZE_WORDS; ++i) sum = __dp4a(sizes[i], 0x01010101u, sum);
+    for (int i = 0; i < MAGNITUDE_WORDS; ++i) sum = __dp4a(magnitudes[i], 0x01010101u, sum);
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-__device__ __forceinline__ u32 sum_of_squares(const Sizes& sizes) {
+__device__ __forceinline__ u32 sum_of_squares(const Magnitudes& magnitudes) {
     u32 sum = 0;
 #pragma unroll
-    for (int i = 0; i < SIZE_WORDS; ++i) sum = __dp4a(sizes[i], sizes[i], sum);
+    for (int i = 0; i < MAGNITUDE_WORDS; ++i) sum = __dp4a(magnitudes[i], magnitudes[i], sum);
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
@@ -166,22 +169,24 @@ struct Guess {
 };
 
 template <int BITS>
-__device__ __forceinline__ Guess guess_step(const Rotated& x, const Range& range, const Sizes& sizes) {
-    const float sum = BITS < 4 ? (float)sum_of(sizes) : 0.f,
-                squares = BITS < 4 ? (float)sum_of_squares(sizes) : 0.f;
+__device__ __forceinline__ Guess guess_step(const Rotated& x, const Range& range,
+                                            const Magnitudes& magnitudes) {
+    const float sum = BITS < 4 ? (float)sum_of(magnitudes) : 0.f,
+                squares = BITS < 4 ? (float)sum_of_squares(magnitudes) : 0.f;
     const u32 guess = guess_of(range.counted, sum, squares, false, range.unit, BITS);
-    return {guess, x.fine && (BITS == 8 ? x.largest > 0.f : guess >= LEAST_GUESS)};
+    return {guess, x.finite && (BITS == 8 ? x.largest > 0.f : guess >= LEAST_GUESS)};
 }
 
-// The squared error of the i-th step from `lowest` on: distances to the grid are what is left of sizes when
-// they are folded in the middle of what is left of the grid, BITS times.
+// The squared error of the i-th step from `lowest` on: distances to the grid are what is left of magnitudes
+// when they are folded in the middle of what is left of the grid, BITS times.
 template <int BITS>
-__device__ __forceinline__ u32 error_of(const Sizes& sizes, const Range& range, u32 lowest, int i, int lane) {
-    const u32 steps = (whole_steps(lowest + i, range.unit, BITS) & 255) * 0x01010101u;
-    Sizes left;
+__device__ __forceinline__ u32 error_of(const Magnitudes& magnitudes, const Range& range, u32 lowest, int i,
+                                        int lane) {
+    const u32 steps = (integer_steps(lowest + i, range.unit, BITS) & 255) * 0x01010101u;
+    Magnitudes left;
 #pragma unroll
-    for (int w = 0; w < SIZE_WORDS; ++w) {
-        left[w] = sizes[w];
+    for (int w = 0; w < MAGNITUDE_WORDS; ++w) {
+        left[w] = magnitudes[w];
 #pragma unroll
         for (int k = BITS - 1; k >= 0; --k) left[w] = distances(left[w], steps << k);
         left[w] &= compared_bytes(w, lane);
@@ -194,7 +199,7 @@ template <int BITS>
 __device__ __forceinline__ void to_codes(const Rotated& x, const Range& range, u32 byte, bool counts,
                                          u32 (&codes)[PER_LANE]) {
     constexpr int CELLS = 1 << BITS;
-    // Nothing of a code is lost in this product: quotients are not as near to whole numbers.
+    // Nothing of a code is lost in this product: quotients are not as near to integers.
     constexpr float NEARLY_ALL = CELLS * (1.f - 1.f / 65536);
     const float value = step_value(byte);
     const int unit = exponent_of(value) - 3 - code_parts(BITS);
@@ -218,7 +223,7 @@ __device__ __forceinline__ void to_codes(const Rotated& x, const Range& range, u
                                         __float_as_uint(power_of_two(3 + code_parts(BITS) + 1 + BITS - 24)));
     float per_unit;  // nearly; of the whole grid
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(per_unit) : "f"(cells));
-    // Half a unit more keeps quotients away from whole numbers (tests/kernels/test_grid_codes.py).
+    // Half a unit more keeps quotients away from integers (tests/kernels/test_grid_codes.py).
     const float first = fmaf(per_unit, .5f / (1 << 24), .5f);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {

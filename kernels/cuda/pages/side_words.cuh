@@ -22,12 +22,12 @@ __device__ __forceinline__ bool is_in_one_block(Side side, int bits) {
 
 // Stores the words of a warp's codes, or puts them down in the warp's rows.
 template <Side SIDE, int BITS>
-__device__ __forceinline__ void put_codes(u32* to, u8* rows, const Vectors& x, u64 named, int block,
-                                          u32 lane) {
+__device__ __forceinline__ void store_or_stage(u32* to, u8* rows, const Vectors& x, u64 mask, int block,
+                                               u32 lane) {
     TileWords<BITS> word;
     words_of_tiles<SIDE, BITS>(x, word);
     if constexpr (IN_ONE_BLOCK<SIDE, BITS>) {
-        KVLAB_IF_WHOLE(named, (store_block_words<SIDE, BITS, WHOLE>(to, word, named, block, lane)));
+        KVLAB_IF_WHOLE(mask, (store_block_words<SIDE, BITS, WHOLE>(to, word, mask, block, lane)));
     } else {
         __syncwarp();  // all lanes have read the rows
 #pragma unroll
@@ -35,13 +35,13 @@ __device__ __forceinline__ void put_codes(u32* to, u8* rows, const Vectors& x, u
     }
 }
 
-// Stores the words of a side from what warps have put down.
+// Stores the words of a side from what warps have staged.
 template <Side SIDE, int BITS>
-__device__ __forceinline__ void store_codes(u32* to, const u8* rows, u64 named) {
+__device__ __forceinline__ void store_codes(u32* to, const u8* rows, u64 mask) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const auto word_of = [&](int block, int i) {
         return ((const u32*)(rows + block * 16 * Rows::BYTES))[i * 32 + lane];
     };
-    KVLAB_IF_WHOLE(named,
-                   (store_gathered<SIDE, BITS, WHOLE>(to, warp, SIDE_THREADS / 32, word_of, named, lane)));
+    KVLAB_IF_WHOLE(mask,
+                   (store_gathered<SIDE, BITS, WHOLE>(to, warp, SIDE_THREADS / 32, word_of, mask, lane)));
 }

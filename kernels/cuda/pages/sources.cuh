@@ -12,11 +12,11 @@ struct Region {
     int bits;
 };
 
-__device__ __forceinline__ Region region_of(Side side, u8* page, const CacheRung& rung) {
+__device__ __forceinline__ Region region_of(Side side, u8* record, const CacheRung& rung) {
     const int k_bytes = 8 * HEAD_DIM * rung.bits_k, v_bytes = 8 * HEAD_DIM * rung.bits_v;
-    u8* steps = page + k_bytes + v_bytes;
-    if (side == KEYS) return {page, steps, rung.bits_k};
-    return {page + k_bytes, steps + (rung.bits_k < 16 ? 64 : 0), rung.bits_v};
+    u8* steps = record + k_bytes + v_bytes;
+    if (side == KEYS) return {record, steps, rung.bits_k};
+    return {record + k_bytes, steps + (rung.bits_k < 16 ? 64 : 0), rung.bits_v};
 }
 
 constexpr u8 NO_MOVE = 254;  // Move::from_rung of threads that have none
@@ -27,24 +27,24 @@ __device__ __forceinline__ bool is_new(const Move& move) {
 }
 
 // What all threads know of a side of a destination page, and what it gets besides codes.
-struct Turn {
+struct PageState {
     uint4 moves[SLOTS];           // Move
     uint4 halves[HEAD_DIM / 8];   // the mean of the keys of its pair, float16
     RotatedMean mean;             // and rotated
     u32 importance_words[SLOTS];  // by move: what a new token's importance is a byte of
-    u32 named[2];                 // which slots are written
+    u32 mask[2];                  // slots that are written
     u32 others;                   // whether a row comes from elsewhere than by a copy that was asked for
     u8 bits[SLOTS];               // by slot: what its row holds, raw elements (16) or codes
     u8 steps[SLOTS];              // by slot: of the codes that a row holds
     Region to;
     u8* tail;
 
-    __device__ __forceinline__ u64 all_named() const { return (u64)named[1] << 32 | named[0]; }
+    __device__ __forceinline__ u64 mask_of_slots() const { return (u64)mask[1] << 32 | mask[0]; }
 };
 
 // Of this page, of the next, whose rows are on their way, and of the one after, whose moves are.
-struct Details {
-    Turn turns[3];
+struct Pipeline {
+    PageState pages[3];
     Signs signs[32];      // by lane
     u32 heads, per_head;  // 2^32 / heads, rounded down
     bool in_units;        // are_in_units
@@ -84,18 +84,20 @@ struct TokenPlace {
     int batch, head, step;
 };
 
-__device__ __forceinline__ TokenPlace place_of(const NewTokens& fresh, const Move& move,
-                                               const Details& page) {
-    u32 batch = __umulhi(move.from, page.per_head);  // or one less
-    u32 head = move.from - batch * page.heads;
-    if (head >= page.heads) head -= page.heads, ++batch;
-    return {(int)batch, (int)head, (int)(move.token - batch * fresh.steps)};
+__device__ __forceinline__ TokenPlace place_of(const NewTokens& new_tokens, const Move& move,
+                                               const Pipeline& pipeline) {
+    u32 batch = __umulhi(move.from, pipeline.per_head);  // or one less
+    u32 head = move.from - batch * pipeline.heads;
+    if (head >= pipeline.heads) head -= pipeline.heads, ++batch;
+    return {(int)batch, (int)head, (int)(move.token - batch * new_tokens.steps)};
 }
 
-__device__ __forceinline__ const u16* new_vector(Side side, const NewTokens& fresh, const TokenPlace& at) {
-    return side == KEYS
-               ? fresh.k + at.batch * fresh.k_batch + at.step * fresh.k_step + at.head * fresh.k_head
-               : fresh.v + at.batch * fresh.v_batch + at.step * fresh.v_step + at.head * fresh.v_head;
+__device__ __forceinline__ const u16* new_vector(Side side, const NewTokens& new_tokens,
+                                                 const TokenPlace& at) {
+    return side == KEYS ? new_tokens.k + at.batch * new_tokens.k_batch + at.step * new_tokens.k_step +
+                              at.head * new_tokens.k_head
+                        : new_tokens.v + at.batch * new_tokens.v_batch + at.step * new_tokens.v_step +
+                              at.head * new_tokens.v_head;
 }
 
 // Whether all vectors begin at multiples of 16 bytes, less than 2^31 of them from the first.
@@ -111,32 +113,33 @@ __device__ __forceinline__ bool are_in_units(const LayerState& s, const NewToken
 
 // Asks for raw vectors of new tokens if they are in units of 16 bytes, 16 of them a warp; says what rows
 // hold.
-__device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, const NewTokens& fresh, u8* rows,
-                                             const Details& page, Turn& turn) {
+__device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, const NewTokens& new_tokens,
+                                             u8* rows, const Pipeline& pipeline, PageState& page) {
     constexpr int PARTS = HEAD_DIM / 8, LANES_OF_ROW = PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32;
     constexpr int AT_ONCE = 32 / LANES_OF_ROW, VECTORS = SLOTS / (SIDE_THREADS / 32);
     const u32 thread = thread_again(), lane = thread % 32;
-    const Move move = (const Move&)turn.moves[thread / 32 * VECTORS + lane % VECTORS];
-    const bool moves = move.from_rung != NO_MOVE, fetched = moves && is_new(move) && page.in_units;
+    const Move move = (const Move&)page.moves[thread / 32 * VECTORS + lane % VECTORS];
+    const bool moves = move.from_rung != NO_MOVE, fetched = moves && is_new(move) && pipeline.in_units;
     if (moves && lane < VECTORS) {
-        atomicOr(turn.named + move.to_slot / 32, 1u << move.to_slot % 32);
+        atomicOr(page.mask + move.to_slot / 32, 1u << move.to_slot % 32);
         u32 bits = 16;
         if (!is_new(move)) {
             const CacheRung& rung = s.rungs[move.from_rung];
             bits = side == KEYS ? rung.bits_k : rung.bits_v;
         }
-        turn.bits[move.to_slot] = (u8)bits;
-        if (!fetched) turn.others = 1;
+        page.bits[move.to_slot] = (u8)bits;
+        if (!fetched) page.others = 1;
     }
-    const TokenPlace place = place_of(fresh, move, page);
-    const int unit = side == KEYS
-                         ? place.batch * (int)(fresh.k_batch >> 3) + place.step * (int)(fresh.k_step >> 3) +
-                               place.head * (int)(fresh.k_head >> 3)
-                         : place.batch * (int)(fresh.v_batch >> 3) + place.step * (int)(fresh.v_step >> 3) +
-                               place.head * (int)(fresh.v_head >> 3);
+    const TokenPlace place = place_of(new_tokens, move, pipeline);
+    const int unit =
+        side == KEYS
+            ? place.batch * (int)(new_tokens.k_batch >> 3) + place.step * (int)(new_tokens.k_step >> 3) +
+                  place.head * (int)(new_tokens.k_head >> 3)
+            : place.batch * (int)(new_tokens.v_batch >> 3) + place.step * (int)(new_tokens.v_step >> 3) +
+                  place.head * (int)(new_tokens.v_head >> 3);
     // Lanes side by side have parts of one vector, so that few lines are touched at once.
     const int part = lane % LANES_OF_ROW, row = fetched ? row_of(move.to_slot) : NO_ROW;
-    const uint4* const from = (const uint4*)(side == KEYS ? fresh.k : fresh.v) + part;
+    const uint4* const from = (const uint4*)(side == KEYS ? new_tokens.k : new_tokens.v) + part;
 #pragma unroll
     for (int i = 0; i < VECTORS; i += AT_ONCE) {
         const int vector = i + lane / LANES_OF_ROW, its_row = __shfl_sync(ALL_LANES, row, vector),
@@ -147,27 +150,27 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
 }
 
 // Asks for all that a side of a page needs.
-__device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, const NewTokens& fresh, u8* rows,
-                                             const Details& page, Turn& turn) {
+__device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, const NewTokens& new_tokens,
+                                             u8* rows, const Pipeline& pipeline, PageState& page) {
     const u32 thread = thread_again();
-    ask_for_rows(side, s, fresh, rows, page, turn);
-    const Move first = (const Move&)turn.moves[0];
+    ask_for_rows(side, s, new_tokens, rows, pipeline, page);
+    const Move first = (const Move&)page.moves[0];
     if (thread == SLOTS) {
         const CacheRung& rung = s.rungs[first.to_rung];
         u8* const record = s.arena + (u64)first.to * UNIT;
-        turn.to = region_of(side, record, rung);
-        turn.tail = record + rung.tail;
+        page.to = region_of(side, record, rung);
+        page.tail = record + rung.tail;
     }
     if (side == VALUES) return;
     const u32 eight = eight_of_mean();
     if (eight < HEAD_DIM / 8) {
         const u32 pair = is_new(first) ? first.from : first.token;
-        copy_async(turn.halves + eight, s.k_mean + (u64)pair * HEAD_DIM + 8 * eight);
+        copy_async(page.halves + eight, s.k_mean + (u64)pair * HEAD_DIM + 8 * eight);
     }
     if (thread >= SLOTS) return;
-    const Move move = (const Move&)turn.moves[thread];
+    const Move move = (const Move&)page.moves[thread];
     if (!is_new(move)) return;
-    const u32 step = place_of(fresh, move, page).step;
-    const u64 at = (u64)(fresh.importance + (u64)move.from * fresh.steps + step);
-    copy_word_async(turn.importance_words + thread, (const void*)(at & ~3ull));
+    const u32 step = place_of(new_tokens, move, pipeline).step;
+    const u64 at = (u64)(new_tokens.importance + (u64)move.from * new_tokens.steps + step);
+    copy_word_async(page.importance_words + thread, (const void*)(at & ~3ull));
 }

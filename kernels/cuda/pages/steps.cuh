@@ -1,14 +1,14 @@
 // Which steps are tried for a rotated vector, or taken untried, from its largest element and the sums of
-// sizes and of their squares, as kvlab/reference/pages.py says (guess_step, search_step), bit for bit.
+// magnitudes and of their squares, as kvlab/reference/pages.py says (guess_step, search_step), bit for bit.
 //
-// A number of a vector is counted in units of 2^unit, such that the largest rounds to a whole number of 8
+// A number of a vector is counted in units of 2^unit, such that the largest rounds to an integer of 8
 // bits.
 #pragma once
 
 #include "pages/encode.cuh"
 
 constexpr u32 HIGHEST_STEP = 0xf7, NAN_STEP = 0xff;  // the highest is the last finite one
-constexpr int LEAST_EXPONENT = -39;                  // of the whole numbers that are rotated
+constexpr int LEAST_EXPONENT = -39;                  // of the integers that are rotated
 constexpr int TOO_LARGE = 100;                       // the exponent from which on a number counts as infinite
 
 __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
@@ -24,7 +24,7 @@ __device__ __forceinline__ float step_value(u32 byte) {
     return half_bits_to_float(byte << 7);
 }
 
-// The exponent of the largest element of a vector and 2^-7 of it: sizes in units of 2^(exponent - 7) are
+// The exponent of the largest element of a vector and 2^-7 of it: magnitudes in units of 2^(exponent - 7) are
 // below 256.
 __device__ __forceinline__ int exponent_above(float largest) {
     return exponent_of(__fmul_rn(largest, 1.f + 1.f / 128));
@@ -76,7 +76,7 @@ __device__ __forceinline__ float quotient_of(float x, float y) {
 }
 
 // Where the search for a step begins, the bits of a float16; at 8 bits it is the step's byte. `sum` and
-// `squares`, of sizes, matter at 2 and 3 bits, and so does whether the vector comes from codes.
+// `squares`, of magnitudes, matter at 2 and 3 bits, and so does whether the vector comes from codes.
 __device__ __forceinline__ u32 guess_of(float largest, float sum, float squares, bool decoded, int unit,
                                         int bits) {
     if (bits == 8)
@@ -106,9 +106,9 @@ __host__ __device__ constexpr bool takes_nearest(int bits) {
     return bits < 4 && HEAD_DIM >= 128;
 }
 
-// The steps of a byte and of the next, rounded down to whole units of sizes, in halves; half a grid does not
-// exceed 255.
-__device__ __forceinline__ u32 whole_steps(u32 byte, int unit, int bits) {
+// The steps of a byte and of the next, rounded down to whole units of magnitudes, in halves; half a grid does
+// not exceed 255.
+__device__ __forceinline__ u32 integer_steps(u32 byte, int unit, int bits) {
     const float in_units = power_of_two(-24 - unit);
     u32 steps;
     asm("cvt.rz.f16x2.f32 %0, %1, %2;"

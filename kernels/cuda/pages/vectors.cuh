@@ -1,8 +1,8 @@
 // Sixteen raw vectors of a side of a page into rotated ones, a warp, bit for bit as kvlab/reference/pages.py.
 //
 // Numbers are whole and no sum is more than 2^24, so sums are exact in any order and tensor cores may take
-// them: the rotation is a product with a matrix of signs. A whole number n is a subnormal number of the type
-// of the cache, n 2^-24 or n 2^-133: to round to whole numbers is to multiply by a power of 2, two numbers an
+// them: the rotation is a product with a matrix of signs. A integer n is a subnormal number of the type
+// of the cache, n 2^-24 or n 2^-133: to round to integers is to multiply by a power of 2, two numbers an
 // instruction, and tensor cores take such numbers at full speed. Behind them a number counts 2^-26.
 //
 // Threads and data
@@ -74,17 +74,17 @@ struct RawRows {
     }
 };
 
-// Whole numbers from raw rows, and what is known of them.
-struct Taken {
+// Integers from raw rows, and what is known of them.
+struct Loaded {
     Two<u32> rows;  // of rows g and g + 8: the exponent of the unit in the upper halves
     float factor;   // of the rotated numbers of this lane's row
-    bool fine;      // it has no NaN, nothing infinite or beyond what counts as that
+    bool finite;    // it has no NaN, nothing infinite or beyond what counts as that
     bool decoded;   // it comes from codes
 };
 
 // `least`: what counts as the largest element of a row if no other is larger, the size of the mean.
 template <class Rows>
-__device__ __forceinline__ Taken take_raw(const u8* rows, float least, Vectors& x, u32 lane) {
+__device__ __forceinline__ Loaded load_raw(const u8* rows, float least, Vectors& x, u32 lane) {
     const u32 from = shared_address(rows) + Rows::at(lane % 16, lane / 16 * 8);
     const u32 u = lane % 4;
     u32 most[2] = {};
@@ -97,15 +97,15 @@ __device__ __forceinline__ Taken take_raw(const u8* rows, float least, Vectors& 
     u32 both = larger_raw(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
 #pragma unroll
     for (int h = 1; h <= 2; h *= 2) both = larger_raw(both, __shfl_xor_sync(ALL_LANES, both, h));
-    const float2 sizes = unpack_pair(both);
-    const float size = u % 2 ? sizes.y : sizes.x;
-    const bool fine = size < power_of_two(TOO_LARGE);
-    const int exponent = rotation_exponent(fmaxf(fine ? size : 0.f, least));
+    const float2 magnitudes = unpack_pair(both);
+    const float size = u % 2 ? magnitudes.y : magnitudes.x;
+    const bool finite = size < power_of_two(TOO_LARGE);
+    const int exponent = rotation_exponent(fmaxf(finite ? size : 0.f, least));
     const Two<u32> found =
         of_both(raw_power((BF16 ? -133 : -24) - min(exponent, 0)) | (u32)exponent << 16, lane);
     const u32 scale[2] = {twice(found.low), twice(found.high)};
-    if (!__all_sync(ALL_LANES, fine && exponent <= 0)) {
-        const Two<u32> factors = of_both(fine ? raw_power(-max(exponent, 0)) : 0x8000u, lane);
+    if (!__all_sync(ALL_LANES, finite && exponent <= 0)) {
+        const Two<u32> factors = of_both(finite ? raw_power(-max(exponent, 0)) : 0x8000u, lane);
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -118,7 +118,7 @@ __device__ __forceinline__ Taken take_raw(const u8* rows, float least, Vectors& 
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[t][i] = raw_product(x[t][i], scale[i % 2]);
-    return {found, fine ? FACTOR * power_of_two(exponent + 2 - (LOG_BLOCK + 1) / 2) : 0.f, fine, false};
+    return {found, finite ? FACTOR * power_of_two(exponent + 2 - (LOG_BLOCK + 1) / 2) : 0.f, finite, false};
 }
 
 // The mean of the keys of a pair, rotated.
@@ -170,9 +170,10 @@ __device__ __forceinline__ void take_mean_off(float* sums, const RotatedMean& me
 }
 
 // What a rotated mean is multiplied by before it is added to sums.
-__device__ __forceinline__ void scale_of_mean(const RotatedMean& mean, const Taken& taken, float (&less)[2]) {
-    less[0] = -power_of_two(mean.exponent - ((int)taken.rows.low >> 16));
-    less[1] = -power_of_two(mean.exponent - ((int)taken.rows.high >> 16));
+__device__ __forceinline__ void scale_of_mean(const RotatedMean& mean, const Loaded& loaded,
+                                              float (&less)[2]) {
+    less[0] = -power_of_two(mean.exponent - ((int)loaded.rows.low >> 16));
+    less[1] = -power_of_two(mean.exponent - ((int)loaded.rows.high >> 16));
 }
 
 // What a lane multiplies by: signs of rows 2 u, 2 u + 1 and of column g in the first register of pair 0;
@@ -188,12 +189,12 @@ struct alignas(16) Signs {
     }
 };
 
-// The Hadamard transform of whole numbers, less that of the mean, rounded to 11 significant bits.
-__device__ __forceinline__ void rotate_whole(Vectors& x, const Signs& signs, const RotatedMean* mean,
-                                             const Taken& taken, u32 lane) {
+// The Hadamard transform of integers, less that of the mean, rounded to 11 significant bits.
+__device__ __forceinline__ void rotate_integers(Vectors& x, const Signs& signs, const RotatedMean* mean,
+                                                const Loaded& loaded, u32 lane) {
     constexpr int SPANS = HEAD_DIM / SPAN, OF_SPAN = SPAN / 16;
     float less[2] = {};
-    if (mean) scale_of_mean(*mean, taken, less);
+    if (mean) scale_of_mean(*mean, loaded, less);
     Vectors z;
 #pragma unroll
     for (int n = 0; n < SPAN / 8; ++n) {  // columns 8 n to 8 n + 7

@@ -23,24 +23,24 @@ __device__ __forceinline__ void join_tiles(const u32* x, u32* word) {
     if constexpr (BITS == 8) word[0] = x[0], word[1] = x[1];
 }
 
-// The fields of a tile that has the last code in named slots and 0 in others.
+// The fields of a tile that has the last code in slots of the mask and 0 in others.
 template <Side SIDE, int BITS>
-__device__ __forceinline__ void named_fields(u64 named, int tile, u32 lane, u32* x) {
+__device__ __forceinline__ void masked_fields(u64 mask, int tile, u32 lane, u32* x) {
     constexpr u32 MASK = (1u << BITS) - 1u;
     const int g = lane / 4, u = lane % 4, block = SIDE == KEYS ? tile / TILES : tile % 4;
 #pragma unroll
     for (int reg = 0; reg < 4; ++reg) {
         const int low = 2 * block + (SIDE == KEYS ? reg % 2 : reg / 2);
         const int slot = SIDE == KEYS ? 8 * g + low : 16 * u + low, other = SIDE == KEYS ? slot : slot + 8;
-        const u32 fields = (named >> slot & 1 ? MASK : 0) | (named >> other & 1 ? MASK << 16 : 0);
+        const u32 fields = (mask >> slot & 1 ? MASK : 0) | (mask >> other & 1 ? MASK << 16 : 0);
         u32& word = x[BITS == 8 ? reg / 2 : 0];
         word = (BITS == 8 ? reg % 2 : reg) ? word | fields << BITS * (BITS == 8 ? 1 : reg) : fields;
     }
 }
 
-// Stores the words of a group of tiles; slots that are not named keep their bits. WHOLE: all are named.
+// Stores the words of a group of tiles; slots that are not named keep their bits. WHOLE: all are in the mask.
 template <Side SIDE, int BITS, bool WHOLE>
-__device__ __forceinline__ void store_words(u32* to, int group, const u32* word, u64 named, u32 lane) {
+__device__ __forceinline__ void store_words(u32* to, int group, const u32* word, u64 mask, u32 lane) {
     constexpr int OF_GROUP = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS;
     u32* const at = to + group * WORDS * 32 + lane;
     if constexpr (WHOLE) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_words(u32* to, int group, const u32* word,
         u32 fields[BITS == 8 ? 2 : OF_GROUP], written[WORDS];
 #pragma unroll
         for (int tile = 0; tile < OF_GROUP; ++tile)
-            named_fields<SIDE, BITS>(named, group * OF_GROUP + tile, lane, fields + tile);
+            masked_fields<SIDE, BITS>(mask, group * OF_GROUP + tile, lane, fields + tile);
         join_tiles<BITS>(fields, written);
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) at[32 * w] = (at[32 * w] & ~written[w]) | (word[w] & written[w]);
@@ -97,18 +97,18 @@ __device__ __forceinline__ void words_of_tiles(const Vectors& x, TileWords<BITS>
 
 // Stores the words of block `block` of a side, if they have codes of this block alone.
 template <Side SIDE, int BITS, bool WHOLE>
-__device__ __forceinline__ void store_block_words(u32* to, const TileWords<BITS>& word, u64 named, int block,
+__device__ __forceinline__ void store_block_words(u32* to, const TileWords<BITS>& word, u64 mask, int block,
                                                   u32 lane) {
     constexpr int OF_GROUP = Fields<BITS>::TILES;
 #pragma unroll
     for (int t = 0; t < TILES; t += OF_GROUP) {
         const int group = (SIDE == KEYS ? block * TILES + t : t * 4 + block) / OF_GROUP;
         if constexpr (PAIRED<BITS>) {
-            store_words<SIDE, BITS, WHOLE>(to, group, word + t / 2, named, lane);
+            store_words<SIDE, BITS, WHOLE>(to, group, word + t / 2, mask, lane);
         } else {
             u32 joined[Fields<BITS>::WORDS];
             join_tiles<BITS>(word + t * (BITS == 8 ? 2 : 1), joined);
-            store_words<SIDE, BITS, WHOLE>(to, group, joined, named, lane);
+            store_words<SIDE, BITS, WHOLE>(to, group, joined, mask, lane);
         }
     }
 }
@@ -116,8 +116,8 @@ __device__ __forceinline__ void store_block_words(u32* to, const TileWords<BITS>
 // Stores the words of groups `first`, `first` + `apart` ... of a side, which have codes of several blocks;
 // `word_of(block, i)` is the i-th word of a block.
 template <Side SIDE, int BITS, bool WHOLE, class WordOf>
-__device__ __forceinline__ void store_gathered(u32* to, int first, int apart, const WordOf& word_of,
-                                               u64 named, u32 lane) {
+__device__ __forceinline__ void store_gathered(u32* to, int first, int apart, const WordOf& word_of, u64 mask,
+                                               u32 lane) {
     constexpr int OF_GROUP = Fields<BITS>::TILES;
 #pragma unroll
     for (int group = first; group < HEAD_DIM / 4 / OF_GROUP; group += apart) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void store_gathered(u32* to, int first, int apart, co
             word[0] = both_bytes(of_tile[0], of_tile[1], upper);
         else
             join_tiles<BITS>(of_tile, word);
-        store_words<SIDE, BITS, WHOLE>(to, group, word, named, lane);
+        store_words<SIDE, BITS, WHOLE>(to, group, word, mask, lane);
     }
 }
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ u32 slot_of(u32 block, u32 row) {
 
 // Stores the words of a block of raw rows.
 template <Side SIDE, class Rows>
-__device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, int block, u32 lane) {
+__device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 mask, int block, u32 lane) {
     const u32 g = lane / 4, u = lane % 4;
 #pragma unroll 1
     for (u32 word = 0; word < HEAD_DIM / 4; ++word) {
@@ -156,16 +156,16 @@ __device__ __forceinline__ void store_raw(u32* to, const u8* rows, u64 named, in
         const u32 pair = SIDE == KEYS ? *(const u32*)(rows + Rows::at(row, channel))
                                       : *(const u16*)(rows + Rows::at(row, channel)) |
                                             (u32) * (const u16*)(rows + Rows::at(other, channel)) << 16;
-        const u32 live = (named >> slot_of(block, row) & 1 ? 0xffffu : 0) |
-                         (named >> slot_of(block, other) & 1 ? 0xffff0000u : 0);
+        const u32 live = (mask >> slot_of(block, row) & 1 ? 0xffffu : 0) |
+                         (mask >> slot_of(block, other) & 1 ? 0xffff0000u : 0);
         u32* const at = to + (tile * 4 + reg) * 32 + lane;
         *at = live == ~0u ? pair : (*at & ~live) | (pair & live);
     }
 }
 
-// `call`, in which WHOLE is whether all slots are named.
-#define KVLAB_IF_WHOLE(named, call)   \
-    if (named == ~0ull) {             \
+// `call`, in which WHOLE is whether all slots are in the mask.
+#define KVLAB_IF_WHOLE(mask, call)    \
+    if (mask == ~0ull) {              \
         constexpr bool WHOLE = true;  \
         call;                         \
     } else {                          \

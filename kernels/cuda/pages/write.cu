@@ -8,7 +8,7 @@
 //   copy_pages    grid (any, layers): a CTA takes copies blockIdx.x, + gridDim.x, ..., 16 bytes a thread.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
 // Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes twice (35 KB at head_dim 128), for this page and the next,
-// and 7 KB of Details; 128 registers for four blocks a multiprocessor, up to 255 for two from compute
+// and 7 KB of Pipeline; 128 registers for four blocks a multiprocessor, up to 255 for two from compute
 // capability 10.0 on, where 128 are too few.
 //
 // Macros: HEAD_DIM; BF16.
@@ -100,12 +100,12 @@ __device__ __forceinline__ void take_stored(Side side, const Region& from, int s
 
 // Puts vectors that have not been asked for into their rows, LANES lanes a vector: codes, a byte each, or
 // raw. What goes to raw elements from fewer bits is rotated back.
-__device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const NewTokens& fresh,
-                                          const Details& page, Turn& turn, u8* rows) {
+__device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const NewTokens& new_tokens,
+                                          const Pipeline& pipeline, PageState& page, u8* rows) {
     const u32 thread = thread_again(), lane = thread % LANES;
 #pragma unroll 1
     for (u32 at = thread / LANES; at < SLOTS; at += SIDE_THREADS / LANES) {
-        const Move move = (const Move&)turn.moves[at];
+        const Move move = (const Move&)page.moves[at];
         const bool stored = move.from_rung != NO_MOVE && !is_new(move);
         u8* const row = row_for(rows, move);
         Region from = {nullptr, nullptr, 16};
@@ -114,13 +114,13 @@ __device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const 
             from = region_of(side, s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
             take_stored(side, from, move.from_slot, row, lane);
             if (from.bits < 16) step = from.steps[move.from_slot];
-            if (lane == 0) turn.steps[move.to_slot] = (u8)step;
-        } else if (move.from_rung != NO_MOVE && !page.in_units) {
-            const u16* vector = new_vector(side, fresh, place_of(fresh, move, page));
+            if (lane == 0) page.steps[move.to_slot] = (u8)step;
+        } else if (move.from_rung != NO_MOVE && !pipeline.in_units) {
+            const u16* vector = new_vector(side, new_tokens, place_of(new_tokens, move, pipeline));
 #pragma unroll 4
             for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
         }
-        const bool turns_raw = from.bits < 16 && turn.to.bits == 16;
+        const bool turns_raw = from.bits < 16 && page.to.bits == 16;
         if (!__any_sync(ALL_LANES, turns_raw)) continue;
         __syncwarp();  // rows are whole
         float x[PER_LANE];
@@ -133,7 +133,7 @@ __device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const 
         for (int j = 0; j < PER_LANE; j += 2) {
             const int pair = element_of(lane, j) / 2;
             const float2 mean =
-                side == KEYS ? __half22float2(((const __half2*)turn.halves)[pair]) : float2{0.f, 0.f};
+                side == KEYS ? __half22float2(((const __half2*)page.halves)[pair]) : float2{0.f, 0.f};
             if (turns_raw) ((u32*)row)[pair] = pack_pair(x[j] + mean.x, x[j + 1] + mean.y);
         }
     }
@@ -145,9 +145,9 @@ struct Row {
     u32 step;
 };
 
-__device__ __forceinline__ Row row_at(const Turn& turn, int slot) {
-    if (!(turn.all_named() >> slot & 1)) return {slot, 16, 0};
-    return {slot, turn.bits[slot], turn.steps[slot]};
+__device__ __forceinline__ Row row_at(const PageState& page, int slot) {
+    if (!(page.mask_of_slots() >> slot & 1)) return {slot, 16, 0};
+    return {slot, page.bits[slot], page.steps[slot]};
 }
 
 // A pair of codes of a row of them, in the lowest bits of both halves.
@@ -157,15 +157,16 @@ __device__ __forceinline__ u32 pair_of_codes(const u8* row, int channel) {
 
 // Puts the numbers of stored codes, which are rotated already, in place of what rows of codes gave as raw
 // ones.
-__device__ __forceinline__ void take_numbers(const u8* rows, const Row (&row)[2], Vectors& x, Taken& taken,
+__device__ __forceinline__ void take_numbers(const u8* rows, const Row (&row)[2], Vectors& x, Loaded& loaded,
                                              int lane) {
     const int g = lane / 4, u = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         if (row[i].bits == 16) continue;
         // 2 code + 1 - 2^bits, which count 2^-24 as codes do.
-        const bool fine = row[i].step <= HIGHEST_STEP;
-        const u32 two = fine ? 0x40004000u : 0, first = fine ? (0x7fffu + (1u << row[i].bits)) * 0x10001u : 0;
+        const bool finite = row[i].step <= HIGHEST_STEP;
+        const u32 two = finite ? 0x40004000u : 0,
+                  first = finite ? (0x7fffu + (1u << row[i].bits)) * 0x10001u : 0;
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -174,7 +175,8 @@ __device__ __forceinline__ void take_numbers(const u8* rows, const Row (&row)[2]
                 x[t][i + 2 * half] = pair_fused(pair_of_codes(codes, 16 * t + 8 * half + 2 * u), two, first);
             }
         if (u % 2 == i)
-            taken.factor = fine ? step_value(row[i].step) : 0.f, taken.fine = fine, taken.decoded = true;
+            loaded.factor = finite ? step_value(row[i].step) : 0.f, loaded.finite = finite,
+            loaded.decoded = true;
     }
 }
 
@@ -199,25 +201,26 @@ __device__ __forceinline__ void keep_codes(const u8* rows, const Row (&row)[2], 
 // Stores the codes of 16 slots and their steps, or puts down codes that share words with those of other
 // warps.
 template <int BITS>
-__device__ __forceinline__ void encode_rows(Side side, Vectors& x, const Taken& taken, u8* rows,
-                                            const Row (&row)[2], Turn& turn, u64 named, int block, int lane) {
-    const u32 byte = encode<BITS, true>(x, taken, lane);
-    if (turn.others) keep_codes<BITS>(rows, row, x, lane);
+__device__ __forceinline__ void encode_rows(Side side, Vectors& x, const Loaded& loaded, u8* rows,
+                                            const Row (&row)[2], PageState& page, u64 mask, int block,
+                                            int lane) {
+    const u32 byte = encode<BITS, true>(x, loaded, lane);
+    if (page.others) keep_codes<BITS>(rows, row, x, lane);
     const Row mine = lane % 2 ? row[1] : row[0];
-    if (lane % 4 < 2 && named >> mine.slot & 1)
-        turn.to.steps[mine.slot] = (u8)(mine.bits == BITS ? mine.step : taken.fine ? byte : NAN_STEP);
+    if (lane % 4 < 2 && mask >> mine.slot & 1)
+        page.to.steps[mine.slot] = (u8)(mine.bits == BITS ? mine.step : loaded.finite ? byte : NAN_STEP);
     if (side == KEYS)
-        put_codes<KEYS, BITS>((u32*)turn.to.codes, rows, x, named, block, lane);
+        store_or_stage<KEYS, BITS>((u32*)page.to.codes, rows, x, mask, block, lane);
     else
-        put_codes<VALUES, BITS>((u32*)turn.to.codes, rows, x, named, block, lane);
+        store_or_stage<VALUES, BITS>((u32*)page.to.codes, rows, x, mask, block, lane);
 }
 
-// Stores what encode_rows has put down for other warps.
+// Stores what encode_rows has staged for other warps.
 template <int BITS>
-__device__ __forceinline__ void store_side(Side side, const Turn& turn, const u8* rows, u64 named) {
-    if (!IN_ONE_BLOCK<KEYS, BITS> && side == KEYS) store_codes<KEYS, BITS>((u32*)turn.to.codes, rows, named);
+__device__ __forceinline__ void store_side(Side side, const PageState& page, const u8* rows, u64 mask) {
+    if (!IN_ONE_BLOCK<KEYS, BITS> && side == KEYS) store_codes<KEYS, BITS>((u32*)page.to.codes, rows, mask);
     if (!IN_ONE_BLOCK<VALUES, BITS> && side == VALUES)
-        store_codes<VALUES, BITS>((u32*)turn.to.codes, rows, named);
+        store_codes<VALUES, BITS>((u32*)page.to.codes, rows, mask);
 }
 
 // Position and importance of a move's token.
@@ -227,103 +230,106 @@ struct Tail {
     u8 importance;
 };
 
-__device__ __forceinline__ Tail tail_of(const LayerState& s, const NewTokens& fresh, const Details& page,
-                                        const Turn& turn) {
+__device__ __forceinline__ Tail tail_of(const LayerState& s, const NewTokens& new_tokens,
+                                        const Pipeline& pipeline, const PageState& page) {
     if (threadIdx.x >= SLOTS) return {-1, 0, 0};
-    const Move move = (const Move&)turn.moves[threadIdx.x];
+    const Move move = (const Move&)page.moves[threadIdx.x];
     if (move.from_rung == NO_MOVE) return {-1, 0, 0};
     if (is_new(move)) {
-        const u32 step = place_of(fresh, move, page).step;
-        const u64 at = (u64)fresh.importance + (u64)move.from * fresh.steps + step;
-        const u16 position = (u16)(fresh.positions ? fresh.positions[move.token] : fresh.first + (int)step);
-        return {move.to_slot, position, (u8)(turn.importance_words[threadIdx.x] >> at % 4 * 8)};
+        const u32 step = place_of(new_tokens, move, pipeline).step;
+        const u64 at = (u64)new_tokens.importance + (u64)move.from * new_tokens.steps + step;
+        const u16 position =
+            (u16)(new_tokens.positions ? new_tokens.positions[move.token] : new_tokens.first + (int)step);
+        return {move.to_slot, position, (u8)(page.importance_words[threadIdx.x] >> at % 4 * 8)};
     }
     const u8* from = s.arena + (u64)move.from * UNIT + s.rungs[move.from_rung].tail;
     return {move.to_slot, ((const u16*)from)[move.from_slot], from[128 + move.from_slot]};
 }
 
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
-    write_tokens(const LayerState* layers, const MoveList* lists, const __grid_constant__ NewTokens fresh) {
+    write_tokens(const LayerState* layers, const MoveList* lists,
+                 const __grid_constant__ NewTokens new_tokens) {
     extern __shared__ __align__(16) u8 both_rows[];  // [2][SLOTS][Rows::BYTES]
-    __shared__ Details page;
+    __shared__ Pipeline pipeline;
     const LayerState& s = layers[blockIdx.y];
     const MoveList& list = lists[blockIdx.y];
     const Side side = (Side)blockIdx.z;
     const int pages = *list.num_groups;
     if (threadIdx.x == 0) {
-        page.heads = s.heads;
-        page.per_head = ~0u / s.heads;
-        page.in_units = are_in_units(s, fresh);
+        pipeline.heads = s.heads;
+        pipeline.per_head = ~0u / s.heads;
+        pipeline.in_units = are_in_units(s, new_tokens);
     }
-    const auto forget_page = [&](Turn& turn) {
-        if (threadIdx.x == 0) turn.named[0] = turn.named[1] = turn.others = 0;
+    const auto forget_page = [&](PageState& page) {
+        if (threadIdx.x == 0) page.mask[0] = page.mask[1] = page.others = 0;
     };
     const int block = threadIdx.x / 32;
     const u32 lane = threadIdx.x % 32;
-    if (block == 0) page.signs[lane] = Signs::of(lane);
+    if (block == 0) pipeline.signs[lane] = Signs::of(lane);
     if (blockIdx.x < pages) {
-        ask_for_moves(list, blockIdx.x, page.turns[0].moves);
-        forget_page(page.turns[0]), forget_page(page.turns[1]);
+        ask_for_moves(list, blockIdx.x, pipeline.pages[0].moves);
+        forget_page(pipeline.pages[0]), forget_page(pipeline.pages[1]);
         wait_copies();
         __syncthreads();  // the first moves are there
-        ask_for_page(side, s, fresh, both_rows, page, page.turns[0]);
-        if (blockIdx.x + gridDim.x < pages) ask_for_moves(list, blockIdx.x + gridDim.x, page.turns[1].moves);
+        ask_for_page(side, s, new_tokens, both_rows, pipeline, pipeline.pages[0]);
+        if (blockIdx.x + gridDim.x < pages)
+            ask_for_moves(list, blockIdx.x + gridDim.x, pipeline.pages[1].moves);
     }
     u32 now = 0, half = 0;
 #pragma unroll 1
     for (int number = blockIdx.x; number < pages; number += gridDim.x) {
-        Turn &turn = page.turns[now], &next = page.turns[now == 2 ? 0 : now + 1],
-             &then = page.turns[now == 0 ? 2 : now - 1];
+        PageState &page = pipeline.pages[now], &next = pipeline.pages[now == 2 ? 0 : now + 1],
+                  &then = pipeline.pages[now == 0 ? 2 : now - 1];
         u8* const rows = both_rows + half * SLOTS * Rows::BYTES;
         wait_copies();
         if (side == KEYS && threadIdx.x >= SIDE_THREADS - 32) {
             __syncwarp();  // the warp's own copies of the mean are there
-            rotate_mean((const __half*)turn.halves, turn.mean, threadIdx.x % 32);
+            rotate_mean((const __half*)page.halves, page.mean, threadIdx.x % 32);
         }
         __syncthreads();  // rows, means and moves are there; the page before is stored
         if (number + gridDim.x < pages)
-            ask_for_page(side, s, fresh, both_rows + (half ^ 1) * SLOTS * Rows::BYTES, page, next);
+            ask_for_page(side, s, new_tokens, both_rows + (half ^ 1) * SLOTS * Rows::BYTES, pipeline, next);
         if (number + 2 * gridDim.x < pages) ask_for_moves(list, number + 2 * gridDim.x, then.moves);
         forget_page(then);
-        const Tail tail = side == KEYS ? tail_of(s, fresh, page, turn) : Tail{-1, 0, 0};
-        if (turn.others) {
-            fill_rows(side, s, fresh, page, turn, rows);
+        const Tail tail = side == KEYS ? tail_of(s, new_tokens, pipeline, page) : Tail{-1, 0, 0};
+        if (page.others) {
+            fill_rows(side, s, new_tokens, pipeline, page, rows);
             __syncthreads();  // all rows are whole, and all sources of this page have been read
         }
-        const u64 named = turn.all_named();
+        const u64 mask = page.mask_of_slots();
         u8* const my_rows = rows + block * 16 * Rows::BYTES;
-        if (turn.to.bits == 16) {
+        if (page.to.bits == 16) {
             if (side == KEYS)
-                store_raw<KEYS, Rows>((u32*)turn.to.codes, my_rows, named, block, lane);
+                store_raw<KEYS, Rows>((u32*)page.to.codes, my_rows, mask, block, lane);
             else
-                store_raw<VALUES, Rows>((u32*)turn.to.codes, my_rows, named, block, lane);
+                store_raw<VALUES, Rows>((u32*)page.to.codes, my_rows, mask, block, lane);
         } else {
             const int slot = lane / 4 * 8 + 2 * block;
             Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
             Vectors x;
-            Taken taken = take_raw<Rows>(my_rows, side == KEYS ? turn.mean.largest : 0.f, x, lane);
-            rotate_whole(x, page.signs[lane], side == KEYS ? &turn.mean : nullptr, taken, lane);
-            if (turn.others) {
+            Loaded loaded = load_raw<Rows>(my_rows, side == KEYS ? page.mean.largest : 0.f, x, lane);
+            rotate_integers(x, pipeline.signs[lane], side == KEYS ? &page.mean : nullptr, loaded, lane);
+            if (page.others) {
 #pragma unroll
-                for (int i = 0; i < 2; ++i) row[i] = row_at(turn, slot + i);
-                take_numbers(my_rows, row, x, taken, lane);
+                for (int i = 0; i < 2; ++i) row[i] = row_at(page, slot + i);
+                take_numbers(my_rows, row, x, loaded, lane);
             }
-            KVLAB_FOR_WIDTH(turn.to.bits,
-                            encode_rows<BITS>(side, x, taken, my_rows, row, turn, named, block, lane));
+            KVLAB_FOR_WIDTH(page.to.bits,
+                            encode_rows<BITS>(side, x, loaded, my_rows, row, page, mask, block, lane));
         }
         if (tail.slot >= 0) {
-            ((u16*)turn.tail)[tail.slot] = tail.position;
-            turn.tail[2 * SLOTS + tail.slot] = tail.importance;
+            ((u16*)page.tail)[tail.slot] = tail.position;
+            page.tail[2 * SLOTS + tail.slot] = tail.importance;
         }
-        if (!is_in_one_block(side, turn.to.bits)) {
-            __syncthreads();  // all codes have been put down
-            KVLAB_FOR_WIDTH(turn.to.bits, store_side<BITS>(side, turn, rows, named));
+        if (!is_in_one_block(side, page.to.bits)) {
+            __syncthreads();  // all codes have been staged
+            KVLAB_FOR_WIDTH(page.to.bits, store_side<BITS>(side, page, rows, mask));
         }
         now = now == 2 ? 0 : now + 1, half ^= 1;
     }
-    if (fresh.steps && blockIdx.x == 0 && side == KEYS)
+    if (new_tokens.steps && blockIdx.x == 0 && side == KEYS)
         for (int i = threadIdx.x; i < s.batch * s.heads; i += SIDE_THREADS)
-            s.seqlen[i] = fresh.first + fresh.steps;
+            s.seqlen[i] = new_tokens.first + new_tokens.steps;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
