@@ -1,15 +1,14 @@
 """The compile gate: every kernel compiles for every architecture, without spills, within its registers.
 
-Comment lines of a CUDA source declare its specialisations, beside the code they depend on:
+The last lines of a CUDA source are comments that declare its specialisations:
 
     // gate: HEAD_DIM=64,128 BITS=2,4,8 registers<=128
     // gate: HEAD_DIM=256 BITS=4 registers<=255 arch=sm_90a,sm_100a
 
 A line stands for every combination of its values, for the four gated architectures or those it names. In a
-Numba CUDA kernel file the lines begin with ``#`` and stand in the function that makes the kernel:
+Numba CUDA kernel file the lines begin with ``#`` and name the function that makes the kernel:
 
-    def attend_pages(head_dim, dtype):
-        # gate: head_dim=64,128 dtype=bfloat16 registers<=168
+    # gate: attend_pages head_dim=64,128 dtype=bfloat16 registers<=168
 
 A kernel fails if the compiler refuses it, if it uses local memory (spilled registers, arrays indexed at run
 time) or more registers than its line allows. Registers decide how many blocks fit a multiprocessor, and a
@@ -45,6 +44,7 @@ GATED_ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
 TABLE = "resources.json"
 _PURPOSE = "Compile every declared CUDA kernel and check registers and spills; write the resource table."
 _LINE = re.compile(r"^[ \t]*(?://|#)[ \t]*gate[ \t]*:(?P<words>.*)$", re.MULTILINE)
+_CODE = re.compile(r"^(?!//|#).*\S", re.MULTILINE)  # a line that is neither a comment nor blank
 _WORD = re.compile(r"(?P<name>[A-Za-z_]\w+)=(?P<values>[^\s,]+(?:,[^\s,]+)*)|registers<=(?P<limit>\d+)")
 
 
@@ -94,7 +94,7 @@ def specialisations(root: Path | None = None) -> list[Specialisation]:
     Raises
     ------
     ValueError
-        If a source declares nothing, or a line is malformed or repeats a specialisation.
+        If a source declares nothing, or a line is malformed, stands before code or repeats a specialisation.
     """
     found = []
     folder = kernel_root() if root is None else root
@@ -103,13 +103,16 @@ def specialisations(root: Path | None = None) -> list[Specialisation]:
         declared = []
         for match in _LINE.finditer(text):
             place = f"{path}:{text.count(chr(10), 0, match.start()) + 1}"
-            name = path.relative_to(folder).as_posix()
+            name, words = path.relative_to(folder).as_posix(), match["words"].split()
             if is_numba:
-                above = re.findall(r"^def (\w+)", text[: match.start()], re.MULTILINE)
-                if not above:
-                    raise ValueError(f"{place}: a gate line stands in the function that makes a kernel")
-                name = f"{path.name}:{above[-1]}"
-            declared += _expand(name, match["words"].split(), place)
+                if not words or f"\ndef {words[0]}(" not in f"\n{text}":
+                    raise ValueError(
+                        f"{place}: the first word of a gate line is the function that makes the kernel"
+                    )
+                name = f"{path.name}:{words.pop(0)}"
+            if _CODE.search(text, match.end()):
+                raise ValueError(f"{place}: gate lines are the last of a source, and code follows this one")
+            declared += _expand(name, words, place)
         if not declared and not is_numba:  # Numba files of device functions declare nothing
             raise ValueError(
                 f"{path} declares no specialisation; add a line like // gate: BITS=2,4 registers<=128"

@@ -15,10 +15,10 @@ from kvlab.jit.compile_gate import GATED_ARCHS, TABLE, Row, fast, full, speciali
 from kvlab.jit.numba import numba_kernel_root
 from tests.spills import SPILLS
 
-GOOD = """// gate: BITS=2,4 registers<=40 arch=sm_80,sm_90a
-extern "C" __global__ void good(float* out) { out[threadIdx.x] = BITS; }
+GOOD = """extern "C" __global__ void good(float* out) { out[threadIdx.x] = BITS; }
+// gate: BITS=2,4 registers<=40 arch=sm_80,sm_90a
 """
-GATED_SPILLS = "// gate: registers<=255 arch=sm_90a\n" + SPILLS
+GATED_SPILLS = SPILLS.rstrip() + "\n// gate: registers<=255 arch=sm_90a\n"
 
 
 def test_kvlabs_own_kernels_pass() -> None:
@@ -63,7 +63,7 @@ def test_a_line_stands_for_every_combination(root: Path) -> None:
 
 def test_lines_add_up_with_archs_and_limits_of_their_own(root: Path) -> None:
     (root / "one.cu").write_text(
-        "// gate: TYPE=__half registers<=64 arch=sm_90a\ncode\n  //gate : registers<=255 arch=sm_80,sm_89\n"
+        "code\n// gate: TYPE=__half registers<=64 arch=sm_90a\n\n//gate : registers<=255 arch=sm_80,sm_89\n"
     )
     assert [(str(item), item.max_registers, item.first) for item in specialisations(root)] == [
         ("one.cu sm_90a TYPE=__half", 64, True),
@@ -83,6 +83,7 @@ def test_lines_add_up_with_archs_and_limits_of_their_own(root: Path) -> None:
         ("// gate: BITS=2,,4 registers<=4\n", "'BITS=2,,4' is not"),
         ("// gate: BITS=2 BITS=4 registers<=4\n", "'BITS=4' is not .* each once"),
         ("// gate: registers<=many\n", "'registers<=many' is not"),
+        ("\n// gate: registers<=4\ncode\n", r"one\.cu:2: gate lines are the last of a source"),
         ("// gate: BITS=2,4 registers<=4\n// gate: BITS=4 registers<=9\n", "declare a specialisation twice"),
     ],
 )
@@ -92,16 +93,17 @@ def test_malformed_declarations_are_refused(root: Path, text: str, words: str) -
         fast(root)
 
 
-def test_lines_of_numba_kernels_stand_in_the_function_that_makes_them(root: Path) -> None:
-    line = "# gate: bits=2,4 registers<=40 arch=sm_90a\n"
-    (root / "cuda_one.py").write_text(f"def other(bits): ...\n\ndef pack(bits):\n    {line}    return bits\n")
+def test_lines_of_numba_kernels_name_the_function_that_makes_them(root: Path) -> None:
+    code, line = "def pack(bits): ...\n", "# gate: pack bits=2,4 registers<=40 arch=sm_90a\n"
+    (root / "cuda_one.py").write_text(code + line)
     (root / "cuda_shared.py").write_text("def helper(): ...\n")
     assert list(map(str, specialisations(root))) == [
         f"cuda_one.py:pack sm_90a bits={bits}" for bits in (2, 4)
     ]
-    (root / "cuda_one.py").write_text(f"{line}def pack(bits): ...\n")
-    with pytest.raises(ValueError, match=r"cuda_one\.py:1: a gate line stands in the function"):
-        specialisations(root)
+    for unnamed in (line.replace("pack ", ""), line.replace("pack", "unpack")):
+        (root / "cuda_one.py").write_text(code + unnamed)
+        with pytest.raises(ValueError, match=r"cuda_one\.py:2: the first word of a gate line is the funct"):
+            specialisations(root)
 
 
 # ---- what is refused
@@ -112,7 +114,7 @@ def test_lines_of_numba_kernels_stand_in_the_function_that_makes_them(root: Path
     [
         (GATED_SPILLS, r"one\.cu sm_90a: spills has \d+ bytes of local memory \(spills\) a thread"),
         (GOOD.replace("<=40", "<=4"), r"one\.cu sm_80 BITS=2: good takes \d+ registers of 4"),
-        (GOOD.replace("BITS;", "BIT;"), r"one\.cu\(2\): error: identifier \"BIT\" is undefined"),
+        (GOOD.replace("BITS;", "BIT;"), r"one\.cu\(1\): error: identifier \"BIT\" is undefined"),
         (GOOD.replace("= BITS;", "= sizeof(char[1 - 2 * (BITS == 4)]);"), r"-DBITS=4\n"),
     ],
 )
@@ -141,7 +143,7 @@ def _built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_full_gate_writes_one_line_for_every_kernel(root: Path) -> None:
-    (root / "one.cu").write_text(GOOD + GOOD.splitlines()[1].replace("good", "also"))
+    (root / "one.cu").write_text(GOOD.splitlines()[0].replace("good", "also") + "\n" + GOOD)
     rows, failures = full(root)
     assert failures == []
     assert [(row.specialisation, row.kernel) for row in rows] == [

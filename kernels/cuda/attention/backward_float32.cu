@@ -15,11 +15,6 @@
 // HEAD_DIM 256: 64 of dK, 64 of dV.
 //
 // Macros: HEAD_DIM, a multiple of 32 that the channels are filled up to with zeros; BLOCK, 16 or 32.
-//
-// clang-format off
-// gate: HEAD_DIM=32,64,96,128 BLOCK=32 registers<=255
-// gate: HEAD_DIM=192,256 BLOCK=16 registers<=255
-// clang-format on
 #define BF16 0
 #define FLOAT32 1
 #include "common/pairs.cuh"
@@ -162,3 +157,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
     write_keys(call.dk, call, s, kv_head, dk, first_key + own, x, call.scale);
     write_keys(call.dv, call, s, kv_head, dv, first_key + own, x, 1.f);
 }
+
+// gate: HEAD_DIM=32,64,96,128 BLOCK=32 registers<=255
+// gate: HEAD_DIM=192,256 BLOCK=16 registers<=255

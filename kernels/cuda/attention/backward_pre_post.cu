@@ -12,13 +12,6 @@
 // Macros: HEAD_DIM, a multiple of 16; FLOAT32: 1 elements are float32, lse_log2 base e, 0 of the 16-bit type
 // that BF16 says; ALIGNED: 1 rows of dout and out can be read, and those of dq written, 16 bytes at a time, 0
 // element by element.
-//
-// clang-format off
-// gate: HEAD_DIM=128 FLOAT32=0 BF16=1,0 ALIGNED=1 registers<=64
-// gate: HEAD_DIM=32,64,256 FLOAT32=0 BF16=1 ALIGNED=1,0 registers<=64
-// gate: HEAD_DIM=96,192 FLOAT32=0 BF16=1 ALIGNED=1 registers<=64
-// gate: HEAD_DIM=64,256 FLOAT32=1 BF16=0 ALIGNED=0 registers<=64
-// clang-format on
 #include "common/pairs.cuh"
 
 constexpr int BLOCK_M = 64, BLOCK_N = 64;  // unused here
@@ -123,3 +116,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) postprocess(const __grid_c
         write_channels(row_of(call.dq, s, s.q0, row, head), x, channel, call.dim);
     }
 }
+
+// gate: HEAD_DIM=128 FLOAT32=0 BF16=1,0 ALIGNED=1 registers<=64
+// gate: HEAD_DIM=32,64,256 FLOAT32=0 BF16=1 ALIGNED=1,0 registers<=64
+// gate: HEAD_DIM=96,192 FLOAT32=0 BF16=1 ALIGNED=1 registers<=64
+// gate: HEAD_DIM=64,256 FLOAT32=1 BF16=0 ALIGNED=0 registers<=64

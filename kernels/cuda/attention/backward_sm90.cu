@@ -24,12 +24,6 @@
 //
 // Macros: HEAD_DIM, 64 or 128, that the channels are filled up to with zeros; BF16; SOFTCAP as in
 // attention/forward.cu; CLUSTER_SPLIT, 1, 2, 4 or 8.
-//
-// clang-format off
-// gate: HEAD_DIM=64,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1,8 registers<=168 arch=sm_90a
-// clang-format on
 #include "common/pairs.cuh"
 
 constexpr int BLOCK_M = 8192 / HEAD_DIM, BLOCK_N = 128, Q_STAGES = 2, DOUT_STAGES = 2, SCORE_STAGES = 2;
@@ -165,3 +159,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                      [&](const Memory& m, const SeqInfo& s, const RowRange& rows, const KeyBlock& keys,
                          int group) { compute(m, call, s, rows, keys, group); });
 }
+
+// gate: HEAD_DIM=64,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1,8 registers<=168 arch=sm_90a

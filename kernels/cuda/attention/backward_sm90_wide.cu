@@ -24,11 +24,6 @@
 //
 // Macros: HEAD_DIM, 256, that the channels are filled up to with zeros; BF16; SOFTCAP as in
 // attention/forward.cu; CLUSTER_SPLIT, 1, 2 or 4.
-//
-// clang-format off
-// gate: HEAD_DIM=256 BF16=1,0 SOFTCAP=0,1 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=256 BF16=1 SOFTCAP=0,1 CLUSTER_SPLIT=2,4 registers<=168 arch=sm_90a
-// clang-format on
 #include "common/pairs.cuh"
 
 constexpr int BLOCK_M = 64, BLOCK_N = 64, Q_STAGES = 2, DOUT_STAGES = 1, SCORE_STAGES = 4;
@@ -399,3 +394,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     sync_cluster();  // shared memory must not go before the other has written and signalled to it
 }
+
+// gate: HEAD_DIM=256 BF16=1,0 SOFTCAP=0,1 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1 SOFTCAP=0,1 CLUSTER_SPLIT=2,4 registers<=168 arch=sm_90a

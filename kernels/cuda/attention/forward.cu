@@ -22,15 +22,6 @@
 // BLOCK_N; BLOCKS, how many CTAs a multiprocessor shall hold; SOFTCAP: 0 scores are scaled inside the
 // exponential, which takes scale > 0, 1 scaled, and capped if softcap > 0, before; ALIGNED: 1 rows can be
 // copied 16 bytes at a time, 0 element by element.
-//
-// clang-format off
-// gate: HEAD_DIM=128 BF16=1,0 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=128 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=1 ALIGNED=0 registers<=255
-// gate: HEAD_DIM=32,64 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=32 BLOCKS=3 SOFTCAP=0 ALIGNED=1 registers<=168
-// gate: HEAD_DIM=64 BF16=0 M_TILES=2 WARPS=4 BLOCK_N=32 BLOCKS=3 SOFTCAP=1 ALIGNED=0 registers<=168
-// gate: HEAD_DIM=80,96 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=0 ALIGNED=1 registers<=255
-// gate: HEAD_DIM=192,256 BF16=1 M_TILES=1 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=0 ALIGNED=1 registers<=255
-// clang-format on
 #include "common/pairs.cuh"
 
 constexpr int BLOCK_M = WARPS * 16 * M_TILES, THREADS = WARPS * 32;
@@ -172,3 +163,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     __syncwarp();  // the warp's rows of out are in shared memory
     copy_out<16 * M_TILES>(call, w, own_rows, row);
 }
+
+// gate: HEAD_DIM=128 BF16=1,0 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=128 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=1 ALIGNED=0 registers<=255
+// gate: HEAD_DIM=32,64 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=32 BLOCKS=3 SOFTCAP=0 ALIGNED=1 registers<=168
+// gate: HEAD_DIM=64 BF16=0 M_TILES=2 WARPS=4 BLOCK_N=32 BLOCKS=3 SOFTCAP=1 ALIGNED=0 registers<=168
+// gate: HEAD_DIM=80,96 BF16=1 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=0 ALIGNED=1 registers<=255
+// gate: HEAD_DIM=192,256 BF16=1 M_TILES=1 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=0 ALIGNED=1 registers<=255

@@ -14,10 +14,6 @@
 // HEAD_DIM 256: 64 of O, 64 of the tile's part of it.
 //
 // Macros: HEAD_DIM, a multiple of 32 that the channels are filled up to with zeros.
-//
-// clang-format off
-// gate: HEAD_DIM=32,64,96,128,192,256 registers<=255
-// clang-format on
 #define BF16 0
 #define FLOAT32 1
 #include "common/pairs.cuh"
@@ -163,3 +159,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_con
                 total == 0.f ? -INFINITE : peak[r] + logf(total);
     }
 }
+
+// gate: HEAD_DIM=32,64,96,128,192,256 registers<=255

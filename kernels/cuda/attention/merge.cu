@@ -8,11 +8,6 @@
 // key (lse_i = -inf) is not read: whatever it holds, it adds nothing.
 //
 // Macros: FLOAT32: 1 elements are float32, 0 of the 16-bit type that BF16 says.
-//
-// clang-format off
-// gate: FLOAT32=0 BF16=0,1 registers<=64
-// gate: FLOAT32=1 BF16=0 registers<=64
-// clang-format on
 #include "common/pairs.cuh"
 
 #include "attention/call.cuh"
@@ -78,3 +73,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) merge(const __grid_cons
         call.lse[(batch * heads + head) * call.positions + position] =
             total == 0.f ? -INFINITE : peak + logf(total);
 }
+
+// gate: FLOAT32=0 BF16=0,1 registers<=64
+// gate: FLOAT32=1 BF16=0 registers<=64

@@ -11,8 +11,6 @@
 //
 // Memory: shared, 1024 counters by length (rounded down where keys make more than 1023 tiles), 1025 first
 // tiles of sequences, 33 words of sums.
-//
-// gate: registers<=64
 #include "attention/tiles.cuh"
 
 constexpr int THREADS = 1024;
@@ -151,3 +149,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __gri
         if (at < call.capacity) tiles[at] = t;
     });
 }
+
+// gate: registers<=64

@@ -12,8 +12,6 @@
 // `bad`, if it is not null, is set to 1 if a code is 2^CODE_BITS or more.
 //
 // Macros: CODE_BITS.
-//
-// gate: CODE_BITS=1,2,3,4,5,6,8 registers<=64
 #include "codec/bit_stream.cuh"
 
 constexpr int WARPS = 8;
@@ -122,3 +120,5 @@ extern "C" __global__ void __launch_bounds__(256)
         if (i < part.codes) codes[part.code + i] = (u8)(stream >> (CODE_BITS * i) & low_bits(CODE_BITS, 32));
     }
 }
+
+// gate: CODE_BITS=1,2,3,4,5,6,8 registers<=64

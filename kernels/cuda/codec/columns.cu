@@ -15,11 +15,6 @@
 // lane. Codes stand one a byte in shared memory, 2 or 1 KiB a warp, where one lane unpacks 32 of a row.
 //
 // Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric; CODE_BITS.
-//
-// clang-format off
-// gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 registers<=80
-// gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 registers<=80 arch=sm_90a
-// clang-format on
 #include "codec/codes.cuh"
 #include "common/async_copies.cuh"
 
@@ -322,3 +317,6 @@ extern "C" __global__ void __launch_bounds__(256)
         *(uint4*)(to + i * (shape.columns * ELEMENT_BYTES)) = raw_elements(v);
     }
 }
+
+// gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 registers<=80
+// gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 registers<=80 arch=sm_90a

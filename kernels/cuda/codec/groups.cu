@@ -9,9 +9,6 @@
 // Barriers of the block stand between the steps of sums and butterflies, and where the values are replaced.
 //
 // Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric, 2 hadamard, 3 ternary.
-//
-// gate: DTYPE=0 CODEC=0,1,2,3 registers<=64
-// gate: DTYPE=1,2 CODEC=0 registers<=64
 #include "codec/codebook.cuh"
 
 constexpr int MAX_WARPS = 8;
@@ -182,3 +179,6 @@ extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS)
         }
     }
 }
+
+// gate: DTYPE=0 CODEC=0,1,2,3 registers<=64
+// gate: DTYPE=1,2 CODEC=0 registers<=64

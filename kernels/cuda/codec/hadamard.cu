@@ -22,15 +22,6 @@
 //
 // Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODE_BITS; GROUP; VALUES, min(GROUP, 64), to dequantize to
 // float32 min(GROUP, 32).
-//
-// clang-format off
-// gate: DTYPE=0 CODE_BITS=4 GROUP=128 VALUES=64 registers<=128
-// gate: DTYPE=1 CODE_BITS=4 GROUP=128 VALUES=64 registers<=128 arch=sm_90a
-// gate: DTYPE=2 CODE_BITS=4 GROUP=128 VALUES=32,64 registers<=128 arch=sm_90a
-// gate: DTYPE=0 CODE_BITS=1,2,3,5,6,8 GROUP=128 VALUES=64 registers<=128 arch=sm_90a
-// gate: DTYPE=0 CODE_BITS=4 GROUP=32 VALUES=32 registers<=128 arch=sm_90a
-// gate: DTYPE=0 CODE_BITS=4 GROUP=1024 VALUES=64 registers<=128 arch=sm_90a
-// clang-format on
 #define CODEC 2
 #include "codec/codebook.cuh"
 #include "codec/reduce.cuh"
@@ -409,3 +400,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, DEQUANTIZE_BLOCKS)
         give_elements(own.elements, out, tile, lane);
     }
 }
+
+// gate: DTYPE=0 CODE_BITS=4 GROUP=128 VALUES=64 registers<=128
+// gate: DTYPE=1 CODE_BITS=4 GROUP=128 VALUES=64 registers<=128 arch=sm_90a
+// gate: DTYPE=2 CODE_BITS=4 GROUP=128 VALUES=32,64 registers<=128 arch=sm_90a
+// gate: DTYPE=0 CODE_BITS=1,2,3,5,6,8 GROUP=128 VALUES=64 registers<=128 arch=sm_90a
+// gate: DTYPE=0 CODE_BITS=4 GROUP=32 VALUES=32 registers<=128 arch=sm_90a
+// gate: DTYPE=0 CODE_BITS=4 GROUP=1024 VALUES=64 registers<=128 arch=sm_90a

@@ -8,12 +8,6 @@
 // warp.
 //
 // Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; LANES.
-//
-// clang-format off
-// gate: DTYPE=0 LANES=4 registers<=64
-// gate: DTYPE=1,2 LANES=4 registers<=96
-// gate: DTYPE=0 LANES=1,32 registers<=64 arch=sm_90a
-// clang-format on
 #define CODEC 3
 #include "codec/lanes.cuh"
 #include "codec/squares.cuh"
@@ -177,3 +171,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         }
     }
 }
+
+// gate: DTYPE=0 LANES=4 registers<=64
+// gate: DTYPE=1,2 LANES=4 registers<=96
+// gate: DTYPE=0 LANES=1,32 registers<=64 arch=sm_90a

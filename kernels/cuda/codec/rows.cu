@@ -7,12 +7,6 @@
 // but those among the lanes of a warp.
 //
 // Macros: DTYPE 0 float16, 1 bfloat16, 2 float32; CODEC 0 affine, 1 symmetric; CODE_BITS; LANES.
-//
-// clang-format off
-// gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 LANES=4 registers<=80
-// gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 LANES=4 registers<=80 arch=sm_80,sm_90a
-// gate: DTYPE=0 CODEC=0 CODE_BITS=4 LANES=1,2,8,32 registers<=80 arch=sm_90a
-// clang-format on
 #include "codec/lanes.cuh"
 
 constexpr int WARPS = 8;
@@ -133,3 +127,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         if (me.inside) *(uint4*)((u8*)out + (first + at) * ELEMENT_BYTES) = raw;
     }
 }
+
+// gate: DTYPE=0,1,2 CODEC=0,1 CODE_BITS=4 LANES=4 registers<=80
+// gate: DTYPE=0 CODEC=0 CODE_BITS=1,2,3,5,6,8 LANES=4 registers<=80 arch=sm_80,sm_90a
+// gate: DTYPE=0 CODEC=0 CODE_BITS=4 LANES=1,2,8,32 registers<=80 arch=sm_90a

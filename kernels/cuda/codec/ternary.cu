@@ -8,8 +8,6 @@
 // of a warp.
 //
 // `bad`, if it is not null, is set to 1 if a value is none of -1, 0, 1, or a byte is above 242.
-//
-// gate: registers<=80
 #include "codec/ternary_tile.cuh"
 
 constexpr int WARPS = 8;
@@ -146,3 +144,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     if (whole.load(packed + tile.byte, lane) && bad) *bad = 1;
     give(own.values, values + tile.value, tile.rows * tile.n, lane);
 }
+
+// gate: registers<=80

@@ -24,10 +24,6 @@
 // barriers a slot. kvlab/engine/kernels.py computes the same sizes.
 //
 // CTAs wait for each other: all must be on the device, which a cooperative launch guarantees or refuses.
-// clang-format off
-// gate: BATCH=1 BF16=0,1 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 NEOX=1 SPLITS=4 WARPS=16 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=226688 registers<=88 arch=sm_90a
-// gate: BATCH=16 BF16=1,0 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 NEOX=0 SPLITS=4 WARPS=8 ADDER_GROUPS=2 SLOTS=8 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=104 arch=sm_90a
-// clang-format on
 #include "engine/attend.cuh"
 #include "engine/epilogue.cuh"
 #include "engine/grid.cuh"
@@ -190,3 +186,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
         }
     }
 }
+
+// clang-format off
+// gate: BATCH=1 BF16=0,1 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 NEOX=1 SPLITS=4 WARPS=16 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=226688 registers<=88 arch=sm_90a
+// gate: BATCH=16 BF16=1,0 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 NEOX=0 SPLITS=4 WARPS=8 ADDER_GROUPS=2 SLOTS=8 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=104 arch=sm_90a
+// clang-format on

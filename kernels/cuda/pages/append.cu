@@ -19,13 +19,6 @@
 // Memory: shared 16.4 KiB, probabilities of 16 steps of 16 heads for the most part.
 //
 // Macros: HEAD_DIM; BF16; TOP_K, TOP_V: widths of the top rung.
-//
-// clang-format off
-// gate: HEAD_DIM=128,64 BF16=1,0 TOP_K=8 TOP_V=8 registers<=96
-// gate: HEAD_DIM=80,256 BF16=1 TOP_K=3 TOP_V=16 registers<=128
-// gate: HEAD_DIM=96 BF16=0 TOP_K=2 TOP_V=4 registers<=96 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 TOP_K=16 TOP_V=16 registers<=96
-// clang-format on
 #include "common/early_launch.cuh"
 #include "pages/places.cuh"
 #include "pages/search.cuh"
@@ -346,3 +339,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
         layer.seqlen[pair] = start + steps;
     }
 }
+
+// gate: HEAD_DIM=128,64 BF16=1,0 TOP_K=8 TOP_V=8 registers<=96
+// gate: HEAD_DIM=80,256 BF16=1 TOP_K=3 TOP_V=16 registers<=128
+// gate: HEAD_DIM=96 BF16=0 TOP_K=2 TOP_V=4 registers<=96 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 TOP_K=16 TOP_V=16 registers<=96

@@ -11,8 +11,6 @@
 // Memory: shared 0.4 KB.
 //
 // Macros: HEAD_DIM; BF16.
-//
-// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=64
 #include "pages/encode.cuh"
 #include "pages/places.cuh"
 #include "pages/state.cuh"
@@ -204,3 +202,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __gr
 }
 static_assert(WAITING_PAGES == OPEN_PAGES && WAITING_PAGES * PAGE >= LAST,
               "waiting pages take the next tokens");
+
+// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=64

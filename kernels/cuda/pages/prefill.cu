@@ -10,11 +10,6 @@
 // them: more than the cache of instructions holds would cost more than what they do.
 //
 // Macros: HEAD_DIM; BF16.
-//
-// clang-format off
-// gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
-// gate: HEAD_DIM=256 BF16=1,0 registers<=255
-// clang-format on
 #include "common/async_copies.cuh"
 #include "pages/state.cuh"
 #include "pages/words.cuh"
@@ -313,3 +308,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         stage ^= 1;
     }
 }
+
+// gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
+// gate: HEAD_DIM=256 BF16=1,0 registers<=255

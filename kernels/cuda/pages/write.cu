@@ -12,11 +12,6 @@
 // capability 10.0 on, where 128 are too few.
 //
 // Macros: HEAD_DIM; BF16.
-//
-// clang-format off
-// gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=255
-// gate: HEAD_DIM=256 BF16=1,0 registers<=255
-// clang-format on
 #include "pages/sources.cuh"
 
 constexpr int THREADS = 256;                                             // of the other kernels
@@ -368,3 +363,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (lane == 0) lse[at] = none ? top : top + logf(sum);
 }
+
+// gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=255
+// gate: HEAD_DIM=256 BF16=1,0 registers<=255

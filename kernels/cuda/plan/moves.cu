@@ -10,8 +10,6 @@
 //
 // Moves of phase 0 have places that follow from the counts; those of phase 1 are appended by groups as they
 // come, which changes the order of the list and nothing else.
-//
-// gate: BF16=0 registers<=80
 #include "pages/codes.cuh"
 #include "pages/state.cuh"
 #include "plan/plan.cuh"
@@ -346,3 +344,5 @@ extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
         if (p.pages(g, r) && !(quiet >> r & 1)) move_stored(p, g, bh, segment, r, moves, shared);
     if (p.tokens(g)[p.s.num_rungs]) move_new(p, g, bh, segment, moves, shared);
 }
+
+// gate: BF16=0 registers<=80

@@ -12,8 +12,6 @@
 //               take a step are found by halving: a thread has a step, and begins between what it found for
 //               the two prices that are left. Shared: the weights, if all of a row fit.
 // allocate_pages    grid (1, layers): a block numbers the new pages and takes slabs for them.
-//
-// gate: BF16=0 registers<=64
 #include "pages/codes.cuh"
 #include "pages/state.cuh"
 #include "plan/plan.cuh"
@@ -418,3 +416,5 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
         call.begins[0][(u64)p.layer * (call.most_new_pages + 1) + listed] = moves;
     }
 }
+
+// gate: BF16=0 registers<=64

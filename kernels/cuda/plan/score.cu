@@ -18,10 +18,6 @@
 // keys.
 //
 // Macros: HEAD_DIM, BF16 (score_new and score_norms; the others do not depend on them).
-//
-// clang-format off
-// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=128
-// clang-format on
 #include <cuda_fp16.h>
 #include "pages/codes.cuh"
 #include "pages/state.cuh"
@@ -370,3 +366,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float norm = kind == 0 ? fmaxf(sqrtf(sum), 1e-6f) : kind == 1 ? (float)(seqlen - step) : 1.f;
     codes[(u64)bh * seqlen + step] = encode_importance(finite(__fdiv_rn(1.f, norm)));
 }
+
+// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=128

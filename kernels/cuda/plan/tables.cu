@@ -5,8 +5,6 @@
 // make_tables  grid (1, layers): a warp takes the num_bh warp, warp + 32, ... and brings their tables to the
 //              final state, 32 entries at a time; then the block closes the holes in the numbers of each
 //              rung's pages. Shared: 2 KB of counters.
-//
-// gate: BF16=0 registers<=64
 #include "pages/codes.cuh"
 #include "pages/state.cuh"
 #include "plan/plan.cuh"
@@ -210,3 +208,5 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS)
         call.begins[1][(u64)p.layer * (call.most_dropped * PAGE + 1) + (reserved >> 32)] = (u32)reserved;
     }
 }
+
+// gate: BF16=0 registers<=64

@@ -39,7 +39,6 @@ float32, int64 = np.float32, np.int64
 
 def attend(head_dim, dtype, tile):
     """Make the kernel; head_dim: a multiple of 16 that channels are filled up to."""
-    # gate: head_dim=128 dtype=bfloat16 tile=32 registers<=255 arch=sm_80,sm_90a
     copy, dot, store = make_copy(dtype, head_dim, tile), make_dot(head_dim), store_element(dtype)
     tall, square, own = (tile, head_dim + 1), (tile, tile + 1), head_dim // LANES
 
@@ -116,3 +115,5 @@ def attend(head_dim, dtype, tile):
         (*tensors, *lse, POINTER_I32, POINTER_I32, types.int64, *SHAPE, *SCORING),
         (LANES * tile, 1),
     )
+
+# gate: attend head_dim=128 dtype=bfloat16 tile=32 registers<=255 arch=sm_80,sm_90a

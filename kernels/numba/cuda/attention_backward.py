@@ -70,7 +70,6 @@ def make_slope(head_dim):
 
 def prepare(dtype):
     """Make the kernel of the deltas: a thread a row (position, head), 128 a block."""
-    # gate: dtype=bfloat16 registers<=64 arch=sm_80,sm_90a
     load = load_element(dtype)
 
     def kernel(dout, of_dout, out, of_out, deltas, batch_step, head_step, positions, heads, dim, count):
@@ -91,7 +90,6 @@ def prepare(dtype):
 
 def attend_queries(head_dim, dtype, tile):
     """Make the kernel of dq."""
-    # gate: head_dim=128 dtype=bfloat16 tile=16 registers<=255 arch=sm_80,sm_90a
     copy, slope = make_copy(dtype, head_dim, tile), make_slope(head_dim)
     tall, square, own = (tile, head_dim + 1), (tile, tile + 1), head_dim // LANES
     store = store_element(dtype)
@@ -152,7 +150,6 @@ def attend_queries(head_dim, dtype, tile):
 
 def attend_keys(head_dim, dtype, tile):
     """Make the kernel of dk and dv."""
-    # gate: head_dim=128 dtype=bfloat16 tile=16 registers<=255 arch=sm_80,sm_90a
     copy, slope = make_copy(dtype, head_dim, tile), make_slope(head_dim)
     tall, square, own = (tile, head_dim + 1), (tile, tile + 1), head_dim // LANES
     store = store_element(dtype)
@@ -220,3 +217,7 @@ def attend_keys(head_dim, dtype, tile):
                     store(dv, at_v + x + LANES * i, sums_v[i])
 
     return kernel, arguments(dtype, 2), (LANES * tile, 1)
+
+# gate: prepare dtype=bfloat16 registers<=64 arch=sm_80,sm_90a
+# gate: attend_queries head_dim=128 dtype=bfloat16 tile=16 registers<=255 arch=sm_80,sm_90a
+# gate: attend_keys head_dim=128 dtype=bfloat16 tile=16 registers<=255 arch=sm_80,sm_90a

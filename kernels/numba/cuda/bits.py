@@ -22,7 +22,6 @@ LAST_TERNARY_BYTE = 3**5 - 1
 
 def pack_rows(bits):
     """Make the kernel (codes, rows, n, packed, bad)."""
-    # gate: bits=3,4 registers<=64
 
     def kernel(codes, rows, n, packed, bad):
         parts = (n + 7) // 8
@@ -46,7 +45,6 @@ def pack_rows(bits):
 
 def unpack_rows(bits):
     """Make the kernel (packed, rows, n, codes)."""
-    # gate: bits=3,4 registers<=64
 
     def kernel(packed, rows, n, codes):
         parts = (n + 7) // 8
@@ -67,7 +65,6 @@ def unpack_rows(bits):
 
 def pack_ternary_rows():
     """Make the kernel (values, rows, n, packed, bad)."""
-    # gate: registers<=64
 
     def kernel(values, rows, n, packed, bad):
         row_bytes = (n + 4) // 5
@@ -89,7 +86,6 @@ def pack_ternary_rows():
 
 def unpack_ternary_rows():
     """Make the kernel (packed, rows, n, values, bad)."""
-    # gate: registers<=64
 
     def kernel(packed, rows, n, values, bad):
         row_bytes = (n + 4) // 5
@@ -105,3 +101,8 @@ def unpack_ternary_rows():
             number //= 3
 
     return kernel, (BYTES, COUNT, COUNT, VALUES, WORD), BOUNDS
+
+# gate: pack_rows bits=3,4 registers<=64
+# gate: unpack_rows bits=3,4 registers<=64
+# gate: pack_ternary_rows registers<=64
+# gate: unpack_ternary_rows registers<=64

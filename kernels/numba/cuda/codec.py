@@ -87,9 +87,6 @@ def orthonormal_factor(count):
 
 def quantize_groups(dtype, codec, bits, shared, unit=0.0, borders=()):
     """Make the kernel (x, rows, n, group, codes, scale, offset, bad, scratch, pitch)."""
-    # gate: dtype=float16 codec=affine,symmetric,hadamard bits=4 shared=1 registers<=128
-    # gate: dtype=bfloat16,float32 codec=affine bits=4 shared=0 registers<=128
-    # gate: dtype=float16 codec=ternary bits=2 shared=1 registers<=128
 
     load = load_element(dtype)
     top, half = float32(2**bits - 1), 2 ** (bits - 1)
@@ -214,9 +211,6 @@ def quantize_groups(dtype, codec, bits, shared, unit=0.0, borders=()):
 
 def dequantize_groups(dtype, codec, bits, shared, levels=()):
     """Make the kernel (codes, rows, n, group, scale, offset, out, scratch, pitch)."""
-    # gate: dtype=float16 codec=affine,symmetric,hadamard bits=4 shared=1 registers<=128
-    # gate: dtype=bfloat16,float32 codec=affine bits=4 shared=0 registers<=128
-    # gate: dtype=float16 codec=ternary bits=2 shared=1 registers<=128
 
     store = store_element(dtype)
     half_top = float32((2**bits - 1) / 2)
@@ -256,3 +250,10 @@ def dequantize_groups(dtype, codec, bits, shared, levels=()):
     codes_type = types.CPointer(types.int8) if ternary else BYTES
     out_type = types.CPointer(ELEMENTS[dtype])
     return kernel, (codes_type, COUNT, COUNT, COUNT, WORDS, WORDS, out_type, FLOATS, COUNT), BOUNDS
+
+# gate: quantize_groups dtype=float16 codec=affine,symmetric,hadamard bits=4 shared=1 registers<=128
+# gate: quantize_groups dtype=bfloat16,float32 codec=affine bits=4 shared=0 registers<=128
+# gate: quantize_groups dtype=float16 codec=ternary bits=2 shared=1 registers<=128
+# gate: dequantize_groups dtype=float16 codec=affine,symmetric,hadamard bits=4 shared=1 registers<=128
+# gate: dequantize_groups dtype=bfloat16,float32 codec=affine bits=4 shared=0 registers<=128
+# gate: dequantize_groups dtype=float16 codec=ternary bits=2 shared=1 registers<=128

@@ -78,13 +78,6 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     blocks : int
         Of a multiprocessor at a time: 6 leave 168 registers a thread, 4 leave 255.
     """
-    # gate: head_dim=128 dtype=float16 widths_k=4 widths_v=4 rows=4 registers<=168 arch=sm_90a
-    # gate: head_dim=128 dtype=bfloat16 widths_k=13 widths_v=13 rows=4 registers<=168 arch=sm_90a
-    # gate: head_dim=128 dtype=bfloat16 widths_k=2 widths_v=2 rows=4 registers<=168 arch=sm_90a
-    # gate: head_dim=128 dtype=bfloat16 widths_k=1 widths_v=1 rows=4 softcap=1 kept=1 blocks=4 registers<=255
-    # gate: head_dim=64 dtype=float16 widths_k=4 widths_v=8 rows=4 window=1 blocks=4 registers<=255 arch=sm_80
-    # gate: head_dim=256 dtype=float16 widths_k=31 widths_v=31 rows=2 blocks=4 registers<=255 arch=sm_90a
-    # gate: head_dim=80 dtype=float32 widths_k=31 widths_v=31 rows=4 blocks=4 registers<=255 arch=sm_80
     common = (dtype, head_dim, rows)
     make_coded_scores, make_coded_values = (
         functools.partial(make, tight=blocks > 4) for make in (make_scores, make_values)
@@ -292,3 +285,11 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
         types.float32, types.float32, pointer(types.uint16), pointer(types.int32), whole,
     )  # fmt: skip
     return kernel, arguments, (32 * WARPS, blocks)
+
+# gate: attend_pages head_dim=128 dtype=float16 widths_k=4 widths_v=4 rows=4 registers<=168 arch=sm_90a
+# gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=13 widths_v=13 rows=4 registers<=168 arch=sm_90a
+# gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=2 widths_v=2 rows=4 registers<=168 arch=sm_90a
+# gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=1 widths_v=1 rows=4 softcap=1 kept=1 blocks=4 registers<=255
+# gate: attend_pages head_dim=64 dtype=float16 widths_k=4 widths_v=8 rows=4 window=1 blocks=4 registers<=255 arch=sm_80
+# gate: attend_pages head_dim=256 dtype=float16 widths_k=31 widths_v=31 rows=2 blocks=4 registers<=255 arch=sm_90a
+# gate: attend_pages head_dim=80 dtype=float32 widths_k=31 widths_v=31 rows=4 blocks=4 registers<=255 arch=sm_80

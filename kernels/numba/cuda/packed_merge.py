@@ -26,8 +26,6 @@ AT_ONCE = 16  # parts that are asked for together
 
 def merge_parts(head_dim, dtype, widths_v, rows):
     """Make the kernel that merges what `attend_pages` of the same options has written."""
-    # gate: head_dim=128 dtype=bfloat16 widths_v=31 rows=4 registers<=128
-    # gate: head_dim=80,256 dtype=float16,float32 widths_v=31 rows=2 registers<=128 arch=sm_90a
     narrow, hadamard = narrowed(dtype), make_hadamard(head_dim, MERGE_THREADS)
     kinds = rounds_of(widths_v)
     rounds, coded, raw = len(kinds), False in kinds, True in kinds
@@ -120,3 +118,6 @@ def merge_parts(head_dim, dtype, widths_v, rows):
     element = pointer(types.uint32 if dtype == "float32" else types.uint16)
     arguments = (pointer(types.float32), element, pointer(types.float32), whole, whole, whole)
     return kernel, arguments, (MERGE_THREADS, 1)
+
+# gate: merge_parts head_dim=128 dtype=bfloat16 widths_v=31 rows=4 registers<=128
+# gate: merge_parts head_dim=80,256 dtype=float16,float32 widths_v=31 rows=2 registers<=128 arch=sm_90a
