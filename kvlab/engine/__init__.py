@@ -1,1 +1,5 @@
-"""Decoding of one token of a whole model; so far weights in memory (`weights`) and the kernel (`kernels`)."""
+"""Decoding with a whole model: `Decoder` reads texts and continues them, from packed weights."""
+
+from kvlab.engine.decoder import Decoder
+
+__all__ = ["Decoder"]

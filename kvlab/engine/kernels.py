@@ -265,7 +265,7 @@ def prepare_token(
     ----------
     kernel : TokenKernel
     matrices : int
-        Address, on the device, of a `matrix_table`; weights in the order of `kvlab.engine.weights.pack`.
+        Address, on the device, of a `matrix_table`; weights in the order of `kvlab.engine.packing.pack`.
     pointers : mapping of str to int
         Addresses of the arrays of `TokenKernel.workspace`, of ``k`` and of ``v``.
     kv_strides : sequence of int

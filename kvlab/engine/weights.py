@@ -1,199 +1,277 @@
-"""How the weights of a decoder lie in memory: rows in the order of the kernels, in fragments of the MMA.
+"""The weights of a decoder, from a transformers model or drawn at random, layer by layer in packed form.
 
-A kernel computes y = W x for up to 16 tokens and is limited by reading W, so each thread must find what it
-multiplies in 16 contiguous bytes and a warp in 512. `pack` stores W as the A operand of mma.m16n8k16.
-The unit is a block of 16 rows by 32 columns, 1 KiB: two fragments of 512 bytes, 16 bytes a lane. Blocks lie
-column after column within 16 rows, and 16 rows after 16 rows.
-
-    lane 4 g + t of fragment h holds columns 8 t + 4 h + {0, 1, 2, 3} of the block:
-        halves 0, 1   row g,     columns + {0, 1}       (register a0)
-        halves 2, 3   row g + 8, columns + {0, 1}       (a1)
-        halves 4, 5   row g,     columns + {2, 3}       (a2)
-        halves 6, 7   row g + 8, columns + {2, 3}       (a3)
-
-The sum over columns may run in any order, and this order gives a lane 8 contiguous columns of x, one 16-byte
-read for both fragments. No size of a head occurs in it, so no thread idles at 80 channels.
-
-What follows a product needs rows in twos: channels that rotate together, a gate and its partner. `qkv_rows`
-and `gated_rows` order rows so that the two are neighbours, 2 j and 2 j + 1; one thread then has both. Orders
-are arrays of row numbers and apply to weights and biases alike: ``pack(weight[order])``, ``bias[order]``.
+`Weights` holds what every token needs (embedding, final norm, rotary frequencies) and gives the products of
+one layer at a time, packed: whoever loads them has the model and one layer in memory, no more. Biases and
+norms stay beside the product that they belong to: a `Matrix` is what one product of the engine reads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK_COLUMNS", "TILE_ROWS", "gated_rows", "pack", "qkv_rows", "rotary_pairs", "unpack"]
+from kvlab.arguments import choice, whole_number
+from kvlab.arrays import numpy_dtype, to_numpy_view
+from kvlab.engine.geometry import Geometry, geometry_of, published
+from kvlab.engine.packing import gated_rows, pack, qkv_rows
+from kvlab.errors import needs_extra
 
-TILE_ROWS, BLOCK_COLUMNS = 16, 32
+__all__ = ["DTYPES", "Layer", "Matrix", "Weights", "from_model", "from_seed", "load_model"]
 
-Rows = NDArray[np.int64]
+DTYPES = ("float16", "bfloat16")
+
+Array = NDArray[Any]
 
 
-def pack(weight: NDArray[Any]) -> NDArray[Any]:
-    """Bring a matrix into fragment order; rows are filled up to a multiple of 16 with zeros.
+@dataclass(frozen=True)
+class Matrix:
+    """One product: packed weights, float32 bias by packed row or None, and the norm of what it multiplies."""
 
-    Parameters
+    packed: Array
+    bias: NDArray[np.float32] | None = None
+    norm_weight: Array | None = None
+    norm_bias: Array | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Products in the order of `Geometry.products`, and the norms of query and key heads, or None."""
+
+    products: tuple[Matrix, ...]
+    head_norms: Array | None = None  # (2, head_dim)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A decoder's weights.
+
+    Attributes
     ----------
-    weight : (rows, columns)
-        16 bits an element; columns a multiple of 32.
+    geometry : Geometry
+    dtype : str
+        "float16" or "bfloat16".
+    embedding : (vocabulary, hidden), of `dtype`
+    inverse_frequencies : float32, (rotary_dim / 2,)
+    rotary_scale : float
+        Factor on cosine and sine.
+    layers : iterator of Layer
+        Packs a layer when it is asked for; can be read once.
+    head : callable
+        Packs the final norm and the head.
+    """
 
-    Returns
-    -------
-    (ceil(rows / 16), columns / 32, 2, 32, 8), same dtype
-        Tile of rows, block of columns, fragment, lane, element.
+    geometry: Geometry
+    dtype: str
+    embedding: Array
+    inverse_frequencies: NDArray[np.float32]
+    rotary_scale: float
+    layers: Iterator[Layer]
+    head: Callable[[], Matrix]
+
+
+def load_model(path: str, dtype: str | None) -> Any:
+    """Load a transformers model from a folder, on the CPU; nothing is downloaded.
 
     Raises
     ------
-    ValueError
-        If `weight` is no matrix, or its columns are no multiple of 32.
-    TypeError
-        If its elements have not 16 bits.
-
-    Examples
-    --------
-    >>> packed = pack(np.arange(16 * 32, dtype=np.uint16).reshape(16, 32))
-    >>> packed.shape, packed[0, 0, 1, 4].tolist()  # lane 4: row 1 and row 9, columns 4 to 7
-    ((1, 1, 2, 32, 8), [36, 37, 292, 293, 38, 39, 294, 295])
+    OSError
+        If there is no model at `path`.
     """
-    if weight.ndim != 2 or weight.shape[1] % BLOCK_COLUMNS or not weight.shape[1]:
-        raise ValueError(
-            f"weight has shape {weight.shape}; (rows, columns) with columns = 32, 64, ... is packed"
-        )
-    if weight.dtype.itemsize != 2:
-        raise TypeError(f"weight is {weight.dtype}; float16 or bfloat16 is packed, so convert it first")
-    rows, columns = weight.shape
-    tiles = -(-rows // TILE_ROWS)
-    if rows % TILE_ROWS:
-        weight = np.concatenate([weight, np.zeros((tiles * TILE_ROWS - rows, columns), weight.dtype)])
-    # tile, half of its rows, g, block, t, fragment, half of the four columns, element
-    apart = weight.reshape(tiles, 2, 8, columns // BLOCK_COLUMNS, 4, 2, 2, 2)
-    packed = apart.transpose(0, 3, 5, 2, 4, 6, 1, 7)
-    return np.ascontiguousarray(packed).reshape(tiles, -1, 2, 32, 8)
+    with needs_extra("hf", "loading a model"):
+        import torch
+        from transformers import AutoModelForCausalLM
+    wanted = "auto" if dtype is None else getattr(torch, choice(dtype, "dtype", DTYPES))
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, local_files_only=True)
+    return model.eval()
 
 
-def unpack(packed: NDArray[Any], rows: int) -> NDArray[Any]:
-    """Undo `pack`.
+def from_model(model: Any, dtype: str | None = None, *, consume: bool = False) -> Weights:
+    """Take the weights of a transformers model.
 
     Parameters
     ----------
-    packed : (tiles, blocks, 2, 32, 8)
-    rows : int
-        Rows the matrix had.
-
-    Returns
-    -------
-    (rows, 32 * blocks), same dtype
+    model : transformers.PreTrainedModel
+        GPTNeoXForCausalLM, or that of Llama, Mistral, Qwen2 or Qwen3.
+    dtype : {"float16", "bfloat16"}, optional
+        By default the model's own, for a float32 model "float16".
+    consume : bool
+        Whether layers that were packed may be taken out of the model.
 
     Raises
     ------
+    NotImplementedError
+        If the model is none of those, or has a piece that the engine does not compute.
     ValueError
-        If `packed` has another shape, or not as many tiles as `rows` need.
-
-    Examples
-    --------
-    >>> weight = np.arange(5 * 64, dtype=np.uint16).reshape(5, 64)
-    >>> np.array_equal(unpack(pack(weight), 5), weight)
-    True
+        If a weight is beyond the range of `dtype`.
     """
-    tiles = -(-rows // TILE_ROWS)
-    if packed.ndim != 5 or packed.shape[0] != tiles or packed.shape[2:] != (2, 32, 8):
-        raise ValueError(
-            f"packed has shape {packed.shape}; {rows} rows are packed as ({tiles}, blocks, 2, 32, 8)"
+    config = model.config
+    if model.get_output_embeddings() is None:
+        raise NotImplementedError(f"{type(model).__name__} has no head; give the model for causal language")
+    body = model.base_model
+    rotary = getattr(body, "rotary_emb", None)
+    # Unknown families have no such module; geometry_of refuses them by name.
+    frequencies = np.zeros(0, np.float32) if rotary is None else _numbers(rotary.inv_freq).astype(np.float32)
+    geometry = geometry_of(config, 2 * len(frequencies))
+    if dtype is None:
+        own = str(next(iter(body.parameters())).dtype).removeprefix("torch.")
+        dtype = own if own in DTYPES else "float16"
+    reader = _Reader(geometry, choice(dtype, "dtype", DTYPES), config.model_type == "gpt_neox")
+
+    def layers() -> Iterator[Layer]:
+        for layer in body.layers:
+            yield reader.neox(layer) if reader.is_neox else reader.llama(layer)
+            if consume:
+                layer.to("meta")
+
+    final = body.final_layer_norm if reader.is_neox else body.norm
+    return Weights(
+        geometry, dtype, reader.rounded(model.get_input_embeddings().weight, "embedding"), frequencies,
+        float(getattr(rotary, "attention_scaling", 1.0)), layers(),
+        lambda: reader.matrix([model.get_output_embeddings()], final),
+    )  # fmt: skip
+
+
+class _Reader:
+    """Modules of a transformers model as matrices."""
+
+    def __init__(self, geometry: Geometry, dtype: str, is_neox: bool) -> None:
+        self.geometry, self.dtype, self.is_neox = geometry, numpy_dtype(dtype), is_neox
+        sizes = geometry.heads_q, geometry.heads_kv, geometry.head_dim, geometry.rotary_dim
+        self._qkv = qkv_rows(*sizes, interleaved=is_neox)
+
+    def rounded(self, tensor: Any, name: str) -> Array:
+        """A tensor's numbers in the decoder's dtype."""
+        found = _numbers(tensor)
+        with np.errstate(over="ignore"):
+            result = np.ascontiguousarray(found.astype(self.dtype))
+        if found.dtype != self.dtype and np.isinf(result).any():
+            raise ValueError(
+                f"dtype={self.dtype.name!r}: {name} has weights beyond its range; take dtype='bfloat16'"
+            )
+        return result
+
+    def matrix(self, linears: list[Any], norm: Any = None, order: Any = None, axis: int = 0) -> Matrix:
+        """Weights of linear modules joined along `axis`, rows in the given order."""
+        weight = np.concatenate([self.rounded(one.weight, "a product") for one in linears], axis)
+        biases = [None if one.bias is None else _numbers(one.bias).astype(np.float32) for one in linears]
+        bias: NDArray[np.float32] | None = None
+        if any(one is not None for one in biases):
+            filled = [
+                np.zeros(len(linear.weight), np.float32) if one is None else one
+                for linear, one in zip(linears, biases, strict=True)
+            ]
+            bias = np.concatenate(filled) if axis == 0 else np.asarray(np.sum(filled, 0), np.float32)
+        if order is not None:
+            weight, bias = weight[order], None if bias is None else bias[order]
+        rows = -(-len(weight) // 16) * 16
+        if bias is not None and len(bias) < rows:
+            bias = np.concatenate([bias, np.zeros(rows - len(bias), np.float32)])
+        if norm is None:
+            return Matrix(pack(weight), bias)
+        norm_bias = getattr(norm, "bias", None)
+        return Matrix(
+            pack(weight), bias, self.rounded(norm.weight, "a norm"),
+            None if norm_bias is None else self.rounded(norm_bias, "a norm"),
+        )  # fmt: skip
+
+    def neox(self, layer: Any) -> Layer:
+        """A layer of GPT-NeoX."""
+        mlp, dense = layer.mlp, layer.attention.dense
+        qkv = self.matrix([layer.attention.query_key_value], layer.input_layernorm, self._qkv)
+        up = self.matrix([mlp.dense_h_to_4h], layer.post_attention_layernorm)
+        if self.geometry.parallel:
+            return Layer((qkv, up, self.matrix([dense, mlp.dense_4h_to_h], axis=1)))
+        return Layer((qkv, self.matrix([dense]), up, self.matrix([mlp.dense_4h_to_h])))
+
+    def llama(self, layer: Any) -> Layer:
+        """A layer of the Llama family."""
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = self.matrix(
+            [attention.q_proj, attention.k_proj, attention.v_proj], layer.input_layernorm, self._qkv
         )
-    apart = packed.reshape(tiles, packed.shape[1], 2, 8, 4, 2, 2, 2)
-    weight = apart.transpose(0, 6, 3, 1, 4, 2, 5, 7).reshape(tiles * TILE_ROWS, -1)
-    return np.ascontiguousarray(weight[:rows])
+        gated = self.matrix(
+            [mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm, gated_rows(self.geometry.ffn)
+        )
+        norms = None
+        if self.geometry.head_norms:
+            norms = np.stack([self.rounded(attention.q_norm.weight, "a norm"),
+                              self.rounded(attention.k_norm.weight, "a norm")])  # fmt: skip
+        return Layer((qkv, self.matrix([attention.o_proj]), gated, self.matrix([mlp.down_proj])), norms)
 
 
-def rotary_pairs(head_dim: int, rotary_dim: int) -> Rows:
-    """Order the channels of a head so that channels that rotate together are neighbours.
+def _numbers(tensor: Any) -> Array:
+    return to_numpy_view(tensor.detach().cpu(), "weight")
+
+
+def from_seed(name: str, seed: int = 0, dtype: str = "float16", *, layers: int | None = None) -> Weights:
+    """Draw the weights of a published geometry: the same numbers for a seed on every machine.
+
+    Products have variance 1 / columns, norms are 1 with a deviation of 0.1, biases have 0.02.
 
     Parameters
     ----------
-    head_dim : int
-        Even.
-    rotary_dim : int
-        How many channels rotate: channel i with channel i + rotary_dim / 2. The others keep their places.
-
-    Returns
-    -------
-    int64, (head_dim,)
-
-    Raises
-    ------
-    ValueError
-        If one of them is odd, or rotary_dim is not within the head.
-
-    Examples
-    --------
-    >>> rotary_pairs(8, 6).tolist()
-    [0, 3, 1, 4, 2, 5, 6, 7]
+    name : str
+        Of `kvlab.engine.geometry.PUBLISHED`.
+    seed : int
+    dtype : {"float16", "bfloat16"}
+    layers : int, optional
+        Draw the first so many alone.
     """
-    if head_dim % 2 or rotary_dim % 2 or not 0 <= rotary_dim <= head_dim:
-        raise ValueError(
-            f"head_dim={head_dim}, rotary_dim={rotary_dim}: both must be even and rotary_dim at most head_dim"
+    geometry, base = published(name)
+    return draw(geometry, base, seed, dtype, layers)
+
+
+def draw(geometry: Geometry, base: float, seed: int, dtype: str, layers: int | None = None) -> Weights:
+    """`from_seed` for any geometry; `base` is that of the rotary frequencies."""
+    from dataclasses import replace
+
+    if layers is not None:
+        geometry = replace(geometry, layers=whole_number(layers, "layers", 1, geometry.layers))
+    kind = numpy_dtype(choice(dtype, "dtype", DTYPES))
+    seed = whole_number(seed, "seed", 0)
+
+    def normal(rng: np.random.Generator, *shape: int, scale: float, offset: float = 0.0) -> Array:
+        table = (_normal_quantiles() * scale + offset).astype(kind)
+        drawn: Array = table[rng.integers(0, 1 << 16, shape, np.uint16)]
+        return drawn
+
+    def matrix(rng: np.random.Generator, rows: int, columns: int, norm: bool, bias: bool) -> Matrix:
+        weight = pack(normal(rng, rows, columns, scale=columns**-0.5))
+        size = geometry.hidden
+        return Matrix(
+            weight,
+            normal(rng, 16 * len(weight), scale=0.02).astype(np.float32) if bias else None,
+            normal(rng, size, scale=0.1, offset=1.0) if norm else None,
+            normal(rng, size, scale=0.02) if norm and geometry.layer_norm else None,
         )
-    rotated = np.arange(rotary_dim).reshape(2, -1).T.reshape(-1)
-    return np.concatenate([rotated, np.arange(rotary_dim, head_dim)])
+
+    def layers_drawn() -> Iterator[Layer]:
+        for index in range(geometry.layers):
+            rng = np.random.Generator(np.random.SFC64([seed, index + 1]))
+            products = tuple(
+                matrix(rng, *shape, norm=which in ("qkv", "up", "gated"), bias=geometry.layer_norm)
+                for which, shape in geometry.products().items()
+            )
+            norms = normal(rng, 2, geometry.head_dim, scale=0.1, offset=1.0) if geometry.head_norms else None
+            yield Layer(products, norms)
+
+    rng = np.random.Generator(np.random.SFC64([seed, 0]))
+    half = np.arange(0, geometry.rotary_dim, 2, dtype=np.float32) / np.float32(max(geometry.rotary_dim, 1))
+    return Weights(
+        geometry, dtype, normal(rng, geometry.vocabulary, geometry.hidden, scale=1.0),
+        (1.0 / np.float32(base) ** half).astype(np.float32), 1.0, layers_drawn(),
+        lambda: matrix(rng, geometry.vocabulary, geometry.hidden, norm=True, bias=False),
+    )  # fmt: skip
 
 
-def qkv_rows(
-    num_heads_q: int, num_heads_kv: int, head_dim: int, rotary_dim: int, *, interleaved: bool
-) -> Rows:
-    """Order the rows of the joint projection: all query heads, all key heads, all value heads.
-
-    Channels of query and key heads are in the order of `rotary_pairs`, those of value heads as they come.
-
-    Parameters
-    ----------
-    num_heads_q, num_heads_kv, head_dim, rotary_dim : int
-    interleaved : bool
-        Whether the rows come as in GPT-NeoX, where each head's query, key and value rows follow each other;
-        otherwise they come as query, key and value weights put together.
-
-    Returns
-    -------
-    int64, ((num_heads_q + 2 * num_heads_kv) * head_dim,)
-        Row number, in the weight as it comes, of each row as it is packed.
-
-    Raises
-    ------
-    ValueError
-        As `rotary_pairs`, or if interleaved rows have other numbers of query and KV heads.
-
-    Examples
-    --------
-    >>> qkv_rows(2, 2, 2, 2, interleaved=True).tolist()
-    [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
-    """
-    if interleaved and num_heads_q != num_heads_kv:
-        raise ValueError(
-            f"num_heads_q={num_heads_q}, num_heads_kv={num_heads_kv}: interleaved rows have equal numbers"
-        )
-    pairs = rotary_pairs(head_dim, rotary_dim)
-    num_heads = num_heads_q + 2 * num_heads_kv
-    first = np.arange(num_heads) * head_dim
-    if interleaved:
-        first = first.reshape(num_heads_q, 3).T.reshape(-1)
-    channels = np.tile(pairs, (num_heads, 1))
-    channels[num_heads_q + num_heads_kv :] = np.arange(head_dim)
-    return (first[:, None] + channels).reshape(-1)
-
-
-def gated_rows(intermediate: int) -> Rows:
-    """Order the rows of gate and up weights, put together, so that row i of gate is followed by row i of up.
-
-    Returns
-    -------
-    int64, (2 * intermediate,)
-
-    Examples
-    --------
-    >>> gated_rows(3).tolist()
-    [0, 3, 1, 4, 2, 5]
-    """
-    return np.arange(2 * intermediate).reshape(2, -1).T.reshape(-1)
+@cache
+def _normal_quantiles() -> NDArray[np.float64]:
+    """65,536 numbers, each as likely as another, that are distributed normally."""
+    normal = NormalDist()
+    return np.array([normal.inv_cdf((i + 0.5) / 65_536) for i in range(65_536)])

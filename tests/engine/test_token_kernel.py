@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.engine import kernels, weights
+from kvlab.engine import kernels, packing
 from kvlab.engine.kernels import CALL, MATRIX, Layout, TokenKernel
 from kvlab.jit.build import kernel_root
 from kvlab.jit.compile_gate import specialisations
@@ -57,7 +57,7 @@ def test_the_structs_are_those_of_the_kernel() -> None:
 def test_each_byte_of_the_weights_is_copied_once_to_the_block_that_needs_it(splits: int, ctas: int) -> None:
     rows, columns, slot = 80, 512, 4
     weight = np.arange(rows * columns, dtype=np.uint32).astype(np.uint16).reshape(rows, columns)
-    packed = weights.pack(weight)
+    packed = packing.pack(weight)
     in_order, blocks = packed.reshape(-1, 512), columns // 32 // splits
     seen = np.zeros(len(in_order), int)
     for cta in range(ctas):
@@ -132,7 +132,7 @@ def test_merged_statistics_are_those_of_two_passes(seed: int, offset: float) -> 
 
 def product(packed: Array, rows: int, x: Array, warps: int, splits: int = 1) -> Array:
     """W x: blocks of 32 columns of a warp in turn, then warps, then splits."""
-    weight, x = weights.unpack(packed, rows).astype(np.float32), x.astype(np.float32)
+    weight, x = packing.unpack(packed, rows).astype(np.float32), x.astype(np.float32)
     blocks = len(x) // 32 // splits
     y = np.zeros(rows, np.float32)
     for split in range(splits):
@@ -189,9 +189,9 @@ def kernel_layer(layout: Layout, layer: Layer, hidden: Array, past: Array, rotat
                  splits: int) -> Array:  # fmt: skip
     """Hidden state after the layer; past is [keys, values][KV head][position][channel], the last unset."""
     nq, nk, dim, half = layout.heads_q, layout.heads_kv, layout.head_dim, layout.rotary_dim // 2
-    order = weights.qkv_rows(nq, nk, dim, 2 * half, interleaved=False)
+    order = packing.qkv_rows(nq, nk, dim, 2 * half, interleaved=False)
     weight, bias = stacked(layer.query, layer.key, layer.value)
-    y = product(weights.pack(weight[order]), len(order), normed(hidden, layer.attention_norm), warps)
+    y = product(packing.pack(weight[order]), len(order), normed(hidden, layer.attention_norm), warps)
     heads = (y + bias[order]).reshape(-1, dim)
     turned = heads.copy()
     even, odd = heads[: nq + nk, 0 : 2 * half : 2], heads[: nq + nk, 1 : 2 * half : 2]
@@ -206,17 +206,17 @@ def kernel_layer(layout: Layout, layer: Layer, hidden: Array, past: Array, rotat
     attended = np.einsum("hgk,hkd->hgd", p / p.sum(-1, keepdims=True), past[1]).reshape(-1).astype(np.float16)
 
     def add(after: Array, x: Array, *linears: Linear) -> Array:
-        packed = weights.pack(np.concatenate([one.weight for one in linears], 1).astype(np.float16))
+        packed = packing.pack(np.concatenate([one.weight for one in linears], 1).astype(np.float16))
         offset = sum(0.0 if one.bias is None else one.bias for one in linears)
         return (product(packed, layout.hidden, x, warps, splits) + offset + after).astype(np.float32)
 
     def mlp(x: Array) -> Array:
         if layer.gate is None:
-            up = product(weights.pack(layer.up.weight.astype(np.float16)), layout.ffn, x, warps)
+            up = product(packing.pack(layer.up.weight.astype(np.float16)), layout.ffn, x, warps)
             return _gelu(up + layer.up.bias).astype(np.float16)
-        order = weights.gated_rows(layout.ffn)
+        order = packing.gated_rows(layout.ffn)
         weight, _ = stacked(layer.gate, layer.up)
-        pairs = product(weights.pack(weight[order]), 2 * layout.ffn, x, warps).reshape(-1, 2)
+        pairs = product(packing.pack(weight[order]), 2 * layout.ffn, x, warps).reshape(-1, 2)
         return (pairs[:, 0] / (1 + np.exp(-pairs[:, 0])) * pairs[:, 1]).astype(np.float16)
 
     if layout.parallel:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvlab.device import compute_capability
-from kvlab.engine import weights
+from kvlab.engine import packing
 from kvlab.engine.kernels import Layout, TokenKernel, matrix_table, prepare_token
 from kvlab.jit.launch import PreparedLaunch
 from kvlab.ops.device_arrays import multiprocessors
@@ -110,13 +110,13 @@ class Case:
         query, key, value, output, up, down, gate = (self._linear(*s, bias=lay.parallel) for s in sizes)
         norms = self._norm(), self._norm()
         heads = lay.heads_q, lay.heads_kv, lay.head_dim, lay.rotary_dim
-        self._add_matrix([query, key, value], weights.qkv_rows(*heads, interleaved=False), norms[0])
+        self._add_matrix([query, key, value], packing.qkv_rows(*heads, interleaved=False), norms[0])
         if lay.parallel:
             self._add_matrix([up], np.arange(lay.ffn), norms[1])
             self._add_matrix([output, down], np.arange(lay.hidden), None, axis=1)
         else:
             self._add_matrix([output], np.arange(lay.hidden), None)
-            self._add_matrix([gate, up], weights.gated_rows(lay.ffn), norms[1])
+            self._add_matrix([gate, up], packing.gated_rows(lay.ffn), norms[1])
             self._add_matrix([down], np.arange(lay.hidden), None)
         last = None if lay.parallel else gate
         return Layer(*norms, query, key, value, output, up, down, gate=last, parallel=lay.parallel)
@@ -127,7 +127,7 @@ class Case:
         bias = None
         if biases:
             bias = (np.concatenate(biases) if axis == 0 else np.sum(biases, 0))[order].astype(np.float32)
-        parts = [weights.pack(weight[order]), bias]
+        parts = [packing.pack(weight[order]), bias]
         parts += [
             None if x is None else x.astype(np.float16) for x in (norm and norm.weight, norm and norm.bias)
         ]

@@ -11,7 +11,7 @@
 //   CTA    tiles of 16 rows: tile w * ctas + cta in wave w. With SPLITS > 1 a tile of OUT, O and DOWN has
 //          COLS = columns / SPLITS, and the CTA that comes last adds up the splits, in their order.
 //   warp   of WARPS: every WARPS-th block of 16 rows by 32 columns of a tile, multiplied by mma.m16n8k16:
-//          weights are A, in the order of kvlab/engine/weights.py, x is B, a token a column of it.
+//          weights are A, in the order of kvlab/engine/packing.py, x is B, a token a column of it.
 //   warp   of ADDERS in each of ADDER_GROUPS: adds the sums of the warps in their order for every
 //          ADDER_GROUPS-th tile; lane has rows 2 j and 2 j + 1 of token n, j = lane % 8,
 //          n = 4 adder + lane / 8. What follows (bias, rotation, GELU, residual) is its work, and as many

@@ -211,6 +211,17 @@ def splat(typing_context, value):
 
 
 @intrinsic
+def multiply_add(typing_context, a, b, c):
+    """Return a * b + c, rounded once where the machine can."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(F32X8, [F32X8] * 3)
+        return builder.call(builder.module.declare_intrinsic("llvm.fmuladd.v8f32", (), kind), arguments)
+
+    return float32x8(float32x8, float32x8, float32x8), generate
+
+
+@intrinsic
 def magnitude(typing_context, value):
     """Return |value|, NaN included."""
 

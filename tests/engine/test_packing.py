@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.engine import weights
+from kvlab.engine import packing
 
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
@@ -40,10 +40,10 @@ def b_operand(columns: NDArray[Any]) -> NDArray[Any]:
 def test_unpack_gives_the_weight_back(rows: int, blocks: int, dtype: np.dtype[Any], seed: int) -> None:
     """Bit for bit, NaN and infinities, too."""
     bits = np.random.default_rng(seed).integers(0, 2**16, (rows, 32 * blocks), np.uint16)
-    packed = weights.pack(bits.view(dtype))
+    packed = packing.pack(bits.view(dtype))
     assert packed.dtype == dtype
     assert packed.flags.c_contiguous
-    assert np.array_equal(weights.unpack(packed, rows).view(np.uint16), bits)
+    assert np.array_equal(packing.unpack(packed, rows).view(np.uint16), bits)
     assert packed.size == -(-rows // 16) * 512 * blocks
     assert np.count_nonzero(packed.view(np.uint16)) == np.count_nonzero(bits)
 
@@ -54,7 +54,7 @@ def test_the_fragments_multiply_as_the_matrix_does() -> None:
         rng.integers(-8, 8, (48, 96)).astype(np.float16),
         rng.integers(-8, 8, (8, 96)).astype(np.float16),
     )
-    packed, y = weights.pack(weight), np.zeros((48, 8))
+    packed, y = packing.pack(weight), np.zeros((48, 8))
     for tile, blocks in enumerate(packed):
         for block, fragments in enumerate(blocks):
             lanes = np.arange(32)
@@ -69,7 +69,7 @@ def test_the_fragments_multiply_as_the_matrix_does() -> None:
 @given(st.integers(1, 40), st.integers(0, 40))
 def test_channels_that_rotate_together_are_neighbours(half_dim: int, half_rotary: int) -> None:
     half_rotary = min(half_rotary, half_dim)
-    order = weights.rotary_pairs(2 * half_dim, 2 * half_rotary)
+    order = packing.rotary_pairs(2 * half_dim, 2 * half_rotary)
     assert sorted(order) == list(range(2 * half_dim))
     pairs = order.reshape(-1, 2)
     assert np.array_equal(pairs[:half_rotary, 1] - pairs[:half_rotary, 0], np.full(half_rotary, half_rotary))
@@ -79,8 +79,8 @@ def test_channels_that_rotate_together_are_neighbours(half_dim: int, half_rotary
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 12), st.booleans())
 def test_rows_of_queries_keys_and_values(groups: int, kv: int, half_dim: int, interleaved: bool) -> None:
     heads_q, dim = (kv if interleaved else groups * kv), 2 * half_dim
-    order = weights.qkv_rows(heads_q, kv, dim, 2 * (half_dim // 2), interleaved=interleaved)
-    pairs = weights.rotary_pairs(dim, 2 * (half_dim // 2))
+    order = packing.qkv_rows(heads_q, kv, dim, 2 * (half_dim // 2), interleaved=interleaved)
+    pairs = packing.rotary_pairs(dim, 2 * (half_dim // 2))
     # Label every row of the weight by what it is, in the two ways of writing them down.
     labels = [
         (part, head, c)
@@ -101,21 +101,21 @@ def test_rows_of_queries_keys_and_values(groups: int, kv: int, half_dim: int, in
 
 
 def test_gate_and_up_rows_alternate() -> None:
-    order = weights.gated_rows(5)
+    order = packing.gated_rows(5)
     assert np.array_equal(order[::2], np.arange(5))
     assert np.array_equal(order[1::2], np.arange(5, 10))
 
 
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"columns = 32, 64"):
-        weights.pack(np.zeros((16, 40), np.float16))
+        packing.pack(np.zeros((16, 40), np.float16))
     with pytest.raises(ValueError, match=r"\(rows, columns\)"):
-        weights.pack(np.zeros(32, np.float16))
+        packing.pack(np.zeros(32, np.float16))
     with pytest.raises(TypeError, match="float16 or bfloat16"):
-        weights.pack(np.zeros((16, 32), np.float32))
+        packing.pack(np.zeros((16, 32), np.float32))
     with pytest.raises(ValueError, match="40 rows are packed as"):
-        weights.unpack(weights.pack(np.zeros((32, 32), np.float16)), 40)
+        packing.unpack(packing.pack(np.zeros((32, 32), np.float16)), 40)
     with pytest.raises(ValueError, match="must be even"):
-        weights.rotary_pairs(80, 19)
+        packing.rotary_pairs(80, 19)
     with pytest.raises(ValueError, match="equal numbers"):
-        weights.qkv_rows(8, 2, 64, 64, interleaved=True)
+        packing.qkv_rows(8, 2, 64, 64, interleaved=True)

@@ -1,0 +1,325 @@
+"""`Decoder`: a language model that decodes from packed weights, on the CPU or in one kernel a token on a GPU.
+
+This file knows what a user passes and gets back: rows of token numbers, logits, limits. What a token takes is
+an executor's: `kvlab.engine.cpu` computes in Numba and NumPy, `kvlab.engine.gpu` launches a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arguments import whole_number
+from kvlab.arrays import device_of, to_host, to_numpy_view
+from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.options import check_device
+from kvlab.engine.cpu import CpuExecutor
+from kvlab.engine.geometry import Geometry
+from kvlab.engine.sampling import Sampling
+from kvlab.engine.weights import Weights, from_model, from_seed, load_model
+
+__all__ = ["Decoder"]
+
+MOST_ROWS = 16
+_USUAL_SEQLEN = 4096
+
+
+class Decoder:
+    """A decoder of the GPT-NeoX or Llama family, ready to read and continue texts.
+
+    `from_pretrained` takes a model of transformers, `from_config` draws weights for known sizes. Arithmetic
+    is exact: LayerNorm in two passes, GELU with erf, rotary angles and all sums in float32. Same input, same
+    device: same bits; a row's result does not depend on the others but for the order in which attention
+    sums.
+
+    Parameters
+    ----------
+    weights : kvlab.engine.weights.Weights
+    batch : int
+        Rows, 1 to 16.
+    max_seqlen : int, optional
+        Tokens that a row may have; by default what the model is made for, up to 4,096.
+    device : str, optional
+        "cpu", the default.
+    cache_budget : float, int, str, optional
+        Budget of the KV cache, as of `kvlab.MixedPrecisionCache`; by default keys and values stay in 16 bits.
+    bits : str, int or sequence
+        Widths of a cache with a budget.
+
+    Attributes
+    ----------
+    geometry : Geometry
+    device : str
+    batch, max_seqlen : int
+    cache : MixedPrecisionCache
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an argument is none of those.
+
+    Examples
+    --------
+    >>> decoder = Decoder.from_config("pythia-14m", layers=1, max_seqlen=64)
+    >>> decoder.prefill([3, 1, 4, 1, 5]).shape
+    (1, 50304)
+    >>> len(decoder.generate([3, 1, 4], max_new_tokens=8, temperature=0.8, seed=1))
+    8
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        batch: int = 1,
+        max_seqlen: int | None = None,
+        device: str | None = None,
+        cache_budget: float | int | str | None = None,
+        bits: Any = (2, 3, 4, 8),
+    ) -> None:
+        geometry = weights.geometry
+        self.geometry: Geometry = geometry
+        self.batch = whole_number(batch, "batch", 1, MOST_ROWS)
+        usual = min(geometry.max_positions, _USUAL_SEQLEN)
+        longest = geometry.max_positions
+        self.max_seqlen = usual if max_seqlen is None else whole_number(max_seqlen, "max_seqlen", 1, longest)
+        check_device(device)
+        if device not in (None, "cpu"):
+            raise NotImplementedError(f"device={device!r}: the engine runs on 'cpu' so far")
+        self.device = "cpu"
+        self.cache = MixedPrecisionCache(
+            geometry.layers, geometry.heads_q, geometry.heads_kv, geometry.head_dim,
+            batch=self.batch, budget=cache_budget, bits=16 if cache_budget is None else bits,
+            max_seqlen=self.max_seqlen, plan_length=self.max_seqlen, dtype=weights.dtype,
+        )  # fmt: skip
+        self._executor = CpuExecutor(weights, self.cache)
+
+    @classmethod
+    def from_pretrained(
+        cls, model_or_path: Any, *, dtype: str | None = None, **options: Any
+    ) -> Decoder:  # fmt: skip
+        """Make a decoder from a model of transformers.
+
+        Parameters
+        ----------
+        model_or_path : transformers.PreTrainedModel, str or path
+            GPT-NeoX (Pythia), Llama (SmolLM2), Mistral, Qwen2 or Qwen3 with a head for causal language; or
+            the folder of one. Nothing is downloaded. A model keeps its weights; of a folder each layer is let
+            go once it is packed.
+        dtype : {"float16", "bfloat16"}, optional
+            Of weights, keys and values; by default the model's own, for a float32 model "float16".
+        **options
+            As of `Decoder`.
+
+        Raises
+        ------
+        NotImplementedError
+            If the model has a piece that the engine does not compute; the message names it.
+        ValueError
+            If a weight is beyond the range of `dtype`, or a size is not supported.
+        OSError
+            If there is no model at the path.
+        """
+        is_model = hasattr(model_or_path, "get_output_embeddings")
+        model = model_or_path if is_model else load_model(str(model_or_path), dtype)
+        return cls(from_model(model, dtype, consume=not is_model), **options)
+
+    @classmethod
+    def from_config(
+        cls, name: str, *, seed: int = 0, layers: int | None = None, dtype: str = "float16", **options: Any
+    ) -> Decoder:
+        """Make a decoder of random weights in the sizes of a known model.
+
+        Parameters
+        ----------
+        name : str
+            Of `kvlab.engine.geometry.PUBLISHED`, for example "pythia-2.8b" or "llama-3.1-8b".
+        seed : int
+            The same weights for a seed on every machine.
+        layers : int, optional
+            The first so many layers alone.
+        dtype : {"float16", "bfloat16"}
+        **options
+            As of `Decoder`.
+
+        Raises
+        ------
+        ValueError
+            If the name is unknown; the message lists the names.
+        """
+        return cls(from_seed(name, seed, dtype, layers=layers), **options)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row so far, (batch,)."""
+        return self._executor.lengths.copy()
+
+    @property
+    def hidden(self) -> NDArray[np.float32]:
+        """What the last layer left of each row's newest token, before the final norm, (batch, hidden)."""
+        return np.array(self._executor.hidden)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._executor.reset()
+
+    def prefill(self, ids: Any) -> NDArray[np.float32]:
+        """Read tokens behind those that are there.
+
+        Parameters
+        ----------
+        ids : sequence of int, of sequences of int, or integer array
+            One row, or `batch` rows, which may differ in length; each has at least one token.
+
+        Returns
+        -------
+        float32, (batch, vocabulary)
+            Logits of what follows each row's last token.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If `ids` are not that, or would make a row longer than `max_seqlen`.
+        BudgetError
+            If the cache's budget does not hold them.
+        """
+        rows = self._rows(ids)
+        counts = np.array([len(row) for row in rows])
+        self._check_room(counts)
+        chunk = self._executor.chunk
+        width = int(counts.max())
+        table, valid = np.zeros((self.batch, width), np.int64), np.zeros((self.batch, width), np.bool_)
+        for i, row in enumerate(rows):  # a row ends where the longest ends
+            table[i, width - len(row) :], valid[i, width - len(row) :] = row, True
+        for first in range(0, width, chunk):
+            self._executor.run(table[:, first : first + chunk], valid[:, first : first + chunk])
+        return np.array(self._executor.logits)
+
+    def step(self, ids: Any) -> NDArray[np.float32]:
+        """Read one token for each row: `prefill` of ``(batch,)`` tokens.
+
+        Returns
+        -------
+        float32, (batch, vocabulary)
+        """
+        return self.prefill(_on_host(ids).reshape(-1, 1))
+
+    def stream(
+        self,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: int | Collection[int] = (),
+    ) -> Iterator[list[int | None]]:
+        """Continue what was read, one token a row at a time, until every row has met a stop token.
+
+        The last tokens that it gives have not been read: to go on behind them, begin the next `prefill` with
+        them.
+
+        Parameters
+        ----------
+        max_new_tokens : int
+        temperature : float
+            0: the likeliest token. Otherwise tokens are drawn, with logits divided by it.
+        top_k : int
+            Draw among so many of the likeliest tokens; 0: among all.
+        top_p : float
+            Then among the fewest whose probabilities reach this together.
+        seed : int
+            The same draws for a seed, whatever the other rows are.
+        stop : int or collection of int
+            Tokens that end a row; they are given, too.
+
+        Yields
+        ------
+        list of int or None
+            A token for each row, None for rows that have ended.
+
+        Raises
+        ------
+        ValueError, TypeError
+            If an argument is none of those, nothing was read, or the tokens would not fit `max_seqlen`.
+        """
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        most = whole_number(max_new_tokens, "max_new_tokens", 0)
+        ends = {whole_number(end, "stop") for end in ([stop] if isinstance(stop, int) else stop)}
+        if not self._executor.lengths.all():
+            raise ValueError(f"lengths={self.lengths.tolist()}: every row needs a token first; call prefill")
+        self._check_room(np.array([max(most - 1, 0)] * self.batch))
+        return self._continue(sampling, most, ends)
+
+    def _continue(self, sampling: Sampling, most: int, ends: set[int]) -> Iterator[list[int | None]]:
+        running = [True] * self.batch
+        for ids in self._executor.tokens(sampling, most):
+            yield [int(one) if goes_on else None for one, goes_on in zip(ids, running, strict=True)]
+            running = [on and int(one) not in ends for one, on in zip(ids, running, strict=True)]
+            if not any(running):
+                return
+
+    def generate(self, ids: Any, max_new_tokens: int, **options: Any) -> list[Any]:
+        """Forget all tokens, read `ids` and continue them.
+
+        Parameters
+        ----------
+        ids
+            As of `prefill`.
+        max_new_tokens : int
+        **options
+            As of `stream`: temperature, top_k, top_p, seed, stop.
+
+        Returns
+        -------
+        list of int, or list of such lists
+            The new tokens of one row, or of each row if `ids` has rows. A stop token is the last of its row.
+        """
+        self.reset()
+        self.prefill(ids)
+        found: list[list[int]] = [[] for _ in range(self.batch)]
+        for tokens in self.stream(max_new_tokens, **options):
+            for row, token in zip(found, tokens, strict=True):
+                if token is not None:
+                    row.append(token)
+        return found[0] if _is_flat(ids) else found
+
+    def _rows(self, ids: Any) -> list[NDArray[np.int64]]:
+        rows = [_on_host(part) for part in ([ids] if _is_flat(ids) else ids)]
+        if len(rows) != self.batch:
+            raise ValueError(f"ids has {len(rows)} rows, the decoder has batch={self.batch}")
+        for row in rows:
+            if row.ndim != 1 or not len(row):
+                raise ValueError(f"ids has a row of shape {row.shape}; each row is at least one token")
+            if row.dtype.kind not in "iu":
+                raise TypeError(f"ids are {row.dtype}; whole numbers are needed")
+            if row.min() < 0 or row.max() >= self.geometry.vocabulary:
+                raise ValueError(
+                    f"ids reach from {row.min()} to {row.max()}; the model has tokens 0 to "
+                    f"{self.geometry.vocabulary - 1}"
+                )
+        return rows
+
+    def _check_room(self, counts: NDArray[Any]) -> None:
+        after = int((self._executor.lengths + counts).max())
+        if after > self.max_seqlen:
+            raise ValueError(
+                f"max_seqlen={self.max_seqlen}: a row would have {after} tokens; make the decoder with a "
+                "larger max_seqlen, or call reset"
+            )
+
+
+def _on_host(ids: Any) -> NDArray[Any]:
+    if not hasattr(ids, "__dlpack__"):
+        return np.asarray(ids)
+    return to_numpy_view(ids, "ids") if device_of(ids, "ids").kind == "cpu" else to_host(ids)
+
+
+def _is_flat(ids: Any) -> bool:
+    """Whether ids are one row of numbers."""
+    if hasattr(ids, "ndim"):
+        return bool(ids.ndim == 1)
+    return len(ids) == 0 or not hasattr(ids[0], "__len__")

@@ -1,0 +1,221 @@
+"""`Decoder` as its users call it: rows, lengths, sampling, stops, budgets, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvlab.engine import Decoder
+from kvlab.engine.geometry import PUBLISHED, Geometry, published
+from kvlab.engine.sampling import Sampling
+from kvlab.engine.weights import Weights, draw
+from tests.engine.models import LLAMA, family, llama, neox
+
+SMALL = Geometry(2, 97, 64, 2, 1, 32, 32, 96, max_positions=200)
+
+
+def small(**options: Any) -> Decoder:
+    return Decoder(draw(SMALL, 1e4, 1, "float16"), **options)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, SMALL.vocabulary, length).tolist()
+
+
+def test_a_prompt_in_parts_is_the_prompt() -> None:
+    tokens, whole = prompt(100), small()
+    want = whole.prefill(tokens)
+    parts = small()
+    parts.prefill(tokens[:70])
+    parts.prefill(tokens[70:99])
+    got = parts.step(tokens[99:])
+    assert np.abs(got - want).max() <= 1e-4 * np.abs(want).max()
+    assert parts.lengths.tolist() == [100]
+    assert np.abs(parts.hidden - whole.hidden).max() <= 1e-4 * np.abs(whole.hidden).max()
+
+
+def test_rows_of_a_ragged_batch_are_those_alone() -> None:
+    """Tokens of the shorter rows stand at their own positions, and logits are the row's own."""
+    rows = [prompt(3, 1), prompt(80, 2), prompt(17, 3)]
+    together = small(batch=3)
+    got = [together.prefill(rows)]
+    got += [together.step([5, 6, 7]), together.step(np.array([8, 9, 10]))]
+    for i, row in enumerate(rows):
+        alone = small()
+        want = [alone.prefill(row), alone.step([5 + i]), alone.step(torch.tensor([8 + i]))]
+        for a, b in zip(got, want, strict=True):
+            assert np.abs(a[i] - b[0]).max() <= 1e-4 * np.abs(b).max()
+    assert together.lengths.tolist() == [5, 82, 19]
+    assert together.generate(rows, 6) == [small().generate(row, 6) for row in rows]
+
+
+def test_products_do_not_depend_on_the_batch() -> None:
+    """A first token attends itself alone, so nothing of it is summed in another order."""
+    alone, together = small(), small(batch=3)
+    assert np.array_equal(alone.prefill([7]), together.prefill([[7], [8], [9]])[:1])
+
+
+def test_the_same_input_gives_the_same_bits() -> None:
+    first, second = small(), small()
+    assert np.array_equal(first.prefill(prompt(50)), second.prefill(prompt(50)))
+    first.reset()
+    assert np.array_equal(first.prefill(prompt(9)), small().prefill(prompt(9)))
+
+
+def test_stops_end_rows_one_by_one() -> None:
+    rows = [prompt(4, 1), prompt(6, 2)]
+    free = small(batch=2).generate(rows, 12)
+    stop = free[0][4]
+    ended = small(batch=2).generate(rows, 12, stop=[stop])
+    assert ended[0] == free[0][: free[0].index(stop) + 1]
+    assert ended[1] == (free[1][: free[1].index(stop) + 1] if stop in free[1] else free[1])
+    assert small().generate(rows[0], 12, stop=stop) == ended[0]
+    assert small().generate(rows[0], 0) == []
+
+
+def test_a_stream_goes_on_where_it_ended() -> None:
+    whole, parts = small().generate(prompt(5), 9), small()
+    parts.prefill(prompt(5))
+    first = [tokens[0] for tokens in parts.stream(4)]
+    parts.prefill(first[-1:])
+    assert first + [tokens[0] for tokens in parts.stream(5)] == whole
+
+
+def test_draws_depend_on_the_seed_and_the_row_alone() -> None:
+    options = {"temperature": 1.5, "top_k": 20, "top_p": 0.9}
+    row = prompt(6)
+    first = small().generate(row, 20, seed=3, **options)
+    assert small().generate(row, 20, seed=3, **options) == first
+    assert small().generate(row, 20, seed=4, **options) != first
+    assert small(batch=2).generate([row, prompt(9, 5)], 20, seed=3, **options)[0] == first
+    assert small().generate(row, 20, temperature=1e-6) == small().generate(row, 20)
+    assert small().generate(row, 20, temperature=2.0, top_k=1) == small().generate(row, 20)
+
+
+def test_draws_are_distributed_as_asked() -> None:
+    p = np.array([0.5, 0.25, 0.15, 0.06, 0.04])
+    logits = np.log(p).astype(np.float32)[None].repeat(4000, 0)
+    for sampling, kept in (
+        (Sampling(temperature=1.0), 5),
+        (Sampling(temperature=1.0, top_k=3), 3),
+        (Sampling(temperature=1.0, top_p=0.7), 2),
+        (Sampling(temperature=1.0, top_k=4, top_p=0.9), 3),
+        (Sampling(temperature=1.0, top_p=0.0), 1),
+    ):
+        drawn = sampling.choose(logits, np.arange(4000))
+        want = p[:kept] / p[:kept].sum()
+        assert np.abs(np.bincount(drawn, minlength=5) / 4000 - np.pad(want, (0, 5 - kept))).max() < 0.03
+    sharp = Sampling(temperature=0.5).choose(logits, np.arange(4000))
+    assert abs((sharp == 0).mean() - 0.25 / np.square(p).sum()) < 0.03
+
+
+def test_a_budget_holds_and_costs_little() -> None:
+    tokens = prompt(150)
+    exact, packed = small(), small(cache_budget=0.6)
+    want, got = exact.prefill(tokens), packed.prefill(tokens)
+    assert packed.cache.nbytes <= 0.6 * 200 * 2 * 2 * 32 * 2 < exact.cache.nbytes / 0.7
+    assert 0 < np.abs(got - want).max() < 0.3 * np.abs(want).max()
+
+
+def test_a_model_keeps_its_weights_and_a_folder_is_read(tmp_path: Any) -> None:
+    model = family("llama-scaled-tied")
+    model.save_pretrained(tmp_path)
+    of_folder = Decoder.from_pretrained(tmp_path, dtype="float16")
+    of_model = Decoder.from_pretrained(model)
+    assert np.array_equal(of_folder.prefill([1, 2, 3]), of_model.prefill([1, 2, 3]))
+    assert all(not p.is_meta for p in model.parameters())
+
+
+def test_known_sizes_are_those_of_transformers() -> None:
+    import transformers
+
+    for name in ("pythia-160m", "llama-3.2-1b", "qwen3-0.6b"):
+        geometry, _ = published(name)
+        sizes = {"hidden_size": geometry.hidden, "num_hidden_layers": 1, "vocab_size": 16,
+                 "num_attention_heads": geometry.heads_q, "intermediate_size": geometry.ffn}  # fmt: skip
+        with torch.device("meta"):
+            if geometry.layer_norm:
+                model: Any = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes))
+            else:
+                sizes |= {"num_key_value_heads": geometry.heads_kv, "head_dim": geometry.head_dim}
+                kind = "Qwen3" if geometry.head_norms else "Llama"
+                config = getattr(transformers, f"{kind}Config")(**sizes)
+                model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        products = sum(p.numel() for n, p in model.base_model.layers.named_parameters() if p.dim() == 2)
+        assert products == sum(rows * columns for rows, columns in geometry.products().values())
+    assert round(published("pythia-2.8b")[0].parameters / 1e9, 2) == 2.65
+    assert all(geometry.parameters > 0 for geometry, _ in PUBLISHED.values())
+
+
+def test_weights_of_a_seed() -> None:
+    def bits(weights: Weights) -> Any:
+        return next(weights.layers).products[0].packed.view(np.uint16)
+
+    first = bits(draw(SMALL, 1e4, 1, "float16"))
+    assert np.array_equal(first, bits(draw(SMALL, 1e4, 1, "float16")))
+    assert not np.array_equal(first, bits(draw(SMALL, 1e4, 2, "float16")))
+    decoder = Decoder.from_config("pythia-14m", layers=1, dtype="bfloat16", max_seqlen=8)
+    assert np.isfinite(decoder.prefill([1, 2, 3])).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: small(batch=17), ValueError, "batch=17"),
+        (lambda: small(max_seqlen=201), ValueError, "max_seqlen=201"),
+        (lambda: small(device="tpu"), ValueError, "device='tpu'"),
+        (lambda: small().prefill([]), ValueError, "at least one token"),
+        (lambda: small().prefill([[1], [2]]), ValueError, "2 rows, the decoder has batch=1"),
+        (lambda: small().prefill([97]), ValueError, "tokens 0 to 96"),
+        (lambda: small().prefill([-1]), ValueError, "tokens 0 to 96"),
+        (lambda: small().prefill([0.5]), TypeError, "whole numbers"),
+        (lambda: small().prefill(prompt(201)), ValueError, "would have 201 tokens"),
+        (lambda: small().generate(prompt(190), 12), ValueError, "would have 201 tokens"),
+        (lambda: next(small().stream(3)), ValueError, "call prefill"),
+        (lambda: small().generate([1], 3, temperature=-1), ValueError, "temperature"),
+        (lambda: small().generate([1], 3, top_p=1.5), ValueError, "top_p"),
+        (lambda: Decoder.from_config("pythia-3b"), ValueError, "pythia-2.8b"),
+        (lambda: Decoder.from_config("pythia-14m", dtype="float32"), ValueError, "float16"),
+        (lambda: Decoder.from_pretrained("/nowhere/at/all"), OSError, "nowhere"),
+        (lambda: Decoder.from_pretrained(neox(hidden_act="gelu_new")), NotImplementedError, "gelu_new"),
+        (lambda: Decoder.from_pretrained(neox(hidden_size=80)), ValueError, "head_dim=20"),
+        (
+            lambda: Decoder.from_pretrained(llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
+            NotImplementedError,
+            "dynamic",
+        ),
+    ],
+)
+def test_what_is_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_other_models_are_refused_by_name() -> None:
+    import transformers
+
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=8))
+    with pytest.raises(NotImplementedError, match="gpt2"):
+        Decoder.from_pretrained(gpt2)
+    mistral = transformers.MistralForCausalLM(transformers.MistralConfig(**LLAMA, sliding_window=8))
+    with pytest.raises(NotImplementedError, match="sliding_window=8"):
+        Decoder.from_pretrained(mistral)
+    large = llama()
+    with torch.no_grad():
+        large.lm_head.weight[0, 0] = 1e6
+    with pytest.raises(ValueError, match="bfloat16"):
+        Decoder.from_pretrained(large, dtype="float16")
+
+
+def test_a_failed_prefill_changes_nothing() -> None:
+    decoder = small()
+    want = decoder.prefill(prompt(5))
+    for wrong in ([97], prompt(300)):
+        with pytest.raises(ValueError, match="tokens"):
+            decoder.prefill(wrong)
+    assert decoder.lengths.tolist() == [5]
+    assert np.array_equal(decoder._executor.logits, want)

@@ -1,0 +1,113 @@
+"""Whole models of every family against transformers: layers, logits at every position, keys and values, text.
+
+The engine's errors are judged by those that transformers makes when it runs the same weights in 16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.special import log_softmax
+
+from kvlab.engine import Decoder
+from kvlab.engine.weights import from_model
+from tests.engine.models import FAMILIES, SIZES, family
+
+TOKENS = np.random.default_rng(3).integers(0, SIZES["vocab_size"], (1, 40))
+
+
+def run(model: Any, dtype: str) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+    """Logits and the hidden states behind each layer of all positions, of `model` in a dtype."""
+    with torch.no_grad():
+        out = model.to(getattr(torch, dtype))(torch.from_numpy(TOKENS), output_hidden_states=True)
+    hidden = [layer[0].double().numpy() for layer in out.hidden_states[1:-1]]
+    return out.logits[0].double().numpy(), hidden
+
+
+def errors(got: NDArray[Any], want: NDArray[Any]) -> NDArray[np.float64]:
+    """Largest and root mean square error, and the divergence of the predictions."""
+    log_p, log_q = log_softmax(want, axis=-1), log_softmax(got, axis=-1)
+    divergence = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
+    return np.array([np.abs(got - want).max(), np.sqrt(np.square(got - want).mean()), divergence])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_token_by_token_is_the_whole_text(name: str, dtype: str) -> None:
+    """No worse than transformers in 16 bits, at every position; behind each layer, too."""
+    model = family(name, dtype)
+    exact, exact_hidden = run(model, "float64")
+    low, low_hidden = run(model, dtype)
+    decoder = Decoder.from_pretrained(model.float(), dtype=dtype)
+    seen: list[NDArray[Any]] = []
+
+    def watch(layer: int, what: str, x: NDArray[Any]) -> None:
+        if layer == 0 and what == "out":
+            seen.append(x[0])
+
+    logits = []
+    for token in TOKENS[0]:
+        decoder._executor.run(np.array([[token]]), np.ones((1, 1), bool), watch)
+        logits.append(decoder._executor.logits[0].astype(float))
+    assert (errors(np.array(logits), exact) <= 1.1 * errors(low, exact)).all()
+    layer, wanted = np.array(seen), exact_hidden[0]
+    assert np.abs(layer - wanted).max() <= 1.1 * np.abs(low_hidden[0] - wanted).max()
+    assert decoder.lengths.tolist() == [TOKENS.shape[1]]
+    shifted = np.array(logits)[1:]
+    assert not (errors(shifted, exact[:-1]) <= 1.1 * errors(low, exact)[0]).all(), "a shift is not seen"
+
+
+@pytest.mark.parametrize("name", ["neox-parallel", "qwen3", "llama-scaled-tied"])
+def test_keys_and_values_are_those_of_transformers(name: str) -> None:
+    model = family(name)
+    with torch.no_grad():
+        past = model(torch.from_numpy(TOKENS)).past_key_values
+    decoder = Decoder.from_pretrained(model)
+    found: dict[tuple[int, str], NDArray[Any]] = {}
+    decoder._executor.run(
+        TOKENS, np.ones(TOKENS.shape, bool), lambda layer, what, x: found.__setitem__((layer, what), x)
+    )
+    for layer in range(2):
+        for what, wanted in (("k_rotated", past.layers[layer].keys), ("v", past.layers[layer].values)):
+            expected = wanted[0].transpose(0, 1).numpy()
+            got = found[layer, what]
+            assert np.abs(got - expected).max() <= 2e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", ["neox-parallel", "llama"])
+def test_greedy_text_is_that_of_transformers(name: str) -> None:
+    model = family(name)
+    decoder = Decoder.from_pretrained(model, max_seqlen=64)
+    assert_same_text(decoder, model, TOKENS[0, :12].tolist(), 40)
+
+
+def assert_same_text(decoder: Decoder, model: Any, prompt: list[int], length: int) -> None:
+    """The same greedy text, but where the two likeliest tokens of transformers are as good as equal."""
+    found = decoder.generate(prompt, length)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + found])).logits[0, len(prompt) - 1 : -1].float()
+    best = logits.topk(2).values
+    for i, token in enumerate(found):
+        gap, missed = float(best[i, 0] - best[i, 1]), float(best[i, 0] - logits[i, token])
+        assert missed == 0 or gap < 5e-3 * float(logits[i].abs().max()), (i, gap, missed)
+
+
+def test_the_text_of_a_real_model(smollm2: Any) -> None:
+    model = smollm2.model
+    weights = from_model(model, "float16")
+    with torch.no_grad():  # what float16 holds is what both have
+        held = {name: p.half().float() for name, p in model.named_parameters()}
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        decoder = Decoder(weights, max_seqlen=256)
+        try:
+            for name, parameter in model.named_parameters():
+                parameter.copy_(held[name])
+            prompt = smollm2.encode("In the beginning God created the heaven and the earth. And")
+            assert_same_text(decoder, model, prompt, 64)
+        finally:
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])
