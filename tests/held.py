@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache.pages import LayerPages
+from kvlab.cache.pages import LayerPages, read_tokens
 from tests.allocations import fail_everywhere
 
 
@@ -41,6 +41,23 @@ def tokens_of(pages: LayerPages, row: int) -> Listed:
                 [head * same, entry * same, np.arange(count), rung * same, position, code, index * same]
             )
     return Listed(*np.concatenate([np.array(x, np.int64) for x in found], 1))
+
+
+def tokens_of(cache: Any) -> dict[tuple[int, int, int, int], tuple[int, bytes]]:
+    """All tokens by (layer, row, head, position): the bits of their pages, and all that is stored of them."""
+    found = {}
+    for layer, pages in enumerate(pages_of(cache)):
+        for row, head, entry in np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]):
+            rung, count = int(pages.rung[row, head, entry]), int(pages.count[row, head, entry])
+            layout, record = pages.layouts[rung], pages.pools[rung][pages.index[row, head, entry]][None]
+            k, v = read_tokens(record, layout, pages.dtype, np.zeros(count, np.int64), np.arange(count))
+            lower, codes = (x[0, :count] for x in (layout.positions_in(record), layout.importance_in(record)))
+            at = (int(pages.base[row, head, entry]) << 16) + lower.astype(np.int64)
+            for position, *token in zip(at.tolist(), k, v, codes, strict=True):
+                key = layer, int(row), int(head), position
+                assert key not in found
+                found[key] = layout.bits_k + layout.bits_v, b"".join(x.tobytes() for x in token)
+    return found
 
 
 def positions(pages: LayerPages, row: int, head: int) -> list[int]:

@@ -239,12 +239,11 @@ class Simulation:
         for (_, _, r), n in partial.items():
             assert n <= 1 + (r == len(layer.rungs) - 1)
 
-    def crop(self, n: int) -> Change:
-        """Forget the newest n time steps."""
+    def forget(self, n: int) -> None:
+        """Shorten the rows by n time steps, which the next change drops."""
         self.layer.seqlen -= n
         for at in [at for at in self.held if at[1] >= self.layer.seqlen]:
             del self.held[at]
-        return self.change()
 
     def append(self, codes: np.ndarray) -> None:
         """What the append kernel does with `codes` (num_bh, steps) of new tokens."""
@@ -302,4 +301,5 @@ def play(story: dict[str, Any], kind: type[Simulation]) -> None:
         if step:  # the first one still closes what prefills have left open
             assert change.new_pages <= new_pages
             assert change.dropped <= dropped
-    assert not simulation.crop(int(story["cropped"] * (layer.seqlen - story["first"]))).status
+    simulation.forget(int(story["cropped"] * (layer.seqlen - story["first"])))
+    assert not simulation.change().status

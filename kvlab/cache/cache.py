@@ -367,7 +367,7 @@ class MixedPrecisionCache(CacheOptions):
     # ---- rows and lengths ----------------------------------------------------------------------------------
 
     def crop(self, n: int) -> None:
-        """Forget the newest `n` time steps. On a GPU, waits for it, as `reorder`, `select` and `repeat` do.
+        """Forget the newest `n` time steps. On a GPU, waits for it only where the budget falls, too.
 
         Parameters
         ----------
@@ -380,6 +380,8 @@ class MixedPrecisionCache(CacheOptions):
             If a relative budget falls so far that what stays does not fit; the cache is as it was.
         """
         end = self.seqlen - whole_number(n, "n", 0, self.seqlen)
+        if self._road.crop(end):
+            return
         with self._road.on_host():
             try:
                 share = self._limit.share(end, self.batch)

@@ -154,10 +154,10 @@ class CpuKernels:
 
     def launch_plan(
         self, first: int, layers: int, workspace: Workspace, ladder: Ladder, stream: int, *, sink: int,
-        recent: int, lookahead: int, fixed_nbytes: int, by_position: bool = False,
+        recent: int, lookahead: int, fixed_nbytes: int, by_position: bool = False, cropped: bool = False,
         codes: int = 0, valid: int = 0, positions: int = 0, num_new: int = 0, first_position: int = 0,
     ) -> None:  # fmt: skip
-        """`kvlab.cache.cuda.plan.launch_plan`: layers are planned side by side."""
+        """`kvlab.cache.cuda.plan.launch_plan`: layers are planned side by side, always as if `cropped`."""
         from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
         from kvlab.numba_kernels.cpu.cache_plan import plan_layer
 
@@ -285,6 +285,20 @@ class CpuKernels:
         for row in range(batch):
             new = NewRow(k[row], v[row], valid[row], importance[row], int(fresh["first"]))
             freeze_row(self.store, layer, row, new, merged, room, force)
+
+    def crop_rows(self, end: int, stream: int) -> None:
+        """`kvlab.cache.cuda.kernels.crop_rows`."""
+        for layer in range(len(self.store.stores)):
+            tables = self._whole_tables(layer)
+            self.store.tables["seqlen"][layer] = end
+            waiting = (tables.num_pages > 0) & np.repeat(tables.waits > 0, self.store.heads)
+            tail = int(tables.rungs[-1, 2])
+            for bh in np.flatnonzero(waiting):
+                for entry in range(int(tables.num_pages[bh])):
+                    start = int(tables.addresses[bh, entry]) * UNIT + tail
+                    held = tables.arena[start : start + 128].view("<u2")[: int(tables.counts[bh, entry])]
+                    position = (int(tables.base[bh, entry]) << 16) + held.astype(np.int64)
+                    tables.counts[bh, entry] = (position < end).sum()
 
     # ---- attention -----------------------------------------------------------------------------------------
 

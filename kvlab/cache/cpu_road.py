@@ -146,6 +146,10 @@ class CpuRoad:
         """`MixedPrecisionCache.replayed`, which the CPU refuses."""
         _refuse("replayed")
 
+    def crop(self, end: int) -> bool:
+        """The layers are cropped by whoever holds them."""
+        return False
+
     def clear(self) -> None:
         """Nothing is held but what the layers hold."""
 

@@ -148,11 +148,12 @@ def run_story(story: dict[str, Any]) -> int:
     most = (batch * heads * entries if not story["tight"] else batch * heads * 24, batch * heads * entries)
     changes = 0
 
-    def change(new: list[Tokens] | None, bounds: tuple[int, int]) -> int:
+    def change(new: list[Tokens] | None, bounds: tuple[int, int], cropped: bool = False) -> int:
         nonlocal changes
         device = Device([s.layer for s in simulations])
         by_position = story["by_position"]
-        found = device.plan(name, new, simulations[0], bounds, by_position=by_position)
+        rules = {"by_position": by_position, "cropped": cropped}
+        found = device.plan(name, new, simulations[0], bounds, **rules)
         status = 0
         for number, simulation in enumerate(simulations):
             fresh = new[number] if new else None
@@ -177,6 +178,11 @@ def run_story(story: dict[str, Any]) -> int:
             simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))
             simulation.observe(rng)
         assert change(None, bounds if step else most) == 0
+    cropped = int(rng.random() * (total - 16))
+    for simulation in simulations:
+        simulation.forget(cropped)
+    while change(None, most, cropped=True):
+        pass
     return changes
 
 

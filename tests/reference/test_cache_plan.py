@@ -79,7 +79,8 @@ def test_a_plan_behind_a_crop_drops_what_is_beyond_the_end() -> None:
     simulation = Simulation(layer, "248")
     simulation.change(draw_tokens(rng, 2, 2, 600, 0, "padded"))
     before = simulation.levels()
-    simulation.crop(250)
+    simulation.forget(250)
+    simulation.change()
     after = simulation.levels()
     assert set(after) == {at for at in before if at[1] < 350}
     simulation.append(rng.integers(0, 256, (4, 16)).astype(np.uint8))

@@ -8,6 +8,9 @@
 // freeze_means  grid (batch): a CTA has a row with all its heads. It lists the valid new tokens. If there are
 //               enough, it writes the mean and copies waiting tokens to arrays in front of the new ones; else
 //               it copies new tokens to the waiting pages. A warp copies a vector, a thread sums a channel.
+// crop_rows     grid (batch, layers): rows get another length, and waiting pages, whose tokens stand in the
+//               order of their positions, forget those beyond it. A thread has a (head, page). Plans drop the
+//               tokens of other pages.
 // Memory: shared 0.4 KB.
 //
 // Macros: HEAD_DIM; BF16.
@@ -199,6 +202,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __gr
         }
     }
     if (goes && threadIdx.x == 0) s.waits[row] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) crop_rows(const LayerState* layers, int seqlen) {
+    const LayerState& s = layers[blockIdx.y];
+    const int row = blockIdx.x;
+    const bool waits = s.waits[row];
+#pragma unroll 1
+    for (int i = threadIdx.x; i < s.heads * WAITING_PAGES; i += THREADS) {
+        const int pair = row * s.heads + i / WAITING_PAGES, page = i % WAITING_PAGES;
+        if (page == 0) s.seqlen[pair] = seqlen;
+        if (!waits || s.num_pages[pair] == 0) continue;
+        const u64 at = (u64)pair * s.entries + page;
+        const u8* tail = s.arena + (u64)s.index[at] * UNIT + s.rungs[s.num_rungs].tail;
+        int count = s.count[at];
+        while (count && (s.base[at] << 16 | ((const u16*)tail)[count - 1]) >= seqlen) --count;
+        s.count[at] = (u8)count;
+    }
 }
 static_assert(WAITING_PAGES == OPEN_PAGES && WAITING_PAGES * PAGE >= LAST,
               "waiting pages take the next tokens");

@@ -137,6 +137,7 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
     const int kept = needed + (r == top && p.call.extra[p.group(g)]);
     const u32* starts = p.call.starts + (p.group(g) * p.classes + r) * KEYS;
     const u64 row = p.bh(bh) * p.s.entries;
+    const bool asks = leaving || p.call.cropped;  // for the keys of tokens
     auto no_page = [](int, u32, int, int, int) {};
 
     for (int w = 0; w < MOVE_WARPS; ++w) shared.counters[w][threadIdx.x] = 0;
@@ -171,7 +172,7 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
 
     int entry_of_lane = 0;
     visit_pages(
-        p, bh, segment, r, begin, end, leaving > 0,
+        p, bh, segment, r, begin, end, asks,
         [&](int entry, bool mine, int, int count) {
             entry_of_lane = entry;
             const int kind = count == PAGE ? 0 : count ? 1 : 2;
@@ -188,7 +189,7 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
                                         : order < needed - 1  ? PAGE
                                         : order == needed - 1 ? left
                                                               : 0;
-            if (leaving == 0) p.call.stay[row + entry] = first_slots(count);
+            if (!asks) p.call.stay[row + entry] = first_slots(count);
             if (r == top && !drop && order >= needed - 1)
                 p.call.role[p.group(g) * 2 + (order >= needed)] = entry;
         },
@@ -203,7 +204,7 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
             const int entry = __shfl_sync(ALL_LANES, entry_of_lane, from);
             if (lane == 0) p.call.stay[row + entry] = low | (u64)high << 32;
         });
-    if (leaving == 0 && all[1] <= 1) {
+    if (!asks && all[1] <= 1) {
         __syncthreads();  // the counters may be used again
         return;
     }
@@ -308,7 +309,7 @@ __device__ u32 keep_quiet(const Plan& p, int g, int bh, int segment) {
     u32 quiet = 0;
     for (int r = 0; r < p.s.num_rungs; ++r) {
         const int* kinds = p.kinds(g, r);
-        if (kinds[1] <= 1 && kinds[2] <= 1 && p.leaving(g, r) == 0) quiet |= 1u << r;
+        if (kinds[1] <= 1 && kinds[2] <= 1 && p.leaving(g, r) == 0 && !p.call.cropped) quiet |= 1u << r;
     }
     const int warp = threadIdx.x / 32, each = (pages + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
     visit_pages(

@@ -83,7 +83,8 @@ __device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, 
             for (int j = 0; j < 4; ++j) {
                 const u32 word = j < 2 ? positions[i].x : positions[i].y;
                 const int position = segment << 16 | (word >> 16 * (j % 2) & 0xffff);
-                if (j < held[i]) atomicAdd(to[i] + p.key(codes[i] >> 8 * j & 0xff, position), 1u);
+                const int key = j < held[i] ? p.key(codes[i] >> 8 * j & 0xff, position) : -1;
+                if (key >= 0) atomicAdd(to[i] + key, 1u);
             }
     }
 }

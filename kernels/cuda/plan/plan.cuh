@@ -54,7 +54,8 @@ struct PlanCall {
     long long fixed_bytes;
     int segments, chunks, most_new_pages, most_dropped;
     int num_new, first_position, sink, recent, lookahead, by_position;
-    int held;  // chunks of a row whose weights fit the shared memory of choose_rungs
+    int held;     // chunks of a row whose weights fit the shared memory of choose_rungs
+    int cropped;  // pages may hold tokens at or beyond the end of their row, which are none
 };
 
 // The same, for the layer of this block.
@@ -117,8 +118,10 @@ struct Plan {
         const u32 slab = address / (u32)s.slab_units;
         return s.slab_slot[slab] * s.rungs[r].per_slab + (address - slab * s.slab_units) / s.rungs[r].record;
     }
+    // What tokens are ordered by; -1 for those at or beyond the end of the row, which a crop leaves behind.
     __device__ __forceinline__ int key(u32 code, int position) const {
-        if (call.by_position) code = encode_importance(__fdiv_rn(1.f, (float)max(seqlen - position, 1)));
+        if (position >= seqlen) return -1;
+        if (call.by_position) code = encode_importance(__fdiv_rn(1.f, (float)(seqlen - position)));
         const int k = position >= seqlen - call.recent ? RECENT : min((int)code, RECENT - 1);
         return position < call.sink ? SINK : k;
     }

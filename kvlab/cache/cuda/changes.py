@@ -21,9 +21,11 @@ from kvlab.cache.cuda.plan import (
     Ladder,
     PlanShape,
     Workspace,
+    crop_bounds,
     decode_bounds,
     smallest_nbytes,
     spare_nbytes,
+    workspace_nbytes,
 )
 from kvlab.cache.cuda.store import DeviceStore
 from kvlab.cache.cuda.tight import least_nbytes
@@ -37,7 +39,7 @@ MOST_ROOM = 48
 """Tokens that a plan makes room for at most: with the 63 that a page may hold, they fit two pages."""
 NO_LIMIT = 1 << 62
 MOST_KEPT = 64 << 20
-"""Bytes of new tokens that may wait for the word that they were taken in."""
+"""Bytes of new tokens that may wait for the word that they were taken in, or that a rare plan works in."""
 
 
 class Admission(NamedTuple):
@@ -150,11 +152,11 @@ class Changes:
         """Bits of `PlanStatus` that a layer has met; waits for the device."""
         return int(self._executor.to_host(self.store.tables["status"][layer])[0])
 
-    def is_tight(self, layer: int, length: int) -> bool:
-        """Whether the bytes of a row may be too few for a plan of `length` tokens, wherever they lie."""
+    def is_tight(self, layer: int, length: int, share: int | None) -> bool:
+        """Whether so many bytes of a row may be too few for a plan of `length` tokens, wherever they lie."""
         store, ladder = self.store.stores[layer], self.ladders[layer]
         needed = smallest_nbytes(length, store.num_heads_kv, ladder, store.fixed_nbytes)
-        return self._share is not None and needed > self._share
+        return share is not None and needed > share
 
     def fits(self, layer: int, length: int, *, new: NDArray[np.bool_] | None = None, room: int = 0) -> bool:
         """Whether the next plan of a layer can keep to the budget; see `least_nbytes`. Waits."""
@@ -176,13 +178,48 @@ class Changes:
         if self.tidy:
             self._plan(first, n, self._decode, stream, None, room)
             return
-        # Any page may have holes, and any tokens may have to move: a workspace for the worst, for one layer.
+        # Any page may have holes, and any tokens may have to move: a workspace for the worst.
         pages = self.store.batch * self.store.heads * self.store.entries
-        with translated_out_of_memory("a plan of all pages"):
-            workspace = self.kernels.make_workspace(self._shape(0), 1, pages, pages)
-        for layer in range(first, first + n):
-            self._plan(layer, 1, workspace, stream, None, room)
+        workspace, at_once = self._workspace(n, pages, pages)
+        self._plan_in_turns(first, n, workspace, at_once, stream, room)
         self._tidy = n == len(self.ladders)
+
+    def crop(self, end: int, cropped: int, share: int | None, room: int, stream: int) -> None:
+        """Shorten all rows by `cropped` time steps to `end`, and plan them under `share` bytes.
+
+        Open pages then have room for `room` tokens. Waits for the device if rows have fewer bytes now.
+        """
+        shape, layers = self._shape(0), len(self.ladders)
+        fallen = max((self._share or 0) - share, 0) if share is not None else 0
+        new_pages = dropped = shape.batch * shape.heads * shape.entries
+        if self.tidy:
+            bounds = [crop_bounds(shape, ladder, cropped, fallen) for ladder in self.ladders]
+            new_pages, dropped = (max(found) for found in zip(*bounds, strict=True))
+        workspace, at_once = self._workspace(layers, new_pages, dropped)
+        self.set_share(share)
+        self.kernels.crop_rows(end, stream)
+        if fallen:
+            self.store.tables["status"][...] &= ~RETRY
+        self._plan_in_turns(0, layers, workspace, at_once, stream, room, cropped=True)
+        self._tidy = True
+        unfinished = (
+            np.flatnonzero(self._executor.to_host(self.store.tables["status"]) & RETRY) if fallen else ()
+        )
+        for layer in unfinished:  # all demotions at once would have taken more memory than there is
+            self._plan_again(int(layer), workspace, stream, None, room)
+
+    def _workspace(self, layers: int, new_pages: int, dropped: int) -> tuple[Workspace, int]:
+        """Take memory for plans without new tokens, and say of how many of `layers` layers at once."""
+        shape = self._shape(0)
+        at_once = max(1, min(layers, MOST_KEPT // max(workspace_nbytes(shape, new_pages, dropped), 1)))
+        with translated_out_of_memory("a plan of all pages"):
+            return self.kernels.make_workspace(shape, at_once, new_pages, dropped), at_once
+
+    def _plan_in_turns(
+        self, first: int, n: int, workspace: Workspace, at_once: int, stream: int, room: int, **rules: Any
+    ) -> None:
+        for start in range(first, first + n, at_once):
+            self._plan(start, min(at_once, first + n - start), workspace, stream, None, room, **rules)
 
     def take_waiting(self, layer: int, fresh: Any, workspace: Workspace, stream: int, room: int) -> None:
         """Plan a layer with tokens that have waited, and open pages for the next `room`; waits for nothing.
@@ -233,36 +270,39 @@ class Changes:
         for new in waiting:
             trouble = int(status[new.layer, 0])
             if trouble == RETRY:
-                trouble = self._admit_again(new)
+                trouble = self._plan_again(new.layer, new.workspace, new.stream, new.fresh, 0)
             if trouble:
                 raise RuntimeError(
                     f"layer {new.layer} is in trouble {trouble}: its tables or its arena are too small"
                 )
 
-    def _admit_again(self, new: Admission) -> int:
-        """Plan until new tokens are in, or nothing is left to be demoted; return the layer's trouble."""
+    def _plan_again(self, layer: int, workspace: Workspace, stream: int, fresh: Any, room: int) -> int:
+        """Plan until a plan is finished, or nothing is left to be demoted; return the layer's trouble."""
         before: list[int] = []
         trouble = RETRY
         while trouble == RETRY:
-            used = self._executor.to_host(self.store.tables["used"][new.layer]).tolist()
+            used = self._executor.to_host(self.store.tables["used"][layer]).tolist()
             if used == before:
                 break  # nothing was demoted, and nothing would be the next time
             before = used
-            self.store.tables["status"][new.layer] = 0
-            self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, 0)
-            trouble = self.trouble(new.layer)
+            self.store.tables["status"][layer] = 0
+            self._plan(layer, 1, workspace, stream, fresh, room)
+            trouble = self.trouble(layer)
         return trouble
 
-    def _plan(self, first: int, n: int, workspace: Workspace, stream: int, fresh: Any, room: int) -> None:
+    def _plan(
+        self, first: int, n: int, workspace: Workspace, stream: int, fresh: Any, room: int, **rules: Any
+    ) -> None:
         start = first
         for ladder, run in groupby(self.ladders[first : first + n]):
             count = len(list(run))
-            self._plan_run(start, count, ladder, workspace, stream, fresh, room)
+            self._plan_run(start, count, ladder, workspace, stream, fresh, room, **rules)
             start += count
 
     def _plan_run(
-        self, first: int, n: int, ladder: Ladder, workspace: Workspace, stream: int, fresh: Any, room: int
-    ) -> None:
+        self, first: int, n: int, ladder: Ladder, workspace: Workspace, stream: int, fresh: Any, room: int,
+        **rules: Any,
+    ) -> None:  # fmt: skip
         """Plan layers of one ladder, and move tokens and pages as the plan says."""
         store, new = self.store.stores[first], dict[str, Any]()
         if fresh is not None:
@@ -271,7 +311,7 @@ class Changes:
             new |= {"positions": int(fresh["positions"])}
         self.kernels.launch_plan(
             first, n, workspace, ladder, stream,
-            fixed_nbytes=store.fixed_nbytes, lookahead=room, **self._rules, **new,
+            fixed_nbytes=store.fixed_nbytes, lookahead=room, **self._rules, **rules, **new,
         )  # fmt: skip
         nothing = np.zeros(1, kernels.NEW_TOKENS)[0]
         for phase, tokens in enumerate((nothing if fresh is None else fresh, nothing)):

@@ -80,6 +80,11 @@ class GpuKernels:
             room=room, force=force,
         )  # fmt: skip
 
+    def crop_rows(self, end: int, stream: int) -> None:
+        """Give all rows another length; see `kvlab.cache.cuda.kernels.crop_rows`."""
+        layers, batch = len(self.store.stores), self.store.batch
+        kernels.crop_rows(*self._of_store, self._states(0), layers, batch, end, stream)
+
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def append_call(self, layer: int, top: Rung, **options: Any) -> kernels.AppendCall:

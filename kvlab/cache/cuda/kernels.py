@@ -31,6 +31,7 @@ __all__ = [
     "ROWS",
     "AppendCall",
     "copy_pages",
+    "crop_rows",
     "freeze_means",
     "merge_rows",
     "new_tokens",
@@ -244,6 +245,18 @@ def freeze_means(
     if batch:
         kernel = _kernel("pages/means", "freeze_means", head_dim, dtype, device)
         kernel((batch,), (_FREEZE_THREADS,), (call[0],), 0, stream)
+
+
+def crop_rows(
+    head_dim: int, dtype: str, device: int, states: int, layers: int, batch: int, seqlen: int, stream: int
+) -> None:  # fmt: skip
+    """Give all rows of some layers another length, and take waiting tokens beyond it out of their pages.
+
+    Other pages keep theirs until a plan, told that they are `cropped`, drops them.
+    """
+    if batch:
+        kernel = _kernel("pages/means", "crop_rows", head_dim, dtype, device)
+        kernel((batch, layers), (_FREEZE_THREADS,), (states, np.int32(seqlen)), 0, stream)
 
 
 def merge_rows(

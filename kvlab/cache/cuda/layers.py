@@ -142,7 +142,7 @@ class DeviceCache(DeviceState):
         if self.settings.on_host and (share is not None or self.settings.residual):
             host.choose(self, slice(first, first + n), share)
         elif share is not None and any(
-            self.changes.is_tight(layer, self.lengths[layer] + room) for layer in layers
+            self.changes.is_tight(layer, self.lengths[layer] + room, share) for layer in layers
         ):
             room = steps
             if not all(self.changes.fits(layer, self.lengths[layer], room=room) for layer in layers):
@@ -187,6 +187,22 @@ class DeviceCache(DeviceState):
         return waiting.room(layer, steps, most)
 
     # ---- rare operations -----------------------------------------------------------------------------------
+
+    def crop(self, end: int, share: int | None) -> None:
+        """Forget the time steps from `end` on, and keep to `share` bytes a row of a layer."""
+        stream, room, layers = self.executor.stream(self.like), self.changes.room, range(len(self.layers))
+        self.settle(stream)
+        # Where bytes are few, or others choose widths, tokens are dropped first and the rest planned then.
+        apart = share is not None and (
+            self.settings.on_host or any(self.changes.is_tight(layer, end + room, share) for layer in layers)
+        )
+        cropped = max(self.lengths) - end
+        self.changes.crop(end, cropped, None if apart else share, 0 if apart else room, stream)
+        for layer in layers:
+            self.waiting.crop(layer, self.lengths[layer], end)
+            self.lengths[layer], self.room[layer] = end, 0 if apart or self.waiting.any(layer) else room
+        if apart and end:
+            self._plan(0, len(self.layers), 0, share)
 
     def grow(self, capacity: int) -> None:
         """Make room for longer sequences, by way of the host."""

@@ -248,7 +248,7 @@ def _admit(
         return
     changes = cache.changes
     changes.set_share(share)
-    if share is not None and changes.is_tight(layer, length + steps):
+    if share is not None and changes.is_tight(layer, length + steps, share):
         use = np.ones((store.batch, steps), bool) if valid is None else cache.executor.to_host(valid)
         if merged is not None and merged.before:  # the CPU counts waiting tokens with the others
             host.admit(cache, layer, (new[0], new[1]), valid, mass, share)

@@ -26,11 +26,13 @@ __all__ = [
     "Ladder",
     "PlanShape",
     "Workspace",
+    "crop_bounds",
     "decode_bounds",
     "launch_plan",
     "make_workspace",
     "smallest_nbytes",
     "spare_nbytes",
+    "workspace_nbytes",
 ]
 
 RETRY = 8
@@ -46,7 +48,7 @@ _FIELDS = (
 )  # fmt: skip
 _NUMBERS = (
     "segments", "chunks", "most_new_pages", "most_dropped",
-    "num_new", "first_position", "sink", "recent", "lookahead", "by_position", "held",
+    "num_new", "first_position", "sink", "recent", "lookahead", "by_position", "held", "cropped",
 )  # fmt: skip
 _CALL = np.dtype(
     [
@@ -183,6 +185,11 @@ def make_workspace(
     )
 
 
+def workspace_nbytes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> int:
+    """Return the bytes of a workspace for one layer; arguments as of `make_workspace`."""
+    return sum(_sizes(shape, most_new_pages, most_dropped).values())
+
+
 def _held(shape: PlanShape) -> int:
     """Chunks of a row that a block holds in shared memory; 0 if they are too many."""
     chunks = shape.heads * shape.segments * shape.chunks
@@ -223,6 +230,25 @@ def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
     smallest = min((high - low for low, high in pairwise(ladder.cost)), default=ladder.cost[-1])
     demoted = -(-(shape.heads + 1) * ladder.cost[-1] // smallest)
     return shape.batch * (demoted + 2 * shape.heads), shape.batch * (demoted + 4 * shape.heads)
+
+
+def crop_bounds(shape: PlanShape, ladder: Ladder, tokens: int, nbytes: int) -> tuple[int, int]:
+    """Return (most_new_pages, most_dropped) of a layer for a call behind a crop by `tokens` time steps.
+
+    `nbytes`: by how much the budget of a row has fallen. What the cropped tokens leave in full pages is less
+    than one page of each rung and segment.
+
+    Examples
+    --------
+    >>> shape = PlanShape(1, 8, 600, num_rungs=2, evicts=False, segments=1, new_tokens=0)
+    >>> crop_bounds(shape, Ladder((8520, 16712), (0.018, 1e-4)), 64, 100_000)
+    (48, 88)
+    """
+    new_pages, dropped = decode_bounds(shape, ladder)
+    smallest = min((high - low for low, high in pairwise(ladder.cost)), default=ladder.cost[-1])
+    demoted, most = shape.batch * -(-nbytes // smallest), shape.batch * shape.heads * shape.entries
+    cropped = shape.batch * shape.heads * (tokens // _PAGE + shape.num_rungs * shape.segments)
+    return min(new_pages + demoted, most), min(dropped + demoted + cropped, most)
 
 
 def spare_nbytes(batch: int, heads: int, ladder: Ladder, slab_nbytes: int) -> int:
@@ -286,6 +312,7 @@ def launch_plan(
     lookahead: int,
     fixed_nbytes: int,
     by_position: bool = False,
+    cropped: bool = False,
     codes: int = 0,
     valid: int = 0,
     positions: int = 0,
@@ -307,6 +334,8 @@ def launch_plan(
         Bytes of a row beside pages and their table entries.
     by_position : bool
         Importance follows from the position alone.
+    cropped : bool
+        Pages may hold tokens at or beyond the end of their rows, which the plan drops.
     codes, valid, positions, num_new, first_position : int
         New tokens: addresses of their importance (num_bh, num_new) uint8, of what is no padding
         (batch, num_new) uint8 or 0, of their positions (batch, num_new) int32 or 0 if these follow each
@@ -334,6 +363,7 @@ def launch_plan(
         lookahead,
         by_position,
     )
+    call["cropped"] = cropped
     if layers not in workspace.launches:
         workspace.launches[layers] = _launches(workspace, layers)
     for launch in workspace.launches[layers]:

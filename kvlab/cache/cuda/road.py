@@ -374,6 +374,17 @@ class GpuRoad:
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
+    def crop(self, end: int) -> bool:
+        """Forget the time steps from `end` on, if the device holds anything."""
+        device, batch = self._device, self._options.batch
+        if device is None:
+            return False
+        if end and not self._limit.fits(end, batch):
+            raise self._limit.refusal(end, batch)
+        if end < max(device.lengths):
+            device.crop(end, self._limit.share(end, batch))
+        return True
+
     def clear(self) -> None:
         """Forget everything."""
         if self._device is not None:

@@ -100,6 +100,15 @@ class Waiting:
         self._high[layer] += counts
         self._length[layer] = length
 
+    def crop(self, layer: int, before: int, length: int) -> None:
+        """Count the tokens that a crop from a length to another has left."""
+        self.advance(layer, before)
+        self._low[layer] = np.maximum(self._low[layer] - (before - length), 0)
+        # A row that may have its mean keeps it, and so must not be taken for one that waits for certain.
+        fewer = np.minimum(self._high[layer], length)
+        self._high[layer] = np.where(self._certain[layer], fewer, self._high[layer])
+        self._length[layer] = length
+
     def hold_tokens(self, layer: int) -> bool:
         """Whether tokens may wait."""
         return bool((self.rows[layer] & (self._high[layer] > 0)).any())
