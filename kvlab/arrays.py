@@ -27,13 +27,16 @@ __all__ = [
     "ArrayT",
     "CudaView",
     "Device",
+    "check_tensor",
     "common_device",
     "cuda_view",
     "current_stream",
     "device_of",
+    "device_of_torch",
     "dtype_name",
     "empty",
     "like_first",
+    "loaded_cupy",
     "meant_strides",
     "numpy_dtype",
     "one_device",
@@ -94,7 +97,7 @@ def _torch_of(x: object) -> ModuleType | None:
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
 
 
-def _loaded_cupy(x: object, name: str) -> ModuleType:
+def loaded_cupy(x: object, name: str) -> ModuleType:
     """Return CuPy for an array on a GPU that is not a torch tensor."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
@@ -116,7 +119,7 @@ def _refuse(x: object, name: str) -> TypeError:
     )
 
 
-def _check_tensor(tensor: Any, torch: ModuleType, name: str) -> None:
+def check_tensor(tensor: Any, torch: ModuleType, name: str) -> None:
     """Refuse the tensors of torch whose memory does not say everything about their value."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(
@@ -188,10 +191,12 @@ def dtype_name(x: Any, name: str = "x") -> str:
     return text
 
 
-@cache
-def _device_of_torch(device: Any) -> Device | None:
-    """Return a device of torch as kvlab's, None if it is neither CPU nor GPU; asking it takes longer."""
-    return Device(device.type, device.index or 0) if device.type in ("cpu", "cuda") else None
+@cache  # asking it takes longer
+def device_of_torch(device: Any, name: str) -> Device:
+    """Return a device of torch as kvlab's; errors as `device_of`."""
+    if device.type not in ("cpu", "cuda"):
+        raise TypeError(f"{name} is on device {device}; kvlab works on cpu and cuda")
+    return Device(device.type, device.index or 0)
 
 
 def device_of(x: Any, name: str = "x") -> Device:
@@ -212,10 +217,7 @@ def device_of(x: Any, name: str = "x") -> Device:
     if isinstance(x, np.ndarray):
         return _CPU
     if _torch_of(x) is not None:
-        device = _device_of_torch(x.device)
-        if device is None:
-            raise TypeError(f"{name} is on device {x.device}; kvlab works on cpu and cuda")
-        return device
+        return device_of_torch(x.device, name)
     if not hasattr(x, "__dlpack_device__"):
         raise _refuse(x, name)
     code, index = x.__dlpack_device__()
@@ -315,7 +317,7 @@ def to_numpy_view(x: Any, name: str) -> NDArray[Any]:
     torch = _torch_of(x)
     if torch is None:
         return _numpy_from_dlpack(x, name)
-    _check_tensor(x, torch, name)
+    check_tensor(x, torch, name)
     if dtype_name(x, name) == "bfloat16":
         return cast("NDArray[Any]", x.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16))
     return cast("NDArray[Any]", x.detach().numpy())
@@ -349,7 +351,7 @@ def cuda_view(x: Any, name: str) -> CudaView:
     if torch is not None:
         if not x.is_cuda:
             raise TypeError(f"{name} is on {x.device}; this backend works on arrays on a CUDA GPU")
-        _check_tensor(x, torch, name)
+        check_tensor(x, torch, name)
         return CudaView(
             x.data_ptr(), *_described_by_torch(x.shape, x.stride()), dtype_name(x, name), x.device.index
         )
@@ -358,7 +360,7 @@ def cuda_view(x: Any, name: str) -> CudaView:
         device = device_of(x, name)
         if device.kind != "cuda":
             raise TypeError(f"{name} is on {device}; this backend works on arrays on a CUDA GPU")
-        x = _loaded_cupy(x, name).from_dlpack(x)
+        x = loaded_cupy(x, name).from_dlpack(x)
     itemsize = x.itemsize
     strides = meant_strides(x.shape, tuple([step // itemsize for step in x.strides]))
     return CudaView(x.data.ptr, x.shape, strides, dtype_name(x, name), x.device.id)
@@ -419,7 +421,7 @@ def current_stream(x: Any) -> int:
     device = device_of(x)
     if device.kind != "cuda":
         raise TypeError(f"an array on {device} has no stream")
-    return int(_loaded_cupy(x, "x").cuda.get_current_stream(device.index).ptr)
+    return int(loaded_cupy(x, "x").cuda.get_current_stream(device.index).ptr)
 
 
 def empty(shape: Sequence[int], dtype: str, like: ArrayT) -> ArrayT:
@@ -456,7 +458,7 @@ def empty(shape: Sequence[int], dtype: str, like: ArrayT) -> ArrayT:
     device = device_of(like)
     if device.kind == "cpu":
         return like_first(np.empty(tuple(shape), target), like)
-    cupy = _loaded_cupy(like, "like")
+    cupy = loaded_cupy(like, "like")
     with cupy.cuda.Device(device.index):
         return cast("ArrayT", cupy.empty(tuple(shape), target))
 
@@ -479,7 +481,7 @@ def to_device(host: NDArray[Any], like: ArrayT) -> ArrayT:
     if torch is not None:
         copied = torch.from_numpy(np.ascontiguousarray(host)).to(cast("Any", like).device, copy=True)
         return cast("ArrayT", copied)
-    cupy = _loaded_cupy(like, "like")
+    cupy = loaded_cupy(like, "like")
     with cupy.cuda.Device(device_of(like).index):
         return cast("ArrayT", cupy.asarray(host))
 
@@ -492,7 +494,7 @@ def overwrite(array: Any, host: NDArray[Any]) -> None:
     if _torch_of(array) is not None:
         array.copy_(like_first(host, array))
         return
-    cupy = _loaded_cupy(array, "array")
+    cupy = loaded_cupy(array, "array")
     with array.device:
         array.set(host, cupy.cuda.get_current_stream())
 
@@ -501,7 +503,7 @@ def to_host(x: Any) -> NDArray[Any]:
     """Copy an array on a GPU to a NumPy array; waits until what its stream does before is done."""
     if _torch_of(x) is not None:
         return cast("NDArray[Any]", x.cpu().numpy())
-    return cast("NDArray[Any]", _loaded_cupy(x, "x").asnumpy(x))
+    return cast("NDArray[Any]", loaded_cupy(x, "x").asnumpy(x))
 
 
 def like_first(result: NDArray[Any], first: ArrayT) -> ArrayT:

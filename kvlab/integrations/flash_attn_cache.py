@@ -18,18 +18,15 @@ from kvlab.arguments import LONGEST, whole_number
 from kvlab.integrations.flash_attn_arguments import check_index, check_tensor
 from kvlab.integrations.flash_attn_cache_checks import CacheRows, can_look, check_pages
 from kvlab.integrations.torch_autograd import with_contiguous_rows
-from kvlab.ops.attention import check_call
+from kvlab.ops.attention_call import BOUNDS, RAGGED_Q, Signature, call_of
 from kvlab.shapes import match_shapes
 
 __all__ = ["attend_cache", "attend_paged", "rotate_new", "write_new"]
 
 Tensor = torch.Tensor
 
-_OF_PAGES, _OF_BOUNDS = ("num_blocks", "page_block_size", "Hk", "D"), ("batch + 1",)
-_PAGED = (
-    ("q", ("total_q", "Hq", "D")), ("k", _OF_PAGES), ("v", _OF_PAGES), ("cu_seqlens_q", _OF_BOUNDS),
-    ("cu_seqlens_k", _OF_BOUNDS),
-)  # fmt: skip
+_OF_PAGES = ("num_blocks", "page_block_size", "Hk", "D")
+_PAGED = Signature("attention", q=RAGGED_Q, k=_OF_PAGES, v=_OF_PAGES, **BOUNDS)
 
 
 def attend_cache(
@@ -79,9 +76,10 @@ def attend_paged(
 ) -> tuple[Tensor, Tensor]:
     """Attend to sequences whose keys lie in pages, (num_blocks, page_block_size, kv_heads, head_dim)."""
     arrays = q, k, v, cu_seqlens_q, cu_seqlens_k
-    for x, (name, _) in zip(arrays, _PAGED, strict=True):
+    for x, name in zip(arrays, _PAGED.names, strict=True):
         check_tensor(x, name)
-    check_call("attention", _PAGED, arrays, None)
+    with torch.no_grad():
+        call_of(_PAGED, arrays, None)
     check_index(block_table, "block_table", q.device)
     batch = len(cu_seqlens_q) - 1
     match_shapes(

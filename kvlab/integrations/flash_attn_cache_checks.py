@@ -14,7 +14,7 @@ import torch
 
 from kvlab.arguments import LONGEST, whole_number
 from kvlab.integrations.flash_attn_arguments import check_index, check_tensor
-from kvlab.ops.attention import Patterns, check_call
+from kvlab.ops.attention_call import Signature, call_of
 from kvlab.shapes import match_shapes
 
 __all__ = ["CacheRows", "can_look", "check_cache", "check_pages", "check_range"]
@@ -23,6 +23,11 @@ Tensor = torch.Tensor
 
 _OF_Q, _OF_NEW = ("batch", "seqlen_q", "Hq", "D"), ("batch", "seqlen_new", "Hk", "D")
 _OF_ROWS, _OF_PAGES = ("batch_cache", "seqlen_cache", "Hk", "D"), ("num_blocks", "page_block_size", "Hk", "D")
+_CACHES = [
+    Signature("attention", q=_OF_Q, k_cache=of_cache, v_cache=of_cache, **new)
+    for of_cache in (_OF_ROWS, _OF_PAGES)
+    for new in ({}, {"k": _OF_NEW, "v": _OF_NEW})
+]
 
 
 class CacheRows(NamedTuple):
@@ -109,14 +114,12 @@ def _check_shapes(
     seqlens: Any, chosen: Any, leftpad: Any, block_table: Any,
 ) -> dict[str, int]:  # fmt: skip
     """Check kinds, shapes, dtypes and devices; return the value of each symbol."""
-    of_cache = _OF_ROWS if block_table is None else _OF_PAGES
-    patterns: Patterns = (("q", _OF_Q), ("k_cache", of_cache), ("v_cache", of_cache))
-    arrays: tuple[Any, ...] = q, k_cache, v_cache
-    if k is not None:
-        patterns, arrays = (*patterns, ("k", _OF_NEW), ("v", _OF_NEW)), (*arrays, k, v)
-    for x, (name, _) in zip(arrays, patterns, strict=True):
+    signature = _CACHES[2 * (block_table is not None) + (k is not None)]
+    arrays: tuple[Any, ...] = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
+    for x, name in zip(arrays, signature.names, strict=True):
         check_tensor(x, name)
-    sizes = check_call("attention", patterns, arrays, None).sizes
+    with torch.no_grad():
+        sizes = dict(call_of(signature, arrays, None)[0].sizes)
     shapes: dict[str, tuple[Sequence[int], Sequence[str | int]]] = {"q": (q.shape[:1], ("batch",))}
     for x, name in ((seqlens, "cache_seqlens"), (chosen, "cache_batch_idx"), (leftpad, "cache_leftpad")):
         if isinstance(x, torch.Tensor) or (x is not None and name != "cache_seqlens"):

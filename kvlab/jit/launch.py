@@ -89,7 +89,8 @@ class Kernel:
         """
         if 0 in grid:
             return
-        self.accept(args, shared_bytes)
+        self._check_arguments(args)
+        self.ask_for_shared(shared_bytes)
         try:
             self._function(grid, block, args, shared_bytes, _stream(stream_pointer))
         except _driver_error():
@@ -101,16 +102,10 @@ class Kernel:
         """The ``CUfunction`` as an integer."""
         return int(self._function.ptr)
 
-    def accept(self, args: Sequence[Any], shared_bytes: int) -> None:
-        """Check arguments and get ready for so much dynamic shared memory; errors as in a call."""
-        types = tuple(map(type, args))
-        if types not in self._argument_types:
-            self._check_arguments(args)
-            self._argument_types.add(types)
-        if shared_bytes > self._dynamic_shared:
-            self._ask_for_shared(shared_bytes)
-
     def _check_arguments(self, args: Sequence[Any]) -> None:
+        types = tuple(map(type, args))
+        if types in self._argument_types:
+            return
         wanted = self.resources.parameter_bytes
         if len(args) != len(wanted):
             raise TypeError(f"{self.name} has {len(wanted)} parameters, {len(args)} arguments were given")
@@ -124,8 +119,12 @@ class Kernel:
                     f"{self.name}: args[{position}]={argument!r} ({type(argument).__name__}) does not fit a "
                     f"parameter of {size} bytes; pass pointers as int, all else as NumPy scalars of its size"
                 )
+        self._argument_types.add(types)
 
-    def _ask_for_shared(self, shared_bytes: int) -> None:
+    def ask_for_shared(self, shared_bytes: int) -> None:
+        """Get ready for launches with so much dynamic shared memory; errors as in a call."""
+        if shared_bytes <= self._dynamic_shared:
+            return
         from cupy.cuda import driver
 
         try:
@@ -139,18 +138,18 @@ class Kernel:
 
 
 class PreparedLaunch:
-    """A launch whose grid and argument stay where they are, for kernels of one argument, a struct.
+    """A launch whose grid and arguments stay where they are.
 
-    The host writes new contents into the struct between launches. A launch takes it 2 us, where a `Kernel`,
-    which looks at its arguments every time, takes 5 to 10.
+    The host writes new contents into the arguments between launches. A launch takes it 4 us, where a
+    `Kernel`, which looks at its arguments every time, takes 7 to 12.
 
     Parameters
     ----------
     kernel : Kernel
     grid, block : tuple of int
-        Blocks in up to three dimensions, threads in one.
-    argument : structured array, (1,)
-        The struct; read at each launch.
+        Blocks in up to three dimensions, threads in one. A grid with a 0 launches nothing.
+    argument : array, contiguous
+        The kernel's parameters, usually one struct, end to end; read at each launch.
     shared_bytes : int
         Dynamic shared memory per block.
     early : bool
@@ -197,12 +196,18 @@ class PreparedLaunch:
 
         hopper = compute_capability(kernel.device) >= (9, 0)
         _check_cluster(kernel, grid[0], cluster, has_clusters=hopper)
-        kernel.accept((argument[0],), shared_bytes)
+        sizes = kernel.resources.parameter_bytes
+        if sum(sizes) != argument.nbytes:
+            raise TypeError(
+                f"{kernel.name}: an argument of {argument.nbytes} bytes does not fit parameters of "
+                f"{', '.join(map(str, sizes))} bytes"
+            )
+        kernel.ask_for_shared(shared_bytes)
         if cluster > _PORTABLE_CLUSTER:
             driver.funcSetAttribute(kernel.pointer, _LARGE_CLUSTERS, 1)
         self.kernel, self.grid, self.block, self.shared_bytes = kernel, grid, block, shared_bytes
         self._argument = argument
-        self._pointers = np.array([argument.ctypes.data], np.uint64)
+        self._pointers = argument.ctypes.data + np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
         address = int(self._pointers.ctypes.data)
         shape = (*(*grid, 1, 1)[:3], *block, 1, 1, shared_bytes)
         attributes = {
@@ -210,7 +215,10 @@ class PreparedLaunch:
             **({"programmaticStreamSerializationAllowed": 1} if early and hopper else {}),
             **({"clusterDim": cluster} if cluster > 1 else {}),
         }
-        if attributes:
+        self._launch: Callable[[int], None]
+        if 0 in grid:
+            self._launch = lambda stream: None
+        elif attributes:
             self._launch = _with_attributes(kernel.pointer, shape, address, attributes)
         else:
             fixed, launch = (kernel.pointer, *shape), driver.launchKernel

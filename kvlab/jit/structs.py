@@ -1,18 +1,18 @@
 """Structs that kernels take by value: named fields, packed as C lays them out.
 
-`Struct.pack` makes a kernel argument of values. Calls that come again and again keep what does not change:
-a `Template` all but the addresses, an array of `Struct.dtype` all that a `PreparedLaunch` reads.
+`Struct.pack` makes a kernel argument of values. Calls that come again and again keep an array of it, which a
+`PreparedLaunch` reads, and write into it what alone has changed: addresses, as words of 8 bytes.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["ADDRESS", "TENSOR", "Struct", "Template"]
+__all__ = ["ADDRESS", "TENSOR", "Struct", "words_of"]
 
 ADDRESS, TENSOR = "address", "tensor"
 """Formats of fields: an address, and an address with the strides of batch, position and head."""
@@ -60,44 +60,27 @@ class Struct:
             record[name] = value
         return np.frombuffer(record.tobytes(), f"V{self.size}")[0]
 
-    def template(self, values: Mapping[str, Any]) -> Template:
-        """Pack the values of all fields but addresses; of a tensor its three strides."""
-        record, begins = np.zeros((), self.dtype), [-8]
+    def word(self, field: str) -> int:
+        """Return the number of the word of 8 bytes at which a field begins."""
+        return self.offset(field) // 8
+
+    def array(self, values: Mapping[str, Any]) -> NDArray[Any]:
+        """Return an array of one struct with these values: of a tensor its three strides, no addresses."""
+        record = np.zeros(1, self.dtype)
         for name, form in self._formats.items():
-            if form in (ADDRESS, TENSOR):
-                begins.append(self.offset(name))
             if form == TENSOR:
                 record[name]["strides"] = values[name]
             elif form != ADDRESS:
                 record[name] = values[name]
-        known, ends = record.tobytes(), [*begins[1:], self.size]
-        return Template([known[begin + 8 : end] for begin, end in zip(begins, ends, strict=True)])
+        return record
+
+
+def words_of(argument: NDArray[Any]) -> memoryview:
+    """Return the words of 8 bytes of an array; writing one takes a fifth of the time it takes NumPy."""
+    return argument.view(np.uint64).data
 
 
 def _dtype_of(form: str | tuple[Struct, int]) -> tuple[Any, ...]:
     if isinstance(form, tuple):
         return form[0].dtype, form[1]
     return ({ADDRESS: "u8", TENSOR: [("address", "u8"), ("strides", "i8", 3)]}.get(form, form),)
-
-
-class Template:
-    """A struct without its addresses: the bytes before the first of them, and behind each.
-
-    A call fills in what alone has changed since the last one of its kind: the host must not take longer than
-    a short kernel runs.
-    """
-
-    def __init__(self, between: Sequence[bytes]) -> None:
-        self._struct = struct.Struct("<" + "q".join(f"{len(part)}s" for part in between))
-        self._parts: list[Any] = [part for known in between for part in (known, 0)][:-1]
-        self._dtype = np.dtype(f"V{self._struct.size}")
-
-    def fill(self, addresses: Sequence[int]) -> Any:
-        """Return the struct with these addresses, in the order of their fields, as one kernel argument."""
-        return np.frombuffer(self.pack(addresses), self._dtype)[0]
-
-    def pack(self, addresses: Sequence[int]) -> bytes:
-        """Return the struct as bytes."""
-        parts = self._parts.copy()
-        parts[1::2] = addresses
-        return self._struct.pack(*parts)

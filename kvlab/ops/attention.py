@@ -8,47 +8,27 @@ and merged with no error but rounding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvlab.arguments import LONGEST, flag, number, sides_of_window, whole_number
-from kvlab.arrays import (
-    Array,
-    ArrayT,
-    Device,
-    common_device,
-    device_of,
-    dtype_name,
-    numpy_dtype,
-    one_device,
+from kvlab.arguments import LONGEST, flag, whole_number
+from kvlab.arrays import Array, ArrayT, common_device, dtype_name
+from kvlab.ops.attention_call import (
+    BOUNDS,
+    OF_K,
+    OF_Q,
+    RAGGED_K,
+    RAGGED_Q,
+    Options,
+    Signature,
+    call_of,
+    checked_options,
+    longest_of,
 )
-from kvlab.device import enough_memory
-from kvlab.registry import (
-    ON_CUDA,
-    ON_NUMBA,
-    AtLeast,
-    Implementation,
-    check_backend,
-    choose,
-    register,
-    requirements_of,
-)
+from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of
 from kvlab.shapes import match_shapes
 
-__all__ = [
-    "Checked",
-    "Patterns",
-    "Scores",
-    "Sequences",
-    "attention",
-    "attention_varlen",
-    "check_call",
-    "merge_attention",
-    "scores_of",
-    "sequences_of",
-]
+__all__ = ["attention", "attention_varlen", "merge_attention"]
 
 _FLOATS = ("float16", "bfloat16", "float32")
 REQUIREMENTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
@@ -79,45 +59,8 @@ register(
 )
 
 
-Patterns = tuple[tuple[str, tuple[str, ...]], ...]
-OF_Q, OF_K = ("B", "Sq", "Hq", "D"), ("B", "Sk", "Hk", "D")
-_FIXED: Patterns = (("q", OF_Q), ("k", OF_K), ("v", OF_K))
-RAGGED_Q, RAGGED_K = ("total_q", "Hq", "D"), ("total_k", "Hk", "D")
-BOUNDS: Patterns = (("cu_seqlens_q", ("batch + 1",)), ("cu_seqlens_k", ("batch + 1",)))
-_VARLEN: Patterns = (("q", RAGGED_Q), ("k", RAGGED_K), ("v", RAGGED_K), *BOUNDS)
-
-_DTYPE_OF = {"lse": "float32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}
-"""Arrays that have a dtype of their own; all others have that of q."""
-
-
-class Checked(NamedTuple):
-    """What follows from the arrays of a call: who computes it, the value of each symbol, where, in what."""
-
-    row: Implementation
-    sizes: dict[str, int]
-    dtype: str
-    device: Device
-
-
-class Sequences(NamedTuple):
-    """Where the sequences of a variable-length call lie; `max_q` and `max_k` are at least the longest."""
-
-    cu_q: Array
-    cu_k: Array
-    max_q: int
-    max_k: int
-
-
-class Scores(NamedTuple):
-    """Which keys a row sees and how it scores them, defaults resolved.
-
-    A row at position p sees the keys from p - left to p + right; -1 means no limit.
-    """
-
-    left: int
-    right: int
-    scale: float
-    softcap: float
+_FIXED = Signature("attention", q=OF_Q, k=OF_K, v=OF_K)
+_VARLEN = Signature("attention", q=RAGGED_Q, k=RAGGED_K, v=RAGGED_K, **BOUNDS)
 
 
 def attention(
@@ -201,9 +144,11 @@ def attention(
     >>> out[0, :, 0, 0], lse[0, 0]
     (array([0., 7.], dtype=float32), array([-inf,   2.], dtype=float32))
     """
-    call = check_call("attention", _FIXED, (q, k, v), backend)
-    scores = scores_of(call.sizes["D"], causal, scale, window, softcap)
-    return _attend(call, q, k, v, None, scores, flag(return_lse, "return_lse"), _margin_of(sm_margin))
+    options = checked_options(causal, scale, window, softcap)
+    result: ArrayT | tuple[ArrayT, ArrayT] = _attend(
+        _FIXED, (q, k, v), None, options, return_lse, sm_margin, backend
+    )
+    return result
 
 
 def attention_varlen(
@@ -265,106 +210,32 @@ def attention_varlen(
     array([[2., 3., 4., 5.],
            [0., 0., 0., 0.]], dtype=float32)
     """
-    call = check_call("attention", _VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k), backend)
-    sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scores = scores_of(call.sizes["D"], causal, scale, window, softcap)
-    return_lse = flag(return_lse, "return_lse")
-    return _attend(call, q, k, v, sequences, scores, return_lse, _margin_of(sm_margin))
-
-
-def sequences_of(cu_seqlens_q: Array, cu_seqlens_k: Array, max_seqlen_q: int, max_seqlen_k: int) -> Sequences:
-    """Check the lengths beside the prefix sums, which `check_call` has checked."""
-    longest = ((max_seqlen_q, "max_seqlen_q"), (max_seqlen_k, "max_seqlen_k"))
-    return Sequences(
-        cu_seqlens_q, cu_seqlens_k, *(whole_number(value, name, 0, LONGEST) for value, name in longest)
+    options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
+    arrays = q, k, v, cu_seqlens_q, cu_seqlens_k
+    result: ArrayT | tuple[ArrayT, ArrayT] = _attend(
+        _VARLEN, arrays, longest, options, return_lse, sm_margin, backend
     )
-
-
-def scores_of(
-    head_dim: int, causal: bool, scale: float | None, window: tuple[int, int], softcap: float
-) -> Scores:
-    """Check mask and score options, and resolve their defaults."""
-    left, right = sides_of_window(window)
-    scale = 1 / math.sqrt(head_dim) if scale is None else number(scale, "scale")
-    return Scores(left, 0 if flag(causal, "causal") else right, scale, number(softcap, "softcap", least=0))
-
-
-def _margin_of(sm_margin: int) -> int:
-    """Check how many multiprocessors to leave to others."""
-    return whole_number(sm_margin, "sm_margin", 0, LONGEST)
+    return result
 
 
 def _attend(
-    call: Checked,
-    q: ArrayT,
-    k: Array,
-    v: Array,
-    sequences: Sequences | None,
-    scores: Scores,
+    signature: Signature,
+    arrays: tuple[Any, ...],
+    longest: tuple[int, int] | None,
+    options: Options,
     return_lse: bool,
     sm_margin: int,
-) -> ArrayT | tuple[ArrayT, ArrayT]:
-    sizes = call.sizes
-    rows = (sizes["B"] * sizes["Sq"] if sequences is None else sizes["total_q"]) * sizes["Hq"]
-    need = rows * (sizes["D"] * numpy_dtype(call.dtype).itemsize + 4)
-    margin = {"sm_margin": sm_margin} if sm_margin and call.row.backend == "cuda" else {}
-    with enough_memory(need, "attention", call.device.kind):
-        result: tuple[ArrayT, ArrayT] = call.row.launch(q, k, v, sequences, scores, **margin)
-    return result if return_lse else result[0]
-
-
-def check_call(operation: str, patterns: Patterns, arrays: Sequence[Array], backend: str | None) -> Checked:
-    """Check the arrays of a call, and choose who computes it.
-
-    The answer follows from shapes, dtypes and devices, and calls repeat these. So the answer is cached: a new
-    check takes the host longer than a short kernel runs.
-
-    Parameters
-    ----------
-    operation : str
-    patterns : tuple of (argument name, symbols of its shape)
-        One for each array.
-    arrays : sequence of arrays
-    backend : str, optional
-        As the caller gave it.
-    """
-    facts = tuple(
-        [
-            (dtype_name(array, name), array.shape, device_of(array, name))  # type: ignore[attr-defined]
-            for array, (name, _) in zip(arrays, patterns, strict=True)
-        ]
-    )
-    check_backend(backend)
-    return _checked(operation, patterns, facts, backend)
-
-
-@lru_cache(maxsize=4096)
-def _checked(
-    operation: str,
-    patterns: Patterns,
-    facts: tuple[tuple[str, tuple[int, ...], Device], ...],
     backend: str | None,
-) -> Checked:
-    named = {name: fact for (name, _), fact in zip(patterns, facts, strict=True)}
-    sizes = match_shapes({name: (named[name][1], pattern) for name, pattern in patterns})
-    if sizes.get("batch + 1") == 0:
-        raise ValueError("cu_seqlens_q is empty: it must have batch + 1 elements, [0] for no sequence")
-    if sizes["Hk"] == 0 or sizes["Hq"] % sizes["Hk"]:
-        raise ValueError(
-            f"q has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and v, "
-            "which must be at least one"
-        )
-    if sizes["D"] == 0:
-        raise ValueError("q has D = 0: head_dim must be at least 1")
-    kind = named["q"][0]
-    for name, (dtype, _, _) in named.items():
-        if name in _DTYPE_OF and dtype != _DTYPE_OF[name]:
-            raise TypeError(f"{name} has dtype {dtype}; it must be {_DTYPE_OF[name]}")
-        if name not in _DTYPE_OF and dtype != kind:
-            raise TypeError(f"{name} has dtype {dtype}, q has {kind}: they must be the same")
-    device = one_device({name: device for name, (_, _, device) in named.items()})
-    row = choose(operation, device.kind, backend, dtype=kind, head_dim=sizes["D"], **requirements_of(device))
-    return Checked(row, sizes, kind, device)
+) -> Any:
+    return_lse = flag(return_lse, "return_lse")
+    sm_margin = whole_number(sm_margin, "sm_margin", 0, LONGEST)
+    call, addresses = call_of(signature, arrays, backend, options, longest, sm_margin)
+    with call.memory:
+        if call.row.backend == "cuda":
+            out, lse = call.row.launch(call, addresses, return_lse)
+        else:
+            out, lse = call.row.launch(*arrays[:3], call.sequences(arrays), call.scores)
+    return (out, lse) if return_lse else out
 
 
 def merge_attention(

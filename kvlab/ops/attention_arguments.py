@@ -1,42 +1,37 @@
 """Arguments of the attention kernels: a struct, and tensor maps for tensor copies.
 
-While shapes, strides and options stay the same, only addresses change from call to call. The rest of the
-struct is packed once and kept as a `Template`; a call fills in its addresses. Otherwise the host would take
-longer than a short kernel runs.
+While shapes, strides and options stay the same, only addresses change from call to call. So the rest is
+packed once, and a call writes its addresses into it.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from kvlab.arrays import CudaView, cuda_view
-from kvlab.jit.structs import ADDRESS, TENSOR, Template
+from kvlab.arrays import CudaView
+from kvlab.jit.structs import ADDRESS, TENSOR
 from kvlab.jit.structs import Struct as Layout
 
 if TYPE_CHECKING:
-    from kvlab.ops.attention import Scores, Sequences
+    from kvlab.ops.attention_call import Call, Scores
 
 __all__ = [
     "ADDRESS",
+    "MAP_WORDS",
     "TENSOR",
     "Layout",
     "Lengths",
-    "Template",
     "TensorMaps",
-    "bounds_of",
     "can_be_mapped",
+    "check_bounds",
     "contiguous_strides",
+    "encoder_of",
     "fields_of",
     "is_aligned",
     "is_capped",
-    "placed",
+    "lengths_of",
     "strides_of",
-    "tensor_map",
 ]
 
 FAR = 1 << 30
@@ -47,11 +42,6 @@ _WRAP = (1 << 64) // _END  # bytes: so many steps of it are none
 
 Lengths = tuple[int, int, int]
 """Sequences of a call, and at least as many rows and keys as the longest has."""
-
-
-def placed(view: CudaView) -> CudaView:
-    """Return a view that says of its address only where it lies between multiples of 16."""
-    return CudaView(view[0] % 16, *view[1:])
 
 
 def strides_of(name: str, view: CudaView) -> tuple[int, int, int]:
@@ -69,16 +59,20 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int]:
     return positions * heads * dim if batch else 0, heads * dim, dim
 
 
-def bounds_of(sequences: Sequences | None, q: CudaView, k: CudaView) -> tuple[tuple[int, int], Lengths]:
-    """Return the addresses of cu_seqlens, 0 for a call of fixed length, and what is known of the lengths."""
-    if sequences is None:
-        return (0, 0), (q.shape[0], q.shape[1], k.shape[1])
-    views = cuda_view(sequences.cu_q, "cu_seqlens_q"), cuda_view(sequences.cu_k, "cu_seqlens_k")
-    for name, view in zip(("cu_seqlens_q", "cu_seqlens_k"), views, strict=True):
-        if view.shape[0] > 1 and view.strides[0] != 1:
-            raise NotImplementedError(f"{name} has stride {view.strides[0]}: pass a contiguous copy")
-    lengths = views[0].shape[0] - 1, sequences.max_q, sequences.max_k
-    return (views[0].pointer, views[1].pointer), lengths
+def check_bounds(name: str, view: CudaView) -> None:
+    """Refuse prefix sums that kernels cannot read."""
+    if view.shape[0] > 1 and view.strides[0] != 1:
+        raise NotImplementedError(f"{name} has stride {view.strides[0]}: pass a contiguous copy")
+
+
+def lengths_of(call: Call) -> Lengths:
+    """Return what is known of the lengths of a call, after a check of its prefix sums."""
+    q, k = call.views[:2]
+    if call.longest is None:
+        return q.shape[0], q.shape[1], k.shape[1]
+    for name, view in zip(call.signature.names[-2:], call.views[-2:], strict=True):
+        check_bounds(name, view)
+    return call.views[-1].shape[0] - 1, *call.longest
 
 
 def fields_of(q: CudaView, k: CudaView, lengths: Lengths, scores: Scores) -> dict[str, Any]:
@@ -121,14 +115,12 @@ def can_be_mapped(view: CudaView) -> bool:
     )
 
 
-@lru_cache(maxsize=4096)
-def tensor_map(view: CudaView, rows: int) -> Any:
-    """Describe q, k, v or dout to tensor copies of `rows` positions and 64 channels."""
-    return np.frombuffer(TensorMaps(view, rows).at(view.pointer), "V128")[0]
+MAP_WORDS = 16
+"""Words of 8 bytes of a tensor map."""
 
 
-class TensorMaps:
-    """Describes arrays of one shape, dtype and strides to tensor copies of 64 channels.
+def encoder_of(view: CudaView, rows: int, heads: int | None = None) -> Callable[[int], list[int]]:
+    """Return what describes an array at an address to tensor copies of 64 channels: the words of a map.
 
     Axes are channels, positions, heads, rows of the batch, and one of size 1. A copy fills up with zeros what
     it would read beyond the end of an axis. For variable length that must be the end of a sequence, wherever
@@ -140,63 +132,79 @@ class TensorMaps:
     Parameters
     ----------
     view : CudaView
-        One of the arrays.
+        The array; its address does not matter.
     rows : int
         Positions of a copy.
     heads : int, optional
         Heads of a copy; then axes 1 and 2 change places, so that rows are (position, head), heads fastest.
     """
+    from cuda.bindings import driver
 
-    _MOST = 256  # maps that are remembered: the same addresses come again and again
+    _, shape, strides, dtype, _ = view
+    steps = [2 * step if size > 1 else 16 for step, size in zip(strides, shape, strict=True)]
+    sizes, of_axes = [shape[-1], shape[-3], shape[-2], shape[0], 1], [2, steps[-3], steps[-2], steps[0], 16]
+    if len(shape) == 3:
+        sizes[1], sizes[3], sizes[4] = _END, shape[0] + 1, _END + 1
+        of_axes[4] = _WRAP - steps[0]
+    box = [64, rows, heads or 1, 1, 1]
+    if heads is not None:
+        for axes in (sizes, of_axes, box):
+            axes[1], axes[2] = axes[2], axes[1]
+    before = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"), 5
+    behind = (
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(step) for step in of_axes[1:]],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * 5,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
 
-    def __init__(self, view: CudaView, rows: int, heads: int | None = None) -> None:
-        from cuda.bindings import driver
-
-        _, shape, strides, dtype, _ = view
-        steps = [2 * step if size > 1 else 16 for step, size in zip(strides, shape, strict=True)]
-        sizes, of_axes = (
-            [shape[-1], shape[-3], shape[-2], shape[0], 1],
-            [2, steps[-3], steps[-2], steps[0], 16],
-        )
-        if len(shape) == 3:
-            sizes[1], sizes[3], sizes[4] = _END, shape[0] + 1, _END + 1
-            of_axes[4] = _WRAP - steps[0]
-        box = [64, rows, heads or 1, 1, 1]
-        if heads is not None:
-            for axes in (sizes, of_axes, box):
-                axes[1], axes[2] = axes[2], axes[1]
-        self._encode, self._what = driver.cuTensorMapEncodeTiled, (dtype, shape, strides)
-        self._before = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"), 5
-        self._behind = (
-            [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(step) for step in of_axes[1:]],
-            [driver.cuuint32_t(size) for size in box],
-            [driver.cuuint32_t(1)] * 5,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-        self._known: dict[int, bytes] = {}
-        self._behind_address, self._is_movable = b"", False
-
-    def at(self, pointer: int) -> bytes:
-        """Return the 128 bytes that describe the array at this address."""
-        if self._is_movable:
-            return pointer.to_bytes(8, "little") + self._behind_address
-        known = self._known.get(pointer)
-        if known is not None:
-            return known
-        error, encoded = self._encode(*self._before, pointer, *self._behind)
+    def encode(address: int) -> list[int]:
+        error, encoded = driver.cuTensorMapEncodeTiled(*before, address, *behind)
         if int(error) != 0:
-            dtype, shape, strides = self._what
             raise RuntimeError(
                 f"cuTensorMapEncodeTiled of {dtype} {shape} with strides {strides}: {error.name}"
             )
-        if len(self._known) >= self._MOST:
-            self._known.clear()
-        found = self._known[pointer] = struct.pack("<16Q", *map(int, encoded.opaque))
-        if int.from_bytes(found[:8], "little") == pointer:  # if two maps agree, nothing else depends on it
-            self._is_movable = len(self._known) > 1 and self._behind_address == found[8:]
-            self._behind_address = found[8:]
-        return found
+        return list(map(int, encoded.opaque))
+
+    return encode
+
+
+class TensorMaps:
+    """Tensor maps at the head of a kernel's argument, which follow the addresses of their arrays.
+
+    Asking the driver for a map takes longer than the rest of a call. Where a map is its address and words
+    that do not depend on it, the address alone is written.
+
+    Parameters
+    ----------
+    words : memoryview
+        The argument; see `words_of`.
+    *encoders : function
+        What `encoder_of` returned for each array.
+    """
+
+    def __init__(self, words: memoryview, *encoders: Callable[[int], list[int]]) -> None:
+        self._words, self._encoders = words, encoders
+        self._begins = range(0, MAP_WORDS * len(encoders), MAP_WORDS)
+        self._begin_with_address: bool | None = None  # not known before the first call
+
+    def point_to(self, addresses: Sequence[int]) -> None:
+        """Write the maps of the arrays at these addresses, of which there may be more."""
+        if self._begin_with_address:
+            for begin, address in zip(self._begins, addresses, strict=False):
+                self._words[begin] = address
+            return
+        for begin, encode, address in zip(self._begins, self._encoders, addresses, strict=False):
+            for at, word in enumerate(encode(address), begin):
+                self._words[at] = word
+        if self._begin_with_address is None:
+            self._begin_with_address = all(map(_begins_with_address, self._encoders, addresses))
+
+
+def _begins_with_address(encode: Callable[[int], list[int]], address: int) -> bool:
+    (first, *rest), (moved, *others) = encode(address), encode(address + 16)
+    return (first, moved) == (address, address + 16) and rest == others

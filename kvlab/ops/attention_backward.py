@@ -14,26 +14,22 @@ References
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvlab.arguments import flag
-from kvlab.arrays import Array, ArrayT, numpy_dtype
-from kvlab.device import enough_memory
-from kvlab.ops.attention import (
+from kvlab.arrays import Array, ArrayT
+from kvlab.ops.attention import CUDA_REQUIREMENTS, NUMBA_REQUIREMENTS, REFERENCE_REQUIREMENTS, REQUIREMENTS
+from kvlab.ops.attention_call import (
     BOUNDS,
-    CUDA_REQUIREMENTS,
-    NUMBA_REQUIREMENTS,
     OF_K,
     OF_Q,
     RAGGED_K,
     RAGGED_Q,
-    REFERENCE_REQUIREMENTS,
-    REQUIREMENTS,
-    Checked,
-    Patterns,
-    Scores,
-    Sequences,
-    check_call,
-    scores_of,
-    sequences_of,
+    Options,
+    Signature,
+    call_of,
+    checked_options,
+    longest_of,
 )
 from kvlab.registry import Implementation, register
 
@@ -41,12 +37,10 @@ __all__ = ["attention_backward", "attention_varlen_backward"]
 
 _CPU = "kvlab.ops.cpu.attention_backward"
 
-_FIXED: Patterns = (
-    ("q", OF_Q), ("k", OF_K), ("v", OF_K), ("dout", OF_Q), ("out", OF_Q), ("lse", ("B", "Hq", "Sq")),
-)  # fmt: skip
-_VARLEN: Patterns = (
-    ("q", RAGGED_Q), ("k", RAGGED_K), ("v", RAGGED_K), ("dout", RAGGED_Q), ("out", RAGGED_Q),
-    ("lse", ("Hq", "total_q")), *BOUNDS,
+_FIXED = Signature("attention_backward", q=OF_Q, k=OF_K, v=OF_K, dout=OF_Q, out=OF_Q, lse=("B", "Hq", "Sq"))
+_VARLEN = Signature(
+    "attention_backward",
+    q=RAGGED_Q, k=RAGGED_K, v=RAGGED_K, dout=RAGGED_Q, out=RAGGED_Q, lse=("Hq", "total_q"), **BOUNDS,
 )  # fmt: skip
 
 register(
@@ -117,9 +111,11 @@ def attention_backward(
     >>> dq.ravel(), dv.ravel()
     (array([0., 0.], dtype=float32), array([5., 5.], dtype=float32))
     """
-    call = check_call("attention_backward", _FIXED, (q, k, v, dout, out, lse), backend)
-    scores = scores_of(call.sizes["D"], causal, scale, window, softcap)
-    return _differentiate(call, dout, q, k, v, out, lse, None, scores, deterministic)
+    options = checked_options(causal, scale, window, softcap)
+    gradients: tuple[ArrayT, ArrayT, ArrayT] = _differentiate(
+        _FIXED, (q, k, v, dout, out, lse), None, options, deterministic, backend
+    )
+    return gradients
 
 
 def attention_varlen_backward(
@@ -176,37 +172,27 @@ def attention_varlen_backward(
     array([[1., 2.],
            [3., 4.]], dtype=float32)
     """
-    arrays = (q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k)
-    call = check_call("attention_backward", _VARLEN, arrays, backend)
-    sequences = sequences_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scores = scores_of(call.sizes["D"], causal, scale, window, softcap)
-    return _differentiate(call, dout, q, k, v, out, lse, sequences, scores, deterministic)
+    options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
+    arrays = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
+    gradients: tuple[ArrayT, ArrayT, ArrayT] = _differentiate(
+        _VARLEN, arrays, longest, options, deterministic, backend
+    )
+    return gradients
 
 
 def _differentiate(
-    call: Checked,
-    dout: ArrayT,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    sequences: Sequences | None,
-    scores: Scores,
+    signature: Signature,
+    arrays: tuple[Any, ...],
+    longest: tuple[int, int] | None,
+    options: Options,
     deterministic: bool,
-) -> tuple[ArrayT, ArrayT, ArrayT]:
-    sizes = call.sizes
-    of_q, of_k = (
-        (sizes["B"] * sizes["Sq"], sizes["B"] * sizes["Sk"])
-        if sequences is None
-        else (sizes["total_q"], sizes["total_k"])
-    )
-    of_q *= sizes["Hq"]
-    # Results, and a number for each row; on a GPU the workspace too is allocated before any launch.
-    numbers = (of_q + 2 * of_k * sizes["Hk"]) * sizes["D"]
-    need = numbers * numpy_dtype(call.dtype).itemsize + 4 * of_q
-    with enough_memory(need, "attention_backward", call.device.kind):
-        gradients: tuple[ArrayT, ArrayT, ArrayT] = call.row.launch(
-            dout, q, k, v, out, lse, sequences, scores, flag(deterministic, "deterministic")
-        )
-    return gradients
+    backend: str | None,
+) -> Any:
+    deterministic = flag(deterministic, "deterministic")
+    call, addresses = call_of(signature, arrays, backend, options, longest, deterministic)
+    with call.memory:  # on a GPU the workspace too is allocated before any launch
+        if call.row.backend == "cuda":
+            return call.row.launch(call, addresses)
+        q, k, v, dout, out, lse = arrays[:6]
+        sequences = call.sequences(arrays)
+        return call.row.launch(dout, q, k, v, out, lse, sequences, call.scores, deterministic)

@@ -222,7 +222,7 @@ def test_clusters_that_do_not_fit_the_grid_are_refused(driver: Driver, cluster: 
 
 
 def test_an_argument_of_another_size_is_refused(driver: Driver) -> None:
-    with pytest.raises(TypeError, match="does not fit a parameter of 16 bytes"):
+    with pytest.raises(TypeError, match="an argument of 8 bytes does not fit parameters of 16 bytes"):
         prepared(np.zeros(1, Struct(out=ADDRESS).dtype))
 
 

@@ -18,7 +18,7 @@ from kvlab.reference import attention as reference
 from kvlab.threads import share
 
 if TYPE_CHECKING:
-    from kvlab.ops.attention import Scores, Sequences
+    from kvlab.ops.attention_call import Scores, Sequences
 
 __all__ = [
     "Views",

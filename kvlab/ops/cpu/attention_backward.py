@@ -14,7 +14,7 @@ from kvlab.reference.attention import visible_keys
 from kvlab.threads import share
 
 if TYPE_CHECKING:
-    from kvlab.ops.attention import Scores, Sequences
+    from kvlab.ops.attention_call import Scores, Sequences
 
 __all__ = ["differentiate", "differentiate_reference"]
 

@@ -10,31 +10,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
-from kvlab.arrays import ArrayT, CudaView, cuda_view, empty, pointer_of
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
-from kvlab.jit.launch import Kernel, load
+from kvlab.jit.launch import Kernel, PreparedLaunch, load
+from kvlab.jit.structs import words_of
+from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
     ADDRESS,
     TENSOR,
     Layout,
-    Lengths,
-    bounds_of,
     can_be_mapped,
     contiguous_strides,
     fields_of,
     is_aligned,
     is_capped,
-    placed,
+    lengths_of,
     strides_of,
 )
 from kvlab.ops.cuda.attention_sm90 import HopperAttention
-from kvlab.ops.device_arrays import launch
 
 if TYPE_CHECKING:
-    from kvlab.ops.attention import Scores, Sequences
+    from kvlab.ops.attention_call import Call
 
 __all__ = ["attend"]
 
@@ -44,6 +43,8 @@ _CALL = Layout(
     **dict.fromkeys(("seqlen_q", "seqlen_k", "group", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
 )  # fmt: skip
+
+_ADDRESS_WORDS = [_CALL.word(name) for name in ("q", "k", "v", "out", "lse", "cu_q", "cu_k")]
 
 # By head dimension: tiles of 16 rows a warp has, warps, keys of a tile, blocks on a multiprocessor. 32 rows a
 # warp halve what it reads of K and V in shared memory, as long as their output fits into registers.
@@ -65,59 +66,50 @@ HOPPER = True
 """Whether to use the kernel for Hopper; tests and benchmarks of the other one turn it off."""
 
 
-class _Prepared(NamedTuple):
-    """All of a call that does not change while its shapes, strides and options stay the same."""
+def attend(call: Call, addresses: Sequence[int], return_lse: bool) -> tuple[Any, Any]:
+    """Launcher of backend "cuda".
 
-    launch: HopperAttention | _PortableAttention
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
+    Parameters
+    ----------
+    call : Call
+    addresses : sequence of int
+        Of q, k and v and, if lengths are variable, of cu_seqlens.
+    return_lse : bool
 
-
-def attend(
-    q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Scores, sm_margin: int = 0
-) -> tuple[ArrayT, ArrayT]:
-    """Launcher of backend "cuda"; arguments and results as `kvlab.ops.cpu.attention.attend`.
-
-    `sm_margin` is how many multiprocessors persistent blocks leave to others; other kernels leave none.
+    Returns
+    -------
+    out, lse : array
+        As `kvlab.ops.cpu.attention.attend`; lse is None unless it was asked for.
     """
-    views = cuda_view(q, "q"), cuda_view(k, "k"), cuda_view(v, "v")
-    bounds, lengths = bounds_of(sequences, *views[:2])
-    variable = sequences is not None
-    prepared = _prepare(*map(placed, views), lengths, scores, variable, HOPPER, sm_margin)
-    out = empty(prepared.out_shape, views[0].dtype, q)
-    lse = empty(prepared.lse_shape, "float32", q)
-    pointers = [view.pointer for view in views]
-    prepared.launch([*pointers, pointer_of(out)], pointer_of(lse), bounds, q)
-    return out, lse
+    return _prepare(call, HOPPER)(addresses, return_lse)
 
 
-@lru_cache(maxsize=4096)
-def _prepare(
-    q: CudaView,
-    k: CudaView,
-    v: CudaView,
-    lengths: Lengths,
-    scores: Scores,
-    variable: bool,
-    hopper: bool,
-    sm_margin: int,
-) -> _Prepared:
-    """Prepare calls of one kind; views as `placed` gives them."""
-    views = q, k, v
-    aligned = q.dtype != "float32" and all(map(is_aligned, views))
-    call: HopperAttention | _PortableAttention
-    if (
-        hopper
-        and compute_capability(q.device) == (9, 0)
-        and aligned
-        and all(map(can_be_mapped, views))
-        and lengths[0]
-    ):
-        call = HopperAttention(q, k, v, lengths, scores, variable, sm_margin)
-    else:
-        call = _PortableAttention(q, k, v, lengths, scores, aligned)
-    *rows, heads, _ = q.shape
-    return _Prepared(call, q.shape, (*rows[:-1], heads, rows[-1]))
+class _Prepared:
+    """A call but for its addresses: new results, and the launch of the kernel that writes them."""
+
+    def __init__(self, call: Call, hopper: bool) -> None:
+        q, k, v = call.views[:3]
+        *rows, heads, _ = q.shape
+        kind = call.kinds[0]
+        self._new_out = allocator(q.shape, q.dtype, kind)
+        self._new_lse = allocator((*rows[:-1], heads, rows[-1]), "float32", kind)
+        self._stream = stream_of(kind)
+        mapped = hopper and compute_capability(q.device) == (9, 0) and lengths_of(call)[0] > 0
+        aligned = q.dtype != "float32" and all(map(is_aligned, (q, k, v)))
+        self._launch = (
+            HopperAttention(call)
+            if mapped and aligned and all(map(can_be_mapped, (q, k, v)))
+            else _PortableAttention(call, aligned)
+        )
+
+    def __call__(self, addresses: Sequence[int], return_lse: bool) -> tuple[Any, Any]:
+        out, out_address = self._new_out()
+        lse, lse_address = self._new_lse()
+        self._launch(addresses, out_address, lse_address, self._stream())
+        return out, lse
+
+
+_prepare = lru_cache(maxsize=4096)(_Prepared)
 
 
 class _PortableAttention:
@@ -126,20 +118,27 @@ class _PortableAttention:
     Called as `HopperAttention`.
     """
 
-    def __init__(
-        self, q: CudaView, k: CudaView, v: CudaView, lengths: Lengths, scores: Scores, aligned: bool
-    ) -> None:
+    def __init__(self, call: Call, aligned: bool) -> None:
+        q, k, v = call.views[:3]
         *rows, heads, dim = q.shape
-        call = fields_of(q, k, lengths, scores)
-        call |= {"k": strides_of("k", k), "v": strides_of("v", v), "out": contiguous_strides(q.shape)}
-        call |= {"lse_batch": heads * rows[-1], "lse_head": rows[-1]}
-        self._plan = _plan(dim, q.dtype, is_capped(scores), aligned, q.device)
-        self._template = _CALL.template(call)
-        self._grid = -(-lengths[1] * call["group"] // self._plan.rows), k.shape[-2], lengths[0]
+        lengths = lengths_of(call)
+        fields = fields_of(q, k, lengths, call.scores)
+        fields |= {"k": strides_of("k", k), "v": strides_of("v", v), "out": contiguous_strides(q.shape)}
+        fields |= {"lse_batch": heads * rows[-1], "lse_head": rows[-1]}
+        plan = _plan(dim, q.dtype, is_capped(call.scores), aligned, q.device)
+        argument = _CALL.array(fields)
+        self._words = words_of(argument)
+        grid = -(-lengths[1] * fields["group"] // plan.rows), k.shape[-2], lengths[0]
+        self._launch = PreparedLaunch(plan.kernel, grid, (plan.threads,), argument, plan.shared_bytes)
+        self._lock = Lock()
 
-    def __call__(self, pointers: Sequence[int], lse: int, bounds: tuple[int, int], like: Any) -> None:
-        plan, argument = self._plan, self._template.fill([*pointers, lse, *bounds])
-        launch(plan.kernel, self._grid, (plan.threads,), [argument], like, plan.shared_bytes)
+    def __call__(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
+        with self._lock:
+            for word, address in zip(
+                _ADDRESS_WORDS, (*addresses[:3], out, lse, *addresses[3:]), strict=False
+            ):
+                self._words[word] = address
+            self._launch(stream)
 
 
 @dataclass(frozen=True)

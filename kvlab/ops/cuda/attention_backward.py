@@ -9,36 +9,42 @@ from many blocks and are added in float32 in memory, in the order of the keys if
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvlab.arrays import ArrayT, CudaView, cuda_view, empty, pointer_of
+import numpy as np
+
+from kvlab.arrays import CudaView
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
-from kvlab.jit.launch import Kernel, load
+from kvlab.jit.launch import Kernel, PreparedLaunch, load
+from kvlab.jit.structs import words_of
+from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
     ADDRESS,
+    MAP_WORDS,
     TENSOR,
     Layout,
     Lengths,
-    Template,
-    bounds_of,
+    TensorMaps,
     can_be_mapped,
     contiguous_strides,
+    encoder_of,
     fields_of,
     is_aligned,
     is_capped,
-    placed,
+    lengths_of,
     strides_of,
-    tensor_map,
 )
 from kvlab.ops.cuda.attention_backward_split import CLUSTER, Division, divide, steps_of
-from kvlab.ops.device_arrays import launch_in_turn, multiprocessors
+from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
-    from kvlab.ops.attention import Scores, Sequences
+    from kvlab.ops.attention_call import Call
 
 __all__ = ["attend_backward"]
 
@@ -50,6 +56,13 @@ _CALL = Layout(
     **dict.fromkeys(("scale", "softcap"), "f"),
     deterministic="i",
 )
+_ADDRESS_WORDS = [
+    _CALL.word(name)
+    for name in (
+        "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "lse_log2", "dpsum", "dq_accum",
+        "dq_semaphore", "cu_q", "cu_k",
+    )
+]  # fmt: skip
 _ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence
 _PREPOST_ROWS, _PREPOST_THREADS = 32, 256  # of a block of the kernels before and after the main one
 
@@ -131,89 +144,85 @@ class _Plan:
     cluster: int = 1  # blocks that the device starts together
 
 
-class _Prepared(NamedTuple):
-    """All of a call that does not change while its shapes, strides and options stay the same."""
+def attend_backward(call: Call, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Launcher of backend "cuda": dq, dk and dv, contiguous, in the dtype of q.
 
-    plan: _Plan
-    call: Template
-    prepost_grid: tuple[int, int, int]
-    grid: tuple[int, int, int]
-    workspace: int  # float32 numbers
-    offsets: tuple[int, ...]  # of lse_log2, dpsum, dq_accum and dq_semaphore in it, bytes
-    boxes: tuple[int, ...]  # of q, k, v, dout: rows that a tensor copy brings
+    `addresses` are those of q, k, v, dout, out and lse and, if lengths are variable, of cu_seqlens.
+    """
+    return _prepare(call, HOPPER)(addresses)
 
 
-def attend_backward(
-    dout: Any,
-    q: ArrayT,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    sequences: Sequences | None,
-    scores: Scores,
-    deterministic: bool,
-) -> tuple[ArrayT, ArrayT, ArrayT]:
-    """Launcher of backend "cuda": dq, dk and dv, contiguous, in the dtype of q."""
-    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-    views = [cuda_view(x, name) for name, x in inputs.items()]
-    bounds, lengths = bounds_of(sequences, *views[:2])
-    prepared = _prepare(tuple(map(placed, views)), lengths, scores, deterministic, HOPPER)
-    plan = prepared.plan
-    grads = [empty(view.shape, views[0].dtype, q) for view in views[:3]]
-    workspace = empty((prepared.workspace,), "float32", q)
-    start = pointer_of(workspace)
-    of_inputs = [view.pointer for view in views]
-    addresses = [*of_inputs[:5], *map(pointer_of, grads), of_inputs[5]]
-    addresses += [start + offset for offset in prepared.offsets] + [*bounds]
-    arguments = [prepared.call.fill(addresses)]
-    maps = [tensor_map(view, box) for view, box in zip(views, prepared.boxes, strict=False)]
-    launches = (
-        (plan.preprocess, prepared.prepost_grid, (_PREPOST_THREADS,), arguments, 0),
-        (plan.main, prepared.grid, (plan.threads,), maps + arguments, plan.shared_bytes),
-        (plan.postprocess, prepared.prepost_grid, (_PREPOST_THREADS,), arguments, 0),
-    )
-    launch_in_turn(launches, q)
-    del workspace  # stream-ordered: what reuses the memory comes after these launches
-    return grads[0], grads[1], grads[2]
+class _Prepared:
+    """A call but for its addresses: new gradients, a workspace, and the three launches."""
+
+    def __init__(self, call: Call, hopper: bool) -> None:
+        q, k, v, dout, out, lse = call.views[:6]
+        heads, kv_heads, dim = q.shape[-2], k.shape[-2], q.shape[-1]
+        lengths = number, longest_q, longest_k = lengths_of(call)
+        deterministic, kind = bool(call.extra), call.kinds[0]
+        aligned_rows = -(-longest_q // _ALIGNED_ROWS) * _ALIGNED_ROWS
+        # What variable lengths take together follows from their number and total alone.
+        rows = (
+            number * aligned_rows
+            if call.longest is None
+            else (q.shape[0] // _ALIGNED_ROWS + number) * _ALIGNED_ROWS
+        )
+        aligned = all(map(is_aligned, (q, k, v, dout, out)))
+        hopper = hopper and compute_capability(q.device) == (9, 0) and q.dtype != "float32"
+        hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
+        fields = fields_of(q, k, lengths, call.scores) | _strides_of_lse(lse)
+        division = _division(q, k, lengths, fields, hopper)
+        capped = is_capped(call.scores)
+        plan = _plan(dim, q.dtype, capped, aligned, hopper, division.cluster_split, q.device)
+        fields |= {
+            name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))
+        }
+        fields |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+        fields |= {"rows": rows, "heads_kv": kv_heads, "deterministic": deterministic}
+
+        num_rows, semaphores = heads * rows, heads * rows // 16 if deterministic else 0
+        accum_nbytes = 4 * num_rows * plan.head_dim
+        self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
+        self._new = [allocator(x.shape, q.dtype, kind) for x in (q, k, v)]
+        self._new.append(allocator((num_rows * (plan.head_dim + 2) + semaphores,), "float32", kind))
+        self._stream, self._lock = stream_of(kind), Lock()
+
+        maps = ((q, plan.box), (k, plan.keys), (v, plan.keys), (dout, plan.box)) if plan.box else ()
+        of_call = _CALL.array(fields).view(np.uint64)
+        argument = np.concatenate([np.zeros(MAP_WORDS * len(maps), np.uint64), of_call])
+        of_call = argument[MAP_WORDS * len(maps) :]
+        self._words, self._maps = (
+            words_of(of_call),
+            TensorMaps(words_of(argument), *(encoder_of(*x) for x in maps)),
+        )
+        blocks = -(-longest_k // (plan.keys * plan.cluster)) * plan.cluster
+        grid = (
+            (division.cluster_split * blocks * kv_heads, 1, number)
+            if deterministic or division.interleaved
+            else (blocks, kv_heads, number)
+        )
+        around = (aligned_rows // _PREPOST_ROWS, heads, number), (_PREPOST_THREADS,), of_call
+        self._launches = (
+            PreparedLaunch(plan.preprocess, *around),
+            PreparedLaunch(plan.main, grid, (plan.threads,), argument, plan.shared_bytes),
+            PreparedLaunch(plan.postprocess, *around),
+        )
+
+    def __call__(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
+        new = [make() for make in self._new]
+        start, stream = new[3][1], self._stream()
+        given = addresses[:6], [address for _, address in new[:3]], [start + x for x in self._offsets]
+        with self._lock:
+            for word, address in zip(_ADDRESS_WORDS, chain(*given, addresses[6:]), strict=False):
+                self._words[word] = address
+            self._maps.point_to(addresses[:4])
+            for launch in self._launches:
+                launch(stream)
+        # The workspace goes; what takes its memory comes after these launches on the stream.
+        return new[0][0], new[1][0], new[2][0]
 
 
-@lru_cache(maxsize=4096)
-def _prepare(
-    views: tuple[CudaView, ...], lengths: Lengths, scores: Scores, deterministic: bool, hopper: bool
-) -> _Prepared:
-    """Prepare calls of one kind; views of q, k, v, dout, out and lse as `placed` gives them."""
-    q, k, v, dout, out, lse = views
-    heads, kv_heads, dim = q.shape[-2], k.shape[-2], q.shape[-1]
-    number, longest_q, longest_k = lengths
-    aligned_rows = -(-longest_q // _ALIGNED_ROWS) * _ALIGNED_ROWS
-    # What variable lengths take together follows from their number and total alone.
-    rows = (
-        number * aligned_rows if len(q.shape) == 4 else (q.shape[0] // _ALIGNED_ROWS + number) * _ALIGNED_ROWS
-    )
-    aligned = all(map(is_aligned, (q, k, v, dout, out)))
-    hopper = hopper and compute_capability(q.device) == (9, 0) and q.dtype != "float32"
-    hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
-    call = fields_of(q, k, lengths, scores) | _strides_of_lse(lse)
-    division = _division(q, k, lengths, call, hopper)
-    plan = _plan(dim, q.dtype, is_capped(scores), aligned, hopper, division.cluster_split, q.device)
-    call |= {name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))}
-    call |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-    call |= {"rows": rows, "heads_kv": kv_heads, "deterministic": deterministic}
-    num_rows, semaphores = heads * rows, heads * rows // 16 if deterministic else 0
-    accum_nbytes = 4 * num_rows * plan.head_dim
-    blocks = -(-longest_k // (plan.keys * plan.cluster)) * plan.cluster
-    return _Prepared(
-        plan,
-        _CALL.template(call),
-        (aligned_rows // _PREPOST_ROWS, heads, number),
-        (division.cluster_split * blocks * kv_heads, 1, number)
-        if deterministic or division.interleaved
-        else (blocks, kv_heads, number),
-        num_rows * (plan.head_dim + 2) + semaphores,
-        (accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows),
-        (plan.box, plan.keys, plan.keys, plan.box) if plan.box else (),
-    )
+_prepare = lru_cache(maxsize=4096)(_Prepared)
 
 
 def _division(q: CudaView, k: CudaView, lengths: Lengths, call: dict[str, Any], hopper: bool) -> Division:

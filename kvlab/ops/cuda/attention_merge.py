@@ -45,18 +45,15 @@ def merge(outs: Sequence[ArrayT], lses: Sequence[Array]) -> tuple[ArrayT, ArrayT
         raise NotImplementedError(
             f"outs[0] has shape {shape}: a launch takes at most 65535 rows of a batch and heads; merge a part"
         )
-    call: dict[str, Any] = {"positions": positions, "dim": dim, "count": len(outs)}
     out, lse = empty(shape, dtype, outs[0]), empty((*batch, heads, positions), "float32", outs[0])
-    addresses = [pointer_of(out), pointer_of(lse)]
-    for i in range(MOST_PARTS):
-        given = i < len(outs)
-        call[f"out{i}"] = strides_of(f"outs[{i}]", out_views[i]) if given else (0, 0, 0)
-        strides = lse_views[i].strides if given else (0, 0, 0)
-        of_lse = strides if len(strides) == 3 else (0, *strides)  # batch, head, position
-        call |= {f"batch{i}": of_lse[0], f"position{i}": of_lse[2], f"head{i}": of_lse[1]}
-        addresses += [out_views[i].pointer, lse_views[i].pointer] if given else [0, 0]
+    call: dict[str, Any] = {"positions": positions, "dim": dim, "count": len(outs)}
+    call |= {"out": pointer_of(out), "lse": pointer_of(lse)}
+    for i, (of_out, of_lse) in enumerate(zip(out_views, lse_views, strict=True)):
+        strides = of_lse.strides if len(of_lse.strides) == 3 else (0, *of_lse.strides)
+        call[f"out{i}"], call[f"lse{i}"] = (of_out.pointer, strides_of(f"outs[{i}]", of_out)), of_lse.pointer
+        call |= {f"batch{i}": strides[0], f"position{i}": strides[2], f"head{i}": strides[1]}
     macros = (("FLOAT32", int(dtype == "float32")), ("BF16", int(dtype == "bfloat16")))
     kernel = cuda_kernel("attention/merge", "merge", macros, out_views[0].device)
     grid = -(-positions // _WARPS), heads, number
-    launch(kernel, grid, (32 * _WARPS,), [_CALL.template(call).fill(addresses)], outs[0])
+    launch(kernel, grid, (32 * _WARPS,), [_CALL.pack(**call)], outs[0])
     return out, lse

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvlab.arrays import CudaView, current_stream, pointer_of
+from kvlab.arrays import CudaView
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, load
+from kvlab.jit.structs import words_of
 from kvlab.ops.attention_arguments import (
     ADDRESS,
+    MAP_WORDS,
     Layout,
-    Lengths,
     TensorMaps,
     contiguous_strides,
+    encoder_of,
     fields_of,
     is_capped,
+    lengths_of,
     strides_of,
 )
 from kvlab.ops.cuda.tile_list import (
@@ -36,7 +39,7 @@ from kvlab.ops.cuda.tile_list import (
 from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
-    from kvlab.ops.attention import Scores
+    from kvlab.ops.attention_call import Call
 
 __all__ = ["HopperAttention"]
 
@@ -56,6 +59,7 @@ _CALL = Layout(
     **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
 )  # fmt: skip
+_LSE, _LIST, _SEMAPHORE = (4 * MAP_WORDS + _CALL.word(name) for name in ("lse", "list", "semaphore"))
 
 
 def shape_of(dim: int, capped: bool, longest_k: int) -> tuple[int, int, int, int]:
@@ -72,31 +76,11 @@ def shared_bytes(head_dim: int, block_n: int, groups: int, q_slots: int) -> int:
 
 
 class HopperAttention:
-    """All calls of one kind: of one shape, with the same strides and options.
+    """All calls of one kind, of arrays that tensor copies can read; `call.extra` is their sm_margin."""
 
-    Parameters
-    ----------
-    q, k, v : CudaView
-        Arrays of such a call, which tensor copies can read.
-    lengths : tuple of int
-        Sequences, and at least as many rows and keys as the longest has.
-    scores : Scores
-    variable : bool
-        Whether sequences have lengths of their own.
-    sm_margin : int
-        Multiprocessors to leave to others.
-    """
-
-    def __init__(
-        self,
-        q: CudaView,
-        k: CudaView,
-        v: CudaView,
-        lengths: Lengths,
-        scores: Scores,
-        variable: bool,
-        sm_margin: int,
-    ) -> None:
+    def __init__(self, call: Call) -> None:
+        q, k, v = call.views[:3]
+        lengths, scores, variable = lengths_of(call), call.scores, call.longest is not None
         fields = fields_of(q, k, lengths, scores)
         *rows, heads, dim = q.shape
         heads_kv, group = k.shape[-2], fields["group"]
@@ -104,53 +88,50 @@ class HopperAttention:
         pack = heads_of_tile(group)
         positions = ROWS // pack
         strides_of("v", v)
-        out = CudaView(0, q.shape, (*contiguous_strides(q.shape)[4 - len(q.shape) :], 1), *q[3:])
-        self._maps = (
-            TensorMaps(q, positions, pack), TensorMaps(k, block_n), TensorMaps(v, block_n),
-            TensorMaps(out, positions, pack),
-        )  # fmt: skip
         window = fields["left"], fields["right"]
         builder = ListBuilder(
             Tiling(pack, positions * groups, block_n), lengths, rows[-1], heads_kv, group, window,
             4 * k.shape[0] * (1 if variable else k.shape[1]) * heads_kv * dim, variable, q.device,
         )  # fmt: skip
-        self._lists = TileLists(builder, variable)
-        self._template = _CALL.template(
+        self._lists = TileLists(builder, variable, call.kinds[0])
+        argument = np.zeros(_ARGUMENT_BYTES // 8, np.uint64)
+        of_call = _CALL.array(
             fields
             | {"variable": int(variable), "pack": pack, "positions": positions}
             | {"reciprocal": -(-65536 // pack)}
             | {"lse_batch": 0 if variable else heads * rows[-1], "lse_head": rows[-1]}
         )
-        self._argument = np.zeros(1, f"V{_ARGUMENT_BYTES}")
+        argument[4 * MAP_WORDS :][: _CALL.size // 8] = of_call.view(np.uint64)
+        self._words = words_of(argument)
+        out = CudaView(0, q.shape, (*contiguous_strides(q.shape)[4 - len(q.shape) :], 1), *q[3:])
+        self._maps = TensorMaps(
+            self._words, encoder_of(q, positions, pack), encoder_of(k, block_n), encoder_of(v, block_n),
+            encoder_of(out, positions, pack),
+        )  # fmt: skip
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": groups, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": int(is_capped(scores))}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=q.device)
-        blocks = min(builder.capacity, max(1, multiprocessors(q.device) - sm_margin))
+        blocks = min(builder.capacity, max(1, multiprocessors(q.device) - call.extra))
         self._launch = PreparedLaunch(
-            kernel, (blocks,), (128 + 128 * groups,), self._argument,
+            kernel, (blocks,), (128 + 128 * groups,), argument,
             shared_bytes(head_dim, block_n, groups, q_slots),
         )  # fmt: skip
         self._lock = Lock()
 
-    def __call__(self, pointers: Sequence[int], lse: int, bounds: tuple[int, int], like: Any) -> None:
-        """Launch on the current stream of `like`.
+    def __call__(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
+        """Launch on a stream.
 
         Parameters
         ----------
-        pointers : sequence of int
-            Addresses of q, k, v and out.
-        lse : int
-            And of lse.
-        bounds : (int, int)
-            And of cu_seqlens, 0 where lengths are not variable.
-        like : array
-            From whose library memory comes.
+        addresses : sequence of int
+            Of q, k and v and, if lengths are variable, of cu_seqlens.
+        out, lse : int
+            Addresses of the results.
+        stream : int
         """
-        stream = current_stream(like)
-        maps = [maps.at(pointer) for maps, pointer in zip(self._maps, pointers, strict=True)]
+        q, k, v, *bounds = addresses
         with self._lock:
-            kept = self._lists.get(bounds, like, stream)
-            address = pointer_of(kept)
-            call = self._template.pack((lse, address, address + SEMAPHORE_OFFSET))
-            self._argument[0] = b"".join((*maps, call))
+            self._maps.point_to((q, k, v, out))
+            _, at = self._lists.get(bounds, stream)
+            self._words[_LSE], self._words[_LIST], self._words[_SEMAPHORE] = lse, at, at + SEMAPHORE_OFFSET
             self._launch(stream)

@@ -6,13 +6,14 @@ kernels/cuda/attention/tiles.cuh says what a tile holds. A list takes 48 bytes a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from threading import get_ident
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from kvlab.arrays import empty, pointer_of
 from kvlab.jit.launch import PreparedLaunch, cuda_kernel
+from kvlab.jit.structs import words_of
+from kvlab.ops.array_kinds import Kind, allocator
 from kvlab.ops.attention_arguments import ADDRESS, Layout, Lengths
 
 __all__ = ["HEAD_BYTES", "TILE_BYTES", "ListBuilder", "TileLists", "Tiling", "heads_of_tile"]
@@ -128,21 +129,23 @@ class ListBuilder:
         self.nbytes = HEAD_BYTES + TILE_BYTES * self.capacity
         pairs = number * heads_kv
         of_section = pairs_of_section(pairs, bytes_of_keys)
-        self._template = _CALL.template({
+        argument = _CALL.array({
             "capacity": self.capacity, "sequences": number, "seqlen_q": longest_q, "seqlen_k": longest_k,
             "heads_kv": heads_kv, "group": group, **tiling._asdict(), "pairs": of_section,
             "left": window[0], "right": window[1], "longest": -(-longest_k // block_n), "padding": 0,
         })  # fmt: skip
-        self._argument = np.zeros(1, f"V{_CALL.size}")
+        self._words = words_of(argument)
         kernel = cuda_kernel("attention/tile_list", "make_tile_list", (), device)
-        self._launch = PreparedLaunch(kernel, (-(-pairs // of_section),), (_THREADS,), self._argument)
+        self._launch = PreparedLaunch(kernel, (-(-pairs // of_section),), (_THREADS,), argument)
 
-    def build(self, address: int, bounds: tuple[int, int], stream: int) -> None:
+    def build(self, address: int, bounds: Sequence[int], stream: int) -> None:
         """Make a list at this address, on this stream; not by two threads at once.
 
-        `bounds` are the addresses of cu_seqlens, 0 where lengths are not variable.
+        `bounds` are the addresses of cu_seqlens, none where lengths are not variable.
         """
-        self._argument[0] = self._template.pack((*bounds, address))
+        for word, value in enumerate(bounds, _CALL.word("cu_q")):
+            self._words[word] = value
+        self._words[_CALL.word("list")] = address
         self._launch(stream)
 
 
@@ -158,21 +161,22 @@ class TileLists:
     builder : ListBuilder
     variable : bool
         Whether sequences have lengths of their own.
+    kind : Kind
+        Of an array of the library from which memory comes.
     """
 
-    def __init__(self, builder: ListBuilder, variable: bool) -> None:
+    def __init__(self, builder: ListBuilder, variable: bool, kind: Kind) -> None:
         self._builder, self._variable = builder, variable
-        self._kept: dict[tuple[int, int], Any] = {}
+        self._new = allocator((builder.nbytes,), "uint8", kind)
+        self._kept: dict[tuple[int, int], tuple[Any, int]] = {}
 
-    def get(self, bounds: tuple[int, int], like: Any, stream: int) -> Any:
-        """Return the array that holds the list of a call; not in two threads at once.
+    def get(self, bounds: Sequence[int], stream: int) -> tuple[Any, int]:
+        """Return the array that holds the list of a call, and its address; not in two threads at once.
 
         Parameters
         ----------
-        bounds : (int, int)
-            Addresses of cu_seqlens, 0 where lengths are not variable.
-        like : array
-            From whose library memory comes.
+        bounds : sequence of int
+            Addresses of cu_seqlens, none where lengths are not variable.
         stream : int
             On which the list is made, if there is none.
         """
@@ -181,10 +185,10 @@ class TileLists:
         kept = None if capturing else self._kept.get(key)
         if kept is not None:
             return kept
-        made = empty((self._builder.nbytes,), "uint8", like)
-        self._builder.build(pointer_of(made), bounds, stream)
+        made = self._new()
+        self._builder.build(made[1], bounds, stream)
         if capturing:
-            if not hasattr(like, "new_empty"):  # torch keeps a graph's memory, CuPy does not
+            if not hasattr(made[0], "new_empty"):  # torch keeps a graph's memory, CuPy does not
                 _CAPTURED.append(made)
         elif not self._variable:
             if len(self._kept) >= _MOST_STREAMS:
@@ -199,8 +203,11 @@ _CAPTURED: list[Any] = []
 
 def _is_capturing(stream: int) -> bool:
     """Whether a CUDA graph captures the stream; the legacy default stream never is."""
-    if stream == 0:
-        return False
+    return stream != 0 and bool(_runtime().streamIsCapturing(stream))
+
+
+@cache  # an import statement takes longer than the question
+def _runtime() -> Any:
     from cupy.cuda import runtime
 
-    return bool(runtime.streamIsCapturing(stream))
+    return runtime

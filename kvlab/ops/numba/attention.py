@@ -14,11 +14,11 @@ import numpy as np
 
 from kvlab.arrays import ArrayT, CudaView, cuda_view, empty
 from kvlab.jit.launch import numba_kernel
-from kvlab.ops.attention_arguments import bounds_of, fields_of, strides_of
+from kvlab.ops.attention_arguments import Lengths, check_bounds, fields_of, strides_of
 from kvlab.ops.device_arrays import launch
 
 if TYPE_CHECKING:
-    from kvlab.ops.attention import Scores, Sequences
+    from kvlab.ops.attention_call import Scores, Sequences
 
 __all__ = ["attend", "attend_backward"]
 
@@ -91,7 +91,7 @@ def _call(
 ) -> tuple[list[Any], Any, tuple[tuple[str, Any], ...]]:
     """Return where sequences lie and how scores are made, as arguments; the grid; options of the kernels."""
     (_, q), (_, k), *_ = tensors
-    bounds, lengths = bounds_of(sequences, q, k)
+    bounds, lengths = _bounds_of(sequences, q, k)
     fields = fields_of(q, k, lengths, scores)
     shape = (fields[name] for name in ("seqlen_q", "seqlen_k", "group", "dim", "left", "right"))
     arguments = [
@@ -106,6 +106,17 @@ def _call(
 
     head_dim = min(size for size in HEAD_DIMS if size >= q.shape[-1])
     return arguments, grid, (("head_dim", head_dim), ("dtype", q.dtype), ("tile", tiles[head_dim]))
+
+
+def _bounds_of(sequences: Sequences | None, q: CudaView, k: CudaView) -> tuple[tuple[int, int], Lengths]:
+    """Return the addresses of cu_seqlens, 0 for a call of fixed length, and what is known of the lengths."""
+    if sequences is None:
+        return (0, 0), (q.shape[0], q.shape[1], k.shape[1])
+    views = cuda_view(sequences.cu_q, "cu_seqlens_q"), cuda_view(sequences.cu_k, "cu_seqlens_k")
+    for name, view in zip(("cu_seqlens_q", "cu_seqlens_k"), views, strict=True):
+        check_bounds(name, view)
+    lengths = views[0].shape[0] - 1, sequences.max_q, sequences.max_k
+    return (views[0].pointer, views[1].pointer), lengths
 
 
 def _tensors(tensors: Sequence[tuple[str, CudaView]]) -> list[Any]:

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvlab.ops import attention_arguments
-from kvlab.ops.attention import Sequences, scores_of
+from kvlab.ops.attention_call import Sequences, checked_options, scores_of
 from kvlab.ops.numba import attention as attention_numba
 from kvlab.reference import attention as reference
 from tests.compare import assert_accurate, each_sequence, low_precision_attention, wrong_attention
@@ -85,9 +85,8 @@ def test_one_length(case: Any, dtype: np.dtype[Any]) -> None:
     rng = np.random.default_rng(rows + keys)
     q, dout = (draw(rng, (2, rows, heads, dim), dtype) for _ in range(2))
     k, v = (draw(rng, (2, keys, kv_heads, dim), dtype) for _ in range(2))
-    scores = scores_of(
-        dim, **({"causal": False, "scale": None, "window": (-1, -1), "softcap": 0.0} | options)
-    )
+    defaults = {"causal": False, "scale": None, "window": (-1, -1), "softcap": 0.0}
+    scores = scores_of(dim, checked_options(**(defaults | options)))
     out, lse = attention_numba.attend(q, k, v, None, scores)
     expected, expected_lse = reference.attention(q, k, v, return_lse=True, **options)
     low, low_lse = low_precision_attention(q, k, v, **options)
@@ -103,7 +102,7 @@ def test_lengths_that_differ() -> None:
     bounds = [np.array(x, np.int32) for x in ([0, 5, 5, 8], [0, 4, 9, 15])]
     q, dout = (draw(rng, (8, 2, 16), FLOATS[2]) for _ in range(2))
     k, v = (draw(rng, (15, 1, 16), FLOATS[2]) for _ in range(2))
-    scores = scores_of(16, True, None, (-1, -1), 3.0)
+    scores = scores_of(16, (True, None, -1, -1, 3.0))
     sequences = Sequences(*bounds, 5, 6)
     out, lse = attention_numba.attend(q, k, v, sequences, scores)
     expected, expected_lse = reference.attention_varlen(q, k, v, *bounds, 5, 6, return_lse=True, **options)

@@ -1,0 +1,135 @@
+"""What a call must know of its arrays, apart from where they lie: the key by which calls are remembered.
+
+A model makes the same call again and again, with other addresses alone. All that follows from the rest is
+found once, so `kinds_of` reads no more of an array than makes it a kind, in the words of its own library:
+translating them takes longer than a short kernel runs. `view_of` translates, where a kind is new.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvlab.arrays import (
+    CudaView,
+    Device,
+    check_tensor,
+    device_of,
+    device_of_torch,
+    dtype_name,
+    loaded_cupy,
+    meant_strides,
+    numpy_dtype,
+)
+
+__all__ = [
+    "ALIGNMENT",
+    "Kind",
+    "allocator",
+    "device_of_kind",
+    "dtype_of_kind",
+    "kinds_of",
+    "stream_of",
+    "view_of",
+]
+
+ALIGNMENT = 16
+"""Bytes; an address matters to a kernel only by where it lies between multiples of this."""
+
+Kind = tuple[tuple[int, ...], tuple[int, ...], Any, Any, int]
+"""Shape, strides in elements, dtype, device, address modulo `ALIGNMENT`; dtype and device of its library."""
+
+
+def kinds_of(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Kind, ...], list[int]]:
+    """Return the kinds of the arrays of a call and, of those on a GPU, the addresses.
+
+    Raises
+    ------
+    TypeError
+        As `kvlab.arrays.cuda_view`; an array on the CPU may still be refused by `to_numpy_view`.
+    """
+    torch = sys.modules.get("torch")
+    kinds, addresses = [], []
+    for x, name in zip(arrays, names, strict=True):
+        if torch is not None and isinstance(x, torch.Tensor):
+            if x.requires_grad or x.layout is not torch.strided or x.is_neg() or x.is_conj():
+                check_tensor(x, torch, name)
+            address = x.data_ptr()
+            kinds.append((x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT))
+        else:
+            kind, address = _other_kind(x, name)
+            kinds.append(kind)
+        addresses.append(address)
+    return tuple(kinds), addresses
+
+
+def _other_kind(x: Any, name: str) -> tuple[Kind, int]:
+    """Return the kind and the address of an array that is no torch tensor."""
+    dtype = x.dtype if isinstance(x, np.ndarray) else dtype_name(x, name)
+    device = device_of(x, name)
+    if device.kind == "cpu":
+        return (tuple(x.shape), (), dtype, device, 0), 0
+    cupy = loaded_cupy(x, name)
+    x = x if isinstance(x, cupy.ndarray) else cupy.from_dlpack(x)
+    address, itemsize = int(x.data.ptr), x.itemsize
+    strides = tuple([step // itemsize for step in x.strides])
+    return (x.shape, strides, dtype, device, address % ALIGNMENT), address
+
+
+def dtype_of_kind(kind: Kind, name: str) -> str:
+    """Return the dtype as kvlab calls it; errors as `dtype_name`."""
+    return dtype_name(kind[2], name)
+
+
+def device_of_kind(kind: Kind, name: str) -> Device:
+    """Return the device as kvlab calls it; errors as `device_of`."""
+    return kind[3] if isinstance(kind[3], Device) else device_of_torch(kind[3], name)
+
+
+def view_of(kind: Kind, name: str) -> CudaView:
+    """Return a view of an array on a GPU whose address is the kind's, between 0 and `ALIGNMENT`."""
+    shape, device = tuple(kind[0]), device_of_kind(kind, name)
+    return CudaView(kind[4], shape, meant_strides(shape, kind[1]), dtype_of_kind(kind, name), device.index)
+
+
+def allocator(shape: Sequence[int], dtype: str, kind: Kind) -> Callable[[], tuple[Any, int]]:
+    """Return what makes new arrays, and their addresses, on the GPU and in the library of a kind."""
+    shape = tuple(shape)
+    if isinstance(kind[3], Device):
+        import cupy
+
+        index, made_of = kind[3].index, numpy_dtype(dtype)
+
+        def make_in_cupy() -> tuple[Any, int]:
+            with cupy.cuda.Device(index):
+                made = cupy.empty(shape, made_of)
+            return made, made.data.ptr
+
+        return make_in_cupy
+    torch = sys.modules["torch"]
+    # Half the time of torch.empty, whose sizes may be symbols.
+    new, strides = torch.empty_strided, tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
+    dtype, device = getattr(torch, dtype), kind[3]
+
+    def make_in_torch() -> tuple[Any, int]:
+        made = new(shape, strides, dtype=dtype, device=device)
+        return made, made.data_ptr()
+
+    return make_in_torch
+
+
+def stream_of(kind: Kind) -> Callable[[], int]:
+    """Return what tells the current stream of the library and the device of a kind, as `current_stream`."""
+    if not isinstance(kind[3], Device):
+        torch = sys.modules["torch"]
+        # What torch's own compiler calls; the public way makes a Stream object first, which takes 2 us.
+        return partial(torch._C._cuda_getCurrentRawStream, kind[3].index)
+    import cupy
+
+    index = kind[3].index
+    return lambda: int(cupy.cuda.get_current_stream(index).ptr)

@@ -1,0 +1,164 @@
+"""What attention on a GPU hands to the driver, call after call, on a stand-in for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import kvlab  # noqa: E402
+from kvlab.ops.cuda import attention as attention_cuda  # noqa: E402
+from kvlab.ops.cuda import attention_backward, attention_sm90, tile_list  # noqa: E402
+from tests.stand_in_gpu import Launch, StandInGpu  # noqa: E402
+
+BATCH, TOKENS, HEADS, HEADS_KV, DIM = 2, 96, 4, 2, 128
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = StandInGpu(monkeypatch)
+    yield made
+    monkeypatch.undo()
+    made.forget()
+
+
+def arrays(dtype: Any = torch.bfloat16, dim: int = DIM) -> list[Any]:
+    return [torch.zeros(BATCH, TOKENS, heads, dim, dtype=dtype) for heads in (HEADS, HEADS_KV, HEADS_KV)]
+
+
+def flat(dtype: Any = torch.bfloat16) -> tuple[list[Any], tuple[Any, ...]]:
+    cu = torch.arange(0, (BATCH + 1) * TOKENS, TOKENS, dtype=torch.int32)
+    return [x.flatten(0, 1) for x in arrays(dtype)], (cu, cu.clone(), TOKENS, TOKENS)
+
+
+def call_in(launch: Launch, layout: Any) -> Any:
+    return np.frombuffer(launch.parameters[-1][-layout.size :], layout.dtype)[0]
+
+
+def maps_in(launch: Launch, count: int = 4) -> list[int]:
+    return np.frombuffer(b"".join(launch.parameters)[: 128 * count], np.uint64)[::16].tolist()
+
+
+def hopper_call(launch: Launch) -> Any:
+    return np.frombuffer(launch.parameters[0][512:][: attention_sm90._CALL.size], attention_sm90._CALL.dtype)[
+        0
+    ]
+
+
+def test_calls_that_come_again_change_addresses_alone(gpu: StandInGpu) -> None:
+    for number in range(3):
+        q, k, v = arrays()
+        out, lse = kvlab.attention(q, k, v, causal=True, return_lse=True)
+        *made, run = gpu.launches[-1 if number else 0 :]
+        assert [launch.name for launch in made] == ([] if number else ["make_tile_list"])
+        assert len(gpu.launches) == 2 + number
+        assert run.name == "attend"
+        assert maps_in(run) == [x.data_ptr() for x in (q, k, v, out)]
+        call = hopper_call(run)
+        assert call["lse"] == lse.data_ptr()
+        assert call["semaphore"] == call["list"] + tile_list.SEMAPHORE_OFFSET
+        assert (call["dim"], call["right"], call["lse_batch"]) == (DIM, 0, HEADS * TOKENS)
+        assert out.shape == q.shape
+        assert out.is_contiguous()
+        assert lse.shape == (BATCH, HEADS, TOKENS)
+    lists = {int(hopper_call(launch)["list"]) for launch in gpu.launches if launch.name == "attend"}
+    assert lists == {int(call_in(gpu.launches[0], tile_list._CALL)["list"])}
+
+
+def test_variable_length_and_captured_calls_make_their_lists(gpu: StandInGpu) -> None:
+    (q, k, v), lengths = flat()
+    for _ in range(2):
+        kvlab.attention_varlen(q, k, v, *lengths)
+        made, run = gpu.launches[-2:]
+        call = call_in(made, tile_list._CALL)
+        assert (call["cu_q"], call["cu_k"]) == (lengths[0].data_ptr(), lengths[1].data_ptr())
+        assert call["list"] == hopper_call(run)["list"]
+    gpu.is_capturing = True
+    q, k, v = arrays()
+    for _ in range(2):
+        kvlab.attention(q, k, v)
+        assert [launch.name for launch in gpu.launches[-2:]] == ["make_tile_list", "attend"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_portable_kernels_get_all_addresses(
+    gpu: StandInGpu, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    monkeypatch.setattr(attention_cuda, "HOPPER", False)
+    (q, k, v), lengths = flat(getattr(torch, dtype))
+    out, lse = kvlab.attention_varlen(q, k, v, *lengths, return_lse=True)
+    (run,) = gpu.launches
+    call = call_in(run, attention_cuda._CALL)
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        assert call[name]["address"] == x.data_ptr()
+        assert call[name]["strides"].tolist() == [0, *x.stride()[:2]]
+    assert (call["lse"], call["cu_q"], call["cu_k"]) == tuple(x.data_ptr() for x in (lse, *lengths[:2]))
+    empty = torch.zeros(0, 3, HEADS, DIM, dtype=getattr(torch, dtype))
+    assert kvlab.attention(empty, empty, empty).shape == empty.shape
+    assert len(gpu.launches) == 1  # a grid without blocks
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("variable", [True, False])
+def test_gradients_are_three_launches(
+    gpu: StandInGpu, monkeypatch: pytest.MonkeyPatch, hopper: bool, variable: bool
+) -> None:
+    monkeypatch.setattr(attention_backward, "HOPPER", hopper)
+    (q, k, v), lengths = flat() if variable else (arrays(), ())
+    backward = kvlab.attention_varlen_backward if variable else kvlab.attention_backward
+    lse = torch.zeros((HEADS, BATCH * TOKENS) if variable else (BATCH, HEADS, TOKENS))
+    for _ in range(2):
+        dout, out = torch.zeros_like(q), torch.zeros_like(q)
+        dq, dk, dv = backward(dout, q, k, v, out, lse, *lengths, deterministic=True)
+        launches = gpu.launches[-3:]
+        assert [launch.name for launch in launches] == ["preprocess", "attend_backward", "postprocess"]
+        calls = [call_in(launch, attention_backward._CALL) for launch in launches]
+        assert len({call.tobytes() for call in calls}) == 1
+        named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "dq": dq, "dk": dk, "dv": dv}
+        for name, x in named.items():
+            assert calls[0][name]["address"] == x.data_ptr(), name
+            assert calls[0][name]["strides"].tolist() == [0, *x.stride()][-4:-1], name
+        assert calls[0]["lse"] == lse.data_ptr()
+        assert calls[0]["deterministic"] == 1
+        bounds = tuple(x.data_ptr() for x in lengths[:2]) if variable else (0, 0)
+        assert (calls[0]["cu_q"], calls[0]["cu_k"]) == bounds
+        if hopper:
+            assert maps_in(launches[1]) == [x.data_ptr() for x in (q, k, v, dout)]
+            assert len(launches[1].parameters) == 5
+
+
+def test_what_is_remembered_is_no_more_than_what_is_equal(gpu: StandInGpu) -> None:
+    """A call whose values equal those of a good one, but are of another kind, is refused as ever."""
+    q, k, v = arrays()
+    kvlab.attention(q, k, v, causal=True, window=(1, 0), softcap=1.0, scale=1.0)
+    for options, message in (
+        ({"causal": 1.0}, r"causal=1\.0 must be True or False, not float"),
+        ({"window": (1.0, 0)}, r"window=1\.0 must be a whole number, not float"),
+        ({"softcap": True}, "softcap=True must be a number, not bool"),
+        ({"sm_margin": False}, "sm_margin=False must be a whole number, not bool"),
+        ({"scale": True}, "scale=True must be a number, not bool"),
+    ):
+        whole = {"causal": True, "window": (1, 0), "softcap": 1.0, "scale": 1.0} | options
+        with pytest.raises(TypeError, match=message):
+            kvlab.attention(q, k, v, **whole)
+    before = len(gpu.launches)
+    with pytest.raises(TypeError, match="q requires grad, and this function records nothing"):
+        kvlab.attention(q.requires_grad_(), k, v, causal=True)
+    with pytest.raises(TypeError, match="k is a lazy or sparse tensor"):
+        kvlab.attention(q.detach(), k.to_sparse(), v)
+    assert len(gpu.launches) == before
+
+
+def test_other_strides_and_places_are_other_calls(gpu: StandInGpu) -> None:
+    q, k, v = arrays()
+    kvlab.attention(q, k, v)
+    heads_first = q.transpose(1, 2).contiguous().transpose(1, 2)
+    kvlab.attention(heads_first, k, v)
+    assert gpu.launches[-1].parameters[0][8:128] != gpu.launches[1].parameters[0][8:128]
+    memory = torch.zeros(q.numel() + 1, dtype=q.dtype)
+    moved = memory[1:].view(q.shape)  # 2 bytes off: no tensor copy reads it
+    kvlab.attention(moved, k, v)
+    assert call_in(gpu.launches[-1], attention_cuda._CALL)["q"]["address"] == moved.data_ptr()

@@ -1,0 +1,93 @@
+"""A stand-in for a Hopper GPU: torch tensors of the CPU pass for ones on it, and launches are only kept.
+
+What a launcher of attention hands to the driver can so be looked at, and its time on the host measured,
+without a GPU. Kernels are built, since launches are checked against their parameters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvlab.arrays import Device
+from kvlab.jit import launch
+from kvlab.jit.cubin import read_resources
+from kvlab.jit.launch import Kernel
+from kvlab.ops import array_kinds, attention_call
+from kvlab.ops.cuda import attention, attention_backward, attention_sm90, tile_list
+
+STREAM = 7
+
+
+class Launch(NamedTuple):
+    """A launch: the kernel's name, its grid, and the bytes of each parameter."""
+
+    name: str
+    grid: tuple[int, int, int]
+    parameters: tuple[bytes, ...]
+
+
+class StandInGpu:
+    """Keeps launches in `launches`; `is_capturing` is what streams answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bindings = pytest.importorskip("cuda.bindings.driver")
+        self.launches: list[Launch] = []
+        self.is_capturing = False
+        self._kernels: list[Kernel] = []
+        driver = SimpleNamespace(
+            launchKernel=self._launch, funcSetAttribute=lambda *_: None, CUDADriverError=RuntimeError
+        )
+        runtime = SimpleNamespace(streamIsCapturing=lambda stream: self.is_capturing)
+        cuda = SimpleNamespace(driver=driver, runtime=runtime)
+        for name, module in (("cupy", SimpleNamespace(cuda=cuda)), ("cupy.cuda", cuda)):
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(bindings, "cuTensorMapEncodeTiled", self._encode)
+        monkeypatch.setattr(array_kinds, "device_of_torch", lambda device, name: Device("cuda", 0))
+        monkeypatch.setattr(attention_call, "requirements_of", lambda device: {"compute_capability": (9, 0)})
+        for module in (attention, attention_backward, launch):
+            monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
+        for module in (attention_sm90, attention_backward):
+            monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+        for module in (attention, attention_sm90, attention_backward):
+            monkeypatch.setattr(module, "load", self._load)
+            if hasattr(module, "stream_of"):
+                monkeypatch.setattr(module, "stream_of", lambda kind: lambda: STREAM)
+        monkeypatch.setattr(
+            tile_list,
+            "cuda_kernel",
+            lambda name, entry, macros, device: self._load(launch.build(name, dict(macros), "sm_90a"), entry),
+        )
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all that was remembered of calls."""
+        remembered = (
+            attention_call._call_of, attention._prepare, attention._plan, attention_backward._prepare,
+            attention_backward._plan, launch._driver_error, tile_list._runtime,
+        )  # fmt: skip
+        for function in remembered:
+            function.cache_clear()
+
+    def _load(self, built: Any, entry: str | None = None, *, device: int = 0) -> Kernel:
+        kernels = read_resources(built.cubin)
+        entry = entry or next(iter(kernels))
+        self._kernels.append(Kernel(SimpleNamespace(ptr=len(self._kernels)), entry, 0, kernels[entry]))
+        return self._kernels[-1]
+
+    def _launch(self, function: int, *rest: int) -> None:
+        kernel, (*shape, stream, parameters, extra) = self._kernels[function], rest
+        assert (stream, extra) == (STREAM, 0)
+        sizes = kernel.resources.parameter_bytes
+        pointers = (ctypes.c_uint64 * len(sizes)).from_address(parameters)
+        read = tuple(map(ctypes.string_at, pointers, sizes))
+        self.launches.append(Launch(kernel.name, tuple(shape[:3]), read))
+
+    @staticmethod
+    def _encode(kind: Any, rank: int, address: int, *rest: Any) -> tuple[int, Any]:
+        number = sum(int(x) * 3**i for i, x in enumerate([*rest[0], *rest[1], *rest[2]]))
+        return 0, SimpleNamespace(opaque=[address, *(number + i for i in range(15))])
