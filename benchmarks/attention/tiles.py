@@ -24,6 +24,8 @@ from run import BACKENDS, about, clocks_and_power, exact, recorded
 from torch.nn.attention import sdpa_kernel
 
 import kvlab
+from kvlab.ops import attention as attention_ops
+from kvlab.ops.attention_call import call_of, checked_options
 from kvlab.ops.cuda import attention as attention_cuda
 from kvlab.ops.cuda import attention_sm90, tile_list
 
@@ -106,26 +108,12 @@ def contestants(shape: tuple[int, int, int, int, int, bool], variants: bool) -> 
         for name, values in VARIANTS.get(shape, {}).items():
             with instead(values):
                 calls["kvlab"]()
-                prepared = attention_cuda._prepare(*prepared_key(q, k, v, causal))
-            calls[f"kvlab {name}"] = lambda p=prepared: launched(p, q, k, v)
+                options = checked_options(causal, None, (-1, -1), 0.0)
+                call, addresses = call_of(attention_ops._FIXED, (q, k, v), None, options)
+                prepared = attention_cuda._prepare(call, True)
+            calls[f"kvlab {name}"] = lambda p=prepared, a=addresses: p(a, False)[0]
         check(calls, q, k, v, causal)
     return calls
-
-
-def prepared_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[Any, ...]:
-    from kvlab.arrays import cuda_view
-    from kvlab.ops.attention import scores_of
-    from kvlab.ops.attention_arguments import placed
-
-    views = [placed(cuda_view(x, "x")) for x in (q, k, v)]
-    scores = scores_of(q.shape[-1], causal, None, (-1, -1), 0.0)
-    return *views, (q.shape[0], q.shape[1], k.shape[1]), scores, False, True, 0
-
-
-def launched(prepared: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    out, lse = torch.empty_like(q), torch.empty(prepared.lse_shape, device="cuda")
-    prepared.launch([x.data_ptr() for x in (q, k, v, out)], lse.data_ptr(), (0, 0), q)
-    return out
 
 
 def check(calls: dict[str, Call], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
