@@ -95,13 +95,6 @@ def test_where_bytes_are_few(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) 
     check_state(cache, [range(300)] * 2)
 
 
-def test_of_a_crop(kernels: Kernels) -> None:
-    cache, rng = make(), np.random.default_rng(11)
-    step(cache, rng, 200)
-    assert fail_everywhere(allocating(kernels), NO_MEMORY, lambda: cache.crop(12), kept(cache)) > 0
-    check_state(cache, [range(188)] * 2)
-
-
 RARE: dict[str, Callable[[Any], Any]] = {
     "reorder": lambda cache: cache.reorder(np.array([1, 0])),
     "repeat": lambda cache: cache.repeat(2),
