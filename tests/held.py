@@ -43,7 +43,7 @@ def tokens_of(pages: LayerPages, row: int) -> Listed:
     return Listed(*np.concatenate([np.array(x, np.int64) for x in found], 1))
 
 
-def tokens_of(cache: Any) -> dict[tuple[int, int, int, int], tuple[int, bytes]]:
+def contents_of(cache: Any) -> dict[tuple[int, int, int, int], tuple[int, bytes]]:
     """All tokens by (layer, row, head, position): the bits of their pages, and all that is stored of them."""
     found = {}
     for layer, pages in enumerate(pages_of(cache)):

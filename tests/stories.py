@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlab.cache.cache import MixedPrecisionCache
-from tests.held import pages_of, positions, tokens_of
+from tests.held import pages_of, positions, contents_of
 
 LONGEST, MOST_NEW = 600, 130
 LADDERS = {
@@ -102,10 +102,10 @@ class CacheStory(RuleBasedStateMachine):
     @rule(data=st.data())
     def crop(self, data: st.DataObject) -> None:
         n = data.draw(st.integers(0, self.length))
-        before, unlimited = tokens_of(self.cache), self.cache.budget_nbytes is None
+        before, unlimited = contents_of(self.cache), self.cache.budget_nbytes is None
         self.cache.crop(n)
         self.length -= n
-        after, kept = tokens_of(self.cache), {at: x for at, x in before.items() if at[3] < self.length}
+        after, kept = contents_of(self.cache), {at: x for at, x in before.items() if at[3] < self.length}
         assert after.keys() <= kept.keys()
         assert all(token[0] <= kept[at][0] for at, token in after.items())
         assert all(token == kept[at] for at, token in after.items() if unlimited or token[0] == kept[at][0])
@@ -115,7 +115,7 @@ class CacheStory(RuleBasedStateMachine):
     def reorder(self, data: st.DataObject) -> None:
         row = st.integers(0, len(self.rows) - 1)
         rows = data.draw(st.lists(row, min_size=len(self.rows), max_size=len(self.rows)))
-        before = tokens_of(self.cache)
+        before = contents_of(self.cache)
         self.cache.reorder(np.array(rows))
         self.holds_rows(before, rows)
         self.rows = [list(self.rows[row]) for row in rows]
@@ -124,7 +124,7 @@ class CacheStory(RuleBasedStateMachine):
     @precondition(lambda self: not self.tight)
     def select(self, data: st.DataObject) -> None:
         rows = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=3))
-        before = tokens_of(self.cache)
+        before = contents_of(self.cache)
         self.cache.select(np.array(rows))
         self.holds_rows(before, rows)
         self.rows = [list(self.rows[row]) for row in rows]
@@ -132,14 +132,14 @@ class CacheStory(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: len(self.rows) < 2 and not self.tight)
     def repeat(self) -> None:
-        before = tokens_of(self.cache)
+        before = contents_of(self.cache)
         self.cache.repeat(2)
         self.holds_rows(before, [0, 0])
         self.rows = [list(held) for held in self.rows for _ in range(2)]
 
     def holds_rows(self, before: dict[Any, Any], rows: list[int]) -> None:
         """Row i holds what row `rows[i]` held before; a budget that more rows share may have demoted some."""
-        after = tokens_of(self.cache)
+        after = contents_of(self.cache)
         expected = {
             (layer, i, *rest): token
             for i, taken in enumerate(rows)
@@ -159,7 +159,7 @@ class CacheStory(RuleBasedStateMachine):
 
     @rule(by_the_cpu=st.booleans())
     def save_and_load(self, by_the_cpu: bool) -> None:
-        before = tokens_of(self.cache)
+        before = contents_of(self.cache)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "cache"
             self.cache.save(path)
@@ -168,7 +168,7 @@ class CacheStory(RuleBasedStateMachine):
             self.cache = MixedPrecisionCache.load(path, device="cuda")
         if self.length:
             self.attend()  # what was loaded comes to the device
-        assert tokens_of(self.cache) == before
+        assert contents_of(self.cache) == before
 
     @rule()
     @precondition(lambda self: self.length > 300)
