@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlab.cache.cache import MixedPrecisionCache
-from tests.held import pages_of, positions, contents_of
+from tests.held import contents_of, pages_of, positions
 
 LONGEST, MOST_NEW = 600, 130
 LADDERS = {
