@@ -129,7 +129,7 @@ def _check_packed(backend: str, like: Callable[[Any], Any]) -> bool:
     k, v = np.random.default_rng(5).standard_normal((2, 1, 200, 1, 64)).astype(np.float16)
     cache = kvlab.MixedPrecisionCache(1, 2, 1, 64, budget=0.5, bits=(2, 4, 8), plan_length=256)
     cache.append(0, k, v)
-    q, pages = np.repeat(k[:, :1], 2, 2), cache.layers[0].store.view()
+    q, pages = np.repeat(k[:, :1], 2, 2), cache.pages(0)
     there = to_gpu(pages) if BACKENDS[backend] == "cuda" else pages
     out = packed_attention(like(q), there, backend=backend).out
     return _near(out, packed_attention(q, pages, backend="reference").out)

@@ -58,7 +58,7 @@ def test_the_file_is_read_by_safetensors(tmp_path):
     cache = filled()
     cache.save(tmp_path / "cache")
     arrays = safetensors.load_file(tmp_path / "cache")
-    np.testing.assert_array_equal(arrays["1.k_mean"], cache.layers[1].store.k_mean)
+    np.testing.assert_array_equal(arrays["1.k_mean"], cache.pages(1).k_mean)
 
 
 def test_a_function_cannot_be_saved(tmp_path):

@@ -208,8 +208,7 @@ def test_parts_give_the_mean_and_accuracy_of_one_shot_on_a_gpu(kernels: Kernels,
     _, mean, at_once = fed_to_gpu(LENGTH)
     cache, _, in_parts = fed_to_gpu(size)
     assert in_parts <= MOST * at_once
-    with cache._road.on_host(changes=False):
-        assert np.array_equal(cache.layers[0].store.k_mean[0], mean)
+    assert np.array_equal(cache.pages(0).k_mean[0], mean)
 
 
 PREFILL, SCORED, CHUNK = 640, 512, 64

@@ -201,7 +201,7 @@ _latest: dict[AblationCase, EvaluatedCache | BudgetError] = {}
 
 def pages_of(cache: MixedPrecisionCache) -> list[LayerPages]:
     """The stored pages of every layer of a cache on the CPU."""
-    return [layer.store.view() for layer in cache.layers]
+    return [cache.pages(layer) for layer in range(cache.num_layers)]
 
 
 # ---- figures -----------------------------------------------------------------------------------------------

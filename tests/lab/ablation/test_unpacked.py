@@ -51,7 +51,7 @@ def test_a_changed_code_is_noticed() -> None:
 
 def test_bytes_are_those_of_the_arrays_and_need_no_slack() -> None:
     cache = filled("2,3,4,8")
-    pages = cache.layers[0].store.view()
+    pages = cache.pages(0)
     wide = unpack_pages(pages)
     assert page_nbytes(pages) == cache.nbytes
     live = int(pages.num_pages.sum())
@@ -63,4 +63,4 @@ def test_bytes_are_those_of_the_arrays_and_need_no_slack() -> None:
 
 def test_an_empty_layer_unpacks() -> None:
     cache = MixedPrecisionCache(1, 4, 2, 32, bits="2,4")
-    assert page_nbytes(unpack_pages(cache.layers[0].store.view())) == cache.nbytes
+    assert page_nbytes(unpack_pages(cache.pages(0))) == cache.nbytes
