@@ -25,11 +25,11 @@ from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_
 from kvlab.cache.cpu_means import MergedTokens, NewRow, freeze_row
 from kvlab.cache.cuda.plan import PlanShape
 from kvlab.cache.cuda.store import UNIT, DevicePages, DeviceStore
-from kvlab.cache.exact import attend_exact
+from kvlab.cache.exact import attend_exact, exact_mass
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
 from kvlab.cache.pages import PageLayout, decode_importance, encode_importance, side_formats
-from kvlab.ops.packed import mass_from_scores, packed_attention
+from kvlab.ops.cpu.packed import attend_into, mass
 from kvlab.reference.cache_layer import Ladder
 from kvlab.threads import share
 
@@ -279,7 +279,10 @@ class CpuKernels:
         given = zip(addresses, (*kinds, ((batch, total), "int32")), strict=True)
         arrays: list[Any] = [array_at(at, *kind) if at else None for at, kind in given]
         merged = MergedTokens(before, *arrays)
+        kind = numpy_dtype(self.store.stores[layer].dtype)  # of exact tokens, of which the mean is taken
         k, v = (_vectors(fresh, side, (batch, steps, heads, head_dim), dtype) for side in "kv")
+        with np.errstate(over="ignore"):
+            k = k.astype(kind, copy=False).astype(np.float32, copy=False)
         valid = array_at(mask, (batch, steps), "bool") if mask else np.ones((batch, steps), bool)
         importance = array_at(codes, (batch, heads, steps), "uint8")
         for row in range(batch):
@@ -342,10 +345,10 @@ class CpuKernels:
                 continue
             rows = kept.view(np.float32).reshape(*kept.shape[:3], -1, 64)
             pages = self.store.pages(layer, waiting=True)
-            mass = np.nan_to_num(mass_from_scores(rows, total, pages))
+            received = np.nan_to_num(mass(rows, total, pages, total.shape[1] // self.store.heads))
             tables, length = self._whole_tables(layer), int(self.store.tables["seqlen"][layer].max(initial=0))
             follow_mass(
-                tables, mass.reshape(-1, *mass.shape[2:]), length - counted, np.float32(take), span,
+                tables, received.reshape(-1, *received.shape[2:]), length - counted, np.float32(take), span,
                 importance == "forecast", *_scale_of_importance(),
             )  # fmt: skip
 
@@ -357,10 +360,8 @@ class CpuKernels:
         queries, keys = view_at(q).astype(np.float32), view_at(k).astype(np.float32)
         total = np.where(np.isfinite(lse), lse, np.float32(np.inf))
         visible, rows = np.ones(keys.shape[:2], bool), min(queries.shape[1], MOST_TOKENS)
-        exact = attend_exact(
-            queries[:, -rows:], keys, keys, visible, scale=scale, softcap=softcap, keep_rows=rows
-        )
-        mass = exact.mass(total[:, :, -rows:])
+        last = np.ascontiguousarray(queries[:, -rows:])
+        mass = exact_mass(last, np.ascontiguousarray(keys), visible, scale, softcap, total)
         codes[...] = encode_importance(np.nan_to_num(mass)).reshape(codes.shape)
 
     @staticmethod
@@ -434,23 +435,14 @@ class AttendCall:
         self._scores = scores
 
     def __call__(self, view: CudaView, out: int, lse: int, stream: int) -> None:
-        """Attend with the queries of a view; write to contiguous arrays at two addresses."""
-        batch, steps, heads, _ = view.shape
-        kept, scores = 0, self._scores
-        if scores is not None:
-            kept = scores.shape[-1] // CpuKernels.kept_page_bytes(heads // scores.shape[1])
-        found = packed_attention(
-            view_at(view),
-            self._pages,
-            scale=self._scale,
-            softcap=self._softcap,
-            keep_scores=kept,
-            backend="cpu",
-        )
-        array_at(out, view.shape, view.dtype)[...] = found.out
-        array_at(lse, (batch, heads, steps), "float32")[...] = found.lse
-        if found.scores is not None:
-            scores.view(np.float32).reshape(found.scores.shape)[...] = found.scores
+        """Attend with the queries of a view; write to contiguous float32 arrays at two addresses."""
+        (batch, steps, heads, _), table = view.shape, self._pages.rung.shape
+        kept = np.empty((*table, 0), np.float32) if self._scores is None else self._scores.view(np.float32)
+        results = array_at(out, view.shape, "float32"), array_at(lse, (batch, heads, steps), "float32")
+        attend_into(
+            *results, kept.reshape(*table, kept.shape[-1] // 64, 64), view_at(view), self._pages,
+            heads // table[1], self._scale, self._softcap,
+        )  # fmt: skip
 
 
 def _check_range(x: Floats, name: str) -> None:
@@ -549,6 +541,10 @@ class CpuExecutor:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(mapped, np.uint8)
+
+    def score_memory(self, shape: Sequence[int], like: Any) -> Any:
+        """Memory for kept scores; of pages that are not live nothing is read."""
+        return self.empty(shape, "uint8", like)
 
     def fill_zero(self, arena: Any) -> None:
         """Write zeros over memory for pages; what was mapped goes back to the system."""

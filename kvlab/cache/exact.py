@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvlab.threads import share
 
-__all__ = ["ExactResult", "attend_exact"]
+__all__ = ["ExactResult", "attend_exact", "exact_mass"]
 
 Floats = NDArray[np.float32]
 _WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
@@ -45,19 +45,26 @@ class ExactResult:
         `lse` (B, Hq, Sq) is the log-sum-exp over all keys of the step, stored ones included; a row with +inf,
         padding for example, gives none, whatever its query is.
         """
-        from kvlab.numba_kernels.cpu.exact import sum_exact_mass
+        return exact_mass(self.queries, self.k, self.visible, float(self.scale), float(self.softcap), lse)
 
-        batch, rows = self.queries.shape[:2]
-        mass = np.empty((batch, self.k.shape[2], self.k.shape[1]), np.float32)
-        last = np.ascontiguousarray(lse[:, :, lse.shape[2] - rows :], np.float32)
-        left_out, queries = np.isposinf(last).swapaxes(1, 2), self.queries
-        if left_out.any():
-            queries = np.where(left_out[..., None], np.float32(0), queries)
-        share(
-            sum_exact_mass, np.zeros(1, np.int64), queries, self.k, self.visible, self.scale,
-            self.softcap, last, mass, alone=self.queries.size * mass.shape[2] < _WORTH_SHARING,
-        )  # fmt: skip
-        return mass
+
+def exact_mass(
+    q: Floats, k: Floats, visible: NDArray[np.bool_], scale: float, softcap: float, lse: Floats
+) -> Floats:
+    """What `ExactResult.mass` returns, of the last query rows q and contiguous arrays."""
+    from kvlab.numba_kernels.cpu.exact import sum_exact_mass
+
+    batch, rows = q.shape[:2]
+    mass = np.empty((batch, k.shape[2], k.shape[1]), np.float32)
+    last = np.ascontiguousarray(lse[:, :, lse.shape[2] - rows :], np.float32)
+    left_out = np.isposinf(last).swapaxes(1, 2)
+    if left_out.any():
+        q = np.where(left_out[..., None], np.float32(0), q)
+    share(
+        sum_exact_mass, np.zeros(1, np.int64), q, k, visible, np.float32(scale), np.float32(softcap), last,
+        mass, alone=q.size * mass.shape[2] < _WORTH_SHARING,
+    )  # fmt: skip
+    return mass
 
 
 def attend_exact(

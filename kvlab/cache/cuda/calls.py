@@ -207,9 +207,7 @@ class StepCalls:
     def _new_scores(self, kept: int) -> Any:
         store = self._store
         shape = (store.batch, store.heads, store.entries, self._kernels.kept_page_bytes(kept * self._group))
-        scores = self._executor.empty(shape, "uint8", store.like)
-        scores[...] = 0  # score_stored asks for those of all pages before it knows which are live
-        return scores
+        return self._executor.score_memory(shape, store.like)
 
     def _new_workspace(self, steps: int, arrivals: Any = None) -> Any:
         return self._kernels.attention_workspace(steps * self._group, arrivals)

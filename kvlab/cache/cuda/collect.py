@@ -61,8 +61,7 @@ class Collector:
             group, store = self._group(steps), self._store
             empty = store.executor.empty
             lse = empty((group, store.batch, self._num_heads_q, steps), "float32", store.like)
-            scores = empty((group, *self._shape(steps)), "uint8", store.like)
-            scores[...] = 0  # score_stored asks for all before it knows which pages are live
+            scores = store.executor.score_memory((group, *self._shape(steps)), store.like)
             self._kept[steps] = scores, lse
         scores, lse = self._kept[steps]
         return scores[layer % len(scores)], lse[layer % len(lse)]

@@ -177,6 +177,12 @@ class GpuExecutor:
         """Whether `score_new` can read the vectors of an array."""
         return score.lies_in_units(view)
 
+    def score_memory(self, shape: Sequence[int], like: Any) -> Any:
+        """Memory for kept scores: `score_stored` asks for those of all pages before it knows which live."""
+        scores = self.empty(shape, "uint8", like)
+        scores[...] = 0
+        return scores
+
     def fill_zero(self, array: Any) -> None:
         """Write zeros over an array."""
         array[...] = 0

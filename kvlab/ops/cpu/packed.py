@@ -19,7 +19,7 @@ from kvlab.reference import packed as reference
 from kvlab.reference.codec import hadamard_block
 from kvlab.threads import share
 
-__all__ = ["attend", "attend_reference", "mass", "mass_reference"]
+__all__ = ["attend", "attend_into", "attend_reference", "mass", "mass_reference"]
 
 ROWS_AT_ONCE = 4
 """Query rows that one expansion of a page serves on the CPU: what its registers hold."""
@@ -139,11 +139,35 @@ def attend(
     q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, sight: Sight | None
 ) -> PackedAttention[ArrayT]:
     """Launcher of backend "cpu" for `kvlab.ops.packed.packed_attention`."""
+    view = to_numpy_view(q, "q")
+    batch, seqlen_q, heads, _ = view.shape
+    out, lse = np.empty(view.shape, np.float32), np.empty((batch, heads, seqlen_q), np.float32)
+    scores = np.empty((batch, heads // group, pages.rung.shape[2], keep_scores * group, 64), np.float32)
+    attend_into(out, lse, scores, view, pages, group, scale, softcap, sight)
+    return PackedAttention(
+        like_first(out.astype(view.dtype, copy=False), q),
+        like_first(lse, q),
+        like_first(scores, q) if keep_scores else None,
+    )
+
+
+def attend_into(
+    out: NDArray[np.float32],
+    lse: NDArray[np.float32],
+    scores: NDArray[np.float32],
+    view: NDArray[Any],
+    pages: Pages,
+    group: int,
+    scale: float,
+    softcap: float,
+    sight: Sight | None = None,
+) -> None:
+    """Attend with queries of NumPy; results and scores, of as many last rows as they have, go to arrays."""
     from kvlab.numba_kernels.cpu.packed_merge import merge_parts
 
-    view = to_numpy_view(q, "q")
     batch, seqlen_q, heads, head_dim = view.shape
     pairs, entries, query_rows = batch * (heads // group), pages.rung.shape[2], seqlen_q * group
+    keep_scores = scores.shape[3] // group
     rung, count, index = (
         np.ascontiguousarray(x).reshape(pairs, entries) for x in (pages.rung, pages.count, pages.index)
     )
@@ -163,20 +187,13 @@ def attend(
         rotation=(block, np.float32(1 / math.sqrt(block))),
         scale=scale,
         softcap=np.float32(softcap),
-        kept=np.empty((pairs, entries, keep_scores * group, 64), np.float32),
+        kept=scores.reshape(pairs, entries, keep_scores * group, 64),
         kept_from=(seqlen_q - keep_scores) * group,
         alone=2 * 64 * int(num_pages.sum()) * query_rows * head_dim < _WORTH_SHARING,
     )
     attend_rows = _attend_few_rows if query_rows <= FEW_ROWS else _attend_many_rows
     parts = attend_rows(call, pages, pairs, query_rows)
-    out, lse = np.empty(view.shape, np.float32), np.empty((batch, heads, seqlen_q), np.float32)
     merge_parts(*parts, *call.rotation, out, lse)
-    scores = call.kept.reshape(batch, heads // group, entries, keep_scores * group, 64)
-    return PackedAttention(
-        like_first(out.astype(view.dtype, copy=False), q),
-        like_first(lse, q),
-        like_first(scores, q) if keep_scores else None,
-    )
 
 
 _Parts = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
