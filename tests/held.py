@@ -28,7 +28,7 @@ class Listed(NamedTuple):
     index: np.ndarray
 
 
-def tokens_of(pages: LayerPages, row: int) -> Listed:
+def tokens_in(pages: LayerPages, row: int) -> Listed:
     found: list[Any] = [np.zeros((7, 0), np.int64)]
     for head in range(pages.rung.shape[1]):
         for entry in range(int(pages.num_pages[row, head])):

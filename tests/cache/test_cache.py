@@ -17,7 +17,7 @@ from kvlab.errors import BudgetError
 from kvlab.reference.attention import attend_rows
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import bit_address
-from tests.held import pages_of, tokens_of
+from tests.held import pages_of, tokens_in
 
 LAYERS, HEADS_Q, HEADS, DIM = 2, 4, 2, 32
 
@@ -36,7 +36,7 @@ def tokens(rng, batch, n):
 def held(cache, layer, row):
     """What a row holds: position -> (k, v), one dict a head, decoded without the attention kernel."""
     pages, found = cache.pages(layer), [{} for _ in range(HEADS)]
-    listed = tokens_of(pages, row)
+    listed = tokens_in(pages, row)
     for r, rung in enumerate(pages.layouts):
         mine = listed.rung == r
         head = listed.head[mine]
@@ -96,7 +96,7 @@ def test_a_side_whose_width_stays_keeps_its_codes(bits, side, budget):
 
     def codes(pages):
         """(head, position) -> rung, and all bits of the side with its step byte."""
-        found, listed = {}, tokens_of(pages, 0)
+        found, listed = {}, tokens_in(pages, 0)
         for head, index, slot, rung, position in zip(
             listed.head, listed.index, listed.slot, listed.rung, listed.position, strict=True
         ):
@@ -262,7 +262,7 @@ def test_the_budget_holds_token_by_token(budget):
         for layer in range(LAYERS):
             cache.step(layer, *tokens(rng, 1, 1))
         check(cache)
-        listed = tokens_of(cache.pages(0), 0)
+        listed = tokens_in(cache.pages(0), 0)
         for head, p, rung in zip(listed.head, listed.position, listed.rung, strict=True):
             assert rung <= rungs.get((head, p), rung), "a token was promoted"
             rungs[head, p] = rung
@@ -337,7 +337,7 @@ def test_queries_of_padding_are_not_looked_at(chunk):
         valid[0, -3:] = False
         q[0, -3:] = query
         cache.step(0, q, k, v, valid=valid)
-        held.append((tokens_of(cache.pages(0), 0).code, cache.step(0, *tokens(rng, 2, 90))))
+        held.append((tokens_in(cache.pages(0), 0).code, cache.step(0, *tokens(rng, 2, 90))))
     for other in held[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(held[0], other, strict=True))
 
@@ -409,7 +409,7 @@ def test_important_tokens_keep_their_width():
     for start in range(0, 256, 64):
         part = slice(start, start + 64)
         cache.step(0, q[:, part], k[:, part], v[:, part])
-    listed = tokens_of(cache.pages(0), 0)
+    listed = tokens_in(cache.pages(0), 0)
     wanted = (listed.position >= 100) & (listed.position < 140)
     assert listed.rung[wanted].mean() > listed.rung[~wanted].mean() + 0.5
 
@@ -447,7 +447,7 @@ def test_eviction_only_where_0_is_listed():
     for _ in range(6):
         cache.step(0, *tokens(rng, 1, 64))
         check(cache)
-    assert 0 < len(tokens_of(cache.pages(0), 0).head) < 6 * 64 * HEADS
+    assert 0 < len(tokens_in(cache.pages(0), 0).head) < 6 * 64 * HEADS
 
 
 def test_a_budget_that_cannot_hold_is_refused_unchanged():
@@ -487,7 +487,7 @@ def test_repeat_under_an_absolute_budget_demotes():
         cache.step(layer, *tokens(rng, 1, 400))
     cache.repeat(2)
     check(cache)
-    assert len(tokens_of(cache.pages(1), 1).head) == 400 * HEADS
+    assert len(tokens_in(cache.pages(1), 1).head) == 400 * HEADS
     with pytest.raises(BudgetError):
         cache.repeat(40)
     check(cache)
@@ -505,12 +505,12 @@ def test_what_a_crop_leaves_fits_the_smaller_budget():
     assert wide / 2 < cache.nbytes <= wide
     cache.crop(724)
     assert cache.seqlen == 300
-    assert len(tokens_of(cache.pages(0), 0).head) == 300
+    assert len(tokens_in(cache.pages(0), 0).head) == 300
     assert cache.nbytes <= cache.budget_nbytes < wide / 2
     before = cache.nbytes
     with pytest.raises(BudgetError, match="at least"):
         cache.crop(299)  # a page for one token is more than its share
-    assert (cache.seqlen, cache.nbytes, len(tokens_of(cache.pages(0), 0).head)) == (300, before, 300)
+    assert (cache.seqlen, cache.nbytes, len(tokens_in(cache.pages(0), 0).head)) == (300, before, 300)
 
 
 @pytest.mark.parametrize(
