@@ -116,4 +116,5 @@ def attend(head_dim, dtype, tile):
         (LANES * tile, 1),
     )
 
+
 # gate: attend head_dim=128 dtype=bfloat16 tile=32 registers<=255 arch=sm_80,sm_90a

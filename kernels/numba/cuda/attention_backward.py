@@ -218,6 +218,7 @@ def attend_keys(head_dim, dtype, tile):
 
     return kernel, arguments(dtype, 2), (LANES * tile, 1)
 
+
 # gate: prepare dtype=bfloat16 registers<=64 arch=sm_80,sm_90a
 # gate: attend_queries head_dim=128 dtype=bfloat16 tile=16 registers<=255 arch=sm_80,sm_90a
 # gate: attend_keys head_dim=128 dtype=bfloat16 tile=16 registers<=255 arch=sm_80,sm_90a

@@ -102,6 +102,7 @@ def unpack_ternary_rows():
 
     return kernel, (BYTES, COUNT, COUNT, VALUES, WORD), BOUNDS
 
+
 # gate: pack_rows bits=3,4 registers<=64
 # gate: unpack_rows bits=3,4 registers<=64
 # gate: pack_ternary_rows registers<=64

@@ -251,6 +251,7 @@ def dequantize_groups(dtype, codec, bits, shared, levels=()):
     out_type = types.CPointer(ELEMENTS[dtype])
     return kernel, (codes_type, COUNT, COUNT, COUNT, WORDS, WORDS, out_type, FLOATS, COUNT), BOUNDS
 
+
 # gate: quantize_groups dtype=float16 codec=affine,symmetric,hadamard bits=4 shared=1 registers<=128
 # gate: quantize_groups dtype=bfloat16,float32 codec=affine bits=4 shared=0 registers<=128
 # gate: quantize_groups dtype=float16 codec=ternary bits=2 shared=1 registers<=128

@@ -286,6 +286,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     )  # fmt: skip
     return kernel, arguments, (32 * WARPS, blocks)
 
+
 # gate: attend_pages head_dim=128 dtype=float16 widths_k=4 widths_v=4 rows=4 registers<=168 arch=sm_90a
 # gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=13 widths_v=13 rows=4 registers<=168 arch=sm_90a
 # gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=2 widths_v=2 rows=4 registers<=168 arch=sm_90a

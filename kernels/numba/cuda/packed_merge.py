@@ -119,5 +119,6 @@ def merge_parts(head_dim, dtype, widths_v, rows):
     arguments = (pointer(types.float32), element, pointer(types.float32), whole, whole, whole)
     return kernel, arguments, (MERGE_THREADS, 1)
 
+
 # gate: merge_parts head_dim=128 dtype=bfloat16 widths_v=31 rows=4 registers<=128
 # gate: merge_parts head_dim=80,256 dtype=float16,float32 widths_v=31 rows=2 registers<=128 arch=sm_90a
