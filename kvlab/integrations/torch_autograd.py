@@ -1,23 +1,29 @@
 """Attention that torch can differentiate and compile.
 
-`attention` and `attention_varlen` are those of kvlab, for tensors, with gradients. Underneath are four custom
-operators, ``kvlab::attention``, ``kvlab::attention_varlen`` and their backwards, each with a rule that says
-what shapes it returns. So `torch.compile` and `torch.export` treat a call as one node,
-and its backward as another. The registry chooses the best backend on the tensors' device that supports their
-dtype; float64, for `torch.autograd.gradcheck`, runs on the CPU by the reference.
+`attention` and `attention_varlen` are those of kvlab, for tensors, with gradients. Where torch runs what is
+called, gradients are recorded by an `autograd.Function`. Where it looks at the call (`torch.compile`,
+`torch.export`, dispatch modes such as those of selective checkpointing), the call is one of four
+custom operators, ``kvlab::attention``, ``kvlab::attention_varlen`` and their backwards, each with a rule that
+says what shapes it returns; an operator takes the host longer than a short kernel runs. Both compute by the
+same functions. The registry chooses the best backend on the tensors' device that supports their dtype;
+float64, for `torch.autograd.gradcheck`, runs on the CPU by the reference.
 
 The log-sum-exp is for merging parts and has no gradient here; a second derivative is not offered either.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 import kvlab
-from kvlab.arguments import LONGEST, flag, number, sides_of_window, whole_number
+from kvlab.arguments import flag
+from kvlab.ops.attention_call import checked_options, longest_of
 
-__all__ = ["attention", "attention_varlen", "options_of", "with_contiguous_rows"]
+__all__ = ["attention", "attention_varlen", "with_contiguous_rows"]
 
+Two = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -64,8 +70,8 @@ def attention(
     >>> v.grad.ravel()
     tensor([1., 1.])
     """
-    options = _checked(causal, scale, window, softcap, deterministic)
-    out, lse = _attention(*with_contiguous_rows(q, k, v), *options)
+    options = *checked_options(causal, scale, window, softcap), flag(deterministic, "deterministic")
+    out, lse = _run(_attend, _attention, with_contiguous_rows(q, k, v), *options)
     return (out, lse) if flag(return_lse, "return_lse") else out
 
 
@@ -116,11 +122,10 @@ def attention_varlen(
     tensor([[0., 0.],
             [1., 1.]])
     """
-    options = _checked(causal, scale, window, softcap, deterministic)
-    max_seqlen_q = whole_number(max_seqlen_q, "max_seqlen_q", 0, LONGEST)
-    max_seqlen_k = whole_number(max_seqlen_k, "max_seqlen_k", 0, LONGEST)
-    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    out, lse = _varlen(*with_contiguous_rows(q, k, v), *sequences, *options)
+    options = *checked_options(causal, scale, window, softcap), flag(deterministic, "deterministic")
+    tensors = *with_contiguous_rows(q, k, v), cu_seqlens_q, cu_seqlens_k
+    longest = longest_of(max_seqlen_q, max_seqlen_k)
+    out, lse = _run(_attend_varlen, _varlen, tensors, *longest, *options)
     return (out, lse) if flag(return_lse, "return_lse") else out
 
 
@@ -134,29 +139,74 @@ def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors)
 
 
-def _checked(
-    causal: bool, scale: float | None, window: tuple[int, int], softcap: float, deterministic: bool
-) -> tuple[bool, float | None, int, int, float, bool]:
-    """Check the options, under their names; the schemas of the operators would name none."""
+def _options_of(causal: bool, scale: float | None, left: int, right: int, softcap: float) -> dict[str, Any]:
+    """Return keyword arguments of `kvlab.attention` for the options of an operator."""
+    return {"causal": causal, "scale": scale, "window": (left, right), "softcap": softcap}
+
+
+def _run(
+    function: Callable[..., Two], operator: Callable[..., Two], tensors: tuple[Any, ...], *numbers: Any
+) -> Two:
+    """Compute in the cheapest way in which torch sees of the call what it has to see."""
+    if _is_looked_at(tensors):
+        return operator(*tensors, *numbers)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        recorded: Two = _Recorded.apply(function, *tensors, *numbers)  # type: ignore[no-untyped-call]
+        return recorded
+    return function(*tensors, *numbers)
+
+
+def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
+    """Whether a compiler, a dispatch mode or a kind of tensor wants to see operators."""
     return (
-        flag(causal, "causal"),
-        None if scale is None else number(scale, "scale"),
-        *sides_of_window(window),
-        number(softcap, "softcap", least=0),
-        flag(deterministic, "deterministic"),
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors)
     )
 
 
-def options_of(causal: bool, scale: float | None, left: int, right: int, softcap: float) -> dict[str, Any]:
-    """Return keyword arguments of `kvlab.attention` for the options of an operator."""
-    return {"causal": causal, "scale": scale, "window": (left, right), "softcap": softcap}
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
+    """Keep what `_differentiate` needs; inputs are tensors and behind them numbers."""
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    ctx.numbers = inputs[len(tensors) :]
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else each backward fills a gradient of the log-sum-exp with zeros
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    others = [None] * (len(saved) - 5 + len(ctx.numbers))
+    if dout is None:
+        return None, None, None, *others
+    tensors = *with_contiguous_rows(dout), *saved
+    function, operator = (
+        (_attend_backward, _attention_backward)
+        if len(saved) == 5
+        else (_attend_varlen_backward, _varlen_backward)
+    )
+    return *(operator if _is_looked_at(tensors) else function)(*tensors, *ctx.numbers), *others
+
+
+class _Recorded(torch.autograd.Function):
+    """Attention as a node of autograd: `function`, its tensors and numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Two], *inputs: Any) -> Two:
+        output = function(*inputs)
+        _keep(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        return None, *_differentiate(ctx, *gradients)
 
 
 # ---- fixed length
 
 
-@torch.library.custom_op("kvlab::attention", mutates_args=())
-def _attention(
+def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -167,20 +217,12 @@ def _attention(
     softcap: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.no_grad():
-        options = options_of(causal, scale, left, right, softcap)
-        out, lse = kvlab.attention(q, k, v, return_lse=True, **options)
+    options = _options_of(causal, scale, left, right, softcap)
+    out, lse = kvlab.attention(q, k, v, return_lse=True, **options)
     return out, lse
 
 
-@_attention.register_fake
-def _attention_shapes(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, seqlen, heads, _head_dim = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, seqlen), dtype=torch.float32)
-
-
-@torch.library.custom_op("kvlab::attention_backward", mutates_args=())
-def _attention_backward(
+def _attend_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -193,27 +235,27 @@ def _attention_backward(
     right: int,
     softcap: float,
     deterministic: bool,
-) -> Three:
-    with torch.no_grad():
-        options = options_of(causal, scale, left, right, softcap)
-        return kvlab.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    options = _options_of(causal, scale, left, right, softcap)
+    return kvlab.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
+
+
+_attention = torch.library.custom_op("kvlab::attention", torch.no_grad()(_attend), mutates_args=())
+_attention_backward = torch.library.custom_op(
+    "kvlab::attention_backward", torch.no_grad()(_attend_backward), mutates_args=()
+)
+
+
+@_attention.register_fake
+def _shapes(q: torch.Tensor, *_: Any) -> Two:
+    batch, seqlen, heads, _head_dim = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, seqlen), dtype=torch.float32)
 
 
 @_attention_backward.register_fake
-def _attention_backward_shapes(dout: torch.Tensor, *inputs: Any) -> Three:
+def _backward_shapes(dout: torch.Tensor, *inputs: Any) -> Three:
     dq, dk, dv = (x.new_empty(x.shape) for x in inputs[:3])
     return dq, dk, dv
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, dout: torch.Tensor, _dlse: Any) -> tuple[Any, ...]:
-    gradients = _attention_backward(*with_contiguous_rows(dout), *ctx.saved_tensors, *ctx.numbers)
-    return *gradients, *(None for _ in ctx.numbers)
 
 
 _attention.register_autograd(_differentiate, setup_context=_keep)
@@ -222,8 +264,7 @@ _attention.register_autograd(_differentiate, setup_context=_keep)
 # ---- variable length
 
 
-@torch.library.custom_op("kvlab::attention_varlen", mutates_args=())
-def _varlen(
+def _attend_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -238,21 +279,13 @@ def _varlen(
     softcap: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.no_grad():
-        sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        options = options_of(causal, scale, left, right, softcap)
-        out, lse = kvlab.attention_varlen(q, k, v, *sequences, return_lse=True, **options)
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options = _options_of(causal, scale, left, right, softcap)
+    out, lse = kvlab.attention_varlen(q, k, v, *sequences, return_lse=True, **options)
     return out, lse
 
 
-@_varlen.register_fake
-def _varlen_shapes(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    total, heads, _head_dim = q.shape
-    return q.new_empty(q.shape), q.new_empty((heads, total), dtype=torch.float32)
-
-
-@torch.library.custom_op("kvlab::attention_varlen_backward", mutates_args=())
-def _varlen_backward(
+def _attend_varlen_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -269,25 +302,23 @@ def _varlen_backward(
     right: int,
     softcap: float,
     deterministic: bool,
-) -> Three:
-    with torch.no_grad():
-        sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        options = options_of(causal, scale, left, right, softcap) | {"deterministic": deterministic}
-        return kvlab.attention_varlen_backward(dout, q, k, v, out, lse, *sequences, **options)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options = _options_of(causal, scale, left, right, softcap) | {"deterministic": deterministic}
+    return kvlab.attention_varlen_backward(dout, q, k, v, out, lse, *sequences, **options)
 
 
-_varlen_backward.register_fake(_attention_backward_shapes)
+_varlen = torch.library.custom_op("kvlab::attention_varlen", torch.no_grad()(_attend_varlen), mutates_args=())
+_varlen_backward = torch.library.custom_op(
+    "kvlab::attention_varlen_backward", torch.no_grad()(_attend_varlen_backward), mutates_args=()
+)
 
 
-def _keep_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.numbers = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
-    ctx.mark_non_differentiable(output[1])
+@_varlen.register_fake
+def _varlen_shapes(q: torch.Tensor, *_: Any) -> Two:
+    total, heads, _head_dim = q.shape
+    return q.new_empty(q.shape), q.new_empty((heads, total), dtype=torch.float32)
 
 
-def _differentiate_varlen(ctx: Any, dout: torch.Tensor, _dlse: Any) -> tuple[Any, ...]:
-    gradients = _varlen_backward(*with_contiguous_rows(dout), *ctx.saved_tensors, *ctx.numbers)
-    return *gradients, None, None, *(None for _ in ctx.numbers)
-
-
-_varlen.register_autograd(_differentiate_varlen, setup_context=_keep_varlen)
+_varlen_backward.register_fake(_backward_shapes)
+_varlen.register_autograd(_differentiate, setup_context=_keep)

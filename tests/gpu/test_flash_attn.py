@@ -57,6 +57,59 @@ def test_compiled_attention_is_the_same() -> None:
         assert torch.equal(plain, compiled)
 
 
+@pytest.mark.parametrize("variable", [False, True])
+def test_forward_and_backward_in_a_graph_are_the_same(variable: bool) -> None:
+    """Captured once; replayed with other numbers and, where lengths are variable, other lengths."""
+    cu = torch.tensor([0, 150, 260, 400], device="cuda", dtype=torch.int32)
+    shapes = [(400, heads, 64) if variable else (2, 200, heads, 64) for heads in (4, 2, 2)]
+
+    def step(leaves: list[torch.Tensor], dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out: Any = (
+            torch_autograd.attention_varlen(*leaves, cu, cu, 250, 250, causal=True, deterministic=True)
+            if variable
+            else torch_autograd.attention(*leaves, causal=True, deterministic=True)
+        )
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    leaves, dout = [draw(*shape).requires_grad_() for shape in shapes], draw(*shapes[0])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(leaves, dout)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(leaves, dout)
+    for middle in (260, 160, 350):
+        with torch.no_grad():
+            for x in (*leaves, dout):
+                x.copy_(torch.randn_like(x))
+        cu[2] = max(middle, 260) if variable else 260
+        graph.replay()
+        found = [x.clone() for x in captured]
+        for x, expected in zip(found, step(leaves, dout), strict=True):
+            assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "cudagraphs"])
+def test_compiled_gradients_come_again_and_again(backend: str) -> None:
+    def loss(q: torch.Tensor, k: torch.Tensor) -> Any:
+        return torch_autograd.attention(2 * q, k, k, causal=True, deterministic=True).float().square().mean()
+
+    compiled = torch.compile(loss, backend=backend)
+    q, k = draw(1, 200, 4, 64), draw(1, 200, 2, 64)
+    for _ in range(5):  # a graph is recorded at the second call and replayed from the third on
+        results = []
+        for function in (loss, compiled):
+            leaves = [x.clone().requires_grad_() for x in (q, k)]
+            function(*leaves).backward()
+            results.append([x.grad.clone() for x in leaves])
+        for plain, made in zip(*results, strict=True):
+            assert torch.equal(plain, made)
+        q, k = draw(1, 200, 4, 64), draw(1, 200, 2, 64)
+
+
 def test_a_cache_is_read_in_place_and_its_lengths_on_the_device() -> None:
     torch.manual_seed(1)
     lengths = torch.tensor([5, 0, 90], dtype=torch.int32, device="cuda")

@@ -7,7 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 import kvlab  # noqa: E402
+from kvlab.integrations import torch_autograd  # noqa: E402
 from kvlab.integrations.torch_autograd import attention, attention_varlen  # noqa: E402
 
 BOUNDS = torch.tensor([0, 3, 3, 7], dtype=torch.int32), torch.tensor([0, 2, 6, 9], dtype=torch.int32)
@@ -121,6 +125,51 @@ def test_the_operators_pass_the_checks_of_torch() -> None:
     )
 
 
+class Seen(TorchDispatchMode):
+    """Keeps the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_what_looks_at_operators_sees_them_and_the_numbers_are_the_same(varlen: bool) -> None:
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out = attention_varlen(q, k, v, *BOUNDS, 4, 4) if varlen else attention(q, k, v, causal=True)
+        return (out * out).sum()
+
+    shapes = [(7, 4, 8), (9, 2, 8), (9, 2, 8)] if varlen else [(1, 7, 4, 8), (1, 9, 2, 8), (1, 9, 2, 8)]
+    leaves = _leaves(*shapes, dtype=torch.float32)
+    plain = torch.autograd.grad(loss(*leaves), leaves)
+    with Seen() as seen:
+        under_a_mode = torch.autograd.grad(loss(*leaves), leaves)
+    kind = "kvlab.attention_varlen" if varlen else "kvlab.attention"
+    assert [name for name in seen.names if name.startswith("kvlab")] == [
+        f"{kind}.default",
+        f"{kind}_backward.default",
+    ]
+    recomputed = torch.autograd.grad(checkpoint(loss, *leaves, use_reentrant=False), leaves)
+    for other in (under_a_mode, recomputed):
+        for x, y in zip(plain, other, strict=True):
+            torch.testing.assert_close(x, y, atol=0, rtol=0)
+
+
+def test_only_what_needs_gradients_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_autograd, "_attention", None)  # plain tensors need no operator
+    q, k, v = _leaves((1, 5, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), dtype=torch.float32)
+    assert attention(q, k.detach(), v.detach()).requires_grad
+    with torch.no_grad():
+        assert not attention(q, k, v).requires_grad
+    assert not attention(*(x.detach() for x in (q, k, v))).requires_grad
+    (dk,) = torch.autograd.grad(attention(q.detach(), k, v.detach()).sum(), k)
+    assert dk.shape == k.shape
+
+
 def test_other_arrays_are_refused_by_name() -> None:
     q = np.zeros((1, 2, 1, 4), np.float32)
     with pytest.raises(TypeError, match="must be tensors of torch, got ndarray"):
@@ -133,9 +182,10 @@ def test_errors_are_those_of_the_function() -> None:
         attention(q, k, k)
     with pytest.raises(NotImplementedError, match="dtype=int32"):
         attention(k.int(), k.int(), k.int())
-    out = attention(*(x.requires_grad_() for x in _leaves((1, 2, 1, 4), (1, 2, 1, 4), (1, 2, 1, 4))))
-    with pytest.raises(RuntimeError, match=r"does not require grad|autograd"):
-        torch.autograd.grad(torch.autograd.grad(out.sum(), [out], create_graph=True)[0].sum(), [out])
+    leaves = _leaves((1, 2, 1, 4), (1, 2, 1, 4), (1, 2, 1, 4))
+    (dq,) = torch.autograd.grad(attention(*leaves).square().sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
 
 
 def test_what_is_not_recorded_is_the_plain_function() -> None:
