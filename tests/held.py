@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache.pages import LayerPages, read_tokens
+from kvlab.pages import LayerPages, read_tokens
 from tests.allocations import fail_everywhere
 
 

@@ -20,10 +20,10 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from kvlab.cache.pages import PageLayout
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import load
 from kvlab.lab.results import provenance
+from kvlab.pages import PageLayout
 
 BLOCKS, SEQUENCES, BYTES, REPEATS = 128, 64, 1_060_000_000, 20
 CALL = np.dtype(

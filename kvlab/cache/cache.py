@@ -35,8 +35,8 @@ from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import MOST, CacheOptions, check_device
-from kvlab.cache.pages import LayerPages
 from kvlab.errors import BudgetError, FormatError
+from kvlab.pages import LayerPages
 
 __all__ = ["MixedPrecisionCache"]
 

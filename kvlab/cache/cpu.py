@@ -28,8 +28,8 @@ from kvlab.cache.cuda.store import UNIT, DevicePages, DeviceStore
 from kvlab.cache.exact import attend_exact, exact_mass
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
-from kvlab.cache.pages import PageLayout, decode_importance, encode_importance, side_formats
 from kvlab.ops.cpu.packed import attend_into, mass
+from kvlab.pages import PageLayout, decode_importance, encode_importance, side_formats
 from kvlab.reference.cache_layer import Ladder
 from kvlab.threads import share
 

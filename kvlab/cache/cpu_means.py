@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvlab.cache.cuda.store import UNIT, WAITING_PAGES, DeviceStore
 from kvlab.cache.frame import LAST, key_mean
-from kvlab.cache.pages import RAW, TOKENS_PER_PAGE, read_tokens, write_tokens
+from kvlab.pages import RAW, TOKENS_PER_PAGE, read_tokens, write_tokens
 
 __all__ = ["MergedTokens", "NewRow", "freeze_row"]
 

@@ -21,10 +21,10 @@ from kvlab.cache.cuda.window import EXACT, joined
 from kvlab.cache.exact import attend_exact
 from kvlab.cache.layer import Arrival, Layer
 from kvlab.cache.options import CacheOptions
-from kvlab.cache.pages import LayerPages
 from kvlab.cache.window import stack
 from kvlab.errors import BudgetError
 from kvlab.ops.packed import mass_from_scores, packed_attention
+from kvlab.pages import LayerPages
 
 __all__ = ["CpuRoad", "smallest_on_cpu"]
 

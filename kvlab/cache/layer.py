@@ -18,10 +18,10 @@ from kvlab.cache.allocator import Method
 from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.importance import Policy
 from kvlab.cache.ladder import Ladder
-from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.cache.store import LayerStore, NewTokens, Plan, Tokens, Weigh
 from kvlab.cache.window import Window
 from kvlab.errors import BudgetError
+from kvlab.pages import decode_importance, encode_importance
 
 __all__ = ["Arrival", "Layer"]
 

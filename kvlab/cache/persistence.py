@@ -31,9 +31,9 @@ from kvlab.arguments import whole_number
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import MOST
-from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.cache.window import Window
 from kvlab.errors import FormatError
+from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = [
     "FORMAT_VERSION",

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.allocator import Method, allocate
-from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.errors import BudgetError
+from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = ["ERRORS", "NewTokens", "Plan", "Rates", "Tokens", "Weigh", "plan_row"]
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.pages import PageLayout
 from kvlab.errors import OutOfMemory
+from kvlab.pages import PageLayout
 
 __all__ = ["PagePools", "new_pool"]
 

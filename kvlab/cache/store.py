@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from kvlab.cache.allocator import Method
 from kvlab.cache.ladder import Ladder, Rung
-from kvlab.cache.pages import (
+from kvlab.cache.plan import ERRORS, NewTokens, Plan, Rates, Tokens, Weigh, plan_row
+from kvlab.cache.pools import PagePools
+from kvlab.pages import (
     DECODED,
     PAGE_TABLE_BYTES,
     RAW,
@@ -29,8 +31,6 @@ from kvlab.cache.pages import (
     rotate_vectors,
     write_tokens,
 )
-from kvlab.cache.plan import ERRORS, NewTokens, Plan, Rates, Tokens, Weigh, plan_row
-from kvlab.cache.pools import PagePools
 
 __all__ = ["ERRORS", "LayerStore", "NewTokens", "Plan", "Tokens", "Weigh"]
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.pages import LayerPages
 from kvlab.errors import needs_extra
 from kvlab.lab.gpu_lock import gpu_lock, shared_gpu
 from kvlab.lab.timing import Timing
 from kvlab.lab.timing_gpu import captured, time_graphs
 from kvlab.ops.packed import packed_attention
+from kvlab.pages import LayerPages
 from kvlab.registry import last_backend
 
 __all__ = ["attend_layers", "to_gpu"]

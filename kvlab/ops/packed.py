@@ -1,6 +1,6 @@
 """Attention over packed pages: queries attend the stored tokens of a compressed cache without unpacking them.
 
-The pages come as a page table and pools (`kvlab.cache.pages.LayerPages`; only its shape is known here).
+The pages come as a page table and pools (`kvlab.pages.LayerPages`; only its shape is known here).
 Stored tokens are older than the queries, so nothing hides them but a window, and their order does not matter:
 pages are attended in any order and partial results merged by their log-sum-exp. The caller does the same with
 the tokens that are not in pages.
@@ -50,7 +50,7 @@ register(
 
 
 class Layout(Protocol):
-    """Where things lie in a page of one rung; `kvlab.cache.pages.PageLayout`."""
+    """Where things lie in a page of one rung; `kvlab.pages.PageLayout`."""
 
     @property
     def head_dim(self) -> int: ...
@@ -75,7 +75,7 @@ class Layout(Protocol):
 
 
 class Pages(Protocol):
-    """What an attention call reads of one layer; `kvlab.cache.pages.LayerPages`."""
+    """What an attention call reads of one layer; `kvlab.pages.LayerPages`."""
 
     @property
     def layouts(self) -> Sequence[Layout]: ...
@@ -135,7 +135,7 @@ def packed_attention(
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         float16, bfloat16 or float32. Query head h reads KV head h // (num_heads_q // num_heads_kv).
     pages : Pages
-        A `kvlab.cache.pages.LayerPages`, or what has its attributes on the GPU of `q`: a cache's own pages.
+        A `kvlab.pages.LayerPages`, or what has its attributes on the GPU of `q`: a cache's own pages.
     scale : float, optional
         Factor on the scores; 1 / sqrt(head_dim) if not given.
     softcap : float
@@ -181,7 +181,7 @@ def packed_attention(
     A page at 16 bits that holds two keys of zeros and their values.
 
     >>> import numpy as np
-    >>> from kvlab.cache.pages import LayerPages, PageLayout, write_tokens
+    >>> from kvlab.pages import LayerPages, PageLayout, write_tokens
     >>> layout = PageLayout(head_dim=16, bits_k=16, bits_v=16, itemsize=4)
     >>> memory = np.zeros(layout.nbytes + 64, np.uint8)
     >>> pool = memory[-memory.ctypes.data % 64 :][None, : layout.nbytes]

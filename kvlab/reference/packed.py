@@ -1,6 +1,6 @@
 """Attention over packed pages in float64: decode every token, then attend them as any others.
 
-A page table says, for every (row, KV head), which pages hold its tokens (`kvlab.cache.pages.LayerPages`).
+A page table says, for every (row, KV head), which pages hold its tokens (`kvlab.pages.LayerPages`).
 Stored tokens are all older than the queries, so every query sees every token that its window reaches back
 to, and their order does not matter. Keys below width 16 are stored as H(k - k_mean), values below width 16 as
 H v, where H is the orthonormal block Hadamard matrix, its own inverse, and k_mean is a vector of the (row, KV

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.pages import read_tokens
 from kvlab.cache.store import ERRORS
 from kvlab.errors import BudgetError
+from kvlab.pages import read_tokens
 from kvlab.reference.attention import attend_rows
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import bit_address

@@ -17,7 +17,10 @@ from kvlab.cache.cuda.plan import PlanShape, spare_nbytes
 from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
-from kvlab.cache.pages import (
+from kvlab.cache.store import LayerStore
+from kvlab.ops.attention import attention
+from kvlab.ops.packed import packed_attention
+from kvlab.pages import (
     DECODED,
     RAW,
     decode_importance,
@@ -25,9 +28,6 @@ from kvlab.cache.pages import (
     read_tokens,
     write_tokens,
 )
-from kvlab.cache.store import LayerStore
-from kvlab.ops.attention import attention
-from kvlab.ops.packed import packed_attention
 from kvlab.reference.pages import rotate
 from tests.cache.cuda.numpy_gpu import Kernels, view
 

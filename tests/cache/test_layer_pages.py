@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.cache.pages import LayerPages, PageLayout
 from kvlab.cache.pools import new_pool
+from kvlab.pages import LayerPages, PageLayout
 
 
 def good_layer() -> LayerPages:

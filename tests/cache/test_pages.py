@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvlab.numba_kernels.cpu import pages as cpu_pages
 from numpy.typing import NDArray
 
-from kvlab.cache.pages import (
+from kvlab.pages import (
     DECODED,
     PAGE_TABLE_BYTES,
     RAW,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvlab.cache.ladder import parse_bits
-from kvlab.cache.pages import read_tokens
 from kvlab.cache.plan import NewTokens, Plan
 from kvlab.cache.pools import PagePools
 from kvlab.cache.store import LayerStore
+from kvlab.pages import read_tokens
 
 HEADS, DIM, TOKENS = 2, 16, 64 * 12
 LOW, HIGH = 0, 1

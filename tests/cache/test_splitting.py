@@ -24,10 +24,10 @@ from transformers import DynamicCache
 
 from kvlab import MixedPrecisionCache
 from kvlab.cache.frame import key_mean
-from kvlab.cache.pages import read_tokens
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.model import Subject
 from kvlab.lab.quality.text import cut_windows
+from kvlab.pages import read_tokens
 from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard
 from tests.cache.cuda.numpy_gpu import Kernels

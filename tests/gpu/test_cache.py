@@ -15,10 +15,10 @@ import kvlab
 from kvlab.cache.cuda import plan
 from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.frame import LAST, key_mean
-from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
 from kvlab.ops.cuda import attention as attention_cuda
 from kvlab.ops.cuda import packed as packed_cuda
+from kvlab.pages import encode_importance
 from kvlab.reference import packed as reference
 from tests.compare import assert_accurate
 from tests.gpu.packed_cases import DTYPES, low_precision, to_numpy, to_torch

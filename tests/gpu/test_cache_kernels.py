@@ -18,8 +18,8 @@ from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.ladder import parse_bits
-from kvlab.cache.pages import PageLayout, encode_importance
 from kvlab.cache.store import LayerStore
+from kvlab.pages import PageLayout, encode_importance
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narrow, rotate, widen
 from tests.gpu.packed_cases import DTYPES, to_numpy, to_torch
@@ -416,7 +416,7 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...]) -> None:
 
 def test_importance_bytes() -> None:
     """The device's bytes are those of `encode_importance` at all ends of its cells, and decode alike."""
-    from kvlab.cache.pages import decode_importance
+    from kvlab.pages import decode_importance
 
     edges = np.float32(2.0) ** np.float32((np.arange(-300, 200) + 0.5) / 8)
     x = np.concatenate([np.nextafter(edges, np.float32(0)), edges, np.nextafter(edges, np.float32(9e9))])

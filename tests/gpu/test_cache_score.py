@@ -17,9 +17,9 @@ from kvlab import last_backend
 from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import score
 from kvlab.cache.importance import SPAN, make_policy
-from kvlab.cache.pages import decode_importance, encode_importance
 from kvlab.ops.cuda.packed import kept_page_bytes
 from kvlab.ops.packed import mass_from_scores
+from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import packed as reference
 from kvlab.reference.cache_layer import Layer
 from tests.gpu.test_cache_plan import Device

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import kvlab
-from kvlab.cache.pages import LayerPages
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.numba import packed as packed_numba
 from kvlab.ops.packed import packed_attention
+from kvlab.pages import LayerPages
 from kvlab.reference import packed as reference
 from tests.compare import assert_accurate
 from tests.gpu import packed_cases

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.cache.pages import LayerPages
+from kvlab.pages import LayerPages
 from tests.gpu import packed_cases
 from tests.gpu.packed_cases import MIXED, attend, check, draw_pages, draw_queries, own_pool, to_numpy
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvlab.cache.allocator import allocate
 from kvlab.cache.cuda.plan import smallest_nbytes
-from kvlab.cache.pages import decode_importance, encode_importance
+from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
 from kvlab.reference.cache_layer import OVER_BUDGET, PAGE, Ladder, Tokens
 from kvlab.reference.cache_plan import token_weight

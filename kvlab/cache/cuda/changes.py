@@ -29,9 +29,9 @@ from kvlab.cache.cuda.plan import (
 )
 from kvlab.cache.cuda.store import DeviceStore
 from kvlab.cache.cuda.tight import least_nbytes
-from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.cache.store import ERRORS, LayerStore
 from kvlab.device import translated_out_of_memory
+from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = ["MOST_ROOM", "Changes", "ladder_of"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.cuda.store import UNIT
-from kvlab.cache.pages import decode_importance, encode_importance
+from kvlab.pages import decode_importance, encode_importance
 
 if TYPE_CHECKING:
     from kvlab.cache.cuda.layers import DeviceCache

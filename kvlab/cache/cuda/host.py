@@ -24,8 +24,8 @@ from kvlab.cache.cuda.waiting import takes_mean
 from kvlab.cache.cuda.window import window_nbytes
 from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.layer import Arrival, Layer
-from kvlab.cache.pages import decode_importance
 from kvlab.device import translated_out_of_memory
+from kvlab.pages import decode_importance
 
 __all__ = [
     "admit",

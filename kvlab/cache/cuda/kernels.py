@@ -17,11 +17,11 @@ import numpy as np
 from kvlab.arrays import CudaView
 from kvlab.cache.cuda.store import STATE
 from kvlab.cache.ladder import Rung
-from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.ops.device_arrays import multiprocessors, shared_memory_per_block
+from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = [
     "MAX_GROUP",

@@ -24,8 +24,8 @@ from kvlab.cache.cuda.repeat import remember, repeat
 from kvlab.cache.cuda.window import EXACT, joined, ladder_on_gpu, window_nbytes
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import CacheOptions
-from kvlab.cache.pages import PAGE_TABLE_BYTES, LayerPages
 from kvlab.device import translated_out_of_memory
+from kvlab.pages import PAGE_TABLE_BYTES, LayerPages
 from kvlab.shapes import match_shapes
 
 if TYPE_CHECKING:

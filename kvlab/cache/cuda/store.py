@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout
 from kvlab.cache.pools import new_pool
 from kvlab.cache.store import LayerStore
+from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout
 
 __all__ = ["OPEN_PAGES", "STATE", "UNIT", "WAITING_PAGES", "DevicePages", "DeviceStore", "slab_nbytes"]
 

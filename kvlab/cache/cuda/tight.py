@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.cuda.plan import Ladder
-from kvlab.cache.pages import TOKENS_PER_PAGE as PAGE
+from kvlab.pages import TOKENS_PER_PAGE as PAGE
 
 __all__ = ["guaranteed_nbytes", "least_nbytes", "reserve_nbytes"]
 

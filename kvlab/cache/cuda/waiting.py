@@ -27,7 +27,7 @@ from kvlab.cache.cuda.plan import Ladder
 from kvlab.cache.cuda.store import WAITING_PAGES
 from kvlab.cache.frame import LAST
 from kvlab.cache.layer import Layer
-from kvlab.cache.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
+from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 
 __all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "takes_mean", "waits_within"]
 

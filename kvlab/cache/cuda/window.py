@@ -19,15 +19,15 @@ from kvlab.arrays import numpy_dtype
 from kvlab.cache.frame import LAST
 from kvlab.cache.ladder import Ladder, Rung
 from kvlab.cache.layer import Layer
-from kvlab.cache.pages import (
+from kvlab.cache.store import LayerStore
+from kvlab.cache.window import Window
+from kvlab.pages import (
     TOKENS_PER_PAGE,
     decode_importance,
     encode_importance,
     read_tokens,
     write_tokens,
 )
-from kvlab.cache.store import LayerStore
-from kvlab.cache.window import Window
 
 __all__ = ["EXACT", "arena_share", "joined", "ladder_on_gpu", "split", "store_on_gpu", "window_nbytes"]
 

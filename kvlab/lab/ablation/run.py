@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from kvlab import environment
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.pages import LayerPages
 from kvlab.device import gpus
 from kvlab.errors import BudgetError
 from kvlab.lab import guard
@@ -38,6 +37,7 @@ from kvlab.lab.on_gpu import attend_layers
 from kvlab.lab.results import provenance
 from kvlab.lab.timing import Timing, time_in_turns
 from kvlab.ops.packed import packed_attention
+from kvlab.pages import LayerPages
 from kvlab.registry import last_backend
 
 __all__ = ["SCHEMA", "feasible_budget", "pages_of", "read_ahead", "run"]

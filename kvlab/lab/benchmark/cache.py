@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.pages import LayerPages
 from kvlab.device import gpus
 from kvlab.errors import needs_extra
 from kvlab.lab import guard
@@ -32,6 +31,7 @@ from kvlab.lab.results import Row, write
 from kvlab.lab.timing import Timing, time_in_turns
 from kvlab.ops.attention import attention
 from kvlab.ops.packed import packed_attention
+from kvlab.pages import LayerPages
 from kvlab.registry import last_backend
 
 __all__ = ["BASELINES", "COMPARISON", "CONTEXTS", "NOTE", "benchmark_cache", "compare"]

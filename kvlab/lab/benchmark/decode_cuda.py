@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.cache.pages import TOKENS_PER_PAGE
 from kvlab.lab.benchmark.baseline import check
 from kvlab.lab.benchmark.device_pages import Shape, attended_apart, draw_pages, relative_error
 from kvlab.lab.results import Row
 from kvlab.ops.cuda import packed as packed_cuda
+from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = [
     "CONTEXTS",

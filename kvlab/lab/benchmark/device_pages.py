@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.cache.pages import TOKENS_PER_PAGE, PageLayout
+from kvlab.pages import TOKENS_PER_PAGE, PageLayout
 from kvlab.reference.packed import packed_attention
 
 __all__ = ["Shape", "attended_apart", "draw_pages", "relative_error"]

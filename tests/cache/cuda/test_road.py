@@ -15,9 +15,9 @@ import pytest
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.cuda import long, plan
 from kvlab.cache.cuda.executor import GPU
-from kvlab.cache.pages import encode_importance
 from kvlab.errors import BudgetError
 from kvlab.ops.packed import packed_attention
+from kvlab.pages import encode_importance
 from tests.cache.cuda.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
 from tests.cache.cuda.numpy_gpu import Kernels
 from tests.held import pages_of, positions

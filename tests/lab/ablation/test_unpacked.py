@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvlab import MixedPrecisionCache
-from kvlab.cache.pages import LayerPages
 from kvlab.lab.ablation.unpacked import page_nbytes, unpack_pages
 from kvlab.ops.packed import packed_attention
+from kvlab.pages import LayerPages
 from kvlab.reference.packed import packed_attention as oracle
 
 
