@@ -12,7 +12,7 @@ from kvlab.numba_kernels.cpu.steps import DECODED, RAW, encode_vector
 from numba import njit
 from numpy.typing import NDArray
 
-from kvlab.cache import pages
+from kvlab import pages
 from kvlab.reference import pages as reference
 from tests.strategies import SEEDS, VECTOR_KINDS, page_vectors
 
