@@ -351,19 +351,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int bh = blockIdx.y, batch = bh / heads, head = bh % heads, lane = threadIdx.x % 32;
     const int step = blockIdx.x * WARPS + threadIdx.x / 32;
     if (step >= seqlen) return;
-    float sum = 0.f;
+    double sum = 0.;  // so the code is that of a CPU, whatever the order
     if (kind == 0) {
         const u32* row = (const u32*)(k + batch * k_batch + step * k_step + head * k_head);
 #pragma unroll
         for (int i = lane; i < HEAD_DIM / 2; i += 32) {
             const float2 x = unpack_pair(row[i]);
-            sum += x.x * x.x + x.y * x.y;
+            sum += (double)x.x * x.x + (double)x.y * x.y;
         }
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, bit);
     }
     if (lane) return;
-    const float norm = kind == 0 ? fmaxf(sqrtf(sum), 1e-6f) : kind == 1 ? (float)(seqlen - step) : 1.f;
+    const float norm = kind == 0 ? fmaxf((float)sqrt(sum), 1e-6f) : kind == 1 ? (float)(seqlen - step) : 1.f;
     codes[(u64)bh * seqlen + step] = encode_importance(finite(__fdiv_rn(1.f, norm)));
 }
 
