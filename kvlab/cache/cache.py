@@ -7,7 +7,7 @@ the highest rung; when a page is needed that does not fit, the least important t
 What lies where: options.py (what a cache is told once), inputs.py (arrays of callers), ladder.py (widths),
 budget.py (bytes a row may take), importance.py (scores), frame.py (the mean taken off keys), allocator.py
 (which page gets which rung), plan.py (which token), pools.py (memory of pages), store.py (the pages of a
-layer, and moves between them), pages.py (a page, byte by byte), window.py and exact.py (exact tokens),
+layer, and moves between them), pages.py (a page, byte by byte), window.py (exact tokens),
 layer.py (one layer in all), cpu_road.py (a step), persistence.py (files). On a GPU the same calls go to
 cuda/.
 """

@@ -25,9 +25,9 @@ from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_
 from kvlab.cache.cpu_means import MergedTokens, NewRow, freeze_row
 from kvlab.cache.cuda.plan import PlanShape
 from kvlab.cache.cuda.store import UNIT, DevicePages, DeviceStore
-from kvlab.cache.exact import attend_exact, exact_mass
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
+from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
 from kvlab.pages import PageLayout, decode_importance, encode_importance, side_formats
 from kvlab.reference.cache_layer import Ladder

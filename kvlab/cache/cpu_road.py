@@ -18,11 +18,11 @@ from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
 from kvlab.cache import inputs
 from kvlab.cache.budget import Limit
 from kvlab.cache.cuda.window import EXACT, joined
-from kvlab.cache.exact import attend_exact
 from kvlab.cache.layer import Arrival, Layer
 from kvlab.cache.options import CacheOptions
 from kvlab.cache.window import stack
 from kvlab.errors import BudgetError
+from kvlab.ops.cpu.exact import attend_exact
 from kvlab.ops.packed import mass_from_scores, packed_attention
 from kvlab.pages import LayerPages
 

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from kvlab.numba_kernels.cpu.plan import chunks, order_tokens
 
 from kvlab.cache.budget import parse_budget
-from kvlab.cache.exact import attend_exact
 from kvlab.cache.frame import FEWEST, FIRST, LAST, key_mean
 from kvlab.cache.importance import POLICIES, make_policy
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.plan import NewTokens
 from kvlab.cache.store import LayerStore
 from kvlab.cache.window import Window, stack
+from kvlab.ops.cpu.exact import attend_exact
 from kvlab.reference.attention import attend_rows, softmax_rows
 
 
