@@ -3,28 +3,34 @@
 Three sweeps through one point (512 tokens, 8 query heads on 4 KV heads, batch 1): lengths, pairs of heads,
 batches, causal, 64 channels on the CPU and 128 on a GPU; and four other calls of 2,048 tokens, with and
 without a mask. The baseline is torch's `scaled_dot_product_attention` on the same tensors: on the CPU with as
-many threads, in float32; on a GPU in bfloat16 with its cuDNN and its FlashAttention backend, of which the
-faster one counts. Contestants take turns and are called as a caller would call them: where a GPU waits for
-the host, the host's time is measured. Short sequences on a GPU also stand beside kvlab on the CPU.
+many threads, in float32; on a GPU in bfloat16 with its cuDNN and its FlashAttention 2, of which the faster
+one counts. FlashAttention 4, if it is installed, stands in the same loop. Contestants take turns, on a GPU in
+loops of a millisecond, and are called as a caller would call them: where a GPU waits for the host, the host's
+time is measured. Short sequences on a GPU also stand beside kvlab on the CPU.
 
 FLOPS count 4 * batch * heads * head_dim * (pairs of a row and a key it sees), 2.5 times as many backward.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import kvlab
 from kvlab.errors import needs_extra
+from kvlab.lab.benchmark.attention_peers import backward_of, peers
 from kvlab.lab.benchmark.baseline import Options, check
 from kvlab.lab.results import Row
 from kvlab.lab.timing import Timing, time_in_turns
 
 __all__ = ["CASES", "NOTE", "TINY_CASES", "Case", "benchmark_attention", "flops", "release_cases"]
 
-NOTE = "speedup: median over turns of the time of torch's attention; times cpu: of kvlab on the CPU"
+NOTE = (
+    "speedup: median over turns of the time of torch's attention, its faster backend on a GPU; cudnn, fa2, "
+    "fa4: times of cuDNN, FlashAttention 2 and 4; times cpu: of kvlab on the CPU"
+)
 
 
 class Case(NamedTuple):
@@ -44,6 +50,8 @@ _OTHERS = (
     Case(2048, (8, 8), 1, 64, causal=False), Case(2048, (8, 8), 1, 64),
     Case(2048, (8, 8), 1, 128, causal=False), Case(2048, (8, 2), 1, 128),
 )  # fmt: skip
+_ON_GPU = ("cudnn", "fa2", "fa4")
+_LOOP_SECONDS, _MOST_CALLS = 1e-3, 50
 _LONGEST = {"cpu": 8192, "cuda": 131_072}
 _BESIDE_CPU = 2048  # tokens up to which a GPU stands beside the CPU
 
@@ -102,8 +110,9 @@ def benchmark_attention(cases: tuple[Case, ...], options: Options) -> list[Row]:
     -------
     list of dict
         ``tokens``, ``heads``, ``batch``, ``head_dim``, ``causal``, ``direction``; ``ms``, ``p5_ms``,
-        ``p95_ms``; ``tflops``; ``torch_ms``, ``speedup``; ``times_cpu``, None but on a GPU and for short
-        sequences.
+        ``p95_ms``; ``tflops``; ``torch_ms``, ``speedup``; on a GPU ``cudnn_ms``, ``fa2_ms`` and ``fa4_ms``,
+        None where one does not take the call or is not installed; ``times_cpu``, None but on a GPU and for
+        short sequences.
 
     Raises
     ------
@@ -133,7 +142,8 @@ def _measure(case: Case, backward: bool, options: Options) -> Row:
     time = _time_by_events if on_gpu else time_in_turns
     timings = time(calls, repeats=options.repeats)
     ours = timings.pop("kvlab")
-    best = min(timings.values(), key=lambda timing: timing.median)
+    best = min((timings[name] for name in timings if name != "fa4"), key=lambda timing: timing.median)
+    peers_ms = {f"{name}_ms": 1e3 * timings[name].median if name in timings else None for name in _ON_GPU}
     times_cpu = None
     if on_gpu and case.tokens <= _BESIDE_CPU:
         alone = {"kvlab": _contestants(case, head_dim, backward, "cpu")["kvlab"]}
@@ -152,6 +162,7 @@ def _measure(case: Case, backward: bool, options: Options) -> Row:
         "tflops": flops(case, head_dim, backward) / ours.median / 1e12,
         "torch_ms": 1e3 * best.median,
         "speedup": ours.ratio_to(best),
+        **(peers_ms if on_gpu else {}),
         "times_cpu": times_cpu,
     }
 
@@ -172,69 +183,46 @@ def _contestants(case: Case, head_dim: int, backward: bool, device: str) -> dict
     if backward:
         calls["kvlab"] = lambda: kvlab.attention_backward(dout, q, k, v, out, lse, causal=causal)
     ours: Any = calls["kvlab"]() if backward else (out,)
-    for name, context in _torch_backends(device).items():
-        leaves = [x.transpose(1, 2).detach().requires_grad_(backward) for x in (q, k, v)]
-
-        def forward(leaves: Any = leaves, context: Any = context) -> Any:
-            with context():
-                return torch.nn.functional.scaled_dot_product_attention(
-                    leaves[0],
-                    leaves[1],
-                    leaves[2],
-                    is_causal=causal,
-                    enable_gqa=case.heads[0] != case.heads[1],
-                )
-
+    for name, peer in peers(device).items():
+        call: Callable[[], Any] = partial(peer, q, k, v, causal, False)
         try:
-            theirs = forward()
-        except RuntimeError:  # this backend of torch does not take the call
+            if backward:
+                call = backward_of(peer, dout, q, k, v, causal)
+            theirs = call()
+        except (RuntimeError, AssertionError):  # it does not take the call
             continue
-        call: Callable[[], Any] = forward
-        if backward:
-            call = _backward_of(theirs, leaves, dout.transpose(1, 2))
-        expected = [x.transpose(1, 2) for x in (call() if backward else (theirs,))]
         limit = 1e-4 if device == "cpu" else 0.03
-        for got, want in zip(ours, expected, strict=True):
+        for got, want in zip(ours, theirs if backward else (theirs,), strict=True):
             error = (got.float() - want.float()).abs().max() / want.float().abs().max()
-            check(bool(error < limit), f"{case}, backward={backward}, beside torch's {name},")
+            check(bool(error < limit), f"{case}, backward={backward}, beside {name},")
         calls[name] = call
     return calls
 
 
-def _backward_of(out: Any, leaves: list[Any], dout: Any) -> Callable[[], Any]:
-    import torch
-
-    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-
-def _torch_backends(device: str) -> dict[str, Callable[[], AbstractContextManager[None]]]:
-    if device == "cpu":
-        return {"torch": nullcontext}
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return {
-        "cudnn": lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-        "flash": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-    }
-
-
 def _time_by_events(calls: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, Timing]:
-    """Time calls on torch's current GPU in turns, each between two events; the host does not wait."""
+    """Time calls on torch's current GPU in turns, a loop each between two events; the host does not wait."""
     import torch
 
-    for call in calls.values():
+    counts = {}
+    for name, call in calls.items():
         for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
             call()
+            torch.cuda.synchronize()
+        counts[name] = max(1, min(_MOST_CALLS, int(_LOOP_SECONDS / (time.perf_counter() - start))))
     marks: dict[str, list[Any]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
             pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            pair[0].record()
             call()
+            pair[0].record()
+            for _ in range(counts[name]):
+                call()
             pair[1].record()
             marks[name].append(pair)
     torch.cuda.synchronize()
     return {
-        name: Timing(tuple(1e-3 * first.elapsed_time(last) for first, last in pairs))
+        name: Timing(tuple(1e-3 * first.elapsed_time(last) / counts[name] for first, last in pairs))
         for name, pairs in marks.items()
     }

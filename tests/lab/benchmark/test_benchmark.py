@@ -85,9 +85,7 @@ def test_attention_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return dq, 1.01 * dk, dv
 
     monkeypatch.setattr(kvlab, "attention_backward", wrong)
-    with pytest.raises(
-        RuntimeError, match=r"backward=True, beside torch's torch, is wrong, so it was not timed"
-    ):
+    with pytest.raises(RuntimeError, match=r"backward=True, beside torch, is wrong, so it was not timed"):
         benchmark.run("attention", SMALL)
 
 
