@@ -1,0 +1,245 @@
+// Rows of a cache take over the pages of other rows: beam search, other batches, copies, growth, files.
+//
+// Row i of the layers `to` becomes row rows[i] of the layers `from`. In place, `from` are the same layers
+// with copies of their tables, and a row that is wanted keeps its pages: origins[i] is -1 then. Other rows
+// get a copy of the pages of row origins[i] of the layers `sources`, at places that nobody holds.
+//
+// take_rows     grid (1, layers): a block counts the pages of each rung that are wanted. Kept pages beyond
+//               that number move to free places below it (move_kept carries it out), so that numbers have no
+//               gaps; then slabs are given back and taken, and a warp writes the table of a (row, KV head).
+//               Shared: 5 KB.
+// move_kept     grid (blocks, layers): a block copies a page.
+// gather_pages  grid (blocks, layers): a warp copies a page, and those of tokens that wait, which have fixed
+//               places, from `from`.
+#include "common/pairs.cuh"
+#include "pages/state.cuh"
+
+constexpr int TABLE_THREADS = 1024, TABLE_WARPS = TABLE_THREADS / 32, THREADS = 256;
+
+struct Rows {
+    const LayerState *from, *to, *sources;
+    const int* rows;     // [batch of `to`]
+    const int* origins;  // [batch of `to`]
+    const int* kept;     // [batch of `from`]: whether a row keeps its pages
+    u32* places;         // [layers][capacity]: numbers that are free, rung by rung
+    PageCopy* copies;    // [layers][capacity]: kept pages that move
+    int* num_copies;     // [layers]
+    int capacity, head_dim;
+};
+
+// The exclusive number of threads before this one for which `mine` holds, and of all; all threads.
+__device__ __forceinline__ int count_before(bool mine, int& all) {
+    __shared__ int counts[TABLE_WARPS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 votes = __ballot_sync(ALL_LANES, mine);
+    if (lane == 0) counts[warp] = __popc(votes);
+    __syncthreads();  // the counts of all warps are there
+    const int count = counts[lane], before = __reduce_add_sync(ALL_LANES, lane < warp ? count : 0);
+    all = __reduce_add_sync(ALL_LANES, count);
+    __syncthreads();  // they may be written again
+    return before + __popc(votes & ((1u << lane) - 1));
+}
+
+// Calls on_page(entry, rung, rank) for all pages of a table, one warp: rank counts equal rungs from counts[].
+template <class OnPage>
+__device__ __forceinline__ void visit_table(const LayerState& s, int bh, int* counts, OnPage on_page) {
+    const int lane = threadIdx.x % 32, pages = s.num_pages[bh];
+#pragma unroll 1
+    for (int first = 0; first < pages; first += 32) {
+        const int entry = first + lane, r = entry < pages ? s.rung[(u64)bh * s.entries + entry] : 255;
+        const u32 same = __match_any_sync(ALL_LANES, r), below = same & ((1u << lane) - 1);
+        const int rank = entry < pages ? counts[r] + __popc(below) : 0;
+        __syncwarp();  // all lanes have read the counters
+        if (entry < pages && below == 0) counts[r] += __popc(same);
+        __syncwarp();  // and the next 32 entries find them raised
+        if (entry < pages) on_page(entry, r, rank);
+    }
+}
+
+// Finds the free numbers of a rung below `want`, and moves kept pages with numbers beyond to the first of
+// them; returns how many pages move. All threads.
+__device__ int close_rung(const Rows& call, const LayerState& f, const LayerState& s, int r, int want,
+                          u32* places, PageCopy* copies) {
+    const u32 row_entries = (u32)(f.heads * f.entries);
+    const u32* const entry_of = s.entry_of + (u64)r * s.max_pages;
+    const int used = s.used[r];
+    const auto is_kept = [&](int number) {
+        return number < used && call.kept[entry_of[number] / row_entries];
+    };
+    int found = 0, moved = 0, all;
+    for (int first = 0; first < want; first += TABLE_THREADS) {
+        const int number = first + threadIdx.x;
+        const bool free = number < want && !is_kept(number);
+        const int at = found + count_before(free, all);
+        if (free) places[at] = number;
+        found += all;
+    }
+    for (int first = want; first < used; first += TABLE_THREADS) {
+        const int number = first + threadIdx.x;
+        const bool moves = is_kept(number);
+        const int at = moved + count_before(moves, all);
+        if (moves) {
+            const u32 address = page_address(s, r, places[at]);
+            copies[at] = {page_address(s, r, number), address, s.rungs[r].record, 0};
+            f.index[entry_of[number]] = address;
+        }
+        moved += all;
+    }
+    return moved;
+}
+
+// Gives back the slabs that rungs do not need any more and takes those they do; all threads.
+__device__ void exchange_slabs(const LayerState& s, const int* want) {
+    int num_free = s.num_free[0];
+    const auto slabs_of = [&](int r) {
+        const int per_slab = s.rungs[r].per_slab;
+        return (want[r] + per_slab - 1) / per_slab;
+    };
+    __syncthreads();  // addresses of pages that move are known, and the count of free slabs
+    for (int r = 0; r < s.num_rungs; ++r) {
+        const int held = s.slab_count[r], slabs = slabs_of(r);
+        for (int i = slabs + threadIdx.x; i < held; i += TABLE_THREADS)
+            s.free_slabs[num_free + i - slabs] = s.slabs[r * s.max_slabs + i];
+        num_free += max(0, held - slabs);
+    }
+    __syncthreads();  // all free slabs are on the stack
+    for (int r = 0; r < s.num_rungs; ++r) {
+        const int held = s.slab_count[r], slabs = slabs_of(r);
+        for (int i = held + threadIdx.x; i < slabs; i += TABLE_THREADS) {
+            const int slab = s.free_slabs[num_free - 1 - (i - held)];
+            s.slabs[r * s.max_slabs + i] = slab;
+            s.slab_slot[slab] = i;
+        }
+        num_free -= max(0, slabs - held);
+    }
+    __syncthreads();  // counts of slabs have been read
+    for (int r = threadIdx.x; r < s.num_rungs; r += TABLE_THREADS) {
+        s.slab_count[r] = slabs_of(r);
+        s.used[r] = want[r];
+    }
+    if (threadIdx.x == 0) s.num_free[0] = num_free;
+}
+
+extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const __grid_constant__ Rows call) {
+    __shared__ int counts[TABLE_WARPS][CACHE_RUNGS + 1], want[CACHE_RUNGS], next[CACHE_RUNGS];
+    const LayerState &f = call.from[blockIdx.y], &s = call.to[blockIdx.y];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all_bh = s.batch * s.heads;
+    u32* const places = call.places + (u64)blockIdx.y * call.capacity;
+    PageCopy* const copies = call.copies + (u64)blockIdx.y * call.capacity;
+    const auto source_of = [&](int bh) { return call.rows[bh / s.heads] * s.heads + bh % s.heads; };
+    const auto nothing = [](int, int, int) {};
+
+    if (threadIdx.x < CACHE_RUNGS) want[threadIdx.x] = 0;
+    if (lane <= CACHE_RUNGS) counts[warp][lane] = 0;
+    __syncthreads();  // counters are zero
+    for (int bh = warp; bh < all_bh; bh += TABLE_WARPS)
+        if (!f.waits[call.rows[bh / s.heads]]) visit_table(f, source_of(bh), counts[warp], nothing);
+    if (lane < s.num_rungs) atomicAdd(&want[lane], counts[warp][lane]);
+    __syncthreads();  // all pages are counted
+
+    int moved = 0, first_place = 0;
+    for (int r = 0; r < s.num_rungs; ++r) {
+        const int own = close_rung(call, f, s, r, want[r], places + first_place, copies + moved);
+        if (threadIdx.x == 0) next[r] = first_place + own;
+        first_place += want[r];
+        moved += own;
+    }
+    if (threadIdx.x == 0) call.num_copies[blockIdx.y] = moved;
+    exchange_slabs(s, want);
+
+#pragma unroll 1
+    for (int first = 0; first < all_bh; first += TABLE_WARPS) {
+        const int bh = first + warp, row = bh / s.heads;
+        const bool there = bh < all_bh, waits = there && f.waits[call.rows[row]];
+        const bool copied = there && !waits && call.origins[row] >= 0;
+        __syncthreads();  // places of the tables before are taken, slabs known, and counters free
+        if (lane <= CACHE_RUNGS) counts[warp][lane] = 0;
+        __syncwarp();  // the counters are zero
+        if (copied) visit_table(f, source_of(bh), counts[warp], nothing);
+        __syncthreads();  // the pages of all warps are counted
+        if (threadIdx.x < s.num_rungs) {
+            int place = next[threadIdx.x];
+            for (int w = 0; w < TABLE_WARPS; ++w) {
+                const int own = counts[w][threadIdx.x];
+                counts[w][threadIdx.x] = place;
+                place += own;
+            }
+            next[threadIdx.x] = place;
+        }
+        __syncthreads();  // every warp has its places
+        if (!there) continue;
+        const int source = source_of(bh);
+        const u64 from = (u64)source * f.entries, to = (u64)bh * s.entries;
+        visit_table(f, source, counts[warp], [&](int entry, int r, int place) {
+            u32 address = f.index[from + entry];
+            if (waits) {
+                const u64 page = (u64)(bh * WAITING_PAGES + entry) * s.rungs[r].record;
+                address = (u32)((s.waiting - s.arena) / UNIT + page);
+            } else if (copied) {
+                address = page_address(s, r, places[place]);
+            }
+            s.rung[to + entry] = (u8)r;
+            s.count[to + entry] = f.count[from + entry];
+            s.base[to + entry] = f.base[from + entry];
+            s.index[to + entry] = address;
+            if (waits) return;
+            const u32 slab = address / (u32)s.slab_units, within = address - slab * (u32)s.slab_units;
+            const u32 number = s.slab_slot[slab] * s.rungs[r].per_slab + within / s.rungs[r].record;
+            s.entry_of[(u64)r * s.max_pages + number] = (u32)(to + entry);
+        });
+        for (int i = lane; i < call.head_dim; i += 32)
+            s.k_mean[(u64)bh * call.head_dim + i] = f.k_mean[(u64)source * call.head_dim + i];
+        if (lane < OPEN_PAGES) s.open[bh * OPEN_PAGES + lane] = f.open[source * OPEN_PAGES + lane];
+        if (lane == 0) {
+            s.num_pages[bh] = f.num_pages[source];
+            s.seqlen[bh] = f.seqlen[source];
+            if (bh % s.heads == 0) s.waits[row] = waits;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) move_kept(const __grid_constant__ Rows call) {
+    u8* const arena = call.to[blockIdx.y].arena;
+    const PageCopy* const copies = call.copies + (u64)blockIdx.y * call.capacity;
+#pragma unroll 1
+    for (int n = blockIdx.x; n < call.num_copies[blockIdx.y]; n += gridDim.x) {
+        const PageCopy copy = copies[n];
+        const uint4* from = (const uint4*)(arena + (u64)copy.from * UNIT);
+        uint4* to = (uint4*)(arena + (u64)copy.to * UNIT);
+        for (u32 i = threadIdx.x; i < copy.units * (UNIT / 16); i += THREADS) to[i] = from[i];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) gather_pages(const __grid_constant__ Rows call) {
+    constexpr int AT_ONCE = 8;
+    const LayerState &f = call.from[blockIdx.y], &s = call.to[blockIdx.y], &o = call.sources[blockIdx.y];
+    const int lane = threadIdx.x % 32, warps = gridDim.x * (THREADS / 32);
+    const u32 all = (u32)(s.batch * s.heads * s.entries);
+#pragma unroll 1
+    for (u32 i = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; i < all; i += warps) {
+        const int bh = i / (u32)s.entries, entry = i - bh * (u32)s.entries, row = bh / s.heads;
+        if (entry >= s.num_pages[bh] || s.count[i] == 0) continue;
+        const bool waits = s.waits[row];
+        const int origin = waits ? call.rows[row] : call.origins[row];
+        if (origin < 0) continue;
+        const int source = origin * s.heads + bh - row * s.heads;
+        const u32 record = s.rungs[s.rung[i]].record;
+        const u8* page = waits ? f.waiting + (u64)(source * WAITING_PAGES + entry) * record * UNIT
+                               : o.arena + (u64)o.index[(u64)source * o.entries + entry] * UNIT;
+        const uint4* from = (const uint4*)page;
+        uint4* to = (uint4*)(s.arena + (u64)s.index[i] * UNIT);
+        const u32 n = record * (UNIT / 16);
+#pragma unroll 1
+        for (u32 first = lane; first < n; first += 32 * AT_ONCE) {
+            uint4 x[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j)
+                if (first + 32 * j < n) x[j] = __ldcs(from + first + 32 * j);
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j)
+                if (first + 32 * j < n) __stcs(to + first + 32 * j, x[j]);
+        }
+    }
+}
+
+// gate: BF16=0 registers<=64
