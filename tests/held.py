@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.pages import LayerPages, read_tokens
 from tests.allocations import fail_everywhere
 
@@ -68,6 +69,30 @@ def positions(pages: LayerPages, row: int, head: int) -> list[int]:
         held = layout.positions_in(pages.pools[pages.rung[at]])[pages.index[at], :count]
         found += [(int(pages.base[at]) << 16) + int(offset) for offset in held]
     return sorted(found)
+
+
+def check_store(store: DeviceStore) -> None:
+    """Numbers of pages have no gaps, tables agree with them, and every slab is either used or free."""
+    for layer, host in enumerate(store.stores):
+        mine = {name: store.executor.to_host(table[layer]) for name, table in store.tables.items()}
+        live = np.arange(store.entries) < mine["num_pages"][..., None]
+        live &= (mine["waits"] == 0)[:, None, None]
+        rung, index = mine["rung"][live], mine["index"].view(np.uint32)[live].astype(np.int64)
+        entry, slab_units = np.flatnonzero(live), store.slab[layer] // UNIT
+        slab, within = index // slab_units, index % slab_units
+        used = []
+        for r, layout in enumerate(host.layouts):
+            of, record, count = rung == r, layout.nbytes // UNIT, int(mine["used"][r])
+            per_slab, held = slab_units // record, mine["slabs"][r, : mine["slab_count"][r]]
+            assert not (within[of] % record).any()
+            number = mine["slab_slot"][slab[of]] * per_slab + within[of] // record
+            assert np.array_equal(held[mine["slab_slot"][slab[of]]], slab[of])
+            assert np.array_equal(np.sort(number), np.arange(count))
+            assert np.array_equal(mine["entry_of"][r][number], entry[of])
+            assert len(held) == -(-count // per_slab)
+            used += held.tolist()
+        free = mine["free_slabs"][: int(mine["num_free"][0])].tolist()
+        assert sorted(used + free) == list(range(store.num_slabs[layer]))
 
 
 def failures_of_cache(

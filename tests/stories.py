@@ -8,6 +8,7 @@ hold; after each operation budget and memory hold, and every row has its tokens,
 from __future__ import annotations
 
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlab.cache.cache import MixedPrecisionCache
-from tests.held import contents_of, pages_of, positions
+from tests.held import check_store, contents_of, pages_of, positions
 
 LONGEST, MOST_NEW = 600, 130
 LADDERS = {
@@ -137,6 +138,16 @@ class CacheStory(RuleBasedStateMachine):
         self.holds_rows(before, [0, 0])
         self.rows = [list(held) for held in self.rows for _ in range(2)]
 
+    @rule()
+    @precondition(lambda self: self.length < LONGEST)
+    def copy(self) -> None:
+        """A copy holds the same, and goes its own way."""
+        before, other = contents_of(self.cache), deepcopy(self.cache)
+        assert contents_of(other) == before
+        self.step_all(other, self.rng, 20, None)
+        assert other.seqlen == self.length + 20
+        assert contents_of(self.cache) == before
+
     def holds_rows(self, before: dict[Any, Any], rows: list[int]) -> None:
         """Row i holds what row `rows[i]` held before; a budget that more rows share may have demoted some."""
         after = contents_of(self.cache)
@@ -187,6 +198,7 @@ class CacheStory(RuleBasedStateMachine):
         device = cache._gpu._device
         if device is None:
             return
+        check_store(device.store)
         for layer, pages in enumerate(pages_of(cache)):
             assert not device.changes.trouble(layer)
             pages.check_entries()

@@ -141,6 +141,15 @@ class MixedPrecisionCache(CacheOptions):
             layers = deepcopy(self.layers)
         return _made_of, (type(self), options, layers)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionCache:
+        if self._gpu is None or not self._gpu.holds:
+            kind, options, layers = self.__reduce__()[1]
+            return _made_of(kind, options, deepcopy(layers, memo))
+        copy = type(self)(**{field.name: getattr(self, field.name) for field in fields(self)})
+        if copy._gpu is not None:
+            copy._gpu.adopt(self._gpu)
+        return copy
+
     def to_cpu(self) -> MixedPrecisionCache:
         """Return a copy on the CPU that holds the very same pages; of a cache on a GPU, waits for it.
 
@@ -466,6 +475,9 @@ class MixedPrecisionCache(CacheOptions):
         return cache
 
     def _take_rows(self, rows: NDArray[np.int64]) -> None:
+        if self._road.take_rows(rows):
+            self.batch = len(rows)
+            return
         try:
             with self._road.on_host():
                 self._take_rows_on_host(rows)

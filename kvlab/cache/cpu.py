@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_dtype, to_numpy_view
 from kvlab.cache.cpu_means import MergedTokens, NewRow, freeze_row
+from kvlab.cache.cpu_rows import take_rows
 from kvlab.cache.cuda.plan import PlanShape
+from kvlab.cache.cuda.rows import RowMove
 from kvlab.cache.cuda.store import UNIT, DevicePages, DeviceStore
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
@@ -265,6 +267,11 @@ class CpuKernels:
             if mine.any() and not append_tokens(tables, formats, *means, new, valid & mine[:, None]):
                 self.store.tables["status"][layer] |= 1
         lengths[rows] += k.shape[1]
+
+    def take_rows(self, move: RowMove, stream: int) -> None:
+        """Let rows become others; see `kvlab.cache.cuda.rows`."""
+        for layer in range(len(self.store.stores)):
+            take_rows(self.store, layer, move)
 
     def freeze_means(
         self, layer: int, fresh: Any, addresses: Sequence[int], before: int, stream: int, *, room: int,

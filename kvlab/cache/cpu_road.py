@@ -150,6 +150,10 @@ class CpuRoad:
         """The layers are cropped by whoever holds them."""
         return False
 
+    def take_rows(self, rows: NDArray[np.int64]) -> bool:
+        """The layers' rows are changed by whoever holds them."""
+        return False
+
     def clear(self) -> None:
         """Nothing is held but what the layers hold."""
 

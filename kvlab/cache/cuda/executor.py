@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvlab.arrays import (
     CudaView,
     cuda_view,
@@ -21,7 +23,8 @@ from kvlab.arrays import (
     to_host,
 )
 from kvlab.cache.cuda import kernels, plan, score
-from kvlab.cache.cuda.store import STATE, DevicePages, DeviceStore
+from kvlab.cache.cuda.rows import RowMove
+from kvlab.cache.cuda.store import STATE, DevicePages, DeviceStore, PagesOfRows
 from kvlab.cache.ladder import Rung
 from kvlab.ops.cuda import packed
 from kvlab.ops.device_arrays import contiguous, copied
@@ -84,6 +87,35 @@ class GpuKernels:
         """Give all rows another length; see `kvlab.cache.cuda.kernels.crop_rows`."""
         layers, batch = len(self.store.stores), self.store.batch
         kernels.crop_rows(*self._of_store, self._states(0), layers, batch, end, stream)
+
+    def take_rows(self, move: RowMove, stream: int) -> None:
+        """Let rows become others; takes its memory before anything changes."""
+        store, layers, like = self.store, len(self.store.stores), self.store.like
+        pages = store.pairs * store.entries
+        lists = np.concatenate([move.rows, move.origins, move.kept])
+        numbers = to_device(lists, like)
+        memory = empty((layers * (20 * pages + 4),), "uint8", like)
+        states = self._states_of(move.source)
+        rows, copies = cuda_view(numbers, "rows").pointer, cuda_view(memory, "memory").pointer
+        begins = np.cumsum([0, len(move.rows), len(move.origins)]) * 4 + rows
+        places = copies + 16 * pages * layers
+        source, target = cuda_view(states, "states").pointer, store.states_pointer
+        addresses = [
+            source, target, target if move.in_place else source, *begins.tolist(),
+            places, copies, places + 4 * pages * layers,
+        ]  # fmt: skip
+        kernels.take_rows(*self._of_store, addresses, pages, layers, stream, in_place=move.in_place)
+
+    def _states_of(self, source: PagesOfRows) -> Any:
+        """LayerState structs of pages that are no store's."""
+        states, layers = self.store.host_states.copy(), np.arange(len(self.store.stores), dtype=np.uint64)
+        for name, table in source.tables.items():
+            step = int(table.nbytes) // len(layers)
+            states[name] = cuda_view(table, name).pointer + layers * np.uint64(step)
+        for name, arrays in (("arena", source.arenas), ("waiting", source.waiting)):
+            states[name] = [0 if x is None else cuda_view(x, name).pointer for x in arrays]
+        states["batch"], states["entries"] = source.tables["rung"].shape[1], source.tables["rung"].shape[3]
+        return to_device(states.view(np.uint8), self.store.like)
 
     # ---- steps ---------------------------------------------------------------------------------------------
 

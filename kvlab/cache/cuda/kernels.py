@@ -35,6 +35,7 @@ __all__ = [
     "freeze_means",
     "merge_rows",
     "new_tokens",
+    "take_rows",
     "write_tokens",
 ]
 
@@ -78,10 +79,17 @@ _FREEZE = np.dtype(
     ],
     align=True,
 )
+_ROWS = np.dtype(
+    [
+        *((name, "u8") for name in ("from", "to", "sources", "rows", "origins", "kept")),
+        *((name, "u8") for name in ("places", "copies", "num_copies")),
+        *((name, "i4") for name in ("capacity", "head_dim")),
+    ]
+)
 _FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "has_stored"))  # type: ignore[index]
 _WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
 _WRITE_STORED = struct.Struct("i").pack_into
-_THREADS, _SIDE_THREADS, _APPEND_THREADS, _FREEZE_THREADS = 256, 128, 512, 512
+_THREADS, _SIDE_THREADS, _APPEND_THREADS, _FREEZE_THREADS, _TABLE_THREADS = 256, 128, 512, 512, 1024
 _BLOCKS = 36  # a multiprocessor, of all layers together: whole waves of 2, 3 or 4 at a time
 _FEW_BLOCKS = 8  # where most lists are empty or short
 _MANY_PAGES = 1024  # from which on a warp writes a page by itself
@@ -257,6 +265,37 @@ def crop_rows(
     if batch:
         kernel = _kernel("pages/means", "crop_rows", head_dim, dtype, device)
         kernel((batch, layers), (_FREEZE_THREADS,), (states, np.int32(seqlen)), 0, stream)
+
+
+def take_rows(
+    head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, layers: int,
+    stream: int, *, in_place: bool,
+) -> None:  # fmt: skip
+    """Let rows of some layers take over the pages of others; see `kvlab.cache.cuda.rows`.
+
+    Parameters
+    ----------
+    addresses : sequence of int
+        As in `Rows` of pages/rows.cu, from `from` to `num_copies`.
+    capacity : int
+        Pages of a layer that the lists have places for.
+    """
+    call = np.zeros(1, _ROWS)
+    call.view(np.uint64)[: len(addresses)] = addresses
+    call["capacity"], call["head_dim"] = capacity, head_dim
+    if not capacity:
+        return
+    take, move, gather = (_row_kernel(name, device) for name in ("take_rows", "move_kept", "gather_pages"))
+    take((1, layers), (_TABLE_THREADS,), (call[0],), 0, stream)
+    grid = _grid(capacity, layers, _FEW_BLOCKS * multiprocessors(device))
+    if in_place:
+        move(grid, (_THREADS,), (call[0],), 0, stream)
+    gather(grid, (_THREADS,), (call[0],), 0, stream)
+
+
+@lru_cache(maxsize=16)
+def _row_kernel(entry: str, device: int) -> Kernel:
+    return load(build("pages/rows", {"BF16": 0}, arch_of(*compute_capability(device))), entry, device=device)
 
 
 def merge_rows(

@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from kvlab.arrays import CudaView
 from kvlab.cache.cuda import host, kernels
 from kvlab.cache.cuda.plan import Workspace
+from kvlab.cache.cuda.rows import move_rows, reorder_rows
 from kvlab.cache.cuda.state import DeviceState, Settings, ShareOf
 from kvlab.cache.cuda.waiting import Merged, merged_tokens
 from kvlab.cache.layer import Layer
@@ -205,9 +208,79 @@ class DeviceCache(DeviceState):
             self._plan(0, len(self.layers), 0, share)
 
     def grow(self, capacity: int) -> None:
-        """Make room for longer sequences, by way of the host."""
-        with host.lent(self):
-            self._move(capacity, self.share_of)
+        """Make room for longer sequences."""
+        self.take_rows(np.arange(self.store.batch), capacity, self.share_of)
+
+    def take_rows(self, rows: Any, capacity: int, share_of: ShareOf) -> None:
+        """Let row i become row `rows[i]`; an error leaves the cache as it was.
+
+        As many rows for as many tokens stay in their memory; others get new memory (see `make`).
+        """
+        stream, store = self.executor.stream(self.like), self.store
+        self.settle(stream)
+        if len(rows) != store.batch or capacity != self.capacity:
+            self._move_rows(rows, capacity, share_of, stream)
+        elif not np.array_equal(rows, np.arange(store.batch)):
+            reorder_rows(store, self.kernels, rows, stream)
+            self.waiting.take_rows(self.waiting, rows)
+            self.has_mean = [has[rows] for has in self.has_mean]
+
+    def _move_rows(self, rows: Any, capacity: int, share_of: ShareOf, stream: int) -> None:
+        old, share = dict(vars(self)), share_of(max(self.lengths))
+        try:
+            self._resize(len(rows))
+            self.make(capacity, share_of)
+            new = {name: value for name, value in vars(self).items() if value is not old[name]}
+            vars(self).update(old)
+            self._resize(self.store.batch)
+            before = self.share_of(max(self.lengths))
+            self._end_waiting([i for i, holds in enumerate(new["waiting"].holds) if not holds], stream)
+            if share is not None and before is not None and share < before:
+                self.crop(max(self.lengths), share)  # of which there are none: rows only have fewer bytes
+            vars(self).update(new)
+            self._resize(len(rows))
+            move_rows(old["store"].rows(), self.kernels, rows, stream)
+        except BaseException:
+            vars(self).update(old)
+            self._resize(self.store.batch)
+            raise
+        self.changes.restart(tidy=old["changes"].tidy)
+        self.waiting.take_rows(old["waiting"], rows)
+        self.has_mean = [has[rows] for has in self.has_mean]
+        self.pairs = self.store.batch * self.store.heads
+
+    def _resize(self, batch: int) -> None:
+        for layer in self.layers:
+            layer.store.batch = batch
+            layer.clear()
+
+    def _end_waiting(self, layers: Sequence[int], stream: int) -> None:
+        """Take the means of rows that wait, however few tokens they have, and store these."""
+        layers = [layer for layer in layers if self.waiting.hold_tokens(layer)]
+        if not layers:
+            return
+        merged, workspace = self._merged(layers)
+        for layer in layers:
+            length = self.lengths[layer]
+            self.waiting.advance(layer, length)
+            nothing = kernels.new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
+            self.freeze(layer, nothing, merged, 0, stream, force=True)
+            self.waiting.rows[layer] = False
+            fresh = merged.fresh(NO_TOKENS, NO_TOKENS, 0, length)
+            self.changes.take_waiting(layer, fresh, workspace, stream, 0)
+            self.room[layer] = 0
+
+    def copy(self, layers: Sequence[Layer], share_of: ShareOf) -> DeviceCache:
+        """Return another cache that holds the same; `layers` are its layers on the CPU."""
+        self.settle(self.executor.stream(self.like))
+        other = object.__new__(DeviceCache)
+        vars(other).update({name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()})
+        other.layers, rows = layers, np.arange(self.store.batch)
+        other.make(self.capacity, share_of)
+        move_rows(self.store.rows(), other.kernels, rows, self.executor.stream(self.like))
+        other.changes.restart(tidy=self.changes.tidy)
+        other.waiting.take_rows(self.waiting, rows)
+        return other
 
     @contextmanager
     def on_host(self, memory: Callable[[], tuple[int, ShareOf]], changes: bool) -> Iterator[None]:

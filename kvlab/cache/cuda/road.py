@@ -78,6 +78,11 @@ class GpuRoad:
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
         self._fitting: tuple[int, int] = (0, 0)  # tokens of a row and rows that were found to fit
 
+    @property
+    def holds(self) -> bool:
+        """Whether memory of the device is taken."""
+        return self._device is not None
+
     # ---- sizes ---------------------------------------------------------------------------------------------
 
     def seqlen(self, layer: int) -> int:
@@ -384,6 +389,25 @@ class GpuRoad:
         if end < max(device.lengths):
             device.crop(end, self._limit.share(end, batch))
         return True
+
+    def take_rows(self, rows: NDArray[np.int64]) -> bool:
+        """Let row i become row `rows[i]`, if the device holds anything."""
+        device, batch = self._device, len(rows)
+        if device is None:
+            return False
+        length = device.lengths[0]
+        if batch > self._options.batch and length and not self._limit.fits(length, batch):
+            raise self._limit.refusal(length, batch)
+        with translated_out_of_memory(f"{batch} rows of {length} tokens"):
+            device.take_rows(rows, device.capacity, partial(self._limit.share, batch=batch))
+        return True
+
+    def adopt(self, other: GpuRoad) -> None:
+        """Hold a copy of what another cache does."""
+        if other._device is not None:
+            share_of = partial(self._limit.share, batch=self._options.batch)
+            with translated_out_of_memory("a copy of a cache"):
+                self._device = other._device.copy(self._layers, share_of)
 
     def clear(self) -> None:
         """Forget everything."""

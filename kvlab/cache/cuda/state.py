@@ -144,12 +144,14 @@ class DeviceState:
         self.collector.settle(stream)
         self.changes.confirm()
 
-    def freeze(self, layer: int, fresh: Any, merged: Merged | None, room: int, stream: int) -> None:
+    def freeze(
+        self, layer: int, fresh: Any, merged: Merged | None, room: int, stream: int, *, force: bool = False
+    ) -> None:
         """Take the means that are due, and see to tokens that wait: see `kernels.freeze_means`."""
         addresses, pointer = [0] * 5, self.executor.pointer
         if merged is not None:
             arrays = merged.k, merged.v, merged.valid, merged.importance, merged.positions
             addresses = [0 if x is None else pointer(x) for x in arrays]
-        before, force = 0 if merged is None else merged.before, not self.waiting.holds[layer]
+        before, force = 0 if merged is None else merged.before, force or not self.waiting.holds[layer]
         self.kernels.freeze_means(layer, fresh, addresses, before, stream, room=room, force=force)
         self.repeated[layer] = None

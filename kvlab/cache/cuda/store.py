@@ -21,7 +21,17 @@ from kvlab.cache.pools import new_pool
 from kvlab.cache.store import LayerStore
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout
 
-__all__ = ["OPEN_PAGES", "STATE", "UNIT", "WAITING_PAGES", "DevicePages", "DeviceStore", "slab_nbytes"]
+__all__ = [
+    "MOVED",
+    "OPEN_PAGES",
+    "STATE",
+    "UNIT",
+    "WAITING_PAGES",
+    "DevicePages",
+    "DeviceStore",
+    "PagesOfRows",
+    "slab_nbytes",
+]
 
 UNIT = 64
 """Bytes that the `index` of the page table counts."""
@@ -56,6 +66,29 @@ class DevicePages:
     k_mean: Any
     dtype: str
     unit: int = UNIT
+
+
+MOVED = ("rung", "count", "index", "base", "num_pages", "k_mean", "waits", "open", "seqlen")
+"""Tables that say what a row holds."""
+
+
+@dataclass(frozen=True)
+class PagesOfRows:
+    """Pages of all layers and the tables that name them.
+
+    Attributes
+    ----------
+    tables : dict of str to array
+        (layers, batch, ...) by the names in `MOVED`.
+    arenas : list of uint8 arrays
+        By layer.
+    waiting : list of uint8 arrays or None
+        By layer, pages of tokens that wait, `WAITING_PAGES` a (row, KV head).
+    """
+
+    tables: dict[str, Any]
+    arenas: list[Any]
+    waiting: list[Any]
 
 
 def slab_nbytes(records: Sequence[int], pages: int) -> int:
@@ -219,6 +252,15 @@ class DeviceStore:
         for name, number in zip(_NUMBERS, numbers, strict=True):
             state[name] = number
         return state
+
+    def rows(self) -> PagesOfRows:
+        """The pages of all rows."""
+        begins = [slab * n for slab, n in zip(self.slab, self.num_slabs, strict=True)]
+        waiting = [
+            arena[begin:] if holds else None
+            for arena, begin, holds in zip(self.arenas, begins, self.holds_waiting, strict=True)
+        ]
+        return PagesOfRows({name: self.tables[name] for name in MOVED}, self.arenas, waiting)
 
     @property
     def reserved_nbytes(self) -> int:

@@ -109,6 +109,14 @@ class Waiting:
         self._high[layer] = np.where(self._certain[layer], fewer, self._high[layer])
         self._length[layer] = length
 
+    def take_rows(self, other: Waiting, rows: NDArray[np.int64]) -> None:
+        """Let row i stand as row `rows[i]` of a cache does."""
+        self.rows, self._certain, self._low, self._high = (
+            x[:, rows] for x in (other.rows, other._certain, other._low, other._high)
+        )
+        self._length, self._masked = list(other._length), list(other._masked)
+        self._replayed = list(other._replayed)
+
     def hold_tokens(self, layer: int) -> bool:
         """Whether tokens may wait."""
         return bool((self.rows[layer] & (self._high[layer] > 0)).any())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -95,31 +96,35 @@ def test_where_bytes_are_few(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) 
     check_state(cache, [range(300)] * 2)
 
 
-RARE: dict[str, Callable[[Any], Any]] = {
-    "reorder": lambda cache: cache.reorder(np.array([1, 0])),
+ROWS: dict[str, Callable[[Any], Any]] = {
     "repeat": lambda cache: cache.repeat(2),
     "select": lambda cache: cache.select(np.array([1])),
+    "deepcopy": deepcopy,
     "growth": lambda cache: cache.step(0, *draw(np.random.default_rng(1), cache, 700)),
-    "save": lambda cache: cache.save("/nowhere"),  # puts nothing back
 }
 
 
-@pytest.mark.parametrize(
-    ("where", "what"),
-    [("_fill", what) for what in RARE] + [("_place", what) for what in RARE if what != "save"],
-)
+@pytest.mark.parametrize("what", ROWS)
 @pytest.mark.parametrize("options", [{}, {"residual": 40, "budget": 0.7}], ids=["plain", "window"])
-def test_on_the_host(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, where: str, what: str, options: dict[str, Any]
-) -> None:
-    """Rare operations and growth hold all pages on the host for a while, going there and back."""
+def test_of_other_rows(kernels: Kernels, what: str, options: dict[str, Any]) -> None:
+    """New memory for rows, or for longer ones."""
+    cache, rng = make(**options), np.random.default_rng(9)
+    step(cache, rng, 100)
+    work, unchanged = ROWS[what], kept(cache)
+    assert fail_everywhere(allocating(kernels), NO_MEMORY, lambda: work(cache), unchanged) > 10
+    assert cache.batch == {"repeat": 4, "select": 1}.get(what, 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"residual": 40, "budget": 0.7}], ids=["plain", "window"])
+def test_of_a_file(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """A file is written from all pages of a layer on the host."""
     cache, rng = make(**options), np.random.default_rng(9)
     step(cache, rng, 100)
     unchanged, new = kept(cache), draw(rng, cache, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(exchange, where, no_memory)
+        patch.setattr(exchange, "_fill", no_memory)
         with pytest.raises(OutOfMemory, match="no memory"):
-            RARE[what](cache)
+            cache.save("/nowhere")
     assert all(layer.seqlen == layer.tokens() == 0 for layer in cache.layers)
     unchanged()
     for layer in range(2):
