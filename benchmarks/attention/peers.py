@@ -1,68 +1,125 @@
 """Attention on a GPU beside cuDNN, FlashAttention 2 and, where installed, FlashAttention 4, in one loop.
 
-    python benchmarks/attention/peers.py OUT.json [--only forward|backward|deterministic]
+    python benchmarks/attention/peers.py OUT.json [--only WHAT] [--cases TEXT] [--portable]
 
-Forward, of fixed and of variable length, backward and deterministic backward: TFLOPS of each contestant, and
-kvlab's speed relative to the best of the others. Contestants take turns, five loops each, behind a pause of
-the GPU, so that none waits for the host; the median counts. kvlab's forward is checked against float64 on one
-head, and every call against kvlab's, before it is timed. Operations count as in tiles.py, two and a half
-times as many backward.
+forward        fixed and variable length
+backward       gradients; deterministic: those with the same bits each time
+short          both kinds of gradients of short calls with few KV heads, from CUDA graphs: launching them takes
+               the host as long as they take
+ragged         forward over 16 sequences of 32K tokens in all, of one length and of many; kvlab alone
+host           microseconds of the host for a forward call of 128 tokens
+
+Without --only the first three. Contestants take turns, five loops each, behind a pause of the GPU, so that
+none waits for the host; medians count. kvlab is checked against float64 on one head (ragged: with calls of one
+sequence), and every other call against kvlab's, before it is timed. TFLOPS count 4 operations * head_dim for
+every query head and every pair of a query and a key it sees (half of all under a causal mask), 10 backward.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from run import about, clocks_and_power, exact
-from tiles import times_ms
 
 import kvlab
 from kvlab.lab.benchmark.attention_peers import backward_of, peers
+from kvlab.lab.guard import gpu_state
+from kvlab.lab.results import provenance
+from kvlab.lab.timing_gpu import recorded, time_by_events
+from kvlab.ops.cuda import attention, attention_backward
 
-# batch, tokens, query heads, KV heads, head_dim, causal
+Call = Callable[[], Any]
+LOOP_SECONDS, PAUSE_CYCLES = 0.8e-3, 190_000  # of a turn; of the GPU, for each call of a turn
+TOTAL, SEQUENCES = 32768, 16  # ragged
+
+
+class Case(NamedTuple):
+    batch: int
+    tokens: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    causal: bool = True
+
+    @property
+    def name(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return f"d{self.head_dim} {mask} {self.batch}x{self.tokens} {self.heads}/{self.heads_kv}"
+
+    def draw(self) -> list[torch.Tensor]:
+        """Return dout, q, k and v."""
+        torch.manual_seed(0)
+        heads, shape = (self.heads, self.heads, self.heads_kv, self.heads_kv), (self.batch, self.tokens)
+        return [torch.randn(*shape, h, self.head_dim, device="cuda", dtype=torch.bfloat16) for h in heads]
+
+
 LONG = [
-    *((1, tokens, 32, 8, 128, True) for tokens in (2048, 4096, 8192, 16384, 32768)),
-    (1, 16384, 16, 16, 128, True),
-    (1, 16384, 16, 16, 128, False),
-    *((2, tokens, 64, 8, 128, True) for tokens in (2048, 4096, 8192)),
-    *((1, tokens, 32, 8, d, True) for d in (64, 96) for tokens in (2048, 4096, 8192, 16384, 32768)),
-    *((1, tokens, 16, 4, 256, True) for tokens in (2048, 4096, 8192, 16384, 32768)),
+    *(Case(1, tokens, 32, 8, 128) for tokens in (2048, 4096, 8192, 16384, 32768)),
+    *(Case(1, 16384, 16, 16, 128, causal) for causal in (True, False)),
+    *(Case(2, tokens, 64, 8, 128) for tokens in (2048, 4096, 8192)),
+    *(Case(1, tokens, 32, 8, d) for d in (64, 96) for tokens in (2048, 4096, 8192, 16384, 32768)),
+    *(Case(1, tokens, 16, 4, 256) for tokens in (2048, 4096, 8192, 16384, 32768)),
 ]
-SHORT = [(8, tokens, 32, 8, d, True) for d in (64, 96, 128, 256) for tokens in (512, 1024, 2048)]
-LOOP_MS = 0.8
-LIMIT = {"forward": 1e-2, "backward": 2e-2, "deterministic": 2e-2}
+BATCHES = [Case(8, tokens, 32, 8, d) for d in (64, 96, 128, 256) for tokens in (512, 1024, 2048)]
+HEADS = {
+    128: ((8, 1), (8, 2), (8, 4), (8, 8), (32, 8), (64, 8)),
+    64: ((8, 1), (8, 4), (64, 8)),
+    256: ((8, 1), (8, 4)),
+}
+FEW_HEADS = [
+    Case(1, tokens, *heads, d) for d in HEADS for heads in HEADS[d] for tokens in (512, 1024, 2048, 4096)
+]
+RAGGED = [
+    Case(1, TOTAL, 16, 16, 128), Case(1, TOTAL, 16, 16, 128, causal=False), Case(1, TOTAL, 32, 8, 128),
+    Case(1, TOTAL, 16, 16, 64),
+]  # fmt: skip
 
-Shape = tuple[int, int, int, int, int, bool]
 
+def forward(case: Case, portable: bool) -> dict[str, Call]:
+    _, q, k, v = case.draw()
+    causal = case.causal
 
-def forwards(shape: Shape, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
-    """Return the forward calls by contestant."""
-    batch, tokens, _, _, _, causal = shape
-    calls: dict[str, Callable[[], Any]] = {"kvlab": lambda: kvlab.attention(q, k, v, causal=causal)}
-    if batch == 8:
-        cu = torch.arange(0, (batch + 1) * tokens, tokens, device="cuda", dtype=torch.int32)
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
+    def ours(hopper: bool = True) -> torch.Tensor:
+        attention.HOPPER = hopper
+        return kvlab.attention(q, k, v, causal=causal)
+
+    calls: dict[str, Call] = {"kvlab": ours}
+    if case.batch == 8:
+        cu = torch.arange(0, 9 * case.tokens, case.tokens, device="cuda", dtype=torch.int32)
+        flat, n = [x.flatten(0, 1) for x in (q, k, v)], case.tokens
         calls["kvlab variable length"] = lambda: kvlab.attention_varlen(
-            *flat, cu, cu, tokens, tokens, causal=causal
+            *flat, cu, cu, n, n, causal=causal
         ).view(q.shape)
-    return calls | {name: partial(peer, q, k, v, causal, False) for name, peer in peers("cuda").items()}
+    if portable:
+        calls["kvlab portable"] = partial(ours, False)
+    calls |= {name: partial(peer, q, k, v, causal, False) for name, peer in peers("cuda").items()}
+    keys, values = k[0, :, 0].double(), v[0, :, 0].double()
+    want = torch.cat([p @ values for _, p in probabilities(q[0, :, 0].double(), keys, causal)])
+    compare(f"kvlab {case.name}", ours()[0, :, 0], want, 6e-3)
+    return checked(calls, 1e-2)
 
 
-def backwards(shape: Shape, dout: Any, q: Any, k: Any, v: Any, deterministic: bool) -> dict[str, Any]:
-    """Return the backward calls by contestant; torch cannot be asked for deterministic ones call by call."""
-    causal = shape[-1]
+def backward(case: Case, portable: bool, deterministic: bool = False) -> dict[str, Call]:
+    """Return the calls by contestant; torch cannot be asked for deterministic ones call by call."""
+    dout, q, k, v = case.draw()
+    causal = case.causal
     out, lse = kvlab.attention(q, k, v, causal=causal, return_lse=True)
-    calls: dict[str, Any] = {
-        "kvlab": lambda: kvlab.attention_backward(
-            dout, q, k, v, out, lse, causal=causal, deterministic=deterministic
-        )
-    }
+
+    def ours(hopper: bool = True) -> Any:
+        attention_backward.HOPPER = hopper
+        return kvlab.attention_backward(dout, q, k, v, out, lse, causal=causal, deterministic=deterministic)
+
+    calls: dict[str, Call] = {"kvlab": ours}
+    if portable:
+        calls["kvlab portable"] = partial(ours, False)
     for name, peer in peers("cuda").items():
         if deterministic and name != "fa4":
             continue
@@ -70,10 +127,74 @@ def backwards(shape: Shape, dout: Any, q: Any, k: Any, v: Any, deterministic: bo
             calls[name] = backward_of(peer, dout, q, k, v, causal, deterministic)
         except (RuntimeError, AssertionError) as error:
             print(f"{name}: {str(error)[:90]}", flush=True)
+    for name, got, want in zip(("dq", "dk", "dv"), ours(), exact_gradients(case, dout, q, k, v), strict=True):
+        compare(f"kvlab {case.name} {name}", got[0, :, : want.shape[1]], want, 1e-2)
+    return checked(calls, 2e-2)
+
+
+def short(case: Case, portable: bool) -> dict[str, Call]:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # of the forward, as autograd wants it
+        calls = backward(case, portable)
+        calls["kvlab deterministic"] = backward(case, False, deterministic=True)["kvlab"]
+    return {name: recorded(call, stream=stream) for name, call in calls.items()}
+
+
+def ragged_bounds() -> list[int]:
+    """Lengths from 176 to 6,000 or so, as of texts: a lognormal draw."""
+    sizes = np.random.default_rng(0).lognormal(0, 0.9, SEQUENCES)
+    return [0, *np.round(np.cumsum(sizes) / sizes.sum() * TOTAL).astype(int).tolist()]
+
+
+def ragged(case: Case, portable: bool) -> dict[str, Call]:
+    _, q, k, v = (x[0] for x in case.draw())
+    even = list(range(0, TOTAL + 1, TOTAL // SEQUENCES))
+    fixed = [x.reshape(SEQUENCES, -1, *x.shape[1:]) for x in (q, k, v)]
+    calls: dict[str, Call] = {"kvlab fixed": lambda: kvlab.attention(*fixed, causal=case.causal)}
+    for name, bounds in (("kvlab variable length", even), ("kvlab ragged", ragged_bounds())):
+        cu, n = torch.tensor(bounds, device="cuda", dtype=torch.int32), int(max(np.diff(bounds)))
+        calls[name] = partial(kvlab.attention_varlen, q, k, v, cu, cu, n, n, causal=case.causal)
+        got = calls[name]()
+        for start, stop in itertools.pairwise(bounds):
+            alone = kvlab.attention(*(x[None, start:stop] for x in (q, k, v)), causal=case.causal)[0]
+            compare(f"{name} {case.name}, tokens {start} to {stop}", got[start:stop], alone, 4e-3)
     return calls
 
 
-def checked(calls: dict[str, Any], limit: float) -> dict[str, Any]:
+def probabilities(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Softmax of one head in float64, by blocks of rows."""
+    for start in range(0, len(q), 2048):
+        scores = q[start : start + 2048] @ k.T / q.shape[1] ** 0.5
+        if causal:
+            rows = torch.arange(start, start + len(scores), device="cuda")
+            scores.masked_fill_(torch.arange(len(k), device="cuda") > rows[:, None], -torch.inf)
+        yield slice(start, start + len(scores)), scores.softmax(-1)
+
+
+def exact_gradients(case: Case, dout: Any, q: Any, k: Any, v: Any) -> list[torch.Tensor]:
+    """Gradients of the first KV head of the first row in float64, and of the query heads that read it."""
+    keys, values = k[0, :, 0].double(), v[0, :, 0].double()
+    group, scale = case.heads // case.heads_kv, case.head_dim**-0.5
+    dq = torch.empty_like(q[0, :, :group], dtype=torch.float64)
+    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+    for head in range(group):
+        queries, above = (x[0, :, head].double() for x in (q, dout))
+        for rows, p in probabilities(queries, keys, case.causal):
+            dp = above[rows] @ values.T
+            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+            dq[rows, head] = ds @ keys
+            dk += ds.T @ queries[rows]
+            dv += p.T @ above[rows]
+    return [dq, dk[:, None], dv[:, None]]
+
+
+def compare(what: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    if not error < limit:
+        raise AssertionError(f"{what}: relative error {error:.2e}")
+
+
+def checked(calls: dict[str, Call], limit: float) -> dict[str, Call]:
     """Return the calls that can be made, after a comparison of their results with kvlab's."""
     ours, found = calls["kvlab"](), {}
     for name, call in calls.items():
@@ -82,60 +203,99 @@ def checked(calls: dict[str, Any], limit: float) -> dict[str, Any]:
         except (RuntimeError, AssertionError) as error:
             print(f"{name}: {str(error)[:90]}", flush=True)
             continue
-        pairs = zip(ours, theirs, strict=True) if isinstance(ours, tuple) else [(ours, theirs)]
-        errors = [float((x.float() - y.float()).norm() / y.float().norm()) for x, y in pairs]
-        if not max(errors) < limit:
-            raise AssertionError(f"{name}: relative errors {errors}")
+        for got, want in zip(theirs, ours, strict=True) if isinstance(ours, tuple) else [(theirs, ours)]:
+            compare(name, got, want, limit)
         found[name] = call
     return found
 
 
-def measure(shape: Shape, direction: str) -> dict[str, float]:
+def host_us() -> dict[str, float]:
+    """Median time on the host of calls of 128 tokens."""
+    q, k, v = (torch.randn(1, 128, h, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8))
+    heads_first, flat = [x.transpose(1, 2) for x in (q, k, v)], [x[0] for x in (q, k, v)]
+    cu = torch.tensor([0, 128], device="cuda", dtype=torch.int32)
+    new = iter([[torch.randn_like(x) for x in (q, k, v)] for _ in range(600)])
+    function = torch.nn.functional.scaled_dot_product_attention
+    calls: dict[str, Call] = {
+        "torch SDPA": lambda: function(*heads_first, is_causal=True, enable_gqa=True),
+        "kvlab": lambda: kvlab.attention(q, k, v, causal=True),
+        "kvlab with lse": lambda: kvlab.attention(q, k, v, causal=True, return_lse=True),
+        "kvlab variable length": lambda: kvlab.attention_varlen(*flat, cu, cu, 128, 128, causal=True),
+        "kvlab, other addresses each time": lambda: kvlab.attention(*next(new), causal=True),
+    }
+    found = {}
+    for name, call in calls.items():
+        times = []
+        for number in range(600):
+            if number % 50 == 0:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        found[name] = float(np.median(times[100:])) * 1e6
+    return found
+
+
+WHAT: dict[str, tuple[list[Case], Callable[[Case, bool], dict[str, Call]], int]] = {
+    "forward": ([*LONG, *BATCHES], forward, 4),
+    "backward": ([*LONG, *BATCHES], backward, 10),
+    "deterministic": ([*LONG, *BATCHES], partial(backward, deterministic=True), 10),
+    "short": (FEW_HEADS, short, 10),
+    "ragged": (RAGGED, ragged, 4),
+}
+"""Cases, the calls of one, and operations of a pair and channel."""
+
+
+def measure(case: Case, what: str, portable: bool) -> dict[str, float]:
     """Return TFLOPS by contestant."""
-    batch, tokens, heads, heads_kv, d, causal = shape
-    torch.manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(batch, tokens, h, d, device="cuda", dtype=torch.bfloat16)
-        for h in (heads, heads_kv, heads_kv, heads)
-    )
-    operations = 4 * batch * heads * tokens * tokens * d / (2 if causal else 1)
-    if direction == "forward":
-        calls = forwards(shape, q, k, v)
-        want, got = exact(q, k, v, causal), calls["kvlab"]()[:1, :, :1].double()
-        if not float((got - want).norm() / want.norm()) < 6e-3:
-            raise AssertionError(f"kvlab {shape} is wrong")
-    else:
-        operations *= 2.5
-        calls = backwards(shape, dout, q, k, v, direction == "deterministic")
-    calls = checked(calls, LIMIT[direction])
-    if d > 128:
+    _, make, each = WHAT[what]
+    calls = make(case, portable)
+    if case.head_dim > 128:
         calls.pop("fa2", None)  # an order of magnitude slower than all others there
-    reps = max(1, int(LOOP_MS / (operations / 4.5e11 + 0.01)))
-    return {name: operations / ms / 1e9 for name, ms in times_ms(calls, reps).items()}
+    lengths = dict.fromkeys(calls, [case.tokens] * case.batch)
+    if what == "ragged":
+        lengths = dict.fromkeys(calls, [TOTAL // SEQUENCES] * SEQUENCES)
+        lengths["kvlab ragged"] = np.diff(ragged_bounds()).tolist()
+    of_pair = each * case.heads * case.head_dim / (2 if case.causal else 1)
+    operations = {name: of_pair * sum(n * n for n in lengths[name]) for name in calls}
+    times = max(1, int(LOOP_SECONDS / (max(operations.values()) / 4.5e14 + 1e-5)))
+    timings = time_by_events(calls, repeats=5, each=times, pause=PAUSE_CYCLES)
+    return {name: operations[name] / timing.median / 1e12 for name, timing in timings.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
-    parser.add_argument("--only", choices=tuple(LIMIT))
+    parser.add_argument("--only", choices=(*WHAT, "host"))
+    parser.add_argument("--cases", default="", help='only those that contain this, as in "d128 causal"')
+    parser.add_argument("--portable", action="store_true", help="time the kernel for other GPUs, too")
     options = parser.parse_args()
-    results: list[dict[str, Any]] = []
     clocks: dict[str, str] = {}
-    provenance = about(clocks)
-    for direction in (options.only,) if options.only else LIMIT:
-        for shape in (*LONG, *SHORT):
-            batch, tokens, heads, heads_kv, d, causal = shape
-            case = f"{direction} d{d} {'causal' if causal else 'full'} {batch}x{tokens} {heads}/{heads_kv}"
-            found = measure(shape, direction)
+    results: list[dict[str, Any]] = []
+    about = provenance() | {
+        "cudnn": torch.backends.cudnn.version(),
+        "clocks and power after each case": clocks,
+    }
+    document: dict[str, Any] = {"provenance": about, "results": results}
+    if options.only == "host":
+        document["host us"] = host_us()
+        print(document["host us"])
+    for what in (options.only,) if options.only else ("forward", "backward", "deterministic"):
+        for case in (case for case in WHAT.get(what, ((),))[0] if options.cases in case.name):
+            found = measure(case, what, options.portable)
             best = max((x for name, x in found.items() if not name.startswith("kvlab")), default=0.0)
-            results.append({"case": case, "tflops": found, "best peer": best})
+            results.append({"case": f"{what} {case.name}", "tflops": found, "best peer": best})
             rates = ", ".join(f"{name} {x:.0f}" for name, x in found.items())
-            ratio = f"{found['kvlab'] / best:.2f}" if best else "alone"
-            print(f"{case}: {rates}: {ratio}", flush=True)
-            clocks[case] = clocks_and_power()
-            document = {"provenance": provenance, "results": results}
+            print(
+                f"{what} {case.name}: {rates}",
+                f"{found['kvlab'] / best:.2f}" if best else "alone",
+                flush=True,
+            )
+            state = gpu_state() or {}
+            clocks[f"{what} {case.name}"] = f"{state.get('clocks.sm')}, {state.get('power.draw')}"
             options.output.write_text(json.dumps(document, indent=1) + "\n")
             torch.cuda.empty_cache()
+    options.output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

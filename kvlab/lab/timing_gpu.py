@@ -1,22 +1,71 @@
-"""Time calls on a GPU: capture several calls in a CUDA graph, and replay graphs in turns.
+"""Time calls on a GPU: all CUDA graphs and events of benchmarks are here.
 
-So neither host time nor a change of the clock decides.
+`time_on_device` replays graphs of several calls in turns, so neither the host nor a change of the clock
+decides. `time_by_events` makes the calls as a user would, so where a GPU waits for the host that is measured
+too. `time_in_succession` runs one graph of calls that rotate over more memory than a cache holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from kvlab.errors import needs_extra
 from kvlab.lab.timing import Timing
 
-__all__ = ["captured", "time_graphs", "time_on_device"]
+__all__ = [
+    "captured",
+    "recorded",
+    "time_by_events",
+    "time_graphs",
+    "time_in_succession",
+    "time_on_device",
+]
 
-_CALLS = 4  # of one graph
+Call = Callable[[], object]
+
+_CALLS = 4  # of one graph, to time it beside others
+_CALLS_IN_SUCCESSION = 8  # at least: the launch of a graph takes microseconds of its own
+_WARM_UP, _MOST_CALLS = 3, 50
 
 
-def time_on_device(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Timing]:
+def recorded(call: Call, times: int = 1, stream: Any = None) -> Call:
+    """Record `times` calls as a CUDA graph, behind one that is not, and return its replay.
+
+    Parameters
+    ----------
+    call : callable
+        It must not wait for the GPU.
+    times : int
+    stream : torch.cuda.Stream, optional
+        To record on: autograd wants that of the forward.
+
+    Returns
+    -------
+    callable
+        It holds the call, whose arrays the graph reads.
+    """
+    with needs_extra("hf", "kvlab benchmark --device cuda"):
+        import torch
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(times):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+
+    def replay(held: Call = call) -> None:
+        graph.replay()
+
+    return replay
+
+
+def time_on_device(calls: Mapping[str, Call], repeats: int) -> dict[str, Timing]:
     """Time calls of torch's current GPU against each other, by graph replays in turns.
 
     Parameters
@@ -33,39 +82,98 @@ def time_on_device(calls: Mapping[str, Callable[[], object]], repeats: int) -> d
     return time_graphs(captured(calls), repeats)
 
 
-def captured(calls: Mapping[str, Callable[[], object]]) -> dict[str, Any]:
-    """Return CUDA graphs of several calls each, for `time_graphs`."""
-    with needs_extra("hf", "kvlab benchmark --device cuda"):
-        import torch
-    graphs = {name: torch.cuda.CUDAGraph() for name in calls}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(_CALLS):
-                call()
-        graphs[name].replay()
-    torch.cuda.synchronize()
-    return graphs
+def captured(calls: Mapping[str, Call]) -> dict[str, Call]:
+    """Return replays of graphs of several calls each, for `time_graphs`."""
+    return {name: recorded(call, _CALLS) for name, call in calls.items()}
 
 
-def time_graphs(graphs: Mapping[str, Any], repeats: int) -> dict[str, Timing]:
+def time_graphs(graphs: Mapping[str, Call], repeats: int) -> dict[str, Timing]:
     """Replay what `captured` made in turns; seconds of one call."""
+    timings = time_by_events(graphs, repeats=repeats, warm=False)
+    return {name: Timing(tuple(x / _CALLS for x in timing.seconds)) for name, timing in timings.items()}
+
+
+def time_by_events(
+    calls: Mapping[str, Call],
+    *,
+    repeats: int,
+    each: int = 1,
+    seconds: float = 0.0,
+    pause: int = 0,
+    warm: bool = True,
+) -> dict[str, Timing]:
+    """Time calls of torch's current GPU in turns, some of them between two events; the host does not wait.
+
+    Parameters
+    ----------
+    calls : mapping of name to callable
+    repeats : int
+        Turns.
+    each : int
+        Calls of a contestant in its turn.
+    seconds : float
+        Or as many, up to 50, as take so long.
+    pause : int
+        Cycles that the GPU sleeps before a turn, for each of its calls, so that none waits for the host.
+    warm : bool
+        Whether calls are made that are not timed: three before the first turn, one in each.
+
+    Returns
+    -------
+    dict of name to Timing
+        Seconds of one call.
+    """
     import torch
 
-    marks: dict[str, list[Any]] = {name: [] for name in graphs}
+    counts = dict.fromkeys(calls, each)
+    for name, call in calls.items() if warm else ():
+        for _ in range(_WARM_UP):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            taken = time.perf_counter() - start
+        counts[name] = max(each, min(_MOST_CALLS, int(seconds / taken)))
+    marks: dict[str, list[Any]] = {name: [] for name in calls}
     for _ in range(repeats):
-        for name, graph in graphs.items():
-            pair = [
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                for _ in range(2)
-            ]
-            pair[0].record()
-            graph.replay()
-            pair[1].record()
-            marks[name].append(pair)
+        for name, call in calls.items():
+            first, last = _event(), _event()
+            if pause:
+                torch.cuda._sleep(pause * (counts[name] + 1))  # type: ignore[no-untyped-call]
+            if warm:
+                call()
+            first.record()
+            for _ in range(counts[name]):
+                call()
+            last.record()
+            marks[name].append((first, last))
     torch.cuda.synchronize()
     return {
-        name: Timing(tuple(1e-3 * first.elapsed_time(last) / _CALLS for first, last in pairs))
+        name: Timing(tuple(1e-3 * first.elapsed_time(last) / counts[name] for first, last in pairs))
         for name, pairs in marks.items()
     }
+
+
+def time_in_succession(calls: Sequence[Call], repeats: int) -> Timing:
+    """Time one of `calls`, all of which one graph runs one after the other, several times if they are few."""
+    import torch
+
+    times = -(-_CALLS_IN_SUCCESSION // len(calls))
+    replay = recorded(lambda: [call() for call in calls], times)
+    for _ in range(_WARM_UP):
+        replay()
+    marks = [_event()]
+    marks[0].record()
+    for _ in range(repeats):
+        replay()
+        marks.append(_event())
+        marks[-1].record()
+    torch.cuda.synchronize()
+    count = times * len(calls)
+    return Timing(tuple(1e-3 * first.elapsed_time(last) / count for first, last in pairwise(marks)))
+
+
+def _event() -> Any:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

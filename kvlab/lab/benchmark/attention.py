@@ -13,8 +13,7 @@ FLOPS count 4 * batch * heads * head_dim * (pairs of a row and a key it sees), 2
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +22,8 @@ from kvlab.errors import needs_extra
 from kvlab.lab.benchmark.attention_peers import backward_of, peers
 from kvlab.lab.benchmark.baseline import Options, check
 from kvlab.lab.results import Row
-from kvlab.lab.timing import Timing, time_in_turns
+from kvlab.lab.timing import time_in_turns
+from kvlab.lab.timing_gpu import time_by_events
 
 __all__ = ["CASES", "NOTE", "TINY_CASES", "Case", "benchmark_attention", "flops", "release_cases"]
 
@@ -51,7 +51,7 @@ _OTHERS = (
     Case(2048, (8, 8), 1, 128, causal=False), Case(2048, (8, 2), 1, 128),
 )  # fmt: skip
 _ON_GPU = ("cudnn", "fa2", "fa4")
-_LOOP_SECONDS, _MOST_CALLS = 1e-3, 50
+_LOOP_SECONDS = 1e-3
 _LONGEST = {"cpu": 8192, "cuda": 131_072}
 _BESIDE_CPU = 2048  # tokens up to which a GPU stands beside the CPU
 
@@ -139,8 +139,11 @@ def _measure(case: Case, backward: bool, options: Options) -> Row:
     on_gpu = options.device == "cuda"
     head_dim = case.head_dim or (128 if on_gpu else 64)
     calls = _contestants(case, head_dim, backward, options.device)
-    time = _time_by_events if on_gpu else time_in_turns
-    timings = time(calls, repeats=options.repeats)
+    timings = (
+        time_by_events(calls, repeats=options.repeats, seconds=_LOOP_SECONDS)
+        if on_gpu
+        else time_in_turns(calls, repeats=options.repeats)
+    )
     ours = timings.pop("kvlab")
     best = min((timings[name] for name in timings if name != "fa4"), key=lambda timing: timing.median)
     peers_ms = {f"{name}_ms": 1e3 * timings[name].median if name in timings else None for name in _ON_GPU}
@@ -197,32 +200,3 @@ def _contestants(case: Case, head_dim: int, backward: bool, device: str) -> dict
             check(bool(error < limit), f"{case}, backward={backward}, beside {name},")
         calls[name] = call
     return calls
-
-
-def _time_by_events(calls: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, Timing]:
-    """Time calls on torch's current GPU in turns, a loop each between two events; the host does not wait."""
-    import torch
-
-    counts = {}
-    for name, call in calls.items():
-        for _ in range(3):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-        counts[name] = max(1, min(_MOST_CALLS, int(_LOOP_SECONDS / (time.perf_counter() - start))))
-    marks: dict[str, list[Any]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            call()
-            pair[0].record()
-            for _ in range(counts[name]):
-                call()
-            pair[1].record()
-            marks[name].append(pair)
-    torch.cuda.synchronize()
-    return {
-        name: Timing(tuple(1e-3 * first.elapsed_time(last) / counts[name] for first, last in pairs))
-        for name, pairs in marks.items()
-    }

@@ -13,8 +13,7 @@ behind them in a page and are not read.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 from kvlab.lab.benchmark.baseline import check
 from kvlab.lab.benchmark.device_pages import Shape, attended_apart, draw_pages, relative_error
 from kvlab.lab.results import Row
+from kvlab.lab.timing_gpu import time_in_succession
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.pages import TOKENS_PER_PAGE
 
@@ -49,7 +49,6 @@ NOTE = "speedup: over the faster of cuDNN and FlashAttention in bfloat16; of flo
 _READ_BANDWIDTH = {"NVIDIA H200": 4.70e12}  # measured with bulk copies; what torch reaches is less
 _ROTATED_BYTES = 240e6
 _MAX_SETS = 128
-_CALLS_OF_GRAPH = 8  # at least; the launch of a graph takes microseconds of its own
 _CHECKED_TOKENS = 32_768  # longer sequences are not compared: the float64 attention takes too long
 
 
@@ -120,7 +119,7 @@ def read_bandwidth() -> float:
     if known:
         return known
     data = torch.ones(2**30, device="cuda")
-    return 1e6 * data.nbytes / _median_us([data.sum], 20)
+    return data.nbytes / time_in_succession([data.sum], 20).median
 
 
 def time_dense(shape: Shape, repeats: int = 50) -> dict[str, float]:
@@ -142,7 +141,8 @@ def time_dense(shape: Shape, repeats: int = 50) -> dict[str, float]:
                 scaled_dot_product_attention(q, kv[0], kv[1], enable_gqa=grouped)
 
         try:
-            times[name] = _median_us([partial(attend, kv) for kv in data], repeats)
+            calls = [partial(attend, kv) for kv in data]
+            times[name] = 1e6 * time_in_succession(calls, repeats).median
         except RuntimeError as error:
             if "No available kernel" not in str(error):
                 raise
@@ -199,31 +199,7 @@ def time_packed(
     apart = attended_apart(pages, q, backend)
     differences = (out - apart).float().norm(dim=-1) / apart.float().norm(dim=-1)
     check(bool((differences < 1e-2).all()), f"{case} pairs attended together and alone,")
-    us = _median_us([partial(attend, own) for own in every], repeats)
+    us = 1e6 * time_in_succession([partial(attend, own) for own in every], repeats).median
     attend(pages)
     check(torch.equal(out, before), f"{case} after the timed calls,")
     return {"us": us, "bytes": needed, "sets": sets, "relative_error": error}
-
-
-def _median_us(calls: Sequence[Callable[[], object]], repeats: int) -> float:
-    """Median time of one of `calls`, all of which one graph runs in turn, several times if they are few."""
-    import torch
-
-    for call in calls:
-        call()
-    calls = list(calls) * -(-_CALLS_OF_GRAPH // len(calls))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    for _ in range(3):
-        graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    times = [first.elapsed_time(last) for first, last in itertools.pairwise(marks)]
-    return 1e3 * float(np.median(times)) / len(calls)
