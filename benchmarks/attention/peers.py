@@ -4,15 +4,15 @@
 
 forward        fixed and variable length
 backward       gradients; deterministic: those with the same bits each time
-short          both kinds of gradients of short calls with few KV heads, from CUDA graphs: launching them takes
-               the host as long as they take
+short          both kinds of gradients of short calls with few KV heads, from CUDA graphs, since the host
+               launches them no faster than they run
 ragged         forward over 16 sequences of 32K tokens in all, of one length and of many; kvlab alone
 host           microseconds of the host for a forward call of 128 tokens
 
 Without --only the first three. Contestants take turns, five loops each, behind a pause of the GPU, so that
-none waits for the host; medians count. kvlab is checked against float64 on one head (ragged: with calls of one
-sequence), and every other call against kvlab's, before it is timed. TFLOPS count 4 operations * head_dim for
-every query head and every pair of a query and a key it sees (half of all under a causal mask), 10 backward.
+none waits for the host; medians count. kvlab is checked against float64 on one head (ragged: with calls of
+one sequence), and every other call against kvlab's, before it is timed. TFLOPS count 4 operations (backward
+10) * head_dim for every query head and every pair of a query and a key, half of them under a causal mask.
 """
 
 from __future__ import annotations

@@ -22,14 +22,11 @@ import argparse
 import itertools
 import json
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import kernels, plan
@@ -39,9 +36,9 @@ from kvlab.cache.cuda.store import STATE, DeviceStore
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.store import ERRORS, LayerStore
 from kvlab.lab.results import provenance
+from kvlab.lab.timing_gpu import recorded, time_by_events
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.cuda.packed import kept_page_bytes
-from kvlab.ops.cuda.packed_mass import score_kernel
 
 SHAPES = {  # layers, batch, tokens, KV heads, group
     "8 x 32K": (32, 8, 32768, 8, 4),
@@ -184,7 +181,7 @@ class Model:
             clock = Clock()
             torch.cuda._sleep(WAIT)
             clock.mark("before")
-            graphs[cycle % PERIOD].replay()
+            graphs[cycle % PERIOD]()
             clock.mark("score_stored")
             in_parts = cycle // PERIOD % 2 == 1
             self.plan(0, self.layers, workspace, clock.mark if in_parts else lambda _: None)
@@ -203,15 +200,16 @@ class Model:
         result = {name: float(np.mean([times[name] for times in last if name in times])) for name in names}
         return result | {"slowest plan": max(times["plan"] for times in last if "plan" in times)}
 
-    def scoring(self, scores: torch.Tensor, lse: torch.Tensor, turn: int) -> torch.cuda.CUDAGraph:
-        graph, collector = torch.cuda.CUDAGraph(), self.collector()
-        score_kernel("score_stored", 0)  # loaded before the capture
-        with torch.cuda.graph(graph):
+    def scoring(self, scores: torch.Tensor, lse: torch.Tensor, turn: int) -> Callable[[], object]:
+        collector = self.collector()
+
+        def score() -> None:
             stream = torch.cuda.current_stream().cuda_stream
             for layer in range(self.layers):
                 kept = scores[None, (layer + turn) % PERIOD]
                 collector.score(layer, kept, lse[None], STEPS, 0, stream)
-        return graph
+
+        return recorded(score)
 
     def append(self, repeats: int = 50) -> float:
         """Microseconds of an append of one token a row, by the layer, in a graph of all."""
@@ -278,19 +276,7 @@ class Model:
 
 def median_of_graph(body: Callable[[], None], repeats: int) -> float:
     """Microseconds of a replay."""
-    body()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    return 1e3 * float(np.median([a.elapsed_time(b) for a, b in itertools.pairwise(marks)]))
+    return 1e6 * time_by_events({"body": recorded(body)}, repeats=repeats, warm_up=0)["body"].median
 
 
 def measure(shape: str, ladder: str, cycles: int) -> dict[str, Any]:

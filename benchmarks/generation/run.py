@@ -32,6 +32,7 @@ from kvlab.integrations.decode_graph import DecodeGraph
 from kvlab.integrations.packed_attention import packed_attention_forward
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
 from kvlab.lab.results import provenance
+from kvlab.lab.timing_gpu import recorded, time_by_events
 
 BITS, BUDGET, ROOM = (4, 8), 0.3, 128
 SHORT, SHORT_BITS = 4096, (2, 4, 8)  # up to this length open pages at 8 bits leave less than 4 bits to others
@@ -166,27 +167,15 @@ def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
         for _, append, *_ in calls:
             append(*views, 0, out.data_ptr(), lse.data_ptr(), True, stream)
 
-    found = {}
-    for name, work in (("attend", attend), ("append", append)):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work(torch.cuda.current_stream().cuda_stream)
-        found[f"{name}_us"] = 1e3 * between_events(graph.replay, 8) / layers
-    found["plan_us"] = 1e3 * between_events(lambda: device.reallocate(1, share), 8) / layers
-    return found
+    def on_current_stream(work: Any) -> Any:
+        return recorded(lambda: work(torch.cuda.current_stream().cuda_stream))
 
-
-def between_events(work: Any, repeats: int) -> float:
-    """Median milliseconds of device time."""
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    works = {"attend_us": on_current_stream(attend), "append_us": on_current_stream(append)}
+    works["plan_us"] = lambda: device.reallocate(1, share)
+    return {
+        name: 1e6 * time_by_events({name: work}, repeats=8, warm_up=0)[name].median / layers
+        for name, work in works.items()
+    }
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Time packed decode attention against the fastest bfloat16 decode of this machine, shape by shape.
 
-    python benchmarks/packed_decode/run.py OUT.json [--shapes ...] [--ladders ...]
+    python benchmarks/packed_decode/run.py OUT.json [--shapes ...] [--ladders ...] [--backends cuda,numba]
 
 How a case is drawn, checked and timed is told in `kvlab.lab.benchmark.decode_cuda`.
 """
@@ -11,16 +11,16 @@ import argparse
 import itertools
 import json
 import pathlib
-import sys
 
 import torch
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from kvlab.lab.benchmark.decode_cuda import LADDERS, read_bandwidth, time_dense, time_packed
 from kvlab.lab.benchmark.device_pages import Shape
 from kvlab.lab.results import provenance
+from kvlab.ops.cuda import packed as packed_cuda
+from kvlab.ops.numba import packed as packed_numba
 
+BACKENDS = {"cuda": packed_cuda, "numba": packed_numba}
 SHAPES = {
     "gqa 1 x 32K": Shape(1, 32768), "mha 1 x 32K": Shape(1, 32768, 32, 32), "gqa 1 x 4K": Shape(1, 4096),
     "gqa 1 x 128K": Shape(1, 131072), "mha 1 x 128K": Shape(1, 131072, 32, 32),
@@ -35,23 +35,24 @@ def main() -> None:
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--ladders", default=",".join(LADDERS))
+    parser.add_argument("--backends", default="cuda")
     parser.add_argument("--warps", default="0", help="warps of a block to try; 0 is what the library takes")
     options = parser.parse_args()
     bandwidth, rows = read_bandwidth(), []
+    ladders, backends, warps = (
+        value.split(",") for value in (options.ladders, options.backends, options.warps)
+    )
     for name in options.shapes.split(","):
         dense = time_dense(SHAPES[name])
-        best = min(dense.values())
         print(f"{name}: dense {dense}", flush=True)
-        for ladder, warps in itertools.product(
-            options.ladders.split(","), map(int, options.warps.split(","))
-        ):
-            row = time_packed(SHAPES[name], LADDERS[ladder], warps=warps)
-            row |= {"shape": name, "ladder": ladder, "warps": warps, "dense_us": dense}
-            row |= {"tbs": row["bytes"] / row["us"] / 1e6, "ratio": best / row["us"]}
+        for ladder, backend, count in itertools.product(ladders, backends, map(int, warps)):
+            row = time_packed(SHAPES[name], LADDERS[ladder], warps=count, backend=BACKENDS[backend])
+            row |= {"shape": name, "ladder": ladder, "backend": backend, "warps": count, "dense_us": dense}
+            row |= {"tbs": row["bytes"] / row["us"] / 1e6, "ratio": min(dense.values()) / row["us"]}
             row["floor_share"] = 1e6 * row["bytes"] / bandwidth / row["us"]
             rows.append(row)
             print(
-                f"{name:16s} {ladder:6s} w{warps:<2d} {row['us']:8.2f} us {row['tbs']:5.2f} TB/s "
+                f"{name:16s} {ladder:6s} {backend} w{count:<2d} {row['us']:8.2f} us {row['tbs']:5.2f} TB/s "
                 f"floor {row['floor_share']:.2f} ratio {row['ratio']:.2f} err {row['relative_error']}",
                 flush=True,
             )
