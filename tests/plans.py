@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from kvlab.cache.allocator import allocate
 from kvlab.cache.cuda.plan import PlanShape, decode_bounds
 from kvlab.reference.cache_layer import (
     PAGE,
@@ -25,7 +26,7 @@ from kvlab.reference.cache_layer import (
     Rung,
     Tokens,
 )
-from kvlab.reference.cache_plan import plan
+from kvlab.reference.cache_plan import by_price, plan, uniform
 
 LADDERS = {
     "2348": (Ladder((4424, 6472, 8520, 16712), (0.223, 0.0654, 0.018, 1e-4)), False),
@@ -50,6 +51,8 @@ def planner_stories(draw: st.DrawFn) -> dict[str, object]:
         "first": draw(st.sampled_from([0, 65536 - 70])),
         "tight_slabs": draw(st.booleans()),
         "by_position": draw(st.booleans()),
+        "window": draw(st.sampled_from([0, 0, 30, 130])),
+        "choose": draw(st.sampled_from(sorted(CHOICES))),
         "seed": draw(st.integers(0, 2**32 - 1)),
     }
 
@@ -95,6 +98,17 @@ def identities(layer: Layer, address: int) -> np.ndarray:
     return layer.arena[start : start + 4 * PAGE].view("<u4")
 
 
+def optimum(weights: Any, ceilings: Any, ladder: Any, bytes_left: int) -> Any:
+    """What `allocator="dp"` chooses; the lowest level where that does not fit."""
+    if len(weights) * ladder.cost[0] > bytes_left:
+        return np.zeros(len(weights), np.int64)
+    loss = weights.astype(np.float64)[:, None] * np.array(ladder.loss)
+    return allocate(loss, ladder.cost, bytes_left, ceiling=ceilings, method="dp")
+
+
+CHOICES = {"greedy": by_price, "uniform": uniform, "dp": optimum}
+
+
 @dataclass
 class Simulation:
     """A layer and the tokens that should be in it: (bh, position) -> how often.
@@ -108,6 +122,8 @@ class Simulation:
     recent: int = 8
     lookahead: int = 16
     fixed: int = 100
+    window: int = 0
+    choose: str = "greedy"
     held: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def change(
@@ -119,6 +135,7 @@ class Simulation:
         change = plan(
             self.layer, ladder, new, sink=self.sink, recent=self.recent, lookahead=self.lookahead,
             fixed_nbytes=self.fixed, by_position=by_position, most_new_pages=most_new_pages,
+            window=self.window, choose=CHOICES[self.choose],
         )  # fmt: skip
         self.carry_out(change, new)
         if new is not None and not change.status & RETRY:
@@ -187,14 +204,15 @@ class Simulation:
         for at in missing:
             del self.held[at]
         for at, (r, code) in after.items():
-            if at in before:
-                assert r <= before[at][0]
-                assert code == before[at][1]
+            top = before[at][0] if at in before else len(layer.rungs) - 1
+            assert r <= top
+            assert code == before.get(at, (0, code))[1]
+            assert r == top or top < len(layer.rungs) - 1 or at[1] < layer.seqlen - self.window
         if not change.status:
             assert (self.row_nbytes() <= layer.budget).all()
             self.check_open_pages()
         self.check_pools()
-        self.check_full_pages()
+        self.check_full_pages(change)
 
     def check_open_pages(self) -> None:
         """The open pages take `lookahead` tokens, in order, each in its segment."""
@@ -228,8 +246,11 @@ class Simulation:
         used = [s for r in range(len(layer.rungs)) for s in layer.slabs[r, : layer.slab_count[r]].tolist()]
         assert sorted(used + layer.free_slabs[: layer.num_free].tolist()) == list(range(len(layer.slab_slot)))
 
-    def check_full_pages(self) -> None:
-        """No (bh, segment, rung) has more than one page that is neither full nor empty, two at the top."""
+    def check_full_pages(self, change: Change) -> None:
+        """No (bh, segment, rung) has more than one page that is neither full nor empty, two at the top.
+
+        What was left over in any class may be in new ones of a row that was compact.
+        """
         layer = self.layer
         partial: Counter[tuple[int, int, int]] = Counter()
         for bh in range(len(layer.num_pages)):
@@ -237,7 +258,8 @@ class Simulation:
                 if 0 < layer.count[bh, e] < PAGE:
                     partial[bh, int(layer.base[bh, e]), int(layer.rung[bh, e])] += 1
         for (_, _, r), n in partial.items():
-            assert n <= 1 + (r == len(layer.rungs) - 1)
+            compact = bh // layer.heads in change.compact
+            assert n <= 1 + (r == len(layer.rungs) - 1) + compact * len(layer.rungs)
 
     def forget(self, n: int) -> None:
         """Shorten the rows by n time steps, which the next change drops."""
@@ -283,7 +305,8 @@ def play(story: dict[str, Any], kind: type[Simulation]) -> None:
     slabs = 40 + batch * heads * (3 * total // PAGE + 10) * (1 if story["tight_slabs"] else 4) // 2
     layer = empty_layer(name, batch, heads, 3 * total // PAGE + 40, budget, slabs)
     layer.seqlen = story["first"]
-    simulation = kind(layer, name)
+    window = story["window"] if len(layer.rungs) > 1 else 0
+    simulation = kind(layer, name, window=window, choose=story["choose"])
     for n in story["lengths"]:
         new = draw_tokens(rng, batch, heads, n, layer.seqlen, story["kind"])
         for _ in range(40):

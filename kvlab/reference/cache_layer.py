@@ -14,8 +14,8 @@ __all__ = ["Change", "Group", "Ladder", "Layer", "Rules", "Rung", "Tokens"]
 
 Ints = NDArray[np.int64]
 PAGE, UNIT, SEGMENT, KEYS = 64, 64, 16, 256
-RECENT, SINK = 254, 255
-"""Keys of tokens that outweigh all importance codes, which end at 253."""
+RECENT, SINK, WINDOW = 253, 254, 255
+"""Keys of tokens that outweigh all importance codes, which end at 252; those of the window never move."""
 NEW_TOKEN = 255
 OVER_BUDGET, TABLE_FULL, RETRY = 1, 4, 8
 
@@ -129,13 +129,14 @@ class Change:
     """What `plan` returns: moves (from, to, from_slot, to_slot, from_rung, to_rung, token) of both phases.
 
     from_rung 255: a new token; `from` is its bh, `token` = row * num_new + i; else `token` is the bh.
-    `copies` are (from, to, rung) of whole pages. `chunks`: (row, weight, ceiling, level). `new_pages` and
-    `dropped` count pages.
+    `copies` are (from, to, rung) of whole pages. `chunks`: (row, weight, ceiling, level). `compact` are the
+    rows whose left over tokens made chunks. `new_pages` and `dropped` count pages.
     """
 
     phases: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = field(default_factory=lambda: ([], []))
     copies: list[tuple[int, int, int]] = field(default_factory=list)
     chunks: list[tuple[int, float, int, int]] = field(default_factory=list)
+    compact: list[int] = field(default_factory=list)
     new_pages: int = 0
     dropped: int = 0
     status: int = 0
@@ -149,6 +150,8 @@ class Group:
     segment: int
     blocks: list[list[tuple[int, Ints]]]  # [class] -> (entry or first token, key of each slot; -1: no token)
     tokens: list[int] = field(default_factory=list)
+    movable: list[int] = field(default_factory=list)  # tokens outside the window
+    chunks: list[int] = field(default_factory=list)  # [class]
     chosen: list[list[int]] = field(default_factory=list)  # [class][level]: chunks
     extra: bool = False
     new_pages: list[int] = field(default_factory=list)  # [rung]
@@ -162,17 +165,35 @@ class Rules:
     recent: int
     lookahead: int
     by_position: bool
+    window: int
 
 
-def chunks_leaving(g: Group, layer: Layer, c: int) -> int:
-    """Chunks of a class that change their rung."""
-    stay = 0 if c == len(layer.rungs) else g.chosen[c][c + layer.evicts]
-    return sum(g.chosen[c]) - stay
+def chunk_tokens(g: Group, c: int) -> int:
+    """Tokens of the chunks of a class: 64 each, but for the last one of a compact class."""
+    return min(PAGE * g.chunks[c], g.movable[c])
+
+
+def left_over(g: Group, c: int) -> int:
+    """Tokens of a class beside its chunks: those that fill no chunk, and the window."""
+    return g.tokens[c] - chunk_tokens(g, c)
+
+
+def leaving(g: Group, layer: Layer, c: int) -> int:
+    """Tokens of a stored class that change their rung."""
+    return min(PAGE * (g.chunks[c] - g.chosen[c][c + layer.evicts]), g.movable[c])
+
+
+def moved(g: Group, layer: Layer, c: int, r: int) -> int:
+    """Tokens of class c that go to new pages of rung r."""
+    before, own = sum(g.chosen[c][: r + layer.evicts]), g.chosen[c][r + layer.evicts]
+    all_of_class = chunk_tokens(g, c)
+    stays = left_over(g, c) if c == len(layer.rungs) and r == c - 1 else 0
+    return min(PAGE * (before + own), all_of_class) - min(PAGE * before, all_of_class) + stays
 
 
 def pages_needed(g: Group, layer: Layer, r: int) -> int:
-    """Pages that the tokens of a stored class fill once its leaving chunks are gone."""
-    return -(-(g.tokens[r] - PAGE * chunks_leaving(g, layer, r)) // PAGE)
+    """Pages that the tokens of a stored class fill once the leaving ones are gone."""
+    return -(-(g.tokens[r] - leaving(g, layer, r)) // PAGE)
 
 
 def to_come(segment: int, rules: Rules) -> int:
@@ -183,5 +204,5 @@ def to_come(segment: int, rules: Rules) -> int:
 
 def slots_left(g: Group) -> int:
     """Free slots of the page that takes the next tokens of a group: the one with what is left over."""
-    left = g.tokens[-1] % PAGE or g.tokens[-2] % PAGE
+    left = left_over(g, len(g.tokens) - 1) % PAGE or left_over(g, len(g.tokens) - 2) % PAGE
     return PAGE - left if left else 0

@@ -20,7 +20,10 @@ from kvlab.reference.cache_layer import (
     Layer,
     Rules,
     Tokens,
-    chunks_leaving,
+    chunk_tokens,
+    leaving,
+    left_over,
+    moved,
     pages_needed,
     slots_left,
 )
@@ -46,11 +49,8 @@ def move_to_new_pages(layer: Layer, g: Group, r: int, new: Tokens | None, change
         if c == r or not g.blocks[c]:
             continue
         is_new = c == len(layer.rungs)
-        chunks = g.chosen[c][r + layer.evicts]
-        first = PAGE * sum(g.chosen[c][: r + layer.evicts])
-        count = PAGE * chunks
-        if is_new and r == len(layer.rungs) - 1:
-            count += g.tokens[c] % PAGE
+        count = moved(g, layer, c, r)
+        first = min(PAGE * sum(g.chosen[c][: r + layer.evicts]), chunk_tokens(g, c))
         moves: list[tuple[int, int, tuple[int, ...]]] = []
         for (origin, _), ranks in zip(g.blocks[c], _ranks(g.blocks[c]), strict=True):
             for slot in np.flatnonzero((ranks >= first) & (ranks < first + count)):
@@ -79,8 +79,8 @@ def close_up(
     """Moves of phase 1 in a stored class: what stays fills the pages that stay, full ones first."""
     if not g.blocks[r]:
         return
-    leaving, needed = PAGE * chunks_leaving(g, layer, r), pages_needed(g, layer, r)
-    staying = g.tokens[r] - leaving
+    gone, needed = leaving(g, layer, r), pages_needed(g, layer, r)
+    staying = g.tokens[r] - gone
     is_top = r == len(layer.rungs) - 1
     kept = min(len(g.blocks[r]), needed + (is_top and g.extra))
     ranks = _ranks(g.blocks[r])
@@ -92,7 +92,7 @@ def close_up(
     for i, (e, _) in enumerate(g.blocks[r]):
         o, address = ordinal[i], int(layer.index[g.bh, e])
         target = PAGE if o < needed - 1 else staying - PAGE * (needed - 1) if o == needed - 1 else 0
-        stays = ranks[i] >= leaving
+        stays = ranks[i] >= gone
         holes += [(address, slot) for slot in range(target) if not stays[slot]]
         movers += [(address, slot) for slot in range(target, PAGE) if stays[slot]]
         counts[g.bh, e] = target
@@ -149,23 +149,24 @@ def set_tables(
             layer.rung[bh, e], layer.base[bh, e] = r, g.segment
             layer.index[bh, e] = layer.address(r, number)
             layer.entry_of[r, number] = bh * entries + e
-            left = g.tokens[-1] % PAGE
-            pages = g.new_pages[r] - (0 if r < top else _new_empty(layer, g))
-            partial = r == top and left and j == pages - 1
-            layer.count[bh, e] = 0 if j >= pages else left if partial else PAGE
-            if j >= pages:
+            filled = _filled(layer, g, r)
+            layer.count[bh, e] = filled[j] if j < len(filled) else 0
+            if j >= len(filled):
                 roles[bh, g.segment, "extra"] = e
-            elif partial:
+            elif r == top and j == len(filled) - 1 and left_over(g, top + 1) % PAGE:
                 roles[bh, g.segment, "left over"] = e
         layer.num_pages[bh] = after
         _set_open(layer, bh, own, roles, rules)
     _close_pools(layer, freed, change)
 
 
-def _new_empty(layer: Layer, g: Group) -> int:
-    """1 if the page that a group holds ready is added; 0 if it has none, or a dropped one serves."""
-    top = len(layer.rungs) - 1
-    return int(g.extra and len(g.blocks[top]) <= pages_needed(g, layer, top))
+def _filled(layer: Layer, g: Group, r: int) -> list[int]:
+    """Tokens of each new page of a (group, rung) that gets any."""
+    found = []
+    for c in range(len(g.chosen)):
+        tokens = 0 if c == r else moved(g, layer, c, r)
+        found += [min(PAGE, tokens - start) for start in range(0, tokens, PAGE)]
+    return found
 
 
 def _set_open(

@@ -19,7 +19,10 @@ Weights are integers and every sum is exact, so results are equal bit for bit on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlab.reference.cache_layer import (
     KEYS,
@@ -29,6 +32,7 @@ from kvlab.reference.cache_layer import (
     RETRY,
     SEGMENT,
     SINK,
+    WINDOW,
     Change,
     Group,
     Ints,
@@ -36,13 +40,17 @@ from kvlab.reference.cache_layer import (
     Layer,
     Rules,
     Tokens,
+    left_over,
+    moved,
     pages_needed,
     slots_left,
     to_come,
 )
 from kvlab.reference.cache_moves import close_up, move_to_new_pages, set_tables
 
-__all__ = ["plan", "recency_code", "token_weight"]
+__all__ = ["Choose", "by_price", "plan", "recency_code", "token_weight", "uniform"]
+
+Choose = Callable[[NDArray[np.float32], Ints, Ladder, int], Ints]
 
 _MANTISSA = np.round(2.0 ** (np.arange(8) / 8) * 2**32).astype(np.uint64)
 
@@ -65,6 +73,65 @@ def recency_code(age: Ints) -> Ints:
     return code
 
 
+def by_price(
+    weights: NDArray[np.float32], ceilings: Ints, ladder: Ladder, bytes_left: int
+) -> NDArray[np.int64]:
+    """Choose the level of every chunk: all it is worth at the lowest price at which they fit.
+
+    Parameters
+    ----------
+    weights : (chunks,) float32
+    ceilings : (chunks,) int
+        Highest level of each.
+    ladder : Ladder
+    bytes_left : int
+        What the row has for chunks.
+    """
+    cost, levels = np.array(ladder.cost), range(len(ladder.cost))
+    edges = [ladder.edges(ceiling) for ceiling in levels]
+
+    def levels_at(price: np.float32, ties: int) -> NDArray[np.int64]:
+        chosen = np.zeros(len(weights), np.int64)
+        for ceiling in levels:
+            climbing = np.flatnonzero(ceilings == ceiling)
+            for higher, rate in edges[ceiling]:
+                slope = weights[climbing] * rate
+                climbing = climbing[(slope > price) | ((slope == price) & (climbing < ties))]
+                chosen[climbing] = higher
+        return chosen
+
+    def fits(price: np.float32, ties: int) -> bool:
+        return bool(cost[levels_at(price, ties)].sum() <= bytes_left)
+
+    low, high = -1, 0x7F7FFFFF
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        if fits(np.int32(middle).view(np.float32), 0):
+            high = middle
+        else:
+            low = middle
+    price = np.int32(high).view(np.float32)
+    ties, beyond = 0, len(weights) + 1
+    while beyond - ties > 1:
+        middle = (ties + beyond) // 2
+        if fits(price, middle):
+            ties = middle
+        else:
+            beyond = middle
+    return levels_at(price, ties)
+
+
+def uniform(
+    weights: NDArray[np.float32], ceilings: Ints, ladder: Ladder, bytes_left: int
+) -> NDArray[np.int64]:
+    """Choose one level for all chunks, or their ceiling where that is lower: the highest that fits."""
+    for level in range(len(ladder.cost) - 1, 0, -1):
+        chosen = np.minimum(ceilings, level)
+        if sum(ladder.cost[level] for level in chosen) <= bytes_left:
+            return chosen
+    return np.zeros(len(weights), np.int64)
+
+
 def plan(
     layer: Layer,
     ladder: Ladder,
@@ -75,6 +142,8 @@ def plan(
     lookahead: int,
     fixed_nbytes: int,
     by_position: bool = False,
+    window: int = 0,
+    choose: Choose = by_price,
     most_new_pages: int = 1 << 30,
 ) -> Change:
     """Decide a change of a layer, and bring its tables to their final state; page contents stay as they are.
@@ -93,18 +162,25 @@ def plan(
         Bytes of a row beside its pages.
     by_position : bool
         Importance is 1 / age, whatever the codes say.
+    window : int
+        Newest positions that stay at the top rung, which only they have then, outside the choice.
+    choose : callable
+        How levels are chosen: `by_price`, `uniform`, or any function of the same arguments.
     most_new_pages : int
         Pages that may be new. If that or the free slabs do not do, the new tokens are not taken in, stored
         ones are demoted as far as it goes, and the status says RETRY: carry it out and plan again.
     """
     change = Change()
     rules = Rules(
-        new.first + new.code.shape[1] if new else layer.seqlen, sink, recent, lookahead, by_position
+        new.first + new.code.shape[1] if new else layer.seqlen, sink, recent, lookahead, by_position, window
     )
     groups = _count(layer, new, rules)
     for row in range(layer.batch):
         own = [g for g in groups if g.bh // layer.heads == row]
-        _choose(layer, ladder, own, rules, int(layer.budget[row]) - fixed_nbytes, row, change)
+        bytes_left = _make_chunks(layer, ladder, own, rules, int(layer.budget[row]) - fixed_nbytes, row)
+        if any(n > m // PAGE for g in own for n, m in zip(g.chunks, g.movable, strict=True)):
+            change.compact.append(row)
+        _choose(layer, ladder, own, rules, choose, bytes_left, row, change)
     if not _allocate(layer, groups, most_new_pages):
         change.status |= RETRY
     for r in range(len(layer.rungs)):  # new pages are allocated: rung by rung, in the order of groups
@@ -126,12 +202,13 @@ def plan(
 # ---- count
 
 
-def _key(code: Ints, position: Ints, rules: Rules) -> Ints:
+def _key(code: Ints, position: Ints, rules: Rules, window: int = 0) -> Ints:
     if rules.by_position:
         code = recency_code(rules.seqlen - position)
     key = np.minimum(code, RECENT - 1)
     key = np.where(position >= rules.seqlen - rules.recent, RECENT, key)
     key = np.where(position < rules.sink, SINK, key)
+    key = np.where(position >= rules.seqlen - window, WINDOW, key)
     return np.where(position < rules.seqlen, key, -1)  # beyond the end is no token: so a cache is cropped
 
 
@@ -149,91 +226,97 @@ def _count(layer: Layer, new: Tokens | None, rules: Rules) -> list[Group]:
                 if layer.base[bh, e] == segment:
                     r, address, n = int(layer.rung[bh, e]), int(layer.index[bh, e]), layer.count[bh, e]
                     position = (segment << SEGMENT) + layer.positions(r, address).astype(np.int64)
-                    key = _key(layer.codes(r, address).astype(np.int64), position, rules)
+                    window = rules.window if r == len(layer.rungs) - 1 else 0
+                    key = _key(layer.codes(r, address).astype(np.int64), position, rules, window)
                     g.blocks[r].append((e, np.where(np.arange(PAGE) < n, key, -1)))
             if new is not None:
                 position = new.first + np.arange(new.code.shape[1])
                 position = position if new.positions is None else new.positions[row].astype(np.int64)
-                key = _key(new.code[bh].astype(np.int64), position, rules)
+                key = _key(new.code[bh].astype(np.int64), position, rules, rules.window)
                 use = new.valid[row] & (position >> SEGMENT == segment)
                 for s in range(0, len(key), PAGE):
                     g.blocks[-1].append((s, np.where(use, key, -1)[s : s + PAGE]))
             g.tokens = [sum(int((key >= 0).sum()) for _, key in blocks) for blocks in g.blocks]
+            g.movable = [sum(int((key >= 0).sum() - (key == WINDOW).sum()) for _, key in x) for x in g.blocks]
             groups.append(g)
     return groups
 
 
-def _chunk_weights(blocks: list[tuple[int, Ints]]) -> list[np.float32]:
-    """Weight of each full chunk of a class: exact sums, rounded once."""
+def _chunk_weights(blocks: list[tuple[int, Ints]]) -> NDArray[np.float32]:
+    """Weight of each chunk of a class: exact sums, rounded once; that of fewer tokens as if it had 64."""
     keys = np.sort(np.concatenate([key for _, key in blocks] or [np.empty(0, np.int64)]))
-    weights = _WEIGHT[keys[keys >= 0]]
+    weights = _WEIGHT[keys[(keys >= 0) & (keys < WINDOW)]]
     full = weights[: len(weights) // PAGE * PAGE].reshape(-1, PAGE)
-    return list(full.sum(1, dtype=np.uint64).astype(np.float32))
+    rest = weights[full.size :]
+    found: NDArray[np.float32] = full.sum(1, dtype=np.uint64).astype(np.float32)
+    if not len(rest):
+        return found
+    scaled = rest.sum(dtype=np.uint64).astype(np.float32) * (np.float32(PAGE) / np.float32(len(rest)))
+    return np.append(
+        found, np.maximum(scaled, found[-1:].max(initial=0))
+    )  # weights rise, in spite of rounding
 
 
 # ---- choose
 
 
+def _make_chunks(
+    layer: Layer, ladder: Ladder, groups: list[Group], rules: Rules, bytes_left: int, row: int
+) -> int:
+    """Cut the tokens of a row into chunks, and return the bytes that these may take.
+
+    Where even the lowest level leaves too few bytes for what is left over, that makes chunks of fewer tokens,
+    but in the page that takes the next tokens, if it has enough free slots.
+    """
+    top, classes = len(ladder.cost) - 1, len(layer.rungs) + 1
+    for compact in (False, True):
+        needed = 0
+        for g in groups:
+            lookahead = 0 if layer.row_waits(row) else to_come(g.segment, rules)
+            g.chunks = [n // PAGE for n in g.movable]
+            if compact:
+                first, end = slots_left(g) >= lookahead > 0, [-(-n // PAGE) for n in g.movable]
+                started = classes - 1 - (left_over(g, classes - 1) % PAGE == 0) if first else -1
+                g.chunks = [n if c == started else end[c] for c, n in enumerate(g.chunks)]
+            g.extra = slots_left(g) < lookahead
+            pages = [-(-left_over(g, c) // PAGE) for c in range(classes)]
+            needed += sum(n * ladder.cost[min(c + layer.evicts, top)] for c, n in enumerate(pages))
+            needed += g.extra * ladder.cost[top]
+        if needed + sum(sum(g.chunks) for g in groups) * ladder.cost[0] <= bytes_left:
+            break
+    return bytes_left - needed
+
+
 def _choose(
-    layer: Layer, ladder: Ladder, groups: list[Group], rules: Rules, bytes_left: int, row: int, change: Change
+    layer: Layer,
+    ladder: Ladder,
+    groups: list[Group],
+    rules: Rules,
+    choose: Choose,
+    bytes_left: int,
+    row: int,
+    change: Change,
 ) -> None:
     """Choose how many chunks of every class of a row's groups go to each level."""
-    levels, classes = len(ladder.cost), len(layer.rungs) + 1
-    top = levels - 1
-    weights: list[np.float32] = []
-    ceilings: list[int] = []
-    owners: list[tuple[Group, int]] = []
-    for g in groups:
-        g.extra = not layer.row_waits(row) and slots_left(g) < to_come(g.segment, rules)
-        rest = [ladder.cost[min(c + layer.evicts, top)] for c in range(classes) if g.tokens[c] % PAGE]
-        bytes_left -= sum(rest) + g.extra * ladder.cost[top]
-        g.chosen = [[0] * levels for _ in range(classes)]
-        for c in range(classes):
-            own = _chunk_weights(g.blocks[c])
-            weights += own
-            ceilings += [min(c + layer.evicts, top)] * len(own)
-            owners += [(g, c)] * len(own)
-    edges = [ladder.edges(ceiling) for ceiling in range(levels)]
-
-    def levels_at(price: np.float32, ties: int) -> list[int]:
-        chosen = []
-        for number, (weight, ceiling) in enumerate(zip(weights, ceilings, strict=True)):
-            level = 0
-            for higher, rate in edges[ceiling]:
-                slope = weight * rate
-                if not (slope > price or (slope == price and number < ties)):
-                    break
-                level = higher
-            chosen.append(level)
-        return chosen
-
-    def fits(price: np.float32, ties: int) -> bool:
-        return sum(ladder.cost[level] for level in levels_at(price, ties)) <= bytes_left
-
-    low, high = -1, 0x7F7FFFFF
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        if fits(np.int32(middle).view(np.float32), 0):
-            high = middle
-        else:
-            low = middle
-    price = np.int32(high).view(np.float32)
-    ties, beyond = 0, len(weights) + 1
-    while beyond - ties > 1:
-        middle = (ties + beyond) // 2
-        if fits(price, middle):
-            ties = middle
-        else:
-            beyond = middle
-    chosen = levels_at(price, ties)
+    levels = len(ladder.cost)
+    highest = levels - 1 - (rules.window > 0)
+    classes = [(g, c) for g in groups for c in range(len(g.chunks))]
+    weights = [_chunk_weights(g.blocks[c])[: g.chunks[c]] for g, c in classes]
+    ceilings = [np.full(g.chunks[c], min(c + layer.evicts, highest)) for g, c in classes]
+    weight, ceiling = np.concatenate(weights), np.concatenate(ceilings)
+    chosen = choose(weight, ceiling, ladder, bytes_left)
     if sum(ladder.cost[level] for level in chosen) > bytes_left:
         change.status |= OVER_BUDGET
-    for (g, c), level, weight, ceiling in zip(owners, chosen, weights, ceilings, strict=True):
-        g.chosen[c][level] += 1
-        change.chunks.append((row, float(weight), ceiling, level))
+    ends = np.cumsum([len(w) for w in weights])[:-1]
+    for (g, c), own in zip(classes, np.split(chosen, ends), strict=True):
+        if c == 0:
+            g.chosen = []
+        g.chosen.append(np.bincount(own, minlength=levels).tolist())
+    for chunk in zip(weight, ceiling, chosen, strict=True):
+        change.chunks.append((row, float(chunk[0]), int(chunk[1]), int(chunk[2])))
 
 
-# ---- new_pages
+# ---- allocate
 
 
 def _allocate(layer: Layer, groups: list[Group], most: int) -> bool:
@@ -241,9 +324,9 @@ def _allocate(layer: Layer, groups: list[Group], most: int) -> bool:
     top = len(layer.rungs) - 1
 
     def count(g: Group, r: int) -> int:
-        from_chunks = sum(g.chosen[c][r + layer.evicts] for c in range(len(g.chosen)) if c != r)
+        filled = sum(-(-moved(g, layer, c, r) // PAGE) for c in range(len(g.chosen)) if c != r)
         reused = len(g.blocks[r]) > pages_needed(g, layer, r)
-        return from_chunks + (r == top) * ((g.tokens[-1] % PAGE > 0) + (g.extra and not reused))
+        return filled + (r == top and g.extra and not reused)
 
     rungs = range(len(layer.rungs))
 
@@ -264,7 +347,7 @@ def _allocate(layer: Layer, groups: list[Group], most: int) -> bool:
         ]
         for g in groups:
             g.extra = False
-            g.chosen[-1], g.tokens[-1], g.blocks[-1] = [0] * len(g.chosen[-1]), 0, []
+            g.chosen[-1], g.chunks[-1], g.tokens[-1], g.blocks[-1] = [0] * len(g.chosen[-1]), 0, 0, []
             for r in rungs:
                 for c in range(r + 1, len(layer.rungs)):
                     level, own = r + layer.evicts, c + layer.evicts

@@ -8,17 +8,18 @@ import dataclasses
 import numpy as np
 from hypothesis import given, settings
 from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules, Tables
-from kvlab.numba_kernels.cpu.cache_plan import plan_layer
+from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
 from kvlab.cache.cpu import levels_of
 from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens
-from kvlab.reference.cache_plan import plan
-from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, planner_stories, play
+from kvlab.reference.cache_plan import Choose, by_price, plan, uniform
+from tests.plans import CHOICES, LADDERS, Simulation, draw_tokens, empty_layer, planner_stories, play
 
 
 def compiled_plan(
     layer: Layer, ladder: Ladder, new: Tokens | None, *, sink: int, recent: int, lookahead: int,
     fixed_nbytes: int, by_position: bool = False, most_new_pages: int = 1 << 30, segments: int = 0,
+    window: int = 0, choose: Choose = by_price,
 ) -> Change:  # fmt: skip
     """What `plan` does, by the kernels of the CPU."""
     rungs = np.array([(r.record, r.per_slab, r.tail) for r in layer.rungs], np.int64)
@@ -37,12 +38,16 @@ def compiled_plan(
     last = max((seqlen + lookahead - 1) >> SEGMENT, int(layer.base[held].max(initial=0)), segments - 1)
     rules = Rules(
         layer.heads, int(layer.evicts), layer.slab_units, last + 1, seqlen, sink, recent, lookahead,
-        by_position, fixed_nbytes, most_new_pages,
+        by_position, fixed_nbytes, most_new_pages, window,
     )  # fmt: skip
     at = np.tile(np.arange(new.first, seqlen), (layer.batch, 1)) if new.positions is None else new.positions
-    moves, closing, copies, new_pages, dropped, found = plan_layer(
-        tables, levels_of(ladder), rules, NewTokens(new.code, new.valid, at.astype(np.int32))
-    )
+    fresh, levels = NewTokens(new.code, new.valid, at.astype(np.int32)), levels_of(ladder)
+    groups, weights, bytes_left = count_tokens(tables, levels, rules, fresh)
+    if choose in (by_price, uniform):
+        chosen = choose_levels(levels, rules, groups, weights, bytes_left, choose is uniform)
+    else:
+        chosen = choose_by(choose, ladder, rules, groups, weights, bytes_left)
+    moves, closing, copies, new_pages, dropped, found = finish_plan(tables, rules, fresh, groups, chosen)
     layer.num_free = int(num_free[0])
     assert status[0] == found
     phases = [
@@ -73,13 +78,14 @@ class Compared(Simulation):
         ladder, _ = LADDERS[self.name]
         rules = {
             "sink": self.sink, "recent": self.recent, "lookahead": self.lookahead, "fixed_nbytes": self.fixed,
-            "by_position": by_position, "most_new_pages": most_new_pages,
+            "by_position": by_position, "most_new_pages": most_new_pages, "window": self.window,
+            "choose": CHOICES[self.choose],
         }  # fmt: skip
         oracle, kernels = copy.deepcopy(self.layer), copy.deepcopy(self.layer)
         expected = plan(oracle, ladder, new, **rules)
         found = compiled_plan(kernels, ladder, new, **rules)
         assert not differences(oracle, kernels)
-        assert dataclasses.replace(found, chunks=expected.chunks) == expected
+        assert dataclasses.replace(found, chunks=expected.chunks, compact=expected.compact) == expected
         return super().change(new, by_position, most_new_pages)
 
 
@@ -120,7 +126,7 @@ def test_rows_that_wait_are_left_alone_and_then_come_with_their_positions() -> N
             f(x, LADDERS["248"][0], new, **rules) for f, x in ((plan, oracle), (compiled_plan, kernels))
         )
         assert not differences(oracle, kernels)
-        assert dataclasses.replace(found, chunks=expected.chunks) == expected
+        assert dataclasses.replace(found, chunks=expected.chunks, compact=expected.compact) == expected
         assert (oracle.num_pages[0] == 2) == bool(waits)
         oracle.seqlen = new.first + new.code.shape[1]
 

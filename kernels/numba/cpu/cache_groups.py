@@ -13,8 +13,8 @@ from numba import njit
 from .simd import helper
 
 PAGE, UNIT, SEGMENT, KEYS = 64, 64, 16, 256
-RECENT, SINK = 254, 255
-"""Keys of tokens that outweigh all importance codes, which end at 253."""
+RECENT, SINK, WINDOW = 253, 254, 255
+"""Keys of tokens that outweigh all importance codes, which end at 252; those of the window never move."""
 NEW_TOKEN, DROPPED = 255, -1
 OVER_BUDGET, TABLE_FULL, RETRY = 1, 4, 8
 """Bits of a layer's status."""
@@ -79,6 +79,7 @@ class Rules(NamedTuple):
     by_position: bool
     fixed_nbytes: int
     most_new_pages: int
+    window: int
 
 
 class Groups(NamedTuple):
@@ -86,9 +87,12 @@ class Groups(NamedTuple):
 
     starts: np.ndarray  # int32 (groups, classes, KEYS): tokens of smaller keys
     tokens: np.ndarray  # int64 (groups, classes)
+    movable: np.ndarray  # int64 (groups, classes): tokens outside the window
+    chunks: np.ndarray  # int64 (groups, classes)
     slots: np.ndarray  # int64 (groups, rungs): slots in use, tokens beyond the end included
     kinds: np.ndarray  # int64 (groups, rungs, 3): pages that are full, partly filled, empty
-    chunk: np.ndarray  # int64 (groups, classes): number of the first chunk, in the layer
+    chunk: np.ndarray  # int64 (groups, classes): where the weights of its chunks begin
+    number: np.ndarray  # int64 (groups, classes): number of its first chunk in the row
     chosen: np.ndarray  # int64 (groups, classes, levels): chunks
     extra: np.ndarray  # bool (groups,): whether an empty page is to be held ready
     new_pages: np.ndarray  # int64 (groups, rungs): new pages
@@ -103,8 +107,11 @@ def new_groups(groups, rungs, levels):
     return Groups(
         np.zeros((groups, classes, KEYS), np.int32),
         np.zeros((groups, classes), np.int64),
+        np.zeros((groups, classes), np.int64),
+        np.zeros((groups, classes), np.int64),
         np.zeros((groups, rungs), np.int64),
         np.zeros((groups, rungs, 3), np.int64),
+        np.zeros((groups, classes), np.int64),
         np.zeros((groups, classes), np.int64),
         np.zeros((groups, classes, levels), np.int64),
         np.zeros(groups, np.bool_),
@@ -136,10 +143,12 @@ def page_number(tables, slab_units, r, address):
 
 
 @helper
-def key_of(rules, code, position):
-    """What tokens are ordered by; -1 for those beyond the end."""
+def key_of(rules, code, position, window):
+    """What tokens are ordered by; -1 for those beyond the end. Where `window` is 0 none is of the window."""
     if position >= rules.seqlen:
         return -1
+    if position >= rules.seqlen - window:
+        return WINDOW
     if position < rules.sink:
         return SINK
     if position >= rules.seqlen - rules.recent:
@@ -151,16 +160,46 @@ def key_of(rules, code, position):
 
 
 @helper
-def chunks_leaving(groups, rules, g, c):
-    """Chunks of a class that change their rung."""
-    stay = 0 if c == groups.kinds.shape[1] else groups.chosen[g, c, c + rules.evicts]
-    return groups.tokens[g, c] // PAGE - stay
+def chunk_tokens(groups, g, c):
+    """Tokens of the chunks of a class: 64 each, but for the last one of a compact class."""
+    return min(PAGE * groups.chunks[g, c], groups.movable[g, c])
+
+
+@helper
+def left_over(groups, g, c):
+    """Tokens of a class beside its chunks: those that fill no chunk, and the window."""
+    return groups.tokens[g, c] - chunk_tokens(groups, g, c)
+
+
+@helper
+def tokens_leaving(groups, rules, g, c):
+    """Tokens of a stored class that change their rung."""
+    chunks = groups.chunks[g, c] - groups.chosen[g, c, c + rules.evicts]
+    return min(PAGE * chunks, groups.movable[g, c])
+
+
+@helper
+def tokens_moved(groups, rules, g, c, r):
+    """Tokens of class c that go to new pages of rung r."""
+    level, before, most = r + rules.evicts, np.int64(0), chunk_tokens(groups, g, c)
+    for lower in range(level):
+        before += groups.chosen[g, c, lower]
+    end = before + groups.chosen[g, c, level]
+    moved = min(PAGE * end, most) - min(PAGE * before, most)
+    rungs = groups.kinds.shape[1]
+    return moved + left_over(groups, g, c) if c == rungs and r == rungs - 1 else moved
+
+
+@helper
+def pages_of(tokens):
+    """Pages that so many tokens fill."""
+    return (tokens + PAGE - 1) // PAGE
 
 
 @helper
 def pages_needed(groups, rules, g, r):
-    """Pages that the tokens of a stored class fill once its leaving chunks are gone."""
-    return (groups.tokens[g, r] - PAGE * chunks_leaving(groups, rules, g, r) + PAGE - 1) // PAGE
+    """Pages that the tokens of a stored class fill once the leaving ones are gone."""
+    return pages_of(groups.tokens[g, r] - tokens_leaving(groups, rules, g, r))
 
 
 @helper
@@ -173,9 +212,9 @@ def pages_held(groups, g, r):
 def slots_left(groups, g):
     """Free slots of the page that takes the next tokens of a group: the one with what is left over."""
     rungs = groups.kinds.shape[1]
-    left = groups.tokens[g, rungs] % PAGE
+    left = left_over(groups, g, rungs) % PAGE
     if left == 0:
-        left = groups.tokens[g, rungs - 1] % PAGE
+        left = left_over(groups, g, rungs - 1) % PAGE
     return PAGE - left if left else 0
 
 

@@ -17,14 +17,18 @@ from .cache_groups import (
     TAIL,
     UNIT,
     allocating,
-    chunks_leaving,
+    chunk_tokens,
     key_of,
+    left_over,
     opens_empty,
     page_address,
     page_number,
     pages_needed,
+    pages_of,
     planned_pages,
     slots_left,
+    tokens_leaving,
+    tokens_moved,
 )
 from .simd import helper
 
@@ -62,9 +66,7 @@ def _first_moves(rules, groups, first):
             first[g, r] = total
             for c in range(rungs + 1):
                 if c != r:
-                    total += PAGE * groups.chosen[g, c, r + rules.evicts]
-            if r == rungs - 1:
-                total += groups.tokens[g, rungs] % PAGE
+                    total += tokens_moved(groups, rules, g, c, r)
     return total
 
 
@@ -72,18 +74,20 @@ def _first_moves(rules, groups, first):
 def _find_targets(rules, groups, g, c, first, targets):
     """Of class c: where the ranks of each level end, its first new page, the place of its first move."""
     ends, pages, begins = targets[0], targets[1], targets[2]
-    rungs, end = groups.kinds.shape[1], np.int64(0)
+    rungs, end, most = groups.kinds.shape[1], np.int64(0), chunk_tokens(groups, g, c)
     for level in range(groups.chosen.shape[2]):
-        r, before = level - rules.evicts, np.int64(0)
+        r = level - rules.evicts
         if r >= 0:
+            pages[level], begins[level] = groups.first[g, r], first[g, r]
             for other in range(c):
-                before += 0 if other == r else groups.chosen[g, other, level]
-            pages[level] = groups.first[g, r] + before
-            begins[level] = first[g, r] + PAGE * before
+                if other != r:
+                    moved = tokens_moved(groups, rules, g, other, r)
+                    pages[level] += pages_of(moved)
+                    begins[level] += moved
         end += 0 if r == c else PAGE * groups.chosen[g, c, level]
-        ends[level] = end
+        ends[level] = min(end, most)
     if c == rungs:
-        ends[-1] += groups.tokens[g, rungs] % PAGE
+        ends[-1] += left_over(groups, g, c)
 
 
 @helper
@@ -106,7 +110,7 @@ def _move(tables, rules, moves, targets, rank, source, slot, rung, token):
 @helper
 def _leave(tables, rules, groups, g, first, moves, targets, stays):
     """List the tokens of a group that leave their rungs; which stay of every page, a bit a slot."""
-    bh, segment = g // rules.segments, g % rules.segments
+    bh, segment, top = g // rules.segments, g % rules.segments, len(tables.rungs) - 1
     for r in range(len(tables.rungs)):
         _find_targets(rules, groups, g, r, first, targets[r])
     shorts = tables.arena.view(np.uint16)
@@ -114,7 +118,7 @@ def _leave(tables, rules, groups, g, first, moves, targets, stays):
         r, n = np.int64(tables.rung[bh, e]), np.int64(tables.counts[bh, e])
         if tables.base[bh, e] != segment:
             continue
-        leaving = PAGE * chunks_leaving(groups, rules, g, r)
+        leaving, window = tokens_leaving(groups, rules, g, r), rules.window if r == top else 0
         if leaving == 0 and groups.slots[g, r] == groups.tokens[g, r]:
             stays[bh, e] = ~np.uint64(0) >> np.uint64(PAGE - n) if n else np.uint64(0)
             continue
@@ -122,7 +126,7 @@ def _leave(tables, rules, groups, g, first, moves, targets, stays):
         tail, mask = address * UNIT + tables.rungs[r, TAIL], np.uint64(0)
         for slot in range(n):
             position = (segment << SEGMENT) + np.int64(shorts[tail // 2 + slot])
-            key = key_of(rules, tables.arena[tail + 2 * PAGE + slot], position)
+            key = key_of(rules, tables.arena[tail + 2 * PAGE + slot], position, window)
             if key < 0:
                 continue
             rank = np.int64(ranks[key])
@@ -145,7 +149,7 @@ def _enter(tables, rules, new, groups, g, first, moves, targets):
     for i in range(tokens):
         position = np.int64(new.positions[row, i])
         if new.valid[row, i] and position >> SEGMENT == segment:
-            key = key_of(rules, new.codes[bh, i], position)
+            key = key_of(rules, new.codes[bh, i], position, rules.window)
             rank = np.int64(ranks[key])
             ranks[key] += 1
             _move(tables, rules, moves, targets, rank, bh, np.int64(0), np.int64(NEW_TOKEN), row * tokens + i)
@@ -162,7 +166,7 @@ def _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed)
     if full + partial + empty == 0:
         return closed
     needed = pages_needed(groups, rules, g, r)
-    staying = groups.tokens[g, r] - PAGE * chunks_leaving(groups, rules, g, r)
+    staying = groups.tokens[g, r] - tokens_leaving(groups, rules, g, r)
     kept = needed + (r == top and groups.extra[g])
     for phase in range(2):
         next_full, next_partial, next_empty = np.int64(0), full, full + partial
@@ -283,24 +287,24 @@ def _set_table(tables, rules, groups, bh, after, freed, num_freed, vacant):
 @helper
 def _add_pages(tables, rules, groups, g, r, vacant, taken):
     """Enter the new pages of a (group, rung)."""
-    bh, rungs = g // rules.segments, len(tables.rungs)
-    new_pages, is_top = groups.new_pages[g, r], r == rungs - 1
-    left = groups.tokens[g, rungs] % PAGE if is_top else 0
-    pages = new_pages - np.int64(is_top and opens_empty(groups, rules, g))
-    for j in range(new_pages):
-        e, number = vacant[taken + j], groups.first[g, r] + j
-        tables.rung[bh, e], tables.base[bh, e] = r, g % rules.segments
-        tables.addresses[bh, e] = page_address(tables, rules.slab_units, r, number)
-        tables.entry_of[r, number] = bh * tables.counts.shape[1] + e
-        if j >= pages:
-            tables.counts[bh, e] = 0
-            groups.role[g, 1] = e
-        elif left and j == pages - 1:
-            tables.counts[bh, e] = left
-            groups.role[g, 0] = e
-        else:
-            tables.counts[bh, e] = PAGE
-    return taken + new_pages
+    bh, rungs, number = g // rules.segments, len(tables.rungs), groups.first[g, r]
+    for c in range(rungs + 2):  # behind the classes, the page that is held ready
+        tokens, pages = np.int64(0), np.int64(r == rungs - 1 and opens_empty(groups, rules, g))
+        if c <= rungs:
+            tokens = 0 if c == r else tokens_moved(groups, rules, g, c, r)
+            pages = pages_of(tokens)
+        for j in range(pages):
+            e = vacant[taken]
+            tables.rung[bh, e], tables.base[bh, e] = r, g % rules.segments
+            tables.addresses[bh, e] = page_address(tables, rules.slab_units, r, number)
+            tables.entry_of[r, number] = bh * tables.counts.shape[1] + e
+            tables.counts[bh, e] = min(PAGE, tokens - PAGE * j) if c <= rungs else 0
+            if c > rungs:
+                groups.role[g, 1] = e
+            elif r == rungs - 1 and j == pages - 1 and left_over(groups, g, rungs) % PAGE:
+                groups.role[g, 0] = e
+            taken, number = taken + 1, number + 1
+    return taken
 
 
 @helper

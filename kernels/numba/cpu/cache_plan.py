@@ -1,6 +1,7 @@
 """What a layer's pages become, on the CPU: `kvlab.reference.cache_plan.plan`, bit for bit.
 
-`plan_layer` counts, chooses and allocates, and `cache_moves` says which tokens move and sets the tables.
+`count_tokens`, `choose_levels` and `finish_plan` are the parts of a plan; `cache_moves` says which tokens
+move and sets the tables.
 A plan is the work of one thread: a millisecond for some 100,000 tokens, most of it to read their importance.
 Layers are planned side by side by different threads.
 """
@@ -17,12 +18,16 @@ from .cache_groups import (
     SEGMENT,
     TAIL,
     UNIT,
+    WINDOW,
     allocating,
     key_of,
+    left_over,
     new_groups,
     opens_empty,
+    pages_of,
     planned_pages,
     slots_left,
+    tokens_moved,
 )
 from .cache_moves import list_moves, set_tables
 from .simd import helper
@@ -42,8 +47,48 @@ _WEIGHT = np.array([_weight_of(key) for key in range(KEYS)], np.uint64)
 
 
 @serial
-def plan_layer(tables, levels, rules, new):
-    """Plan a layer: its tables are brought to their final state, page contents stay as they are.
+def count_tokens(tables, levels, rules, new):
+    """Count the tokens of a layer and make chunks of them, the first of three parts of a plan.
+
+    Returns
+    -------
+    groups : Groups
+    weights : float32 (n,)
+        Of chunks; `Groups.chunk` says where those of a class begin.
+    bytes_left : int64 (batch,)
+        What chunks of a row may take.
+    """
+    rungs, num_bh = len(tables.rungs), len(tables.num_pages)
+    groups = new_groups(num_bh * rules.segments, rungs, rungs + rules.evicts)
+    _count(tables, rules, new, groups)
+    weights = _weigh(groups)
+    own, bytes_left = rules.heads * rules.segments, np.empty(len(tables.budget), np.int64)
+    for row in range(len(bytes_left)):
+        waits, available = tables.waits[row] != 0, tables.budget[row] - rules.fixed_nbytes
+        bytes_left[row] = _make_chunks(levels, rules, groups, row * own, own, available, waits)
+    return groups, weights, bytes_left
+
+
+@serial
+def choose_levels(levels, rules, groups, weights, bytes_left, uniform):
+    """Choose levels for all chunks, by price or the same for all; the second part, which others may do.
+
+    Returns bits of the layer's status.
+    """
+    status, own, scratch = 0, rules.heads * rules.segments, np.empty(1, np.int32)
+    for row in range(len(bytes_left)):
+        if uniform:
+            fits = _choose_one(levels, rules, groups, row * own, own, bytes_left[row])
+        else:
+            fits = _choose(levels, rules, groups, weights, row * own, own, bytes_left[row], scratch)
+        if not fits:
+            status |= OVER_BUDGET
+    return status
+
+
+@serial
+def finish_plan(tables, rules, new, groups, status):
+    """Allocate pages, list moves and set the tables; the last part.
 
     Returns
     -------
@@ -54,17 +99,7 @@ def plan_layer(tables, levels, rules, new):
         Whole pages: from, to, rung.
     new_pages, dropped, status : int
     """
-    rungs, pairs = len(tables.rungs), len(tables.num_pages)
-    groups = new_groups(pairs * rules.segments, rungs, rungs + rules.evicts)
-    _count(tables, rules, new, groups)
-    weights = _weigh(groups)
-    status, own, scratch = 0, rules.heads * rules.segments, np.empty(1, np.int32)
-    for row in range(len(tables.budget)):
-        bytes_left = tables.budget[row] - rules.fixed_nbytes
-        waits = tables.waits[row] != 0
-        if not _choose(levels, rules, groups, weights, row * own, own, bytes_left, waits, scratch):
-            status |= OVER_BUDGET
-    if not _allocate(tables, rules, groups, np.empty(rungs, np.int64)):
+    if not _allocate(tables, rules, groups, np.empty(len(tables.rungs), np.int64)):
         status |= RETRY
     moves, closing, after = list_moves(tables, rules, new, groups)
     copies, new_pages, dropped, failed = set_tables(tables, rules, groups, after)
@@ -88,45 +123,54 @@ def _count(tables, rules, new, groups):
             groups.slots[g, r] += n
             tail = np.int64(tables.addresses[bh, e]) * UNIT + tables.rungs[r, TAIL]
             start, counts = np.int64(tables.base[bh, e]) << SEGMENT, groups.starts[g, r]
+            window = rules.window if r == rungs - 1 else 0
             for slot in range(n):
                 position = start + np.int64(shorts[tail // 2 + slot])
-                key = key_of(rules, tables.arena[tail + 2 * PAGE + slot], position)
+                key = key_of(rules, tables.arena[tail + 2 * PAGE + slot], position, window)
                 if key >= 0:
                     counts[key] += 1
         for i in range(new.codes.shape[1]):
             if new.valid[bh // rules.heads, i]:
                 position = np.int64(new.positions[bh // rules.heads, i])
                 g = bh * rules.segments + (position >> SEGMENT)
-                groups.starts[g, rungs, key_of(rules, new.codes[bh, i], position)] += 1
+                groups.starts[g, rungs, key_of(rules, new.codes[bh, i], position, rules.window)] += 1
 
 
 @allocating
 def _weigh(groups):
-    """Return the weight of every full chunk, exact sums rounded once; counts become starts."""
+    """Return the weight of every chunk, exact sums rounded once; counts become starts.
+
+    A class has a chunk more than 64 divide it if it has others; that weighs as if it had 64 tokens.
+    """
     number, (num_groups, classes) = 0, groups.tokens.shape
     for g in range(num_groups):
         for c in range(classes):
             total = np.int64(0)
-            for key in range(KEYS):
+            for key in range(WINDOW):
                 total += groups.starts[g, c, key]
-            groups.tokens[g, c], groups.chunk[g, c] = total, number
-            number += total // PAGE
+            groups.movable[g, c], groups.chunk[g, c] = total, number
+            groups.tokens[g, c] = total + groups.starts[g, c, WINDOW]
+            number += pages_of(total)
     weights = np.empty(number, np.float32)
     for g in range(num_groups):
         for c in range(classes):
-            chunk, left, weight, before = groups.chunk[g, c], PAGE, np.uint64(0), 0
-            end, starts = chunk + groups.tokens[g, c] // PAGE, groups.starts[g, c]
+            first, left, weight, before = groups.chunk[g, c], PAGE, np.uint64(0), 0
+            chunk, starts = first, groups.starts[g, c]
             for key in range(KEYS):
                 n = np.int64(starts[key])
                 starts[key] = before
                 before += n
-                while n > 0 and chunk < end:
+                while n > 0 and key < WINDOW:
                     part = min(n, left)
                     weight += np.uint64(part) * _WEIGHT[key]
                     n, left = n - part, left - part
                     if left == 0:
                         weights[chunk] = np.float32(weight)
                         chunk, left, weight = chunk + 1, PAGE, np.uint64(0)
+            if left < PAGE:
+                weights[chunk] = np.float32(weight) * (np.float32(PAGE) / np.float32(PAGE - left))
+                if chunk > first:  # weights rise, in spite of rounding
+                    weights[chunk] = max(weights[chunk], weights[chunk - 1])
     return weights
 
 
@@ -157,18 +201,24 @@ def _taking(weights, begin, end, rate, price, ties):
 
 
 @helper
+def _ceiling(levels, rules, c):
+    """The highest level of chunks of a class; the top rung has none where it is for the window."""
+    return min(c + rules.evicts, len(levels.cost) - 1 - (rules.window > 0))
+
+
+@helper
 def _nbytes_at(levels, rules, groups, weights, first, own, price, ties):
     """Bytes of all chunks of a row beyond those of the lowest level."""
-    total, (_, classes, top) = np.int64(0), groups.chosen.shape
+    total, classes = np.int64(0), groups.chosen.shape[1]
     for g in range(first, first + own):
         for c in range(classes):
-            begin = groups.chunk[g, c]
-            end, ceiling = begin + groups.tokens[g, c] // PAGE, min(c + rules.evicts, top - 1)
+            begin, ceiling = groups.chunk[g, c], _ceiling(levels, rules, c)
+            end, limit = begin + groups.chunks[g, c], ties + begin - groups.number[g, c]
             if begin == end:
                 continue
             below = 0
             for edge in range(levels.edges[ceiling]):
-                n = _taking(weights, begin, end, levels.rate[ceiling, edge], price, ties)
+                n = _taking(weights, begin, end, levels.rate[ceiling, edge], price, limit)
                 if n == 0:
                     break
                 level = levels.level[ceiling, edge]
@@ -178,24 +228,54 @@ def _nbytes_at(levels, rules, groups, weights, first, own, price, ties):
 
 
 @helper
-def _choose(levels, rules, groups, weights, first, own, bytes_left, waits, bits):
+def _make_chunks(levels, rules, groups, first, own, bytes_left, waits):
+    """Cut the tokens of a row into chunks, and return the bytes that these may take.
+
+    Where even the lowest level leaves too few bytes for what is left over, that makes chunks of fewer tokens,
+    but in the page that takes the next tokens, if it has enough free slots.
+    """
+    classes, top = groups.tokens.shape[1], len(levels.cost) - 1
+    for compact in range(2):
+        needed, number = np.int64(0), np.int64(0)
+        for g in range(first, first + own):
+            lookahead = 0 if waits else _to_come(rules, g % rules.segments)
+            for c in range(classes):
+                groups.chunks[g, c] = groups.movable[g, c] // PAGE
+            started = -1
+            if compact and slots_left(groups, g) >= lookahead > 0:
+                started = classes - 1 if left_over(groups, g, classes - 1) % PAGE else classes - 2
+            for c in range(classes):
+                if compact and c != started:
+                    groups.chunks[g, c] = pages_of(groups.movable[g, c])
+                groups.number[g, c] = number
+                number += groups.chunks[g, c]
+                needed += pages_of(left_over(groups, g, c)) * levels.cost[min(c + rules.evicts, top)]
+            groups.extra[g] = slots_left(groups, g) < lookahead
+            needed += groups.extra[g] * levels.cost[top]
+        if needed + number * levels.cost[0] <= bytes_left:
+            break
+    return bytes_left - needed
+
+
+@helper
+def _num_chunks(groups, first, own):
+    """Chunks of a row."""
+    if own == 0:
+        return np.int64(0)
+    last = first + own - 1
+    return groups.number[last, -1] + groups.chunks[last, -1]
+
+
+@helper
+def _choose(levels, rules, groups, weights, first, own, bytes_left, bits):
     """Choose how many chunks of every class of a row's groups go to each level; false if they do not fit."""
-    _, classes, num_levels = groups.chosen.shape
-    top, chunks, begin = num_levels - 1, np.int64(0), groups.chunk[first, 0] if own else np.int64(0)
-    for g in range(first, first + own):
-        groups.extra[g] = not waits and slots_left(groups, g) < _to_come(rules, g % rules.segments)
-        bytes_left -= groups.extra[g] * levels.cost[top]
-        for c in range(classes):
-            chunks += groups.tokens[g, c] // PAGE
-            if groups.tokens[g, c] % PAGE:
-                bytes_left -= levels.cost[min(c + rules.evicts, top)]
+    chunks, price = _num_chunks(groups, first, own), bits.view(np.float32)
     bytes_left -= chunks * levels.cost[0]
-    price = bits.view(np.float32)
     low, high = -1, 0x7F7FFFFF
     while high - low > 1:
         middle = low + (high - low) // 2
         bits[0] = middle
-        if _nbytes_at(levels, rules, groups, weights, first, own, price[0], begin) <= bytes_left:
+        if _nbytes_at(levels, rules, groups, weights, first, own, price[0], 0) <= bytes_left:
             high = middle
         else:
             low = middle
@@ -203,26 +283,44 @@ def _choose(levels, rules, groups, weights, first, own, bytes_left, waits, bits)
     ties, beyond = np.int64(0), chunks + 1
     while beyond - ties > 1:
         middle = (ties + beyond) // 2
-        if _nbytes_at(levels, rules, groups, weights, first, own, price[0], begin + middle) <= bytes_left:
+        if _nbytes_at(levels, rules, groups, weights, first, own, price[0], middle) <= bytes_left:
             ties = middle
         else:
             beyond = middle
     for g in range(first, first + own):
-        for c in range(classes):
-            _take_levels(levels, rules, groups, weights, g, c, price[0], begin + ties)
-    return _nbytes_at(levels, rules, groups, weights, first, own, price[0], begin + ties) <= bytes_left
+        for c in range(groups.chosen.shape[1]):
+            _take_levels(levels, rules, groups, weights, g, c, price[0], ties)
+    return _nbytes_at(levels, rules, groups, weights, first, own, price[0], ties) <= bytes_left
 
 
 @helper
 def _take_levels(levels, rules, groups, weights, g, c, price, ties):
-    begin, ceiling = groups.chunk[g, c], min(c + rules.evicts, groups.chosen.shape[2] - 1)
-    end = begin + groups.tokens[g, c] // PAGE
+    """Choose the levels of a class at a price."""
+    begin, ceiling = groups.chunk[g, c], _ceiling(levels, rules, c)
+    end, limit = begin + groups.chunks[g, c], ties + begin - groups.number[g, c]
     here, level = end - begin, 0
     for edge in range(levels.edges[ceiling]):
-        n = _taking(weights, begin, end, levels.rate[ceiling, edge], price, ties)
+        n = _taking(weights, begin, end, levels.rate[ceiling, edge], price, limit)
         groups.chosen[g, c, level] = here - n
         here, level = n, levels.level[ceiling, edge]
     groups.chosen[g, c, level] = here
+
+
+@helper
+def _choose_one(levels, rules, groups, first, own, bytes_left):
+    """Choose one level for all chunks, or their ceiling where that is lower; false if they do not fit."""
+    level, total = len(levels.cost), np.int64(0)
+    while level > 0:
+        level, total = level - 1, np.int64(0)
+        for g in range(first, first + own):
+            for c in range(groups.chosen.shape[1]):
+                total += groups.chunks[g, c] * levels.cost[min(_ceiling(levels, rules, c), level)]
+        if total <= bytes_left:
+            break
+    for g in range(first, first + own):
+        for c in range(groups.chosen.shape[1]):
+            groups.chosen[g, c, min(_ceiling(levels, rules, c), level)] = groups.chunks[g, c]
+    return total <= bytes_left
 
 
 @helper
@@ -242,10 +340,8 @@ def _new_pages(rules, groups, g, r):
     pages = np.int64(0)
     for c in range(rungs + 1):
         if c != r:
-            pages += groups.chosen[g, c, r + rules.evicts]
-    if r == rungs - 1:
-        pages += (groups.tokens[g, rungs] % PAGE > 0) + np.int64(opens_empty(groups, rules, g))
-    return pages
+            pages += pages_of(tokens_moved(groups, rules, g, c, r))
+    return pages + np.int64(r == rungs - 1 and opens_empty(groups, rules, g))
 
 
 @helper
@@ -293,7 +389,7 @@ def _cut_down(tables, rules, groups, left):
         held = (tables.slab_count[r] + part) * tables.rungs[r, PER_SLAB] - tables.used[r]
         left[r] = min(held, rules.most_new_pages // rungs)
     for g in range(num_groups):
-        groups.extra[g], groups.tokens[g, rungs] = False, 0
+        groups.extra[g], groups.tokens[g, rungs], groups.chunks[g, rungs] = False, 0, 0
         for level in range(groups.chosen.shape[2]):
             groups.chosen[g, rungs, level] = 0
         for r in range(rungs):
