@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from kvlab.cache.allocator import allocate
-from kvlab.cache.cuda.plan import PlanShape, decode_bounds
+from kvlab.cache.cuda.plan import PlanShape, decode_bounds, optimum
 from kvlab.reference.cache_layer import (
     PAGE,
     RETRY,
@@ -96,14 +95,6 @@ def smallest(name: str, heads: int, tokens: int) -> int:
 def identities(layer: Layer, address: int) -> np.ndarray:
     start = address * UNIT
     return layer.arena[start : start + 4 * PAGE].view("<u4")
-
-
-def optimum(weights: Any, ceilings: Any, ladder: Any, bytes_left: int) -> Any:
-    """What `allocator="dp"` chooses; the lowest level where that does not fit."""
-    if len(weights) * ladder.cost[0] > bytes_left:
-        return np.zeros(len(weights), np.int64)
-    loss = weights.astype(np.float64)[:, None] * np.array(ladder.loss)
-    return allocate(loss, ladder.cost, bytes_left, ceiling=ceilings, method="dp")
 
 
 CHOICES = {"greedy": by_price, "uniform": uniform, "dp": optimum}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_dtype, to_numpy_view
 from kvlab.cache.cpu_means import MergedTokens, NewRow, freeze_row
 from kvlab.cache.cpu_rows import take_rows
-from kvlab.cache.cuda.plan import PlanShape
+from kvlab.cache.cuda.plan import PlanShape, choose_on_host, optimum
 from kvlab.cache.cuda.rows import RowMove
 from kvlab.cache.cuda.store import UNIT, DevicePages, DeviceStore
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
@@ -158,10 +158,11 @@ class CpuKernels:
         self, first: int, layers: int, workspace: Workspace, ladder: Ladder, stream: int, *, sink: int,
         recent: int, lookahead: int, fixed_nbytes: int, by_position: bool = False, cropped: bool = False,
         codes: int = 0, valid: int = 0, positions: int = 0, num_new: int = 0, first_position: int = 0,
+        window: int = 0, allocator: str = "greedy",
     ) -> None:  # fmt: skip
         """`kvlab.cache.cuda.plan.launch_plan`: layers are planned side by side, always as if `cropped`."""
         from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
-        from kvlab.numba_kernels.cpu.cache_plan import plan_layer
+        from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
         store, pairs = self.store, self.store.batch * self.store.heads
         mask = (
@@ -182,9 +183,20 @@ class CpuKernels:
                 rules = Rules(
                     store.heads, int(store.stores[layer].evicts), store.slab[layer] // UNIT,
                     workspace.shape.segments, seqlen, sink, recent, lookahead, by_position, fixed_nbytes,
-                    workspace.most_new_pages,
+                    workspace.most_new_pages, window,
                 )  # fmt: skip
-                *lists, copies, _, _, _ = plan_layer(self.tables(layer), levels_of(ladder), rules, new)
+                tables, levels, status = self.tables(layer), levels_of(ladder), 0
+                groups, weights, bytes_left = count_tokens(tables, levels, rules, new)
+                if allocator == "dp":
+                    chunks = chunks_of(groups, weights, store.batch)
+                    chosen, status = choose_on_host(
+                        optimum, ladder, rules.evicts, window, *chunks, bytes_left
+                    )
+                    groups.chosen[:] = chosen
+                else:
+                    uniform = allocator == "uniform"
+                    status = choose_levels(levels, rules, groups, weights, bytes_left, uniform)
+                *lists, copies, _, _, _ = finish_plan(tables, rules, new, groups, status)
                 workspace.moves[layer], workspace.copies[layer] = (lists[0], lists[1]), copies
 
         share(plan, alone=layers == 1)
@@ -604,6 +616,15 @@ class CpuExecutor:
 
 
 CPU = CpuExecutor()
+
+
+def chunks_of(groups: Any, weights: Floats, batch: int) -> tuple[NDArray[np.int64], Floats]:
+    """Chunks of every class, (batch, groups, classes), and the weights of all, in that order."""
+    starts = np.repeat(groups.chunk.ravel(), groups.chunks.ravel())
+    within = np.arange(len(starts)) - np.repeat(
+        np.cumsum(groups.chunks) - groups.chunks.ravel(), groups.chunks.ravel()
+    )
+    return groups.chunks.reshape(batch, -1, groups.chunks.shape[1]), weights[starts + within]
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules, Tables
 from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
-from kvlab.cache.cpu import levels_of
+from kvlab.cache.cpu import chunks_of, levels_of
+from kvlab.cache.cuda.plan import choose_on_host
 from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens
 from kvlab.reference.cache_plan import Choose, by_price, plan, uniform
 from tests.plans import CHOICES, LADDERS, Simulation, draw_tokens, empty_layer, planner_stories, play
@@ -46,7 +47,8 @@ def compiled_plan(
     if choose in (by_price, uniform):
         chosen = choose_levels(levels, rules, groups, weights, bytes_left, choose is uniform)
     else:
-        chosen = choose_by(choose, ladder, rules, groups, weights, bytes_left)
+        chunks = chunks_of(groups, weights, layer.batch)
+        groups.chosen[:], chosen = choose_on_host(choose, ladder, layer.evicts, window, *chunks, bytes_left)
     moves, closing, copies, new_pages, dropped, found = finish_plan(tables, rules, fresh, groups, chosen)
     layer.num_free = int(num_free[0])
     assert status[0] == found
@@ -57,7 +59,9 @@ def compiled_plan(
         ]
         for part in (moves, closing)
     ]
-    return Change((phases[0], phases[1]), [tuple(map(int, x)) for x in copies], [], new_pages, dropped, found)
+    return Change(
+        (phases[0], phases[1]), [tuple(map(int, x)) for x in copies], [], [], new_pages, dropped, found
+    )
 
 
 def differences(first: Layer, second: Layer) -> list[str]:

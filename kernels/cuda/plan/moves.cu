@@ -25,24 +25,32 @@ __device__ __forceinline__ u64 first_slots(int n) {
 struct Targets {
     int end[MAX_LEVELS];     // chunks at this level and below
     u32 number[MAX_LEVELS];  // page of the first chunk of this level
-    u32 move[MAX_LEVELS];    // its place in the list
+    u32 move[MAX_LEVELS];    // its slot in the list
+    int in_chunks, skipped;  // tokens in chunks, and how many fewer that are than 64 each
 };
 
 // The targets of the chunks of class c; one thread.
 __device__ __forceinline__ void find_targets(const Plan& p, int g, int c, Targets& to) {
+    const int4 run = p.run(g, c);
+    to.in_chunks = run.w;
+    to.skipped = PAGE * run.x - run.w;
     int end = 0;
     for (int level = 0; level < p.levels; ++level) {
         const int r = level - p.s.evicts;
         to.number[level] = to.move[level] = 0;
         if (r >= 0) {
-            u32 before = 0;
-            for (int other = 0; other < c; ++other) before += other == r ? 0 : p.chosen(g, other)[level];
-            to.number[level] = p.call.first[p.at_rung(g, r)] + before;
-            to.move[level] = p.call.sequence[p.at_rung(g, r)] + before * PAGE;
+            u32 pages = 0, tokens = 0;
+            for (int other = 0; other < c; ++other) {
+                if (other == r) continue;
+                pages += p.chosen(g, other)[level];
+                tokens += p.moved(g, other, r);
+            }
+            to.number[level] = p.call.first[p.at_rung(g, r)] + pages;
+            to.move[level] = p.call.sequence[p.at_rung(g, r)] + tokens;
         }
         if (r != c) end += p.chosen(g, c)[level];
-        // The new tokens that are left over go with the chunks of the top rung, behind them.
-        if (c == p.s.num_rungs && level == p.levels - 1) end += p.tokens(g)[c] % PAGE > 0;
+        // What is left over of new tokens goes behind the chunks of the top rung.
+        if (c == p.s.num_rungs && level == p.levels - 1) end += pages_of(p.left_over(g, c));
         to.end[level] = end;
     }
 }
@@ -61,6 +69,7 @@ __device__ __forceinline__ int take_rank(u32* counters, int key, int lane) {
 __device__ __forceinline__ void emit(const Plan& p, const Targets& targets, Move* moves, int rank, u32 from,
                                      int from_slot, int from_rung, u32 token) {
     int level = 0;
+    if (rank >= targets.in_chunks) rank += targets.skipped;  // what is left over begins a page
     while (targets.end[level] <= rank / PAGE) ++level;
     const int r = level - p.s.evicts, first = level ? targets.end[level - 1] : 0;
     if (r < 0) return;
@@ -132,9 +141,9 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = p.s.num_rungs - 1;
     const int pages = p.num_pages(bh), each = (pages + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
     const int begin = min(pages, warp * each), end = min(pages, begin + each);
-    const int leaving = PAGE * p.leaving(g, r), needed = p.needed(g, r);
+    const int leaving = p.leaving(g, r), needed = p.needed(g, r);
     const int left = p.tokens(g)[r] - leaving - PAGE * (needed - 1);  // tokens of the last page
-    const int kept = needed + (r == top && p.call.extra[p.group(g)]);
+    const int kept = needed + (r == top && p.has_extra(g));
     const u32* starts = p.call.starts + (p.group(g) * p.classes + r) * KEYS;
     const u64 row = p.bh(bh) * p.s.entries;
     const bool asks = leaving || p.call.cropped;  // for the keys of tokens
@@ -305,7 +314,7 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
 __device__ u32 keep_quiet(const Plan& p, int g, int bh, int segment) {
     const int top = p.s.num_rungs - 1, pages = p.num_pages(bh);
     const u64 row = p.bh(bh) * p.s.entries;
-    const bool extra = p.call.extra[p.group(g)];
+    const bool extra = p.has_extra(g);
     u32 quiet = 0;
     for (int r = 0; r < p.s.num_rungs; ++r) {
         const int* kinds = p.kinds(g, r);
@@ -338,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
         const int pages = call.new_pages[p.at_rung(g, r)] - (r == p.s.num_rungs - 1 && p.extra_is_new(g));
         const u32 first = call.sequence[p.at_rung(g, r)];
         for (int i = threadIdx.x; i < pages; i += MOVE_THREADS)
-            begins[call.list[p.at_rung(g, r)] + i] = first + i * PAGE;
+            begins[call.list[p.at_rung(g, r)] + i] = first + new_page(p, g, r, i, pages).before;
     }
     const u32 quiet = keep_quiet(p, g, bh, segment);
     for (int r = 0; r < p.s.num_rungs; ++r)

@@ -43,6 +43,18 @@ __device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weight
     return weights[low] + (u64)(rank - starts[low]) * token_weight(low);
 }
 
+// The weight of a chunk of a class of `movable` tokens: an exact sum, rounded once. That of fewer than 64
+// tokens is as if it had 64, and no less than that of the chunk before in spite of rounding.
+__device__ __forceinline__ float chunk_weight(const u32* starts, const u64* weights, int chunk, int movable) {
+    const int first = chunk * PAGE, n = min(PAGE, movable - first);
+    const u64 from = weight_below(starts, weights, first), to = weight_below(starts, weights, first + n);
+    const float weight = __ull2float_rn(to - from);
+    if (n == PAGE) return weight;
+    const float scaled = __fmul_rn(weight, __fdiv_rn((float)PAGE, (float)n));
+    if (chunk == 0) return scaled;
+    return fmaxf(scaled, __ull2float_rn(from - weight_below(starts, weights, first - PAGE)));
+}
+
 // Counts the tokens of 32 pages at most, entry `entry` of a lane: half a warp a page, a lane four slots.
 __device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, int entry, int pages,
                                             u32* counts, int (*kinds)[3], int lane) {
@@ -58,6 +70,7 @@ __device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, 
         u32 codes[AT_ONCE];
         uint2 positions[AT_ONCE];  // of two slots each word
         int held[AT_ONCE];         // tokens among this lane's slots
+        int window[AT_ONCE];
         u32* to[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
@@ -71,6 +84,7 @@ __device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, 
                 p.s.arena + (u64)__shfl_sync(ALL_LANES, address, source) * UNIT + p.s.rungs[rung].tail;
             held[i] = from < 0 ? 0 : n - slot;
             to[i] = counts + rung * KEYS;
+            window[i] = p.window_of(rung);
             codes[i] = 0;
             positions[i] = {0, 0};
             if (held[i] <= 0) continue;
@@ -83,7 +97,7 @@ __device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, 
             for (int j = 0; j < 4; ++j) {
                 const u32 word = j < 2 ? positions[i].x : positions[i].y;
                 const int position = segment << 16 | (word >> 16 * (j % 2) & 0xffff);
-                const int key = j < held[i] ? p.key(codes[i] >> 8 * j & 0xff, position) : -1;
+                const int key = j < held[i] ? p.key(codes[i] >> 8 * j & 0xff, position, window[i]) : -1;
                 if (key >= 0) atomicAdd(to[i] + key, 1u);
             }
     }
@@ -123,12 +137,11 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
         counts[c * KEYS + threadIdx.x] = start;
         call.starts[(p.group(g) * p.classes + c) * KEYS + threadIdx.x] = start;
         __syncthreads();  // sums over the keys of this class are whole
-        for (int chunk = threadIdx.x; chunk < (int)total / PAGE; chunk += COUNT_THREADS) {
-            const u64 from = weight_below(counts + c * KEYS, weights, chunk * PAGE);
-            const u64 to = weight_below(counts + c * KEYS, weights, (chunk + 1) * PAGE);
-            call.weight[p.group(g) * call.chunks + before + chunk] = __ull2float_rn(to - from);
-        }
-        before += total / PAGE;
+        const int movable = counts[c * KEYS + WINDOW];
+        for (int chunk = threadIdx.x; chunk < pages_of(movable); chunk += COUNT_THREADS)
+            call.weight[p.group(g) * call.chunks + before + chunk] =
+                chunk_weight(counts + c * KEYS, weights, chunk, movable);
+        before += pages_of(movable);
         if (threadIdx.x == 0) p.tokens(g)[c] = total;
         if (threadIdx.x < p.levels) p.chosen(g, c)[threadIdx.x] = 0;
         __syncthreads();  // they may be written again
@@ -180,6 +193,71 @@ __device__ __forceinline__ int taking(const Run& run, float rate, float price, c
     return run.chunks - above + min(max(ties - run.first, equal), above) - equal;
 }
 
+// Cuts the tokens of a row's groups into chunks; returns their number and the bytes that everything else
+// takes. If it is compact, what is left over makes chunks of fewer tokens, but in the page that takes the
+// next tokens, if that has enough free slots. All threads.
+__device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost, long long& taken) {
+    const int own = p.s.heads * p.call.segments, classes = p.classes, top = p.s.num_rungs - 1;
+    int total = 0;
+    taken = 0;
+    for (int first = 0; first < own; first += ROW_THREADS) {
+        const int i = first + threadIdx.x, g = row * own + i;
+        int chunks = 0, started = -1, all;
+        auto chunks_of = [&](int c, int movable) {
+            return compact && c != started ? pages_of(movable) : movable / PAGE;
+        };
+        auto left_over = [&](int c) {
+            const int movable = p.movable(g, c);
+            return p.tokens(g)[c] - min(PAGE * chunks_of(c, movable), movable);
+        };
+        if (i < own) {
+            const int lookahead = p.s.waits[row] ? 0 : p.to_come(g % p.call.segments);
+            if (compact) {
+                const int of_new = p.tokens(g)[top + 1] - p.movable(g, top + 1) / PAGE * PAGE;
+                const int of_top = p.tokens(g)[top] - p.movable(g, top) / PAGE * PAGE;
+                if (lookahead > 0 && slots_behind(of_new, of_top) >= lookahead)
+                    started = of_new % PAGE ? top + 1 : top;
+            }
+            for (int c = 0; c < classes; ++c) {
+                chunks += chunks_of(c, p.movable(g, c));
+                taken += (long long)pages_of(left_over(c)) * cost[p.level_of(c)];
+            }
+            const bool extra = slots_behind(left_over(top + 1), left_over(top)) < lookahead;
+            p.call.extra[p.group(g)] = (extra ? EXTRA : 0) | (compact ? COMPACT : 0);
+            if (extra) taken += cost[p.levels - 1];
+        }
+        int number = total + block_scan<ROW_THREADS, int>(chunks, all), weights = 0;
+        for (int c = 0; c < classes && i < own; ++c) {
+            const int movable = p.movable(g, c), n = chunks_of(c, movable);
+            p.run(g, c) = {n, number, weights, min(PAGE * n, movable)};
+            number += n;
+            weights += pages_of(movable);
+        }
+        total += all;
+    }
+    block_scan<ROW_THREADS, long long>(taken, taken);  // and the runs are there
+    return total;
+}
+
+// Chooses one level for all chunks of a row, or their ceiling where that is lower: the highest that fits; all
+// threads. `bytes_left` is what they may take beyond the lowest level.
+__device__ void choose_uniform(const Plan& p, int row, const int* cost, long long bytes_left) {
+    const int own = p.s.heads * p.call.segments, runs = own * p.classes;
+    const int4* const run = &p.run(row * own, 0);
+    int level = p.levels;
+    long long all = bytes_left + 1;
+    while (level > 0 && all > bytes_left) {
+        --level;
+        long long bytes = 0;
+        for (int n = threadIdx.x; n < runs; n += ROW_THREADS)
+            bytes += (long long)run[n].x * (cost[min(p.ceiling(n % p.classes), level)] - cost[0]);
+        block_scan<ROW_THREADS, long long>(bytes, all);
+    }
+    if (all > bytes_left && threadIdx.x == 0) atomicOr(p.s.status, OVER_BUDGET);
+    for (int n = threadIdx.x; n < runs; n += ROW_THREADS)
+        p.chosen(row * own + n / p.classes, n % p.classes)[min(p.ceiling(n % p.classes), level)] = run[n].x;
+}
+
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     choose_rungs(const __grid_constant__ PlanCall call) {
     extern __shared__ float held[];  // [call.held]
@@ -190,57 +268,43 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     begin_early();
     const Plan p(call, blockIdx.y);
     const int row = blockIdx.x, own = p.s.heads * call.segments, top = p.levels - 1;
-    const bool waits = p.s.waits[row];
-    int2* const runs = call.runs + p.group(row * own) * p.classes;  // chunks, number of the first
+    const int4* const runs = &p.run(row * own, 0);
     for (int i = threadIdx.x; i < MAX_LEVELS * (int)(sizeof(Hull) / 4); i += ROW_THREADS)
         ((u32*)hulls)[i] = ((const u32*)call.hulls)[i];
     if (threadIdx.x < MAX_LEVELS) cost[threadIdx.x] = call.cost[threadIdx.x];
     __syncthreads();  // the tables are in shared memory
 
-    // The row's runs, and what its other pages take.
-    int total = 0;
-    long long taken = 0;
-    for (int first = 0; first < own; first += ROW_THREADS) {
-        const int i = first + threadIdx.x, g = row * own + i;
-        int chunks = 0, all;
-        if (i < own) {
-            const int* tokens = p.tokens(g);
-            for (int c = 0; c < p.classes; ++c) {
-                chunks += tokens[c] / PAGE;
-                if (tokens[c] % PAGE) taken += cost[p.ceiling(c)];
-            }
-            const bool extra = !waits && p.slots_left(g) < p.to_come(g % call.segments);
-            call.extra[p.group(g)] = extra;
-            if (extra) taken += cost[top];
-        }
-        int number = total + block_scan<ROW_THREADS, int>(chunks, all);
-        for (int c = 0; c < p.classes && i < own; ++c) {
-            runs[i * p.classes + c] = {p.tokens(g)[c] / PAGE, number};
-            number += p.tokens(g)[c] / PAGE;
-        }
-        total += all;
+    const long long available = p.s.budget[row] - call.fixed_bytes;
+    long long taken;
+    int total = make_chunks(p, row, false, cost, taken);
+    if (taken + (long long)total * cost[0] > available) total = make_chunks(p, row, true, cost, taken);
+    if (call.choice == ON_HOST) {
+        if (threadIdx.x == 0) call.bytes_left[p.layer * p.s.batch + row] = available - taken;
+        return;
     }
-    block_scan<ROW_THREADS, long long>(taken, taken);  // and the runs are there
-    const long long bytes_left = p.s.budget[row] - call.fixed_bytes - taken - (long long)total * cost[0];
-
+    const long long bytes_left = available - taken - (long long)total * cost[0];
+    if (call.choice == UNIFORM) {
+        choose_uniform(p, row, cost, bytes_left);
+        return;
+    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool holds = total <= call.held;
+    auto weights_of = [&](int n) {
+        return call.weight + p.group(row * own + n / p.classes) * call.chunks + runs[n].z;
+    };
     if (holds) {
-        for (int i = threadIdx.x; i < own * call.chunks; i += ROW_THREADS) {
-            const int g = i / call.chunks, chunk = i - g * call.chunks, first = runs[g * p.classes].y;
-            const int beyond = g + 1 < own ? runs[(g + 1) * p.classes].y : total;
-            if (first + chunk < beyond)
-                held[first + chunk] = call.weight[p.group(row * own + g) * call.chunks + chunk];
+        for (int n = warp; n < own * p.classes; n += ROW_THREADS / 32) {
+            const int4 run = runs[n];
+            const float* weights = weights_of(n);
+            for (int i = lane; i < run.x; i += 32) held[run.y + i] = weights[i];
         }
         __syncthreads();  // the weights are in shared memory
     }
     auto run_at = [&](int n) {
-        const int i = n / p.classes;
-        const int2 run = runs[n];
-        const float* weights =
-            call.weight + p.group(row * own + i) * call.chunks + (run.y - runs[i * p.classes].y);
-        return Run{holds ? held + run.y : weights, run.x, run.y};
+        const int4 run = runs[n];
+        return Run{holds ? held + run.y : weights_of(n), run.x, run.y};
     };
-    const int tasks = own * p.classes * top, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tasks = own * p.classes * top;
     const int asked = threadIdx.x / ANSWERING;
     auto edge_at = [&](int task) {
         const int n = task / top, i = task - n * top;
@@ -318,7 +382,7 @@ __device__ __forceinline__ int new_pages_of(const Plan& p, int g, int r, int& fi
     for (int c = 0; c < p.classes; ++c)
         if (c != r) filled += p.chosen(g, c)[r + p.s.evicts];
     if (r < p.s.num_rungs - 1) return filled;
-    filled += p.tokens(g)[p.s.num_rungs] % PAGE > 0;
+    filled += pages_of(p.left_over(g, p.s.num_rungs));
     return filled + p.extra_is_new(g);
 }
 
@@ -331,7 +395,8 @@ __device__ void cut_down(const Plan& p, int slabs) {
     const int rungs = p.s.num_rungs;
     for (int g = threadIdx.x; g < p.groups; g += ALLOCATE_THREADS) {
         p.tokens(g)[rungs] = 0;
-        p.call.extra[p.group(g)] = 0;
+        p.run(g, rungs) = {};
+        p.call.extra[p.group(g)] &= ~EXTRA;
         for (int level = 0; level < p.levels; ++level) p.chosen(g, rungs)[level] = 0;
     }
     for (int r = 0; r < rungs; ++r) {
@@ -379,9 +444,8 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
             const int g = first + threadIdx.x;
             int own = 0, filled = 0, tokens = 0, all_added, all_filled, all_tokens;
             if (g < p.groups) {
-                const int left = r == rungs - 1 ? p.tokens(g)[rungs] % PAGE : 0;
                 own = new_pages_of(p, g, r, filled);
-                tokens = filled * PAGE - (left ? PAGE - left : 0);
+                for (int c = 0; c < p.classes; ++c) tokens += c == r ? 0 : p.moved(g, c, r);
             }
             const int before = block_scan<ALLOCATE_THREADS, int>(own, all_added);
             const int place = block_scan<ALLOCATE_THREADS, int>(filled, all_filled);

@@ -4,9 +4,11 @@
 
 #include "pages/state.cuh"
 
-constexpr int KEYS = 256, RECENT = 254, SINK = 255, PAGE = 64;
+constexpr int KEYS = 256, RECENT = 253, SINK = 254, WINDOW = 255, PAGE = 64;
+enum Choice { BY_PRICE, UNIFORM, ON_HOST };
 constexpr int MAX_LEVELS = CACHE_RUNGS + 1;
-constexpr u8 DROPPED = 0x80;  // in PlanCall::after
+constexpr u8 DROPPED = 0x80;           // in PlanCall::after
+constexpr int EXTRA = 1, COMPACT = 2;  // in PlanCall::extra
 
 // Corners of the lower hull of (bytes, loss) up to a level: loss saved a byte, and the level of each.
 struct Hull {
@@ -27,16 +29,17 @@ struct PlanCall {
     Hull hulls[MAX_LEVELS];  // of chunks that may rise to each level
     int cost[MAX_LEVELS];    // bytes of a page and its table entry; of level 0 none if it means eviction
     const LayerState* layers;
-    const u8* codes;         // [num_bh][num_new]: importance of new tokens
-    const u8* valid;         // [batch][num_new], or null
-    const int* positions;    // [batch][num_new], or null: first_position, first_position + 1, ...
-    u32* starts;             // [groups][classes][KEYS]: tokens of smaller keys
-    int* tokens;             // [groups][classes]
-    int* kinds;              // [groups][num_rungs][3]: pages that are full, partly filled, empty
-    float* weight;           // [groups][chunks]
-    int2* runs;              // [groups][classes]: chunks; chunks of the row before these
-    int* chosen;             // [groups][classes][levels]: chunks
-    int* extra;              // [groups]: whether an empty page is to be held ready
+    const u8* codes;       // [num_bh][num_new]: importance of new tokens
+    const u8* valid;       // [batch][num_new], or null
+    const int* positions;  // [batch][num_new], or null: first_position, first_position + 1, ...
+    u32* starts;           // [groups][classes][KEYS]: tokens of smaller keys
+    int* tokens;           // [groups][classes]
+    int* kinds;            // [groups][num_rungs][3]: pages that are full, partly filled, empty
+    float* weight;         // [groups][chunks]
+    int4* runs;  // [groups][classes]: chunks; those of the row before; where weights begin; tokens in chunks
+    long long* bytes_left;  // [batch]: what chunks may take
+    int* chosen;            // [groups][classes][levels]: chunks
+    int* extra;  // [groups]: EXTRA if an empty page is to be held ready, COMPACT if chunks may be short
     int *new_pages, *first;  // [groups][num_rungs]: pages added, number of the first
     int *list,
         *sequence;       // [groups][num_rungs]: place of the first in the list of phase 0, of its first move
@@ -53,10 +56,20 @@ struct PlanCall {
     PageCopy* copies;    // [most_dropped]
     long long fixed_bytes;
     int segments, chunks, most_new_pages, most_dropped;
-    int num_new, first_position, sink, recent, lookahead, by_position;
+    int num_new, first_position, sink, recent, lookahead, by_position, window, choice;
     int held;     // chunks of a row whose weights fit the shared memory of choose_rungs
     int cropped;  // pages may hold tokens at or beyond the end of their row, which are none
 };
+
+// Pages that so many tokens fill; free slots of the page that takes the next ones, behind what is left over
+// of new tokens, or of those at the top rung.
+__device__ __forceinline__ int pages_of(int tokens) {
+    return (tokens + PAGE - 1) / PAGE;
+}
+__device__ __forceinline__ int slots_behind(int of_new, int of_top) {
+    const int left = of_new % PAGE ? of_new % PAGE : of_top % PAGE;
+    return left ? PAGE - left : 0;
+}
 
 // The same, for the layer of this block.
 struct Plan {
@@ -82,14 +95,41 @@ struct Plan {
         return call.chosen + (group(g) * classes + c) * levels;
     }
     __device__ __forceinline__ u64 at_rung(int g, int r) const { return group(g) * s.num_rungs + r; }
-    __device__ __forceinline__ int ceiling(int c) const { return min(c + s.evicts, levels - 1); }
+    // The level of the rung of a class, and the highest that its chunks may have.
+    __device__ __forceinline__ int level_of(int c) const { return min(c + s.evicts, levels - 1); }
+    __device__ __forceinline__ int ceiling(int c) const {
+        return min(c + s.evicts, levels - 1 - (call.window > 0));
+    }
+    // Tokens of a class outside the window.
+    __device__ __forceinline__ int movable(int g, int c) const {
+        return call.starts[(group(g) * classes + c) * KEYS + WINDOW];
+    }
+    __device__ __forceinline__ int4& run(int g, int c) const { return call.runs[group(g) * classes + c]; }
+    __device__ __forceinline__ bool is_compact(int g) const { return call.extra[group(g)] & COMPACT; }
+    __device__ __forceinline__ bool has_extra(int g) const { return call.extra[group(g)] & EXTRA; }
 
-    // Chunks of a class that change their rung; pages that the tokens of a stored class then fill.
+    // Tokens of a class beside its chunks: those that fill none, and the window.
+    __device__ __forceinline__ int left_over(int g, int c) const { return tokens(g)[c] - run(g, c).w; }
+    // Tokens of a stored class that change their rung; pages that the others then fill.
     __device__ __forceinline__ int leaving(int g, int c) const {
-        return tokens(g)[c] / PAGE - (c < s.num_rungs ? chosen(g, c)[c + s.evicts] : 0);
+        const int4 chunks = run(g, c);
+        return min(PAGE * (chunks.x - chosen(g, c)[c + s.evicts]), chunks.w);
     }
     __device__ __forceinline__ int needed(int g, int r) const {
-        return (tokens(g)[r] - PAGE * leaving(g, r) + PAGE - 1) / PAGE;
+        return pages_of(tokens(g)[r] - leaving(g, r));
+    }
+    // Tokens of class c that go to new pages of rung r.
+    __device__ __forceinline__ int moved(int g, int c, int r) const {
+        const int* chunks = chosen(g, c);
+        const int level = r + s.evicts;
+        int found = PAGE * chunks[level];
+        if (found && is_compact(g)) {
+            int before = 0;
+            for (int lower = 0; lower < level; ++lower) before += PAGE * chunks[lower];
+            const int most = run(g, c).w;
+            found = min(before + found, most) - min(before, most);
+        }
+        return c == s.num_rungs && r == c - 1 ? found + left_over(g, c) : found;
     }
     __device__ __forceinline__ int pages(int g, int r) const {
         const int* k = kinds(g, r);
@@ -105,22 +145,24 @@ struct Plan {
         return (int)max(0ll, min(end, (long long)seqlen + call.lookahead) - max(from, (long long)seqlen));
     }
     __device__ __forceinline__ int slots_left(int g) const {
-        const int* t = tokens(g);
-        const int left = t[s.num_rungs] % PAGE ? t[s.num_rungs] % PAGE : t[s.num_rungs - 1] % PAGE;
-        return left ? PAGE - left : 0;
+        return slots_behind(left_over(g, s.num_rungs), left_over(g, s.num_rungs - 1));
     }
     __device__ __forceinline__ bool extra_is_new(int g) const {
         const int top = s.num_rungs - 1;
-        return call.extra[group(g)] && pages(g, top) <= needed(g, top);
+        return has_extra(g) && pages(g, top) <= needed(g, top);
     }
     // The number of a page, from its address.
     __device__ __forceinline__ u32 number_of(int r, u32 address) const {
         const u32 slab = address / (u32)s.slab_units;
         return s.slab_slot[slab] * s.rungs[r].per_slab + (address - slab * s.slab_units) / s.rungs[r].record;
     }
-    // What tokens are ordered by; -1 for those at or beyond the end of the row, which a crop leaves behind.
-    __device__ __forceinline__ int key(u32 code, int position) const {
-        if (position >= seqlen) return -1;
+    // Where the window begins for pages of a rung, and for new tokens.
+    __device__ __forceinline__ int window_of(int r) const {
+        return seqlen - (r >= s.num_rungs - 1 ? call.window : 0);
+    }
+    // What tokens are ordered by, those from position `window` on last; -1 for those beyond the end.
+    __device__ __forceinline__ int key(u32 code, int position, int window) const {
+        if (position >= window) return position < seqlen ? WINDOW : -1;
         if (call.by_position) code = encode_importance(__fdiv_rn(1.f, (float)(seqlen - position)));
         const int k = position >= seqlen - call.recent ? RECENT : min((int)code, RECENT - 1);
         return position < call.sink ? SINK : k;
@@ -200,10 +242,11 @@ __device__ __forceinline__ void visit_pages(const Plan& p, int bh, int segment, 
                 if (from[i] < 0) continue;
                 const int position = segment << 16;
                 const u32 low = codes[i] & 0xffffu, high = codes[i] >> 16;
-                const int key0 = low == 0xffffu ? -1 : p.key(low, position + (positions[i] & 0xffffu));
-                const int key1 = high == 0xffffu ? -1 : p.key(high, position + (positions[i] >> 16));
-                on_page(from[i], __shfl_sync(ALL_LANES, address, from[i]), __shfl_sync(ALL_LANES, r, from[i]),
-                        key0, key1);
+                const int of_page = __shfl_sync(ALL_LANES, r, from[i]), window = p.window_of(of_page);
+                const int key0 =
+                    low == 0xffffu ? -1 : p.key(low, position + (positions[i] & 0xffffu), window);
+                const int key1 = high == 0xffffu ? -1 : p.key(high, position + (positions[i] >> 16), window);
+                on_page(from[i], __shfl_sync(ALL_LANES, address, from[i]), of_page, key0, key1);
             }
         }
     }
@@ -216,5 +259,25 @@ __device__ __forceinline__ int new_key(const Plan& p, int bh, int segment, int i
     const int position = p.call.positions ? p.call.positions[at] : p.call.first_position + i;
     if (position >> 16 != segment) return -1;
     if (p.call.valid && !p.call.valid[at]) return -1;
-    return p.key(p.call.codes[(u64)bh * p.call.num_new + i], position);
+    return p.key(p.call.codes[(u64)bh * p.call.num_new + i], position, p.window_of(p.s.num_rungs));
+}
+
+// New page `j` of rung r of a group that gets `pages` with tokens: how many, and those of the pages before.
+struct NewPage {
+    int tokens, before;
+};
+
+__device__ __forceinline__ NewPage new_page(const Plan& p, int g, int r, int j, int pages) {
+    if (!p.is_compact(g)) {
+        const int left = r == p.s.num_rungs - 1 ? p.left_over(g, p.s.num_rungs) % PAGE : 0;
+        return {j >= pages ? 0 : j == pages - 1 && left ? left : PAGE, j * PAGE};
+    }
+    int before = 0;
+    for (int c = 0; c < p.classes; ++c) {
+        const int tokens = c == r ? 0 : p.moved(g, c, r);
+        if (j < pages_of(tokens)) return {min(PAGE, tokens - j * PAGE), before + j * PAGE};
+        j -= pages_of(tokens);
+        before += tokens;
+    }
+    return {0, before};
 }

@@ -78,7 +78,7 @@ __device__ void make_table(const Plan& p, int bh, int* next_freed) {
     for (int i = 0; i < p.call.segments * s.num_rungs; ++i) {
         const int g = bh * p.call.segments + i / s.num_rungs, r = i % s.num_rungs;
         const int new_pages = p.call.new_pages[p.at_rung(g, r)];
-        const int left = r == top ? p.tokens(g)[s.num_rungs] % PAGE : 0;
+        const bool started = r == top && p.left_over(g, s.num_rungs) % PAGE;
         const int pages = new_pages - (r == top && p.extra_is_new(g));
         for (int j = lane; j < new_pages; j += 32) {
             const int to = vacant[taken + j];
@@ -86,10 +86,10 @@ __device__ void make_table(const Plan& p, int bh, int* next_freed) {
             s.rung[table + to] = r;
             s.base[table + to] = g % p.call.segments;
             s.index[table + to] = page_address(s, r, number);
-            s.count[table + to] = j >= pages ? 0 : j == pages - 1 && left ? left : PAGE;
+            s.count[table + to] = new_page(p, g, r, j, pages).tokens;
             s.entry_of[(u64)r * s.max_pages + number] = table + to;
             if (j >= pages) p.call.role[p.group(g) * 2 + 1] = to;
-            if (j == pages - 1 && left) p.call.role[p.group(g) * 2] = to;
+            if (j == pages - 1 && started) p.call.role[p.group(g) * 2] = to;
         }
         taken += new_pages;
     }
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS)
             const int bh = first + threadIdx.x;
             int own = 0;
             for (int g = bh * call.segments; bh < p.num_bh && g < (bh + 1) * call.segments; ++g) {
-                const int kept = p.needed(g, r) + (r == top && call.extra[p.group(g)]);
+                const int kept = p.needed(g, r) + (r == top && p.has_extra(g));
                 own += max(0, p.pages(g, r) - kept);
             }
             const int before = block_scan<TABLE_THREADS, int>(own, all);

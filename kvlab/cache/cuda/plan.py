@@ -8,14 +8,17 @@ has carried out before anything else reads the pages, and in each layer's status
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlab.arrays import cuda_view, empty, to_device
+from kvlab.cache.allocator import allocate
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
@@ -26,17 +29,21 @@ __all__ = [
     "Ladder",
     "PlanShape",
     "Workspace",
+    "choose_on_host",
     "crop_bounds",
     "decode_bounds",
     "launch_plan",
     "make_workspace",
+    "optimum",
     "smallest_nbytes",
     "spare_nbytes",
     "workspace_nbytes",
 ]
 
-RETRY = 8
-"""Bit of a layer's status: call again. The others, for what is missing, are in `PlanStatus` of state.cuh."""
+OVER_BUDGET, RETRY = 1, 8
+"""Bits of a layer's status, as `PlanStatus` of state.cuh: rows are larger than they may be; call again."""
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
 
 _PAGE, _KEYS, _RUNGS = 64, 256, 16
 _MOST_HELD = 20_000  # chunks of 4 bytes, in the 99 KiB that a block has on the smallest supported GPU
@@ -270,6 +277,61 @@ def smallest_nbytes(tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int) 
     356392
     """
     return heads * (tokens // _PAGE * ladder.cost[0] + 3 * ladder.cost[-1]) + fixed_nbytes
+
+
+def optimum(weights: Floats, ceilings: Ints, ladder: Ladder, bytes_left: int) -> Ints:
+    """Levels of chunks as `allocator="dp"` chooses them; the lowest one where that does not fit.
+
+    Arguments as of `kvlab.reference.cache_plan.by_price`.
+    """
+    if len(weights) * ladder.cost[0] > bytes_left:
+        return np.zeros(len(weights), np.int64)
+    loss = weights.astype(np.float64)[:, None] * np.array(ladder.loss)
+    return allocate(loss, ladder.cost, bytes_left, ceiling=ceilings, method="dp")
+
+
+def choose_on_host(
+    choose: Callable[[Floats, Ints, Ladder, int], Ints],
+    ladder: Ladder,
+    evicts: int,
+    window: int,
+    chunks: Ints,
+    weights: Floats,
+    bytes_left: Ints,
+) -> tuple[Ints, int]:
+    """Choose levels for the chunks of a layer, row by row.
+
+    Parameters
+    ----------
+    choose : callable
+        Such as `optimum`.
+    ladder, evicts, window
+        Of the plan.
+    chunks : (batch, groups, classes) int
+        How many each class of a group of a row has.
+    weights : (sum of chunks,) float32
+        In that order.
+    bytes_left : (batch,) int64
+        What chunks of a row may take.
+
+    Returns
+    -------
+    chosen : (batch * groups, classes, levels) int64
+        Chunks at each level.
+    status : int
+        Bits of `PlanStatus`.
+    """
+    batch, groups, classes = chunks.shape
+    levels, ends, status = len(ladder.cost), np.cumsum(chunks.sum((1, 2)))[:-1], 0
+    highest = np.minimum(np.arange(classes) + evicts, levels - 1 - (window > 0))
+    chosen = np.zeros((batch, groups * classes, levels), np.int64)
+    for row, own in enumerate(np.split(weights, ends) if batch else []):
+        run = np.repeat(np.arange(groups * classes), chunks[row].ravel())
+        level = choose(own, highest[run % classes], ladder, int(bytes_left[row]))
+        np.add.at(chosen[row], (run, level), 1)
+        if np.array(ladder.cost)[level].sum() > bytes_left[row]:
+            status = OVER_BUDGET
+    return chosen.reshape(batch * groups, classes, levels), status
 
 
 @lru_cache(maxsize=64)
