@@ -203,26 +203,27 @@ __device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost
     for (int first = 0; first < own; first += ROW_THREADS) {
         const int i = first + threadIdx.x, g = row * own + i;
         int chunks = 0, started = -1, all;
+        int left[2] = {};  // over at the top rung, and of new tokens
         auto chunks_of = [&](int c, int movable) {
             return compact && c != started ? pages_of(movable) : movable / PAGE;
         };
-        auto left_over = [&](int c) {
-            const int movable = p.movable(g, c);
-            return p.tokens(g)[c] - min(PAGE * chunks_of(c, movable), movable);
-        };
         if (i < own) {
+            const int* tokens = p.tokens(g);
             const int lookahead = p.s.waits[row] ? 0 : p.to_come(g % p.call.segments);
-            if (compact) {
-                const int of_new = p.tokens(g)[top + 1] - p.movable(g, top + 1) / PAGE * PAGE;
-                const int of_top = p.tokens(g)[top] - p.movable(g, top) / PAGE * PAGE;
-                if (lookahead > 0 && slots_behind(of_new, of_top) >= lookahead)
-                    started = of_new % PAGE ? top + 1 : top;
+            if (compact && lookahead > 0) {
+                const int of_new = tokens[top + 1] - p.movable(g, top + 1) / PAGE * PAGE;
+                const int of_top = tokens[top] - p.movable(g, top) / PAGE * PAGE;
+                if (slots_behind(of_new, of_top) >= lookahead) started = of_new % PAGE ? top + 1 : top;
             }
+#pragma unroll 4
             for (int c = 0; c < classes; ++c) {
-                chunks += chunks_of(c, p.movable(g, c));
-                taken += (long long)pages_of(left_over(c)) * cost[p.level_of(c)];
+                const int movable = p.movable(g, c), n = chunks_of(c, movable);
+                const int beside = tokens[c] - min(PAGE * n, movable);
+                chunks += n;
+                taken += (long long)pages_of(beside) * cost[p.level_of(c)];
+                if (c >= top) left[c - top] = beside;
             }
-            const bool extra = slots_behind(left_over(top + 1), left_over(top)) < lookahead;
+            const bool extra = slots_behind(left[1], left[0]) < lookahead;
             p.call.extra[p.group(g)] = (extra ? EXTRA : 0) | (compact ? COMPACT : 0);
             if (extra) taken += cost[p.levels - 1];
         }
@@ -279,7 +280,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     int total = make_chunks(p, row, false, cost, taken);
     if (taken + (long long)total * cost[0] > available) total = make_chunks(p, row, true, cost, taken);
     if (call.choice == ON_HOST) {
-        if (threadIdx.x == 0) call.bytes_left[p.layer * p.s.batch + row] = available - taken;
+        if (threadIdx.x) return;
+        call.bytes_left[p.layer * p.s.batch + row] = available - taken;
+        if (taken + (long long)total * cost[0] > available) atomicOr(p.s.status, OVER_BUDGET);
         return;
     }
     const long long bytes_left = available - taken - (long long)total * cost[0];

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import cuda_view, empty, to_device
+from kvlab.arrays import cuda_view, empty, overwrite, to_device, to_host
 from kvlab.cache.allocator import allocate
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
@@ -49,13 +49,14 @@ _PAGE, _KEYS, _RUNGS = 64, 256, 16
 _MOST_HELD = 20_000  # chunks of 4 bytes, in the 99 KiB that a block has on the smallest supported GPU
 _HULL = np.dtype([("rate", "f4", _RUNGS), ("level", "i4", _RUNGS), ("edges", "i4")])
 _FIELDS = (
-    "starts", "tokens", "kinds", "weight", "runs", "chosen", "extra", "new_pages", "first",
+    "starts", "tokens", "kinds", "weight", "runs", "bytes_left", "chosen", "extra", "new_pages", "first",
     "list", "sequence", "stay", "after", "role", "vacant", "freed_first", "freed", "holes", "beyond_end",
     "head", "moves0", "moves1", "begins0", "begins1", "copies",
 )  # fmt: skip
 _NUMBERS = (
     "segments", "chunks", "most_new_pages", "most_dropped",
-    "num_new", "first_position", "sink", "recent", "lookahead", "by_position", "held", "cropped",
+    "num_new", "first_position", "sink", "recent", "lookahead", "by_position", "window", "choice",
+    "held", "cropped",
 )  # fmt: skip
 _CALL = np.dtype(
     [
@@ -67,6 +68,8 @@ _CALL = np.dtype(
     ],
     align=True,
 )
+_CHOICES = ("greedy", "uniform", "dp")
+"""`Choice` of plan.cuh."""
 _LIST = np.dtype([(name, "u8") for name in ("moves", "begins", "num_groups", "copies", "num_copies")])
 
 
@@ -96,8 +99,8 @@ class PlanShape:
 
     @property
     def chunks(self) -> int:
-        """Most chunks of 64 tokens of a (row, head, segment)."""
-        return min(1024, self.entries + self.new_tokens // _PAGE)
+        """Most chunks of a (row, head, segment): 64 tokens each, but for one of every class."""
+        return min(1024, self.entries + self.new_tokens // _PAGE) + self.num_rungs + 1
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ class Workspace:
         The argument of the kernels; its addresses are laid down.
     lists_pointer : int
         Address of `lists`.
+    sizes, offsets : dict
+        Bytes of an array of one layer, and where it begins in `memory`, by name.
     launches : dict
         By number of layers, what `launch_plan` launches.
     """
@@ -129,6 +134,8 @@ class Workspace:
     lists: Any
     call: Any
     lists_pointer: int
+    sizes: dict[str, int]
+    offsets: dict[str, int]
     launches: dict[int, list[PreparedLaunch]] = field(default_factory=dict)
 
     @property
@@ -189,6 +196,8 @@ def make_workspace(
         on_device,
         call,
         cuda_view(on_device, "x").pointer,
+        sizes,
+        offsets,
     )
 
 
@@ -210,7 +219,8 @@ def _sizes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> dict[str
     levels, entries = rungs + shape.evicts, num_bh * shape.entries
     return {
         "starts": 4 * groups * classes * _KEYS, "tokens": 4 * groups * classes, "kinds": 12 * groups * rungs,
-        "weight": 4 * groups * shape.chunks, "runs": 8 * groups * classes,
+        "weight": 4 * groups * shape.chunks, "runs": 16 * groups * classes,
+        "bytes_left": 8 * shape.batch,
         "chosen": 4 * groups * classes * levels,
         "extra": 4 * groups, "new_pages": 4 * groups * rungs, "first": 4 * groups * rungs,
         "list": 4 * groups * rungs, "sequence": 4 * groups * rungs, "stay": 8 * entries, "after": entries,
@@ -375,6 +385,8 @@ def launch_plan(
     fixed_nbytes: int,
     by_position: bool = False,
     cropped: bool = False,
+    window: int = 0,
+    allocator: str = "greedy",
     codes: int = 0,
     valid: int = 0,
     positions: int = 0,
@@ -398,6 +410,10 @@ def launch_plan(
         Importance follows from the position alone.
     cropped : bool
         Pages may hold tokens at or beyond the end of their rows, which the plan drops.
+    window : int
+        Newest positions that stay at the top rung, which is theirs alone.
+    allocator : {"greedy", "dp", "uniform"}
+        "dp" chooses on the host, so that the call waits for the device.
     codes, valid, positions, num_new, first_position : int
         New tokens: addresses of their importance (num_bh, num_new) uint8, of what is no padding
         (batch, num_new) uint8 or 0, of their positions (batch, num_new) int32 or 0 if these follow each
@@ -419,17 +435,43 @@ def launch_plan(
     call["layers"], call["codes"], call["valid"] = states + first * state_nbytes, codes, valid
     call["positions"] = positions
     call["fixed_bytes"], call["num_new"], call["first_position"] = fixed_nbytes, num_new, first_position
-    call["sink"], call["recent"], call["lookahead"], call["by_position"] = (
-        sink,
-        recent,
-        lookahead,
-        by_position,
-    )
     call["cropped"] = cropped
+    call["sink"], call["recent"], call["lookahead"] = sink, recent, lookahead
+    call["by_position"], call["window"], call["choice"] = by_position, window, _CHOICES.index(allocator)
     if layers not in workspace.launches:
         workspace.launches[layers] = _launches(workspace, layers)
-    for launch in workspace.launches[layers]:
+    for number, launch in enumerate(workspace.launches[layers]):
         launch(stream)
+        if number == 1 and allocator == "dp":
+            _choose_optimum(workspace, layers, ladder, window)
+
+
+def _choose_optimum(workspace: Workspace, layers: int, ladder: Ladder, window: int) -> None:
+    """Choose levels on the host, from the weights of chunks; waits for the device."""
+    shape, classes = workspace.shape, workspace.shape.num_rungs + 1
+    groups = shape.batch * shape.heads * shape.segments
+
+    def array(name: str) -> Any:
+        start = workspace.offsets[name]
+        return workspace.memory[start : start + layers * workspace.sizes[name]]
+
+    weight = to_host(array("weight")).view(np.float32).reshape(layers, groups, shape.chunks)
+    runs = to_host(array("runs")).view(np.int32).reshape(layers, shape.batch, -1, classes, 4)
+    bytes_left = to_host(array("bytes_left")).view(np.int64).reshape(layers, shape.batch)
+    chosen = np.empty((layers, groups, classes, len(ladder.cost)), np.int32)
+    for layer in range(layers):
+        chunks = runs[layer, ..., 0].reshape(groups, classes)
+        parts = [
+            weight[layer, g, start : start + n]
+            for g in range(groups)
+            for n, start in zip(chunks[g], runs[layer, ..., 2].reshape(groups, classes)[g], strict=True)
+        ]
+        chosen[layer], _ = choose_on_host(
+            optimum, ladder, shape.evicts, window,
+            chunks.reshape(shape.batch, -1, classes).astype(np.int64),
+            np.concatenate(parts), bytes_left[layer],
+        )  # fmt: skip
+    overwrite(array("chosen"), chosen.reshape(-1).view(np.uint8))
 
 
 def _launches(workspace: Workspace, layers: int) -> list[PreparedLaunch]:
