@@ -151,7 +151,8 @@ def test_two_plans_reach_the_smallest_layout(
     for n in lengths:
         layer.budget[:] = int(rng.uniform(0.5, 3) * smallest(name, heads, sum(lengths)))
         simulation.change(draw_tokens(rng, 1, heads, n, layer.seqlen, kind))
-    simulation.crop(min(cropped, sum(lengths)))
+    simulation.forget(min(cropped, sum(lengths)))
+    simulation.change()
     fresh = draw_tokens(rng, 1, heads, new, layer.seqlen, kind)
     end, top = layer.seqlen + new, len(layer.rungs) - 1
     groups = [[0, 0] for _ in range(2 * heads)]

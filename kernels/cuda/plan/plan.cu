@@ -203,7 +203,7 @@ __device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost
     for (int first = 0; first < own; first += ROW_THREADS) {
         const int i = first + threadIdx.x, g = row * own + i;
         int chunks = 0, started = -1, all;
-        int left[2] = {};  // over at the top rung, and of new tokens
+        int of_top = 0, of_new = 0;  // what is left over
         auto chunks_of = [&](int c, int movable) {
             return compact && c != started ? pages_of(movable) : movable / PAGE;
         };
@@ -211,8 +211,8 @@ __device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost
             const int* tokens = p.tokens(g);
             const int lookahead = p.s.waits[row] ? 0 : p.to_come(g % p.call.segments);
             if (compact && lookahead > 0) {
-                const int of_new = tokens[top + 1] - p.movable(g, top + 1) / PAGE * PAGE;
-                const int of_top = tokens[top] - p.movable(g, top) / PAGE * PAGE;
+                of_new = tokens[top + 1] - p.movable(g, top + 1) / PAGE * PAGE;
+                of_top = tokens[top] - p.movable(g, top) / PAGE * PAGE;
                 if (slots_behind(of_new, of_top) >= lookahead) started = of_new % PAGE ? top + 1 : top;
             }
 #pragma unroll 4
@@ -221,9 +221,10 @@ __device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost
                 const int beside = tokens[c] - min(PAGE * n, movable);
                 chunks += n;
                 taken += (long long)pages_of(beside) * cost[p.level_of(c)];
-                if (c >= top) left[c - top] = beside;
+                if (c == top) of_top = beside;
+                if (c > top) of_new = beside;
             }
-            const bool extra = slots_behind(left[1], left[0]) < lookahead;
+            const bool extra = slots_behind(of_new, of_top) < lookahead;
             p.call.extra[p.group(g)] = (extra ? EXTRA : 0) | (compact ? COMPACT : 0);
             if (extra) taken += cost[p.levels - 1];
         }
