@@ -105,7 +105,7 @@ class Model:
         """Plan and carry out; `mark` is called after every kernel."""
         new = {}
         if fresh is not None:
-            new = {"codes": int(fresh["importance"]), "steps": int(fresh["steps"])}
+            new = {"codes": int(fresh["importance"]), "num_new": int(fresh["steps"])}
         prepare = plan._launches
 
         def timed(name: str, launch: Any) -> Any:
