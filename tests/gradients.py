@@ -153,7 +153,7 @@ def _shifted(step: int, dout: Array, q: Array, k: Array, v: Array, **options: An
     for b in range(len(q)):
         dout_b, q_b, k_b, v_b = (x[b] for x in wide)
         out, lse = forward.attend_rows(q_b, k_b, v_b, visible, **score)
-        results.append(reference.differentiate_rows(dout_b, q_b, k_b, v_b, out, lse, visible, **score))
+        results.append(reference.backward_rows(dout_b, q_b, k_b, v_b, out, lse, visible, **score))
     return [np.stack(parts) for parts in zip(*results, strict=True)]
 
 

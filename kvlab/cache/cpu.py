@@ -39,7 +39,7 @@ __all__ = ["CPU", "AppendCall", "AttendCall", "CpuExecutor", "CpuKernels", "Work
 
 Floats = NDArray[np.float32]
 OBSERVED_MASS, OBSERVED_NORM = 0, 1
-_NOTHING = SimpleNamespace(partial=np.zeros(0), arrivals=np.zeros(0))
+_NOTHING = SimpleNamespace(partial=np.zeros(0), semaphores=np.zeros(0))
 _MAPPED = 1 << 18  # bytes from which on memory for pages is mapped by itself
 _PARALLEL_MOVES = 256  # fewer take less than about a quarter of a millisecond
 
@@ -328,7 +328,7 @@ class CpuKernels:
         """`kvlab.ops.cuda.packed.AttendCall`."""
         return AttendCall(pages, **options)
 
-    def attention_workspace(self, rows: int, arrivals: Any = None) -> Any:
+    def attention_workspace(self, rows: int, semaphores: Any = None) -> Any:
         """Nothing: `kvlab.packed_attention` takes its own memory."""
         return _NOTHING
 

@@ -24,7 +24,7 @@ __all__ = ["Limit", "cpu_limit", "gpu_limit"]
 
 _SLACK = 3.0
 """On the copies of a CPU: 1.5 for reads alone, 2 for other work on the machine while they were measured."""
-_COPIED, _MOST_COPIED, _COPIES = 32 << 20, 512 << 20, 5
+_COPIED, _MAX_COPIED, _COPIES = 32 << 20, 512 << 20, 5
 """Bytes of a copy of one thread, and of all threads at most; how often each copies."""
 _CORE_CACHE = 64 * 5e9
 """Bytes a second that a core gets from caches behind the first: a line a cycle at 5 GHz."""
@@ -75,7 +75,7 @@ def gpu_limit(gpu: Gpu) -> Limit:
 def _copy_rate(threads: int) -> float:
     """Bytes a second, read and written, of the fastest copies in all threads at once."""
 
-    nbytes = min(_COPIED, _MOST_COPIED // threads)
+    nbytes = min(_COPIED, _MAX_COPIED // threads)
 
     def copy(_number: int) -> float:
         source, target = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)

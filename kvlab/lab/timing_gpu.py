@@ -28,7 +28,7 @@ Call = Callable[[], object]
 
 _CALLS = 4  # of one graph, to time it beside others
 _CALLS_IN_SUCCESSION = 8  # at least: the launch of a graph takes microseconds of its own
-_WARM_UP, _MOST_CALLS = 3, 50
+_WARM_UP, _MAX_CALLS = 3, 50
 
 
 def recorded(call: Call, times: int = 1, stream: Any = None) -> Call:
@@ -133,7 +133,7 @@ def time_by_events(
             call()
             torch.cuda.synchronize()
             taken = time.perf_counter() - start
-        counts[name] = max(each, min(_MOST_CALLS, int(seconds / taken)))
+        counts[name] = max(each, min(_MAX_CALLS, int(seconds / taken)))
     marks: dict[str, list[Any]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():

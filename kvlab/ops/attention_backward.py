@@ -44,9 +44,9 @@ _VARLEN = Signature(
 )  # fmt: skip
 
 register(
-    Implementation("attention_backward", "cpu", f"{_CPU}:differentiate", REQUIREMENTS),
+    Implementation("attention_backward", "cpu", f"{_CPU}:attend_backward", REQUIREMENTS),
     Implementation(
-        "attention_backward", "reference", f"{_CPU}:differentiate_reference", REFERENCE_REQUIREMENTS
+        "attention_backward", "reference", f"{_CPU}:attend_backward_reference", REFERENCE_REQUIREMENTS
     ),
     Implementation(
         "attention_backward", "cuda", "kvlab.ops.cuda.attention_backward:attend_backward", CUDA_REQUIREMENTS

@@ -10,13 +10,13 @@ from kvlab.arrays import ArrayT, dtype_name, empty
 if TYPE_CHECKING:
     from kvlab.ops.packed import PackedAttention, Pages, Sight
 
-__all__ = ["MAX_RUNGS", "attend_anew"]
+__all__ = ["MAX_RUNGS", "allocate_and_attend"]
 
 MAX_RUNGS = 16
 """Rungs that the kernels' arguments have room for."""
 
 
-def attend_anew(
+def allocate_and_attend(
     make_workspace: Callable[[Any, int, int, int], Any],
     attend: Callable[..., None],
     q: ArrayT,

@@ -27,7 +27,7 @@ Float64 = NDArray[np.float64]
 
 
 @np.errstate(invalid="ignore")
-def differentiate_rows(
+def backward_rows(
     dout: Float64,
     q: Float64,
     k: Float64,
@@ -59,7 +59,7 @@ def differentiate_rows(
 
     >>> q, k, v = np.ones((1, 1, 1)), np.zeros((2, 1, 1)), np.array([[[1.0]], [[3.0]]])
     >>> out, lse = np.array([[[2.0]]]), np.log([[2.0]])
-    >>> dq, dk, dv = differentiate_rows(q, q, k, v, out, lse, visible_keys(1, 2), scale=1.0)
+    >>> dq, dk, dv = backward_rows(q, q, k, v, out, lse, visible_keys(1, 2), scale=1.0)
     >>> dk.ravel().round(12), dv.ravel().round(12)
     (array([-0.5,  0.5]), array([0.5, 0.5]))
     """
@@ -127,7 +127,7 @@ def attention_backward(
     dq, dk, dv = (np.zeros(x.shape) for x in (q, k, v))
     visible = visible_keys(q.shape[1], k.shape[1], causal=causal, window=window)
     for b in range(len(q)):
-        dq[b], dk[b], dv[b] = differentiate_rows(
+        dq[b], dk[b], dv[b] = backward_rows(
             dout[b], q[b], k[b], v[b], out[b], lse[b], visible, scale=scale, softcap=softcap
         )
     return dq, dk, dv
@@ -175,7 +175,7 @@ def attention_varlen_backward(
     bounds = pairwise(np.asarray(cu_seqlens_q)), pairwise(np.asarray(cu_seqlens_k))
     for (q0, q1), (k0, k1) in zip(*bounds, strict=True):
         visible = visible_keys(q1 - q0, k1 - k0, causal=causal, window=window)
-        dq[q0:q1], dk[k0:k1], dv[k0:k1] = differentiate_rows(
+        dq[q0:q1], dk[k0:k1], dv[k0:k1] = backward_rows(
             dout[q0:q1], q[q0:q1], k[k0:k1], v[k0:k1], out[q0:q1], lse[:, q0:q1], visible,
             scale=scale, softcap=softcap,
         )  # fmt: skip

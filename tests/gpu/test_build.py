@@ -12,7 +12,7 @@ import pytest
 
 from kvlab.jit.build import Built, arch_of, build
 from kvlab.jit.launch import Kernel, load
-from tests.spills import SPILLS
+from tests.spilling_kernel import SPILLS
 
 cupy = pytest.importorskip("cupy")
 

@@ -132,7 +132,7 @@ def test_every_head_is_written_and_no_counter_is_left(backend: Any, batch: int, 
             assert_accurate(to_numpy(out), expected[0], low[0])
             assert_accurate(to_numpy(lse), expected[1], low[1], "lse")
             if backend is packed_cuda:
-                assert not workspace.arrivals.any()
+                assert not workspace.semaphores.any()
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_same_bits_again_and_in_a_graph_that_follows_the_lengths(backend: Any) -
             assert np.array_equal(to_numpy(result).view(np.int16), first.view(np.int16))
             result.zero_()
     if backend is packed_cuda:
-        assert not workspace.arrivals.any()
+        assert not workspace.semaphores.any()
     shorter = LayerPages(**(vars(pages) | {"num_pages": np.array([[17, 0]], np.int32)}))
     device.num_pages.copy_(torch.from_numpy(shorter.num_pages))
     graph.replay()

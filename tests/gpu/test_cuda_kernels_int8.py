@@ -158,7 +158,7 @@ def test_the_same_bits_again_and_in_a_graph_that_follows_the_lengths(size: int) 
     for _ in range(2):
         graph.replay()
         assert np.array_equal(to_numpy(out).view(np.int16), first.view(np.int16))
-    assert not workspace.arrivals.any()
+    assert not workspace.semaphores.any()
     device.num_pages.copy_(torch.tensor([[17, 0]]))
     graph.replay()
     shorter = type(pages)(**(vars(pages) | {"num_pages": np.array([[17, 0]], np.int32)}))

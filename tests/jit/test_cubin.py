@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvlab.errors import FormatError
 from kvlab.jit.compile_gate import GATED_ARCHS
 from kvlab.jit.cubin import Resources, read_resources
-from tests.spills import SPILLS
+from tests.spilling_kernel import SPILLS
 
 SOURCE = (
     SPILLS

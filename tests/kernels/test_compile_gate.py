@@ -13,7 +13,7 @@ from kvlab.jit import compile_gate
 from kvlab.jit.build import kernel_root, source_names
 from kvlab.jit.compile_gate import GATED_ARCHS, TABLE, Row, fast, full, specialisations
 from kvlab.jit.numba import numba_kernel_root
-from tests.spills import SPILLS
+from tests.spilling_kernel import SPILLS
 
 GOOD = """extern "C" __global__ void good(float* out) { out[threadIdx.x] = BITS; }
 // gate: BITS=2,4 registers<=40 arch=sm_80,sm_90a

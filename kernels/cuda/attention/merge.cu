@@ -2,7 +2,7 @@
 //
 // Threads and data
 //   CTA    4 warps, a row each: position 4 blockIdx.x + warp, query head blockIdx.y, batch blockIdx.z.
-//   lane   channels lane, lane + 32, ...; of log-sum-exps every one of the row's, up to MOST_PARTS.
+//   lane   channels lane, lane + 32, ...; of log-sum-exps every one of the row's, up to MAX_PARTS.
 //
 // Memory: no shared memory; each part is read once, the result written once. A part in which the row saw no
 // key (lse_i = -inf) is not read: whatever it holds, it adds nothing.
@@ -12,7 +12,7 @@
 
 #include "attention/call.cuh"
 
-constexpr int WARPS = 4, MOST_PARTS = 32;
+constexpr int WARPS = 4, MAX_PARTS = 32;
 
 struct Part {
     Tensor out;
@@ -25,7 +25,7 @@ struct Call {
     float* lse;    // [batch, heads, positions]
     i64 positions;
     int dim, count;
-    Part parts[MOST_PARTS];
+    Part parts[MAX_PARTS];
 };
 
 __device__ __forceinline__ float read(const Element* at) {

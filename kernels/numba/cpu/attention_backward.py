@@ -166,7 +166,7 @@ _KEYS = types.void(*_COMMON, _ROWS, _ROWS, *_NUMBERS, WRITE, WRITE)
 
 
 @njit(_QUERIES, error_model="numpy", nogil=True, cache=True)
-def differentiate_queries(
+def backward_queries(
     counter, items, places, dout, q, k, v, out, lse, dtype, group, left, right, sign, unit, rate, softcap,
     scale, delta, dq,
 ):  # fmt: skip
@@ -224,7 +224,7 @@ def differentiate_queries(
 
 
 @njit(_KEYS, error_model="numpy", nogil=True, cache=True)
-def differentiate_keys(
+def backward_keys(
     counter, items, places, dout, q, k, v, lse, delta, dtype, group, left, right, sign, unit, rate, softcap,
     scale, dk, dv,
 ):  # fmt: skip

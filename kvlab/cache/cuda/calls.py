@@ -80,18 +80,18 @@ class StepCalls:
         # Of the last call of `attend`, whose launches are kept: the next one is often like it.
         self._last_shape: Any = None
         self._attends: dict[tuple[int, str], Any] = {}
-        self._arrivals: Any = None
+        self._semaphores: Any = None
         self._memory: tuple[Any, Any, Any, Any] | None = None  # for the layers of a long step
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that is kept."""
         kept = [lse.array for lse in self._lse.values()]
-        kept += [] if self._arrivals is None else [self._arrivals]
+        kept += [] if self._semaphores is None else [self._semaphores]
         if self._memory is not None:
             kept += [x for x in (*self._memory[:3], self._memory[3].partial) if x is not None]
         kept += [
-            x for workspace in self._workspaces.values() for x in (workspace.partial, workspace.arrivals)
+            x for workspace in self._workspaces.values() for x in (workspace.partial, workspace.semaphores)
         ]
         return sum(int(x.nbytes) for x in kept)
 
@@ -191,8 +191,8 @@ class StepCalls:
         (batch, steps, heads, _), empty = view.shape, self._executor.empty
         out, lse = empty(view.shape, view.dtype, q), empty((batch, heads, steps), "float32", q)
         scores = self._new_scores(kept) if kept else None
-        workspace = self._new_workspace(steps, self._arrivals)
-        self._arrivals = workspace.arrivals
+        workspace = self._new_workspace(steps, self._semaphores)
+        self._semaphores = workspace.semaphores
         return out, lse, scores, workspace
 
     @property
@@ -209,5 +209,5 @@ class StepCalls:
         shape = (store.batch, store.heads, store.entries, self._kernels.kept_page_bytes(kept * self._group))
         return self._executor.score_memory(shape, store.like)
 
-    def _new_workspace(self, steps: int, arrivals: Any = None) -> Any:
-        return self._kernels.attention_workspace(steps * self._group, arrivals)
+    def _new_workspace(self, steps: int, semaphores: Any = None) -> Any:
+        return self._kernels.attention_workspace(steps * self._group, semaphores)

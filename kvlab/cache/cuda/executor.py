@@ -127,10 +127,10 @@ class GpuKernels:
         """Prepared attention over the pages of a layer; options as of `kvlab.ops.cuda.packed.AttendCall`."""
         return packed.AttendCall(q, pages, workspace, **options)
 
-    def attention_workspace(self, rows: int, arrivals: Any = None) -> packed.Workspace:
+    def attention_workspace(self, rows: int, semaphores: Any = None) -> packed.Workspace:
         """Memory of attention calls with so many query rows of a KV head."""
         store = self.store
-        return packed.make_workspace(store.like, store.pairs, rows, store.head_dim, arrivals)
+        return packed.make_workspace(store.like, store.pairs, rows, store.head_dim, semaphores)
 
     def most_query_tokens(self, group: int) -> int:
         """How many query tokens an attention call takes."""

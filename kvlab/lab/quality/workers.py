@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "compare", "processes_for"]
 
-MOST_PROCESSES = 4
+MAX_PROCESSES = 4
 PROCESS_BYTES = 5 << 29
 """Memory that a process takes: the model, its caches, logits."""
 BESIDE = 0.25
@@ -82,7 +82,7 @@ def processes_for(plan: Plan) -> int:
     1
     """
     processors = len(os.sched_getaffinity(0))
-    return max(1, min(plan.windows, processors, MOST_PROCESSES, memory_available() // PROCESS_BYTES))
+    return max(1, min(plan.windows, processors, MAX_PROCESSES, memory_available() // PROCESS_BYTES))
 
 
 def compare(

@@ -15,7 +15,7 @@ from kvlab.lab.ablation.grid import CHUNK, MODELS, AblationCase
 
 __all__ = ["in_groups", "seconds"]
 
-MOST_TOGETHER = 6
+MAX_TOGETHER = 6
 """Caches that are read together; each takes its memory."""
 SYNTHETIC_ELEMENTS_PER_S = 3e6
 GPU_CHUNK_S, GPU_DENSE_CHUNK_S, GPU_ELEMENTS_PER_S = 0.037 / 30, 0.018 / 30, 1.5e7
@@ -52,9 +52,9 @@ def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int 
         # Synthetic data have no full precision to share.
         pools.setdefault(case if case.model is None else replace(case, budget=1.0), []).append(case)
     groups = [
-        pool[first : first + MOST_TOGETHER]
+        pool[first : first + MAX_TOGETHER]
         for pool in pools.values()
-        for first in range(0, len(pool), MOST_TOGETHER)
+        for first in range(0, len(pool), MAX_TOGETHER)
     ]
 
     def priority(group: list[AblationCase]) -> tuple[float, int]:

@@ -22,7 +22,7 @@ SCRIPTS = Path(__file__).parents[3] / "slurm"
 """The batch scripts of the repository."""
 GRACE_S = 120
 """Seconds before the time limit at which a task is told; Slurm's delivery is coarse, up to a minute early."""
-MOST_RESTARTS = 3
+MAX_RESTARTS = 3
 _DEFAULT_ARRAY = 1001
 
 
@@ -98,7 +98,7 @@ def max_array_size(config: str) -> int:
 def requeue_this_job() -> bool:
     """Ask Slurm to run the job of this process again; False outside of one, or after too many restarts."""
     job = os.environ.get("SLURM_JOB_ID")
-    if job is None or int(os.environ.get("SLURM_RESTART_COUNT", "0")) >= MOST_RESTARTS:
+    if job is None or int(os.environ.get("SLURM_RESTART_COUNT", "0")) >= MAX_RESTARTS:
         return False
     _call(["scontrol", "requeue", job])
     return True

@@ -16,7 +16,7 @@ from kvlab.threads import share
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Scores, Sequences
 
-__all__ = ["differentiate", "differentiate_reference"]
+__all__ = ["attend_backward", "attend_backward_reference"]
 
 
 def _beside_q(
@@ -27,25 +27,25 @@ def _beside_q(
     return views if sequences is None else (views[0][None], views[1][None], views[2][None])
 
 
-def differentiate_reference(
+def attend_backward_reference(
     dout: ArrayT, q: Any, k: Any, v: Any, out: Any, lse: Any,
     sequences: Sequences | None, scores: Scores, deterministic: bool,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:  # fmt: skip
-    """Launcher of backend "reference"; arguments as `differentiate`."""
+    """Launcher of backend "reference"; arguments as `attend_backward`."""
     views = lay_out(q, k, v, sequences)
     wide = [x.astype(np.float64) for x in (*views[:3], *_beside_q(dout, out, lse, sequences))]
     dq, dk, dv = (np.zeros(x.shape) for x in wide[:3])
     for b, q0, rows, k0, keys in views.places.tolist():
         visible = visible_keys(rows, keys, window=(scores.left, scores.right))
         own_q, own_k = slice(q0, q0 + rows), slice(k0, k0 + keys)
-        dq[b, own_q], dk[b, own_k], dv[b, own_k] = reference.differentiate_rows(
+        dq[b, own_q], dk[b, own_k], dv[b, own_k] = reference.backward_rows(
             wide[3][b, own_q], wide[0][b, own_q], wide[1][b, own_k], wide[2][b, own_k],
             wide[4][b, own_q], wide[5][b, :, own_q], visible, scale=scores.scale, softcap=scores.softcap,
         )  # fmt: skip
     return _results(dout, views, sequences, dq, dk, dv)
 
 
-def differentiate(
+def attend_backward(
     dout: ArrayT, q: Any, k: Any, v: Any, out: Any, lse: Any,
     sequences: Sequences | None, scores: Scores, deterministic: bool,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:  # fmt: skip
@@ -76,14 +76,14 @@ def differentiate(
     places, alone = views.places, not worth_sharing(views, products=3)
     inputs = [split_by_width(x) for x in (above, *views[:3])]
     share(
-        kernels.differentiate_queries, np.zeros(1, np.int64),
+        kernels.backward_queries, np.zeros(1, np.int64),
         items_of(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), places,
         *inputs, split_by_width(rows_out), logs, views.dtype_code, group, *numbers, np.float32(scores.scale),
         delta, dq, alone=alone,
     )  # fmt: skip
     # Under a causal mask the first keys are the dearest.
     share(
-        kernels.differentiate_keys, np.zeros(1, np.int64),
+        kernels.backward_keys, np.zeros(1, np.int64),
         items_of(places[:, 4], kv_heads, kernels.TILES * kernels.KEYS)[::-1], places,
         *inputs, logs, delta, views.dtype_code, group, *numbers, np.float32(abs(scores.scale)), dk, dv,
         alone=alone,

@@ -13,7 +13,7 @@ from kvlab.ops.device_arrays import launch
 
 __all__ = ["merge"]
 
-MOST_PARTS = 32  # of one launch, whose argument holds all addresses
+MAX_PARTS = 32  # of one launch, whose argument holds all addresses
 _WARPS = 4  # of a block, a row each
 _STRIDES_OF_LSE = ("batch", "position", "head")
 
@@ -21,7 +21,7 @@ _CALL = Struct(
     out=ADDRESS, lse=ADDRESS, positions="q", dim="i", count="i",
     **{
         name: form
-        for i in range(MOST_PARTS)
+        for i in range(MAX_PARTS)
         for name, form in (
             (f"out{i}", TENSOR), (f"lse{i}", ADDRESS), *((f"{axis}{i}", "q") for axis in _STRIDES_OF_LSE),
         )
@@ -31,9 +31,9 @@ _CALL = Struct(
 
 def merge(outs: Sequence[ArrayT], lses: Sequence[Array]) -> tuple[ArrayT, ArrayT]:
     """Launcher of backend "cuda" of merge_attention."""
-    if len(outs) > MOST_PARTS:
+    if len(outs) > MAX_PARTS:
         raise NotImplementedError(
-            f"outs has {len(outs)} parts: on a GPU at most {MOST_PARTS} are merged at a time; "
+            f"outs has {len(outs)} parts: on a GPU at most {MAX_PARTS} are merged at a time; "
             "merge as many, and then what comes out with the rest"
         )
     out_views = [cuda_view(x, f"outs[{i}]") for i, x in enumerate(outs)]

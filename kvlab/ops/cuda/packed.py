@@ -21,7 +21,7 @@ from kvlab.device import compute_capability
 from kvlab.jit.launch import Kernel, PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memory_per_block
-from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
+from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, Pages, Sight
@@ -44,14 +44,14 @@ _RUNG = Struct(pool=ADDRESS, record="I", bits_k="H", bits_v="H")
 _CALL = Struct(
     rungs=(_RUNG, MAX_RUNGS),
     **dict.fromkeys(("rung", "count", "index", "num_pages", "k_mean"), ADDRESS),
-    **dict.fromkeys(("q", "out", "lse", "partial", "arrivals", "scores"), ADDRESS),
+    **dict.fromkeys(("q", "out", "lse", "partial", "semaphores", "scores"), ADDRESS),
     **dict.fromkeys(("q_batch", "q_position", "q_head"), "q"),
     **dict.fromkeys(_INTEGERS, "i"),
     scale="f", softcap="f", base=ADDRESS, first=ADDRESS, left="i",
 )  # fmt: skip
 
 _GIVEN_AS = {
-    "partial": "workspace", "arrivals": "workspace", "scores": "scores", "first": "first_position"
+    "partial": "workspace", "semaphores": "workspace", "scores": "scores", "first": "first_position"
 }  # fmt: skip
 """What the caller calls an array that `_CALL` points to, if it is none of `pages`."""
 
@@ -67,25 +67,27 @@ class Workspace:
     ----------
     partial : float32 array
         Parts of sequences that several thread blocks share.
-    arrivals : int32 array
+    semaphores : int32 array
         How many blocks have delivered their part; zero between calls.
     """
 
     partial: Any
-    arrivals: Any
+    semaphores: Any
 
 
-def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int, arrivals: Any = None) -> Workspace:
+def make_workspace(
+    like: Any, pairs: int, query_rows: int, head_dim: int, semaphores: Any = None
+) -> Workspace:
     """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group).
 
-    `arrivals` may be those of another workspace, whose calls do not overlap in time with these.
+    `semaphores` may be those of another workspace, whose calls do not overlap in time with these.
     """
     sequences = pairs * -(-query_rows // _ROWS)
     blocks = multiprocessors(cuda_view(like, "q").device)
-    if arrivals is None or len(arrivals) < sequences:
-        arrivals = empty((max(sequences, 1),), "int32", like)
-        arrivals[...] = 0
-    return Workspace(empty((blocks + sequences, _ROWS, head_dim + 2), "float32", like), arrivals)
+    if semaphores is None or len(semaphores) < sequences:
+        semaphores = empty((max(sequences, 1),), "int32", like)
+        semaphores[...] = 0
+    return Workspace(empty((blocks + sequences, _ROWS, head_dim + 2), "float32", like), semaphores)
 
 
 def most_query_tokens(pages: int, group: int, device: int) -> int:
@@ -267,7 +269,7 @@ class AttendCall:
         arrays = {
             **{name: getattr(pages, name) for name in ("rung", "count", "index", "num_pages", "k_mean")},
             "partial": workspace.partial,
-            "arrivals": workspace.arrivals,
+            "semaphores": workspace.semaphores,
         } | ({} if scores is None else {"scores": scores})
         if sight:
             arrays |= {"base": pages.base, "first": sight.first}
@@ -287,8 +289,8 @@ class AttendCall:
 
     def use(self, workspace: Workspace, scores: Any) -> None:
         """Work in other memory from now on, of the shapes of the first."""
-        self._call["partial"], self._call["arrivals"] = map(
-            pointer_of, (workspace.partial, workspace.arrivals)
+        self._call["partial"], self._call["semaphores"] = map(
+            pointer_of, (workspace.partial, workspace.semaphores)
         )
         self._call["scores"] = 0 if scores is None else pointer_of(scores)
 
@@ -305,5 +307,5 @@ class AttendCall:
         self._launch(stream)
 
 
-launch = partial(attend_anew, make_workspace, attend)
+launch = partial(allocate_and_attend, make_workspace, attend)
 """Launcher of backend "cuda" for `kvlab.ops.packed.packed_attention`."""

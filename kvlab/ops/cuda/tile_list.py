@@ -31,7 +31,7 @@ _THREADS = 1024
 # blocks can work on while the tiles of a pair that run at one time still share what they read.
 _SECTION_BYTES, _SECTION_PAIRS = 24 << 20, 16
 
-_MOST_STREAMS = 16  # for which a list is kept
+_MAX_STREAMS = 16  # for which a list is kept
 
 _CALL = Layout(
     cu_q=ADDRESS, cu_k=ADDRESS, list=ADDRESS,
@@ -191,7 +191,7 @@ class TileLists:
             if not hasattr(made[0], "new_empty"):  # torch keeps a graph's memory, CuPy does not
                 _CAPTURED.append(made)
         elif not self._variable:
-            if len(self._kept) >= _MOST_STREAMS:
+            if len(self._kept) >= _MAX_STREAMS:
                 self._kept.clear()
             self._kept[key] = made
         return made

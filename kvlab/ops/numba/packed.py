@@ -18,7 +18,7 @@ from kvlab.arrays import cuda_view, current_stream, empty
 from kvlab.device import compute_capability
 from kvlab.jit.launch import Kernel, numba_kernel
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors
-from kvlab.ops.packed_gpu import MAX_RUNGS, attend_anew
+from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, Pages, Sight
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Workspace", "attend", "launch", "make_workspace", "options_of", "table_arguments"]
 
 _WARPS, _MERGE_THREADS = 2, 128
-_MOST_BLOCKS = 6  # of a multiprocessor
-_MOST_ROWS, _MOST_ROUNDS = 4, 2
+_MAX_BLOCKS = 6  # of a multiprocessor
+_MAX_ROWS, _MAX_ROUNDS = 4, 2
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Workspace:
 def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Workspace:
     """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group)."""
     sequences = pairs * _row_blocks(query_rows, head_dim)
-    blocks = max(sequences, _MOST_BLOCKS * multiprocessors(cuda_view(like, "q").device))
-    shape = (blocks * _WARPS, _MOST_ROUNDS, rows_at_once(query_rows, head_dim), head_dim + 2)
+    blocks = max(sequences, _MAX_BLOCKS * multiprocessors(cuda_view(like, "q").device))
+    shape = (blocks * _WARPS, _MAX_ROUNDS, rows_at_once(query_rows, head_dim), head_dim + 2)
     return Workspace(empty(shape, "float32", like))
 
 
 def rows_at_once(query_rows: int, head_dim: int) -> int:
     """Return how many query rows one expansion of a page serves: what registers hold, a power of two."""
-    most = _MOST_ROWS if head_dim <= 128 else _MOST_ROWS // 2
+    most = _MAX_ROWS if head_dim <= 128 else _MAX_ROWS // 2
     return min(1 << max(query_rows - 1, 0).bit_length(), most)
 
 
@@ -79,7 +79,7 @@ def blocks_at_once(options: dict[str, Any], capability: tuple[int, int], *, plai
     """
     few_widths = all(options[side].bit_count() <= 3 for side in ("widths_k", "widths_v"))
     enough = capability[0] == 9 and plain and few_widths and options["dtype"] != "float32"
-    return _MOST_BLOCKS if enough else 4
+    return _MAX_BLOCKS if enough else 4
 
 
 @lru_cache(maxsize=256)
@@ -210,5 +210,5 @@ def attend(
     )  # fmt: skip
 
 
-launch = partial(attend_anew, make_workspace, attend)
+launch = partial(allocate_and_attend, make_workspace, attend)
 """Launcher of backend "numba" for `kvlab.ops.packed.packed_attention`."""
