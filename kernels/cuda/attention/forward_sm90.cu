@@ -30,8 +30,9 @@
 #include "attention/forward_sm90.cuh"
 
 constexpr int THREADS = 128 + 128 * GROUPS;
-constexpr int REGISTERS = GROUPS == 2 ? 240 : GROUPS == 3 ? 160 : 112;  // of a thread that computes
-constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : 24;
+// Registers of a thread that computes, and of one that loads.
+constexpr int REGISTERS = GROUPS == 2 ? (GROUPED ? 232 : 240) : GROUPS == 3 ? (GROUPED ? 152 : 160) : 112;
+constexpr int LOADER_REGISTERS = GROUPS == 2 && GROUPED ? 40 : GROUPS == 3 ? (GROUPED ? 56 : 32) : 24;
 constexpr int SUMS_S = BLOCK_N / 2, SUMS_O = HEAD_DIM / 2;
 
 // Operands count 16 bytes.
@@ -69,9 +70,9 @@ struct Rows {
     int low, high;  // keys [low, high] are seen by all rows: a tile of keys within is not masked
 };
 
-__device__ __forceinline__ Rows find_rows(const TileInfo& t, const Call& call, int group) {
+__device__ __forceinline__ Rows find_rows(const Tile& t, const Call& call, int group) {
     Rows rows;
-    rows.position = t.position + group * call.positions;
+    rows.position = position_of(t, call, group);
     rows.first_key = rows.position + t.diagonal;
     rows.low = min(rows.first_key + call.positions - 1, t.k_length - 1) - call.left;
     rows.high = min(rows.first_key + call.right, t.k_length - 1);
@@ -79,7 +80,7 @@ __device__ __forceinline__ Rows find_rows(const TileInfo& t, const Call& call, i
 }
 
 // Masks for row `row` and row + 8 the keys of the tile of keys at `key` that they must not see.
-__device__ __forceinline__ void apply_mask(float (&s)[SUMS_S], const TileInfo& t, const Rows& rows,
+__device__ __forceinline__ void apply_mask(float (&s)[SUMS_S], const Tile& t, const Rows& rows,
                                            const Call& call, int key, int row) {
     if (key >= rows.low && key + BLOCK_N - 1 <= rows.high) return;
     asm volatile("" : "+r"(row));  // what follows from it shall not take registers while nothing is masked
@@ -102,14 +103,14 @@ __device__ __forceinline__ void apply_mask(float (&s)[SUMS_S], const TileInfo& t
 }
 
 // Whether a row has a query, and then the position of it among the warpgroup's.
-__device__ __forceinline__ bool has_query(const TileInfo& t, const Rows& rows, const Call& call, int row,
+__device__ __forceinline__ bool has_query(const Tile& t, const Rows& rows, const Call& call, int row,
                                           int& own) {
     own = row * call.reciprocal >> 16;
     return own < call.positions && rows.position + own < t.q_length;
 }
 
 // Writes lse, and leaves out, in `to`, where Q was.
-__device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[SUMS_O], const TileInfo& t,
+__device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[SUMS_O], const Tile& t,
                                             const Rows& rows, const Call& call, u32 to, int row,
                                             float scale_log2) {
     const int lane = threadIdx.x % 32;
@@ -123,7 +124,8 @@ __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[S
         int own;
         if (has_query(t, rows, call, own_row, own) && lane % 4 == 0) {
             const int head = t.head_q + own_row - own * call.pack;
-            call.lse[t.sequence * call.lse_batch + head * call.lse_head + t.q_start + rows.position + own] =
+            call.lse[t.sequence * call.lse_batch + head * call.lse_head + out_start(t, call) + rows.position +
+                     own] =
                 sum == 0.f ? -INFINITE : (softmax.row_max[half] * scale_log2 + __log2f(sum)) * LN2;
         }
     }
@@ -148,7 +150,7 @@ __device__ __forceinline__ void compute(const Shared& m, const Call& call, int g
     for (;;) {
         const int slot = q.stage * GROUPS + group;
         wait_barrier(m.full_q + 8 * slot, q.parity);
-        const TileInfo& t = m.info[info.stage];
+        const Tile& t = tile_of(m, info.stage, group);
         if (t.sequence < 0) break;
         const u64 q_operand = rows_operand(m.q + slot * Q_BYTES);
         const int first = t.first_key, last = t.last_key;
@@ -215,9 +217,33 @@ __device__ __forceinline__ void compute(const Shared& m, const Call& call, int g
             wait_products<0>(o);
             release_v();
         }
+#if QUERY_GROUPS > 1
+        // Keys that only other warpgroups see.
+        for (int key = first + (max(last - first, 0) + BLOCK_N - 1) / BLOCK_N * BLOCK_N; key < t.loaded_keys;
+             key += BLOCK_N) {
+            wait_barrier(m.full_k + 8 * k.stage, k.parity);
+            if (key > first) {
+                wait_turn(group);
+                pass_turn((group + 1) % GROUPS);
+            }
+            release_k();
+            wait_barrier(m.full_v + 8 * v.stage, v.parity);
+            release_v();
+        }
+        bool complete = true;
+        if (t.num_parts > 1)
+            complete = merge_parts(call, t, softmax, o, m.complete + slot, group, scale_log2);
+        else if (threadIdx.x % 128 == 0)
+            m.complete[slot] = 1;
+        sync_threads(1 + GROUPS + group, 128);  // all products have read Q
+        if (complete)
+            finish_rows(softmax, o, t, rows, call, m.q + slot * Q_BYTES + (16 * warp + lane % 16) * 128, row,
+                        scale_log2);
+#else
         sync_threads(1 + GROUPS + group, 128);  // all products have read Q
         finish_rows(softmax, o, t, rows, call, m.q + slot * Q_BYTES + (16 * warp + lane % 16) * 128, row,
                     scale_log2);
+#endif
         fence_async();
         release(m.full_out + 8 * slot);
         q.next<Q_SLOTS>();
@@ -228,17 +254,18 @@ __device__ __forceinline__ void compute(const Shared& m, const Call& call, int g
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_constant__ Arguments a) {
     extern __shared__ unsigned char memory[];
     __shared__ __align__(8) u64 barriers[BARRIERS];
-    __shared__ TileInfo info[INFO_STAGES];
-    const Shared m = make_shared(memory, barriers, info);
+    __shared__ Tile info[INFO_STAGES * ENTRIES];
+    __shared__ int complete[SLOTS];
+    const Shared m = make_shared(memory, barriers, info, complete);
     if (threadIdx.x == 0) {
-        prefetch_map(&a.q), prefetch_map(&a.k), prefetch_map(&a.v), prefetch_map(&a.out);
+        prefetch_map(a.q), prefetch_map(&a.k), prefetch_map(&a.v), prefetch_map(&a.out);
         init_barriers(m);
     }
     __syncthreads();  // barriers are initialised
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
         if (threadIdx.x == 0) load_keys(m, &a.k, &a.v, a.call);
-        if (threadIdx.x == 32) load_queries(m, &a.q, a.call);
+        if (threadIdx.x == 32) load_queries(m, a.q, a.call);
         if (threadIdx.x >= 64 && threadIdx.x % 32 == 0) store_tiles(m, &a.out, a.call, threadIdx.x / 32 - 2);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -1,21 +1,40 @@
 // Attention forward for Hopper: what a call is, shared memory, and the warps that load and store.
 //
-// Needs HEAD_DIM, BLOCK_N, GROUPS, Q_SLOTS.
+// Needs HEAD_DIM, BLOCK_N, GROUPS, Q_SLOTS; QUERY_GROUPS if calls have more than one group of queries.
 #pragma once
+#ifndef QUERY_GROUPS
+#define QUERY_GROUPS 1
+#endif
 #include "common/async_copies.cuh"
 #include "common/hopper.cuh"
+#if QUERY_GROUPS == 1
 #include "attention/tiles.cuh"
+using Tile = TileInfo;  // of all warpgroups
+#else
+#include "attention/grouped_tiles.cuh"
+using Tile = GroupedTile;  // a warpgroup's part of a tile
+#endif
 
 constexpr int COLUMN_BLOCKS = (HEAD_DIM + 63) / 64;  // of 64 channels, as they lie in shared memory
 constexpr int Q_BLOCK = 64 * 128, Q_BYTES = COLUMN_BLOCKS * Q_BLOCK;            // of a warpgroup
 constexpr int KV_BLOCK = BLOCK_N * 128, TILE_BYTES = COLUMN_BLOCKS * KV_BLOCK;  // of a tile of K or V
 constexpr int STAGES = 2, INFO_STAGES = 2, SLOTS = Q_SLOTS * GROUPS;
+constexpr bool GROUPED = QUERY_GROUPS > 1;
+constexpr int ENTRIES = GROUPED ? GROUPS : 1;  // of a tile
 constexpr int BARRIERS = 4 * STAGES + 3 * SLOTS + 2 * INFO_STAGES;
 static_assert(KV_BLOCK % 1024 == 0, "swizzled blocks begin at multiples of 1024");
 
 struct Call {
     float* lse;  // [batch, heads_q, seqlen_q], or [heads_q, total_q]
     i64 lse_batch, lse_head;
+#if QUERY_GROUPS > 1
+    float* parts;         // workspace of tiles split over keys
+    int* arrivals;        // 0 between launches
+    const int* segments;  // [sequences, num_segments], null where the keys of a sequence lie in a row
+    int num_segments, segment_len, box;
+    int first_row[QUERY_GROUPS];  // of out and lse of a group
+    int unused;
+#endif
     const TileList* list;
     int* semaphore;                   // 0 between launches
     int variable;                     // whether sequences have lengths of their own
@@ -25,7 +44,7 @@ struct Call {
 };
 
 struct Arguments {
-    TensorMap q, k, v, out;
+    TensorMap q[QUERY_GROUPS], k, v, out;
     Call call;
 };
 
@@ -35,8 +54,14 @@ struct Shared {
     u32 full_k, full_v, empty_k, empty_v;  // barriers: STAGES each
     u32 full_q, empty_q, full_out;         // SLOTS each: Q is there, the slot is free, out is there
     u32 full_info, empty_info;             // INFO_STAGES each
-    TileInfo* info;
+    Tile* info;                            // INFO_STAGES of ENTRIES
+    int* complete;                         // SLOTS: whether out is that of all parts
 };
+
+// What a warpgroup has of the tile in a stage.
+__device__ __forceinline__ const Tile& tile_of(const Shared& m, int stage, int group) {
+    return m.info[GROUPED ? stage * ENTRIES + group : stage];
+}
 
 // Where a warp is in stages that it goes round.
 struct PipelineState {
@@ -48,7 +73,8 @@ struct PipelineState {
     }
 };
 
-__device__ __forceinline__ Shared make_shared(unsigned char* memory, u64* barriers, TileInfo* info) {
+__device__ __forceinline__ Shared make_shared(unsigned char* memory, u64* barriers, Tile* info,
+                                              int* complete) {
     Shared m;
     m.q = (shared_address(memory) + 1023) & ~1023u;
     m.k = m.q + SLOTS * Q_BYTES, m.v = m.k + STAGES * TILE_BYTES;
@@ -56,7 +82,7 @@ __device__ __forceinline__ Shared make_shared(unsigned char* memory, u64* barrie
     m.empty_k = m.full_v + 8 * STAGES, m.empty_v = m.empty_k + 8 * STAGES;
     m.full_q = m.empty_v + 8 * STAGES, m.empty_q = m.full_q + 8 * SLOTS, m.full_out = m.empty_q + 8 * SLOTS;
     m.full_info = m.full_out + 8 * SLOTS, m.empty_info = m.full_info + 8 * INFO_STAGES;
-    m.info = info;
+    m.info = info, m.complete = complete;
     return m;
 }
 
@@ -107,35 +133,70 @@ __device__ __forceinline__ void store_rows(const TensorMap* map, u32 from, const
         : "memory");
 }
 
+// Query group of a tile, and row of out at which the rows of its sequence begin.
+__device__ __forceinline__ int group_of(const Tile& t) {
+#if QUERY_GROUPS > 1
+    return t.group;
+#else
+    return 0;
+#endif
+}
+__device__ __forceinline__ int out_start(const Tile& t, const Call& call) {
+#if QUERY_GROUPS > 1
+    return call.first_row[t.group] + t.q_start;
+#else
+    return t.q_start;
+#endif
+}
+
+// Position of the first row that a warpgroup has of a tile.
+__device__ __forceinline__ int position_of(const Tile& t, const Call& call, int group) {
+    return GROUPED ? t.position : t.position + group * call.positions;
+}
+
+// Keys up to which a tile is loaded: those of the warpgroup that sees most.
+__device__ __forceinline__ int loaded_keys(const Tile& t) {
+#if QUERY_GROUPS > 1
+    return t.loaded_keys;
+#else
+    return t.last_key;
+#endif
+}
+
 // Copies a tile from the list to shared memory without registers, of which the thread has few.
-__device__ __forceinline__ void copy_info(TileInfo* to, const TileInfo* from) {
+__device__ __forceinline__ void copy_info(Tile* to, const Tile* from) {
 #pragma unroll
-    for (int i = 0; i < sizeof(TileInfo); i += 16) copy_async((char*)to + i, (const char*)from + i);
+    for (int i = 0; i < ENTRIES * sizeof(Tile); i += 16) copy_async((char*)to + i, (const char*)from + i);
     wait_copies();
 }
 
 // The scheduler, a thread: takes tiles from the list, one ahead, and loads their queries. A tile makes one
 // fetch from the semaphore, so the fetch that returns num_tiles - 1 is the last, and sets it to 0 again.
-__device__ __forceinline__ void load_queries(const Shared& m, const TensorMap* map, const Call& call) {
-    const TileInfo* tiles = (const TileInfo*)(call.list + 1);
+__device__ __forceinline__ void load_queries(const Shared& m, const TensorMap* maps, const Call& call) {
+    const Tile* tiles = (const Tile*)(call.list + 1);
     const int num_tiles = call.list->num_tiles;
     PipelineState q = {0, 1}, info = {0, 1};  // a stage is empty before the first phase of its barrier
     for (int index = blockIdx.x;;) {
         const bool done = index >= num_tiles;
         wait_barrier(m.empty_info + 8 * info.stage, info.parity);
-        TileInfo& t = m.info[info.stage];
+        Tile* const entries = m.info + info.stage * ENTRIES;
         if (done) {
-            t.sequence = -1;
+#pragma unroll
+            for (int i = 0; i < ENTRIES; ++i) entries[i].sequence = -1;
         } else {
-            copy_info(m.info + info.stage, tiles + index);
+            copy_info(entries, tiles + index * ENTRIES);
             index = atomicAdd(call.semaphore, 1);
             if (index == num_tiles - 1) *call.semaphore = 0;
             index += gridDim.x;
         }
         arrive(m.full_info + 8 * info.stage);
-        const TmaCoord rows = coord_of(call, t.sequence, t.q_start, t.q_length);
+        const Tile& first = *entries;
+        const TmaCoord first_rows = coord_of(call, first.sequence, first.q_start, first.q_length);
 #pragma unroll 1
         for (int group = 0; group < GROUPS; ++group) {
+            const Tile& t = tile_of(m, info.stage, group);
+            const TmaCoord rows = GROUPED ? coord_of(call, t.sequence, t.q_start, t.q_length) : first_rows;
+            const TensorMap* const map = maps + group_of(t);
             const int slot = q.stage * GROUPS + group;
             const u32 full = m.full_q + 8 * slot;
             wait_barrier(m.empty_q + 8 * slot, q.parity);
@@ -147,7 +208,7 @@ __device__ __forceinline__ void load_queries(const Shared& m, const TensorMap* m
 #pragma unroll
             for (int block = 0; block < COLUMN_BLOCKS; ++block)
                 copy_rows(m.q + slot * Q_BYTES + block * Q_BLOCK, map, full, rows, 64 * block,
-                          t.position + group * call.positions, t.head_q);
+                          position_of(t, call, group), t.head_q);
         }
         if (done) break;
         q.next<Q_SLOTS>();
@@ -155,21 +216,35 @@ __device__ __forceinline__ void load_queries(const Shared& m, const TensorMap* m
     }
 }
 
+#if QUERY_GROUPS > 1
+#include "attention/forward_grouped.cuh"
+#endif
+
 // A thread that loads the keys and values of every tile.
 __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_map, const TensorMap* v_map,
                                           const Call& call) {
     PipelineState info = {0, 0}, kv = {0, 1};
     for (;;) {
         wait_barrier(m.full_info + 8 * info.stage, info.parity);
-        const TileInfo& t = m.info[info.stage];
+        const Tile& t = tile_of(m, info.stage, 0);
         if (t.sequence < 0) break;
-        const TmaCoord keys = coord_of(call, t.sequence, t.k_start, t.k_length);
-        const int first = t.first_key, last = t.last_key, head = t.head_kv;
+        const int first = t.first_key, last = loaded_keys(t), head = t.head_kv;
+        const TmaCoord keys = coord_of(call, t.sequence, t.k_start, GROUPED ? last : t.k_length);
+#if QUERY_GROUPS > 1
+        const int* const segments = call.segments ? call.segments + t.sequence * call.num_segments : nullptr;
+#endif
         arrive(m.empty_info + 8 * info.stage);
         info.next<INFO_STAGES>();
         const auto load = [&](u32 full, u32 empty, u32 to, const TensorMap* map, int key) {
             wait_barrier(empty + 8 * kv.stage, kv.parity);
             expect_bytes(full + 8 * kv.stage, TILE_BYTES);
+#if QUERY_GROUPS > 1
+            if (segments) {
+                load_segments(to + kv.stage * TILE_BYTES, map, full + 8 * kv.stage, segments, call, key, last,
+                              head);
+                return;
+            }
+#endif
 #pragma unroll
             for (int block = 0; block < COLUMN_BLOCKS; ++block)
                 copy_box(to + kv.stage * TILE_BYTES + block * KV_BLOCK, map, full + 8 * kv.stage, keys,
@@ -193,14 +268,15 @@ __device__ __forceinline__ void store_tiles(const Shared& m, const TensorMap* ma
         for (int group = first; group < GROUPS; group += 2) {
             const int slot = q.stage * GROUPS + group;
             wait_barrier(m.full_q + 8 * slot, q.parity);
-            const TileInfo& t = m.info[info.stage];
+            const Tile& t = tile_of(m, info.stage, group);
             if (t.sequence < 0) return;
-            const TmaCoord rows = coord_of(call, t.sequence, t.q_start, t.q_length);
-            const int position = t.position + group * call.positions, head = t.head_q;
+            const TmaCoord rows = coord_of(call, t.sequence, out_start(t, call), t.q_length);
+            const int position = position_of(t, call, group), head = t.head_q;
             wait_barrier(m.full_out + 8 * slot, q.parity);
+            const bool complete = !GROUPED || m.complete[slot];
 #pragma unroll
             for (int block = 0; block < COLUMN_BLOCKS; ++block)
-                if (64 * block < call.dim)
+                if (complete && 64 * block < call.dim)
                     store_rows(map, m.q + slot * Q_BYTES + block * Q_BLOCK, rows, 64 * block, position, head);
             asm volatile("cp.async.bulk.commit_group;" ::: "memory");
             arrive(m.empty_info + 8 * info.stage);
