@@ -51,6 +51,7 @@ __device__ __forceinline__ bool merge_parts(const Call& call, const Tile& t, Sof
     sync_threads(1 + GROUPS + group, 128);  // complete is written
     if (!*complete) return false;
     float row_max[2] = {softmax.row_max[0], softmax.row_max[1]};
+#pragma unroll 1
     for (int part = 0; part < t.num_parts; ++part) {
         const float4 x = __ldcg(piece_of(part, COUNT / 4));
         row_max[0] = fmaxf(row_max[0], x.x), row_max[1] = fmaxf(row_max[1], x.y);
@@ -58,6 +59,7 @@ __device__ __forceinline__ bool merge_parts(const Call& call, const Tile& t, Sof
     softmax.row_sum[0] = softmax.row_sum[1] = 0.f;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) o[i] = 0.f;
+#pragma unroll 1
     for (int part = 0; part < t.num_parts; ++part) {
         const float4 x = __ldcg(piece_of(part, COUNT / 4));
         const float weight[2] = {x.x == row_max[0] ? 1.f : power_of_2((x.x - row_max[0]) * scale_log2),

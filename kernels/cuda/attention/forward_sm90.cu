@@ -31,8 +31,8 @@
 
 constexpr int THREADS = 128 + 128 * GROUPS;
 // Registers of a thread that computes, and of one that loads.
-constexpr int REGISTERS = GROUPS == 2 ? (GROUPED ? 232 : 240) : GROUPS == 3 ? (GROUPED ? 152 : 160) : 112;
-constexpr int LOADER_REGISTERS = GROUPS == 2 && GROUPED ? 40 : GROUPS == 3 ? (GROUPED ? 56 : 32) : 24;
+constexpr int REGISTERS = GROUPS == 2 ? (GROUPED ? 232 : 240) : GROUPS == 3 ? 160 : 112;
+constexpr int LOADER_REGISTERS = GROUPS == 2 && GROUPED ? 40 : GROUPS == 3 ? 32 : 24;
 constexpr int SUMS_S = BLOCK_N / 2, SUMS_O = HEAD_DIM / 2;
 
 // Operands count 16 bytes.
@@ -231,7 +231,7 @@ __device__ __forceinline__ void compute(const Shared& m, const Call& call, int g
             release_v();
         }
         bool complete = true;
-        if (t.num_parts > 1)
+        if (SPLIT && t.num_parts > 1)
             complete = merge_parts(call, t, softmax, o, m.complete + slot, group, scale_log2);
         else if (threadIdx.x % 128 == 0)
             m.complete[slot] = 1;

@@ -20,6 +20,7 @@ constexpr int Q_BLOCK = 64 * 128, Q_BYTES = COLUMN_BLOCKS * Q_BLOCK;            
 constexpr int KV_BLOCK = BLOCK_N * 128, TILE_BYTES = COLUMN_BLOCKS * KV_BLOCK;  // of a tile of K or V
 constexpr int STAGES = 2, INFO_STAGES = 2, SLOTS = Q_SLOTS * GROUPS;
 constexpr bool GROUPED = QUERY_GROUPS > 1;
+constexpr bool SPLIT = HEAD_DIM <= 128;  // whether tiles may be split over keys: registers are there for it
 constexpr int ENTRIES = GROUPED ? GROUPS : 1;  // of a tile
 constexpr int BARRIERS = 4 * STAGES + 3 * SLOTS + 2 * INFO_STAGES;
 static_assert(KV_BLOCK % 1024 == 0, "swizzled blocks begin at multiples of 1024");
@@ -166,7 +167,7 @@ __device__ __forceinline__ int loaded_keys(const Tile& t) {
 // Copies a tile from the list to shared memory without registers, of which the thread has few.
 __device__ __forceinline__ void copy_info(Tile* to, const Tile* from) {
 #pragma unroll
-    for (int i = 0; i < ENTRIES * sizeof(Tile); i += 16) copy_async((char*)to + i, (const char*)from + i);
+    for (int i = 0; i < sizeof(Tile) * ENTRIES; i += 16) copy_async((char*)to + i, (const char*)from + i);
     wait_copies();
 }
 
@@ -179,24 +180,23 @@ __device__ __forceinline__ void load_queries(const Shared& m, const TensorMap* m
     for (int index = blockIdx.x;;) {
         const bool done = index >= num_tiles;
         wait_barrier(m.empty_info + 8 * info.stage, info.parity);
-        Tile* const entries = m.info + info.stage * ENTRIES;
+        Tile& first = m.info[info.stage * ENTRIES];
         if (done) {
 #pragma unroll
-            for (int i = 0; i < ENTRIES; ++i) entries[i].sequence = -1;
+            for (int i = 0; i < ENTRIES; ++i) (&first)[i].sequence = -1;
         } else {
-            copy_info(entries, tiles + index * ENTRIES);
+            copy_info(&first, tiles + index * ENTRIES);
             index = atomicAdd(call.semaphore, 1);
             if (index == num_tiles - 1) *call.semaphore = 0;
             index += gridDim.x;
         }
         arrive(m.full_info + 8 * info.stage);
-        const Tile& first = *entries;
         const TmaCoord first_rows = coord_of(call, first.sequence, first.q_start, first.q_length);
 #pragma unroll 1
         for (int group = 0; group < GROUPS; ++group) {
             const Tile& t = tile_of(m, info.stage, group);
             const TmaCoord rows = GROUPED ? coord_of(call, t.sequence, t.q_start, t.q_length) : first_rows;
-            const TensorMap* const map = maps + group_of(t);
+            const TensorMap* const map = GROUPED ? maps + group_of(t) : maps;
             const int slot = q.stage * GROUPS + group;
             const u32 full = m.full_q + 8 * slot;
             wait_barrier(m.empty_q + 8 * slot, q.parity);
@@ -228,8 +228,8 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
         wait_barrier(m.full_info + 8 * info.stage, info.parity);
         const Tile& t = tile_of(m, info.stage, 0);
         if (t.sequence < 0) break;
+        const TmaCoord keys = coord_of(call, t.sequence, t.k_start, GROUPED ? loaded_keys(t) : t.k_length);
         const int first = t.first_key, last = loaded_keys(t), head = t.head_kv;
-        const TmaCoord keys = coord_of(call, t.sequence, t.k_start, GROUPED ? last : t.k_length);
 #if QUERY_GROUPS > 1
         const int* const segments = call.segments ? call.segments + t.sequence * call.num_segments : nullptr;
 #endif

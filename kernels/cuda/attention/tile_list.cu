@@ -11,9 +11,7 @@
 //
 // Memory: shared, 1024 counters by length (rounded down where keys make more than 1023 tiles), 1025 first
 // tiles of sequences, 33 words of sums.
-#include "attention/tiles.cuh"
-
-constexpr int THREADS = 1024;
+#include "attention/list_items.cuh"
 
 struct Call {
     const int* cu_q;  // [sequences + 1], null for sequences of one length
@@ -25,47 +23,9 @@ struct Call {
     int left, right, longest;             // longest: tiles of keys
 };
 
-struct Shared {
-    int counters[THREADS], starts[THREADS + 1], sums[33];
-};
-
-__device__ __forceinline__ int start_of(const int* bounds, int sequence) {
-    return bounds ? bounds[sequence] : 0;
-}
-__device__ __forceinline__ int length_of(const int* bounds, int sequence, int all) {
-    return bounds ? bounds[sequence + 1] - bounds[sequence] : all;
-}
 __device__ __forceinline__ int blocks_of(const Call& call, int sequence) {
     const int length = length_of(call.cu_q, sequence, call.seqlen_q);
     return (max(length, 0) + call.positions - 1) / call.positions;
-}
-
-// Sum of x over the threads before this one; `sums[32]` is that over all.
-__device__ __forceinline__ int scan(int x, int* sums) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int inclusive = x;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(ALL_LANES, inclusive, step);
-        if (lane >= step) inclusive += other;
-    }
-    __syncthreads();  // sums of the scan before have been read
-    if (lane == 31) sums[warp] = inclusive;
-    __syncthreads();
-    if (warp == 0) {
-        int total = sums[lane];
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(ALL_LANES, total, step);
-            if (lane >= step) total += other;
-        }
-        __syncwarp();
-        const int before = __shfl_up_sync(ALL_LANES, total, 1);
-        sums[lane] = lane ? before : 0;
-        if (lane == 31) sums[32] = total;
-    }
-    __syncthreads();
-    return sums[warp] + inclusive - x;
 }
 
 // KV heads [first, last) of a sequence that pairs [begin, end) hold.
@@ -74,49 +34,30 @@ __device__ __forceinline__ int2 heads_of(const Call& call, int sequence, int beg
     return {max(begin - base, 0), min(end - base, call.heads_kv)};
 }
 
-__device__ __forceinline__ int counter_of(const Call& call, const TileInfo& t) {
-    const int shorter = call.longest - t.num_tiles_of_keys;
-    if (call.longest < THREADS) return max(0, min(shorter, THREADS - 1));
-    return max(0, min((int)((i64)shorter * THREADS / (call.longest + 1)), THREADS - 1));
-}
-
 // Calls visit(tile, counter) for every tile of pairs [begin, end), in any order.
 template <typename Visit>
 __device__ __forceinline__ void for_tiles(const Call& call, Shared& m, int begin, int end, Visit visit) {
-    const int chunks = call.group / call.pack, last = (end - 1) / call.heads_kv;
-    for (int from = begin / call.heads_kv; from <= last; from += THREADS) {
-        const int own = from + threadIdx.x;
-        int count = 0;
-        if (own <= last) {
-            const int2 heads = heads_of(call, own, begin, end);
-            count = blocks_of(call, own) * (heads.y - heads.x) * chunks;
-        }
-        m.starts[threadIdx.x] = scan(count, m.sums);
-        if (threadIdx.x == 0) m.starts[THREADS] = m.sums[32];
-        __syncthreads();
-        for (int at = threadIdx.x; at < m.starts[THREADS]; at += THREADS) {
-            int low = 0;  // the last sequence that begins at or before `at`
-#pragma unroll 1
-            for (int step = THREADS / 2; step; step /= 2)
-                if (m.starts[low + step] <= at) low += step;
-            const int sequence = from + low;
-            const int2 heads = heads_of(call, sequence, begin, end);
-            const int across = (heads.y - heads.x) * chunks, local = at - m.starts[low];
-            const int block = local / across, rest = local - block * across;
-            TileInfo t;
-            t.sequence = sequence;
-            t.head_kv = heads.x + rest / chunks;
-            t.head_q = t.head_kv * call.group + rest % chunks * call.pack;
-            t.position = block * call.positions;
-            t.q_start = start_of(call.cu_q, sequence);
-            t.k_start = start_of(call.cu_k, sequence);
-            t.q_length = length_of(call.cu_q, sequence, call.seqlen_q);
-            t.k_length = max(0, length_of(call.cu_k, sequence, call.seqlen_k));
-            find_keys(t, call.positions, call.block_n, call.left, call.right);
-            visit(t, counter_of(call, t));
-        }
-        __syncthreads();  // starts have been read
-    }
+    const int chunks = call.group / call.pack;
+    const auto count = [&](int sequence) {
+        const int2 heads = heads_of(call, sequence, begin, end);
+        return blocks_of(call, sequence) * (heads.y - heads.x) * chunks;
+    };
+    for_items(m, begin / call.heads_kv, (end - 1) / call.heads_kv, count, [&](int sequence, int local) {
+        const int2 heads = heads_of(call, sequence, begin, end);
+        const int across = (heads.y - heads.x) * chunks;
+        const int block = local / across, rest = local - block * across;
+        TileInfo t;
+        t.sequence = sequence;
+        t.head_kv = heads.x + rest / chunks;
+        t.head_q = t.head_kv * call.group + rest % chunks * call.pack;
+        t.position = block * call.positions;
+        t.q_start = start_of(call.cu_q, sequence);
+        t.k_start = start_of(call.cu_k, sequence);
+        t.q_length = length_of(call.cu_q, sequence, call.seqlen_q);
+        t.k_length = max(0, length_of(call.cu_k, sequence, call.seqlen_k));
+        find_keys(t, call.positions, call.block_n, call.left, call.right);
+        visit(t, counter_of(t.num_tiles_of_keys, call.longest));
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __grid_constant__ Call call) {

@@ -1,0 +1,72 @@
+// What the kernels that make lists of tiles share: sums over threads, and items of sequences dealt out to
+// them.
+#pragma once
+#include "attention/tiles.cuh"
+
+constexpr int THREADS = 1024;
+
+struct Shared {
+    int counters[THREADS], starts[THREADS + 1], sums[33];
+};
+
+__device__ __forceinline__ int start_of(const int* bounds, int sequence) {
+    return bounds ? bounds[sequence] : 0;
+}
+__device__ __forceinline__ int length_of(const int* bounds, int sequence, int all) {
+    return bounds ? bounds[sequence + 1] - bounds[sequence] : all;
+}
+
+// Sum of x over the threads before this one; `sums[32]` is that over all.
+__device__ __forceinline__ int scan(int x, int* sums) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int inclusive = x;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(ALL_LANES, inclusive, step);
+        if (lane >= step) inclusive += other;
+    }
+    __syncthreads();  // sums of the scan before have been read
+    if (lane == 31) sums[warp] = inclusive;
+    __syncthreads();
+    if (warp == 0) {
+        int total = sums[lane];
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(ALL_LANES, total, step);
+            if (lane >= step) total += other;
+        }
+        __syncwarp();
+        const int before = __shfl_up_sync(ALL_LANES, total, 1);
+        sums[lane] = lane ? before : 0;
+        if (lane == 31) sums[32] = total;
+    }
+    __syncthreads();
+    return sums[warp] + inclusive - x;
+}
+
+// Calls visit(sequence, i) for each i < count(sequence) of sequences [from, last], in any order.
+template <typename Count, typename Visit>
+__device__ __forceinline__ void for_items(Shared& m, int from, int last, Count count, Visit visit) {
+    for (; from <= last; from += THREADS) {
+        const int own = from + threadIdx.x;
+        m.starts[threadIdx.x] = scan(own <= last ? count(own) : 0, m.sums);
+        if (threadIdx.x == 0) m.starts[THREADS] = m.sums[32];
+        __syncthreads();
+        for (int at = threadIdx.x; at < m.starts[THREADS]; at += THREADS) {
+            int low = 0;  // the last sequence that begins at or before `at`
+#pragma unroll 1
+            for (int step = THREADS / 2; step; step /= 2)
+                if (m.starts[low + step] <= at) low += step;
+            visit(from + low, at - m.starts[low]);
+        }
+        __syncthreads();  // starts have been read
+    }
+}
+
+// Where tiles of so many tiles of keys are counted, the longest first; rounded down where there are more
+// lengths than counters.
+__device__ __forceinline__ int counter_of(int num_tiles_of_keys, int longest) {
+    const int shorter = longest - num_tiles_of_keys;
+    if (longest < THREADS) return max(0, min(shorter, THREADS - 1));
+    return max(0, min((int)((i64)shorter * THREADS / (longest + 1)), THREADS - 1));
+}

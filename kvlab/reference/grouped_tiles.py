@@ -1,0 +1,142 @@
+"""The list of tiles of a call with groups of queries, as kernels/cuda/attention/grouped_list.cu makes it, in NumPy.
+
+A chunk is `positions` query positions of a group in a sequence; a tile is several chunks that read one KV head.
+Tiles of one group hold its neighbours. Paired tiles hold, of all groups, those that see most keys, then the
+next: so few tiles of K and V are loaded, and each is loaded for as many rows as can be. Where there are fewer
+tiles than blocks could take, long tiles are split over their keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["ENTRY", "FEWEST_KEYS", "grouped_tiles", "tiles_of_keys"]
+
+ENTRY = np.dtype(
+    [
+        (name, np.int32)
+        for name in (
+            "sequence", "head_q", "head_kv", "position", "q_start", "q_length", "k_start", "k_length",
+            "first_key", "last_key", "diagonal", "group", "loaded_keys", "part", "num_parts", "slot",
+        )
+    ]
+)  # fmt: skip
+"""What a warpgroup has of a tile."""
+
+FEWEST_KEYS = 8
+"""Tiles of keys of a part."""
+
+
+def grouped_tiles(
+    q_lengths: ArrayLike,
+    prefix_lens: ArrayLike,
+    k_lengths: ArrayLike,
+    heads_kv: int,
+    group: int,
+    *,
+    pack: int,
+    positions: int,
+    entries: int,
+    block_n: int,
+    causal: bool,
+    paired: bool,
+    blocks: int = 0,
+) -> NDArray[Any]:
+    """Return all tiles; in the order of sequences, heads and keys, not that of the device.
+
+    Parameters
+    ----------
+    q_lengths, prefix_lens : int array, (groups, sequences)
+    k_lengths : int array, (sequences,)
+    heads_kv, group : int
+        KV heads, and query heads to each.
+    pack, positions : int
+        Query heads and query positions of a chunk.
+    entries : int
+        Chunks of a tile.
+    block_n : int
+        Keys that a tile is computed for at a time.
+    causal, paired : bool
+    blocks : int
+        Blocks that take tiles, 0 where tiles are not split.
+
+    Returns
+    -------
+    structured array of `ENTRY`, (tiles, entries)
+        `slot` is 0.
+
+    Examples
+    --------
+    Two groups of 4 rows see 3 and 7 keys; a chunk has 2 rows.
+
+    >>> shape = {"pack": 1, "positions": 2, "entries": 2, "block_n": 2, "causal": True}
+    >>> for paired in (False, True):
+    ...     tiles = grouped_tiles([[4], [4]], [[3], [7]], [7], 1, 1, paired=paired, **shape)
+    ...     print(tiles[["group", "position", "last_key"]].tolist())
+    [[(0, 0, 1), (0, 2, 3)], [(1, 0, 5), (1, 2, 7)]]
+    [[(1, 2, 7), (1, 0, 5)], [(0, 2, 3), (0, 0, 1)]]
+    """
+    rows_of, keys_of, lengths = (np.asarray(x, np.int64) for x in (q_lengths, prefix_lens, k_lengths))
+    starts_q, starts_k = np.cumsum(rows_of, axis=1) - rows_of, np.cumsum(lengths) - lengths
+    tiles: list[list[tuple[int, ...]]] = []
+    for b, length in enumerate(lengths.tolist()):
+        for members in _members(rows_of[:, b], np.minimum(keys_of[:, b], length), positions, causal, entries, paired):
+            own = []
+            for g, position, last in members:
+                rows, keys = int(rows_of[g, b]), int(min(keys_of[g, b], length))
+                own.append((position, int(starts_q[g, b]), rows, int(starts_k[b]), keys, 0, last, keys - rows, g))
+            while len(own) < entries:  # no rows are left for this warpgroup
+                position, start, rows, k_start, keys, *_, g = own[0]
+                own.append((0, start, 0, k_start, keys, 0, 0, keys, g))
+            tiles.append([(b, 0, 0, *entry, max(x[6] for x in own), 0, 1, 0) for entry in own])
+    of_head = np.array(tiles, ENTRY).reshape(-1, entries)
+    heads = np.arange(0, heads_kv * group, pack)
+    every = np.repeat(of_head[:, None], len(heads), axis=1)
+    every["head_q"] = heads[:, None]
+    every["head_kv"] = heads[:, None] // group
+    return _split(every.reshape(-1, entries), block_n, blocks)
+
+
+def _members(
+    rows: NDArray[np.int64], keys: NDArray[np.int64], positions: int, causal: bool, entries: int, paired: bool
+) -> list[list[tuple[int, int, int]]]:
+    """Return the chunks of each tile of a KV head: group, first position, key behind the last it sees."""
+    of_group = []
+    for g, (count, seen) in enumerate(zip(rows.tolist(), keys.tolist(), strict=True)):
+        ends = [min(first + positions, count) for first in range(0, count, positions)]
+        lasts = [max(0, seen - count + end) if causal else seen for end in ends]
+        of_group.append([(g, i * positions, last) for i, last in enumerate(lasts)])
+    lists: Sequence[list[tuple[int, int, int]]] = of_group
+    if paired:
+        lists = [sorted(sum(of_group, []), key=lambda chunk: (-chunk[2], chunk[0], -chunk[1]))]
+    return [chunks[i : i + entries] for chunks in lists for i in range(0, len(chunks), entries)]
+
+
+def tiles_of_keys(tiles: NDArray[Any], block_n: int) -> NDArray[np.int64]:
+    """Return how many tiles of keys each tile, or each part of one, goes through."""
+    keys = tiles["loaded_keys"][:, 0].astype(np.int64) - tiles["first_key"][:, 0]
+    return np.asarray(-(-keys // block_n))
+
+
+def _split(tiles: NDArray[Any], block_n: int, blocks: int) -> NDArray[Any]:
+    """Split tiles over keys into parts of two thirds of what a block has to do on average."""
+    keys = tiles_of_keys(tiles, block_n)
+    if not blocks or 2 * len(tiles) >= 3 * blocks:
+        return tiles
+    most = max(FEWEST_KEYS, -(-2 * int(keys.sum()) // (3 * blocks)))
+    parts = np.maximum(1, -(-keys // most))
+    split = np.repeat(tiles, parts, axis=0)
+    number = np.repeat(parts, parts)[:, None]
+    part = (np.arange(len(split)) - np.repeat(np.cumsum(parts) - parts, parts))[:, None]
+    whole = np.repeat(keys, parts)[:, None]
+    split["part"], split["num_parts"] = part, number
+    split["first_key"] = part * whole // number * block_n
+    split["loaded_keys"] = np.minimum(split["loaded_keys"], (part + 1) * whole // number * block_n)
+    split["last_key"] = np.where(
+        split["q_length"] > 0, np.minimum(split["last_key"], split["loaded_keys"]), split["first_key"]
+    )
+    return split
