@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvlab.ops.codec import Quantized as Quantized
     from kvlab.ops.codec import dequantize as dequantize
     from kvlab.ops.codec import quantize as quantize
+    from kvlab.ops.grouped import grouped_attention_varlen as grouped_attention_varlen
     from kvlab.registry import last_backend as last_backend
 
 __version__ = "0.1.0.dev0"
@@ -43,6 +44,7 @@ _HOME = {
     "attention_varlen": "kvlab.ops.attention",
     "attention_varlen_backward": "kvlab.ops.attention_backward",
     "dequantize": "kvlab.ops.codec",
+    "grouped_attention_varlen": "kvlab.ops.grouped",
     "last_backend": "kvlab.registry",
     "merge_attention": "kvlab.ops.attention",
     "pack": "kvlab.ops.bits",

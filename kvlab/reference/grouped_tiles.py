@@ -1,13 +1,14 @@
-"""The list of tiles of a call with groups of queries, as kernels/cuda/attention/grouped_list.cu makes it, in NumPy.
+"""The list of tiles of a call with groups of queries, as attention/grouped_list.cu makes it, in NumPy.
 
-A chunk is `positions` query positions of a group in a sequence; a tile is several chunks that read one KV head.
-Tiles of one group hold its neighbours. Paired tiles hold, of all groups, those that see most keys, then the
-next: so few tiles of K and V are loaded, and each is loaded for as many rows as can be. Where there are fewer
-tiles than blocks could take, long tiles are split over their keys.
+A chunk is `positions` query positions of a group in a sequence; a tile is several chunks that read one KV
+head. Tiles of one group hold its neighbours. Paired tiles hold, of all groups, the chunks that see most keys,
+then the next: so few tiles of K and V are loaded, and each is loaded for as many rows as can be. Where there
+are fewer tiles than blocks could take, long tiles are split over their keys.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,11 +85,15 @@ def grouped_tiles(
     starts_q, starts_k = np.cumsum(rows_of, axis=1) - rows_of, np.cumsum(lengths) - lengths
     tiles: list[list[tuple[int, ...]]] = []
     for b, length in enumerate(lengths.tolist()):
-        for members in _members(rows_of[:, b], np.minimum(keys_of[:, b], length), positions, causal, entries, paired):
+        for members in _members(
+            rows_of[:, b], np.minimum(keys_of[:, b], length), positions, causal, entries, paired
+        ):
             own = []
             for g, position, last in members:
                 rows, keys = int(rows_of[g, b]), int(min(keys_of[g, b], length))
-                own.append((position, int(starts_q[g, b]), rows, int(starts_k[b]), keys, 0, last, keys - rows, g))
+                own.append(
+                    (position, int(starts_q[g, b]), rows, int(starts_k[b]), keys, 0, last, keys - rows, g)
+                )
             while len(own) < entries:  # no rows are left for this warpgroup
                 position, start, rows, k_start, keys, *_, g = own[0]
                 own.append((0, start, 0, k_start, keys, 0, 0, keys, g))
@@ -112,7 +117,7 @@ def _members(
         of_group.append([(g, i * positions, last) for i, last in enumerate(lasts)])
     lists: Sequence[list[tuple[int, int, int]]] = of_group
     if paired:
-        lists = [sorted(sum(of_group, []), key=lambda chunk: (-chunk[2], chunk[0], -chunk[1]))]
+        lists = [sorted(itertools.chain(*of_group), key=lambda chunk: (-chunk[2], chunk[0], -chunk[1]))]
     return [chunks[i : i + entries] for chunks in lists for i in range(0, len(chunks), entries)]
 
 

@@ -60,15 +60,28 @@ def _write_panel(totals, peaks, sums, place, head, group, row, rows, dtype, line
         lse[place[0], own, position] = log
 
 
+@helper
+def _mask_by_limits(limits, place, group, row, rows, key, first, last):
+    """Do what `mask_of` does, for rows that see as many keys as `limits` says."""
+    some = False
+    for lane in range(PANEL):
+        high = limits[place[1] + min(row + lane, rows - 1) // group] - 1 - key
+        first[lane], last[lane] = 0, max(-1, min(high, KEYS))
+        some |= high < KEYS - 1
+    return some
+
+
 _SIGNATURE = types.void(
-    types.int64[::1], array_type(types.int64, 2), array_type(types.int64, 2), READ, READ, READ, types.int64,
-    types.int64, types.int64, types.int64, *(types.float32,) * 4, WRITE,
+    types.int64[::1], array_type(types.int64, 2), array_type(types.int64, 2), types.int64[::1], READ, READ,
+    READ, types.int64, types.int64, types.int64, types.int64, *(types.float32,) * 4, WRITE,
     array_type(types.float32, 3, False),
 )  # fmt: skip
 
 
 @njit(_SIGNATURE, error_model="numpy", nogil=True, cache=True)
-def attend(counter, items, places, q, k, v, dtype, group, left, right, sign, unit, rate, softcap, out, lse):
+def attend(
+    counter, items, places, limits, q, k, v, dtype, group, left, right, sign, unit, rate, softcap, out, lse
+):  # fmt: skip
     """Attend all items: what one thread does, taking items from the counter until none is left.
 
     items (n, 3): sequence, KV head, block of PANELS * PANEL query rows. places (sequences, 5): row of the
@@ -102,7 +115,10 @@ def attend(counter, items, places, q, k, v, dtype, group, left, right, sign, uni
                 totals[p, i] = 0
         behind = place[4] - place[2]
         low = max(start // group + behind - left, 0)
-        high = min((min(start + panels * PANEL, rows) - 1) // group + behind + right + 1, place[4])
+        bottom = (min(start + panels * PANEL, rows) - 1) // group
+        high = min(bottom + behind + right + 1, place[4])
+        if limits.size:
+            low, high = 0, limits[place[1] + bottom]
         for key in range(low, high, KEYS):
             keys = min(KEYS, high - key)
             padded = (keys + 3) // 4 * 4
@@ -110,7 +126,10 @@ def attend(counter, items, places, q, k, v, dtype, group, left, right, sign, uni
             read_tile(v[0], v[1], dtype, place, head, key, keys, pitch, values_tile)
             for p in range(panels):
                 row = start + p * PANEL
-                hidden = mask_of(place, group, row, rows, key, left, right, first, last)
+                if limits.size:
+                    hidden = _mask_by_limits(limits, place, group, row, rows, key, first, last)
+                else:
+                    hidden = mask_of(place, group, row, rows, key, left, right, first, last)
                 if first.min() > KEYS - 1 or last.max() < 0:
                     continue
                 multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, shrink, True)

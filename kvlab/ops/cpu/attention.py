@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Views",
     "attend",
+    "attend_places",
     "attend_reference",
+    "bounds_of",
     "items_of",
     "lay_out",
     "merge",
@@ -59,8 +61,8 @@ def lay_out(q: Any, k: Any, v: Any, sequences: Sequences | None) -> Views:
     views = [to_numpy_view(x, name) for name, x in (("q", q), ("k", k), ("v", v))]
     if sequences is not None:
         views = [x[None] for x in views]
-        bounds_q = _bounds("q", sequences.cu_q, sequences.max_q, views[0].shape[1])
-        bounds_k = _bounds("k", sequences.cu_k, sequences.max_k, views[1].shape[1])
+        bounds_q = bounds_of("cu_seqlens_q", sequences.cu_q, sequences.max_q, views[0].shape[1])
+        bounds_k = bounds_of("cu_seqlens_k", sequences.cu_k, sequences.max_k, views[1].shape[1])
         places = np.zeros((len(bounds_q) - 1, 5), np.int64)
         places[:, 1], places[:, 2] = bounds_q[:-1], np.diff(bounds_q)
         places[:, 3], places[:, 4] = bounds_k[:-1], np.diff(bounds_k)
@@ -71,16 +73,16 @@ def lay_out(q: Any, k: Any, v: Any, sequences: Sequences | None) -> Views:
     return Views(views[0], views[1], views[2], places)
 
 
-def _bounds(which: str, cu_seqlens: Any, max_seqlen: int, total: int) -> NDArray[np.int64]:
-    bounds = to_numpy_view(cu_seqlens, f"cu_seqlens_{which}").astype(np.int64)
+def bounds_of(name: str, cu_seqlens: Any, max_seqlen: int, total: int) -> NDArray[np.int64]:
+    """Return prefix sums, ``cu_seqlens_q`` or another, after a check against the rows there are."""
+    bounds = to_numpy_view(cu_seqlens, name).astype(np.int64)
     lengths = np.diff(bounds)
+    which = name.removeprefix("cu_seqlens_")
     if bounds[0] != 0 or bounds[-1] != total or (lengths < 0).any():
-        raise ValueError(
-            f"cu_seqlens_{which} is {bounds.tolist()}: it must rise from 0 to {total}, the rows of {which}"
-        )
+        raise ValueError(f"{name} is {bounds.tolist()}: it must rise from 0 to {total}, the rows of {which}")
     if lengths.max(initial=0) > max_seqlen:
         raise ValueError(
-            f"max_seqlen_{which} is {max_seqlen}, but one sequence has {lengths.max()} rows: pass that"
+            f"max_seqlen_{which[0]} is {max_seqlen}, but one sequence has {lengths.max()} rows: pass that"
         )
     return bounds
 
@@ -119,9 +121,20 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     out : array, shape and dtype of q
     lse : float32 array, (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)
     """
+    views = lay_out(q, k, v, sequences)
+    out, lse = attend_places(views, scores, np.empty(0, np.int64), alone=not worth_sharing(views, products=1))
+    return _results(q, out, lse, sequences)
+
+
+def attend_places(
+    views: Views, scores: Scores, limits: NDArray[np.int64], *, alone: bool
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Attend sequences where they lie: out (batch, seqlen_q, num_heads_q, head_dim) and lse.
+
+    `limits`, if not empty, are how many keys each position of q sees, rising within a sequence.
+    """
     from kvlab.numba_kernels.cpu import attention as kernels
 
-    views = lay_out(q, k, v, sequences)
     kv_heads = views.k.shape[2]
     group = views.q.shape[2] // kv_heads
     out = np.empty(views.q.shape, views.q.dtype)
@@ -129,11 +142,11 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     places = views.places
     share(
         kernels.attend, np.zeros(1, np.int64),
-        items_of(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), places,
+        items_of(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), places, limits,
         *map(split_by_width, views[:3]), views.dtype_code, group, *score_numbers(scores),
-        split_by_width(out), lse, alone=not worth_sharing(views, products=1),
+        split_by_width(out), lse, alone=alone,
     )  # fmt: skip
-    return _results(q, out, lse, sequences)
+    return out, lse
 
 
 def score_numbers(scores: Scores) -> tuple[Any, ...]:

@@ -1,0 +1,159 @@
+"""grouped_attention_varlen on backends of the CPU: promise 2, equal to separate calls, what it refuses."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from numpy.typing import NDArray
+
+import kvlab
+from kvlab.ops.grouped import IMPLEMENTATIONS
+from kvlab.registry import last_backend, rows
+from tests.compare import assert_accurate
+from tests.grouped import GroupedCase, grouped_cases, make_case, scenarios, zigzag
+from tests.strategies import FLOATS
+
+Array = NDArray[Any]
+
+BACKENDS = [row.backend for row in rows("grouped_attention") if row.device_kind == "cpu"]
+
+
+def attend(case: GroupedCase, **options: Any) -> tuple[list[Array], list[Array]]:
+    found: Any = kvlab.grouped_attention_varlen(
+        case.q_groups, case.k, case.v, return_lse=True, **case.options, **options
+    )
+    return found
+
+
+def assert_right(case: GroupedCase, outs: list[Array], lses: list[Array]) -> None:
+    """Judge all groups as the one call that they are."""
+    for q, out, lse in zip(case.q_groups, outs, lses, strict=True):
+        assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
+            q.shape,
+            q.dtype,
+            (q.shape[1], len(q)),
+            np.float32,
+        )
+    for name, axis, found in (("outs", 0, outs), ("lses", 1, lses)):
+        kind = int(name == "lses")
+        expected, low = (np.concatenate(x[kind], axis) for x in (case.expected(), case.low_precision()))
+        assert_accurate(np.concatenate(found, axis), expected, low, name)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=40)
+@given(case=grouped_cases())
+def test_any_call_agrees_with_the_reference(backend: str, implementation: str, case: GroupedCase) -> None:
+    before = [x.tobytes() for x in (*case.q_groups, case.k, case.v)]
+    outs, lses = attend(case, backend=backend, implementation=implementation)
+    assert last_backend() == backend
+    assert_right(case, outs, lses)
+    assert [x.tobytes() for x in (*case.q_groups, case.k, case.v)] == before
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8)], ids=str)
+@pytest.mark.parametrize("name", scenarios())
+def test_scenarios(name: str, heads: tuple[int, int], dtype: np.dtype[Any]) -> None:
+    case = make_case(**scenarios()[name], heads=heads, head_dim=16, dtype=dtype)
+    separate = attend(case, implementation="separate")
+    assert_right(case, *separate)
+    for implementation in ("listed", "paired", None):
+        for kind, one in zip(separate, attend(case, implementation=implementation), strict=True):
+            for expected, found in zip(kind, one, strict=True):
+                np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_of_a_zigzag_make_up_the_whole(rank: int) -> None:
+    """The chunks of a rank, cut out of a call over all tokens."""
+    case = zigzag(128, 4, rank, dtype=FLOATS[2], head_dim=32)
+    chunk, bounds = 16, np.array([0, 128], np.int32)
+    q = np.zeros((128, 4, 32), np.float32)
+    places = [slice(i * chunk, (i + 1) * chunk) for i in (rank, 7 - rank)]
+    for place, own in zip(places, case.q_groups, strict=True):
+        q[place] = own
+    whole: Any = kvlab.attention_varlen(q, case.k, case.v, bounds, bounds, 128, 128, causal=True)
+    for place, out in zip(places, attend(case)[0], strict=True):
+        np.testing.assert_allclose(out, whole[place], atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_wrong_answers_would_be_noticed(dtype: np.dtype[Any]) -> None:
+    case = make_case([[20, 9], [20, 9]], [[30, 11], [60, 25]], [64, 40], dtype=dtype, seed=3)
+    expected, low = case.expected()[0], case.low_precision()[0]
+    for name, answer in case.wrong().items():
+        judged = [assert_rejected(*three) for three in zip(answer, expected, low, strict=True)]
+        assert any(judged), name
+
+
+def assert_rejected(answer: Array, expected: Array, low: Array) -> bool:
+    try:
+        assert_accurate(answer, expected, low)
+    except AssertionError:
+        return True
+    return False
+
+
+def test_keys_that_no_group_sees_may_be_anything() -> None:
+    case = make_case([[9, 4], [7, 5]], [[30, 6], [20, 3]], [64, 40])
+    clean = attend(case)
+    for x in (case.k, case.v):
+        x[30:64], x[70:] = np.nan, np.nan
+    for one, other in zip(clean, attend(case), strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])
+def test_torch_in_torch_out(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    q, k = torch.ones(5, 4, 8, dtype=getattr(torch, kind)), torch.ones(9, 2, 8, dtype=getattr(torch, kind))
+    bounds = {"cu_seqlens_q_groups": [torch.tensor([0, 5], dtype=torch.int32)] * 2}
+    bounds |= {"cu_seqlens_k": torch.tensor([0, 9], dtype=torch.int32)}
+    bounds |= {"prefix_lens": [torch.tensor([n], dtype=torch.int32) for n in (5, 9)]}
+    outs, lses = kvlab.grouped_attention_varlen([q, q], k, k, return_lse=True, **bounds)
+    assert all(isinstance(x, torch.Tensor) for x in (*outs, *lses))
+    assert all(x.dtype == q.dtype and bool((x == 1).all()) for x in outs)
+
+
+CASE = make_case([[3, 2], [4, 1]], [[3, 2], [5, 6]], [5, 6], dtype=FLOATS[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q_groups": CASE.q_groups[0]}, TypeError, "q_groups must be a list or tuple of arrays, got n"),
+        ({"q_groups": []}, ValueError, "cu_seqlens_q_groups has 2 groups, q_groups 0"),
+        ({"prefix_lens": []}, ValueError, "prefix_lens has 0 groups, q_groups 2"),
+        ({"q_groups": [CASE.q_groups[0], CASE.q_groups[1][:, :2]]}, ValueError, r"q_groups\[1\] has Hq = 2"),
+        ({"k": CASE.k[..., :32]}, ValueError, "k has D = 32"),
+        ({"v": CASE.v[:3]}, ValueError, "v has total_k = 3"),
+        ({"k": CASE.k.astype(np.float16)}, TypeError, r"k has dtype float16; it must be float32, as q_"),
+        ({"cu_seqlens_k": np.array([0, 5, 11])}, TypeError, "cu_seqlens_k has dtype int64; it must be int32"),
+        ({"cu_seqlens_k": np.array([0, 11], np.int32)}, ValueError, r"batch \+ 1 = "),
+        ({"cu_seqlens_k": np.array([0, 5, 10], np.int32)}, ValueError, r"cu_seqlens_k is \[0, 5, 10\]: it"),
+        ({"prefix_lens": [np.array([3, 2], np.int32), np.array([6, 6], np.int32)]}, ValueError,
+         r"prefix_lens\[1\]\[0\] is 6: sequence 0 has 5 keys"),
+        ({"prefix_lens": [np.array([3, -2], np.int32)] * 2}, ValueError, r"prefix_lens\[0\]\[1\] is -2"),
+        ({"prefix_lens": [np.array([3], np.int32)] * 2}, ValueError, r"prefix_lens\[0\] has 1 elements"),
+        ({"implementation": "fused"}, ValueError, "implementation='fused' is not supported"),
+        ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q is 2, but one sequence has 3 rows"),
+        ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k=-1"),
+        ({"backend": "gpu"}, ValueError, "backend"),
+        ({"backend": "cuda"}, NotImplementedError, "cuda"),
+        ({"causal": "yes"}, TypeError, "causal='yes'"),
+    ],
+)  # fmt: skip
+def test_refuses(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"q_groups": CASE.q_groups, "k": CASE.k, "v": CASE.v, **CASE.options} | changes
+    with pytest.raises(error, match=message):
+        kvlab.grouped_attention_varlen(**arguments)
+
+
+def test_seventeen_groups_are_too_many() -> None:
+    case = make_case([[1]] * 17, [[1]] * 17, [1])
+    with pytest.raises(ValueError, match="q_groups has 17 groups: it must have 1 to 16"):
+        attend(case)
