@@ -63,6 +63,18 @@ FLAT_GRADIENT = {name: (array[0], kind) for name, (array, kind) in GRADIENT.item
 FIXED_ORDER = {"deterministic": (False, "flag")}
 BOUNDS = {"cu_seqlens_q": (ENDS, "array"), "cu_seqlens_k": (ENDS, "array")}
 LONGEST = {"max_seqlen_q": (8, "count"), "max_seqlen_k": (8, "count")}
+GROUPS = {
+    "cu_seqlens_q_groups": ([ENDS], "arrays"),
+    "cu_seqlens_k": (ENDS, "array"),
+    "prefix_lens": ([ENDS[1:]], "arrays"),
+    "causal": (True, "flag"),
+    "scale": (None, "number"),
+    "return_lse": (False, "flag"),
+    "implementation": (None, "word"),
+    "max_seqlen_q": (8, "whole"),
+    "max_seqlen_k": (8, "whole"),
+    "sm_margin": (0, "count"),
+}
 LAYER, MASK = {"layer": (0, "count")}, {"valid": (None, "mask")}
 OPTIONS: dict[str, tuple[Any, str]] = {
     "batch": (1, "count"),
@@ -126,6 +138,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
     "attention": (kvlab.attention, QKV | MASKS | WANTS_LSE | MARGIN),
     "attention_varlen": (kvlab.attention_varlen, FLAT | BOUNDS | LONGEST | MASKS | WANTS_LSE | MARGIN),
     "attention_backward": (kvlab.attention_backward, GRADIENT | QKV | MASKS | FIXED_ORDER),
+    "grouped_attention_varlen": (
+        kvlab.grouped_attention_varlen,
+        {"q_groups": ([Q[0]], "arrays"), "k": (K[0], "array"), "v": (V[0], "array")} | GROUPS,
+    ),
     "attention_varlen_backward": (
         kvlab.attention_varlen_backward,
         FLAT_GRADIENT | FLAT | BOUNDS | LONGEST | MASKS | FIXED_ORDER,
@@ -157,7 +173,16 @@ def test_the_error_names_the_argument_and_the_value(name: str, argument: str) ->
             function(**{**good, argument: wrong})
         text = str(caught.value)
         assert argument in text, f"{argument}={wrong!r}: {text}"
-        named = [repr(wrong), str(wrong), type(wrong).__name__, "shape", "dtype", " 0 parts", "lses 0"]
+        named = [
+            repr(wrong),
+            str(wrong),
+            type(wrong).__name__,
+            "shape",
+            "dtype",
+            " 0 parts",
+            "lses 0",
+            " 0 groups",
+        ]
         if isinstance(wrong, list | tuple | np.ndarray):
             named += [str(element) for element in wrong]
         assert any(word in text for word in named), f"{argument}={wrong!r}: {text}"

@@ -12,15 +12,16 @@ tiles of K and V are loaded for as many rows as can be.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from kvlab.arguments import LONGEST, choice, flag, number, whole_number
-from kvlab.arrays import Array, ArrayT, Device, device_of, dtype_name, numpy_dtype, one_device
+from kvlab.arrays import Array, ArrayT, CudaView, Device, numpy_dtype, one_device
 from kvlab.device import enough_memory
-from kvlab.ops.attention import Scores
+from kvlab.ops.array_kinds import Kind, device_of_kind, dtype_of_kind, kinds_of, view_of
+from kvlab.ops.attention_call import Scores, scores_of
 from kvlab.registry import (
     ON_CUDA,
     ON_NUMBA,
@@ -34,7 +35,7 @@ from kvlab.registry import (
 )
 from kvlab.shapes import match_shapes
 
-__all__ = ["IMPLEMENTATIONS", "MOST_GROUPS", "Groups", "grouped_attention_varlen"]
+__all__ = ["IMPLEMENTATIONS", "MOST_GROUPS", "GroupedArrays", "GroupedCall", "grouped_attention_varlen"]
 
 IMPLEMENTATIONS: tuple[str, ...] = ("paired", "listed", "separate")
 MOST_GROUPS = 16
@@ -47,36 +48,84 @@ _HOPPER: dict[str, Any] = {
     "compute_capability": ((9, 0),),
 }  # fmt: skip
 
+_FORWARD = "grouped_attention"
 register(
-    Implementation("grouped_attention", "cpu", "kvlab.ops.cpu.grouped:attend", _CPU),
+    Implementation(_FORWARD, "cpu", "kvlab.ops.cpu.grouped:attend", _CPU),
     Implementation(
-        "grouped_attention", "reference", "kvlab.ops.cpu.grouped:attend_reference",
+        _FORWARD, "reference", "kvlab.ops.cpu.grouped:attend_reference",
         _CPU | {"dtype": (*_FLOATS, "float64")},
     ),
-    Implementation("grouped_attention", "cuda", "kvlab.ops.cuda.grouped:attend", _HOPPER),
-    Implementation(
-        "grouped_attention", "cuda", "kvlab.ops.cuda.grouped:attend_separately", _GPU | ON_CUDA
-    ),
-    Implementation(
-        "grouped_attention", "numba", "kvlab.ops.numba.grouped:attend_separately", _GPU | ON_NUMBA
-    ),
+    Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend", _HOPPER),
+    Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend_separately", _GPU | ON_CUDA),
+    Implementation(_FORWARD, "numba", "kvlab.ops.numba.grouped:attend_separately", _GPU | ON_NUMBA),
 )  # fmt: skip
 
 
-class Groups(NamedTuple):
-    """Where rows of each group lie, and how many keys they see; `max_q`, `max_k`: the longest sequence."""
+class GroupedArrays(NamedTuple):
+    """The arrays of a call; lists have one for each group."""
 
-    cu_q: tuple[Array, ...]
-    cu_k: Array
-    prefix_lens: tuple[Array, ...]
-    max_q: int
-    max_k: int
+    q_groups: Sequence[Any]
+    k: Any
+    v: Any
+    cu_q: Sequence[Any]
+    prefix_lens: Sequence[Any]
+    cu_k: Any
+
+    def named(self) -> tuple[list[Any], tuple[str, ...]]:
+        """Return all arrays, in order, and their names."""
+        return [*self.q_groups, self.k, self.v, *self.cu_q, *self.prefix_lens, self.cu_k], _names_of(
+            len(self.q_groups)
+        )
 
 
-class _Checked(NamedTuple):
-    sizes: dict[str, int]
+@lru_cache(maxsize=MOST_GROUPS)
+def _names_of(groups: int) -> tuple[str, ...]:
+    q, cu_q, lens = (
+        [f"{name}[{g}]" for g in range(groups)] for name in ("q_groups", "cu_seqlens_q_groups", "prefix_lens")
+    )
+    return (*q, "k", "v", *cu_q, *lens, "cu_seqlens_k")
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedCall:
+    """What follows from the arguments of a call apart from addresses; equal calls are one object.
+
+    `implementation` is None where the caller leaves the choice; `longest`, the longest sequence of any group
+    and of k, are totals where he does not know.
+    """
+
+    row: Implementation
+    sizes: Mapping[str, int]
     dtype: str
     device: Device
+    kinds: tuple[Kind, ...]
+    groups: int
+    scores: Scores
+    implementation: str | None
+    longest: tuple[int, int]
+    sm_margin: int
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of each group."""
+        return [self.sizes[f"rows {g}"] for g in range(self.groups)]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the arrays."""
+        return _names_of(self.groups)
+
+    @cached_property
+    def views(self) -> tuple[CudaView, ...]:
+        """The arrays, which are on a GPU, as views whose addresses are those of their kinds."""
+        return tuple(map(view_of, self.kinds, self.names))
+
+    @cached_property
+    def memory(self) -> enough_memory:
+        """To be entered while results are allocated."""
+        numbers = sum(self.rows) * self.sizes["Hq"]
+        need = numbers * (self.sizes["D"] * numpy_dtype(self.dtype).itemsize + 4)
+        return enough_memory(need, "grouped_attention_varlen", self.device.kind)
 
 
 def grouped_attention_varlen(
@@ -162,110 +211,78 @@ def grouped_attention_varlen(
     >>> early.ravel(), late.ravel()
     (array([1., 2.], dtype=float32), array([3., 4.], dtype=float32))
     """
-    call, groups = _check(
-        q_groups, k, v, cu_seqlens_q_groups, cu_seqlens_k, prefix_lens, max_seqlen_q, max_seqlen_k
-    )
-    scores = _scores_of(call, causal, scale)
+    arrays = GroupedArrays(q_groups, k, v, cu_seqlens_q_groups, prefix_lens, cu_seqlens_k)
     return_lse = flag(return_lse, "return_lse")
-    margin = whole_number(sm_margin, "sm_margin", 0, LONGEST)
-    row = _row_of("grouped_attention", call, implementation, backend)
-    of_q = call.sizes["rows"] * call.sizes["Hq"]
-    need = of_q * (call.sizes["D"] * numpy_dtype(call.dtype).itemsize + 4)
-    with enough_memory(need, "grouped_attention_varlen", call.device.kind):
-        outs, lses = row.launch(q_groups, k, v, groups, scores, implementation, margin)
+    call, addresses = _call_of(
+        arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"), implementation,
+        (max_seqlen_q, max_seqlen_k), whole_number(sm_margin, "sm_margin", 0, LONGEST), backend,
+    )  # fmt: skip
+    with call.memory:
+        outs, lses = call.row.launch(call, arrays, addresses)
     return (outs, lses) if return_lse else outs
 
 
-def _scores_of(call: _Checked, causal: bool, scale: float | None) -> Scores:
-    right = 0 if flag(causal, "causal") else -1
-    return Scores(-1, right, 1 / math.sqrt(call.sizes["D"]) if scale is None else number(scale, "scale"), 0.0)
-
-
-def _row_of(
-    operation: str, call: _Checked, implementation: str | None, backend: str | None
-) -> Implementation:
-    """Choose who computes a call: if no implementation is asked for, by the first that a row has."""
-    check_backend(backend)
-    facts = {"dtype": call.dtype, "head_dim": call.sizes["D"], **requirements_of(call.device)}
-    words = (
-        IMPLEMENTATIONS
-        if implementation is None
-        else (choice(implementation, "implementation", IMPLEMENTATIONS),)
-    )
-    for word in words[:-1]:
-        for row in rows(operation):
-            if (
-                row.device_kind == call.device.kind
-                and backend in (None, row.backend)
-                and not row.unsupported(facts | {"implementation": word})
-            ):
-                return row
-    return choose(operation, call.device.kind, backend, implementation=words[-1], **facts)
-
-
-def _check(
-    q_groups: Sequence[Array],
-    k: Array,
-    v: Array,
-    cu_seqlens_q_groups: Sequence[Array],
-    cu_seqlens_k: Array,
-    prefix_lens: Sequence[Array],
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    **others: Sequence[Array],
-) -> tuple[_Checked, Groups]:
-    """Check the arrays of a call; `others` are lists of further arrays, one a group."""
-    lists = {
-        "q_groups": q_groups,
-        "cu_seqlens_q_groups": cu_seqlens_q_groups,
-        "prefix_lens": prefix_lens,
-        **others,
-    }
-    for name, given in lists.items():
+def _call_of(
+    arrays: GroupedArrays,
+    causal: bool,
+    scale: float | None,
+    implementation: str | None,
+    longest: tuple[int | None, int | None],
+    sm_margin: int,
+    backend: str | None,
+) -> tuple[GroupedCall, list[int]]:
+    """Check a call, and choose who computes it; also return the addresses of arrays on a GPU."""
+    for name, given in (
+        ("q_groups", arrays.q_groups), ("cu_seqlens_q_groups", arrays.cu_q),
+        ("prefix_lens", arrays.prefix_lens),
+    ):  # fmt: skip
         if not isinstance(given, list | tuple):
             raise TypeError(f"{name} must be a list or tuple of arrays, got {type(given).__name__}")
-        if len(given) != len(q_groups):
+        if not 1 <= len(given) <= MOST_GROUPS:
+            raise ValueError(f"{name} has {len(given)} groups: it must have 1 to {MOST_GROUPS}")
+        if len(given) != len(arrays.q_groups):
             raise ValueError(
-                f"{name} has {len(given)} groups, q_groups {len(q_groups)}: they must be as many"
+                f"{name} has {len(given)} groups, q_groups {len(arrays.q_groups)}: pass equally many"
             )
-    if not 1 <= len(q_groups) <= MOST_GROUPS:
-        raise ValueError(f"q_groups has {len(q_groups)} groups: it must have 1 to {MOST_GROUPS}")
-    named = {f"{name}[{g}]": array for name, given in lists.items() for g, array in enumerate(given)}
-    named |= {"k": k, "v": v, "cu_seqlens_k": cu_seqlens_k}
-    facts = tuple((name, dtype_name(x, name), x.shape, device_of(x, name)) for name, x in named.items())  # type: ignore[attr-defined]
-    call = _checked(facts, len(q_groups))
-    longest = [
-        total if given is None else whole_number(given, name, 0, LONGEST)
-        for given, name, total in (
-            (max_seqlen_q, "max_seqlen_q", call.sizes["longest"]),
-            (max_seqlen_k, "max_seqlen_k", call.sizes["total_k"]),
-        )
-    ]
-    return call, Groups(tuple(cu_seqlens_q_groups), cu_seqlens_k, tuple(prefix_lens), *longest)
+    if implementation is not None:
+        choice(implementation, "implementation", IMPLEMENTATIONS)
+    for value, name in zip(longest, ("max_seqlen_q", "max_seqlen_k"), strict=True):
+        if value is not None:
+            whole_number(value, name, 0, LONGEST)
+    check_backend(backend)
+    kinds, addresses = kinds_of(*arrays.named())
+    groups = len(arrays.q_groups)
+    return _checked(kinds, groups, causal, scale, implementation, longest, sm_margin, backend), addresses
 
 
 _PATTERNS: dict[str, tuple[str, ...]] = {
-    "q_groups": ("rows {}", "Hq", "D"), "douts": ("rows {}", "Hq", "D"), "outs": ("rows {}", "Hq", "D"),
-    "lses": ("Hq", "rows {}"), "cu_seqlens_q_groups": ("batch + 1",), "prefix_lens": ("batch",),
-    "k": ("total_k", "Hk", "D"), "v": ("total_k", "Hk", "D"), "cu_seqlens_k": ("batch + 1",),
+    "q_groups": ("rows {}", "Hq", "D"), "k": ("total_k", "Hk", "D"), "v": ("total_k", "Hk", "D"),
+    "cu_seqlens_q_groups": ("batch + 1",), "prefix_lens": ("batch",), "cu_seqlens_k": ("batch + 1",),
 }  # fmt: skip
-_DTYPES = {
-    "lses": "float32",
-    **dict.fromkeys(("cu_seqlens_q_groups", "cu_seqlens_k", "prefix_lens"), "int32"),
-}
+_LENGTHS = ("cu_seqlens_q_groups", "cu_seqlens_k", "prefix_lens")
 
 
 @lru_cache(maxsize=1024)
-def _checked(facts: tuple[tuple[str, str, tuple[int, ...], Device], ...], number_of_groups: int) -> _Checked:
-    shapes = {}
-    kind = facts[0][1]
-    for name, dtype, shape, _ in facts:
+def _checked(
+    kinds: tuple[Kind, ...],
+    groups: int,
+    causal: bool,
+    scale: float | None,
+    implementation: str | None,
+    longest: tuple[int | None, int | None],
+    sm_margin: int,
+    backend: str | None,
+) -> GroupedCall:
+    shapes, devices = {}, {}
+    dtype = dtype_of_kind(kinds[0], "q_groups[0]")
+    for name, kind in zip(_names_of(groups), kinds, strict=True):
         argument, _, index = name.rstrip("]").partition("[")
-        shapes[name] = shape, tuple(symbol.format(index) for symbol in _PATTERNS[argument])
-        wanted = _DTYPES.get(argument, kind)
-        if dtype != wanted:
-            beside = "" if argument in _DTYPES else ", as q_groups[0] has"
-            raise TypeError(f"{name} has dtype {dtype}; it must be {wanted}{beside}")
+        found, is_length = dtype_of_kind(kind, name), argument in _LENGTHS
+        if found != ("int32" if is_length else dtype):
+            wanted = "int32" if is_length else f"{dtype}, as q_groups[0] has"
+            raise TypeError(f"{name} has dtype {found}; it must be {wanted}")
+        shapes[name] = kind[0], tuple(symbol.format(index) for symbol in _PATTERNS[argument])
+        devices[name] = device_of_kind(kind, name)
     sizes = match_shapes(shapes)
     if sizes["batch + 1"] != sizes["batch"] + 1:
         raise ValueError(
@@ -279,6 +296,28 @@ def _checked(facts: tuple[tuple[str, str, tuple[int, ...], Device], ...], number
         )
     if sizes["D"] == 0:
         raise ValueError("q_groups[0] has D = 0: head_dim must be at least 1")
-    of_groups = [sizes[f"rows {g}"] for g in range(number_of_groups)]
-    sizes |= {"rows": sum(of_groups), "longest": max(of_groups)}
-    return _Checked(sizes, kind, one_device({name: device for name, _, _, device in facts}))
+    device = one_device(devices)
+    row = _row_of(_FORWARD, device, dtype, sizes["D"], implementation, backend)
+    totals = max(sizes[f"rows {g}"] for g in range(groups)), sizes["total_k"]
+    most = [total if given is None else given for given, total in zip(longest, totals, strict=True)]
+    scores = scores_of(sizes["D"], (causal, scale, -1, -1, 0.0))
+    return GroupedCall(
+        row, sizes, dtype, device, kinds, groups, scores, implementation, (most[0], most[1]), sm_margin
+    )
+
+
+def _row_of(
+    operation: str, device: Device, dtype: str, head_dim: int, implementation: str | None, backend: str | None
+) -> Implementation:
+    """Choose who computes a call: if no implementation is asked for, by the first that a row has."""
+    facts = {"dtype": dtype, "head_dim": head_dim, **requirements_of(device)}
+    words = IMPLEMENTATIONS if implementation is None else (implementation,)
+    for word in words[:-1]:
+        for row in rows(operation):
+            if (
+                row.device_kind == device.kind
+                and backend in (None, row.backend)
+                and not row.unsupported(facts | {"implementation": word})
+            ):
+                return row
+    return choose(operation, device.kind, backend, implementation=words[-1], **facts)

@@ -126,8 +126,8 @@ CASE = make_case([[3, 2], [4, 1]], [[3, 2], [5, 6]], [5, 6], dtype=FLOATS[2])
     ("changes", "error", "message"),
     [
         ({"q_groups": CASE.q_groups[0]}, TypeError, "q_groups must be a list or tuple of arrays, got n"),
-        ({"q_groups": []}, ValueError, "cu_seqlens_q_groups has 2 groups, q_groups 0"),
-        ({"prefix_lens": []}, ValueError, "prefix_lens has 0 groups, q_groups 2"),
+        ({"q_groups": []}, ValueError, "q_groups has 0 groups: it must have 1 to 16"),
+        ({"prefix_lens": []}, ValueError, "prefix_lens has 0 groups"),
         ({"q_groups": [CASE.q_groups[0], CASE.q_groups[1][:, :2]]}, ValueError, r"q_groups\[1\] has Hq = 2"),
         ({"k": CASE.k[..., :32]}, ValueError, "k has D = 32"),
         ({"v": CASE.v[:3]}, ValueError, "v has total_k = 3"),

@@ -24,7 +24,9 @@
 // HEAD_DIM / 2 of O, BLOCK_N / 2 of S, half as many of P, of 240, 160 or 112 for 2, 3 or 4 warpgroups.
 //
 // Macros: HEAD_DIM, 64, 96, 128 or 256, that the channels are filled up to with zeros; BF16; BLOCK_N; SOFTCAP
-// as in attention/forward.cu; GROUPS, warpgroups that compute; Q_SLOTS, 1 or 2.
+// as in attention/forward.cu; GROUPS, warpgroups that compute; Q_SLOTS, 1 or 2; QUERY_GROUPS, most groups of
+// queries of a call (1 if it is not given): with more, warpgroups have entries of their own in a tile, tiles
+// may be split over keys, and keys may lie in segments.
 #include "attention/softmax.cuh"
 #include "attention/products_sm90.cuh"
 #include "attention/forward_sm90.cuh"
@@ -274,9 +276,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     }
 }
 
+// clang-format off
 // gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 registers<=128 arch=sm_90a
 // gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=64 SOFTCAP=0 GROUPS=4 Q_SLOTS=2 registers<=96 arch=sm_90a
 // gate: HEAD_DIM=96 BF16=1,0 BLOCK_N=112 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 registers<=128 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=2 Q_SLOTS=2 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1,0 BLOCK_N=128 SOFTCAP=1 GROUPS=2 Q_SLOTS=2 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 SOFTCAP=0,1 GROUPS=2 Q_SLOTS=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 QUERY_GROUPS=16 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=96 BF16=1,0 BLOCK_N=112 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 QUERY_GROUPS=16 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=2 Q_SLOTS=2 QUERY_GROUPS=16 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 SOFTCAP=0 GROUPS=2 Q_SLOTS=1 QUERY_GROUPS=16 registers<=168 arch=sm_90a
+// clang-format on

@@ -14,8 +14,6 @@
 //
 // Memory: shared, that of attention/list_items.cuh; `bases` and `order` in memory are written and read by a
 // CTA alone, or by several with the same values.
-//
-// gate: registers<=64
 #include "attention/grouped_tiles.cuh"
 #include "attention/list_items.cuh"
 
@@ -206,3 +204,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         }
     });
 }
+
+// gate: registers<=64

@@ -47,11 +47,13 @@ __device__ __forceinline__ int scan(int x, int* sums) {
 // Calls visit(sequence, i) for each i < count(sequence) of sequences [from, last], in any order.
 template <typename Count, typename Visit>
 __device__ __forceinline__ void for_items(Shared& m, int from, int last, Count count, Visit visit) {
+#pragma unroll 1
     for (; from <= last; from += THREADS) {
         const int own = from + threadIdx.x;
         m.starts[threadIdx.x] = scan(own <= last ? count(own) : 0, m.sums);
         if (threadIdx.x == 0) m.starts[THREADS] = m.sums[32];
         __syncthreads();
+#pragma unroll 1
         for (int at = threadIdx.x; at < m.starts[THREADS]; at += THREADS) {
             int low = 0;  // the last sequence that begins at or before `at`
 #pragma unroll 1

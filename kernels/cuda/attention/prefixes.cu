@@ -2,8 +2,6 @@
 //
 // Threads and data
 //   grid   x: 128 sequences, a thread each, and one thread for the ends of all; y: group.
-//
-// gate: registers<=32
 #include "common/words.cuh"
 
 constexpr int MOST_GROUPS = 16;
@@ -28,3 +26,5 @@ extern "C" __global__ void __launch_bounds__(128) cut_prefixes(const __grid_cons
     of_q[2 * b + 1] = cu_q[b + 1];
     of_k[2 * b + 1] = call.cu_k[b] + max(0, min(call.prefix_lens[g][b], call.cu_k[b + 1] - call.cu_k[b]));
 }
+
+// gate: registers<=32

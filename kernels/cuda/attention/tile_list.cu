@@ -37,17 +37,16 @@ __device__ __forceinline__ int2 heads_of(const Call& call, int sequence, int beg
 // Calls visit(tile, counter) for every tile of pairs [begin, end), in any order.
 template <typename Visit>
 __device__ __forceinline__ void for_tiles(const Call& call, Shared& m, int begin, int end, Visit visit) {
-    const int chunks = call.group / call.pack;
     const auto count = [&](int sequence) {
         const int2 heads = heads_of(call, sequence, begin, end);
-        return blocks_of(call, sequence) * (heads.y - heads.x) * chunks;
+        return blocks_of(call, sequence) * (heads.y - heads.x) * (call.group / call.pack);
     };
     for_items(m, begin / call.heads_kv, (end - 1) / call.heads_kv, count, [&](int sequence, int local) {
-        const int2 heads = heads_of(call, sequence, begin, end);
-        const int across = (heads.y - heads.x) * chunks;
-        const int block = local / across, rest = local - block * across;
         TileInfo t;
         t.sequence = sequence;
+        const int2 heads = heads_of(call, sequence, begin, end);
+        const int chunks = call.group / call.pack, across = (heads.y - heads.x) * chunks;
+        const int block = local / across, rest = local - block * across;
         t.head_kv = heads.x + rest / chunks;
         t.head_q = t.head_kv * call.group + rest % chunks * call.pack;
         t.position = block * call.positions;

@@ -15,36 +15,38 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, CudaView, cuda_view, current_stream, empty, pointer_of
+from kvlab.arrays import CudaView
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, cuda_kernel, load
-from kvlab.jit.structs import ADDRESS, Struct
+from kvlab.jit.structs import ADDRESS, Struct, words_of
+from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
+    MAP_WORDS,
     TensorMaps,
     can_be_mapped,
     contiguous_strides,
+    encoder_of,
     fields_of,
     is_aligned,
     is_capped,
-    placed,
 )
-from kvlab.ops.cuda.attention import attend as attend_one
 from kvlab.ops.cuda.attention_sm90 import SHAPES, shared_bytes
+from kvlab.ops.cuda.grouped_separate import attend_with, check_lengths
 from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, SEMAPHORE_OFFSET, heads_of_tile, pairs_of_section
-from kvlab.ops.device_arrays import launch, multiprocessors
+from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
-    from kvlab.ops.attention import Scores
-    from kvlab.ops.grouped import Groups
+    from kvlab.ops.grouped import GroupedArrays, GroupedCall
 
-__all__ = ["ENTRY_BYTES", "GroupedCall", "attend", "attend_separately", "separately"]
+__all__ = ["ENTRY_BYTES", "ListedCall", "attend", "attend_separately"]
 
-MOST_GROUPS = 16
 ENTRY_BYTES = 64
-SPLIT_DIM = 128  # largest head dimension whose tiles are split over keys
+SPLIT_DIM = 128
+"""Largest head dimension whose tiles are split over keys."""
 
-_LIST_THREADS, _PREFIX_THREADS = 1024, 128
-_EACH = range(MOST_GROUPS)
+_LIST_THREADS = 1024
+_MOST_GROUPS = 16
+_EACH = range(_MOST_GROUPS)
 
 _LIST_CALL = Struct(
     **{f"cu_q{g}": ADDRESS for g in _EACH},
@@ -66,95 +68,57 @@ _CALL = Struct(
     **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
 )  # fmt: skip
-_MAP_BYTES = 128
-_ARGUMENT_BYTES = -(-((MOST_GROUPS + 3) * _MAP_BYTES + _CALL.size) // 64) * 64
-
-_PREFIX_CALL = Struct(
-    **{f"cu_q{g}": ADDRESS for g in _EACH},
-    **{f"prefix_lens{g}": ADDRESS for g in _EACH},
-    cu_k=ADDRESS, bounds=ADDRESS, sequences="i", unused="i",
-)  # fmt: skip
+_NUM_MAPS = _MOST_GROUPS + 3  # q of each group, k, v, out
+_ARGUMENT_BYTES = -(-(8 * MAP_WORDS * _NUM_MAPS + _CALL.size) // 64) * 64
+_FIRST_WORD = MAP_WORDS * _NUM_MAPS
+_LSE, _PARTS, _ARRIVALS, _LIST, _SEMAPHORE = (
+    _FIRST_WORD + _CALL.word(name) for name in ("lse", "parts", "arrivals", "list", "semaphore")
+)
 
 
-def attend(
-    q_groups: Sequence[ArrayT],
-    k: Any,
-    v: Any,
-    groups: Groups,
-    scores: Scores,
-    implementation: str | None,
-    sm_margin: int,
-) -> tuple[list[ArrayT], list[ArrayT]]:
-    """Launcher of backend "cuda" for Hopper; arguments and results as `kvlab.ops.cpu.grouped.attend`."""
-    views = [cuda_view(q, f"q_groups[{g}]") for g, q in enumerate(q_groups)]
-    keys = cuda_view(k, "k"), cuda_view(v, "v")
-    present = [g for g, view in enumerate(views) if view.shape[0]]
-    mapped = [views[g] for g in present]
-    arrays = [*mapped, *keys]
-    suits = all(map(is_aligned, arrays)) and all(map(can_be_mapped, arrays)) and not is_capped(scores)
-    if not present or keys[0].shape[0] == 0 or (implementation is None and not suits):
-        return attend_separately(q_groups, k, v, groups, scores, implementation, sm_margin)
-    if not suits:
-        raise NotImplementedError(
-            f"implementation={implementation!r}: the scale must be positive, and rows of all arrays must "
-            "begin at multiples of 16 bytes, in memory that no two elements share; pass copies, or "
-            "implementation='separate'"
-        )
-    lengths = groups.cu_k.shape[0] - 1, groups.max_q, groups.max_k  # type: ignore[attr-defined]
-    prepared = _prepare(
-        tuple(map(placed, mapped)), *map(placed, keys), lengths, scores, implementation != "listed", sm_margin
-    )
-    rows = [view.shape[0] for view in views]
-    heads, dim = views[0].shape[1:]
-    out = empty((sum(rows), heads, dim), views[0].dtype, q_groups[0])
-    lse = empty((heads, sum(rows)), "float32", q_groups[0])
-    prepared(
-        [view.pointer for view in mapped], [view.pointer for view in keys], pointer_of(out), pointer_of(lse),
-        [_address(groups.cu_q[g], f"cu_seqlens_q_groups[{g}]") for g in present],
-        [_address(groups.prefix_lens[g], f"prefix_lens[{g}]") for g in present],
-        _address(groups.cu_k, "cu_seqlens_k"), q_groups[0],
-    )  # fmt: skip
-    ends = np.cumsum([0, *rows]).tolist()
-    spans = [slice(*ends[g : g + 2]) for g in range(len(rows))]
-    of_all: tuple[Any, Any] = out, lse
-    return [of_all[0][span] for span in spans], [of_all[1][:, span] for span in spans]
+def attend(call: GroupedCall, arrays: GroupedArrays, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
+    """Launcher of backend "cuda" for Hopper: outs and lses, lists with one array a group."""
+    listed = _listed(call)
+    if listed is None:
+        return attend_separately(call, arrays, addresses)
+    return listed(addresses)
 
 
-def _address(x: Any, name: str) -> int:
-    view = cuda_view(x, name)
-    if view.shape[0] > 1 and view.strides[0] != 1:
-        raise NotImplementedError(f"{name} has stride {view.strides[0]}: pass a contiguous copy")
-    return view.pointer
+def attend_separately(
+    call: GroupedCall, arrays: GroupedArrays, addresses: Sequence[int]
+) -> tuple[list[Any], list[Any]]:
+    """Launcher of backend "cuda" for separate calls."""
+    return attend_with("cuda", call, arrays, addresses)
 
 
 @lru_cache(maxsize=1024)
-def _prepare(
-    q_groups: tuple[CudaView, ...],
-    k: CudaView,
-    v: CudaView,
-    lengths: tuple[int, int, int],
-    scores: Scores,
-    paired: bool,
-    sm_margin: int,
-) -> GroupedCall:
-    return GroupedCall(q_groups, k, v, lengths, scores, paired, sm_margin)
+def _listed(call: GroupedCall) -> ListedCall | None:
+    """Prepare a call; None if it is to be computed separately."""
+    count = call.groups
+    present = [g for g in range(count) if call.rows[g]]
+    views = [call.views[g] for g in present] + [*call.views[count : count + 2]]
+    if not present or views[-1].shape[0] == 0:
+        return None
+    suits = all(map(is_aligned, views)) and all(map(can_be_mapped, views)) and not is_capped(call.scores)
+    if suits:
+        return ListedCall(call, present)
+    if call.implementation is None:
+        return None
+    raise NotImplementedError(
+        f"implementation={call.implementation!r}: the scale must be positive, and rows of all arrays must "
+        "begin at multiples of 16 bytes, in memory that no two elements share; pass copies, or "
+        "implementation='separate'"
+    )
 
 
-class GroupedCall:
-    """All calls of one kind: of the same shapes, strides and options.
+class ListedCall:
+    """All calls of one kind, of arrays that tensor copies can read.
 
     Parameters
     ----------
-    q_groups : tuple of CudaView
-        Of groups that have rows.
-    k, v : CudaView
-    lengths : tuple of int
-        Sequences, and at least as many rows and keys as the longest has.
-    scores : Scores
-    paired : bool
-        Whether tiles hold rows of several groups.
-    sm_margin : int
-        Multiprocessors to leave to others.
+    call : GroupedCall
+    present : list of int
+        The groups that have rows.
 
     Attributes
     ----------
@@ -164,159 +128,108 @@ class GroupedCall:
         Blocks that parts of tiles are made for; 0 where tiles are never split.
     """
 
-    def __init__(
-        self,
-        q_groups: tuple[CudaView, ...],
-        k: CudaView,
-        v: CudaView,
-        lengths: tuple[int, int, int],
-        scores: Scores,
-        paired: bool,
-        sm_margin: int,
-    ) -> None:
-        first, device, sequences = q_groups[0], q_groups[0].device, lengths[0]
-        fields = fields_of(first, k, lengths, scores)
-        _, heads, dim = first.shape
-        heads_kv, group = k.shape[-2], fields["group"]
+    def __init__(self, call: GroupedCall, present: list[int]) -> None:
+        check_lengths(call)
+        count = call.groups
+        q_groups = [call.views[g] for g in present]
+        k, v = call.views[count : count + 2]
+        first, device, sequences = q_groups[0], k.device, call.sizes["batch"]
+        fields = fields_of(first, k, (sequences, *call.longest), call.scores)
+        heads, dim, heads_kv, group = first.shape[1], first.shape[2], k.shape[1], fields["group"]
         head_dim = min(size for size in SHAPES if size >= dim)
         block_n, entries, q_slots = SHAPES[head_dim]
         pack = heads_of_tile(group)
-        positions = ROWS // pack
-        rows = [view.shape[0] for view in q_groups]
+        positions, rows = ROWS // pack, call.rows
         tile = positions * entries
-        of_head = sum((count + sequences * (tile - 1)) // tile for count in rows)
-        self.capacity = of_head * heads_kv * (group // pack)
-        blocks = max(1, multiprocessors(device) - sm_margin)
-        self.split_blocks = blocks if head_dim <= SPLIT_DIM and self.capacity <= 2 * blocks else 0
+        of_head = sum((rows[g] + sequences * (tile - 1)) // tile for g in present)
+        blocks = max(1, multiprocessors(device) - call.sm_margin)
+        tiles = of_head * heads_kv * (group // pack)
+        self.split_blocks = blocks if head_dim <= SPLIT_DIM and tiles <= 2 * blocks else 0
         most_parts = 3 * self.split_blocks
-        self.capacity += most_parts
+        self.capacity = tiles + most_parts
         sizes = (
             HEAD_BYTES + entries * ENTRY_BYTES * self.capacity, 4 * entries * most_parts, 4 * sequences,
             4 * entries * of_head,
         )  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
-        self._begins, self.nbytes = begins[:4], begins[4]  # list, arrivals, bases, order
-        self._part_floats = most_parts * entries * 128 * (head_dim // 2 + 4)
+        self._begins = begins[:4]  # of the list, arrivals, bases, order
+        kind = call.kinds[0]
+        self._new_list = allocator((begins[4],), "uint8", kind)
+        self._new_parts = allocator((most_parts * entries * 128 * (head_dim // 2 + 4),), "float32", kind)
+        total = (sum(rows), heads, dim)
+        self._new_out = allocator(total, first.dtype, kind)
+        self._new_lse = allocator((heads, sum(rows)), "float32", kind)
+        self._stream = stream_of(kind)
+        starts = np.cumsum([0, *rows]).tolist()
+        self._spans = [slice(*starts[g : g + 2]) for g in range(count)]
+
+        # Places of addresses among those of a call: q, k, v; cu_seqlens, prefixes.
+        self._mapped = [*present, *present[:1] * (_MOST_GROUPS - len(present)), count, count + 1]
+        self._lengths = [count + 2 + g for g in present], [2 * count + 2 + g for g in present]
         pairs = sequences * heads_kv
         bytes_of_keys = 4 * k.shape[0] * heads_kv * dim
         of_section = pairs if self.split_blocks else pairs_of_section(pairs, bytes_of_keys)
-        self._list_template = _LIST_CALL.template({
-            "capacity": self.capacity, "sequences": sequences, "groups": len(rows), "heads_kv": heads_kv,
+        list_argument = _LIST_CALL.array({
+            "capacity": self.capacity, "sequences": sequences, "groups": len(present), "heads_kv": heads_kv,
             "group": group, "pack": pack, "positions": positions, "entries": entries, "block_n": block_n,
-            "pairs": of_section, "causal": int(scores.right == 0), "paired": int(paired),
-            "blocks": self.split_blocks, "most_parts": most_parts,
+            "pairs": of_section, "causal": int(call.scores.right == 0),
+            "paired": int(call.implementation != "listed"), "blocks": self.split_blocks,
+            "most_parts": most_parts,
         })  # fmt: skip
-        self._list_argument = np.zeros(1, f"V{_LIST_CALL.size}")
+        self._list_words = words_of(list_argument)
         make_list = cuda_kernel("attention/grouped_list", "make_grouped_list", (), device)
         self._make_list = PreparedLaunch(
-            make_list, (-(-pairs // of_section),), (_LIST_THREADS,), self._list_argument
+            make_list, (-(-pairs // of_section),), (_LIST_THREADS,), list_argument
         )
-        all_rows = (sum(rows), heads, dim)
-        out = CudaView(0, all_rows, (*contiguous_strides(all_rows)[1:], 1), *first[3:])
-        self._q_maps = [TensorMaps(view, positions, pack) for view in q_groups]
-        self._kv_maps = [TensorMaps(view, block_n) for view in (k, v)]
-        self._out_map = TensorMaps(out, positions, pack)
-        first_rows = np.cumsum([0, *rows]).tolist()
-        self._template = _CALL.template(
+
+        argument = np.zeros(_ARGUMENT_BYTES // 8, np.uint64)
+        of_call = _CALL.array(
             {name: fields[name] for name in ("dim", "left", "right", "scale", "softcap")}
-            | {f"first_row{g}": first_rows[min(g, len(rows))] for g in _EACH}
-            | {
-                "lse_batch": 0,
-                "lse_head": sum(rows),
-                "num_segments": 0,
-                "segment_len": 0,
-                "box": 0,
-                "unused": 0,
-            }
-            | {"variable": 1, "pack": pack, "positions": positions, "reciprocal": -(-65536 // pack)}
+            | {f"first_row{g}": starts[present[g]] if g < len(present) else 0 for g in _EACH}
+            | dict.fromkeys(("lse_batch", "num_segments", "segment_len", "box", "unused"), 0)
+            | {"lse_head": sum(rows), "variable": 1}
+            | {"pack": pack, "positions": positions, "reciprocal": -(-65536 // pack)}
         )
-        self._argument = np.zeros(1, f"V{_ARGUMENT_BYTES}")
-        macros = {
-            "HEAD_DIM": head_dim,
-            "BLOCK_N": block_n,
-            "GROUPS": entries,
-            "Q_SLOTS": q_slots,
-            "SOFTCAP": 0,
-        }
-        macros |= {"BF16": int(first.dtype == "bfloat16"), "QUERY_GROUPS": MOST_GROUPS}
+        argument[_FIRST_WORD:][: _CALL.size // 8] = of_call.view(np.uint64)
+        self._words = words_of(argument)
+        out = CudaView(0, total, (*contiguous_strides(total)[1:], 1), *first[3:])
+        of_q = [encoder_of(call.views[place], positions, pack) for place in self._mapped[:_MOST_GROUPS]]
+        of_keys = [encoder_of(x, block_n) for x in (k, v)]
+        self._maps = TensorMaps(self._words, *of_q, *of_keys, encoder_of(out, positions, pack))
+        macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
+        macros |= {"BF16": int(first.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": _MOST_GROUPS}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=device)
         self._attend = PreparedLaunch(
-            kernel, (min(self.capacity, blocks),), (128 + 128 * entries,), self._argument,
+            kernel, (min(self.capacity, blocks),), (128 + 128 * entries,), argument,
             shared_bytes(head_dim, block_n, entries, q_slots),
         )  # fmt: skip
         self._lock = Lock()
 
-    def __call__(
-        self,
-        q_groups: Sequence[int],
-        keys: Sequence[int],
-        out: int,
-        lse: int,
-        cu_q: Sequence[int],
-        prefix_lens: Sequence[int],
-        cu_k: int,
-        like: Any,
-    ) -> None:
-        """Launch on the current stream of `like`, from whose library memory comes; all else are addresses."""
-        stream = current_stream(like)
-        memory = empty((self.nbytes,), "uint8", like)
-        parts = empty((self._part_floats,), "float32", like) if self._part_floats else None
-        tiles, arrivals, bases, order = (pointer_of(memory) + begin for begin in self._begins)
-        nothing = [0] * (MOST_GROUPS - len(q_groups))
-        bounds = (*cu_q, *nothing, *prefix_lens, *nothing, cu_k)
-        maps = [maps.at(pointer) for maps, pointer in zip(self._q_maps, q_groups, strict=True)]
-        maps += [maps[0]] * len(nothing)
-        maps += [maps.at(pointer) for maps, pointer in zip(self._kv_maps, keys, strict=True)]
-        maps.append(self._out_map.at(out))
-        addresses = (
-            lse,
-            pointer_of(parts) if parts is not None else 0,
-            arrivals,
-            0,
-            tiles,
-            tiles + SEMAPHORE_OFFSET,
-        )
+    def __call__(self, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """Launch on the current stream of the arrays' library, given their addresses."""
+        (out, out_at), (lse, lse_at) = self._new_out(), self._new_lse()
+        stream = self._stream()
         with self._lock:
-            self._list_argument[0] = self._list_template.pack((*bounds, tiles, arrivals, bases, order))
-            self._make_list(stream)
-            self._argument[0] = b"".join((*maps, self._template.pack(addresses)))
+            made = self._launch_list(addresses, stream)
+            parts, parts_at = self._new_parts() if self.split_blocks else (None, 0)
+            self._maps.point_to([*(addresses[place] for place in self._mapped), out_at])
+            at = made[1] + self._begins[0]
+            words = self._words
+            words[_LSE], words[_PARTS], words[_ARRIVALS] = lse_at, parts_at, made[1] + self._begins[1]
+            words[_LIST], words[_SEMAPHORE] = at, at + SEMAPHORE_OFFSET
             self._attend(stream)
-        del memory, parts  # stream-ordered: what reuses them comes after these launches
+        del made, parts  # stream-ordered: what reuses the memory comes after these launches
+        return [out[span] for span in self._spans], [lse[:, span] for span in self._spans]
 
-
-def attend_separately(
-    q_groups: Sequence[ArrayT],
-    k: Any,
-    v: Any,
-    groups: Groups,
-    scores: Scores,
-    _implementation: str | None,
-    sm_margin: int,
-) -> tuple[list[ArrayT], list[ArrayT]]:
-    """Launcher of backend "cuda" for separate calls; arguments and results as `attend`."""
-    results = [
-        attend_one(q, k, v, sequences, scores, sm_margin)
-        for q, sequences in zip(q_groups, separately(q_groups, groups), strict=True)
-    ]
-    return [out for out, _ in results], [lse for _, lse in results]
-
-
-def separately(q_groups: Sequence[Any], groups: Groups) -> list[Any]:
-    """Return the sequences of a call of each group: every prefix, and behind it a gap without queries."""
-    from kvlab.ops.attention import Sequences
-
-    like = q_groups[0]
-    sequences = groups.cu_k.shape[0] - 1  # type: ignore[attr-defined]
-    bounds = empty((len(q_groups), 2, 2 * sequences + 1), "int32", like)
-    nothing = [0] * (MOST_GROUPS - len(q_groups))
-    cu_q = [_address(x, f"cu_seqlens_q_groups[{g}]") for g, x in enumerate(groups.cu_q)]
-    lens = [_address(x, f"prefix_lens[{g}]") for g, x in enumerate(groups.prefix_lens)]
-    call = _PREFIX_CALL.template({"sequences": sequences, "unused": 0}).fill(
-        [*cu_q, *nothing, *lens, *nothing, _address(groups.cu_k, "cu_seqlens_k"), pointer_of(bounds)]
-    )
-    kernel = cuda_kernel(
-        "attention/prefixes", "cut_prefixes", (), cuda_view(groups.cu_k, "cu_seqlens_k").device
-    )
-    grid = sequences // _PREFIX_THREADS + 1, len(q_groups)
-    launch(kernel, grid, (_PREFIX_THREADS,), [call], like)
-    return [Sequences(bounds[g][0], bounds[g][1], groups.max_q, groups.max_k) for g in range(len(q_groups))]
+    def _launch_list(self, addresses: Sequence[int], stream: int) -> tuple[Any, int]:
+        """Make a list on a stream, in new memory."""
+        made = self._new_list()
+        words = self._list_words
+        for name, places in zip(("cu_q0", "prefix_lens0"), self._lengths, strict=True):
+            for word, place in enumerate(places, _LIST_CALL.word(name)):
+                words[word] = addresses[place]
+        words[_LIST_CALL.word("cu_k")] = addresses[-1]
+        for word, begin in enumerate(self._begins, _LIST_CALL.word("list")):
+            words[word] = made[1] + begin
+        self._make_list(stream)
+        return made

@@ -1,6 +1,6 @@
 """Attention of groups of queries on a GPU through Numba: a call for each group.
 
-The kernels are for reading; what the groups of a call share is shown by the kernels of CUDA C++.
+These kernels are for reading; what groups share is shown by the kernels of CUDA C++.
 """
 
 from __future__ import annotations
@@ -8,23 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvlab.arrays import ArrayT
-from kvlab.ops.cuda.grouped import separately
-from kvlab.ops.numba.attention import attend
+from kvlab.ops.cuda.grouped_separate import attend_with
 
 if TYPE_CHECKING:
-    from kvlab.ops.attention import Scores
-    from kvlab.ops.grouped import Groups
+    from kvlab.ops.grouped import GroupedArrays, GroupedCall
 
 __all__ = ["attend_separately"]
 
 
 def attend_separately(
-    q_groups: Sequence[ArrayT], k: Any, v: Any, groups: Groups, scores: Scores, *_: Any
-) -> tuple[list[ArrayT], list[ArrayT]]:
-    """Launcher of backend "numba"; arguments and results as `kvlab.ops.cpu.grouped.attend`."""
-    results = [
-        attend(q, k, v, sequences, scores)
-        for q, sequences in zip(q_groups, separately(q_groups, groups), strict=True)
-    ]
-    return [out for out, _ in results], [lse for _, lse in results]
+    call: GroupedCall, arrays: GroupedArrays, addresses: Sequence[int]
+) -> tuple[list[Any], list[Any]]:
+    """Launcher of backend "numba": outs and lses, lists with one array a group."""
+    return attend_with("numba", call, arrays, addresses)

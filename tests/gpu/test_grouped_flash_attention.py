@@ -1,0 +1,131 @@
+"""grouped_attention_varlen on GPUs: promise 2, the same bits as separate calls where tiles are, repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvlab
+from tests.compare import assert_accurate
+from tests.gpu.attention_cases import DTYPES, poison, to_numpy
+from tests.grouped import GroupedCase, make_case, scenarios, zigzag
+
+
+def on_gpu(x: np.ndarray) -> torch.Tensor:
+    if x.dtype == DTYPES["bfloat16"]:
+        return torch.from_numpy(np.ascontiguousarray(x).view(np.int16)).cuda().view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(x)).cuda()
+
+
+def arguments(case: GroupedCase) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = dict(case.options)
+    for name in ("cu_seqlens_q_groups", "prefix_lens"):
+        options[name] = [on_gpu(x) for x in options[name]]
+    options["cu_seqlens_k"] = on_gpu(options["cu_seqlens_k"])
+    return ([on_gpu(q) for q in case.q_groups], on_gpu(case.k), on_gpu(case.v)), options
+
+
+def attend(case: GroupedCase, **options: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    arrays, own = arguments(case)
+    poison(torch.cat(arrays[0]))
+    found: Any = kvlab.grouped_attention_varlen(*arrays, return_lse=True, **own, **options)
+    return found
+
+
+def assert_right(case: GroupedCase, outs: list[torch.Tensor], lses: list[torch.Tensor]) -> None:
+    """Judge all groups as the one call that they are."""
+    for q, out, lse in zip(case.q_groups, outs, lses, strict=True):
+        assert (tuple(out.shape), tuple(lse.shape)) == (q.shape, (q.shape[1], len(q)))
+    for name, axis, found in (("outs", 0, outs), ("lses", 1, lses)):
+        kind = int(name == "lses")
+        expected, low = (np.concatenate(x[kind], axis) for x in (case.expected(), case.low_precision()))
+        assert_accurate(np.concatenate([to_numpy(x) for x in found], axis), expected, low, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((64, 8), 64), ((4, 4), 96), ((8, 1), 256)])
+@pytest.mark.parametrize("name", scenarios())
+def test_scenarios(name: str, heads: tuple[int, int], head_dim: int, dtype: str) -> None:
+    case = make_case(**scenarios(3)[name], heads=heads, head_dim=head_dim, dtype=DTYPES[dtype])
+    for implementation in ("separate", "listed", "paired"):
+        outs, lses = attend(case, implementation=implementation)
+        assert kvlab.last_backend() == "cuda"
+        assert_right(case, outs, lses)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "numba"])
+@pytest.mark.parametrize("name", scenarios())
+def test_separate_calls_in_float32(name: str, backend: str) -> None:
+    case = make_case(**scenarios()[name], head_dim=48, dtype=np.dtype(np.float32))
+    assert_right(case, *attend(case, backend=backend))
+    assert kvlab.last_backend() == backend
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_equal_to_separate_calls_bit_for_bit_where_nothing_is_split(head_dim: int) -> None:
+    """Enough tiles that none is split over keys; then each row meets its keys as in a call of its own."""
+    case = zigzag(2048, 2, 1, sequences=4, heads=(32, 8), head_dim=head_dim)
+    separate = attend(case, implementation="separate")
+    for implementation in ("listed", "paired"):
+        for kind, one in zip(separate, attend(case, implementation=implementation), strict=True):
+            for expected, found in zip(kind, one, strict=True):
+                assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("implementation", ["listed", "paired"])
+def test_tiles_split_over_keys(implementation: str) -> None:
+    """One KV head and many keys; the same bits a thousand times, whichever part of a tile comes last."""
+    case = zigzag(8192, 8, 3, heads=(4, 1), head_dim=128, seed=5)
+    outs, lses = attend(case, implementation=implementation)
+    assert_right(case, outs, lses)
+    arrays, own = arguments(case)
+    for _ in range(1000):
+        again: Any = kvlab.grouped_attention_varlen(
+            *arrays, return_lse=True, implementation=implementation, **own
+        )
+        for kind, one in zip((outs, lses), again, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(kind, one, strict=True))
+
+
+def test_wrong_answers_would_be_noticed() -> None:
+    case = make_case([[200, 9], [20, 90]], [[300, 11], [600, 250]], [640, 400], head_dim=128, seed=3)
+    expected, low = (np.concatenate(x[0]) for x in (case.expected(), case.low_precision()))
+    outs, _ = attend(case)
+    assert_accurate(np.concatenate([to_numpy(x) for x in outs]), expected, low)
+    for answer in case.wrong().values():
+        if len(answer[0]) == len(case.q_groups[0]):
+            with pytest.raises(AssertionError):
+                assert_accurate(np.concatenate(answer), expected, low)
+
+
+def test_keys_that_no_group_sees_may_be_anything() -> None:
+    case = make_case([[90, 40], [70, 50]], [[300, 60], [200, 30]], [640, 400], head_dim=128)
+    clean = attend(case)
+    for x in (case.k, case.v):
+        x[300:640], x[700:] = np.nan, np.nan
+    for one, other in zip(clean, attend(case), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_unsuitable_arrays_are_refused_or_computed_separately() -> None:
+    case = make_case([[40], [30]], [[50], [90]], [100], head_dim=36)
+    with pytest.raises(NotImplementedError, match="pass copies, or implementation='separate'"):
+        attend(case, implementation="paired")
+    assert_right(case, *attend(case))
+
+
+def test_in_a_graph() -> None:
+    case = zigzag(4096, 4, 2, heads=(8, 2), head_dim=128)
+    arrays, own = arguments(case)
+    expected: Any = kvlab.grouped_attention_varlen(*arrays, **own)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found: Any = kvlab.grouped_attention_varlen(*arrays, **own)
+    for _ in range(10):
+        for out in found:
+            out.zero_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

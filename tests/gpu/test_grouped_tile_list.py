@@ -1,0 +1,85 @@
+"""Lists of tiles of groups that the device makes against those of the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvlab.ops import grouped as operation
+from kvlab.ops.cuda import grouped as grouped_cuda
+from kvlab.ops.cuda.attention_sm90 import SHAPES
+from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, heads_of_tile
+from kvlab.reference.grouped_tiles import ENTRY, grouped_tiles, tiles_of_keys
+
+FIELDS = [name for name in ENTRY.names or () if name != "slot"]
+
+
+def made_list(rows: Any, lens: Any, keys: Any, heads: tuple[int, int], dim: int, **options: Any) -> Any:
+    """Return the tiles that the device makes, and the call."""
+    bounds = [torch.from_numpy(np.cumsum([0, *x]).astype(np.int32)).cuda() for x in rows]
+    q = [torch.empty(int(x.sum()), heads[0], dim, device="cuda", dtype=torch.float16) for x in rows]
+    k = torch.empty(int(keys.sum()), heads[1], dim, device="cuda", dtype=torch.float16)
+    arrays = operation.GroupedArrays(
+        q, k, k, bounds, [torch.from_numpy(x.astype(np.int32)).cuda() for x in lens],
+        torch.from_numpy(np.cumsum([0, *keys]).astype(np.int32)).cuda(),
+    )  # fmt: skip
+    implementation = "paired" if options["paired"] else "listed"
+    call, addresses = operation._call_of(
+        arrays, options["causal"], None, implementation, (None, None), 0, None
+    )
+    listed = grouped_cuda.ListedCall(call, list(range(len(rows))))
+    memory, _ = listed._launch_list(addresses, torch.cuda.current_stream().cuda_stream)
+    stored = memory.cpu().numpy()
+    count, semaphore = stored[:8].view(np.int32)
+    assert semaphore == 0
+    entries = SHAPES[dim][1]
+    size = ENTRY.itemsize * entries * count
+    return stored[HEAD_BYTES : HEAD_BYTES + size].view(ENTRY).reshape(count, entries), listed
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    number, groups = int(rng.choice([1, 1, 2, 7, 300, 4096])), int(rng.choice([1, 2, 2, 3, 16]))
+    keys = rng.integers(1, 2 + 400_000 // number // 16, number)
+    lens = np.stack([rng.integers(0, keys + 1) for _ in range(groups)])
+    rows = np.stack([rng.integers(0, 1 + 100_000 // number // groups // 16, number) for _ in range(groups)])
+    rows[:, 0] += 1
+    group = int(rng.choice([1, 4, 8, 12]))
+    heads_kv = int(rng.choice([1, 1, 2, 8]))
+    dim = int(rng.choice([64, 96, 128, 256]))
+    block_n, entries, _ = SHAPES[dim]
+    pack = heads_of_tile(group)
+    options = {"causal": bool(rng.integers(4)), "paired": bool(rng.integers(2))}
+    tiles, listed = made_list(rows, lens, keys, (heads_kv * group, heads_kv), dim, **options)
+    expected = grouped_tiles(
+        rows, lens, keys, heads_kv, group, pack=pack, positions=ROWS // pack, entries=entries,
+        block_n=block_n, blocks=listed.split_blocks, **options,
+    )  # fmt: skip
+    assert len(tiles) == len(expected) <= listed.capacity
+    assert _sorted(tiles) == _sorted(expected)
+    slots = tiles["slot"][:, 0] + tiles["part"][:, 0]
+    split = tiles["num_parts"][:, 0] > 1
+    assert len(set(slots[split].tolist())) == split.sum() <= 3 * listed.split_blocks
+    if number * heads_kv <= 16 or listed.split_blocks:  # one section
+        assert (np.diff(tiles_of_keys(tiles, block_n)) <= 0).all() or tiles_of_keys(
+            tiles, block_n
+        ).max() > 1000
+
+
+def _sorted(tiles: Any) -> list[Any]:
+    return sorted(map(tuple, tiles[FIELDS].reshape(len(tiles), -1).tolist()))
+
+
+def test_a_wrong_list_would_be_noticed() -> None:
+    rows, lens, keys = np.array([[300], [200]]), np.array([[300], [900]]), np.array([900])
+    tiles, _ = made_list(rows, lens, keys, (4, 1), 128, causal=True, paired=False)
+    shape = {"pack": 4, "positions": 16, "entries": 2, "block_n": 128, "causal": True}
+    same = {"paired": False, "blocks": torch.cuda.get_device_properties(0).multi_processor_count}
+    assert _sorted(tiles) == _sorted(grouped_tiles(rows, lens, keys, 1, 4, **shape, **same))
+    for change in ({"paired": True}, {"blocks": 0}):
+        assert _sorted(tiles) != _sorted(grouped_tiles(rows, lens, keys, 1, 4, **shape, **same | change))
+    assert _sorted(tiles) != _sorted(grouped_tiles(rows, lens - 1, keys, 1, 4, **shape, **same))
