@@ -172,7 +172,7 @@ def test_older_gpus_get_the_kernels_in_numba(monkeypatch: pytest.MonkeyPatch) ->
     assert len(operations) == 10
     for operation in operations:
         supports = next(row.supports for row in registry.rows(operation) if row.backend == "numba")
-        listed = {"bits", "codec", "dtype"} & set(supports)
+        listed = {"bits", "codec", "dtype", "implementation"} & set(supports)
         requirements = {name: next(iter(supports[name])) for name in listed}
         requirements |= {"head_dim": 64} if "head_dim" in supports else {}
         for capability, backend in (((7, 5), "numba"), ((9, 0), "cuda")):
