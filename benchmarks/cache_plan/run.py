@@ -30,10 +30,10 @@ import torch
 
 from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import kernels, plan
-from kvlab.cache.cuda.collect import Collector
 from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.cuda.store import STATE, DeviceStore
 from kvlab.cache.ladder import parse_bits
+from kvlab.cache.score import Collector
 from kvlab.cache.store import ERRORS, LayerStore
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events

@@ -355,7 +355,7 @@ class CpuKernels:
         self, first: int, scores: Any, lse: Any, *, importance: str, decay: float, tokens: int, counted: int,
         stream: int,
     ) -> None:  # fmt: skip
-        """`kvlab.cache.cuda.score.score_stored`."""
+        """`kvlab.cache.score.score_stored`."""
         from kvlab.numba_kernels.cpu.cache_write import follow_mass
 
         take, span = weight_of_collection(decay, tokens)
@@ -375,7 +375,7 @@ class CpuKernels:
     def score_new(
         q: CudaView, k: CudaView, lse: Any, codes: Any, *, scale: float, softcap: float = 0.0, stream: int
     ) -> None:
-        """`kvlab.cache.cuda.score.score_new`: the attention that new tokens get from the last rows."""
+        """`kvlab.cache.score.score_new`: the attention that new tokens get from the last rows."""
         queries, keys = view_at(q).astype(np.float32), view_at(k).astype(np.float32)
         total = np.where(np.isfinite(lse), lse, np.float32(np.inf))
         visible, rows = np.ones(keys.shape[:2], bool), min(queries.shape[1], MOST_TOKENS)
@@ -385,7 +385,7 @@ class CpuKernels:
 
     @staticmethod
     def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
-        """`kvlab.cache.cuda.score.score_norms`."""
+        """`kvlab.cache.score.score_norms`."""
         if importance == "uniform":
             codes[...] = encode_importance(np.ones(1))[0]
         elif importance == "recency":

@@ -15,7 +15,7 @@ import torch
 
 from kvlab import last_backend
 from kvlab.arrays import cuda_view
-from kvlab.cache.cuda import score
+from kvlab.cache import score
 from kvlab.cache.importance import SPAN, make_policy
 from kvlab.ops.cuda.packed import kept_page_bytes
 from kvlab.ops.packed import mass_from_scores

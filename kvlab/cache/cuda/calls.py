@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from kvlab.arrays import CudaView
 from kvlab.cache.cuda import kernels
-from kvlab.cache.cuda.collect import Collector
 from kvlab.cache.cuda.waiting import Waiting
 from kvlab.cache.cuda.window import EXACT
 from kvlab.cache.ladder import Rung
+from kvlab.cache.score import Collector
 
 __all__ = ["Repeated", "StepCalls"]
 

@@ -22,7 +22,8 @@ from kvlab.arrays import (
     to_device,
     to_host,
 )
-from kvlab.cache.cuda import kernels, plan, score
+from kvlab.cache import score
+from kvlab.cache.cuda import kernels, plan
 from kvlab.cache.cuda.rows import RowMove
 from kvlab.cache.cuda.store import STATE, DevicePages, DeviceStore, PagesOfRows
 from kvlab.cache.ladder import Rung
@@ -145,7 +146,7 @@ class GpuKernels:
     # ---- importance ----------------------------------------------------------------------------------------
 
     def score_stored(self, first: int, scores: Any, lse: Any, **options: Any) -> None:
-        """Update the importance of stored tokens; options as of `kvlab.cache.cuda.score.score_stored`."""
+        """Update the importance of stored tokens; options as of `kvlab.cache.score.score_stored`."""
         score.score_stored(self._states(first), scores, lse, **options)
 
     score_new = staticmethod(score.score_new)

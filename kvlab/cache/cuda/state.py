@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from kvlab.cache.cuda.calls import Repeated, StepCalls
 from kvlab.cache.cuda.changes import MOST_ROOM, Changes, ladder_of
-from kvlab.cache.cuda.collect import Collector
 from kvlab.cache.cuda.kernels import MAX_STEPS
 from kvlab.cache.cuda.waiting import Merged, Waiting, takes_mean, waits_within
 from kvlab.cache.cuda.window import arena_share, store_on_gpu
 from kvlab.cache.layer import Layer
+from kvlab.cache.score import Collector
 
 __all__ = ["DeviceState", "Settings", "ShareOf"]
 

@@ -209,7 +209,7 @@ def attend(
         As in `kvlab.ops.packed.packed_attention`.
     scores : array, optional
         Receives the scores of the last rows; contiguous. float32 (batch, num_heads_kv, entries, keep_scores *
-        group, 64), or what `kvlab.cache.cuda.score.score_stored` reads: uint8 (batch, num_heads_kv, entries,
+        group, 64), or what `kvlab.cache.score.score_stored` reads: uint8 (batch, num_heads_kv, entries,
         kept_page_bytes(keep_scores * group)).
     sight : Sight, optional
         How far queries see back; its positions are read on the device, contiguous. `pages` has `base` then.

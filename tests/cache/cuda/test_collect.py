@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlab.cache import score
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.cuda import collect
 from tests.cache.cuda.numpy_gpu import Kernels
 
 LAYERS, HEADS, DIM = 5, 2, 64
@@ -31,7 +31,7 @@ def draw(steps: int) -> list[np.ndarray]:
 def test_layers_of_a_group_share_a_launch(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, group: int, launches: list[int]
 ) -> None:
-    monkeypatch.setattr(collect, "_MOST_LAYERS", group)
+    monkeypatch.setattr(score, "_MOST_LAYERS", group)
     cache = make()
     kernels.scored.clear()
     for _ in range(8):
