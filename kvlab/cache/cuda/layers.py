@@ -2,7 +2,7 @@
 
 A decode step of a layer is two launches: packed attention over the stored tokens, and the append, which adds
 the new ones to its result and stores them in open pages. A step whose arrays lie as those of the last one
-takes the host a short way (repeat.py). Open pages count as live as soon as a plan has made them, so no
+takes the host a short way (launches.py). Open pages count as live as soon as a plan has made them, so no
 decode step changes a byte of the budget. When the open pages of a layer are full, a plan for all layers at
 once chooses widths anew and opens others; the device does all of it and the host waits for nothing.
 Long steps (prefill) are planned and written at once (long.py).

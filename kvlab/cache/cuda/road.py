@@ -20,8 +20,8 @@ from kvlab.cache.budget import Limit
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.cuda.kernels import MAX_STEPS
-from kvlab.cache.cuda.repeat import remember, repeat
 from kvlab.cache.cuda.window import EXACT, joined, ladder_on_gpu, window_nbytes
+from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import CacheOptions
 from kvlab.device import translated_out_of_memory
@@ -178,7 +178,7 @@ class GpuRoad:
         """`MixedPrecisionCache.step` on tensors (B, H, S, D), as transformers has them; the result as there.
 
         Checks and Python's other work would take longer than the launches of a decode step, so a step like
-        the last one of its layer does without them (repeat.py).
+        the last one of its layer does without them (launches.py).
         """
         device, layout = self._device, None
         plain = valid is None and not (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -188,7 +188,7 @@ class GpuRoad:
                 q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap,
             )  # fmt: skip
             try:
-                out = repeat(device, layer, layout, q, k, v)
+                out = launch_again(device, layer, layout, q, k, v)
             except Exception:
                 with translated_out_of_memory("a step"):
                     raise
@@ -198,7 +198,7 @@ class GpuRoad:
         scale = self._options.head_dim**-0.5 if scale is None else scale
         out = self.step(layer, q, k, v, scale, softcap, valid)
         if device is not None and layout is not None and device.is_short(q.shape[1]):
-            remember(device, layer, layout, [q, k, v], scale, softcap)
+            keep_launches(device, layer, layout, [q, k, v], scale, softcap)
         return out
 
     def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kvlab.cache.cuda.calls import Repeated, StepCalls
 from kvlab.cache.cuda.changes import MOST_ROOM, Changes, ladder_of
 from kvlab.cache.cuda.kernels import MAX_STEPS
 from kvlab.cache.cuda.waiting import Merged, Waiting, takes_mean, waits_within
 from kvlab.cache.cuda.window import arena_share, store_on_gpu
+from kvlab.cache.launches import KnownStep, StepCalls
 from kvlab.cache.layer import Layer
 from kvlab.cache.score import Collector
 
@@ -110,7 +110,7 @@ class DeviceState:
         decay = 0.0 if settings.by_function else settings.ema_decay  # only what was received last counts
         self.collector = Collector(self.kernels, heads, settings.importance, decay)
         self.calls = StepCalls(self.kernels, heads, self.collector, self.waiting)
-        self.repeated: list[Repeated | None] = [None] * len(self.layers)
+        self.repeated: list[KnownStep | None] = [None] * len(self.layers)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ def test_recorded_steps(kernels: Kernels) -> None:
 
 
 class Tensor(np.ndarray):
-    """What `kvlab.cache.cuda.repeat` asks of tensors of torch, on arrays that the kernels in NumPy know."""
+    """What `kvlab.cache.launches` asks of tensors of torch, on arrays that the kernels in NumPy know."""
 
     kernels: Kernels
     requires_grad, heads_first = False, False
@@ -63,13 +63,13 @@ def test_repeated_steps(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> No
     """The short way of a decode step gives what the long one does; only steps like the last one take it."""
     monkeypatch.setattr(Tensor, "kernels", kernels, raising=False)
     rng, took = np.random.default_rng(10), []
-    whole = road.repeat
+    whole = road.launch_again
 
     def repeat(*args: Any) -> Any:
         took.append(whole(*args))
         return took[-1]
 
-    monkeypatch.setattr(road, "repeat", repeat)
+    monkeypatch.setattr(road, "launch_again", repeat)
     usual = make()
     steps = [80, *[1] * 30, 2, 2, 2, 1, 1]
     tokens = [[x.astype(np.float32) for x in draw(rng, usual, n)] for n in steps]
