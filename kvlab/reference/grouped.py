@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvlab.reference.attention import attend_rows, visible_keys
-from kvlab.reference.attention_backward import differentiate_rows
+from kvlab.reference.attention_backward import backward_rows
 
 __all__ = ["grouped_attention_varlen", "grouped_attention_varlen_backward"]
 
@@ -116,7 +116,7 @@ def grouped_attention_varlen_backward(
         dq, logs = np.zeros(q.shape), np.asarray(lse, np.float64)
         for own, seen in _spans(cu_q, cu_seqlens_k, lens):
             visible = visible_keys(own.stop - own.start, seen.stop - seen.start, causal=causal)
-            dq[own], more_dk, more_dv = differentiate_rows(
+            dq[own], more_dk, more_dv = backward_rows(
                 dout[own], q[own], keys[seen], values[seen], out[own], logs[:, own], visible, scale=scale
             )
             dk[seen] += more_dk
