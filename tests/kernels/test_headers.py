@@ -20,7 +20,6 @@ INCLUDED = re.compile(r'^#include "(.+)"', re.MULTILINE)
 LATER = {  # need macros or constants of the source that includes them, other than those of its specialisation
     "attention/backward.cuh", "attention/backward_cluster.cuh", "attention/backward_sm90.cuh",
     "attention/forward_grouped.cuh",
-    "attention/rows.cuh", "common/ampere.cuh",
 }  # fmt: skip
 HEADERS = [
     name

@@ -35,6 +35,8 @@ static_assert(S_TILES % 2 == 0 && D_TILES % 2 == 0 && Q_COLUMN_TILES % 2 == 0, "
 #include "common/ampere.cuh"
 #include "attention/backward.cuh"
 
+using RowCopier = Copier<THREADS, PITCH>;
+
 // c += a b; a is [16 M_COUNT, 16 STEPS] in shared memory, or the transposed; b is [16 STEPS, 8 N_COUNT], or
 // the transposed. Addresses are those of `across` for a and transposed b, of `along` for the other two.
 template <int M_COUNT, int N_COUNT, int STEPS, bool A_TRANSPOSED, bool B_TRANSPOSED, int A_PITCH, int B_PITCH>
@@ -88,7 +90,7 @@ struct Memory {
 };
 
 __device__ __forceinline__ void copy_tile(u16* to, const Tensor& t, const Call& call, const SeqInfo& s,
-                                          const Tile& at, const Copier& c) {
+                                          const Tile& at, const RowCopier& c) {
     copy_rows<BLOCK_M>(to, row_of(t, s, s.q0, at.row + ALIGNED * c.row, at.head) + ALIGNED * c.channel,
                        t.position, s.rows - at.row, c, call.dim);
 }
@@ -181,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, u = lane % 4;
     const int key = warp / PARTS * KEYS, part = warp % PARTS;
     const int q_row = warp % ROW_WARPS * Q_ROWS, q_column = warp / ROW_WARPS * Q_COLUMNS;
-    const Copier c = make_copier(call.dim);
+    const RowCopier c = RowCopier::of(call.dim);
     const int last_head = (kv_head + 1) * call.group;
     Tile at = first_tile(call, rows, kv_head);
     {

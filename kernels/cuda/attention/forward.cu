@@ -22,24 +22,80 @@
 // BLOCK_N; BLOCKS, how many CTAs a multiprocessor shall hold; SOFTCAP: 0 scores are scaled inside the
 // exponential, which takes scale > 0, 1 scaled, and capped if softcap > 0, before; ALIGNED: 1 rows can be
 // copied 16 bytes at a time, 0 element by element.
-#include "common/pairs.cuh"
+#include "attention/rows.cuh"
+#include "attention/softmax.cuh"
+#include "common/ampere.cuh"
 
 constexpr int BLOCK_M = WARPS * 16 * M_TILES, THREADS = WARPS * 32;
 constexpr int PITCH = HEAD_DIM + 8;                           // elements of a row in shared memory
 constexpr int K_STEPS = HEAD_DIM / 16;                        // of S = Q K^T
 constexpr int N_TILES = BLOCK_N / 8, D_TILES = HEAD_DIM / 8;  // 8 columns of S and of O
 
-#include "attention/call.cuh"
-#include "common/ampere.cuh"
-#include "attention/rows.cuh"
+using RowCopier = Copier<THREADS, PITCH>;
+
+// Masks for row `row` and row + 8 the keys of the tile at `key` that they must not see.
+template <int COUNT>
+__device__ __forceinline__ void apply_mask(float (&s)[COUNT], const Call& call, const Work& w, int key,
+                                           int row) {
+    asm volatile("" : "+r"(row));  // what follows from it shall not take registers while no tile is masked
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int position = (row + 8 * half) / call.group + w.behind;
+        const int first = position - call.left - key, last = min(position + call.right, w.keys - 1) - key;
+#pragma unroll
+        for (int i = 0; i < COUNT / 2; ++i) {
+            const int column = 8 * (i / 2) + 2 * (threadIdx.x % 4) + i % 2;
+            if (column < first || column > last) s[4 * (i / 2) + 2 * half + i % 2] = -INFINITE;
+        }
+    }
+}
+
+// Writes lse, and out as rows of PITCH elements to shared memory; `row` is the first of the 16.
+template <int COUNT>
+__device__ __forceinline__ void finish_rows(const Call& call, const Work& w, const Softmax& x,
+                                            float (&o)[COUNT], u16* to, int row, float scale_log2) {
+    const int lane = threadIdx.x % 32, g = lane / 4, u = lane % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = x.row_sum[half] + __shfl_xor_sync(ALL_LANES, x.row_sum[half], 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        const float factor = sum == 0.f ? 0.f : 1.f / sum;
+#pragma unroll
+        for (int n = 0; n < COUNT; n += 4)
+            *(u32*)(to + (g + 8 * half) * PITCH + 2 * n + 2 * u) =
+                pack_pair(o[n + 2 * half] * factor, o[n + 2 * half + 1] * factor);
+        const int own = row + g + 8 * half, position = own / call.group;
+        if (u == 0 && own < w.rows) {
+            const int head = blockIdx.y * call.group + own - position * call.group;
+            call.lse[w.batch * call.lse_batch + head * call.lse_head + w.q0 + position] =
+                sum == 0.f ? -INFINITE : (x.row_max[half] * scale_log2 + log2f(sum)) * LN2;
+        }
+    }
+}
+
+// Copies ROWS rows of out from shared memory, one warp; `row` is the first.
+template <int ROWS>
+__device__ __forceinline__ void copy_out(const Call& call, const Work& w, const u16* from, int row) {
+    constexpr int PIECE = ALIGNED ? 8 : 1, PIECES = HEAD_DIM / PIECE;
+    Element* out = base_of(call.out, w, w.q0, blockIdx.y * call.group);
+    for (int at = threadIdx.x % 32; at < ROWS * PIECES; at += 32) {
+        const int own = at / PIECES, channel = at % PIECES * PIECE;
+        if (row + own >= w.rows || channel >= call.dim) continue;
+        u16* to = out + row_offset(call.out, row + own, call.group) + channel;
+        if constexpr (ALIGNED)
+            *(uint4*)to = *(const uint4*)(from + own * PITCH + channel);
+        else
+            *to = from[own * PITCH + channel];
+    }
+}
 
 // Copies the rows of q of this CTA, zeros beyond the last.
-__device__ __forceinline__ void copy_queries(u16* to, const Call& call, const Work& w, const Copier& c) {
+__device__ __forceinline__ void copy_queries(u16* to, const Call& call, const Work& w, const RowCopier& c) {
     const u16* from = base_of(call.q, w, w.q0, blockIdx.y * call.group);
     if constexpr (ALIGNED) {
-        if (THREADS % CHUNKS && !c.takes_part) return;
+        if (THREADS % RowCopier::CHUNKS && !c.takes_part) return;
 #pragma unroll 2
-        for (int r = c.row; r < BLOCK_M; r += PASS)
+        for (int r = c.row; r < BLOCK_M; r += RowCopier::PASS)
             copy_async_if(shared_address(to + r * PITCH + c.channel),
                           from + row_offset(call.q, min(w.row0 + r, w.rows - 1), call.group) + c.channel,
                           c.any && w.row0 + r < w.rows);
@@ -97,10 +153,10 @@ __device__ __forceinline__ void multiply_values(float (&o)[M_TILES][4 * D_TILES]
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) u16 memory[];
     u16 *const q = memory, *const k = q + BLOCK_M * PITCH, *const v = k + BLOCK_N * PITCH;
-    const Work w = find_work(call);
+    const Work w = find_work<BLOCK_M, BLOCK_N>(call);
     if (w.row0 >= w.rows) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Copier c = make_copier(call.dim);
+    const RowCopier c = RowCopier::of(call.dim);
     const i64 k_stride = call.k.position, v_stride = call.v.position;
     const u16* next_k =
         base_of(call.k, w, w.k0 + w.first + ALIGNED * c.row, blockIdx.y) + ALIGNED * c.channel;

@@ -16,13 +16,11 @@
 // Macros: HEAD_DIM, a multiple of 32 that the channels are filled up to with zeros.
 #define BF16 0
 #define FLOAT32 1
-#include "common/pairs.cuh"
-
-constexpr int BLOCK_M = 32, BLOCK_N = 32, THREADS = 128, SOFTCAP = 1, ALIGNED = 0;
-constexpr int PITCH = HEAD_DIM + 4, P_PITCH = BLOCK_N + 4, PIECES = HEAD_DIM / 32;
-
-#include "attention/call.cuh"
 #include "attention/rows.cuh"
+#include "attention/softmax.cuh"
+
+constexpr int BLOCK_M = 32, BLOCK_N = 32, THREADS = 128;
+constexpr int PITCH = HEAD_DIM + 4, P_PITCH = BLOCK_N + 4, PIECES = HEAD_DIM / 32;
 
 // Copies rows of K or V, zeros for keys and channels that are not there.
 __device__ __forceinline__ void copy_keys(float* to, const Tensor& t, const Call& call, const Work& w,
@@ -67,7 +65,7 @@ __device__ __forceinline__ float score_of(const Call& call, float product) {
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) float memory[];
     float *const q = memory, *const kv = q + BLOCK_M * PITCH, *const p = kv + BLOCK_N * PITCH;
-    const Work w = find_work(call);
+    const Work w = find_work<BLOCK_M, BLOCK_N>(call);
     if (w.row0 >= w.rows) return;
     const int x = threadIdx.x % 8, own = threadIdx.x / 8 * 2;
     float o[2][4 * PIECES], peak[2] = {LOWEST, LOWEST}, sum[2] = {0.f, 0.f};

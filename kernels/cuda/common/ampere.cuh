@@ -1,9 +1,9 @@
 // cp.async and ldmatrix (sm_80 and later): rows of a tensor to shared memory, 8 x 8 matrices to registers.
 //
-// Needs HEAD_DIM, PITCH (elements of a row in shared memory), THREADS, ALIGNED (1: rows can be copied 16
-// bytes at a time, 0: element by element) and common/pairs.cuh, attention/call.cuh.
+// Macros: HEAD_DIM; ALIGNED: 1 rows can be copied 16 bytes at a time, 0 element by element.
 #pragma once
 #include "common/async_copies.cuh"
+#include "common/pairs.cuh"
 
 __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -11,24 +11,26 @@ __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 address) {
                  : "r"(address));
 }
 
-// How threads copy rows: CHUNKS 16-byte pieces side by side a row, PASS rows at a time.
-constexpr int CHUNKS = HEAD_DIM / 8, PASS = THREADS / CHUNKS;
-
+// How THREADS threads copy rows that lie PITCH elements apart in shared memory: CHUNKS 16-byte pieces side by
+// side a row, PASS rows at a time.
+template <int THREADS, int PITCH>
 struct Copier {
+    static constexpr int CHUNKS = HEAD_DIM / 8, PASS = THREADS / CHUNKS;
     int row, channel;      // of the first row and of the 16 bytes that this thread copies
     bool takes_part, any;  // any: there are such channels
-};
 
-__device__ __forceinline__ Copier make_copier(int dim) {
-    const int row = threadIdx.x / CHUNKS, channel = threadIdx.x % CHUNKS * 8;
-    return {row, channel, row < PASS, channel < dim};
-}
+    __device__ __forceinline__ static Copier of(int dim) {
+        const int row = threadIdx.x / CHUNKS, channel = threadIdx.x % CHUNKS * 8;
+        return {row, channel, row < PASS, channel < dim};
+    }
+};
 
 // Copies the first `present` of ROWS rows to shared memory, zeros for the others; `from` is this thread's
 // part of the first row.
-template <int ROWS>
-__device__ __forceinline__ void copy_rows(u16* to, const u16* from, i64 stride, int present, const Copier& c,
-                                          int dim) {
+template <int ROWS, int THREADS, int PITCH>
+__device__ __forceinline__ void copy_rows(u16* to, const u16* from, i64 stride, int present,
+                                          const Copier<THREADS, PITCH>& c, int dim) {
+    constexpr int CHUNKS = Copier<THREADS, PITCH>::CHUNKS, PASS = Copier<THREADS, PITCH>::PASS;
     if constexpr (ALIGNED) {
         if (THREADS % CHUNKS && !c.takes_part) return;
         const u32 at = shared_address(to + c.row * PITCH + c.channel);
