@@ -21,7 +21,7 @@ from kvlab.errors import OutOfMemory
 
 @pytest.fixture(autouse=True)
 def fresh_probe() -> Iterator[None]:
-    """Each test asks the hardware anew."""
+    """Each test asks the hardware again."""
     device._probe.cache_clear()
     yield
     device._probe.cache_clear()

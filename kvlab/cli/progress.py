@@ -17,7 +17,7 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 class Tick(Protocol):
-    """What is told of steps done, their total, and a note that stands beside the bar."""
+    """A callback: steps done, their total, and a note beside the bar."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 

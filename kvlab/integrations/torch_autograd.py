@@ -147,7 +147,7 @@ def _options_of(causal: bool, scale: float | None, left: int, right: int, softca
 def _run(
     function: Callable[..., Two], operator: Callable[..., Two], tensors: tuple[Any, ...], *numbers: Any
 ) -> Two:
-    """Compute in the cheapest way in which torch sees of the call what it has to see."""
+    """Compute in the cheapest way that torch can still differentiate and compile."""
     if _is_looked_at(tensors):
         return operator(*tensors, *numbers)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

@@ -6,7 +6,7 @@ no GPU needed. Kernels take plain parameters, as in C: pointers, integers, float
 
 A kernel is a function of ``kvlab.numba_kernels.cuda.<module>`` that returns, for its options,
 
-    (Python function, types of its arguments, (threads of a block, blocks a multiprocessor shall hold))
+    (Python function, types of its arguments, (threads of a block, blocks of a multiprocessor))
 
 so that options are constants of the kernel, as macros are in CUDA C++. A module with ``CONTRACT = False`` has
 every product and sum rounded on its own; else both may become one operation with one rounding. Pointers

@@ -124,7 +124,7 @@ def allocator(shape: Sequence[int], dtype: str, kind: Kind) -> Callable[[], tupl
 
 
 def stream_of(kind: Kind) -> Callable[[], int]:
-    """Return what tells the current stream of the library and the device of a kind, as `current_stream`."""
+    """Return a function: the current stream of a kind's library and device, as `current_stream`."""
     if not isinstance(kind[3], Device):
         torch = sys.modules["torch"]
         # What torch's own compiler calls; the public way makes a Stream object first, which takes 2 us.

@@ -2,7 +2,9 @@
 
 What a codec computes is defined in `kvlab/reference/codec.py`, down to the last bit; here calls are checked
 and sent to a backend. Codes are packed along the last axis, whatever axis groups run along, so that
-``unpack(quantized.packed, quantized.bits, quantized.shape[-1])`` always gives the codes.
+``unpack(quantized.packed, quantized.bits, quantized.shape[-1])`` always gives the codes. Caches do not use
+these codecs: their pages have a format that attention reads in place (`kvlab/pages.py`). They serve weights,
+activations and files, and the comparison of schemes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@
 // M_TILES 2, BLOCK_N 64: 128 of O, 64 of S (then 32 of P), 8 of Q, 4 of K or V, 8 of the softmax.
 //
 // Macros: HEAD_DIM, a multiple of 16 that the channels are filled up to with zeros; BF16; M_TILES; WARPS;
-// BLOCK_N; BLOCKS, how many CTAs a multiprocessor shall hold; SOFTCAP: 0 scores are scaled inside the
+// BLOCK_N; BLOCKS, CTAs of a multiprocessor; SOFTCAP: 0 scores are scaled inside the
 // exponential, which takes scale > 0, 1 scaled, and capped if softcap > 0, before; ALIGNED: 1 rows can be
 // copied 16 bytes at a time, 0 element by element.
 #include "attention/rows.cuh"
@@ -37,7 +37,7 @@ using RowCopier = Copier<THREADS, PITCH>;
 template <int COUNT>
 __device__ __forceinline__ void apply_mask(float (&s)[COUNT], const Call& call, const Work& w, int key,
                                            int row) {
-    asm volatile("" : "+r"(row));  // what follows from it shall not take registers while no tile is masked
+    asm volatile("" : "+r"(row));  // else what follows from it takes registers in tiles without a mask
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int position = (row + 8 * half) / call.group + w.behind;

@@ -85,7 +85,7 @@ __device__ __forceinline__ Rows find_rows(const Tile& t, const Call& call, int g
 __device__ __forceinline__ void apply_mask(float (&s)[SUMS_S], const Tile& t, const Rows& rows,
                                            const Call& call, int key, int row) {
     if (key >= rows.low && key + BLOCK_N - 1 <= rows.high) return;
-    asm volatile("" : "+r"(row));  // what follows from it shall not take registers while nothing is masked
+    asm volatile("" : "+r"(row));  // else what follows from it takes registers in tiles without a mask
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int own = rows.first_key + ((row + 8 * half) * call.reciprocal >> 16);

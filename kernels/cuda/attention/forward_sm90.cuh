@@ -64,7 +64,7 @@ __device__ __forceinline__ const Tile& tile_of(const Shared& m, int stage, int g
     return m.info[GROUPED ? stage * ENTRIES + group : stage];
 }
 
-// Where a warp is in stages that it goes round.
+// Stage and parity of a warp in a ring of stages.
 struct PipelineState {
     int stage;
     u32 parity;

@@ -39,7 +39,7 @@ __device__ __forceinline__ void copy_rows(u16* to, const u16* from, i64 stride, 
             if (ROWS % PASS && i + PASS > ROWS && c.row + i >= ROWS) break;
             copy_async_if(at + i * PITCH * 2, from, c.any && c.row + i < present);
             from += PASS * stride;
-            asm volatile("" : "+l"(from));  // step by step: the multiples of stride shall not take registers
+            asm volatile("" : "+l"(from));  // step by step, else multiples of stride take registers
         }
     } else {
 #pragma unroll 1

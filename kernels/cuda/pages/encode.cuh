@@ -13,7 +13,7 @@ __host__ __device__ constexpr int log_of(int power_of_two) {
 }
 
 constexpr int LOG_BLOCK = log_of(ROTATION_BLOCK);
-// What is left of the factor of the transform besides a power of 2: the square root of 2 as float16.
+// The transform's factor without its power of 2: 1, or the square root of 2 as float16.
 constexpr float FACTOR = LOG_BLOCK % 2 ? 1.4140625f : 1.f;
 
 __device__ __forceinline__ float raw_value(u32 bits) {

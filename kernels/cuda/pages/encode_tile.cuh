@@ -171,7 +171,7 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
     const int unit = exponent_of(value) - 3 - code_parts(BITS);
     factor *= power_of_two(range.unit + 7 - range.exponent - unit);
     if (BITS == 8 && LOG_BLOCK % 2) {
-        // It has more bits than float16 has so far down. Numbers that lose some instead are no 1/40 of a
+        // The factor would be subnormal and lose bits. Numbers lose them instead, less than 1/40 of a
         // unit.
         const int down = min(max(-17 - exponent_of(factor), 0), 14);
         if (__any_sync(ALL_LANES, down > 0)) {

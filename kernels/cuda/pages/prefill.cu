@@ -5,9 +5,9 @@
 //   write_prefill  grid (any, layers): a warp takes every so many destination page, its keys, then its
 //                  values, 16 slots at a time (pages/vectors.cuh), and needs no other.
 // Memory: shared a WarpSpace for each warp, 9.25 KiB at head_dim 128; registers such that 20 warps fill a
-// multiprocessor on Hopper, 16 where the compiler needs more than 96, 8 above head_dim 128. They are one CTA,
-// whose warps begin together and so find instructions that others asked for. A page takes some 13 KiB of
-// them: more than the cache of instructions holds would cost more than what they do.
+// multiprocessor on Hopper, 16 where the compiler needs more than 96, 8 above head_dim 128. They form one
+// CTA: its warps start together, so the instruction cache holds what most of them need next. The code for a
+// page has 13 KiB; if it outgrew that cache, fetching it would take longer than running it.
 //
 // Macros: HEAD_DIM; BF16.
 #include "common/async_copies.cuh"
@@ -79,7 +79,7 @@ __device__ __forceinline__ void ask_for_moves(const MoveList& list, WarpSpace& s
     if (lane == 0) page.moved = moved;
 }
 
-// What a move's slot gets besides codes: it takes the place of the move until it is stored.
+// Position and importance of a move's slot: a Detail takes the place of the move until it is stored.
 struct Detail {
     u16 slot;
     u8 unused, importance_shift;

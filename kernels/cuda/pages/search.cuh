@@ -209,7 +209,7 @@ __device__ __forceinline__ void to_codes(const Rotated& x, const Range& range, u
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) numbers[i] = x.numbers[i];
     if (BITS == 8 && LOG_BLOCK % 2 && factor < power_of_two(-17)) {
-        // It has more bits than float16 has so far down. Numbers that lose some instead are no 1/40 of a
+        // The factor would be subnormal and lose bits. Numbers lose them instead, less than 1/40 of a
         // unit.
         const int down = min(-17 - exponent_of(factor), 14);
         const u32 by = pack_halves(power_of_two(-down), power_of_two(-down));

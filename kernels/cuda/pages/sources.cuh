@@ -26,7 +26,7 @@ __device__ __forceinline__ bool is_new(const Move& move) {
     return move.from_rung == NEW_TOKEN;
 }
 
-// What all threads know of a side of a destination page, and what it gets besides codes.
+// A side of a destination page: its moves, what its rows hold, and its positions and importance.
 struct PageState {
     uint4 moves[SLOTS];           // Move
     uint4 halves[HEAD_DIM / 8];   // the mean of the keys of its pair, float16
@@ -62,7 +62,7 @@ __device__ __forceinline__ u8* row_for(u8* rows, const Move& move) {
     return rows + row_of(move.to_slot) * Rows::BYTES;
 }
 
-// Asks for the moves of a page, by the threads that have no tails to see to; NO_MOVE where there is none.
+// Asks for the moves of a page, by the threads without a tail; NO_MOVE where there is none.
 __device__ __forceinline__ void ask_for_moves(const MoveList& list, int group, uint4* moves) {
     const int thread = (int)thread_again() - SLOTS;
     if (thread < 0) return;

@@ -9,7 +9,7 @@
 //   lane  4 g + u: rows g and g + 8 (`Two`) of the sixteen; of every 16 channels from 16 t on, 2 u and the
 //         next of both rows in x[t][0] and x[t][1], channels 8 further on in x[t][2] and x[t][3]. That is
 //         both the first operand and the result of m16n8k16, and of a key's tile the pairs in their order.
-//         What there is one of for a row is found once: by lanes of even u for rows g, odd u for rows g + 8.
+//         Values of a whole row are computed once: lanes of even u have those of row g, odd u of row g + 8.
 // Memory: registers HEAD_DIM / 4 for the vectors, and as many again while they are rotated.
 //
 // Raw rows lie in shared memory as RawRows says.

@@ -66,7 +66,7 @@ def fill(case: AblationCase, progress: Callable[[int, int], None]) -> EvaluatedC
     Returns
     -------
     EvaluatedCache
-        Its quality is ``attention_error``, all that such data can tell: the relative error of attention in
+        Its quality is ``attention_error``, the one figure such data has: the relative error of attention in
         the first layer, against exact keys and values.
     """
     start = time.perf_counter()

@@ -22,7 +22,7 @@ __all__ = ["Options", "against_copy", "check"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is told: bytes of the arrays (packing, codec), threads, repeats of a timed call, where.
+    """Options of a run: bytes of the arrays (packing, codec), threads, repeats of a timed call, where.
 
     release: long sequences too (attention). baseline, contexts (cache): one of its baselines or "all", and
     stored tokens, divided by commas.

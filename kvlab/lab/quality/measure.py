@@ -106,7 +106,7 @@ def evaluate(
     ValueError
         If two cases have one name or the windows have another length.
     BudgetError
-        If a budget does not hold the windows, unless `give_up` is told.
+        If a budget does not hold the windows, unless `give_up` is given.
     RuntimeError
         If a cache took more bytes than its budget.
     """

@@ -21,7 +21,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {"smollm2": load_smollm2, "tiny": t
 
 
 class Reader:
-    """A model with its windows and caches; `tick` is told of every step done."""
+    """A model with its windows and caches; `tick` is called after every step."""
 
     def __init__(self, plan: Plan, tick: Callable[[int], None]) -> None:
         self.plan, self.tick = plan, tick

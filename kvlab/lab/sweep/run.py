@@ -213,7 +213,7 @@ class _WorkerLane(_Lane):
                 raise _Ended from None
             what = argument.name if isinstance(argument, AblationCase) else f"{count} cases"
             if isinstance(error, BrokenProcessPool):
-                error = WorkerDied(f"the process that ran {what} died, as it does without memory")
+                error = WorkerDied(f"the process that ran {what} died; lack of memory is the usual reason")
             elif isinstance(error, TimeoutError):
                 error = TimeoutError(f"{what} took longer than {allowed} s")
             if classify(error) in ("died", "timeout", "gpu"):  # this worker can do no more

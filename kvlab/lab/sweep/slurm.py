@@ -21,7 +21,7 @@ __all__ = ["SCRIPTS", "requeue_this_job", "submit"]
 SCRIPTS = Path(__file__).parents[3] / "slurm"
 """The batch scripts of the repository."""
 GRACE_S = 120
-"""Seconds before the time limit at which a task is told; Slurm's delivery is coarse, up to a minute early."""
+"""Seconds before the time limit at which a task is warned; Slurm's delivery is up to a minute early."""
 MAX_RESTARTS = 3
 _DEFAULT_ARRAY = 1001
 

@@ -102,7 +102,7 @@ def most_query_tokens(pages: int, group: int, device: int) -> int:
 def kept_page_bytes(rows: int) -> int:
     """Return the bytes that the scores of so many query rows of a KV head take for each page, kept as bytes.
 
-    `kvlab.reference.packed.scores_of_bytes` tells what they hold.
+    `kvlab.reference.packed.scores_of_bytes` reads them.
     """
     return -(-KEPT_ROW_BYTES * rows // 16) * 16
 
