@@ -7,7 +7,7 @@ Padding is left out before the first product; only attention sees rows side by s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ Floats = NDArray[np.float32]
 Watch = Callable[[int, str, Floats], None]
 """Is called with a layer's index, the name of what was computed, and the numbers, a token a row."""
 
+_CHUNK = 64  # tokens of a row that go through the model together
 _WORTH_SHARING = 2_000_000  # multiplications, about a quarter of a millisecond
 _SQRT_HALF = np.float32(0.5**0.5)
 
@@ -45,10 +46,6 @@ class CpuExecutor:
         What the last layer left of it, before the final norm.
     """
 
-    device = "cpu"
-    chunk = 64
-    """Tokens of a row that `run` takes at most."""
-
     def __init__(self, weights: Weights, cache: MixedPrecisionCache) -> None:
         self._weights, self.cache = weights, cache
         self.geometry = weights.geometry
@@ -62,6 +59,15 @@ class CpuExecutor:
         """Forget all tokens."""
         self.cache.reset()
         self.lengths[:] = 0
+
+    def read(self, rows: Sequence[NDArray[np.int64]]) -> None:
+        """Take new tokens, at least one for each row, through the model."""
+        width = max(len(row) for row in rows)
+        table, valid = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.bool_)
+        for i, row in enumerate(rows):  # a row ends where the longest ends
+            table[i, width - len(row) :], valid[i, width - len(row) :] = row, True
+        for first in range(0, width, _CHUNK):
+            self.run(table[:, first : first + _CHUNK], valid[:, first : first + _CHUNK])
 
     def run(self, ids: NDArray[np.int64], valid: NDArray[np.bool_], watch: Watch | None = None) -> None:
         """Take new tokens through the model.

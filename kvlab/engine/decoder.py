@@ -18,6 +18,7 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.options import check_device
 from kvlab.engine.cpu import CpuExecutor
 from kvlab.engine.geometry import Geometry
+from kvlab.engine.gpu import GpuExecutor
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Weights, from_model, from_seed, load_model
 
@@ -43,7 +44,7 @@ class Decoder:
     max_seqlen : int, optional
         Tokens that a row may have; by default what the model is made for, up to 4,096.
     device : str, optional
-        "cpu", the default.
+        "cpu", the default, or "cuda", "cuda:1", ...: a GPU of compute capability 9.0.
     cache_budget : float, int, str, optional
         Budget of the KV cache, as of `kvlab.MixedPrecisionCache`; by default keys and values stay in 16 bits.
     bits : str, int or sequence
@@ -54,12 +55,17 @@ class Decoder:
     geometry : Geometry
     device : str
     batch, max_seqlen : int
-    cache : MixedPrecisionCache
+    cache : MixedPrecisionCache or None
+        On a GPU None: keys and values lie in plain arrays there.
 
     Raises
     ------
     ValueError, TypeError
         If an argument is none of those.
+    NotImplementedError
+        On a GPU of another compute capability, or with a budget there.
+    OutOfMemory
+        If weights, keys and values do not fit the GPU.
 
     Examples
     --------
@@ -87,9 +93,18 @@ class Decoder:
         longest = geometry.max_positions
         self.max_seqlen = usual if max_seqlen is None else whole_number(max_seqlen, "max_seqlen", 1, longest)
         check_device(device)
-        if device not in (None, "cpu"):
-            raise NotImplementedError(f"device={device!r}: the engine runs on 'cpu' so far")
-        self.device = "cpu"
+        self.device = device or "cpu"
+        self.cache: MixedPrecisionCache | None = None
+        self._executor: CpuExecutor | GpuExecutor
+        if self.device != "cpu":
+            if cache_budget is not None:
+                raise NotImplementedError(
+                    f"cache_budget={cache_budget!r} is not supported on a GPU yet; leave it out, or use "
+                    "kvlab.quantized with transformers there"
+                )
+            index = int(self.device.partition(":")[2] or 0)
+            self._executor = GpuExecutor(weights, self.batch, self.max_seqlen, index)
+            return
         self.cache = MixedPrecisionCache(
             geometry.layers, geometry.heads_q, geometry.heads_kv, geometry.head_dim,
             batch=self.batch, budget=cache_budget, bits=16 if cache_budget is None else bits,
@@ -187,15 +202,8 @@ class Decoder:
             If the cache's budget does not hold them.
         """
         rows = self._rows(ids)
-        counts = np.array([len(row) for row in rows])
-        self._check_room(counts)
-        chunk = self._executor.chunk
-        width = int(counts.max())
-        table, valid = np.zeros((self.batch, width), np.int64), np.zeros((self.batch, width), np.bool_)
-        for i, row in enumerate(rows):  # a row ends where the longest ends
-            table[i, width - len(row) :], valid[i, width - len(row) :] = row, True
-        for first in range(0, width, chunk):
-            self._executor.run(table[:, first : first + chunk], valid[:, first : first + chunk])
+        self._check_room(np.array([len(row) for row in rows]))
+        self._executor.read(rows)
         return np.array(self._executor.logits)
 
     def step(self, ids: Any) -> NDArray[np.float32]:

@@ -70,9 +70,9 @@ class Geometry:
             )
         if self.head_dim % 16 or not 32 <= self.head_dim <= 256:
             raise ValueError(f"head_dim={self.head_dim}: multiples of 16 from 32 to 256 are supported")
-        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
+        if self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
             raise ValueError(
-                f"rotary_dim={self.rotary_dim}: even numbers up to head_dim={self.head_dim} are supported"
+                f"rotary_dim={self.rotary_dim}: even numbers from 2 to head_dim={self.head_dim} are supported"
             )
         for name, size in (("hidden", self.hidden), ("ffn", self.ffn)):
             if size % 32:

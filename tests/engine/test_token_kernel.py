@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlab.engine import kernels, packing
-from kvlab.engine.kernels import CALL, MATRIX, Layout, TokenKernel
+from kvlab.engine.geometry import PUBLISHED, Geometry, published
+from kvlab.engine.kernels import CALL, CHOOSE, EMBED, MATRIX
+from kvlab.engine.token_kernel import SHARED_LIMIT, TokenKernel
 from kvlab.jit.build import kernel_root
 from kvlab.jit.compile_gate import specialisations
 from kvlab.jit.launch import PreparedLaunch
@@ -26,21 +28,25 @@ from kvlab.reference.decoder import Model as Decoder
 
 Array = NDArray[Any]
 
-PYTHIA = Layout(2560, 32, 32, 80, 20, 10240, 32, 50304, parallel=True)
-LLAMA = Layout(2048, 32, 8, 64, 64, 8192, 16, 128256, parallel=False)
-SMALL = Layout(64, 2, 2, 32, 8, 192, 1, 32, parallel=True)
-SMALL_GATED = Layout(64, 4, 2, 16, 16, 128, 1, 32, parallel=False)
+PYTHIA, LLAMA, QWEN = (published(name)[0] for name in ("pythia-2.8b", "llama-3.2-1b", "qwen3-0.6b"))
+SMALL = Geometry(1, 32, 64, 2, 2, 32, 8, 192, parallel=True, layer_norm=True, gated=False)
+SMALL_GATED = Geometry(1, 32, 64, 4, 2, 32, 32, 128)
+WIDE = Geometry(1, 32, 8192, 64, 64, 128, 128, 32768)
+CTAS = 132
 
 
 def test_the_gate_builds_what_is_launched() -> None:
     declared = {item.macros for item in specialisations() if item.name == "engine/token.cu"}
-    for kernel in (TokenKernel(PYTHIA), TokenKernel(LLAMA, 16, warps=8, adder_groups=2)):
-        assert tuple(sorted((name, str(value)) for name, value in kernel.macros().items())) in declared
+    for geometry, batch in ((PYTHIA, 1), (PYTHIA, 8), (LLAMA, 1), (LLAMA, 16), (QWEN, 1)):
+        macros = TokenKernel.fitting(geometry, batch, False, CTAS).macros()
+        assert tuple(sorted((name, str(value)) for name, value in macros.items())) in declared, macros
 
 
-def test_the_structs_are_those_of_the_kernel() -> None:
-    text = (kernel_root() / "engine/model.cuh").read_text(encoding="utf-8")
-    for name, dtype in (("Call", CALL), ("Matrix", MATRIX)):
+def test_the_structs_are_those_of_the_kernels() -> None:
+    of_source = {"Call": ("model.cuh", CALL), "Matrix": ("model.cuh", MATRIX), "Embed": ("embed.cu", EMBED),
+                 "Choose": ("choose.cu", CHOOSE)}  # fmt: skip
+    for name, (source, struct) in of_source.items():
+        text = (kernel_root() / "engine" / source).read_text(encoding="utf-8")
         body = re.sub(r"//.*", "", text.partition(f"struct {name} {{")[2].partition("};")[0])
         fields = [
             re.findall(r"\w+", part)[-1]
@@ -48,8 +54,16 @@ def test_the_structs_are_those_of_the_kernel() -> None:
             if line.strip()
             for part in line.split(",")
         ]
-        assert [field for field in dtype.names or () if field != "padding"] == fields
-    assert (CALL.itemsize, MATRIX.itemsize) == (160, 32)
+        assert list(struct.dtype.names or ()) == fields
+    assert [struct.size for _, struct in of_source.values()] == [192, 32, 56, 56]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("batch", [1, 5, 8, 16])
+def test_known_models_have_a_kernel(name: str, batch: int) -> None:
+    kernel = TokenKernel.fitting(published(name)[0], batch, True, CTAS)
+    assert kernel.shared_bytes <= SHARED_LIMIT
+    assert kernel.slots * kernel.slot_blocks >= 40
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
@@ -75,15 +89,13 @@ def test_each_byte_of_the_weights_is_copied_once_to_the_block_that_needs_it(spli
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: TokenKernel(PYTHIA, 17), "1 to 16 tokens"),
-        (lambda: TokenKernel(PYTHIA, 0), "batch"),
+        (lambda: TokenKernel(PYTHIA, 17), "batch=17"),
+        (lambda: TokenKernel(PYTHIA, 0), "batch=0"),
         (lambda: TokenKernel(PYTHIA, 8, splits=1), "take more splits"),
         (lambda: TokenKernel(PYTHIA, splits=3), "no multiple"),
-        (lambda: TokenKernel(PYTHIA, 16), "a block has up to 1,024"),
-        (lambda: TokenKernel(Layout(64, 2, 2, 20, 8, 192, 1, 32, parallel=True)), "a multiple of 16"),
-        (lambda: TokenKernel(Layout(64, 4, 2, 32, 8, 192, 1, 32, parallel=True)), "as many in parallel"),
-        (lambda: TokenKernel(Layout(64, 2, 2, 32, 8, 192, 1, 50257, parallel=True)), "add rows of zeros"),
-        (lambda: kernels._call(TokenKernel(PYTHIA), 0, {}, (0,) * 4, 1e-5, 132, None), "are needed"),
+        (lambda: TokenKernel(PYTHIA, 16, warps=16), "a block has up to 1,024"),
+        (lambda: TokenKernel.fitting(WIDE, 16, False, CTAS), "take a smaller batch"),
+        (lambda: kernels._call(TokenKernel(PYTHIA), {}, (0,) * 4, 132, None), "are needed"),
         (lambda: PreparedLaunch(None, (1,), (1,), CALL, early=True, cooperative=True), "choose one"),
     ],
 )
@@ -94,11 +106,12 @@ def test_what_the_kernel_cannot_do_is_refused(change: Callable[[], object], mess
 
 def test_multiprocessors_are_divided_between_qkv_and_up() -> None:
     kernel = TokenKernel(PYTHIA)
-    pointers = dict.fromkeys((*kernels._POINTERS, *kernels._MORE_POINTERS), 1)
-    call = kernels._call(kernel, 7, pointers, (1, 2, 3, 4), 1e-5, 133, None)[0]
-    assert (call["qkv_ctas"], call["split_ctas"], call["matrices"], call["kv_position"]) == (57, 132, 7, 4)
+    addresses = (*kernel.workspace(), "matrices", "head_norms", "k", "v")
+    pointers = dict.fromkeys(addresses, 1)
+    call = kernels._call(kernel, pointers, (1, 2, 3, 4), 133, None)[0]
+    assert (call["qkv_ctas"], call["split_ctas"], call["matrices"], call["kv_position"]) == (57, 132, 1, 4)
     with pytest.raises(ValueError, match="qkv_ctas=133"):
-        kernels._call(kernel, 7, pointers, (1, 2, 3, 4), 1e-5, 133, 133)
+        kernels._call(kernel, pointers, (1, 2, 3, 4), 133, 133)
 
 
 # ---- the arithmetic
@@ -158,7 +171,7 @@ def rounded(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Array:
     return (rng.standard_normal(shape) * scale).astype(np.float16).astype(float)
 
 
-def random_layer(layout: Layout, rng: np.random.Generator) -> Layer:
+def random_layer(layout: Geometry, rng: np.random.Generator) -> Layer:
     def norm() -> Norm:
         return Norm(
             1 + rounded(rng, layout.hidden, scale=0.2),
@@ -185,7 +198,7 @@ def stacked(*linears: Linear) -> tuple[Array, Array]:
     return weight, np.concatenate([np.zeros(len(o.weight)) if o.bias is None else o.bias for o in linears])
 
 
-def kernel_layer(layout: Layout, layer: Layer, hidden: Array, past: Array, rotation: Array, warps: int,
+def kernel_layer(layout: Geometry, layer: Layer, hidden: Array, past: Array, rotation: Array, warps: int,
                  splits: int) -> Array:  # fmt: skip
     """Hidden state after the layer; past is [keys, values][KV head][position][channel], the last unset."""
     nq, nk, dim, half = layout.heads_q, layout.heads_kv, layout.head_dim, layout.rotary_dim // 2
@@ -236,7 +249,7 @@ def _gelu(x: Array) -> Array:
 @pytest.mark.parametrize("layout", [SMALL, SMALL_GATED], ids=["parallel", "gated"])
 @pytest.mark.parametrize(("warps", "splits"), [(1, 1), (3, 2), (16, 2)])
 def test_the_order_of_summation_gives_the_token_of_the_oracle(
-    layout: Layout, warps: int, splits: int
+    layout: Geometry, warps: int, splits: int
 ) -> None:
     rng = np.random.default_rng(warps)
     layer, frequencies = random_layer(layout, rng), (0.5 ** np.arange(layout.rotary_dim // 2)).astype("f4")

@@ -4,6 +4,7 @@
 #include "common/pairs.cuh"
 
 #include "common/hopper.cuh"
+#include "engine/heads.cuh"
 #include "engine/norm.cuh"
 #include "engine/ring.cuh"
 
@@ -34,22 +35,10 @@ __device__ __forceinline__ float2 load_pair(const float* from) {
 
 __device__ __forceinline__ void store_qkv(const Call& call, int layer, const Element& at, float2 y) {
     const int head = at.row() / HEAD_DIM, channel = at.row() % HEAD_DIM;
-    int first = channel, second = channel + 1;
-    if (head < HEADS_Q + HEADS_KV && channel < ROTARY_DIM) {
-        first = channel / 2, second = first + ROTARY_DIM / 2;
-        const float2 turn = __ldg(call.rotation + at.n * (ROTARY_DIM / 2) + first);
-        y = {y.x * turn.x - y.y * turn.y, y.y * turn.x + y.x * turn.y};
-    }
-    u16* to;
-    if (head < HEADS_Q) {
-        to = call.q + (at.n * HEADS_Q + head) * HEAD_DIM;
-    } else {
-        const bool is_key = head < HEADS_Q + HEADS_KV;
-        const i64 kv_head = head - HEADS_Q - (is_key ? 0 : HEADS_KV);
-        to = (is_key ? call.k : call.v) + layer * call.kv_layer + at.n * call.kv_batch +
-             kv_head * call.kv_head + __ldg(call.positions + at.n) * call.kv_position;
-    }
-    to[first] = round_element(y.x), to[second] = round_element(y.y);
+    if (HEAD_NORMS && head < HEADS_Q + HEADS_KV)
+        *(float2*)(call.raw_heads + (at.n * (HEADS_Q + HEADS_KV) + head) * HEAD_DIM + channel) = y;
+    else
+        store_head(call, layer, at.n, head, channel, y);
 }
 
 // 8 neighbouring lanes have the 16 rows of a tile and a token. All lanes of a warp.

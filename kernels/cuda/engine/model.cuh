@@ -1,8 +1,9 @@
 // One decoder, by macros: what each product of a layer multiplies, and the struct a launch takes.
 //
 // Macros: BATCH tokens of 16-bit type BF16; HIDDEN, HEADS_Q, HEADS_KV, HEAD_DIM, ROTARY_DIM, FFN of the
-// model; NEOX: parallel layers of GPT-NeoX (else Llama's); SPLITS, WARPS, ADDER_GROUPS, SLOTS, SLOT_BLOCKS as
-// in engine/token.cu.
+// model, and its pieces: PARALLEL (attention and MLP read the same x), LAYER_NORM (else RMS norms), GATED_MLP
+// (else GELU), HEAD_NORMS (of queries and keys); SPLITS, KV_SPLITS, WARPS, ADDER_GROUPS, SLOTS, SLOT_BLOCKS
+// as in engine/token.cu.
 #pragma once
 
 #include "common/words.cuh"
@@ -16,10 +17,13 @@ constexpr int N_TILES = (BATCH + 7) / 8;
 constexpr int SUM_PITCH = 20, SUMS = WARPS * BATCH * SUM_PITCH;  // floats of a tile
 constexpr int GROUPS = HIDDEN / 16;
 
-constexpr int OF_MMA = 1;             // named barrier
-constexpr int PHASES = NEOX ? 3 : 5;  // of a layer, attention among them
-
 enum Kind { QKV, UP, OUT, O, GATED, DOWN, HEAD };
+
+constexpr int OF_MMA = 1;                            // named barrier
+constexpr int PHASES = PARALLEL ? 3 : 5;             // of a layer, attention among them
+constexpr int PRODUCTS = PHASES - 1;                 // of a layer
+constexpr Kind MLP_KIND = GATED_MLP ? GATED : UP;    // of layers that are not parallel
+constexpr int MLP_ROWS = GATED_MLP ? 2 * FFN : FFN;  // of that product
 
 __host__ __device__ constexpr int columns_of(Kind kind) {
     return kind == OUT    ? (Q_COLS + FFN) / SPLITS
@@ -44,10 +48,14 @@ struct Shape {
     static_assert(COLS % 32 == 0 && BLOCKS % SLOT_BLOCKS == 0, "slots are full");
 };
 constexpr int WIDEST =
-    NEOX ? larger(columns_of(OUT), HIDDEN) : larger(larger(columns_of(O), columns_of(DOWN)), HIDDEN);
+    PARALLEL ? larger(columns_of(OUT), HIDDEN) : larger(larger(columns_of(O), columns_of(DOWN)), HIDDEN);
 constexpr int GROUP = HEADS_Q / HEADS_KV;
+// Query heads that read keys together, and how often a KV head is read for all of its group.
+constexpr int TOGETHER = GROUP % 2 || BATCH > 8 ? 1 : 2;
+constexpr int PARTS_OF_GROUP = GROUP / TOGETHER;
+constexpr int MERGED_ROW = HEAD_DIM + 2;  // channels, maximum, sum
 constexpr int X_BYTES =
-    (larger(BATCH * pitch_of(WIDEST), WARPS * GROUP * (HEAD_DIM + 2) * 4) + 127) / 128 * 128;
+    (larger(BATCH * pitch_of(WIDEST), WARPS * TOGETHER * MERGED_ROW * 4) + 127) / 128 * 128;
 
 struct Matrix {
     const char* weights;
@@ -56,9 +64,9 @@ struct Matrix {
 };
 
 struct Call {
-    const Matrix* matrices;  // [layers][NEOX ? 3 : 4], then the head
+    const Matrix* matrices;  // [layers][PRODUCTS], then the head
     int layers, vocabulary;
-    int qkv_ctas;        // NEOX: of the CTAs that have QKV; the others have UP
+    int qkv_ctas;        // PARALLEL: of the CTAs that have QKV; the others have UP
     int split_ctas;      // CTAs with columns of OUT, O and DOWN: a multiple of SPLITS
     float* hidden;       // [BATCH][HIDDEN]
     float2* statistics;  // [BATCH][GROUPS] mean and squared deviations
@@ -71,6 +79,10 @@ struct Call {
     const int* positions;    // [BATCH]
     u16* activation;         // [BATCH][Q_COLS + FFN]
     float* logits;           // [BATCH][vocabulary]
+    const u16* head_norms;   // HEAD_NORMS: [layers][2][HEAD_DIM], channels in the order of packed rows
+    float* raw_heads;  // HEAD_NORMS: [BATCH][HEADS_Q + HEADS_KV][HEAD_DIM] before their norms, so ordered
+    float* kv_parts;   // [BATCH][HEADS_KV][PARTS_OF_GROUP][KV_SPLITS][TOGETHER][MERGED_ROW]
+    u32* kv_arrivals;  // [BATCH][HEADS_KV][PARTS_OF_GROUP], 0 between launches
     float eps;
 };
-static_assert(sizeof(Call) == 160, "CALL of kvlab/engine/kernels.py");
+static_assert(sizeof(Call) == 192, "CALL of kvlab/engine/kernels.py");

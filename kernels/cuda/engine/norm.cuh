@@ -33,7 +33,7 @@ __device__ __forceinline__ void merge_statistics(const Call& call, float2* momen
             group[i] = g < GROUPS ? __ldcg(call.statistics + n * GROUPS + g) : make_float2(0.f, 0.f);
             mean += group[i].x;
         }
-        mean = NEOX ? sum_over<32>(mean) * (1.f / GROUPS) : 0.f;
+        mean = LAYER_NORM ? sum_over<32>(mean) * (1.f / GROUPS) : 0.f;
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
             const float off = group[i].x - mean;
@@ -58,7 +58,7 @@ __device__ __forceinline__ NormWeights load_norm_weights(const Matrix m) {
         const int quad = threadIdx.x + i * MMA_THREADS;
         if (QUADS % MMA_THREADS && quad >= QUADS) break;
         held.weight[i] = ((const uint2*)m.norm_weight)[quad];
-        if (NEOX) held.bias[i] = ((const uint2*)m.norm_bias)[quad];
+        if (LAYER_NORM) held.bias[i] = ((const uint2*)m.norm_bias)[quad];
     }
     return held;
 }
@@ -66,7 +66,7 @@ __device__ __forceinline__ NormWeights load_norm_weights(const Matrix m) {
 __device__ __forceinline__ u32 normed_pair(float x, float y, float2 moments, u32 weight, u32 bias) {
     const float2 w = unpack_pair(weight);
     float2 r = {(x - moments.x) * moments.y * w.x, (y - moments.x) * moments.y * w.y};
-    if (NEOX) {
+    if (LAYER_NORM) {
         const float2 b = unpack_pair(bias);
         r.x += b.x, r.y += b.y;
     }

@@ -1,11 +1,11 @@
 // One token of a decoder in one launch: every weight is read once, by a stream that no dependency stops.
 //
-// A CTA on every SM stays for all phases (QKV and UP, attention, OUT of GPT-NeoX; QKV, attention, O, GATED,
-// DOWN of Llama; the head). One of its warps has the copy engine bring the CTA's weights, of all phases one
-// after the other, into a ring in shared memory; it waits for nothing but a free slot of the ring. So memory
-// stays busy while the other warps wait for the other CTAs, norm the hidden state or attend. They must
-// multiply several times as fast as memory brings weights: what the ring took in during a wait must be gone
-// before the next wait, or the ring is full when that begins and covers nothing of it.
+// A CTA on every SM stays for all phases (QKV and UP, attention, OUT of parallel layers; QKV, attention, O,
+// GATED or UP, DOWN of others; the head). One of its warps has the copy engine bring the CTA's weights, of
+// all phases one after the other, into a ring in shared memory; it waits for nothing but a free slot of the
+// ring. So memory stays busy while the other warps wait for the other CTAs, norm the hidden state or attend.
+// They must multiply several times as fast as memory brings weights: what the ring took in during a wait must
+// be gone before the next wait, or the ring is full when that begins and covers nothing of it.
 //
 // Threads and data
 //   CTA    tiles of 16 rows: tile w * ctas + cta in wave w. With SPLITS > 1 a tile of OUT, O and DOWN has
@@ -17,7 +17,9 @@
 //          n = 4 adder + lane / 8. What follows (bias, rotation, GELU, residual) is its work, and as many
 //          tiles are under way as there are groups.
 //   warp   the last: one lane of it starts the copies.
-// The order of every sum follows from WARPS and SPLITS alone, so all GPUs give the same bits.
+//   CTA    at attention: a KV head of a token, TOGETHER of its query heads, one of up to KV_SPLITS parts of
+//          the keys; see engine/attend.cuh.
+// The order of every sum follows from WARPS, SPLITS and KV_SPLITS alone, so all GPUs give the same bits.
 //
 // Shared memory, at most 227 KiB: x, BATCH * pitch bytes (attention merges its warps there, too); sums of
 // ADDER_GROUPS tiles, 80 * WARPS * BATCH bytes each; SLOTS slots of SLOT_BLOCKS KiB for weights; 16 bytes of
@@ -40,24 +42,28 @@ __device__ __forceinline__ void visit_all(const Call& call, Visit& visit) {
     const int ctas = gridDim.x, cta = blockIdx.x;
     const int split_cta = cta < call.split_ctas ? cta : 1 << 30;
     const u32 arrivals = ctas * ADDERS * ADDER_GROUPS;
-    const int of_qkv = NEOX ? call.qkv_ctas : ctas;  // CTAs
+    const int of_qkv = PARALLEL ? call.qkv_ctas : ctas;  // CTAs
     for (int phase = 0; phase <= call.layers * PHASES; ++phase) {
         const int layer = phase / PHASES, kind = phase % PHASES;
-        const Matrix* m = call.matrices + layer * (NEOX ? 3 : 4);
+        const Matrix* m = call.matrices + layer * PRODUCTS;
         if (layer == call.layers) {
             visit.template product<HEAD>(*m, phase, call.vocabulary / 16, ctas, cta);
         } else if (kind == 0) {
             if (cta < of_qkv) visit.template product<QKV>(m[0], phase, QKV_ROWS / 16, of_qkv, cta);
-#if NEOX
+#if PARALLEL
             else
                 visit.template product<UP>(m[1], phase, FFN / 16, ctas - of_qkv, cta - of_qkv);
 #endif
             visit.expect((ctas - of_qkv) * ADDERS * ADDER_GROUPS, of_qkv * ADDERS * ADDER_GROUPS);
+#if HEAD_NORMS
+            visit.head_norms(layer, of_qkv);
+            visit.expect(0, of_qkv);
+#endif
         } else if (kind == 1) {
-            const int attending = min(BATCH * HEADS_KV, of_qkv);
+            const int attending = min(BATCH * HEADS_KV * PARTS_OF_GROUP * KV_SPLITS, of_qkv);
             visit.attention(phase, attending);
             visit.expect(attending, 0);
-#if NEOX
+#if PARALLEL
         } else {
             visit.template product<OUT>(m[2], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
 #else
@@ -65,7 +71,7 @@ __device__ __forceinline__ void visit_all(const Call& call, Visit& visit) {
             visit.template product<O>(m[1], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
             visit.expect(arrivals, 0);
         } else if (kind == 3) {
-            visit.template product<GATED>(m[2], phase, 2 * FFN / 16, ctas, cta);
+            visit.template product<MLP_KIND>(m[2], phase, MLP_ROWS / 16, ctas, cta);
             visit.expect(arrivals, 0);
         } else {
             visit.template product<DOWN>(m[3], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
@@ -81,6 +87,7 @@ struct Producer {
     __device__ __forceinline__ void product(const Matrix m, int, int tiles, int ctas, int cta) {
         produce<KIND>(ring, m.weights, tiles, ctas, cta);
     }
+    __device__ __forceinline__ void head_norms(int, int) {}
     __device__ __forceinline__ void attention(int, int) {}
     __device__ __forceinline__ void expect(u32, u32) {}
 };
@@ -97,6 +104,7 @@ struct Adder {
         __syncwarp();
         if (KIND != HEAD && threadIdx.x % 32 == 0) arrive_grid(call.barrier + (KIND == QKV ? OF_QKV : 0));
     }
+    __device__ __forceinline__ void head_norms(int, int) {}
     __device__ __forceinline__ void attention(int, int) {}
     __device__ __forceinline__ void expect(u32, u32) {}
 };
@@ -135,14 +143,20 @@ struct Multiplier {
         sync_threads(OF_MMA, MMA_THREADS);  // x is there
         multiply<KIND>(ring, sums, x, tiles, ctas, cta);
     }
+    __device__ __forceinline__ void head_norms(int layer, int ctas) {
+        if (blockIdx.x >= ctas) return;
+        open(true);
+        for (int i = blockIdx.x * WARPS + threadIdx.x / 32; i < BATCH * (HEADS_Q + HEADS_KV);
+             i += ctas * WARPS)
+            norm_head(call, layer, i / (HEADS_Q + HEADS_KV), i % (HEADS_Q + HEADS_KV));
+        sync_threads(OF_MMA, MMA_THREADS);  // all warps have written
+        if (threadIdx.x == 0) arrive_grid(call.barrier + OF_QKV);
+    }
     __device__ __forceinline__ void attention(int phase, int ctas) {
         if (blockIdx.x >= ctas) return;
         open(true);
-        for (int i = blockIdx.x; i < BATCH * HEADS_KV; i += ctas) {
-            const int n = i / HEADS_KV;
-            attend(call, phase / PHASES, (float*)x, i % HEADS_KV, n, __ldg(call.positions + n) + 1);
-            sync_threads(OF_MMA, MMA_THREADS);  // the merged sums have been read, all is written
-        }
+        for (int i = blockIdx.x; i < BATCH * HEADS_KV * PARTS_OF_GROUP * KV_SPLITS; i += ctas)
+            attend(call, phase / PHASES, (float*)x, i);
         if (threadIdx.x == 0) arrive_grid(call.barrier);
     }
 };
@@ -188,6 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
 }
 
 // clang-format off
-// gate: BATCH=1 BF16=0,1 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 NEOX=1 SPLITS=4 WARPS=16 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=226688 registers<=88 arch=sm_90a
-// gate: BATCH=16 BF16=1,0 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 NEOX=0 SPLITS=4 WARPS=8 ADDER_GROUPS=2 SLOTS=8 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=104 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 SPLITS=2 KV_SPLITS=7 WARPS=8 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=230528 registers<=128 arch=sm_90a
+// gate: BATCH=8 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 SPLITS=2 KV_SPLITS=2 WARPS=8 ADDER_GROUPS=3 SLOTS=11 SLOT_BLOCKS=10 SHARED_BYTES=230912 registers<=128 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 SPLITS=1 KV_SPLITS=8 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=215680 registers<=128 arch=sm_90a
+// gate: BATCH=16 BF16=1,0 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 SPLITS=2 KV_SPLITS=1 WARPS=8 ADDER_GROUPS=2 SLOTS=4 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=96 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 SPLITS=2 KV_SPLITS=10 WARPS=8 ADDER_GROUPS=4 SLOTS=13 SLOT_BLOCKS=16 SHARED_BYTES=223872 registers<=128 arch=sm_90a
 // clang-format on

@@ -1,0 +1,53 @@
+// The likeliest token of each row, of equals the first, becomes the next one: positions move on by one.
+//
+// A row has CTAS CTAs, whose threads read its logits in turns. A candidate is one number of 64 bits: the
+// logit in an order that integers have, then the index, turned round so that lower ones win. The largest does
+// not depend on the order in which CTAs come; the last one writes it, to the device and to the host's list,
+// and leaves the cells of the row at 0. Shared memory: one candidate a warp.
+#include "common/words.cuh"
+
+constexpr int THREADS = 512;
+
+struct Choose {
+    const float* logits;  // [batch][pitch]
+    int vocabulary, pitch;
+    unsigned long long* best;  // [batch], 0 between launches
+    u32* arrivals;             // [batch], 0 between launches
+    int *ids, *positions;      // [batch]
+    int* history;              // [positions][batch], memory of the host: the token of each position
+};
+
+__device__ __forceinline__ unsigned long long candidate(float logit, int index) {
+    const u32 bits = __float_as_uint(logit);
+    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return (unsigned long long)ordered << 32 | (0xffffffffu - index);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_constant__ Choose call) {
+    __shared__ unsigned long long of_warps[THREADS / 32];
+    const int n = blockIdx.y;
+    const float* row = call.logits + (i64)n * call.pitch;
+    unsigned long long best = 0;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < call.vocabulary; i += gridDim.x * THREADS)
+        best = max(best, candidate(__ldcg(row + i), i));
+#pragma unroll
+    for (int i = 16; i; i /= 2) best = max(best, __shfl_xor_sync(~0u, best, i));
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = best;
+    __syncthreads();  // every warp's candidate is there
+    if (threadIdx.x) return;
+    for (int w = 1; w < THREADS / 32; ++w) best = max(best, of_warps[w]);
+    atomicMax(call.best + n, best);
+    __threadfence();
+    if (atomicAdd(call.arrivals + n, 1u) != gridDim.x - 1) return;
+    __threadfence();
+    const int token = 0xffffffffu - (u32)atomicExch(call.best + n, 0ull);
+    call.arrivals[n] = 0;
+    const int position = ++call.positions[n];
+    call.ids[n] = token;
+    *(volatile int*)(call.history + (i64)position * gridDim.y + n) = token;
+    __threadfence_system();
+}
+
+// clang-format off
+// gate: registers<=40 arch=sm_90a
+// clang-format on

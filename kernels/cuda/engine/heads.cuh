@@ -1,0 +1,51 @@
+// Query, key and value heads on their way to attention: normed (HEAD_NORMS), rotated, stored.
+#pragma once
+
+#include "common/pairs.cuh"
+
+#include "engine/norm.cuh"
+
+// Channels `channel` and the next, as packed, of a query, key or value head of token n: rotated, to q or to
+// the keys and values.
+__device__ __forceinline__ void store_head(const Call& call, int layer, int n, int head, int channel,
+                                           float2 y) {
+    int first = channel, second = channel + 1;
+    if (head < HEADS_Q + HEADS_KV && channel < ROTARY_DIM) {
+        first = channel / 2, second = first + ROTARY_DIM / 2;
+        const float2 turn = __ldg(call.rotation + n * (ROTARY_DIM / 2) + first);
+        y = {y.x * turn.x - y.y * turn.y, y.y * turn.x + y.x * turn.y};
+    }
+    u16* to;
+    if (head < HEADS_Q) {
+        to = call.q + (n * HEADS_Q + head) * HEAD_DIM;
+    } else {
+        const bool is_key = head < HEADS_Q + HEADS_KV;
+        const i64 kv_head = head - HEADS_Q - (is_key ? 0 : HEADS_KV);
+        to = (is_key ? call.k : call.v) + layer * call.kv_layer + n * call.kv_batch + kv_head * call.kv_head +
+             __ldg(call.positions + n) * call.kv_position;
+    }
+    to[first] = round_element(y.x), to[second] = round_element(y.y);
+}
+
+// HEAD_NORMS: an RMS norm of a query or key head as the product left it; a warp.
+__device__ __forceinline__ void norm_head(const Call& call, int layer, int n, int head) {
+    constexpr int PAIRS = HEAD_DIM / 2, PER_LANE = (PAIRS + 31) / 32;
+    const int lane = threadIdx.x % 32;
+    const float2* raw = (const float2*)(call.raw_heads + (n * (HEADS_Q + HEADS_KV) + head) * HEAD_DIM);
+    const u32* weights = (const u32*)(call.head_norms + (layer * 2 + (head >= HEADS_Q)) * HEAD_DIM);
+    float2 y[PER_LANE];
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+        y[i] = lane + 32 * i < PAIRS ? __ldcg(raw + lane + 32 * i) : make_float2(0.f, 0.f);
+        squares += y[i].x * y[i].x + y[i].y * y[i].y;
+    }
+    const float scale = 1.f / sqrtf(sum_over<32>(squares) * (1.f / HEAD_DIM) + call.eps);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+        const int pair = lane + 32 * i;
+        if (pair >= PAIRS) break;
+        const float2 w = unpack_pair(__ldg(weights + pair));
+        store_head(call, layer, n, head, 2 * pair, {y[i].x * scale * w.x, y[i].y * scale * w.y});
+    }
+}

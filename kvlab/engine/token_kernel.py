@@ -1,0 +1,247 @@
+"""How the kernel that decodes one token of a whole model is specialised: sizes, shared memory, workspace.
+
+`kernels/cuda/engine/token.cu` says how it works, `kvlab/engine/kernels.py` launches it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from kvlab.arguments import whole_number
+from kvlab.engine.geometry import Geometry
+
+__all__ = ["SHARED_LIMIT", "TokenKernel", "qkv_blocks"]
+
+SHARED_LIMIT = 232_448 - 1_024  # bytes of a block on sm_90, less barriers and moments
+_MOST_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
+_LARGEST_SLOT = 16  # KiB: 10 were faster than 20 on an H200, 16 is what Llama's widths give
+_FEW_SLOTS = 64  # KiB of slots that keep memory busy
+_MOST_KV_SPLITS = 16
+_EVEN = 1.25  # most tiles of a block over the mean, from which on a finer split gains nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenKernel:
+    """How the kernel is specialised for a decoder and a batch.
+
+    Attributes
+    ----------
+    geometry : Geometry
+    batch : int
+        Tokens, 1 to 16.
+    bfloat16 : bool
+        16-bit type of weights, keys and values; otherwise float16.
+    splits : int
+        Parts of the columns of ``out``, ``o`` and ``down``, each of another block.
+    kv_splits : int
+        Parts that the keys of a sequence are divided into at most, each of another block.
+    warps : int
+        Warps that multiply, of a block.
+    adder_groups : int
+        Tiles whose sums are added up at a time.
+
+    Raises
+    ------
+    ValueError
+        If the kernel has no such specialisation; the message says what it has.
+    """
+
+    geometry: Geometry
+    batch: int = 1
+    bfloat16: bool = False
+    splits: int = 4
+    kv_splits: int = 1
+    warps: int = 8
+    adder_groups: int = 4
+
+    def __post_init__(self) -> None:
+        for name, most in (
+            ("batch", 16),
+            ("splits", 64),
+            ("kv_splits", 64),
+            ("warps", 31),
+            ("adder_groups", 8),
+        ):
+            whole_number(getattr(self, name), name, 1, most)
+        for name, columns in self._columns().items():
+            if columns % 32:
+                raise ValueError(
+                    f"{name} has {columns} columns a block with splits={self.splits}; multiples of 32 are "
+                    "supported, so choose other splits"
+                )
+        if self.threads > 1024:
+            raise ValueError(
+                f"warps={self.warps}, adder_groups={self.adder_groups}: {self.threads} threads; a block has "
+                "up to 1,024"
+            )
+        if self.slots < 2:
+            raise ValueError(
+                f"batch={self.batch}, splits={self.splits}, warps={self.warps}: {self._fixed_bytes()} bytes "
+                f"beside the weights leave no two slots of {self.slot_blocks} KiB; take more splits or fewer "
+                "warps"
+            )
+
+    @classmethod
+    def fitting(cls, geometry: Geometry, batch: int, bfloat16: bool, multiprocessors: int) -> TokenKernel:
+        """Choose how to specialise the kernel for a decoder.
+
+        Eight warps and as many adders as leave a thread 96 registers or more; the fewest splits that deal
+        tiles out evenly and leave room for weights on their way.
+
+        Raises
+        ------
+        ValueError
+            If no choice fits.
+        """
+        groups = 4 if batch <= 4 else 3 if batch <= 8 else 2
+        readers = batch * geometry.heads_kv * _parts_of_group(geometry, batch)
+        attending = qkv_blocks(geometry, multiprocessors)
+
+        def longest(splits: int) -> float:
+            """Keys that the busiest block reads, in sequences; a split costs its merge."""
+            return -(-readers * splits // attending) / splits + 0.01 * splits
+
+        kv_splits = 1 if batch > 8 else min(range(1, _MOST_KV_SPLITS + 1), key=longest)
+        found = []
+        for splits in _divisors(geometry):
+            try:
+                kernel = cls(geometry, batch, bfloat16, splits, kv_splits, adder_groups=groups)
+            except ValueError:
+                continue
+            tiles = geometry.hidden // 16 * splits
+            worst = -(-tiles // multiprocessors) * multiprocessors / tiles
+            small = min(kernel.slots * kernel.slot_blocks, _FEW_SLOTS)
+            found.append((-small, max(worst, _EVEN), splits, kernel))
+        if not found:
+            raise ValueError(
+                f"batch={batch}, hidden={geometry.hidden}, ffn={geometry.ffn}: a batch of these widths does "
+                "not fit the shared memory of a block; take a smaller batch"
+            )
+        return min(found, key=lambda one: one[:3])[3]
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (self.warps + self._adders() * self.adder_groups + 1)
+
+    @property
+    def slot_blocks(self) -> int:
+        """KiB of a slot: the largest number up to 16 that divides every product's columns in blocks of 32."""
+        common = math.gcd(*(columns // 32 for columns in self._columns().values()))
+        return max(size for size in range(1, _LARGEST_SLOT + 1) if common % size == 0)
+
+    @property
+    def slots(self) -> int:
+        """Slots of the ring."""
+        return min(_MOST_SLOTS, (SHARED_LIMIT - self._fixed_bytes()) // (1024 * self.slot_blocks))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self._fixed_bytes() + 1024 * self.slot_blocks * self.slots
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the head as they are packed."""
+        return -(-self.geometry.vocabulary // 16) * 16
+
+    def macros(self) -> dict[str, int]:
+        """Macros of ``engine/token.cu``."""
+        geometry = self.geometry
+        return {
+            "BATCH": self.batch,
+            "BF16": int(self.bfloat16),
+            "HIDDEN": geometry.hidden,
+            "HEADS_Q": geometry.heads_q,
+            "HEADS_KV": geometry.heads_kv,
+            "HEAD_DIM": geometry.head_dim,
+            "ROTARY_DIM": geometry.rotary_dim,
+            "FFN": geometry.ffn,
+            "PARALLEL": int(geometry.parallel),
+            "LAYER_NORM": int(geometry.layer_norm),
+            "GATED_MLP": int(geometry.gated),
+            "HEAD_NORMS": int(geometry.head_norms),
+            "SPLITS": self.splits,
+            "KV_SPLITS": self.kv_splits,
+            "WARPS": self.warps,
+            "ADDER_GROUPS": self.adder_groups,
+            "SLOTS": self.slots,
+            "SLOT_BLOCKS": self.slot_blocks,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+    def workspace(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of the arrays of a launch, but for weights, keys and values.
+
+        ``arrivals``, ``kv_arrivals`` and ``barrier`` are 0 before the first launch; launches leave them at 0.
+        """
+        geometry, batch, half = self.geometry, self.batch, "bfloat16" if self.bfloat16 else "float16"
+        heads = geometry.heads_q + geometry.heads_kv
+        readers = batch * geometry.heads_kv * _parts_of_group(geometry, batch)
+        return {
+            "hidden": ((batch, geometry.hidden), "float32"),
+            "statistics": ((batch, geometry.hidden // 16, 2), "float32"),
+            "partials": ((self.splits, geometry.hidden // 16, batch, 16), "float32"),
+            "arrivals": ((geometry.hidden // 16, self._adders()), "int32"),
+            "barrier": ((3, 32), "int32"),
+            "q": ((batch, geometry.heads_q, geometry.head_dim), half),
+            "rotation": ((batch, geometry.rotary_dim // 2, 2), "float32"),
+            "positions": ((batch,), "int32"),
+            "activation": ((batch, geometry.attended + geometry.ffn), half),
+            "logits": ((batch, self.vocabulary), "float32"),
+            "raw_heads": ((batch, heads if geometry.head_norms else 0, geometry.head_dim), "float32"),
+            "kv_parts": ((readers, self.kv_splits, _together(geometry, batch), geometry.head_dim + 2), "float32"),
+            "kv_arrivals": ((readers,), "int32"),
+        }
+
+    def _adders(self) -> int:
+        return -(-self.batch // 4)
+
+    def _columns(self) -> dict[str, int]:
+        """Columns of each product that a block multiplies."""
+        split = ("out", "o", "down")
+        found = {}
+        for name, (_, columns) in self.geometry.products().items():
+            if name in split and columns % self.splits:
+                raise ValueError(f"splits={self.splits}: the {columns} columns of {name} are no multiple")
+            found[name] = columns // self.splits if name in split else columns
+        return found
+
+    def _fixed_bytes(self) -> int:
+        """Bytes of x, or of attention's merged sums, and of the sums of tiles, as in engine/model.cuh."""
+        pitch = _up128(2 * max(self._columns().values())) + 64
+        merged = self.warps * _together(self.geometry, self.batch) * (self.geometry.head_dim + 2) * 4
+        return _up128(max(self.batch * pitch, merged)) + _up128(
+            self.adder_groups * self.warps * self.batch * 80
+        )
+
+
+def qkv_blocks(geometry: Geometry, multiprocessors: int) -> int:
+    """Blocks that multiply QKV and attend; in parallel layers as many as QKV has of the rows beside UP's."""
+    if not geometry.parallel:
+        return multiprocessors
+    qkv = geometry.products()["qkv"][0]
+    return min(max(round(multiprocessors * qkv / (qkv + geometry.ffn)), 1), multiprocessors - 1)
+
+
+def _together(geometry: Geometry, batch: int) -> int:
+    """Query heads that read keys together, as in engine/model.cuh."""
+    return 1 if geometry.heads_q // geometry.heads_kv % 2 or batch > 8 else 2
+
+
+def _parts_of_group(geometry: Geometry, batch: int) -> int:
+    return geometry.heads_q // geometry.heads_kv // _together(geometry, batch)
+
+
+def _divisors(geometry: Geometry) -> Iterator[int]:
+    """Splits to try: small numbers that divide the columns of every product that is split."""
+    split = [columns for name, (_, columns) in geometry.products().items() if name in ("out", "o", "down")]
+    yield from (
+        n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16) if not any(columns % (32 * n) for columns in split)
+    )
+
+
+def _up128(count: int) -> int:
+    return -(-count // 128) * 128
