@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import erfc
 
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cache import MixedPrecisionCache
@@ -29,7 +28,6 @@ Watch = Callable[[int, str, Floats], None]
 
 _CHUNK = 64  # tokens of a row that go through the model together
 _WORTH_SHARING = 2_000_000  # multiplications, about a quarter of a millisecond
-_SQRT_HALF = np.float32(0.5**0.5)
 
 
 class CpuExecutor:
@@ -131,12 +129,12 @@ class CpuExecutor:
         seen(index, "attended", attended)
         if geometry.parallel:
             up, out = layer.products[1:]
-            active = gelu(self._product(up, self._normed(x, up)))
+            active = _gelu(self._product(up, self._normed(x, up)))
             return x + self._product(out, np.concatenate([attended, active], axis=1))
         output, up, down = layer.products[1:]
         x = x + self._product(output, attended)
         y = self._product(up, self._normed(x, up))
-        return x + self._product(down, _silu(y[:, ::2]) * y[:, 1::2] if geometry.gated else gelu(y))
+        return x + self._product(down, _silu(y[:, ::2]) * y[:, 1::2] if geometry.gated else _gelu(y))
 
     def _attend(
         self, index: int, q: Floats, k: Floats, v: Floats, at: tuple[Any, Any], shape: tuple[int, ...],
@@ -202,9 +200,11 @@ def _rms(x: Floats, eps: float) -> Floats:
     return np.asarray(x / np.sqrt(variance + eps), np.float32)
 
 
-def gelu(x: Floats) -> Floats:
-    """GELU by erfc, which loses no digits where x is far below 0."""
-    return np.asarray(np.float32(0.5) * x * erfc(-_SQRT_HALF * x), np.float32)
+def _gelu(x: Floats) -> Floats:
+    from kvlab.numba_kernels.cpu.decoder import gelu
+
+    gelu(x.reshape(-1))  # a product of its own
+    return x
 
 
 def _silu(x: Floats) -> Floats:

@@ -192,7 +192,10 @@ class TokenKernel:
             "activation": ((batch, geometry.attended + geometry.ffn), half),
             "logits": ((batch, self.vocabulary), "float32"),
             "raw_heads": ((batch, heads if geometry.head_norms else 0, geometry.head_dim), "float32"),
-            "kv_parts": ((readers, self.kv_splits, _together(geometry, batch), geometry.head_dim + 2), "float32"),
+            "kv_parts": (
+                (readers, self.kv_splits, _together(geometry, batch), geometry.head_dim + 2),
+                "float32",
+            ),
             "kv_arrivals": ((readers,), "int32"),
         }
 
