@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from kvlab.arrays import Device
@@ -24,29 +26,35 @@ STREAM = 7
 
 
 class Launch(NamedTuple):
-    """A launch: the kernel's name, its grid, and the bytes of each parameter."""
+    """A launch: the kernel's name, its grid, the bytes of each parameter, and whether it may come early."""
 
     name: str
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     parameters: tuple[bytes, ...]
+    early: bool
 
 
 class StandInGpu:
-    """Keeps launches in `launches`; `is_capturing` is what streams answer."""
+    """Keeps launches in `launches`; `is_capturing` is what streams answer; `is_full`: CuPy has no memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bindings = pytest.importorskip("cuda.bindings.driver")
         self.launches: list[Launch] = []
-        self.is_capturing = False
+        self.is_capturing = self.is_full = False
         self._kernels: list[Kernel] = []
         driver = SimpleNamespace(
             launchKernel=self._launch, funcSetAttribute=lambda *_: None, CUDADriverError=RuntimeError
         )
         runtime = SimpleNamespace(streamIsCapturing=lambda stream: self.is_capturing)
-        cuda = SimpleNamespace(driver=driver, runtime=runtime)
-        for name, module in (("cupy", SimpleNamespace(cuda=cuda)), ("cupy.cuda", cuda)):
+        cuda = SimpleNamespace(
+            driver=driver, runtime=runtime, Device=nullcontext, ExternalStream=nullcontext,
+            memory=SimpleNamespace(OutOfMemoryError=MemoryError),
+        )  # fmt: skip
+        cupy = SimpleNamespace(cuda=cuda, empty=self._empty)
+        for name, module in (("cupy", cupy), ("cupy.cuda", cuda)):
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(bindings, "cuTensorMapEncodeTiled", self._encode)
+        monkeypatch.setattr(bindings, "cuLaunchKernelEx", self._launch_early)
         monkeypatch.setattr(array_kinds, "device_of_torch", lambda device, name: Device("cuda", 0))
         monkeypatch.setattr(attention_call, "requirements_of", lambda device: {"compute_capability": (9, 0)})
         for module in (attention, attention_backward, launch):
@@ -80,12 +88,31 @@ class StandInGpu:
         return self._kernels[-1]
 
     def _launch(self, function: int, *rest: int) -> None:
-        kernel, (*shape, stream, parameters, extra) = self._kernels[function], rest
-        assert (stream, extra) == (STREAM, 0)
+        *shape, stream, parameters, extra = rest
+        assert extra == 0
+        self._keep(function, tuple(shape[:3]), stream, parameters, early=False)
+
+    def _launch_early(self, config: Any, function: int, parameters: int, extra: int) -> tuple[int]:
+        assert config.numAttrs == 1
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        self._keep(function, grid, int(config.hStream), parameters, early=True)
+        return (0,)
+
+    def _keep(
+        self, function: int, grid: tuple[int, ...], stream: int, parameters: int, *, early: bool
+    ) -> None:
+        assert stream == STREAM
+        kernel = self._kernels[function]
         sizes = kernel.resources.parameter_bytes
         pointers = (ctypes.c_uint64 * len(sizes)).from_address(parameters)
         read = tuple(map(ctypes.string_at, pointers, sizes))
-        self.launches.append(Launch(kernel.name, tuple(shape[:3]), read))
+        self.launches.append(Launch(kernel.name, grid, read, early))
+
+    def _empty(self, nbytes: int, dtype: Any) -> Any:
+        if self.is_full:
+            raise MemoryError
+        made = np.zeros(nbytes, dtype)
+        return SimpleNamespace(data=SimpleNamespace(ptr=made.ctypes.data, held=made))
 
     @staticmethod
     def _encode(kind: Any, rank: int, address: int, *rest: Any) -> tuple[int, Any]:

@@ -26,6 +26,8 @@ __all__ = ["attention", "attention_varlen", "with_contiguous_rows"]
 Two = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 def attention(
     q: torch.Tensor,
@@ -161,7 +163,7 @@ def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors)
+        or not _PLAIN.issuperset(map(type, tensors))
     )
 
 

@@ -55,7 +55,7 @@ def test_calls_that_come_again_change_addresses_alone(gpu: StandInGpu) -> None:
         *made, run = gpu.launches[-1 if number else 0 :]
         assert [launch.name for launch in made] == ([] if number else ["make_tile_list"])
         assert len(gpu.launches) == 2 + number
-        assert run.name == "attend"
+        assert (run.name, run.early) == ("attend", number == 0)
         assert maps_in(run) == [x.data_ptr() for x in (q, k, v, out)]
         call = hopper_call(run)
         assert call["lse"] == lse.data_ptr()
@@ -76,11 +76,24 @@ def test_variable_length_and_captured_calls_make_their_lists(gpu: StandInGpu) ->
         call = call_in(made, tile_list._CALL)
         assert (call["cu_q"], call["cu_k"]) == (lengths[0].data_ptr(), lengths[1].data_ptr())
         assert call["list"] == hopper_call(run)["list"]
+        assert (made.early, run.early) == (False, True)
     gpu.is_capturing = True
     q, k, v = arrays()
     for _ in range(2):
         kvlab.attention(q, k, v)
         assert [launch.name for launch in gpu.launches[-2:]] == ["make_tile_list", "attend"]
+
+
+def test_without_memory_to_keep_a_list_every_call_makes_its_own(gpu: StandInGpu) -> None:
+    q, k, v = arrays()
+    gpu.is_full = True
+    for _ in range(2):
+        kvlab.attention(q, k, v)
+        assert [launch.name for launch in gpu.launches[-2:]] == ["make_tile_list", "attend"]
+    gpu.is_full = False
+    for _ in range(2):
+        kvlab.attention(q, k, v)
+    assert [launch.name for launch in gpu.launches[-3:]] == ["make_tile_list", "attend", "attend"]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -30,6 +30,7 @@
 #include "attention/softmax.cuh"
 #include "attention/products_sm90.cuh"
 #include "attention/forward_sm90.cuh"
+#include "common/early_launch.cuh"
 
 constexpr int THREADS = 128 + 128 * GROUPS;
 // Registers of a thread that computes, and of one that loads.
@@ -264,6 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         init_barriers(m);
     }
     __syncthreads();  // barriers are initialised
+    begin_early();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
         if (threadIdx.x == 0) load_keys(m, &a.k, &a.v, a.call);

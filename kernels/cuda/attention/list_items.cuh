@@ -44,6 +44,16 @@ __device__ __forceinline__ int scan(int x, int* sums) {
     return sums[warp] + inclusive - x;
 }
 
+// Adds 1 to a counter of shared memory and returns what it was before. Lanes that come together add at once:
+// additions to one counter take turns, and there are few counters.
+__device__ __forceinline__ int count_one(int* counters, int counter) {
+    const u32 lanes = __match_any_sync(__activemask(), counter), lane = threadIdx.x % 32;
+    const int first = __ffs(lanes) - 1;
+    int before = 0;
+    if (lane == first) before = atomicAdd(&counters[counter], __popc(lanes));
+    return __shfl_sync(lanes, before, first) + __popc(lanes & ((1u << lane) - 1));
+}
+
 // Calls visit(sequence, i) for each i < count(sequence) of sequences [from, last], in any order.
 template <typename Count, typename Visit>
 __device__ __forceinline__ void for_items(Shared& m, int from, int last, Count count, Visit visit) {

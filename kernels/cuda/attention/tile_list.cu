@@ -12,6 +12,7 @@
 // Memory: shared, 1024 counters by length (rounded down where keys make more than 1023 tiles), 1025 first
 // tiles of sequences, 33 words of sums.
 #include "attention/list_items.cuh"
+#include "common/early_launch.cuh"
 
 struct Call {
     const int* cu_q;  // [sequences + 1], null for sequences of one length
@@ -61,6 +62,7 @@ __device__ __forceinline__ void for_tiles(const Call& call, Shared& m, int begin
 
 extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __grid_constant__ Call call) {
     __shared__ Shared m;
+    begin_early();  // what reads the list may come to the device now, and waits for it
     const int pairs = call.sequences * call.heads_kv;
     const int begin = blockIdx.x * call.pairs, end = min(begin + call.pairs, pairs);
     m.counters[threadIdx.x] = 0;
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __gri
     scan(earlier, m.sums);
     const int base = m.sums[32];
 
-    for_tiles(call, m, begin, end, [&](const TileInfo&, int counter) { atomicAdd(&m.counters[counter], 1); });
+    for_tiles(call, m, begin, end, [&](const TileInfo&, int counter) { count_one(m.counters, counter); });
     const int longer = scan(m.counters[threadIdx.x], m.sums);
     if (threadIdx.x == 0 && blockIdx.x + 1 == gridDim.x) {
         call.list->num_tiles = min(base + m.sums[32], call.capacity);
@@ -85,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __gri
     __syncthreads();  // counters say where tiles go
     TileInfo* const tiles = (TileInfo*)(call.list + 1);
     for_tiles(call, m, begin, end, [&](const TileInfo& t, int counter) {
-        const int at = atomicAdd(&m.counters[counter], 1);
+        const int at = count_one(m.counters, counter);
         if (at < call.capacity) tiles[at] = t;
     });
 }

@@ -112,10 +112,11 @@ class HopperAttention:
         macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": int(is_capped(scores))}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=q.device)
         blocks = min(builder.capacity, max(1, multiprocessors(q.device) - call.extra))
-        self._launch = PreparedLaunch(
-            kernel, (blocks,), (128 + 128 * groups,), argument,
-            shared_bytes(head_dim, block_n, groups, q_slots),
-        )  # fmt: skip
+        bytes_of_block = shared_bytes(head_dim, block_n, groups, q_slots)
+        self._launch, self._launch_behind_list = (
+            PreparedLaunch(kernel, (blocks,), (128 + 128 * groups,), argument, bytes_of_block, early=early)
+            for early in (False, True)
+        )
         self._lock = Lock()
 
     def __call__(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
@@ -132,6 +133,6 @@ class HopperAttention:
         q, k, v, *bounds = addresses
         with self._lock:
             self._maps.point_to((q, k, v, out))
-            _, at = self._lists.get(bounds, stream)
+            _, at, is_new = self._lists.get(bounds, stream)
             self._words[_LSE], self._words[_LIST], self._words[_SEMAPHORE] = lse, at, at + SEMAPHORE_OFFSET
-            self._launch(stream)
+            (self._launch_behind_list if is_new else self._launch)(stream)

@@ -11,9 +11,11 @@ from functools import cache
 from threading import get_ident
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvlab.jit.launch import PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import words_of
-from kvlab.ops.array_kinds import Kind, allocator
+from kvlab.ops.array_kinds import Kind, allocator, device_of_kind
 from kvlab.ops.attention_arguments import ADDRESS, Layout, Lengths
 
 __all__ = ["HEAD_BYTES", "TILE_BYTES", "ListBuilder", "TileLists", "Tiling", "heads_of_tile"]
@@ -162,16 +164,18 @@ class TileLists:
     variable : bool
         Whether sequences have lengths of their own.
     kind : Kind
-        Of an array of the library from which memory comes.
+        Of an array of the library from which memory comes that is not kept.
     """
 
     def __init__(self, builder: ListBuilder, variable: bool, kind: Kind) -> None:
         self._builder, self._variable = builder, variable
         self._new = allocator((builder.nbytes,), "uint8", kind)
+        self._device = device_of_kind(kind, "q").index
         self._kept: dict[tuple[int, int], tuple[Any, int]] = {}
 
-    def get(self, bounds: Sequence[int], stream: int) -> tuple[Any, int]:
-        """Return the array that holds the list of a call, and its address; not in two threads at once.
+    def get(self, bounds: Sequence[int], stream: int) -> tuple[Any, int, bool]:
+        """Return the array that holds the list of a call, its address, and whether the call before on the
+        stream is the one that makes it; not in two threads at once.
 
         Parameters
         ----------
@@ -184,17 +188,32 @@ class TileLists:
         capturing = _is_capturing(stream)
         kept = None if capturing else self._kept.get(key)
         if kept is not None:
-            return kept
-        made = self._new()
+            return *kept, False
+        to_keep = None if capturing or self._variable else self._memory_to_keep(stream)
+        made = self._new() if to_keep is None else to_keep
         self._builder.build(made[1], bounds, stream)
-        if capturing:
-            if not hasattr(made[0], "new_empty"):  # torch keeps a graph's memory, CuPy does not
-                _CAPTURED.append(made)
-        elif not self._variable:
+        if to_keep is not None:
             if len(self._kept) >= _MAX_STREAMS:
                 self._kept.clear()
             self._kept[key] = made
-        return made
+        elif capturing and not hasattr(made[0], "new_empty"):  # torch keeps a graph's memory, CuPy does not
+            _CAPTURED.append(made)
+        return *made, True
+
+    def _memory_to_keep(self, stream: int) -> tuple[Any, int] | None:
+        """Return memory for a list that outlives its call, None if the device has no more.
+
+        It is CuPy's for all: what torch gives may belong to a CUDA graph that torch is about to capture
+        (``torch.compile`` does so), and must not be kept.
+        """
+        import cupy
+
+        with cupy.cuda.Device(self._device), cupy.cuda.ExternalStream(stream):
+            try:
+                made = cupy.empty(self._builder.nbytes, np.uint8)
+            except cupy.cuda.memory.OutOfMemoryError:
+                return None
+        return made, made.data.ptr
 
 
 _CAPTURED: list[Any] = []
