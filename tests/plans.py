@@ -217,7 +217,8 @@ class Simulation:
             top = before[at][0] if at in before else len(layer.rungs) - 1
             assert r <= top
             assert code == before.get(at, (0, code))[1]
-            assert r == top or top < len(layer.rungs) - 1 or at[1] < layer.seqlen - self.window
+            if self.window and top == len(layer.rungs) - 1 and not change.status:
+                assert (r == top) == (at[1] >= layer.seqlen - self.window)
         if not change.status:
             assert (self.row_nbytes() <= layer.budget).all()
             self.check_open_pages()

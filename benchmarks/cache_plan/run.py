@@ -30,7 +30,7 @@ import torch
 
 from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import kernels, plan
-from kvlab.cache.cuda.executor import GPU
+from kvlab.cache.cuda.executor import GPU, GpuKernels
 from kvlab.cache.cuda.store import STATE, DeviceStore
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.score import Collector
@@ -242,7 +242,7 @@ class Model:
         return appended
 
     def collector(self) -> Collector:
-        return Collector(self.store, self.heads * self.group, "attention", 0.9)
+        return Collector(GpuKernels(self.store), self.heads * self.group, "attention", 0.9)
 
     def collect(self, repeats: int = 30) -> dict[str, float]:
         """Microseconds a layer: attention, the same keeping scores, that and `score_stored`."""

@@ -266,18 +266,20 @@ def _make_chunks(
     """Cut the tokens of a row into chunks, and return the bytes that these may take.
 
     Where even the lowest level leaves too few bytes for what is left over, that makes chunks of fewer tokens,
-    but in the page that takes the next tokens, if it has enough free slots.
+    but in the page that takes the next tokens, if it has enough free slots. So does what leaves the window,
+    which holds the same tokens for all heads.
     """
     top, classes = len(ladder.cost) - 1, len(layer.rungs) + 1
     for compact in (False, True):
         needed = 0
         for g in groups:
             lookahead = 0 if layer.row_waits(row) else to_come(g.segment, rules)
-            g.chunks = [n // PAGE for n in g.movable]
-            if compact:
-                first, end = slots_left(g) >= lookahead > 0, [-(-n // PAGE) for n in g.movable]
-                started = classes - 1 - (left_over(g, classes - 1) % PAGE == 0) if first else -1
-                g.chunks = [n if c == started else end[c] for c, n in enumerate(g.chunks)]
+            g.chunks, started = [n // PAGE for n in g.movable], -1
+            if compact and not rules.window and slots_left(g) >= lookahead > 0:
+                started = classes - 1 - (left_over(g, classes - 1) % PAGE == 0)
+            for c in range(classes):
+                if (compact and c != started) or (rules.window and c >= classes - 2):
+                    g.chunks[c] = -(-g.movable[c] // PAGE)
             g.extra = slots_left(g) < lookahead
             pages = [-(-left_over(g, c) // PAGE) for c in range(classes)]
             needed += sum(n * ladder.cost[min(c + layer.evicts, top)] for c, n in enumerate(pages))

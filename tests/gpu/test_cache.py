@@ -67,7 +67,7 @@ def step(
     if device is not None and steps <= 16:  # a step of few tokens that lacks room plans before it attends
         for layer in range(LAYERS):
             if device.room[layer] < steps:
-                device.make_room(layer, steps, cache._limit.share(cache.seqlen + steps, cache.batch))
+                cache._gpu._make_room(device, layer, steps)
     judged = int(rng.integers(LAYERS)) if compared else -1
     for layer in range(LAYERS):
         # Where bytes are few, a layer may close up the pages of all.

@@ -72,7 +72,7 @@ class Device:
             arguments = {}
             if new:
                 code, valid = fresh[number]
-                arguments = {"codes": code.data_ptr(), "valid": valid.data_ptr(), "steps": steps}
+                arguments = {"codes": code.data_ptr(), "valid": valid.data_ptr(), "num_new": steps}
                 arguments["first_position"] = new[number].first
             count = 1 if new else len(self.layers)
             plan.launch_plan(

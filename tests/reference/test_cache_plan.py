@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlab.cache.allocator import allocate
-from kvlab.cache.cuda.plan import smallest_nbytes
+from kvlab.cache.cuda.plan import ample_nbytes
 from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
 from kvlab.reference.cache_layer import OVER_BUDGET, PAGE, Ladder, Tokens
@@ -55,11 +55,13 @@ def test_too_small_a_budget_is_reported() -> None:
 
 @given(name=st.sampled_from(sorted(LADDERS)), n=st.integers(0, 600), heads=st.integers(1, 3))
 @settings(deadline=None, max_examples=20)
-def test_the_smallest_budget_suffices(name: str, n: int, heads: int) -> None:
-    budget = smallest_nbytes(n, heads, LADDERS[name][0], 100)
+def test_with_ample_bytes_no_plan_is_compact(name: str, n: int, heads: int) -> None:
+    budget = ample_nbytes(n, heads, LADDERS[name][0], 100)
     layer = empty_layer(name, 1, heads, 60, budget, 200)
     new = draw_tokens(np.random.default_rng(n), 1, heads, n, 0, "normal")
-    assert Simulation(layer, name).change(new).status == 0
+    change = Simulation(layer, name).change(new)
+    assert not change.status
+    assert not change.compact
 
 
 def test_sinks_and_recent_tokens_stay_at_the_top() -> None:

@@ -195,7 +195,7 @@ __device__ __forceinline__ int taking(const Run& run, float rate, float price, c
 
 // Cuts the tokens of a row's groups into chunks; returns their number and the bytes that everything else
 // takes. If it is compact, what is left over makes chunks of fewer tokens, but in the page that takes the
-// next tokens, if that has enough free slots. All threads.
+// next tokens, if that has enough free slots; so does what leaves the window. All threads.
 __device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost, long long& taken) {
     const int own = p.s.heads * p.call.segments, classes = p.classes, top = p.s.num_rungs - 1;
     int total = 0;
@@ -205,12 +205,13 @@ __device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost
         int chunks = 0, started = -1, all;
         int of_top = 0, of_new = 0;  // what is left over
         auto chunks_of = [&](int c, int movable) {
-            return compact && c != started ? pages_of(movable) : movable / PAGE;
+            const bool is_short = (compact && c != started) || (p.call.window && c >= top);
+            return is_short ? pages_of(movable) : movable / PAGE;
         };
         if (i < own) {
             const int* tokens = p.tokens(g);
             const int lookahead = p.s.waits[row] ? 0 : p.to_come(g % p.call.segments);
-            if (compact && lookahead > 0) {
+            if (compact && lookahead > 0 && !p.call.window) {
                 of_new = tokens[top + 1] - p.movable(g, top + 1) / PAGE * PAGE;
                 of_top = tokens[top] - p.movable(g, top) / PAGE * PAGE;
                 if (slots_behind(of_new, of_top) >= lookahead) started = of_new % PAGE ? top + 1 : top;
@@ -225,7 +226,7 @@ __device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost
                 if (c > top) of_new = beside;
             }
             const bool extra = slots_behind(of_new, of_top) < lookahead;
-            p.call.extra[p.group(g)] = (extra ? EXTRA : 0) | (compact ? COMPACT : 0);
+            p.call.extra[p.group(g)] = (extra ? EXTRA : 0) | (compact || p.call.window ? COMPACT : 0);
             if (extra) taken += cost[p.levels - 1];
         }
         int number = total + block_scan<ROW_THREADS, int>(chunks, all), weights = 0;

@@ -232,7 +232,7 @@ def _make_chunks(levels, rules, groups, first, own, bytes_left, waits):
     """Cut the tokens of a row into chunks, and return the bytes that these may take.
 
     Where even the lowest level leaves too few bytes for what is left over, that makes chunks of fewer tokens,
-    but in the page that takes the next tokens, if it has enough free slots.
+    but in the page that takes the next tokens, if it has enough free slots. So does what leaves the window.
     """
     classes, top = groups.tokens.shape[1], len(levels.cost) - 1
     for compact in range(2):
@@ -242,10 +242,10 @@ def _make_chunks(levels, rules, groups, first, own, bytes_left, waits):
             for c in range(classes):
                 groups.chunks[g, c] = groups.movable[g, c] // PAGE
             started = -1
-            if compact and slots_left(groups, g) >= lookahead > 0:
+            if compact and not rules.window and slots_left(groups, g) >= lookahead > 0:
                 started = classes - 1 if left_over(groups, g, classes - 1) % PAGE else classes - 2
             for c in range(classes):
-                if compact and c != started:
+                if (compact and c != started) or (rules.window and c >= classes - 2):
                     groups.chunks[g, c] = pages_of(groups.movable[g, c])
                 groups.number[g, c] = number
                 number += groups.chunks[g, c]

@@ -8,19 +8,20 @@ layers of a step (`confirm`): waiting for each took as long as its launches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.plan import (
+    OVER_BUDGET,
     RETRY,
     Ladder,
     PlanShape,
     Workspace,
+    ample_nbytes,
     crop_bounds,
     decode_bounds,
     smallest_nbytes,
@@ -28,7 +29,6 @@ from kvlab.cache.cuda.plan import (
     workspace_nbytes,
 )
 from kvlab.cache.cuda.store import DeviceStore
-from kvlab.cache.cuda.tight import least_nbytes
 from kvlab.cache.store import ERRORS, LayerStore
 from kvlab.device import translated_out_of_memory
 from kvlab.pages import TOKENS_PER_PAGE
@@ -70,6 +70,8 @@ class Changes:
         First and newest tokens that stay at the highest rung; tokens that a plan makes room for.
     by_position : bool
         Importance is recency.
+    window, allocator
+        As for `kvlab.cache.cuda.plan.launch_plan`.
     takes_mean, holds_waiting : sequence of bool
         As for `DeviceStore`.
 
@@ -94,11 +96,14 @@ class Changes:
         recent: int,
         room: int,
         by_position: bool,
+        window: int,
+        allocator: str,
         takes_mean: Sequence[bool],
         holds_waiting: Sequence[bool],
     ) -> None:
         self._executor, self._longest, self.room = executor, capacity + room, room
         self._rules: dict[str, Any] = {"sink": sink, "recent": recent, "by_position": by_position}
+        self._rules |= {"window": window, "allocator": allocator}
         self.ladders = [ladder_of(store) for store in stores]
 
         def spare(layer: int, slab: int) -> int:
@@ -153,36 +158,38 @@ class Changes:
         return int(self._executor.to_host(self.store.tables["status"][layer])[0])
 
     def is_tight(self, layer: int, length: int, share: int | None) -> bool:
-        """Whether so many bytes of a row may be too few for a plan of `length` tokens, wherever they lie."""
-        store, ladder = self.store.stores[layer], self.ladders[layer]
-        needed = smallest_nbytes(length, store.num_heads_kv, ladder, store.fixed_nbytes)
-        return share is not None and needed > share
+        """Whether so many bytes of a row may be too few for a plan of `length` tokens that is not compact."""
+        return share is not None and self._nbytes(ample_nbytes, layer, length) > share
 
-    def fits(self, layer: int, length: int, *, new: NDArray[np.bool_] | None = None, room: int = 0) -> bool:
-        """Whether the next plan of a layer can keep to the budget; see `least_nbytes`. Waits."""
-        store, to_host = self.store.stores[layer], self._executor.to_host
-        tables = {
-            name: to_host(self.store.tables[name][layer]) for name in ("rung", "count", "base", "num_pages")
-        }
-        waits = to_host(self.store.tables["waits"][layer]) > 0
-        tables["num_pages"] = np.where(waits[:, None], 0, tables["num_pages"])
-        tables["base"] = tables["base"].view(np.uint16)
-        needed = least_nbytes(
-            tables, self.ladders[layer], store.evicts, store.fixed_nbytes, length=length, new=new, room=room
+    def holds(self, layer: int, length: int, share: int | None, lookahead: int) -> bool:
+        """Whether `share` bytes hold `length` tokens and open pages for `lookahead` more."""
+        return share is None or self._nbytes(smallest_nbytes, layer, length, lookahead=lookahead) <= share
+
+    def _nbytes(self, of: Callable[..., int], layer: int, length: int, **options: int) -> int:
+        store, window = self.store.stores[layer], self._rules["window"]
+        return of(
+            length, store.num_heads_kv, self.ladders[layer], store.fixed_nbytes, window=window, **options
         )
-        return self._share is None or int(needed.max(initial=0)) <= self._share
 
-    def make_room(self, first: int, n: int, stream: int, room: int | None = None) -> None:
-        """Choose widths anew for n layers, and open pages for the next tokens, `room` or as many as ever."""
+    def make_room(
+        self, first: int, n: int, stream: int, room: int | None = None, tight: bool = False
+    ) -> None:
+        """Choose widths anew for n layers, and open pages for the next tokens, `room` or as many as ever.
+
+        Where bytes are `tight`, plans follow until one reports nothing; that waits for the device.
+        """
         room = self.room if room is None else room
-        if self.tidy:
+        if tight:
+            for layer in range(first, first + n):
+                self._plan_again(layer, None, stream, None, room)
+        elif self.tidy:
             self._plan(first, n, self._decode, stream, None, room)
-            return
-        # Any page may have holes, and any tokens may have to move: a workspace for the worst.
-        pages = self.store.batch * self.store.heads * self.store.entries
-        workspace, at_once = self._workspace(n, pages, pages)
-        self._plan_in_turns(first, n, workspace, at_once, stream, room)
-        self._tidy = n == len(self.ladders)
+        else:
+            # Any page may have holes, and any tokens may have to move: a workspace for the worst.
+            pages = self.store.batch * self.store.heads * self.store.entries
+            workspace, at_once = self._workspace(n, pages, pages)
+            self._plan_in_turns(first, n, workspace, at_once, stream, room)
+        self._tidy = self.tidy or n == len(self.ladders)
 
     def crop(self, end: int, cropped: int, share: int | None, room: int, stream: int) -> None:
         """Shorten all rows by `cropped` time steps to `end`, and plan them under `share` bytes.
@@ -202,11 +209,9 @@ class Changes:
             self.store.tables["status"][...] &= ~RETRY
         self._plan_in_turns(0, layers, workspace, at_once, stream, room, cropped=True)
         self._tidy = True
-        unfinished = (
-            np.flatnonzero(self._executor.to_host(self.store.tables["status"]) & RETRY) if fallen else ()
-        )
-        for layer in unfinished:  # all demotions at once would have taken more memory than there is
-            self._plan_again(int(layer), workspace, stream, None, room)
+        if fallen:  # all demotions at once may take more memory than there is
+            for layer in np.flatnonzero(self._executor.to_host(self.store.tables["status"]) & RETRY):
+                self._plan_again(int(layer), None, stream, None, room)
 
     def _workspace(self, layers: int, new_pages: int, dropped: int) -> tuple[Workspace, int]:
         """Take memory for plans without new tokens, and say of how many of `layers` layers at once."""
@@ -221,12 +226,17 @@ class Changes:
         for start in range(first, first + n, at_once):
             self._plan(start, min(at_once, first + n - start), workspace, stream, None, room, **rules)
 
-    def take_waiting(self, layer: int, fresh: Any, workspace: Workspace, stream: int, room: int) -> None:
-        """Plan a layer with tokens that have waited, and open pages for the next `room`; waits for nothing.
+    def take_waiting(
+        self, layer: int, fresh: Any, workspace: Workspace, stream: int, room: int, tight: bool = False
+    ) -> None:
+        """Plan a layer with tokens that have waited, and open pages for the next `room`.
 
-        Their pages are outside the plan's memory, so the new ones always find room.
+        Their pages are outside the plan's memory, so the new ones always find room; nothing waits, but where
+        bytes are `tight`.
         """
         self._plan(layer, 1, workspace, stream, fresh, room)
+        if tight:
+            self._plan_again(layer, None, stream, None, room)
 
     def admission(self, steps: int, holds_tokens: bool) -> Workspace:
         """Memory for `admit` of so many steps, the same until `confirm`; taken before anything changes."""
@@ -245,7 +255,7 @@ class Changes:
         Until `confirm`, which is called where many bytes wait for it, too, `new` keeps its arrays.
         """
         if not self._unconfirmed:
-            self.store.tables["status"][...] &= ~RETRY
+            self.store.tables["status"][...] &= ~(RETRY | OVER_BUDGET)
         self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, 0)
         self._unconfirmed.append(new)
         kept = sum([int(x.nbytes) for x in new.arrays])  # as much as that of every layer before
@@ -268,27 +278,36 @@ class Changes:
             return
         status = self._executor.to_host(self.store.tables["status"])
         for new in waiting:
-            trouble = int(status[new.layer, 0])
-            if trouble == RETRY:
-                trouble = self._plan_again(new.layer, new.workspace, new.stream, new.fresh, 0)
-            if trouble:
-                raise RuntimeError(
-                    f"layer {new.layer} is in trouble {trouble}: its tables or its arena are too small"
-                )
+            if status[new.layer, 0]:
+                fresh = new.fresh if status[new.layer, 0] & RETRY else None
+                self._plan_again(new.layer, new.workspace, new.stream, fresh, 0)
 
-    def _plan_again(self, layer: int, workspace: Workspace, stream: int, fresh: Any, room: int) -> int:
-        """Plan until a plan is finished, or nothing is left to be demoted; return the layer's trouble."""
+    def _plan_again(
+        self, layer: int, workspace: Workspace | None, stream: int, fresh: Any, room: int
+    ) -> None:
+        """Plan until a plan reports nothing: `fresh` tokens are in, all bytes within the budget.
+
+        Where there was too little memory a plan has demoted what it could; where it had to make short chunks,
+        the next one closes them up.
+        """
+        pages = self.store.batch * self.store.heads * self.store.entries
+        tables, to_host = self.store.tables, self._executor.to_host
         before: list[int] = []
-        trouble = RETRY
-        while trouble == RETRY:
-            used = self._executor.to_host(self.store.tables["used"][layer]).tolist()
-            if used == before:
-                break  # nothing was demoted, and nothing would be the next time
-            before = used
-            self.store.tables["status"][layer] = 0
+        while True:
+            if fresh is None or workspace is None:
+                workspace, _ = self._workspace(1, pages, pages)
+            tables["status"][layer] = 0
             self._plan(layer, 1, workspace, stream, fresh, room)
             trouble = self.trouble(layer)
-        return trouble
+            if not trouble:
+                return
+            fresh = fresh if trouble & RETRY else None
+            used = [trouble, *to_host(tables["used"][layer]).tolist()]
+            if used == before:  # nothing was demoted, and nothing would be the next time
+                raise RuntimeError(
+                    f"layer {layer} is in trouble {trouble}: its tables or its arena are too small"
+                )
+            before = used
 
     def _plan(
         self, first: int, n: int, workspace: Workspace, stream: int, fresh: Any, room: int, **rules: Any

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import dtype_name, numpy_dtype
 from kvlab.cache.cuda.store import UNIT, WAITING_PAGES, DeviceStore
-from kvlab.cache.cuda.waiting import takes_mean
 from kvlab.cache.cuda.window import EXACT, joined, split
 from kvlab.cache.layer import Layer
 from kvlab.cache.store import LayerStore
@@ -92,7 +91,7 @@ def from_layer(device: DeviceStore, layer: Layer, number: int) -> None:
     arena = np.zeros((len(device.arenas[number]) // UNIT, UNIT), np.uint8)
     _place(device, number, store, host, arena)
     host["k_mean"][...], host["seqlen"][...] = store.k_mean, layer.seqlen
-    host["waits"][...] = takes_mean(layer) & ~layer.has_mean
+    host["waits"][...] = layer.takes_mean & ~layer.has_mean
     overwrite = device.executor.overwrite
     overwrite(device.arenas[number], arena.reshape(-1))
     for name, table in host.items():

@@ -82,6 +82,12 @@ class DeviceCache(DeviceState):
         """What the importance of a new token of a step is, one of `kernels.OBSERVED`."""
         return OBSERVED_AS[self.observes[layer]]
 
+    def opens_pages(self, layer: int, steps: int, share: int | None) -> bool:
+        """Whether `share` bytes hold open pages for so many tokens; else a plan takes them in at once."""
+        return self.waiting.mode(layer) == "all" or self.changes.holds(
+            layer, self.lengths[layer], share, steps
+        )
+
     def is_short(self, steps: int) -> bool:
         """Whether a step of so many tokens is launched by `step`, not by `long.step`."""
         fits = 0 < steps <= kernels.MAX_STEPS and self.group <= self.executor.max_group
@@ -142,22 +148,16 @@ class DeviceCache(DeviceState):
         self.settle(stream)
         self.changes.set_share(share)
         layers = range(first, first + n)
-        if self.settings.on_host and (share is not None or self.settings.residual):
-            host.choose(self, slice(first, first + n), share)
-        elif share is not None and any(
-            self.changes.is_tight(layer, self.lengths[layer] + room, share) for layer in layers
-        ):
-            room = steps
-            if not all(self.changes.fits(layer, self.lengths[layer], room=room) for layer in layers):
-                host.consolidate(self, steps, share, to_come=True)
+        tight = any(self.changes.is_tight(layer, self.lengths[layer] + room, share) for layer in layers)
+        room = steps if tight else room
         if not any(self.waiting.any(layer) for layer in layers):
-            self.changes.make_room(first, n, stream, room)
+            self.changes.make_room(first, n, stream, room, tight)
             for layer in layers:
                 self.room[layer] = room
             return
         merged = self._merged(layers)
         for layer in layers:
-            self.room[layer] = self._look_after_waiting(layer, steps, room, merged, stream)
+            self.room[layer] = self._look_after_waiting(layer, steps, room, merged, stream, tight)
 
     def _merged(self, layers: Sequence[int]) -> tuple[Merged, Workspace]:
         """Memory for the waiting tokens of any layer, taken before anything changes."""
@@ -169,7 +169,7 @@ class DeviceCache(DeviceState):
         return merged, self.changes.admission(merged.before, stored)
 
     def _look_after_waiting(
-        self, layer: int, steps: int, room: int, memory: tuple[Merged, Workspace], stream: int
+        self, layer: int, steps: int, room: int, memory: tuple[Merged, Workspace], stream: int, tight: bool
     ) -> int:
         """Open pages for the next tokens of a layer whose rows may wait, and return for how many."""
         (merged, workspace), waiting, length = memory, self.waiting, self.lengths[layer]
@@ -184,9 +184,9 @@ class DeviceCache(DeviceState):
         waiting.frozen(layer, length + most)
         if with_tokens:
             fresh = merged.fresh(NO_TOKENS, NO_TOKENS, 0, length)
-            self.changes.take_waiting(layer, fresh, workspace, stream, most)
+            self.changes.take_waiting(layer, fresh, workspace, stream, most, tight)
         elif mode != "all":
-            self.changes.make_room(layer, 1, stream, most)
+            self.changes.make_room(layer, 1, stream, most, tight)
         return waiting.room(layer, steps, most)
 
     # ---- rare operations -----------------------------------------------------------------------------------
@@ -195,10 +195,8 @@ class DeviceCache(DeviceState):
         """Forget the time steps from `end` on, and keep to `share` bytes a row of a layer."""
         stream, room, layers = self.executor.stream(self.like), self.changes.room, range(len(self.layers))
         self.settle(stream)
-        # Where bytes are few, or others choose widths, tokens are dropped first and the rest planned then.
-        apart = share is not None and (
-            self.settings.on_host or any(self.changes.is_tight(layer, end + room, share) for layer in layers)
-        )
+        # Where bytes are few, tokens are dropped first and the rest planned then.
+        apart = any(self.changes.is_tight(layer, end + room, share) for layer in layers)
         cropped = max(self.lengths) - end
         self.changes.crop(end, cropped, None if apart else share, 0 if apart else room, stream)
         for layer in layers:
@@ -223,7 +221,6 @@ class DeviceCache(DeviceState):
         elif not np.array_equal(rows, np.arange(store.batch)):
             reorder_rows(store, self.kernels, rows, stream)
             self.waiting.take_rows(self.waiting, rows)
-            self.has_mean = [has[rows] for has in self.has_mean]
 
     def _move_rows(self, rows: Any, capacity: int, share_of: ShareOf, stream: int) -> None:
         old, share = dict(vars(self)), share_of(max(self.lengths))
@@ -246,7 +243,6 @@ class DeviceCache(DeviceState):
             raise
         self.changes.restart(tidy=old["changes"].tidy)
         self.waiting.take_rows(old["waiting"], rows)
-        self.has_mean = [has[rows] for has in self.has_mean]
         self.pairs = self.store.batch * self.store.heads
 
     def _resize(self, batch: int) -> None:
@@ -313,6 +309,5 @@ class DeviceCache(DeviceState):
         self.collector.forget()
         self.store.clear()
         self.waiting.clear()
-        self.has_mean = [layer.has_mean.copy() for layer in self.layers]
         self.lengths, self.since, self.room = ([0] * len(self.layers) for _ in range(3))
         self.changes.restart(tidy=True)

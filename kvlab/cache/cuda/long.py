@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name
-from kvlab.cache.cuda import function, host, kernels
+from kvlab.cache.cuda import function, kernels
 from kvlab.cache.cuda.changes import Admission
 from kvlab.cache.cuda.plan import Workspace
 from kvlab.cache.cuda.waiting import Merged, merged_tokens, put_new
@@ -65,7 +65,7 @@ def step(
         cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
     if received is not None:  # behind what a user's function says of new tokens: if it fails, nothing changed
         _score_stored(cache, layer, *received, steps, stream)
-    _admit(cache, layer, *new, codes, codes if observed else None, share, memory, stream)
+    _admit(cache, layer, *new, codes, share, memory, stream)
     cache.count(layer, steps, collects)
     if layer == len(cache.layers) - 1:
         cache.calls.forget()
@@ -84,7 +84,7 @@ def append(
     cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
     if cache.observes[layer] == "mass":
         _ask_function(cache, layer, codes, valid)
-    _admit(cache, layer, *new, codes, None, share, memory, stream)
+    _admit(cache, layer, *new, codes, share, memory, stream)
     cache.count(layer, steps, False)
 
 
@@ -108,7 +108,7 @@ def _begin(cache: DeviceCache, layer: int, new: list[Any], valid: Any, stream: i
     waiting, length, counts, merged = cache.waiting, cache.lengths[layer], None, None
     shape = tuple(new[0].shape)
     batch, steps = shape[:2]
-    if waiting.any(layer) and not cache.settings.on_host:
+    if waiting.any(layer):
         waiting.advance(layer, length)
         counts = np.full(batch, steps, np.int64) if valid is None else cache.executor.to_host(valid).sum(1)
         held = waiting.hold_tokens(layer)
@@ -134,7 +134,7 @@ def _kept(
     Tokens that find no room in a first plan are read again behind the last layer's step, when the caller may
     have put those of another layer in their place. Only a budget and tokens in pages leave too little room.
     """
-    if share is None or not cache.lengths[layer] or cache.settings.on_host:
+    if share is None or not cache.lengths[layer]:
         return new, views, valid
     copied, view = cache.executor.copied, cache.executor.view
     new = [copied(x) for x in new]
@@ -212,8 +212,8 @@ def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, steps: 
 
 
 def _ask_function(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
-    """Let a user's function, if importance is one, score new tokens; where the CPU plans, it asks later."""
-    if cache.settings.by_function and not cache.settings.on_host:
+    """Let a user's function, if importance is one, score new tokens."""
+    if cache.settings.by_function:
         function.score_new(cache, layer, codes, valid)
 
 
@@ -233,30 +233,17 @@ def _admit(
     views: list[CudaView],
     valid: Any,
     codes: Any,
-    mass: Any,
     share: int | None,
     memory: _Memory,
     stream: int,
 ) -> None:
     """Plan and write new keys and values of one layer."""
-    store, steps, length = cache.layers[layer].store, views[0].shape[1], cache.lengths[layer]
+    steps, length = views[0].shape[1], cache.lengths[layer]
     (workspace, counts, merged), pointer = memory, cache.executor.pointer
     mask = 0 if valid is None else pointer(valid)
     fresh = kernels.new_tokens(views[0], views[1], mask, pointer(codes), steps, length)
-    if cache.settings.on_host:
-        host.admit(cache, layer, (new[0], new[1]), valid, mass, share)
-        return
     changes = cache.changes
     changes.set_share(share)
-    if share is not None and changes.is_tight(layer, length + steps, share):
-        use = np.ones((store.batch, steps), bool) if valid is None else cache.executor.to_host(valid)
-        if merged is not None and merged.before:  # the CPU counts waiting tokens with the others
-            host.admit(cache, layer, (new[0], new[1]), valid, mass, share)
-            return
-        if counts is not None:
-            use = use & cache.waiting.must_freeze(layer, counts)[:, None]
-        if not changes.fits(layer, length, new=use):
-            host.consolidate(cache, steps, share, to_come=False, padded=valid is not None)
     arrays = (*new, codes) if valid is None else (*new, codes, valid)
     if counts is not None:
         if merged is not None:

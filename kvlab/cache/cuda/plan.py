@@ -29,6 +29,7 @@ __all__ = [
     "Ladder",
     "PlanShape",
     "Workspace",
+    "ample_nbytes",
     "choose_on_host",
     "crop_bounds",
     "decode_bounds",
@@ -45,7 +46,7 @@ OVER_BUDGET, RETRY = 1, 8
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-_PAGE, _KEYS, _RUNGS = 64, 256, 16
+_PAGE, _KEYS, _RUNGS, _RUN = 64, 256, 16, 1 << 16
 _MOST_HELD = 20_000  # chunks of 4 bytes, in the 99 KiB that a block has on the smallest supported GPU
 _HULL = np.dtype([("rate", "f4", _RUNGS), ("level", "i4", _RUNGS), ("edges", "i4")])
 _FIELDS = (
@@ -276,17 +277,48 @@ def spare_nbytes(batch: int, heads: int, ladder: Ladder, slab_nbytes: int) -> in
     return int(batch * top * (1 + per_byte)) + 2 * len(cost) * slab_nbytes
 
 
-def smallest_nbytes(tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int) -> int:
-    """Return the bytes of a row of `tokens` tokens that always suffice: full pages at the lowest level.
+def smallest_nbytes(
+    tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int, *, window: int = 0, lookahead: int = 0
+) -> int:
+    """Return the bytes that always suffice for a row of `tokens` tokens: as few pages as can be.
 
-    Three pages of the top rung for each head hold what is left over and take the tokens to come.
+    Pages at the lowest level hold all tokens of a run of 65,536 positions but those of the window, which are
+    in pages of the top rung, and tokens to come have an empty page there. Compact plans get there whatever
+    stands in pages; with padding rows need no more.
 
     Examples
     --------
     >>> smallest_nbytes(1000, 2, Ladder((8520, 16712), (0.018, 1e-4)), fixed_nbytes=520)
-    356392
+    273160
     """
-    return heads * (tokens // _PAGE * ladder.cost[0] + 3 * ladder.cost[-1]) + fixed_nbytes
+    end, exact = tokens - min(tokens, window), 0
+    low = sum(-(-(min(end, start + _RUN) - start) // _PAGE) for start in range(0, end, _RUN))
+    if end < tokens:
+        exact = sum(
+            -(-(min(tokens, start + _RUN) - max(end, start)) // _PAGE)
+            for start in range(end // _RUN * _RUN, tokens, _RUN)
+        )
+    opened = (tokens + lookahead - 1) // _RUN - tokens // _RUN + 1 if lookahead else 0
+    return heads * (low * ladder.cost[0] + (exact + opened) * ladder.cost[-1]) + fixed_nbytes
+
+
+def ample_nbytes(tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int, *, window: int = 0) -> int:
+    """Return the bytes of a row with which no plan has to be compact.
+
+    Beside full pages at the lowest level each head has a page of every rung with what is left over there, for
+    each run of 65,536 positions, and three of the top rung: for new tokens, those to come, and the window.
+
+    Examples
+    --------
+    >>> ample_nbytes(1000, 2, Ladder((8520, 16712), (0.018, 1e-4)), fixed_nbytes=520)
+    406856
+    """
+    runs = tokens // _RUN + 1
+    exact = 3 + (-(-window // _PAGE) + 1 if window else 0)
+    return (
+        heads * (tokens // _PAGE * ladder.cost[0] + runs * sum(ladder.cost) + exact * ladder.cost[-1])
+        + fixed_nbytes
+    )
 
 
 def optimum(weights: Floats, ceilings: Ints, ladder: Ladder, bytes_left: int) -> Ints:

@@ -20,12 +20,12 @@ from kvlab.cache.budget import Limit
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.cuda.kernels import MAX_STEPS
-from kvlab.cache.cuda.window import EXACT, joined, ladder_on_gpu, window_nbytes
+from kvlab.cache.cuda.window import EXACT, joined, ladder_on_gpu, store_on_gpu
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import CacheOptions
 from kvlab.device import translated_out_of_memory
-from kvlab.pages import PAGE_TABLE_BYTES, LayerPages
+from kvlab.pages import LayerPages
 from kvlab.shapes import match_shapes
 
 if TYPE_CHECKING:
@@ -41,18 +41,11 @@ EXECUTORS: dict[str, Any] = {"cpu": CPU, "cuda": GPU}
 def smallest_on_gpu(layers: Sequence[Layer]) -> Callable[[int], int]:
     """Return what tells from the tokens of a row the bytes with which it does in any layer for certain."""
     from kvlab.cache.cuda.changes import ladder_of
-    from kvlab.cache.cuda.tight import guaranteed_nbytes
+    from kvlab.cache.cuda.plan import smallest_nbytes
 
-    residual, store = layers[0].residual, layers[0].store
-    heads, exact = store.num_heads_kv, store.exact_layout.nbytes + PAGE_TABLE_BYTES
-    window = window_nbytes(residual, heads, exact)
-    kinds = {(ladder_of(layer.store), layer.store.fixed_nbytes) for layer in layers}
-
-    def smallest_nbytes(tokens: int) -> int:
-        paged = max(tokens - residual, 0)
-        return max(guaranteed_nbytes(paged, heads, *kind) for kind in kinds) + window
-
-    return smallest_nbytes
+    window, heads = layers[0].residual, layers[0].store.num_heads_kv
+    kinds = {(ladder_of(store_on_gpu(layer)), layer.store.fixed_nbytes) for layer in layers}
+    return lambda tokens: max(smallest_nbytes(tokens, heads, *kind, window=window) for kind in kinds)
 
 
 class GpuRoad:
@@ -146,6 +139,16 @@ class GpuRoad:
         q, k, v = taken(q, "q", ""), *self._taken(k, v, valid)
         return self._executor.given(self._step(layer, q, k, v, scale, softcap, valid), asked)
 
+    def _make_room(self, device: DeviceCache, layer: int, steps: int) -> bool:
+        """See to open pages for a step; false where bytes are too few, so that a plan takes its tokens in."""
+        if device.room[layer] >= steps:
+            return True
+        share = self._share(layer, steps)
+        opens = device.opens_pages(layer, steps, share)
+        if opens:
+            device.make_room(layer, steps, share)
+        return opens
+
     def _taken(self, k: Any, v: Any, valid: Any) -> list[Any]:
         """New keys and values as the executor takes them."""
         taken, dtype = self._executor.taken, self._options.dtype
@@ -156,9 +159,7 @@ class GpuRoad:
         steps = views[0].shape[1]
         if steps == 0:
             return self._executor.empty(views[0].shape, views[0].dtype, q)
-        if device.is_short(steps):
-            if device.room[layer] < steps:
-                device.make_room(layer, steps, self._share(layer, steps))
+        if device.is_short(steps) and self._make_room(device, layer, steps):
             try:
                 return device.step(layer, q, views, mask, scale, softcap)
             except (
@@ -207,9 +208,7 @@ class GpuRoad:
         k, v = self._taken(k, v, valid)
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
         steps = views[0].shape[1]
-        if device.is_short(steps):
-            if device.room[layer] < steps:
-                device.make_room(layer, steps, self._share(layer, steps))
+        if device.is_short(steps) and self._make_room(device, layer, steps):
             device.append(layer, k, views, mask)
         elif steps:
             with translated_out_of_memory(f"{steps} new tokens"):
@@ -342,7 +341,13 @@ class GpuRoad:
             raise ValueError(f"layers hold different numbers of tokens, {sorted(set(device.lengths))}")
         if min(device.room) < steps:
             self._make_sure(device.lengths[0] + steps)
-            device.reallocate(steps, self._share(0, steps))
+            share = self._share(0, steps)
+            if not all(device.opens_pages(layer, steps, share) for layer in range(len(device.lengths))):
+                raise NotImplementedError(
+                    f"{share} bytes a row of a layer hold no open page, so the host plans each step, which a "
+                    "graph cannot: raise the budget or call step() without one"
+                )
+            device.reallocate(steps, share)
         layers = range(len(device.lengths))
         collects = tuple([device.collects(layer, steps) for layer in layers])
         return device.generation, device.lengths[0] > 0, collects, tuple(map(device.waiting.mode, layers))

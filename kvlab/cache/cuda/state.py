@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvlab.cache.cuda.changes import MOST_ROOM, Changes, ladder_of
 from kvlab.cache.cuda.kernels import MAX_STEPS
-from kvlab.cache.cuda.waiting import Merged, Waiting, takes_mean, waits_within
+from kvlab.cache.cuda.waiting import Merged, Waiting, waits_within
 from kvlab.cache.cuda.window import arena_share, store_on_gpu
 from kvlab.cache.launches import KnownStep, StepCalls
 from kvlab.cache.layer import Layer
@@ -42,11 +42,6 @@ class Settings:
     ema_decay: float
     importance: str
     by_function: bool
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the CPU chooses widths: no kernel knows other allocators or residual windows."""
-        return self.allocator != "greedy" or self.residual > 0
 
 
 class DeviceState:
@@ -80,15 +75,14 @@ class DeviceState:
         self.room = [0] * len(layers)
         self.observes = [layer.observes for layer in layers]
         self.generation = 0
-        self.has_mean = [layer.has_mean.copy() for layer in layers]  # where the CPU takes it
         self.make(capacity, share_of)
 
     def make(self, capacity: int, share_of: ShareOf) -> None:
         """Take memory for so many tokens of a row, and forget the old."""
-        takes = [takes_mean(layer) for layer in self.layers]
+        takes = [layer.takes_mean for layer in self.layers]
         holds = [waits_within(layer, ladder_of(layer.store), share_of(0)) for layer in self.layers]
         settings = self.settings
-        often = max(settings.realloc_every, MOST_ROOM if settings.on_host else MAX_STEPS)
+        often = max(settings.realloc_every, MOST_ROOM if settings.allocator == "dp" else MAX_STEPS)
         self.changes = Changes(
             [store_on_gpu(layer) for layer in self.layers],
             self.executor,
@@ -99,6 +93,8 @@ class DeviceState:
             recent=settings.recent,
             room=min(often, MOST_ROOM),
             by_position=settings.importance == "recency",
+            window=settings.residual,
+            allocator=settings.allocator,
             takes_mean=takes,
             holds_waiting=holds,
         )

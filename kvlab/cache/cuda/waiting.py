@@ -29,15 +29,10 @@ from kvlab.cache.frame import LAST
 from kvlab.cache.layer import Layer
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 
-__all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "takes_mean", "waits_within"]
+__all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "waits_within"]
 
 CAPACITY = WAITING_PAGES * TOKENS_PER_PAGE
 """Tokens that the waiting pages of a row hold."""
-
-
-def takes_mean(layer: Layer) -> bool:
-    """Whether the GPU takes the mean of a layer's keys; the CPU does where it plans a residual window."""
-    return layer.takes_mean and not layer.residual
 
 
 def waits_within(layer: Layer, ladder: Ladder, share: int | None) -> bool:
@@ -45,7 +40,7 @@ def waits_within(layer: Layer, ladder: Ladder, share: int | None) -> bool:
     store, widest = layer.store, layer.store.exact_layout.nbytes + PAGE_TABLE_BYTES
     packed = WAITING_PAGES * ladder.cost[0] + 3 * ladder.cost[-1]
     needed = store.num_heads_kv * max(WAITING_PAGES * widest, packed) + store.fixed_nbytes
-    return takes_mean(layer) and (share is None or needed <= share)
+    return layer.takes_mean and (share is None or needed <= share)
 
 
 class Waiting:

@@ -87,33 +87,45 @@ def _most_exact(layer: Layer) -> int:
 
 
 def joined(layer: Layer, ladder: Ladder) -> LayerStore:
-    """Return pages and table of a layer whose windows lie in pages of the last rung of `ladder`."""
+    """Return pages and table of a layer whose windows lie in pages behind those of its own rungs.
+
+    Rows that wait for the mean of their keys have them at the last rung of `ladder`, others at that behind
+    their own, which may be the same.
+    """
     store, top = layer.store, len(layer.store.layouts)
     wide = LayerStore(ladder, store.batch, store.num_heads_kv, store.head_dim, store.dtype)
     runs = [_runs(window.position) for window in layer.windows]
     most, heads = max(map(len, runs), default=0), np.arange(store.num_heads_kv)
     layout = wide.layouts[top]
-    pool = np.zeros((sum(map(len, runs)) * len(heads), layout.nbytes), np.uint8)
+    last = len(wide.layouts) - 1
+    rungs = np.where(layer.has_mean, top, last)
+    pools = {}
+    for rung in (top, last):
+        pages = sum(len(run) for run, own in zip(runs, rungs, strict=True) if own == rung)
+        pools[rung] = np.zeros((pages * len(heads), layout.nbytes), np.uint8)
+    filled = dict.fromkeys(pools, 0)
     names = ("rung", "count", "index", "base")
     tables = {name: np.pad(getattr(store, name), ((0, 0), (0, 0), (0, most))) for name in names}
-    num_pages, page = store.num_pages.copy(), 0
+    num_pages = store.num_pages.copy()
     for row, window in enumerate(layer.windows):
-        for first, last in runs[row]:
-            n, entry = last - first, (row, heads, num_pages[row])
-            tables["rung"][entry], tables["count"][entry] = top, n
+        for first, end in runs[row]:
+            rung = int(rungs[row])
+            pool, page = pools[rung], filled[rung]
+            n, entry = end - first, (row, heads, num_pages[row])
+            tables["rung"][entry], tables["count"][entry] = rung, n
             tables["index"][entry], tables["base"][entry] = page + heads, window.position[first] >> 16
             where, slot = np.repeat(page + heads, n), np.tile(np.arange(n), len(heads))
             k, v = (
-                x[first:last].swapaxes(0, 1).reshape(-1, store.head_dim).astype(np.float32)
+                x[first:end].swapaxes(0, 1).reshape(-1, store.head_dim).astype(np.float32)
                 for x in (window.k, window.v)
             )
             write_tokens(pool, layout, store.dtype, where, slot, k, v)
-            layout.positions_in(pool)[where, slot] = np.tile(window.position[first:last] & 0xFFFF, len(heads))
-            codes = encode_importance(window.observed[:, first:last])
+            layout.positions_in(pool)[where, slot] = np.tile(window.position[first:end] & 0xFFFF, len(heads))
+            codes = encode_importance(window.observed[:, first:end])
             layout.importance_in(pool)[where, slot] = codes.ravel()
             num_pages[row] += 1
-            page += len(heads)
-    wide.restore([*store.pools, pool], tables, num_pages, store.k_mean.copy())
+            filled[rung] += len(heads)
+    wide.restore([*store.pools, *pools.values()], tables, num_pages, store.k_mean.copy())
     return wide
 
 
@@ -128,9 +140,9 @@ def _runs(position: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def split(wide: LayerStore, layer: Layer) -> None:
-    """Fill a layer with pages whose last rung holds its windows; the inverse of `joined`."""
+    """Fill a layer from pages whose last rungs hold its windows; the inverse of `joined`."""
     top, store = len(layer.store.layouts), layer.store
-    exact = wide.live() & (wide.rung == top)
+    exact = wide.live() & (wide.rung >= top)
     layer.windows = [_window(wide, row, top) for row in range(wide.batch)]
     kept = wide.live() & ~exact
     order = np.argsort(~kept, axis=2, kind="stable")
@@ -147,11 +159,12 @@ def split(wide: LayerStore, layer: Layer) -> None:
 
 def _window(wide: LayerStore, row: int, top: int) -> Window:
     tokens = wide.tokens(row)
-    mine = np.flatnonzero(tokens.rung == top)
+    mine = np.flatnonzero(tokens.rung >= top)
     tokens = tokens.part(mine[np.lexsort((tokens.position[mine], tokens.head[mine]))])
     shape = (wide.num_heads_kv, len(tokens) // wide.num_heads_kv)
     index = wide.index[row, tokens.head, tokens.page].astype(np.int64)
-    k, v = read_tokens(wide.pools[top], wide.layouts[top], wide.dtype, index, tokens.slot)
+    rung = int(tokens.rung.max(initial=top))  # the same for all of a row
+    k, v = read_tokens(wide.pools[rung], wide.layouts[rung], wide.dtype, index, tokens.slot)
     k, v = (x.reshape(*shape, wide.head_dim).swapaxes(0, 1) for x in (k, v))
     dtype = numpy_dtype(wide.dtype)
     observed = decode_importance(tokens.code).reshape(shape)

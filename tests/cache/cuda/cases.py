@@ -38,7 +38,7 @@ def step(cache: Any, rng: np.random.Generator, steps: int, valid: np.ndarray | N
     """Step all layers; the results are those of attention over what the pages hold and the new tokens."""
     device = cache._gpu._device
     if device is not None and steps <= 16 and min(device.room) < steps:
-        device.make_room(0, steps, cache._limit.share(cache.seqlen + steps, cache.batch))
+        cache._gpu._make_room(device, 0, steps)
     for layer in range(LAYERS):
         before = None if device is None else pages_of(cache)[layer]  # a layer may take room from others
         q, k, v = draw(rng, cache, steps)

@@ -8,40 +8,10 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cuda.changes import ladder_of
-from kvlab.cache.cuda.tight import guaranteed_nbytes, least_nbytes
+from kvlab.cache.cuda.plan import smallest_nbytes
 from kvlab.errors import BudgetError
 from tests.cache.cuda.numpy_gpu import Kernels
 from tests.cache.cuda.test_road import DIM, GROUP, HEADS, LAYERS, check_state, step
-from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer
-
-
-@pytest.mark.parametrize("new", [0, 20, 46, 47, 200])
-def test_open_pages_behind_a_border_of_positions(new: int) -> None:
-    """Room for 48 tokens has been made at position 65,490; those that come may end before 65,536."""
-    rng, (ladder, evicts) = np.random.default_rng(0), LADDERS["248"]
-    layer = empty_layer("248", 1, 2, 80, 1 << 40, 600)
-    layer.seqlen = 65_400
-    simulation = Simulation(layer, "248", lookahead=0)
-    simulation.change(draw_tokens(rng, 1, 2, 90, layer.seqlen, "normal"))
-    simulation.lookahead = 48
-    simulation.change()
-    with_open = tables_of(layer)
-    ends = with_open["num_pages"] - 1
-    assert (np.take_along_axis(with_open["base"], ends[..., None], 2) == 1).all()
-    without = with_open | {"num_pages": ends}
-    least, wanted = (
-        least_nbytes(tables, ladder, evicts, 100, length=layer.seqlen, new=np.ones((1, new), bool))
-        for tables in (with_open, without)
-    )
-    assert least == wanted
-
-
-def tables_of(layer: Any) -> dict[str, Any]:
-    """The tables of a layer as `least_nbytes` wants them."""
-    tables = {
-        side: getattr(layer, side).reshape(layer.batch, layer.heads, -1) for side in ("rung", "count", "base")
-    }
-    return tables | {"num_pages": layer.num_pages.reshape(layer.batch, layer.heads)}
 
 
 def tight_cache(length: int, bits: Any, short: int = 0) -> Any:
@@ -51,7 +21,7 @@ def tight_cache(length: int, bits: Any, short: int = 0) -> Any:
     shape = (LAYERS, HEADS * GROUP, HEADS, DIM)
     options: dict[str, Any] = {"batch": 2, "bits": bits, "device": "cuda", "recent": 20}
     store = MixedPrecisionCache(*shape, **options).layers[0].store
-    share = guaranteed_nbytes(length, HEADS, ladder_of(store), store.fixed_nbytes)
+    share = smallest_nbytes(length, HEADS, ladder_of(store), store.fixed_nbytes)
     return MixedPrecisionCache(*shape, budget=share * LAYERS * 2 - short, max_seqlen=length, **options)
 
 
