@@ -179,14 +179,15 @@ class Changes:
         Where bytes are `tight`, plans follow until one reports nothing; that waits for the device.
         """
         room = self.room if room is None else room
+        pages = self.store.batch * self.store.heads * self.store.entries
         if tight:
+            workspace, _ = self._workspace(1, pages, pages)  # before anything changes
             for layer in range(first, first + n):
-                self._plan_again(layer, None, stream, None, room)
+                self._plan_again(layer, workspace, stream, None, room)
         elif self.tidy:
             self._plan(first, n, self._decode, stream, None, room)
         else:
             # Any page may have holes, and any tokens may have to move: a workspace for the worst.
-            pages = self.store.batch * self.store.heads * self.store.entries
             workspace, at_once = self._workspace(n, pages, pages)
             self._plan_in_turns(first, n, workspace, at_once, stream, room)
         self._tidy = self.tidy or n == len(self.ladders)
@@ -211,7 +212,7 @@ class Changes:
         self._tidy = True
         if fallen:  # all demotions at once may take more memory than there is
             for layer in np.flatnonzero(self._executor.to_host(self.store.tables["status"]) & RETRY):
-                self._plan_again(int(layer), None, stream, None, room)
+                self._plan_again(int(layer), workspace, stream, None, room)
 
     def _workspace(self, layers: int, new_pages: int, dropped: int) -> tuple[Workspace, int]:
         """Take memory for plans without new tokens, and say of how many of `layers` layers at once."""
@@ -236,7 +237,7 @@ class Changes:
         """
         self._plan(layer, 1, workspace, stream, fresh, room)
         if tight:
-            self._plan_again(layer, None, stream, None, room)
+            self._plan_again(layer, workspace, stream, None, room)
 
     def admission(self, steps: int, holds_tokens: bool) -> Workspace:
         """Memory for `admit` of so many steps, the same until `confirm`; taken before anything changes."""
@@ -282,20 +283,15 @@ class Changes:
                 fresh = new.fresh if status[new.layer, 0] & RETRY else None
                 self._plan_again(new.layer, new.workspace, new.stream, fresh, 0)
 
-    def _plan_again(
-        self, layer: int, workspace: Workspace | None, stream: int, fresh: Any, room: int
-    ) -> None:
+    def _plan_again(self, layer: int, workspace: Workspace, stream: int, fresh: Any, room: int) -> None:
         """Plan until a plan reports nothing: `fresh` tokens are in, all bytes within the budget.
 
         Where there was too little memory a plan has demoted what it could; where it had to make short chunks,
         the next one closes them up.
         """
-        pages = self.store.batch * self.store.heads * self.store.entries
         tables, to_host = self.store.tables, self._executor.to_host
         before: list[int] = []
         while True:
-            if fresh is None or workspace is None:
-                workspace, _ = self._workspace(1, pages, pages)
             tables["status"][layer] = 0
             self._plan(layer, 1, workspace, stream, fresh, room)
             trouble = self.trouble(layer)

@@ -155,17 +155,17 @@ class DeviceCache(DeviceState):
             for layer in layers:
                 self.room[layer] = room
             return
-        merged = self._merged(layers)
+        merged = self._merged(layers, tight)
         for layer in layers:
             self.room[layer] = self._look_after_waiting(layer, steps, room, merged, stream, tight)
 
-    def _merged(self, layers: Sequence[int]) -> tuple[Merged, Workspace]:
+    def _merged(self, layers: Sequence[int], tight: bool) -> tuple[Merged, Workspace]:
         """Memory for the waiting tokens of any layer, taken before anything changes."""
         store = self.layers[0].store
         shape = store.batch, 0, store.num_heads_kv, store.head_dim
         dtype = self.executor.input_dtype(store.dtype)
         merged = merged_tokens(shape, self.executor, self.like, dtype, waiting=True)
-        stored = any(self.waiting.mode(layer) != "all" for layer in layers)
+        stored = tight or any(self.waiting.mode(layer) != "all" for layer in layers)
         return merged, self.changes.admission(merged.before, stored)
 
     def _look_after_waiting(
@@ -255,7 +255,7 @@ class DeviceCache(DeviceState):
         layers = [layer for layer in layers if self.waiting.hold_tokens(layer)]
         if not layers:
             return
-        merged, workspace = self._merged(layers)
+        merged, workspace = self._merged(layers, False)
         for layer in layers:
             length = self.lengths[layer]
             self.waiting.advance(layer, length)

@@ -48,7 +48,7 @@ def step(
         both = [_in_units(executor, x, view) for x, view in zip(arrays[:2], views[:2], strict=True)]
         arrays[:2], views[:2] = zip(*both, strict=True)
     q, k, v = arrays
-    memory = _begin(cache, layer, [k, v], valid, stream)
+    memory = _begin(cache, layer, [k, v], valid, share, stream)
     new = _kept(cache, layer, [k, v], views[1:], valid, share)
     codes = executor.empty((cache.pairs, steps), "uint8", k)  # all memory is taken before anything changes
     out, lse = attend_new(executor, q, k, v, valid, scale, softcap)
@@ -78,7 +78,7 @@ def append(
     """Store many tokens: `arrays` and `views` of k and v; the last layer waits for the device."""
     k, steps, executor = arrays[0], views[0].shape[1], cache.executor
     stream = executor.stream(k)
-    memory = _begin(cache, layer, arrays, valid, stream)
+    memory = _begin(cache, layer, arrays, valid, share, stream)
     new = _kept(cache, layer, arrays, views, valid, share)
     codes = executor.empty((cache.pairs, steps), "uint8", k)
     cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
@@ -100,7 +100,9 @@ class _Memory(NamedTuple):
     merged: Merged | None
 
 
-def _begin(cache: DeviceCache, layer: int, new: list[Any], valid: Any, stream: int) -> _Memory:
+def _begin(
+    cache: DeviceCache, layer: int, new: list[Any], valid: Any, share: int | None, stream: int
+) -> _Memory:
     """Leave nothing undone that pages of this layer wait for, and take memory for the plan."""
     cache.collector.settle(stream)
     if cache.changes.awaits(layer):
@@ -115,7 +117,8 @@ def _begin(cache: DeviceCache, layer: int, new: list[Any], valid: Any, stream: i
         if held or not waiting.must_freeze(layer, counts).all():
             merged = merged_tokens(shape, cache.executor, new[0], dtype_name(new[0]), waiting=held)
     total = steps if merged is None else merged.before + steps
-    return _Memory(cache.changes.admission(total, length > 0), counts, merged)
+    again = length > 0 or cache.changes.is_tight(layer, length + steps, share)
+    return _Memory(cache.changes.admission(total, again), counts, merged)
 
 
 def _in_units(executor: Any, x: Any, view: CudaView) -> tuple[Any, CudaView]:
