@@ -81,9 +81,9 @@ class MixedPrecisionCache(CacheOptions):
         Weight of the old importance after 64 tokens, once a token is no longer young.
     device : str, optional
         "cpu", the default, or "cuda": arrays are on the GPU then (torch, CuPy), and so is the memory, which
-        is taken at the first call from their framework. Other allocators than "greedy" and a residual window
-        are planned by the CPU there, which takes a copy of the pages each way every 48 tokens; a function as
-        importance runs on the CPU, and steps wait for it, so no CUDA graph can hold them.
+        is taken at the first call from their framework. Allocator "dp" runs on the CPU, and every plan, one
+        in 48 tokens, waits for it; a function as importance does so too, and all steps wait for it, so no
+        CUDA graph can hold them.
     dtype : {"float16", "bfloat16", "float32"}
         Or such a dtype of torch or NumPy: type of width 16 and of the residual window. On a GPU queries, keys
         and values have it, too.
@@ -279,9 +279,8 @@ class MixedPrecisionCache(CacheOptions):
 
         Notes
         -----
-        On a GPU a step of up to 16 tokens only launches kernels, unless a budget is so tight that the host
-        has to count pages, or a residual window, another allocator or a function as importance takes it to
-        the CPU. A step of more tokens waits for the device behind the last layer, and behind each layer if
+        On a GPU a step of up to 16 tokens only launches kernels, unless a budget is so tight that plans may
+        have to be repeated, or allocator "dp" or a function as importance takes it to the CPU. A step of more tokens waits for the device behind the last layer, and behind each layer if
         `valid` is given, whose tokens the host counts.
 
         Raises

@@ -239,15 +239,18 @@ class Changes:
         if tight:
             self._plan_again(layer, workspace, stream, None, room)
 
-    def admission(self, steps: int, holds_tokens: bool) -> Workspace:
-        """Memory for `admit` of so many steps, the same until `confirm`; taken before anything changes."""
-        if self._admission is None or self._admission[0] != (steps, holds_tokens):
+    def admission(self, steps: int, moves_stored: bool) -> Workspace:
+        """Memory for `admit` of so many steps, the same until `confirm`; taken before anything changes.
+
+        `moves_stored`: plans may change pages of stored tokens, too.
+        """
+        if self._admission is None or self._admission[0] != (steps, moves_stored):
             pairs, shape = self.store.batch * self.store.heads, self._shape(steps)
-            pages = pairs * self.store.entries if holds_tokens else 0
+            pages = pairs * self.store.entries if moves_stored else 0
             new_pages = pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
             with translated_out_of_memory(f"the plan of {steps} new tokens"):
                 workspace = self.kernels.make_workspace(shape, 1, new_pages, max(pages, 1))
-            self._admission = (steps, holds_tokens), workspace
+            self._admission = (steps, moves_stored), workspace
         return self._admission[1]
 
     def admit(self, new: Admission, *, last: bool) -> None:
