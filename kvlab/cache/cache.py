@@ -280,8 +280,9 @@ class MixedPrecisionCache(CacheOptions):
         Notes
         -----
         On a GPU a step of up to 16 tokens only launches kernels, unless a budget is so tight that plans may
-        have to be repeated, or allocator "dp" or a function as importance takes it to the CPU. A step of more tokens waits for the device behind the last layer, and behind each layer if
-        `valid` is given, whose tokens the host counts.
+        have to be repeated, or allocator "dp" or a function as importance takes it to the CPU. A step of
+        more tokens waits for the device behind the last layer, and behind each layer if `valid` is given,
+        whose tokens the host counts.
 
         Raises
         ------
