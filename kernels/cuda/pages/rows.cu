@@ -11,6 +11,8 @@
 // move_kept     grid (blocks, layers): a block copies a page.
 // gather_pages  grid (blocks, layers): a warp copies a page, and those of tokens that wait, which have fixed
 //               places, from `from`.
+// clear_free    grid (blocks, layers): a block writes zeros over a slab without pages, or over the rest of
+// one.
 #include "common/pairs.cuh"
 #include "pages/state.cuh"
 
@@ -218,8 +220,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_pages(const __grid_
 #pragma unroll 1
     for (u32 i = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; i < all; i += warps) {
         const int bh = i / (u32)s.entries, entry = i - bh * (u32)s.entries, row = bh / s.heads;
-        if (entry >= s.num_pages[bh] || s.count[i] == 0) continue;
         const bool waits = s.waits[row];
+        if (entry >= s.num_pages[bh] || (!waits && s.count[i] == 0)) continue;
         const int origin = waits ? call.rows[row] : call.origins[row];
         if (origin < 0) continue;
         const int source = origin * s.heads + bh - row * s.heads;
@@ -239,6 +241,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_pages(const __grid_
             for (int j = 0; j < AT_ONCE; ++j)
                 if (first + 32 * j < n) __stcs(to + first + 32 * j, x[j]);
         }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) clear_free(const __grid_constant__ Rows call) {
+    const LayerState& s = call.to[blockIdx.y];
+    const int num_free = s.num_free[0];
+#pragma unroll 1
+    for (int i = blockIdx.x; i < num_free + s.num_rungs; i += gridDim.x) {
+        u32 slab = 0, begin = 0;
+        if (i < num_free) {
+            slab = s.free_slabs[i];
+        } else {
+            const int r = i - num_free, per_slab = s.rungs[r].per_slab, used = s.used[r];
+            if (used == 0) continue;
+            slab = s.slabs[r * s.max_slabs + (used - 1) / per_slab];
+            begin = ((used - 1) % per_slab + 1) * s.rungs[r].record;
+        }
+        uint4* const to = (uint4*)(s.arena + (u64)slab * s.slab_units * UNIT);
+        for (u32 j = begin * (UNIT / 16) + threadIdx.x; j < s.slab_units * (UNIT / 16); j += THREADS)
+            to[j] = uint4{0, 0, 0, 0};
     }
 }
 

@@ -35,10 +35,10 @@ struct LayerState {
     int* seqlen;                   // [pairs]: time steps so far, equal for all pairs
     int* used;                     // [CACHE_RUNGS]: live pages
     int* slab_count;               // [CACHE_RUNGS]
-    int* slabs;                    // [CACHE_RUNGS][max_slabs]
+    int* slabs;                    // [num_rungs][max_slabs]
     int* free_slabs;               // [max_slabs], a stack: the last of num_free is taken next
     int* num_free;                 // [1]
-    u32* entry_of;                 // [CACHE_RUNGS][max_pages]: pair * entries + entry of a page by number
+    u32* entry_of;                 // [num_rungs][max_pages]: pair * entries + entry of a page by number
     int* slab_slot;                // [max_slabs]: the place of a slab in `slabs` of its rung
     long long* budget;             // [batch]: bytes that pages, tables and key means of a row may take
     int* status;                   // [1]: 0, or a bit of PlanStatus that the host finds when it next looks

@@ -285,12 +285,10 @@ def take_rows(
     call["capacity"], call["head_dim"] = capacity, head_dim
     if not capacity:
         return
-    take, move, gather = (_row_kernel(name, device) for name in ("take_rows", "move_kept", "gather_pages"))
-    take((1, layers), (_TABLE_THREADS,), (call[0],), 0, stream)
     grid = _grid(capacity, layers, _FEW_BLOCKS * multiprocessors(device))
-    if in_place:
-        move(grid, (_THREADS,), (call[0],), 0, stream)
-    gather(grid, (_THREADS,), (call[0],), 0, stream)
+    _row_kernel("take_rows", device)((1, layers), (_TABLE_THREADS,), (call[0],), 0, stream)
+    for entry in ("move_kept", "gather_pages") if in_place else ("gather_pages", "clear_free"):
+        _row_kernel(entry, device)(grid, (_THREADS,), (call[0],), 0, stream)
 
 
 @lru_cache(maxsize=16)

@@ -76,11 +76,13 @@ class DeviceState:
         self.observes = [layer.observes for layer in layers]
         self.generation = 0
         self.make(capacity, share_of)
+        self.store.clear_arenas()
 
     def make(self, capacity: int, share_of: ShareOf) -> None:
         """Take memory for so many tokens of a row, and forget the old."""
         takes = [layer.takes_mean for layer in self.layers]
-        holds = [waits_within(layer, ladder_of(layer.store), share_of(0)) for layer in self.layers]
+        share = share_of(0)
+        holds = [waits_within(layer, ladder_of(layer.store), share) for layer in self.layers]
         settings = self.settings
         often = max(settings.realloc_every, MOST_ROOM if settings.allocator == "dp" else MAX_STEPS)
         self.changes = Changes(

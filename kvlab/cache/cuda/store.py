@@ -186,8 +186,8 @@ class DeviceStore:
             name: empty((len(stores), *shape), dtype, like) for name, (shape, dtype) in self._shapes().items()
         }
         self.like = like
-        self.clear()
-        self.host_states = np.array([self._state(layer) for layer in range(len(stores))], STATE)
+        self._clear_tables()
+        self.host_states = self._states()
         self.states = executor.to_device(self.host_states.view(np.uint8), like)
         self.states_pointer: int = executor.view(self.states, "states").pointer
 
@@ -206,10 +206,10 @@ class DeviceStore:
             "seqlen": (pairs, "int32"),
             "used": ((_RUNGS,), "int32"),
             "slab_count": ((_RUNGS,), "int32"),
-            "slabs": ((_RUNGS, *slabs), "int32"),
+            "slabs": ((self.num_rungs, *slabs), "int32"),
             "free_slabs": (slabs, "int32"),
             "num_free": ((1,), "int32"),
-            "entry_of": ((_RUNGS, self.max_pages), "int32"),
+            "entry_of": ((self.num_rungs, self.max_pages), "int32"),
             "slab_slot": (slabs, "int32"),
             "budget": ((self.batch,), "int64"),
             "status": ((1,), "int32"),
@@ -217,9 +217,16 @@ class DeviceStore:
 
     def clear(self) -> None:
         """Drop all tokens; takes no memory on the device."""
-        overwrite = self.executor.overwrite
+        self.clear_arenas()
+        self._clear_tables()
+
+    def clear_arenas(self) -> None:
+        """Write zeros over all pages, or what is saved of them might show what their memory held before."""
         for arena in self.arenas:
             self.executor.fill_zero(arena)
+
+    def _clear_tables(self) -> None:
+        overwrite = self.executor.overwrite
         for table in self.tables.values():
             table[...] = 0
         self.tables["open"][...] = -1
@@ -233,25 +240,29 @@ class DeviceStore:
         slabs[:n] = np.arange(n)[::-1]
         return slabs
 
-    def _state(self, layer: int) -> Any:
-        store = self.stores[layer]
-        state = np.zeros((), STATE)
-        for place, layout in zip(state["rungs"], self.layouts(layer), strict=False):
-            place["record"], place["per_slab"] = layout.nbytes // UNIT, self.slab[layer] // layout.nbytes
-            place["bits_k"], place["bits_v"], place["tail"] = layout.bits_k, layout.bits_v, layout.positions
-        view = self.executor.view
-        state["arena"] = view(self.arenas[layer], "arena").pointer
-        if self.holds_waiting[layer]:
-            state["waiting"] = state["arena"] + self.slab[layer] * self.num_slabs[layer]
+    def _states(self) -> Any:
+        """The `LayerState` of every layer."""
+        states, view, numbers = (
+            np.zeros(len(self.stores), STATE),
+            self.executor.view,
+            np.arange(len(self.stores)),
+        )
         for name, table in self.tables.items():
-            state[name] = view(table[layer], name).pointer
-        numbers = (
-            self.batch, self.heads, self.entries, len(store.ladder), self.max_slabs, self.max_pages,
-            self.slab[layer] // UNIT, int(store.evicts),
-        )  # fmt: skip
-        for name, number in zip(_NUMBERS, numbers, strict=True):
-            state[name] = number
-        return state
+            states[name] = view(table, name).pointer + int(table.nbytes) // len(numbers) * numbers
+        for layer, (state, store) in enumerate(zip(states, self.stores, strict=True)):
+            rungs = [
+                (x.nbytes // UNIT, self.slab[layer] // x.nbytes, x.bits_k, x.bits_v, x.positions)
+                for x in self.layouts(layer)
+            ]
+            state["rungs"][: len(rungs)] = rungs
+            state["num_rungs"], state["evicts"] = len(store.ladder), store.evicts
+        states["arena"] = [view(arena, "arena").pointer for arena in self.arenas]
+        states["slab_units"] = np.array(self.slab) // UNIT
+        begins = states["arena"] + np.array(self.slab, np.uint64) * np.array(self.num_slabs, np.uint64)
+        states["waiting"] = np.where(self.holds_waiting, begins, 0)
+        for name in ("batch", "heads", "entries", "max_slabs", "max_pages"):
+            states[name] = getattr(self, name)
+        return states
 
     def rows(self) -> PagesOfRows:
         """The pages of all rows."""

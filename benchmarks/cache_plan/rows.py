@@ -1,0 +1,121 @@
+"""Time crops, other rows and copies of a whole cache on a GPU, as a caller sees them.
+
+    python benchmarks/cache_plan/rows.py OUT.json [--tokens 32768] [--layers 32] [--repeats 9]
+
+The layers are those of `run.py`: 8 KV heads of 128 channels, ladder 2, 3, 4, 8, budget 0.35. A time is from
+the call until the device is done, the median of several after two that warm up; `copy` is torch's copy of as
+many bytes as the operation writes. What a crop or other rows leave is compared with what was there first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+import kvlab
+from kvlab.lab.results import provenance
+
+HEADS, GROUP, HEAD_DIM = 8, 4, 128
+
+
+def make(batch: int, layers: int, tokens: int) -> Any:
+    cache = kvlab.MixedPrecisionCache(
+        layers, HEADS * GROUP, HEADS, HEAD_DIM, batch=batch, budget=0.35, device="cuda", dtype="bfloat16",
+        max_seqlen=tokens + 256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    k, v = torch.randn(2, batch, tokens, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    for layer in range(layers):
+        cache.append(layer, k, v)
+        cache.append(layer, k[:, :1], v[:, :1])
+    return cache
+
+
+def timed(work: Callable[[], Any], repeats: int) -> float:
+    """Milliseconds of the median; what the work returns is dropped before the next."""
+    times = []
+    for _ in range(repeats + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = work()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+        del result
+    return statistics.median(times[2:])
+
+
+def time_of_copy(nbytes: int, repeats: int) -> float:
+    source, target = torch.empty(2, nbytes, dtype=torch.uint8, device="cuda")
+    return timed(lambda: target.copy_(source), repeats)
+
+
+def attended(cache: Any) -> Any:
+    torch.manual_seed(1)
+    q = torch.randn(1, 1, HEADS * GROUP, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    return cache.attend(0, q.expand(cache.batch, -1, -1, -1).contiguous())
+
+
+def measure(batch: int, layers: int, tokens: int, repeats: int) -> dict[str, Any]:
+    cache = make(batch, layers, tokens)
+    before, found = attended(cache), {"nbytes": cache.nbytes, "reserved_nbytes": cache.reserved_nbytes}
+    swapped = np.arange(batch)[::-1].copy()
+    found["reorder_reversed"] = timed(lambda: cache.reorder(swapped), repeats)
+    if (repeats + 2) % 2:
+        cache.reorder(swapped)
+    assert torch.equal(attended(cache), before)
+    beams = np.array([0, *range(batch - 1)])
+    found["reorder_one_lost"] = timed(lambda: cache.reorder(beams), 1 if batch > 1 else repeats)
+    found["select_all"] = timed(lambda: cache.select(np.arange(batch)), repeats)
+    found["deepcopy"] = timed(lambda: deepcopy(cache), repeats)
+    found["copy"] = time_of_copy(found["nbytes"], repeats)
+    copy = deepcopy(cache)
+    assert torch.equal(attended(copy), attended(cache))
+    times = []
+    for _ in range(repeats + 2):
+        copy = deepcopy(cache)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        copy.repeat(2)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    assert torch.allclose(attended(copy)[::2].float(), attended(cache).float(), atol=1e-3)
+    found["repeat_2"], found["copy_2"] = (
+        statistics.median(times[2:]),
+        time_of_copy(2 * found["nbytes"], repeats),
+    )
+    for n in (1, 64):
+        found[f"crop_{n}"] = timed(lambda n=n: cache.crop(n), repeats)  # type: ignore[misc]
+    assert cache.nbytes <= cache.budget_nbytes
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("output", type=pathlib.Path)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    results = {}
+    for batch in (1, 4):
+        results[f"batch {batch}"] = measure(batch, arguments.layers, arguments.tokens, arguments.repeats)
+        print(batch, json.dumps(results[f"batch {batch}"]), flush=True)
+        arguments.output.write_text(
+            json.dumps({"provenance": provenance(), "milliseconds": results}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
