@@ -276,7 +276,7 @@ class Model:
 
 def median_of_graph(body: Callable[[], None], repeats: int) -> float:
     """Microseconds of a replay."""
-    return 1e6 * time_by_events({"body": recorded(body)}, repeats=repeats, warm_up=0)["body"].median
+    return 1e6 * time_by_events({"body": recorded(body)}, repeats=repeats, warm=False)["body"].median
 
 
 def measure(shape: str, ladder: str, cycles: int) -> dict[str, Any]:

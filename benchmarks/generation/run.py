@@ -173,7 +173,7 @@ def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
     works = {"attend_us": on_current_stream(attend), "append_us": on_current_stream(append)}
     works["plan_us"] = lambda: device.reallocate(1, share)
     return {
-        name: 1e6 * time_by_events({name: work}, repeats=8, warm_up=0)[name].median / layers
+        name: 1e6 * time_by_events({name: work}, repeats=8, warm=False)[name].median / layers
         for name, work in works.items()
     }
 
