@@ -93,8 +93,7 @@ class MixedPrecisionCache(CacheOptions):
     BudgetError
         If an empty cache does not fit the budget, or `max_seqlen` tokens do not, even at the lowest rung.
     NotImplementedError
-        On a GPU: for dtype "float32", a residual window beside width 16, or a head dimension for which there
-        is no kernel.
+        On a GPU: for dtype "float32", or a head dimension for which there is no kernel.
 
     Examples
     --------

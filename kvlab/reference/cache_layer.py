@@ -48,6 +48,8 @@ class Ladder:
     def edges(self, top: int) -> list[tuple[int, np.float32]]:
         corners: list[tuple[int, float]] = [(0, np.inf)]
         for level in range(1, top + 1):
+            if self.cost[level] == self.cost[level - 1]:  # a rung of width 16, and the window's
+                continue
             while True:
                 start = corners[-1][0]
                 rate = (self.loss[start] - self.loss[level]) / (self.cost[level] - self.cost[start])

@@ -245,9 +245,15 @@ def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
     >>> decode_bounds(shape, Ladder((8520, 16712), (0.018, 1e-4)))
     (35, 51)
     """
-    smallest = min((high - low for low, high in pairwise(ladder.cost)), default=ladder.cost[-1])
+    smallest = _smallest_step(ladder)
     demoted = -(-(shape.heads + 1) * ladder.cost[-1] // smallest)
     return shape.batch * (demoted + 2 * shape.heads), shape.batch * (demoted + 4 * shape.heads)
+
+
+def _smallest_step(ladder: Ladder) -> int:
+    """The fewest bytes that a demotion saves; the window's rung may take as many as the one below."""
+    steps = [high - low for low, high in pairwise(ladder.cost) if high > low]
+    return min(steps, default=ladder.cost[-1])
 
 
 def crop_bounds(shape: PlanShape, ladder: Ladder, tokens: int, nbytes: int) -> tuple[int, int]:
@@ -263,7 +269,7 @@ def crop_bounds(shape: PlanShape, ladder: Ladder, tokens: int, nbytes: int) -> t
     (48, 88)
     """
     new_pages, dropped = decode_bounds(shape, ladder)
-    smallest = min((high - low for low, high in pairwise(ladder.cost)), default=ladder.cost[-1])
+    smallest = _smallest_step(ladder)
     demoted, most = shape.batch * -(-nbytes // smallest), shape.batch * shape.heads * shape.entries
     cropped = shape.batch * shape.heads * (tokens // _PAGE + shape.num_rungs * shape.segments)
     return min(new_pages + demoted, most), min(dropped + demoted + cropped, most)
@@ -272,7 +278,7 @@ def crop_bounds(shape: PlanShape, ladder: Ladder, tokens: int, nbytes: int) -> t
 def spare_nbytes(batch: int, heads: int, ladder: Ladder, slab_nbytes: int) -> int:
     """Return what an arena needs beyond its rows' budgets: new pages are taken before others are dropped."""
     cost = [c for c in ladder.cost if c]
-    per_byte = max((low / (high - low) for low, high in pairwise(cost)), default=0.0)
+    per_byte = max((low / (high - low) for low, high in pairwise(cost) if high > low), default=0.0)
     top = (heads + 1) * cost[-1]
     return int(batch * top * (1 + per_byte)) + 2 * len(cost) * slab_nbytes
 
@@ -365,11 +371,13 @@ def choose_on_host(
     """
     batch, groups, classes = chunks.shape
     levels, ends, status = len(ladder.cost), np.cumsum(chunks.sum((1, 2)))[:-1], 0
-    highest = np.minimum(np.arange(classes) + evicts, levels - 1 - (window > 0))
+    top = levels - 1 - (window > 0)
+    highest, below = np.minimum(np.arange(classes) + evicts, top), top + 1
+    of_chunks = Ladder(ladder.cost[:below], ladder.loss[:below])
     chosen = np.zeros((batch, groups * classes, levels), np.int64)
     for row, own in enumerate(np.split(weights, ends) if batch else []):
         run = np.repeat(np.arange(groups * classes), chunks[row].ravel())
-        level = choose(own, highest[run % classes], ladder, int(bytes_left[row]))
+        level = choose(own, highest[run % classes], of_chunks, int(bytes_left[row]))
         np.add.at(chosen[row], (run, level), 1)
         if np.array(ladder.cost)[level].sum() > bytes_left[row]:
             status = OVER_BUDGET

@@ -20,7 +20,7 @@ from kvlab.cache.budget import Limit
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.cuda.kernels import MAX_STEPS
-from kvlab.cache.cuda.window import EXACT, joined, ladder_on_gpu, store_on_gpu
+from kvlab.cache.cuda.window import EXACT, joined, store_on_gpu
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import CacheOptions
@@ -64,8 +64,6 @@ class GpuRoad:
         # A cycle would keep device memory until it is collected.
         self._options: CacheOptions = weakref.proxy(options)
         self._layers, self._limit = layers, limit
-        for layer in layers:
-            ladder_on_gpu(layer.store.ladder, layer.residual)
         self._executor: Any = EXECUTORS["cuda" if options.on_gpu else "cpu"]
         self._device: DeviceCache | None = None
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right

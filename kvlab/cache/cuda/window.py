@@ -1,8 +1,8 @@
-"""The residual window of a cache on a GPU: pages of width 16 beside those of the ladder.
+"""The residual window of a cache on a device: pages of width 16 beside those of the ladder.
 
-A GPU appends every token to an open page of the top rung. For a cache with a residual window that is one more
-rung, the cache's dtype unchanged, whose pages hold the window and what has come since the last plan. The
-layers on the CPU, which plan for such a cache, know windows and not that rung: `joined` puts a layer's window
+A device appends every token to an open page of the top rung. For a cache with a residual window that is one
+more rung, the cache's dtype unchanged, whose pages hold the window and what has come since the last plan
+(`window` of kvlab/cache/cuda/plan.py). Files have windows and not that rung: `joined` puts a layer's window
 into pages, and `split` takes it out again.
 """
 
@@ -29,25 +29,9 @@ from kvlab.pages import (
     write_tokens,
 )
 
-__all__ = ["EXACT", "arena_share", "joined", "ladder_on_gpu", "split", "store_on_gpu", "window_nbytes"]
+__all__ = ["EXACT", "arena_share", "joined", "split", "store_on_gpu", "window_nbytes"]
 
 EXACT = Rung(16, 16)
-
-
-def ladder_on_gpu(ladder: Ladder, residual: int) -> Ladder:
-    """The rungs that pages on a GPU have.
-
-    Raises
-    ------
-    NotImplementedError
-        If the window could not be told from pages of the ladder.
-    """
-    if residual and ladder[-1] == EXACT:
-        raise NotImplementedError(
-            f"residual={residual} beside width 16 in bits is not supported on a GPU: say recent={residual}, "
-            f"with which newest tokens stay at the highest width, or use device='cpu'"
-        )
-    return (*ladder, EXACT) if residual else ladder
 
 
 def window_nbytes(residual: int, heads: int, page_nbytes: int) -> int:
@@ -60,7 +44,7 @@ def store_on_gpu(layer: Layer) -> LayerStore:
     store = layer.store
     if not layer.residual:
         return store
-    ladder = ladder_on_gpu(store.whole_ladder, layer.residual)
+    ladder = (*store.whole_ladder, EXACT)
     return LayerStore(ladder, store.batch, store.num_heads_kv, store.head_dim, store.dtype)
 
 

@@ -153,8 +153,16 @@ def test_a_window_crops_and_travels(kernels: Kernels, tmp_path: Any) -> None:
         again = MixedPrecisionCache.load(tmp_path / "cache", device=device)
         assert again.seqlen == 162
         assert np.abs(again.attend(1, q) - wanted).max() < 2e-3
-    with pytest.raises(NotImplementedError, match="say recent=8"):
-        make(residual=8, bits=(4, 16))
+
+
+@pytest.mark.parametrize("bits", [(4, 16), (0, 2, 16)])
+def test_a_window_beside_width_16(kernels: Kernels, bits: Any) -> None:
+    """Tokens that leave it may stay at width 16, as long as bytes last."""
+    cache, rng = make(residual=40, bits=bits, budget=1.0), np.random.default_rng(4)
+    for steps in (200, *[1] * 20, 100):
+        step(cache, rng, steps)
+    assert cache.nbytes <= (cache.budget_nbytes or 0)
+    assert cache.allocation()["16"].any()
 
 
 @pytest.mark.parametrize("most", [0, 1 << 30])
