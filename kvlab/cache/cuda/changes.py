@@ -23,7 +23,6 @@ from kvlab.cache.cuda.plan import (
     Workspace,
     ample_nbytes,
     crop_bounds,
-    decode_bounds,
     smallest_nbytes,
     spare_nbytes,
     workspace_nbytes,
@@ -116,8 +115,12 @@ class Changes:
             )
             self.kernels = executor.kernels(self.store)
             shape = self._shape(0)
-            bounds = [decode_bounds(shape, ladder) for ladder in self.ladders]
-            new_pages, dropped = (max(found) for found in zip(*bounds, strict=True))
+            # Also for crops by a page of tokens, whose bytes a relative budget takes away.
+            pages = [
+                store.num_heads_kv * ladder.cost[-1]
+                for store, ladder in zip(stores, self.ladders, strict=True)
+            ]
+            new_pages, dropped = self._crop_bounds(shape, TOKENS_PER_PAGE, max(pages))
             self._decode = self.kernels.make_workspace(shape, len(stores), new_pages, dropped)
         self.restart(tidy=True)
 
@@ -201,8 +204,7 @@ class Changes:
         fallen = max((self._share or 0) - share, 0) if share is not None else 0
         new_pages = dropped = shape.batch * shape.heads * shape.entries
         if self.tidy:
-            bounds = [crop_bounds(shape, ladder, cropped, fallen) for ladder in self.ladders]
-            new_pages, dropped = (max(found) for found in zip(*bounds, strict=True))
+            new_pages, dropped = self._crop_bounds(shape, cropped, fallen)
         workspace, at_once = self._workspace(layers, new_pages, dropped)
         self.set_share(share)
         self.kernels.crop_rows(end, stream)
@@ -214,9 +216,17 @@ class Changes:
             for layer in np.flatnonzero(self._executor.to_host(self.store.tables["status"]) & RETRY):
                 self._plan_again(int(layer), workspace, stream, None, room)
 
+    def _crop_bounds(self, shape: PlanShape, tokens: int, nbytes: int) -> tuple[int, int]:
+        """`crop_bounds` for all layers."""
+        bounds = [crop_bounds(shape, ladder, tokens, nbytes) for ladder in set(self.ladders)]
+        new_pages, dropped = (max(found) for found in zip(*bounds, strict=True))
+        return new_pages, dropped
+
     def _workspace(self, layers: int, new_pages: int, dropped: int) -> tuple[Workspace, int]:
         """Take memory for plans without new tokens, and say of how many of `layers` layers at once."""
-        shape = self._shape(0)
+        shape, kept = self._shape(0), self._decode
+        if new_pages <= kept.most_new_pages and dropped <= kept.most_dropped:
+            return kept, layers
         at_once = max(1, min(layers, MOST_KEPT // max(workspace_nbytes(shape, new_pages, dropped), 1)))
         with translated_out_of_memory("a plan of all pages"):
             return self.kernels.make_workspace(shape, at_once, new_pages, dropped), at_once

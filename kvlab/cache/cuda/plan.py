@@ -177,16 +177,17 @@ def make_workspace(
     call["segments"], call["chunks"] = shape.segments, shape.chunks
     call["most_new_pages"], call["most_dropped"], call["held"] = most_new_pages, most_dropped, _held(shape)
     lists = np.zeros((2, layers), _LIST)
+    at = {name: start + offsets[name] + np.arange(layers) * sizes[name] for name in _FIELDS}
     for phase in range(2):
-        for layer in range(layers):
-            at = {name: start + offsets[name] + layer * sizes[name] for name in _FIELDS}
-            lists[phase, layer] = (
-                at[f"moves{phase}"],
-                at[f"begins{phase}"],
-                at["head"] + 4 * phase,
-                at["copies"],
-                at["head"] + 8,
-            )
+        addresses = (
+            at[f"moves{phase}"],
+            at[f"begins{phase}"],
+            at["head"] + 4 * phase,
+            at["copies"],
+            at["head"] + 8,
+        )
+        for name, address in zip(_LIST.names or (), addresses, strict=True):
+            lists[name][phase] = address
     on_device = to_device(lists.reshape(-1).view(np.uint8), like)
     return Workspace(
         shape,
