@@ -22,7 +22,19 @@ from kvlab.errors import MissingExtraError, OutOfMemory
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = ("ablate", "benchmark", "clean", "demo", "env", "profile", "report", "sweep", "test", "validate")
+COMMANDS = (
+    "ablate",
+    "benchmark",
+    "clean",
+    "demo",
+    "engine",
+    "env",
+    "profile",
+    "report",
+    "sweep",
+    "test",
+    "validate",
+)
 
 _MENDABLE = (ValueError, NotImplementedError, OSError, MissingExtraError, OutOfMemory)
 

@@ -93,6 +93,20 @@ class CpuExecutor:
         logits = self._product(self._head, self._normed(x[newest], self._head))
         self.logits[present] = logits[:, : self.geometry.vocabulary]
 
+    def layer_outputs(self, ids: NDArray[np.int64]) -> list[Floats]:
+        """Run one row from its beginning; what each layer leaves of its tokens, (tokens, hidden)."""
+        found: list[list[Floats]] = [[] for _ in self._layers]
+
+        def watch(layer: int, what: str, x: Floats) -> None:
+            if what == "out":
+                found[layer].append(x)
+
+        self.reset()
+        for first in range(0, len(ids), _CHUNK):
+            part = ids[None, first : first + _CHUNK]
+            self.run(part, np.ones(part.shape, np.bool_), watch)
+        return [np.concatenate(parts) for parts in found]
+
     def tokens(self, sampling: Sampling, most: int) -> Iterator[NDArray[np.int64]]:
         """Choose up to `most` tokens for each row, one after the other; all but the last are run."""
         for i in range(most):

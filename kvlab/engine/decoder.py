@@ -177,6 +177,33 @@ class Decoder:
         """What the last layer left of each row's newest token, before the final norm, (batch, hidden)."""
         return np.array(self._executor.hidden)
 
+    def layer_outputs(self, ids: Any) -> list[NDArray[np.float32]]:
+        """Forget all tokens, read a row, and forget it again; to compare layers with those of other programs.
+
+        Parameters
+        ----------
+        ids
+            As of `prefill`, one row; a decoder of one row.
+
+        Returns
+        -------
+        list of float32, (tokens, hidden)
+            What each layer leaves of every token, before the final norm.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As of `prefill`.
+        """
+        if self.batch > 1:
+            raise ValueError(f"batch={self.batch}: layer_outputs reads one row; make a decoder with batch=1")
+        self.reset()
+        (row,) = self._rows(ids)
+        self._check_room(np.array([len(row)]))
+        found = self._executor.layer_outputs(row)
+        self.reset()
+        return found
+
     def reset(self) -> None:
         """Forget all tokens."""
         self._executor.reset()

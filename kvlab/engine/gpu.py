@@ -108,6 +108,18 @@ class GpuExecutor:
                 for i, row in enumerate(rows):
                     self._read_row(i, row)
 
+    def layer_outputs(self, ids: NDArray[np.int64]) -> list[NDArray[np.float32]]:
+        """Run one row from its beginning; what each layer leaves of its tokens, (tokens, hidden)."""
+        found = []
+        with self._cupy.cuda.Device(self._device), self._stream:
+            for depth in range(1, self.geometry.layers + 1):
+                chunks: list[NDArray[np.float32]] = []
+                self.reset()
+                self._prompt.run_layers(depth)
+                self._read_row(0, ids, chunks)
+                found.append(np.concatenate(chunks)[: len(ids)])
+        return found
+
     def tokens(self, sampling: Sampling, most: int) -> Iterator[NDArray[np.int64]]:
         """Choose up to `most` tokens for each row, one after the other; all but the last are run."""
         for i in range(most):
@@ -136,7 +148,10 @@ class GpuExecutor:
             self._graph = self._stream.end_capture()
         self._graph.launch(self._stream)
 
-    def _read_row(self, row: int, ids: NDArray[np.int64]) -> None:
+    def _read_row(
+        self, row: int, ids: NDArray[np.int64], hidden: list[NDArray[np.float32]] | None = None
+    ) -> None:
+        """Run tokens of a row; what the last layer leaves of every chunk goes to `hidden`."""
         prompt = self._prompt
         prompt.take_row(self._kv, row)
         for start in range(0, len(ids), CHUNK):
@@ -147,6 +162,8 @@ class GpuExecutor:
             )
             prompt.launch(self._stream.ptr)
             self.lengths[row] += len(part)
+            if hidden is not None:
+                hidden.append(self._cupy.asnumpy(prompt.arrays["hidden"]))
         for name in ("hidden", "logits"):
             self._decode.arrays[name][row] = prompt.arrays[name][len(part) - 1]
 
@@ -240,6 +257,11 @@ class _Token:
     def take_row(self, kv: Any, row: int) -> None:
         """Let launches read and write keys and values of this row."""
         self._call["k"], self._call["v"] = kv[0, :, row].data.ptr, kv[1, :, row].data.ptr
+
+    def run_layers(self, depth: int) -> None:
+        """Let launches run the first so many layers; logits are made with all of them alone."""
+        whole = depth == self.kernel.geometry.layers
+        self._call["layers"], self._call["vocabulary"] = depth, self.kernel.vocabulary if whole else 16
 
     def launch(self, stream: int) -> None:
         """Embed the tokens and run them."""

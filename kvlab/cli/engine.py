@@ -1,0 +1,114 @@
+"""`kvlab engine`: the decode engine checked against transformers, and text from it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from kvlab.cli.options import Json, Output, emit_json
+
+__all__ = ["group"]
+
+group = typer.Typer(
+    no_args_is_help=True, help="The decode engine: checks against transformers, text from a model."
+)
+Model = Annotated[
+    str, typer.Option(help="A known size, for example pythia-2.8b, with random weights; or a model's folder.")
+]
+Dtype = Annotated[Literal["float16", "bfloat16"], typer.Option(help="Of weights, keys and values.")]
+Device = Annotated[str, typer.Option(help="Of the engine: cpu or cuda. transformers runs on the CPU.")]
+Seed = Annotated[int, typer.Option(help="Of random weights and tokens.")]
+SeqLen = Annotated[int, typer.Option(min=1, help="Random tokens.")]
+
+
+@group.command()
+def check(
+    model: Model = "pythia-14m",
+    layer: Annotated[str, typer.Option(help="Number of a layer, or all, with the logits.")] = "all",
+    seq_len: SeqLen = 128,
+    dtype: Dtype = "float16",
+    seed: Seed = 0,
+    device: Device = "cpu",
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
+    """Compare layers and logits with transformers in float64. Exit code 1 if one is worse than its 16 bits.
+
+    "ratio" is the larger of two: the engine's largest and root mean square error, over those of transformers
+    with the same weights in 16 bits. Up to 1.1 passes.
+
+    Example: kvlab engine check --model pythia-2.8b --layer 0 --seq-len 128
+    """
+    from kvlab.lab.engine.check import check as compare
+    from kvlab.lab.results import print_table, provenance
+
+    if layer != "all" and not layer.isdecimal():
+        raise typer.BadParameter(f"--layer {layer!r}: write the number of a layer, or all")
+    rows = compare(
+        model, layers=None if layer == "all" else [int(layer)], seq_len=seq_len, dtype=dtype, seed=seed,
+        device=device,
+    )  # fmt: skip
+    passes = all(row["passes"] for row in rows)
+    record = {**provenance(model=model, seq_len=seq_len, dtype=dtype, seed=seed, device=device),
+              "rows": rows, "passes": passes}  # fmt: skip
+    emit_json(record, as_json=as_json, output=output)
+    if not as_json:
+        print_table(rows, f"{model}, {dtype}, {seq_len} tokens, engine on {device}")
+    raise typer.Exit(0 if passes else 1)
+
+
+@group.command("random-check")
+def random_check(
+    model: Model = "pythia-14m",
+    runs: Annotated[int, typer.Option(min=1, help="Random models.")] = 100,
+    seq_len: SeqLen = 16,
+    dtype: Dtype = "float16",
+    seed: Seed = 0,
+    device: Device = "cpu",
+    as_json: Json = False,
+    output: Output = None,
+) -> None:
+    """Compare the first layer of many random models with float64. Exit code 1 if it fails.
+
+    Errors are mean absolute ones over the mean size of the layer's output. It passes if the largest is below
+    0.01 and the average up to 1.1 times that of transformers with the same weights in 16 bits.
+
+    Example: kvlab engine random-check --model pythia-160m --runs 20
+    """
+    from kvlab.lab.engine.check import random_check as compare
+    from kvlab.lab.results import print_table
+
+    found = compare(model, runs=runs, seq_len=seq_len, dtype=dtype, seed=seed, device=device)
+    emit_json(found, as_json=as_json, output=output)
+    if not as_json:
+        print_table([found], f"{runs} random layers, {dtype}, {seq_len} tokens, engine on {device}")
+    raise typer.Exit(0 if found["passes"] else 1)
+
+
+@group.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Folder of a model with its tokenizer.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens at most.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest tokens.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among so many of the likeliest; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Then among those that reach this.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    budget: Annotated[
+        str | None, typer.Option(help="Budget of the KV cache (CPU): 0.3, 4.25bpe, 6GiB; default none.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Continue a text, printed as it comes.
+
+    Example: kvlab engine generate --model ./SmolLM2-135M --prompt "Once upon a time" --temperature 0.8
+    """
+    from kvlab.lab.engine.text import continue_text
+
+    for part in continue_text(
+        model, prompt, max_new_tokens, device=device, budget=budget, temperature=temperature, top_k=top_k,
+        top_p=top_p, seed=seed,
+    ):  # fmt: skip
+        typer.echo(part, nl=False)
+    typer.echo()

@@ -1,0 +1,134 @@
+"""The engine's layers and predictions against transformers in float64.
+
+Errors are judged by those that transformers makes with the same weights in 16 bits: the engine passes where
+neither its largest nor its root mean square error is more than 1.1 times theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arguments import whole_number
+from kvlab.engine import Decoder
+from kvlab.lab.engine.models import load
+from kvlab.lab.results import Row
+
+__all__ = ["ALLOWED", "check", "random_check"]
+
+ALLOWED = 1.1
+"""Times the error of transformers in 16 bits."""
+MEAN_ALLOWED = 0.01
+"""Mean absolute error of a random layer, over the mean size of what it gives."""
+
+Floats = NDArray[Any]
+
+
+def check(
+    name_or_path: str, *, layers: Sequence[int] | None, seq_len: int, dtype: str, seed: int, device: str
+) -> list[Row]:
+    """Compare what every layer leaves of a text, and the logits, with transformers.
+
+    Parameters
+    ----------
+    name_or_path : str
+        A known size, with random weights, or the folder of a model.
+    layers : sequence of int, optional
+        Which layers to report; by default all, and the logits.
+    seq_len : int
+        Random tokens.
+    dtype : {"float16", "bfloat16"}
+    seed : int
+        Of tokens and random weights.
+    device : str
+        Of the engine; transformers runs on the CPU.
+
+    Returns
+    -------
+    list of rows: layer, largest and root mean square error of the engine and of transformers in 16 bits, the
+    larger of their two ratios, whether it passes
+    """
+    depth = None if layers is None else max(layers) + 1
+    model = load(name_or_path, dtype, depth, seed)
+    count = model.config.num_hidden_layers
+    if layers is not None and not 0 <= min(layers) <= max(layers) < count:
+        raise ValueError(f"layer={max(layers)}: the model has layers 0 to {count - 1}")
+    ids = np.random.default_rng(seed).integers(0, model.config.vocab_size, seq_len)
+    exact, low = _states(model, ids, "float64"), _states(model, ids, dtype)
+    # The model is again what it was: 16-bit numbers survive both.
+    decoder = Decoder.from_pretrained(model.float(), dtype=dtype, device=device, max_seqlen=seq_len)
+    found = [*decoder.layer_outputs(ids), decoder.prefill(ids)]
+    wanted = [*range(count)] if layers is None else list(layers)
+    rows = [_row(str(i), found[i], exact[i], low[i]) for i in wanted]
+    if layers is None:
+        rows.append(_row("logits", found[-1], exact[-1][-1:], low[-1][-1:]))
+    return rows
+
+
+def random_check(name: str, *, runs: int, seq_len: int, dtype: str, seed: int, device: str) -> dict[str, Any]:
+    """Compare the first layer of many random models of a known size with float64.
+
+    Returns
+    -------
+    dict with the largest, smallest and average of mean absolute errors over `runs`, relative to the mean size
+    of the layer's output, the same of transformers in 16 bits, and whether it passes
+    """
+    ours, theirs = [], []
+    for run in range(whole_number(runs, "runs", 1)):
+        model = load(name, dtype, 1, seed + run)
+        ids = np.random.default_rng(seed + run).integers(0, model.config.vocab_size, seq_len)
+        exact, low = _states(model, ids, "float64")[0], _states(model, ids, dtype)[0]
+        decoder = Decoder.from_pretrained(model.float(), dtype=dtype, device=device, max_seqlen=seq_len)
+        size = np.abs(exact).mean()
+        ours.append(float(np.abs(decoder.layer_outputs(ids)[0] - exact).mean() / size))
+        theirs.append(float(np.abs(low - exact).mean() / size))
+    passes = max(ours) < MEAN_ALLOWED and np.mean(ours) <= ALLOWED * np.mean(theirs)
+    return {
+        "model": name, "runs": runs, "maximum": max(ours), "minimum": min(ours),
+        "average": float(np.mean(ours)), "transformers maximum": max(theirs),
+        "transformers average": float(np.mean(theirs)), "passes": bool(passes),
+    }  # fmt: skip
+
+
+def _states(model: Any, ids: Floats, dtype: str) -> list[Floats]:
+    """What each layer leaves, before the final norm, and logits, (tokens, ...) float64."""
+    import torch
+
+    body = model.base_model
+    seen: list[Any] = []
+
+    def keep(_module: Any, _inputs: Any, out: Any) -> None:
+        seen.append(out[0] if isinstance(out, tuple) else out)
+
+    hooks = [layer.register_forward_hook(keep) for layer in body.layers]
+    # Rotary frequencies stay what they are: casting the model would round them, too.
+    frequencies = {name: buffer.clone() for name, buffer in body.rotary_emb.named_buffers()}
+    try:
+        with torch.no_grad():
+            model.to(getattr(torch, dtype))
+            for name, buffer in frequencies.items():
+                setattr(body.rotary_emb, name, buffer)
+            logits = model(torch.from_numpy(ids)[None], use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.float()
+        for name, buffer in frequencies.items():
+            setattr(body.rotary_emb, name, buffer)
+    return [state[0].double().numpy() for state in (*seen, logits)]
+
+
+def _row(name: str, got: Floats, exact: Floats, low: Floats) -> Row:
+    mine, theirs = _errors(got, exact), _errors(low, exact)
+    ratio = max(a / b if b else np.inf for a, b in zip(mine, theirs, strict=True))
+    return {
+        "layer": name, "largest error": mine[0], "rms error": mine[1], "transformers largest": theirs[0],
+        "transformers rms": theirs[1], "ratio": ratio, "passes": bool(ratio <= ALLOWED),
+    }  # fmt: skip
+
+
+def _errors(got: Floats, want: Floats) -> tuple[float, float]:
+    return float(np.abs(got - want).max()), float(np.sqrt(np.square(got - want).mean()))
