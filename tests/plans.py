@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from kvlab.numba_kernels.cpu.cache_groups import Tables
 
 from kvlab.cache.cuda.plan import PlanShape, decode_bounds, optimum
 from kvlab.reference.cache_layer import (
@@ -73,6 +74,17 @@ def empty_layer(name: str, batch: int, heads: int, entries: int, budget: int, sl
         np.zeros((levels, slabs), np.int32), np.arange(slabs, dtype=np.int32)[::-1].copy(), slabs,
         np.zeros((levels, 3 * slabs), np.uint32), np.zeros(slabs, np.int32),
         0, np.full(batch, budget, np.int64),
+    )  # fmt: skip
+
+
+def tables_of(layer: Layer) -> Tables:
+    """A layer as the kernels of the CPU take it."""
+    rungs = np.array([(r.record, r.per_slab, r.tail) for r in layer.rungs], np.int64)
+    waits = np.zeros(layer.batch, np.int32) if layer.waits is None else layer.waits
+    return Tables(
+        rungs, layer.arena, layer.rung, layer.count, layer.index, layer.base, layer.num_pages, layer.open,
+        layer.used, layer.slab_count, layer.slabs, layer.free_slabs, np.array([layer.num_free], np.int32),
+        layer.entry_of, layer.slab_slot, layer.budget, np.zeros(1, np.int32), waits,
     )  # fmt: skip
 
 

@@ -12,18 +12,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from kvlab.numba_kernels.cpu.cache_write import follow_mass
 
 from kvlab import last_backend
 from kvlab.arrays import cuda_view
 from kvlab.cache import score
-from kvlab.cache.importance import SPAN, make_policy
+from kvlab.cache.cpu import _scale_of_importance
+from kvlab.cache.importance import SPAN, make_policy, weight_of_collection
 from kvlab.ops.cuda.packed import kept_page_bytes
 from kvlab.ops.packed import mass_from_scores
 from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import packed as reference
 from kvlab.reference.cache_layer import Layer
 from tests.gpu.test_cache_plan import Device
-from tests.plans import Simulation, draw_tokens, empty_layer
+from tests.plans import Simulation, draw_tokens, empty_layer, tables_of
 
 TOKENS = 40  # since the last collection
 DTYPES = {torch.float16: np.dtype(np.float16), torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
@@ -172,6 +174,30 @@ def kept_bytes(scores: np.ndarray, unused: np.ndarray) -> np.ndarray:
     kept[..., : 64 * rows] = codes.reshape(*kept.shape[:-1], -1)
     kept[..., 64 * rows : 68 * rows] = reference.view(np.uint8)
     return kept
+
+
+@pytest.mark.parametrize("importance", ["attention", "forecast"])
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+def test_codes_are_those_of_the_cpu_for_the_same_mass(importance: str, tokens: int) -> None:
+    """Bit for bit: masses are powers of 2, which the kernel's exponentials give exactly."""
+    simulation, *_ = stored_layer()
+    rng, layer = np.random.default_rng(tokens), simulation.layer
+    simulation.observe(rng)
+    orders = rng.integers(-20, 1, (4, 30, 64))
+    kept = np.full((1, 2, 2, 30, kept_page_bytes(1)), 255, np.uint8)
+    kept[0, ..., :64] = (255 + 8 * orders).clip(0).reshape(2, 2, 30, 64)
+    kept[0, ..., 64:68] = np.zeros(4, np.uint8)  # the reference of the row
+    device = Device([layer])
+    score.score_stored(
+        device.states.data_ptr(), torch.from_numpy(kept).cuda(), torch.zeros((1, 2, 2, 1), device="cuda"),
+        importance=importance, decay=0.75, tokens=tokens, counted=0, stream=stream(),
+    )  # fmt: skip
+    take, span = weight_of_collection(0.75, tokens)
+    follow_mass(
+        tables_of(layer), np.exp2(orders).astype(np.float32), layer.seqlen, np.float32(take), span,
+        importance == "forecast", *_scale_of_importance(),
+    )  # fmt: skip
+    assert np.array_equal(device.table(0, "arena"), layer.arena)
 
 
 @pytest.mark.parametrize("importance", ["attention", "forecast"])

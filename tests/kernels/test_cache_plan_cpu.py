@@ -7,14 +7,23 @@ import dataclasses
 
 import numpy as np
 from hypothesis import given, settings
-from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules, Tables
+from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
 from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
 from kvlab.cache.cpu import chunks_of, levels_of
 from kvlab.cache.cuda.plan import choose_on_host
 from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens
 from kvlab.reference.cache_plan import Choose, by_price, plan, uniform
-from tests.plans import CHOICES, LADDERS, Simulation, draw_tokens, empty_layer, planner_stories, play
+from tests.plans import (
+    CHOICES,
+    LADDERS,
+    Simulation,
+    draw_tokens,
+    empty_layer,
+    planner_stories,
+    play,
+    tables_of,
+)
 
 
 def compiled_plan(
@@ -23,14 +32,7 @@ def compiled_plan(
     window: int = 0, choose: Choose = by_price,
 ) -> Change:  # fmt: skip
     """What `plan` does, by the kernels of the CPU."""
-    rungs = np.array([(r.record, r.per_slab, r.tail) for r in layer.rungs], np.int64)
-    num_free, status = np.array([layer.num_free], np.int32), np.zeros(1, np.int32)
-    waits = np.zeros(layer.batch, np.int32) if layer.waits is None else layer.waits
-    tables = Tables(
-        rungs, layer.arena, layer.rung, layer.count, layer.index, layer.base, layer.num_pages, layer.open,
-        layer.used, layer.slab_count, layer.slabs, layer.free_slabs, num_free, layer.entry_of,
-        layer.slab_slot, layer.budget, status, waits,
-    )  # fmt: skip
+    tables = tables_of(layer)
     if new is None:
         none = np.zeros((len(layer.num_pages), 0), np.uint8)
         new = Tokens(none, np.zeros((layer.batch, 0), bool), layer.seqlen)
@@ -50,8 +52,8 @@ def compiled_plan(
         chunks = chunks_of(groups, weights, layer.batch)
         groups.chosen[:], chosen = choose_on_host(choose, ladder, layer.evicts, window, *chunks, bytes_left)
     moves, closing, copies, new_pages, dropped, found = finish_plan(tables, rules, fresh, groups, chosen)
-    layer.num_free = int(num_free[0])
-    assert status[0] == found
+    layer.num_free = int(tables.num_free[0])
+    assert tables.status[0] == found
     phases = [
         [
             (int(a), int(b), int(c & 255), int(c >> 8 & 255), int(c >> 16 & 255), int(c >> 24), int(d))

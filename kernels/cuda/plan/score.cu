@@ -77,12 +77,6 @@ __device__ __forceinline__ float byte_as_float(u32 x, int i) {
     return __uint_as_float(__byte_perm(x, 0x43000000u, 0x7404 | i << 4));
 }
 
-__device__ __forceinline__ float log2_of(float x) {
-    float r;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
 // A read that the compiler may not put off until its result is needed.
 template <class T>
 __device__ __forceinline__ T read_now(const T* from) {
@@ -126,33 +120,64 @@ struct Rows {
     }
 };
 
-// The code of a score after its token received `mass`, as the lowest byte. Codes are eighths of a binary
-// order, so the special function unit's powers and logarithms are exact enough.
+// Codes and scores, by tables in shared memory: the fractions of 2^(j / 8), and for every sixteenth of a
+// binary order how many codes end below it and where one ends in it. So codes are those of encode_importance.
+struct CodeTables {
+    u32 fraction[8];
+    uint2 edge[16];
+
+    // All threads; they wait for each other.
+    __device__ __forceinline__ void fill() {
+        constexpr u32 EDGES[8] = {0x05aac4u, 0x11c3d4u, 0x1ef533u, 0x2d583fu,
+                                  0x3d08a4u, 0x4e248du, 0x60ccdfu, 0x75257eu};
+        const u32 i = threadIdx.x;
+        if (i < 8) fraction[i] = __float_as_uint(decode_importance(192 + i)) & 0x7fffffu;
+        if (i < 16) {
+            uint2 found = {0, 0xffffffffu};
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+                found.x += EDGES[k] >> 19 < i;
+                found.y = EDGES[k] >> 19 == i ? EDGES[k] : found.y;
+            }
+            edge[i] = found;
+        }
+        __syncthreads();  // the tables are whole
+    }
+    __device__ __forceinline__ float score_of(u32 code) const {
+        return code ? __uint_as_float(((code >> 3) + 103 << 23) | fraction[code & 7]) : 0.f;
+    }
+    __device__ __forceinline__ u32 code_of(float score) const {
+        const u32 bits = __float_as_uint(score), m = bits & 0x7fffffu;
+        const uint2 found = edge[m >> 19];
+        const int code = 8 * (int)(bits >> 23) - 824 + (int)(found.x + (m >= found.y));
+        return score > 0.f ? min(max(code, 1), 255) : 0;
+    }
+};
+
+// The code of a score after its token received `mass`: equal to what follow_mass of
+// kernels/numba/cpu/cache_write.py finds, bit for bit.
 template <bool YOUNG>
-__device__ __forceinline__ u32 updated(u32 codes, int i, float mass, int age, const Following& f) {
-    constexpr float TWO_23 = 8388608.f;
-    const float power = power_of_2(fmaf(byte_as_float(codes, i), EIGHTHS, ZERO_EIGHTHS - 24.f));
-    const float previous = codes & 255u << 8 * i ? power : 0.f, change = mass - previous;
+__device__ __forceinline__ u32 updated(const CodeTables& tables, u32 codes, int i, float mass, int age,
+                                       const Following& f) {
+    const float previous = tables.score_of(codes >> 8 * i & 255), change = __fsub_rn(mass, previous);
     float take = f.take;
     if (YOUNG && age < f.old) {  // age / span, rounded down
         const float spans = floorf(((float)age + .5f) * __fdividef(1.f, (float)f.span));
-        take = __fdividef(1.f, 1.f + spans);
+        take = fmaxf(take, __frcp_rn(1.f + spans));
     }
-    float level = fmaf(take, change, previous);
-    if (f.forecast) level = fmaxf(fmaf(f.take, change, level), 0.f);
-    const float eighths = fminf(fmaxf(fmaf(8.f, log2_of(level), 192.f), 1.f), 255.f);
-    return level > 0.f ? __float_as_uint(eighths + TWO_23) : 0;
+    const float level = __fadd_rn(previous, __fmul_rn(f.forecast ? __fadd_rn(take, f.take) : take, change));
+    return tables.code_of(level);
 }
 
 // New codes of four slots, of which the first `live` hold tokens.
 template <bool YOUNG>
-__device__ __forceinline__ u32 four_updated(u32 codes, u64 positions, const float* mass, int live, int length,
-                                            const Following& f) {
+__device__ __forceinline__ u32 four_updated(const CodeTables& tables, u32 codes, u64 positions,
+                                            const float* mass, int live, int length, const Following& f) {
     u32 result = codes;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int age = length - (int)(positions >> 16 * i & 0xffff);
-        const u32 code = updated<YOUNG>(codes, i, mass[i], age, f);
+        const u32 code = updated<YOUNG>(tables, codes, i, mass[i], age, f);
         if (i < live && (!YOUNG || age > 0))  // not this call's own tokens
             result = __byte_perm(result, code, 0x3210 ^ (i ^ 4) << 4 * i);
     }
@@ -169,6 +194,7 @@ __device__ __forceinline__ bool any_young(u64 positions, int length, int old) {
 
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
     score_stored(const __grid_constant__ Scoring call) {
+    __shared__ CodeTables tables;
     begin_early();
     const Kept& kept = call.kept;
     const Following& following = call.following;
@@ -184,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
     const int count = read_now(s.count + at), base = read_now(s.base + at) << 16;
     const int live = place < s.num_pages[bh] ? count - OWN * lane : 0;
     const int length = s.seqlen[bh] - following.counted - base;
+    tables.fill();
     if (!__any_sync(ALL_LANES, live > 0)) return;
     u8* const tail = s.arena + (u64)address * UNIT + s.rungs[rung].tail;
     uint2* const codes = (uint2*)(tail + 2 * PAGE + OWN * lane);
@@ -201,11 +228,11 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
     if (live <= 0) return;
     uint2 after;
     if (any_young(positions.x, length, following.old) || any_young(positions.y, length, following.old)) {
-        after.x = four_updated<true>(before.x, positions.x, mass, live, length, following);
-        after.y = four_updated<true>(before.y, positions.y, mass + 4, live - 4, length, following);
+        after.x = four_updated<true>(tables, before.x, positions.x, mass, live, length, following);
+        after.y = four_updated<true>(tables, before.y, positions.y, mass + 4, live - 4, length, following);
     } else {
-        after.x = four_updated<false>(before.x, positions.x, mass, live, length, following);
-        after.y = four_updated<false>(before.y, positions.y, mass + 4, live - 4, length, following);
+        after.x = four_updated<false>(tables, before.x, positions.x, mass, live, length, following);
+        after.y = four_updated<false>(tables, before.y, positions.y, mass + 4, live - 4, length, following);
     }
     *codes = after;
 }
