@@ -16,7 +16,7 @@ def command(
     case: Annotated[
         str,
         typer.Argument(
-            help="What to measure: packing, codec, allocator, decode, attention or cache; or "
+            help="What to measure: packing, codec, allocator, decode, attention, cache or engine; or "
             "flash_attention, packed, ternary, all."
         ),
     ],

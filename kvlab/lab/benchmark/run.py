@@ -97,6 +97,14 @@ def _attention(options: Options) -> Measured:
     return Measured(module.benchmark_attention(cases, options), module.NOTE)
 
 
+def _engine(options: Options) -> Measured:
+    from kvlab.lab.benchmark import engine as module
+
+    cases = module.TINY if _tiny() else module.CASES[options.device]
+    tokens = 3 if _tiny() else 200 if options.device == "cuda" else 32
+    return Measured(module.benchmark_engine(cases, device=options.device, tokens=tokens), module.NOTE)
+
+
 def _tiny() -> bool:
     return os.environ.get("KVLAB_TINY") == "1"
 
@@ -108,11 +116,12 @@ CASES: dict[str, Callable[[Options], Measured]] = {
     "decode": _decode,
     "attention": _attention,
     "cache": _cache,
+    "engine": _engine,
 }
 """Each case and the function that measures it."""
 
 DEVICES = {"allocator": ("cpu",)} | dict.fromkeys(
-    ("packing", "codec", "decode", "attention", "cache"), ("cpu", "cuda")
+    ("packing", "codec", "decode", "attention", "cache", "engine"), ("cpu", "cuda")
 )
 """Where each case runs."""
 
