@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from kvlab.ops.codec import dequantize as dequantize
     from kvlab.ops.codec import quantize as quantize
     from kvlab.ops.grouped import grouped_attention_varlen as grouped_attention_varlen
+    from kvlab.ops.grouped_backward import (
+        grouped_attention_varlen_backward as grouped_attention_varlen_backward,
+    )
     from kvlab.registry import last_backend as last_backend
 
 __version__ = "0.1.0.dev0"
@@ -45,6 +48,7 @@ _HOME = {
     "attention_varlen_backward": "kvlab.ops.attention_backward",
     "dequantize": "kvlab.ops.codec",
     "grouped_attention_varlen": "kvlab.ops.grouped",
+    "grouped_attention_varlen_backward": "kvlab.ops.grouped_backward",
     "last_backend": "kvlab.registry",
     "merge_attention": "kvlab.ops.attention",
     "pack": "kvlab.ops.bits",

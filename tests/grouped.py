@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from kvlab.reference import grouped as reference
 from tests.compare import each_sequence, low_precision_attention
+from tests.gradients import Gradients, low_precision_gradients
+from tests.gradients import each_sequence as gradients_of_each
 from tests.strategies import FLOATS, HEAD_PAIRS, SEEDS, head_dims, hostile_view, random_floats
 
 Array = NDArray[Any]
@@ -52,11 +54,9 @@ class GroupedCase:
 
     def low_precision(self) -> tuple[list[Array], list[Array]]:
         """Return outs and lses of the formula in the dtype of q, each prefix cut out."""
-        starts = _bounds(self.k_lengths)
         found = []
         for q, rows, prefix in zip(self.q_groups, self.lengths, self.prefixes, strict=True):
-            own = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, prefix, strict=False)] or [[]])
-            keys, values = (x[own.astype(np.int64)] for x in (self.k, self.v))
+            keys, values = (x[self._seen(prefix)] for x in (self.k, self.v))
             found.append(
                 each_sequence(
                     low_precision_attention, q, keys, values, _bounds(rows), _bounds(prefix),
@@ -64,6 +64,38 @@ class GroupedCase:
                 )
             )  # fmt: skip
         return [out for out, _ in found], [lse for _, lse in found]
+
+    def expected_gradients(self, douts: list[Array]) -> Gradients:
+        """Return dq of all groups as one, dk and dv, in float64."""
+        arrays = self.q_groups, self.k, self.v, *self.expected()
+        dq, dk, dv = reference.grouped_attention_varlen_backward(douts, *arrays, **self.options)
+        return np.concatenate(dq), dk, dv
+
+    def low_precision_gradients(self, douts: list[Array]) -> Gradients:
+        """Return the same of the formula in the dtype of q; parts of dk and dv are rounded, then added."""
+        dk, dv = (np.zeros(x.shape, np.float32) for x in (self.k, self.v))
+        dq_groups = []
+        for dout, q, rows, prefix in zip(douts, self.q_groups, self.lengths, self.prefixes, strict=True):
+            own = self._seen(prefix)
+            dq, *of_keys = gradients_of_each(
+                low_precision_gradients, dout, q, self.k[own], self.v[own], _bounds(rows), _bounds(prefix),
+                causal=self.causal, scale=self.scale,
+            )  # fmt: skip
+            dq_groups.append(dq)
+            for total, part in zip((dk, dv), of_keys, strict=True):
+                total[own] += part.astype(np.float32)
+        return np.concatenate(dq_groups), dk.astype(self.k.dtype), dv.astype(self.k.dtype)
+
+    def douts(self, seed: int = 7) -> list[Array]:
+        """Return gradients of outs."""
+        rng = np.random.default_rng(seed)
+        return [random_floats(rng, q.shape, q.dtype, (-3, 1)) for q in self.q_groups]
+
+    def _seen(self, prefix: list[int]) -> NDArray[np.int64]:
+        """Return the rows of k that lie in the prefixes."""
+        starts = _bounds(self.k_lengths)
+        parts = [np.arange(s, s + n) for s, n in zip(starts, prefix, strict=False)]
+        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
     def wrong(self) -> dict[str, list[Array]]:
         """Return the outs of typical bugs, by name."""

@@ -75,6 +75,7 @@ GROUPS = {
     "max_seqlen_k": (8, "whole"),
     "sm_margin": (0, "count"),
 }
+ONLY_FORWARD = {"return_lse", "implementation", "sm_margin"}
 LAYER, MASK = {"layer": (0, "count")}, {"valid": (None, "mask")}
 OPTIONS: dict[str, tuple[Any, str]] = {
     "batch": (1, "count"),
@@ -141,6 +142,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
     "grouped_attention_varlen": (
         kvlab.grouped_attention_varlen,
         {"q_groups": ([Q[0]], "arrays"), "k": (K[0], "array"), "v": (V[0], "array")} | GROUPS,
+    ),
+    "grouped_attention_varlen_backward": (
+        kvlab.grouped_attention_varlen_backward,
+        {"q_groups": ([Q[0]], "arrays"), "k": (K[0], "array"), "v": (V[0], "array")}
+        | {"douts": ([OUT[0]], "arrays"), "outs": ([OUT[0]], "arrays"), "lses": ([LSE[0]], "arrays")}
+        | {name: value for name, value in GROUPS.items() if name not in ONLY_FORWARD}
+        | FIXED_ORDER
+        | {"float32_dkv": (False, "flag")},
     ),
     "attention_varlen_backward": (
         kvlab.attention_varlen_backward,

@@ -35,14 +35,24 @@ from kvlab.registry import (
 )
 from kvlab.shapes import match_shapes
 
-__all__ = ["IMPLEMENTATIONS", "MOST_GROUPS", "GroupedArrays", "GroupedCall", "grouped_attention_varlen"]
+__all__ = [
+    "CPU",
+    "GPU",
+    "IMPLEMENTATIONS",
+    "MOST_GROUPS",
+    "GroupedArrays",
+    "GroupedCall",
+    "call_of",
+    "check_groups",
+    "grouped_attention_varlen",
+]
 
 IMPLEMENTATIONS: tuple[str, ...] = ("paired", "listed", "separate")
 MOST_GROUPS = 16
 
 _FLOATS = ("float16", "bfloat16", "float32")
-_CPU: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1), "implementation": IMPLEMENTATIONS}
-_GPU: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(1, 257), "implementation": ("separate",)}
+CPU: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1), "implementation": IMPLEMENTATIONS}
+GPU: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(1, 257), "implementation": ("separate",)}
 _HOPPER: dict[str, Any] = {
     "dtype": _FLOATS[:2], "head_dim": range(1, 257), "implementation": IMPLEMENTATIONS[:2],
     "compute_capability": ((9, 0),),
@@ -50,14 +60,14 @@ _HOPPER: dict[str, Any] = {
 
 _FORWARD = "grouped_attention"
 register(
-    Implementation(_FORWARD, "cpu", "kvlab.ops.cpu.grouped:attend", _CPU),
+    Implementation(_FORWARD, "cpu", "kvlab.ops.cpu.grouped:attend", CPU),
     Implementation(
         _FORWARD, "reference", "kvlab.ops.cpu.grouped:attend_reference",
-        _CPU | {"dtype": (*_FLOATS, "float64")},
+        CPU | {"dtype": (*_FLOATS, "float64")},
     ),
     Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend", _HOPPER),
-    Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend_separately", _GPU | ON_CUDA),
-    Implementation(_FORWARD, "numba", "kvlab.ops.numba.grouped:attend_separately", _GPU | ON_NUMBA),
+    Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend_separately", GPU | ON_CUDA),
+    Implementation(_FORWARD, "numba", "kvlab.ops.numba.grouped:attend_separately", GPU | ON_NUMBA),
 )  # fmt: skip
 
 
@@ -213,8 +223,9 @@ def grouped_attention_varlen(
     """
     arrays = GroupedArrays(q_groups, k, v, cu_seqlens_q_groups, prefix_lens, cu_seqlens_k)
     return_lse = flag(return_lse, "return_lse")
-    call, addresses = _call_of(
-        arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"), implementation,
+    call, addresses = call_of(
+        _FORWARD, arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"),
+        implementation,
         (max_seqlen_q, max_seqlen_k), whole_number(sm_margin, "sm_margin", 0, LONGEST), backend,
     )  # fmt: skip
     with call.memory:
@@ -222,7 +233,8 @@ def grouped_attention_varlen(
     return (outs, lses) if return_lse else outs
 
 
-def _call_of(
+def call_of(
+    operation: str,
     arrays: GroupedArrays,
     causal: bool,
     scale: float | None,
@@ -236,14 +248,7 @@ def _call_of(
         ("q_groups", arrays.q_groups), ("cu_seqlens_q_groups", arrays.cu_q),
         ("prefix_lens", arrays.prefix_lens),
     ):  # fmt: skip
-        if not isinstance(given, list | tuple):
-            raise TypeError(f"{name} must be a list or tuple of arrays, got {type(given).__name__}")
-        if not 1 <= len(given) <= MOST_GROUPS:
-            raise ValueError(f"{name} has {len(given)} groups: it must have 1 to {MOST_GROUPS}")
-        if len(given) != len(arrays.q_groups):
-            raise ValueError(
-                f"{name} has {len(given)} groups, q_groups {len(arrays.q_groups)}: pass equally many"
-            )
+        check_groups(name, given, len(arrays.q_groups))
     if implementation is not None:
         choice(implementation, "implementation", IMPLEMENTATIONS)
     for value, name in zip(longest, ("max_seqlen_q", "max_seqlen_k"), strict=True):
@@ -252,7 +257,19 @@ def _call_of(
     check_backend(backend)
     kinds, addresses = kinds_of(*arrays.named())
     groups = len(arrays.q_groups)
-    return _checked(kinds, groups, causal, scale, implementation, longest, sm_margin, backend), addresses
+    return _checked(
+        operation, kinds, groups, causal, scale, implementation, longest, sm_margin, backend
+    ), addresses
+
+
+def check_groups(name: str, given: Any, groups: int) -> None:
+    """Refuse what is no list of arrays, or not one for each group."""
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{name} must be a list or tuple of arrays, got {type(given).__name__}")
+    if not 1 <= len(given) <= MOST_GROUPS:
+        raise ValueError(f"{name} has {len(given)} groups: it must have 1 to {MOST_GROUPS}")
+    if len(given) != groups:
+        raise ValueError(f"{name} has {len(given)} groups, q_groups {groups}: pass equally many")
 
 
 _PATTERNS: dict[str, tuple[str, ...]] = {
@@ -264,6 +281,7 @@ _LENGTHS = ("cu_seqlens_q_groups", "cu_seqlens_k", "prefix_lens")
 
 @lru_cache(maxsize=1024)
 def _checked(
+    operation: str,
     kinds: tuple[Kind, ...],
     groups: int,
     causal: bool,
@@ -297,7 +315,7 @@ def _checked(
     if sizes["D"] == 0:
         raise ValueError("q_groups[0] has D = 0: head_dim must be at least 1")
     device = one_device(devices)
-    row = _row_of(_FORWARD, device, dtype, sizes["D"], implementation, backend)
+    row = _row_of(operation, device, dtype, sizes["D"], implementation, backend)
     totals = max(sizes[f"rows {g}"] for g in range(groups)), sizes["total_k"]
     most = [total if given is None else given for given, total in zip(longest, totals, strict=True)]
     scores = scores_of(sizes["D"], (causal, scale, -1, -1, 0.0))

@@ -27,8 +27,8 @@ def made_list(rows: Any, lens: Any, keys: Any, heads: tuple[int, int], dim: int,
         torch.from_numpy(np.cumsum([0, *keys]).astype(np.int32)).cuda(),
     )  # fmt: skip
     implementation = "paired" if options["paired"] else "listed"
-    call, addresses = operation._call_of(
-        arrays, options["causal"], None, implementation, (None, None), 0, None
+    call, addresses = operation.call_of(
+        "grouped_attention", arrays, options["causal"], None, implementation, (None, None), 0, None
     )
     listed = grouped_cuda.ListedCall(call, list(range(len(rows))))
     memory, _ = listed._launch_list(addresses, torch.cuda.current_stream().cuda_stream)

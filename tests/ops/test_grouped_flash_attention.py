@@ -11,6 +11,7 @@ import kvlab
 from kvlab.ops.grouped import IMPLEMENTATIONS
 from kvlab.registry import last_backend, rows
 from tests.compare import assert_accurate
+from tests.gradients import Gradients, assert_gradients, assert_refuses
 from tests.grouped import GroupedCase, grouped_cases, make_case, scenarios, zigzag
 from tests.strategies import FLOATS
 
@@ -64,6 +65,68 @@ def test_scenarios(name: str, heads: tuple[int, int], dtype: np.dtype[Any]) -> N
         for kind, one in zip(separate, attend(case, implementation=implementation), strict=True):
             for expected, found in zip(kind, one, strict=True):
                 np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+
+
+def gradients(case: GroupedCase, **options: Any) -> Gradients:
+    outs, lses = attend(case, backend=options.get("backend"))
+    arrays = case.douts(), case.q_groups, case.k, case.v, outs, lses
+    dq, dk, dv = kvlab.grouped_attention_varlen_backward(*arrays, **case.options, **options)
+    return np.concatenate(dq), dk, dv
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=25)
+@given(case=grouped_cases())
+def test_gradients_agree_with_the_reference(backend: str, case: GroupedCase) -> None:
+    found = gradients(case, backend=backend)
+    assert last_backend() == backend
+    assert {x.dtype for x in found} == {case.k.dtype}
+    douts = case.douts()
+    assert_gradients(found, case.expected_gradients(douts), case.low_precision_gradients(douts))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_keys_in_float32(backend: str) -> None:
+    case = make_case([[20], [30]], [[30], [60]], [64], dtype=FLOATS[1])
+    wide, narrow = (gradients(case, backend=backend, float32_dkv=x) for x in (True, False))
+    for one, other in zip(wide[1:], narrow[1:], strict=True):
+        assert (one.dtype, other.dtype) == (np.float32, FLOATS[1])
+        np.testing.assert_array_equal(one.astype(FLOATS[1]), other)
+
+
+def test_wrong_gradients_would_be_noticed() -> None:
+    case = make_case([[20, 9], [20, 9]], [[30, 11], [60, 25]], [64, 40], seed=3)
+    douts = case.douts()
+    right, low = case.expected_gradients(douts), case.low_precision_gradients(douts)
+    assert_gradients(gradients(case), right, low)
+    dq, dk, dv = (x.astype(case.k.dtype) for x in right)
+    one_group = make_case([[20, 9]], [[30, 11]], [64, 40])
+    alone = GroupedCase(
+        case.q_groups[:1], case.k, case.v, one_group.lengths, one_group.prefixes, one_group.k_lengths
+    )
+    _, dk_of_one, dv_of_one = (x.astype(case.k.dtype) for x in alone.expected_gradients(douts[:1]))
+    for wrong in ((0 * dq, dk, dv), (dq, dk_of_one, dv), (dq, dk, dv_of_one), (dq[::-1], dk, dv)):
+        assert_refuses(wrong, right, low)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+def test_autograd(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    from kvlab.integrations.torch_grouped import grouped_attention_varlen
+
+    case = make_case([[5, 4], [7, 2]], [[6, 9], [12, 3]], [12, 9], head_dim=8, dtype=FLOATS[2])
+    dtype = getattr(torch, kind)
+    leaves = [torch.tensor(x, dtype=dtype, requires_grad=True) for x in (case.k, case.v, *case.q_groups)]
+    options = case.options
+    for name in ("cu_seqlens_q_groups", "prefix_lens"):
+        options[name] = [torch.tensor(x) for x in options[name]]
+    options["cu_seqlens_k"] = torch.tensor(options["cu_seqlens_k"])
+    outs = grouped_attention_varlen(leaves[2:], *leaves[:2], **options)
+    douts = [torch.tensor(x, dtype=outs[0].dtype) for x in case.douts()]
+    found = torch.autograd.grad(outs, leaves, douts)
+    dq, dk, dv = case.expected_gradients(case.douts())
+    for one, expected in zip(found, (dk, dv, dq[:9], dq[9:]), strict=True):
+        np.testing.assert_allclose(one.numpy(), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -157,3 +220,23 @@ def test_seventeen_groups_are_too_many() -> None:
     case = make_case([[1]] * 17, [[1]] * 17, [1])
     with pytest.raises(ValueError, match="q_groups has 17 groups: it must have 1 to 16"):
         attend(case)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("douts", lambda x: x[:1], ValueError, "douts has 1 groups, q_groups 2: pass equally many"),
+        ("outs", lambda x: [x[0], x[1][:2]], ValueError, r"outs\[1\] must have 5 on axis 0, got 2"),
+        ("lses", lambda x: [y.astype(np.float64) for y in x], TypeError, r"lses\[0\] has dtype float64"),
+        ("douts", lambda x: [y.astype(np.float16) for y in x], TypeError, r"douts\[0\] has dtype float16"),
+        ("lses", lambda x: x[0], TypeError, "lses must be a list or tuple of arrays, got ndarray"),
+    ],
+)
+def test_gradients_refuse(name: str, change: Any, error: type[Exception], message: str) -> None:
+    outs, lses = attend(CASE)
+    arrays = {"douts": CASE.douts(), "outs": outs, "lses": lses}
+    arrays[name] = change(arrays[name])
+    with pytest.raises(error, match=message):
+        kvlab.grouped_attention_varlen_backward(
+            q_groups=CASE.q_groups, k=CASE.k, v=CASE.v, **arrays, **CASE.options
+        )

@@ -1,4 +1,4 @@
-"""Attention of groups of queries on the CPU: launchers of the backends "cpu" and "reference".
+"""Attention of groups of queries on the CPU, and gradients: launchers of "cpu" and "reference".
 
 One call of the kernel for all groups. Listed, each (sequence, group) is a sequence of its own. Paired, the
 rows of all groups of a sequence are one sequence, in the order of the keys that they see: so 192 rows that
@@ -15,15 +15,17 @@ from numpy.typing import NDArray
 from kvlab.arrays import like_first, to_numpy_view
 from kvlab.ops.cpu.attention import Views, attend_places, bounds_of, worth_sharing
 from kvlab.ops.cpu.attention import attend as attend_one
+from kvlab.ops.cpu.attention_backward import attend_backward as differentiate_one
 from kvlab.reference import grouped as reference
 
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
+    from kvlab.ops.grouped_backward import Results
 
-__all__ = ["attend", "attend_reference", "lengths_of", "sequences_of"]
+__all__ = ["attend", "attend_backward", "attend_backward_reference", "attend_reference"]
 
 
-def lengths_of(
+def _lengths_of(
     call: GroupedCall, arrays: GroupedArrays
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64], list[NDArray[np.int64]]]:
     """Return bounds of the rows of each group and of the keys, and prefixes; refuses what does not fit."""
@@ -48,7 +50,7 @@ def attend_reference(
 ) -> tuple[list[Any], list[Any]]:
     """Launcher of backend "reference"; arguments as `attend`."""
     views = [to_numpy_view(q, f"q_groups[{g}]") for g, q in enumerate(arrays.q_groups)]
-    cu_q, cu_k, lens = lengths_of(call, arrays)
+    cu_q, cu_k, lens = _lengths_of(call, arrays)
     outs, lses = reference.grouped_attention_varlen(
         views, to_numpy_view(arrays.k, "k"), to_numpy_view(arrays.v, "v"), cu_seqlens_q_groups=cu_q,
         cu_seqlens_k=cu_k, prefix_lens=lens, causal=call.scores.right == 0, scale=call.scores.scale,
@@ -63,10 +65,10 @@ def attend_reference(
 def attend(call: GroupedCall, arrays: GroupedArrays, _addresses: Any) -> tuple[list[Any], list[Any]]:
     """Launcher of backend "cpu": outs and lses, lists with one array a group."""
     views = [to_numpy_view(q, f"q_groups[{g}]") for g, q in enumerate(arrays.q_groups)]
-    cu_q, cu_k, lens = lengths_of(call, arrays)
+    cu_q, cu_k, lens = _lengths_of(call, arrays)
     if call.implementation == "separate":
         results = [
-            attend_one(q, arrays.k, arrays.v, sequences_of(call, own, cu_k, prefix), call.scores)
+            attend_one(q, arrays.k, arrays.v, _sequences_of(call, own, cu_k, prefix), call.scores)
             for q, own, prefix in zip(arrays.q_groups, cu_q, lens, strict=True)
         ]
         return [out for out, _ in results], [lse for _, lse in results]
@@ -99,7 +101,61 @@ def attend(call: GroupedCall, arrays: GroupedArrays, _addresses: Any) -> tuple[l
     )
 
 
-def sequences_of(
+def attend_backward(
+    call: GroupedCall,
+    arrays: GroupedArrays,
+    _addresses: Any,
+    results: Results,
+    _deterministic: bool,
+    float32_dkv: bool,
+) -> tuple[list[Any], Any, Any]:
+    """Launcher of backend "cpu": dq of each group, dk and dv."""
+    cu_q, cu_k, lens = _lengths_of(call, arrays)
+    dq_groups = []
+    sums = [np.zeros((call.sizes["total_k"], call.sizes["Hk"], call.sizes["D"]), np.float32) for _ in "kv"]
+    for g, (q, dout, out, lse) in enumerate(zip(arrays.q_groups, *results, strict=True)):
+        sequences = _sequences_of(call, cu_q[g], cu_k, lens[g])
+        dq, *of_keys = differentiate_one(
+            dout, q, arrays.k, arrays.v, out, lse, sequences, call.scores, deterministic=True
+        )
+        dq_groups.append(dq)
+        for total, part in zip(sums, of_keys, strict=True):
+            total += to_numpy_view(part, "dk").astype(np.float32)
+    dtype = np.dtype(np.float32) if float32_dkv else to_numpy_view(arrays.k, "k").dtype
+    dk, dv = (like_first(x.astype(dtype, copy=False), results.douts[0]) for x in sums)
+    return dq_groups, dk, dv
+
+
+def attend_backward_reference(
+    call: GroupedCall,
+    arrays: GroupedArrays,
+    _addresses: Any,
+    results: Results,
+    _deterministic: bool,
+    float32_dkv: bool,
+) -> tuple[list[Any], Any, Any]:
+    """Launcher of backend "reference"; arguments as `attend_backward`."""
+    cu_q, cu_k, lens = _lengths_of(call, arrays)
+    views = [
+        [to_numpy_view(x, f"{name}[{g}]") for g, x in enumerate(given)]
+        for name, given in (*results._asdict().items(), ("q_groups", arrays.q_groups))
+    ]
+    douts, outs, lses, q_groups = views
+    dq_groups, dk, dv = reference.grouped_attention_varlen_backward(
+        douts, q_groups, to_numpy_view(arrays.k, "k"), to_numpy_view(arrays.v, "v"), outs, lses,
+        cu_seqlens_q_groups=cu_q, cu_seqlens_k=cu_k, prefix_lens=lens, causal=call.scores.right == 0,
+        scale=call.scores.scale,
+    )  # fmt: skip
+    first, dtype = results.douts[0], q_groups[0].dtype
+    wide = np.dtype(np.float32) if float32_dkv else dtype
+    return (
+        [like_first(dq.astype(dtype), first) for dq in dq_groups],
+        like_first(dk.astype(wide), first),
+        like_first(dv.astype(wide), first),
+    )
+
+
+def _sequences_of(
     call: GroupedCall, cu_q: NDArray[np.int64], cu_k: NDArray[np.int64], lens: NDArray[np.int64]
 ) -> Any:
     """Return the sequences of a separate call: each prefix, and behind it a gap without queries."""

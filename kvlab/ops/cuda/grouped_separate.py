@@ -1,7 +1,8 @@
-"""Attention of groups of queries on a GPU by a call for each group, of any backend.
+"""Attention of groups of queries on a GPU, and gradients, by a call for each group, of any backend.
 
 A prefix is a sequence, and behind it lies a gap, a sequence of keys without queries. One launch cuts the
 sequences of all groups so (kernels/cuda/attention/prefixes.cu); then each group is an ordinary call.
+Gradients of keys are added up by attention/add_groups.cu.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import numpy as np
 
 from kvlab.jit.launch import cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
-from kvlab.ops.array_kinds import allocator
+from kvlab.ops.array_kinds import allocator, kinds_of
 from kvlab.ops.attention import attention_varlen
 from kvlab.ops.attention_arguments import check_bounds
-from kvlab.ops.device_arrays import launch
+from kvlab.ops.attention_backward import attention_varlen_backward
+from kvlab.ops.device_arrays import launch, multiprocessors
 
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
+    from kvlab.ops.grouped_backward import Results
 
-__all__ = ["attend_with", "check_lengths", "separate_sequences"]
+__all__ = ["attend_backward", "attend_backward_with", "attend_with", "check_lengths"]
 
-_THREADS = 128
+_THREADS, _SUM_THREADS = 128, 256
 _EACH = range(16)
 
 _CALL = Struct(
@@ -32,13 +35,15 @@ _CALL = Struct(
     cu_k=ADDRESS, bounds=ADDRESS, sequences="i", unused="i",
 )  # fmt: skip
 
+_SUM = Struct(**{f"part{g}": ADDRESS for g in _EACH}, sum=ADDRESS, count="q", groups="i", unused="i")
+
 
 def attend_with(
     backend: str, call: GroupedCall, arrays: GroupedArrays, addresses: Sequence[int]
 ) -> tuple[list[Any], list[Any]]:
     """Return outs and lses of separate calls of a backend."""
     outs, lses = [], []
-    for q, (cu_q, cu_k) in zip(arrays.q_groups, separate_sequences(call, addresses), strict=True):
+    for q, (cu_q, cu_k) in zip(arrays.q_groups, _separate_sequences(call, addresses), strict=True):
         found: Any = attention_varlen(
             q, arrays.k, arrays.v, cu_q, cu_k, *call.longest, causal=call.scores.right == 0,
             scale=call.scores.scale, return_lse=True, sm_margin=call.sm_margin, backend=backend,
@@ -48,7 +53,7 @@ def attend_with(
     return outs, lses
 
 
-def separate_sequences(call: GroupedCall, addresses: Sequence[int]) -> list[tuple[Any, Any]]:
+def _separate_sequences(call: GroupedCall, addresses: Sequence[int]) -> list[tuple[Any, Any]]:
     """Return cu_seqlens_q and cu_seqlens_k for a call of each group."""
     check_lengths(call)
     count, sequences = call.groups, call.sizes["batch"]
@@ -65,6 +70,65 @@ def separate_sequences(call: GroupedCall, addresses: Sequence[int]) -> list[tupl
     grid = sequences // _THREADS + 1, count
     launch(kernel, grid, (_THREADS,), [np.frombuffer(argument.tobytes(), f"V{_CALL.size}")[0]], bounds)
     return [(bounds[g][0], bounds[g][1]) for g in range(count)]
+
+
+def attend_backward(
+    call: GroupedCall,
+    arrays: GroupedArrays,
+    addresses: Sequence[int],
+    results: Results,
+    deterministic: bool,
+    float32_dkv: bool,
+) -> tuple[list[Any], Any, Any]:
+    """Launcher of backend "cuda": dq of each group, dk and dv."""
+    return attend_backward_with("cuda", call, arrays, addresses, results, deterministic, float32_dkv)
+
+
+def attend_backward_with(
+    backend: str,
+    call: GroupedCall,
+    arrays: GroupedArrays,
+    addresses: Sequence[int],
+    results: Results,
+    deterministic: bool,
+    float32_dkv: bool,
+) -> tuple[list[Any], Any, Any]:
+    """Return gradients by separate calls of a backend."""
+    found = [
+        attention_varlen_backward(
+            dout, q, arrays.k, arrays.v, out, lse, cu_q, cu_k, *call.longest,
+            causal=call.scores.right == 0, scale=call.scores.scale, deterministic=deterministic,
+            backend=backend,
+        )
+        for q, dout, out, lse, (cu_q, cu_k) in zip(
+            arrays.q_groups, *results, _separate_sequences(call, addresses), strict=True
+        )
+    ]  # fmt: skip
+    of_keys = [[one[i] for one in found] for i in (1, 2)]
+    wide = float32_dkv and call.dtype != "float32"
+    dk, dv = (parts[0] if call.groups == 1 and not wide else _add(call, parts, wide) for parts in of_keys)
+    return [one[0] for one in found], dk, dv
+
+
+def _add(call: GroupedCall, parts: Sequence[Any], wide: bool) -> Any:
+    """Return the sum of arrays in the shape of k, in their dtype or in float32."""
+    shape = tuple(parts[0].shape)
+    sums, at = allocator(shape, "float32" if wide else call.dtype, call.kinds[0])()
+    _, addresses = kinds_of(parts, [f"dk[{g}]" for g in range(len(parts))])
+    count = int(np.prod(shape))
+    argument = _SUM.array({"count": count, "groups": len(parts), "unused": 0})[0]
+    for g, address in enumerate(addresses):
+        argument[f"part{g}"] = address
+    argument["sum"] = at
+    macros = {
+        "FLOAT32": int(call.dtype == "float32"),
+        "BF16": int(call.dtype == "bfloat16"),
+        "WIDE": int(wide),
+    }
+    kernel = cuda_kernel("attention/add_groups", "add_groups", tuple(macros.items()), call.device.index)
+    blocks = min(-(-count // (4 * _SUM_THREADS)), 8 * multiprocessors(call.device.index))
+    launch(kernel, (blocks,), (_SUM_THREADS,), [np.frombuffer(argument.tobytes(), f"V{_SUM.size}")[0]], sums)
+    return sums
 
 
 def check_lengths(call: GroupedCall) -> None:

@@ -1,4 +1,4 @@
-"""Attention of groups of queries on a GPU through Numba: a call for each group.
+"""Attention of groups of queries on a GPU through Numba, and gradients: a call for each group.
 
 These kernels are for reading; what groups share is shown by the kernels of CUDA C++.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvlab.ops.cuda.grouped_separate import attend_with
+from kvlab.ops.cuda.grouped_separate import attend_backward_with, attend_with
 
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
+    from kvlab.ops.grouped_backward import Results
 
-__all__ = ["attend_separately"]
+__all__ = ["attend_backward", "attend_separately"]
 
 
 def attend_separately(
@@ -21,3 +22,15 @@ def attend_separately(
 ) -> tuple[list[Any], list[Any]]:
     """Launcher of backend "numba": outs and lses, lists with one array a group."""
     return attend_with("numba", call, arrays, addresses)
+
+
+def attend_backward(
+    call: GroupedCall,
+    arrays: GroupedArrays,
+    addresses: Sequence[int],
+    results: Results,
+    deterministic: bool,
+    float32_dkv: bool,
+) -> tuple[list[Any], Any, Any]:
+    """Launcher of backend "numba": dq of each group, dk and dv."""
+    return attend_backward_with("numba", call, arrays, addresses, results, deterministic, float32_dkv)

@@ -1,0 +1,108 @@
+"""Grouped attention that torch can differentiate: one node of autograd for all groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+import kvlab
+from kvlab.arguments import flag
+from kvlab.integrations.torch_autograd import with_contiguous_rows
+
+__all__ = ["grouped_attention_varlen"]
+
+
+def grouped_attention_varlen(
+    q_groups: Sequence[torch.Tensor],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q_groups: Sequence[torch.Tensor],
+    cu_seqlens_k: torch.Tensor,
+    prefix_lens: Sequence[torch.Tensor],
+    causal: bool = True,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> list[torch.Tensor] | tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """`kvlab.grouped_attention_varlen` with gradients.
+
+    Parameters
+    ----------
+    q_groups : list of tensors, (total_q of the group, num_heads_q, head_dim)
+    k, v : tensor, (total_k, num_heads_kv, head_dim)
+    cu_seqlens_q_groups, cu_seqlens_k, prefix_lens, causal, scale, return_lse, implementation, max_seqlen_q, \
+max_seqlen_k
+        As in `kvlab.grouped_attention_varlen`.
+    deterministic : bool
+        Give the same bits in every backward.
+
+    Returns
+    -------
+    outs : list of tensors, as q_groups
+    lses : list of float32 tensors, (num_heads_q, total_q of the group), only if return_lse
+        Without gradient.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As `kvlab.grouped_attention_varlen`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> x, one = torch.ones(1, 1, 2, requires_grad=True), torch.tensor([1], dtype=torch.int32)
+    >>> bounds = torch.tensor([0, 1], dtype=torch.int32)
+    >>> outs = grouped_attention_varlen(
+    ...     [x, x], x, x, cu_seqlens_q_groups=[bounds] * 2, cu_seqlens_k=bounds, prefix_lens=[one] * 2
+    ... )
+    >>> (outs[0] + outs[1]).sum().backward()
+    >>> x.grad.ravel()
+    tensor([2., 2.])
+    """
+    if not isinstance(q_groups, list | tuple):
+        raise TypeError(f"q_groups must be a list or tuple of tensors, got {type(q_groups).__name__}")
+    shared = {
+        "cu_seqlens_q_groups": cu_seqlens_q_groups, "cu_seqlens_k": cu_seqlens_k, "prefix_lens": prefix_lens,
+        "causal": causal, "scale": scale, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
+    }  # fmt: skip
+    options = shared, flag(deterministic, "deterministic"), implementation
+    found = _Recorded.apply(options, *with_contiguous_rows(k, v, *q_groups))  # type: ignore[no-untyped-call]
+    outs, lses = list(found[: len(q_groups)]), list(found[len(q_groups) :])
+    return (outs, lses) if flag(return_lse, "return_lse") else outs
+
+
+class _Recorded(torch.autograd.Function):
+    """A call as a node of autograd: options, k, v and the queries of each group."""
+
+    @staticmethod
+    def forward(ctx: Any, options: Any, k: torch.Tensor, v: torch.Tensor, *q_groups: torch.Tensor) -> Any:
+        shared, _, implementation = options
+        found: Any = kvlab.grouped_attention_varlen(
+            q_groups, k, v, return_lse=True, implementation=implementation, **shared
+        )
+        # Views of one array may not leave a function of autograd, as they could be written in place.
+        outs, lses = ([x.detach() for x in part] for part in found)
+        ctx.options = options
+        ctx.save_for_backward(k, v, *q_groups, *outs, *lses)
+        ctx.mark_non_differentiable(*lses)
+        return *outs, *lses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        shared, deterministic, _ = ctx.options
+        k, v, *rest = ctx.saved_tensors
+        count = len(rest) // 3
+        q_groups, outs, lses = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        douts = with_contiguous_rows(*gradients[:count])
+        dq_groups, dk, dv = kvlab.grouped_attention_varlen_backward(
+            douts, q_groups, k, v, outs, lses, deterministic=deterministic, **shared
+        )
+        return None, dk, dv, *dq_groups

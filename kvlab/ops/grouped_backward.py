@@ -1,0 +1,133 @@
+"""Gradients of attention of several groups of queries that see prefixes of the same keys.
+
+Each group is an ordinary call (see kvlab/ops/grouped.py, "separate"); what groups give to the same keys is
+added up in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from kvlab.arguments import flag, number
+from kvlab.arrays import Array, ArrayT
+from kvlab.ops.array_kinds import Kind, dtype_of_kind, kinds_of
+from kvlab.ops.grouped import CPU, GPU, GroupedArrays, GroupedCall, call_of, check_groups
+from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, register
+from kvlab.shapes import match_shapes
+
+__all__ = ["Results", "grouped_attention_varlen_backward"]
+
+_BACKWARD = "grouped_attention_backward"
+_SEPARATE = {"implementation": ("separate",)}
+register(
+    Implementation(_BACKWARD, "cpu", "kvlab.ops.cpu.grouped:attend_backward", CPU | _SEPARATE),
+    Implementation(
+        _BACKWARD, "reference", "kvlab.ops.cpu.grouped:attend_backward_reference",
+        CPU | _SEPARATE | {"dtype": (*CPU["dtype"], "float64")},
+    ),
+    Implementation(_BACKWARD, "cuda", "kvlab.ops.cuda.grouped_separate:attend_backward", GPU | ON_CUDA),
+    Implementation(_BACKWARD, "numba", "kvlab.ops.numba.grouped:attend_backward", GPU | ON_NUMBA),
+)  # fmt: skip
+
+
+class Results(NamedTuple):
+    """What the forward gave, and the gradient of the loss with respect to it: lists, an array a group."""
+
+    douts: Sequence[Any]
+    outs: Sequence[Any]
+    lses: Sequence[Any]
+
+
+def grouped_attention_varlen_backward(
+    douts: Sequence[ArrayT],
+    q_groups: Sequence[Array],
+    k: Array,
+    v: Array,
+    outs: Sequence[Array],
+    lses: Sequence[Array],
+    *,
+    cu_seqlens_q_groups: Sequence[Array],
+    cu_seqlens_k: Array,
+    prefix_lens: Sequence[Array],
+    causal: bool = True,
+    scale: float | None = None,
+    deterministic: bool = False,
+    float32_dkv: bool = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    backend: str | None = None,
+) -> tuple[list[ArrayT], ArrayT, ArrayT]:
+    """Gradients of `grouped_attention_varlen` with respect to q_groups, k and v.
+
+    Parameters
+    ----------
+    douts : list of arrays, as q_groups
+        Gradients of the loss with respect to outs.
+    q_groups, k, v, cu_seqlens_q_groups, cu_seqlens_k, prefix_lens, causal, scale, max_seqlen_q, max_seqlen_k
+        The arguments of the forward call.
+    outs, lses : lists of arrays
+        Its results, or those of attention over these keys and others.
+    deterministic : bool
+        Give the same bits every time. ``"cuda"`` is faster without, the others always do.
+    float32_dkv : bool
+        Return dk and dv in float32, for a sum over devices: each group's part is rounded to the dtype of k,
+        their sum is not.
+    backend : str, optional
+        As in `kvlab.attention`.
+
+    Returns
+    -------
+    dq_groups : list of arrays, shapes and dtype of q_groups
+    dk, dv : array, (total_k, num_heads_kv, head_dim)
+        0 for keys that no row sees.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, kvlab.OutOfMemory
+        As `grouped_attention_varlen`.
+
+    Examples
+    --------
+    Two groups of one row that sees one key: dv is the sum of both douts.
+
+    >>> import kvlab
+    >>> import numpy as np
+    >>> x, one, bounds = np.ones((1, 1, 2), np.float32), np.array([1], np.int32), np.array([0, 1], np.int32)
+    >>> lengths = {"cu_seqlens_q_groups": [bounds] * 2, "cu_seqlens_k": bounds, "prefix_lens": [one] * 2}
+    >>> outs, lses = kvlab.grouped_attention_varlen([x, x], x, x, return_lse=True, **lengths)
+    >>> kvlab.grouped_attention_varlen_backward([x, 4 * x], [x, x], x, x, outs, lses, **lengths)[2].ravel()
+    array([5., 5.], dtype=float32)
+    """
+    arrays = GroupedArrays(q_groups, k, v, cu_seqlens_q_groups, prefix_lens, cu_seqlens_k)
+    results = Results(douts, outs, lses)
+    call, addresses = call_of(
+        _BACKWARD, arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"),
+        "separate", (max_seqlen_q, max_seqlen_k), 0, backend,
+    )  # fmt: skip
+    names = tuple(f"{name}[{g}]" for name in Results._fields for g in range(call.groups))
+    for name, given in results._asdict().items():
+        check_groups(name, given, call.groups)
+    kinds, _ = kinds_of([*douts, *outs, *lses], names)
+    _check_results(call, kinds, names)
+    gradients: tuple[list[ArrayT], ArrayT, ArrayT] = call.row.launch(
+        call, arrays, addresses, results, flag(deterministic, "deterministic"),
+        flag(float32_dkv, "float32_dkv"),
+    )  # fmt: skip
+    return gradients
+
+
+@lru_cache(maxsize=1024)
+def _check_results(call: GroupedCall, kinds: tuple[Kind, ...], names: tuple[str, ...]) -> None:
+    shapes = {}
+    for name, kind in zip(names, kinds, strict=True):
+        argument, _, index = name.rstrip("]").partition("[")
+        rows = call.rows[int(index)]
+        of_lse = argument == "lses"
+        wanted, found = "float32" if of_lse else call.dtype, dtype_of_kind(kind, name)
+        if found != wanted:
+            raise TypeError(f"{name} has dtype {found}; it must be {wanted}")
+        heads, dim = call.sizes["Hq"], call.sizes["D"]
+        shapes[name] = kind[0], (heads, rows) if of_lse else (rows, heads, dim)
+    match_shapes(shapes)

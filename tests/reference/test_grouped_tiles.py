@@ -1,0 +1,150 @@
+"""Lists of tiles of groups: every row once with the keys it sees, few loads, parts that make up the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvlab.ops.cuda.attention_sm90 import SHAPES
+from kvlab.ops.cuda.grouped import ENTRY_BYTES
+from kvlab.ops.cuda.tile_list import ROWS, heads_of_tile
+from kvlab.reference.grouped_tiles import ENTRY, FEWEST_KEYS, grouped_tiles, tiles_of_keys
+from tests.reference.test_tile_list import BLOCKS, finish_times
+
+KEYS = 128
+
+
+def test_an_entry_is_as_large_as_the_kernel_says() -> None:
+    assert ENTRY.itemsize == ENTRY_BYTES
+
+
+def seen(
+    tiles: NDArray[Any], pack: int, positions: int, causal: bool
+) -> dict[tuple[int, int, int], list[int]]:
+    """Return the keys that each (group, head, row of q) meets, in the order of parts."""
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for t in tiles[np.argsort(tiles["part"][:, 0], kind="stable")].ravel():
+        for position in range(t["position"], min(t["position"] + positions, t["q_length"])):
+            last = min(t["last_key"], position + t["diagonal"] + 1) if causal else t["last_key"]
+            keys = range(t["k_start"] + t["first_key"], t["k_start"] + max(last, t["first_key"]))
+            for head in range(t["head_q"], t["head_q"] + pack):
+                found.setdefault((t["group"], head, t["q_start"] + position), []).extend(keys)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40), st.integers(0, 40)), max_size=3),
+    prefixes=st.lists(st.tuples(*[st.integers(0, 60)] * 2), min_size=3, max_size=3),
+    shape=st.sampled_from([(1, 4, 2, 8), (2, 2, 3, 16), (4, 3, 2, 8)]),
+    causal=st.booleans(),
+    paired=st.booleans(),
+    blocks=st.sampled_from([0, 4, 50]),
+)
+def test_every_row_meets_the_keys_it_sees_once(
+    lengths: list[tuple[int, int, int]],
+    prefixes: list[tuple[int, int]],
+    shape: tuple[int, int, int, int],
+    causal: bool,
+    paired: bool,
+    blocks: int,
+) -> None:
+    pack, positions, entries, block_n = shape
+    keys, *rows = np.array(lengths, np.int64).reshape(-1, 3).T
+    lens = np.minimum(np.array(prefixes, np.int64)[: len(keys)].reshape(-1, 2).T, keys)
+    tiles = grouped_tiles(
+        rows, lens, keys, 2, 4, pack=pack, positions=positions, entries=entries, block_n=block_n,
+        causal=causal, paired=paired, blocks=blocks,
+    )  # fmt: skip
+    found = seen(tiles, pack, positions, causal)
+    starts = np.cumsum(keys) - keys
+    wanted = {}
+    for g, of_group in enumerate(rows):
+        begins = np.cumsum(of_group) - of_group
+        for b, count in enumerate(of_group):
+            for i in range(count):
+                last = min(lens[g, b], lens[g, b] - count + i + 1) if causal else lens[g, b]
+                own = list(range(starts[b], starts[b] + max(0, last)))
+                wanted |= {(g, head, begins[b] + i): own for head in range(8)}
+    assert found == wanted
+    for t in tiles:
+        assert len({*t["loaded_keys"]}) == len({*t["first_key"]}) == len({*t["num_parts"]}) == 1
+        assert (t["loaded_keys"] >= t["last_key"]).all()
+        assert t["first_key"][0] % block_n == 0
+        assert (t["head_kv"] == t["head_q"] // 4).all()
+
+
+def test_paired_tiles_load_least() -> None:
+    """As few tiles of keys as rows in the order of their keys make; listed ones load more where rows are few."""
+    shape = {"pack": 4, "positions": 16, "entries": 2, "block_n": KEYS, "causal": True}
+    for rows, lens, saved in (
+        ([[1]] * 16, [[4096]] * 16, 2.0),  # tokens of one prefix
+        ([[16]] * 4, [[1000], [2000], [3000], [4000]], 10 / 6),
+        ([[2048]] * 2, [[2048], [30720]], 1.0),  # a zigzag rank: all tiles are full
+    ):
+        listed, paired = (
+            tiles_of_keys(grouped_tiles(rows, lens, [32768], 1, 4, paired=x, **shape), KEYS).sum()
+            for x in (False, True)
+        )
+        assert listed / paired == pytest.approx(saved, rel=0.03)
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_one_kv_head_of_a_zigzag_rank_is_balanced_by_parts(rank: int) -> None:
+    """32K tokens over 8 ranks: parts end together where whole tiles leave blocks idle."""
+    shape = {"pack": 4, "positions": 16, "entries": 2, "block_n": KEYS, "causal": True, "paired": True}
+    rows, lens = [[2048]] * 2, [[2048 * (rank + 1)], [2048 * (16 - rank)]]
+    ends = []
+    for blocks in (0, BLOCKS):
+        tiles = grouped_tiles(rows, lens, [32768], 1, 4, blocks=blocks, **shape)
+        costs = np.sort(tiles_of_keys(tiles, KEYS) + 3.0 + 2.0 * (tiles["num_parts"][:, 0] > 1))[::-1]
+        times = finish_times(costs)
+        ends.append(times.max())
+        assert times.max() - times.min() <= costs.max()
+    separate = sum(
+        finish_times(
+            np.sort(tiles_of_keys(grouped_tiles(*one, [32768], 1, 4, **shape), KEYS) + 3.0)[::-1]
+        ).max()
+        for one in (([rows[0]], [lens[0]]), ([rows[1]], [lens[1]]))
+    )
+    assert separate / ends[1] > 1.5
+    assert ends[1] <= ends[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("number", [1, 2, 32, 300, 4096])
+def test_blocks_are_done_within_one_tile(number: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    groups = (1, 2, 5)[seed]
+    keys = np.maximum(1, (2.0 ** rng.uniform(0, 13, number)).astype(np.int64))
+    keys = np.minimum(keys, 40_000 // number + 1)
+    lens = np.stack([rng.integers(0, keys + 1) for _ in range(groups)])
+    rows = rng.integers(0, lens // 2 + 2)
+    block_n, entries, _ = SHAPES[128]
+    pack = heads_of_tile(4)
+    tiles = grouped_tiles(
+        rows, lens, keys, 2, 4, pack=pack, positions=ROWS // pack, entries=entries, block_n=block_n,
+        causal=True, paired=bool(seed % 2), blocks=BLOCKS,
+    )  # fmt: skip
+    costs = np.sort(tiles_of_keys(tiles, block_n) + 2.0)[::-1]
+    if len(costs):
+        times = finish_times(costs)
+        assert times.max() - times.min() <= costs.max()
+    parts = tiles[tiles["num_parts"][:, 0] > 1]
+    assert len(parts) <= 3 * BLOCKS
+    assert (tiles_of_keys(parts, block_n) >= FEWEST_KEYS // 2).all()
+
+
+def test_a_part_that_is_missing_is_found() -> None:
+    shape = {"pack": 1, "positions": 4, "entries": 2, "block_n": 8, "causal": True, "paired": True}
+    tiles = grouped_tiles([[8]], [[400]], [400], 1, 1, blocks=4, **shape)
+    whole = seen(grouped_tiles([[8]], [[400]], [400], 1, 1, **shape), 1, 4, True)
+    assert len(tiles) > 1
+    assert seen(tiles, 1, 4, True) == whole
+    assert seen(tiles[1:], 1, 4, True) != whole
+    assert seen(np.concatenate([tiles, tiles[:1]]), 1, 4, True) != whole
