@@ -248,7 +248,7 @@ def call_of(
         ("q_groups", arrays.q_groups), ("cu_seqlens_q_groups", arrays.cu_q),
         ("prefix_lens", arrays.prefix_lens),
     ):  # fmt: skip
-        check_groups(name, given, len(arrays.q_groups))
+        check_groups(name, given, given if name == "q_groups" else arrays.q_groups)
     if implementation is not None:
         choice(implementation, "implementation", IMPLEMENTATIONS)
     for value, name in zip(longest, ("max_seqlen_q", "max_seqlen_k"), strict=True):
@@ -262,14 +262,14 @@ def call_of(
     ), addresses
 
 
-def check_groups(name: str, given: Any, groups: int) -> None:
+def check_groups(name: str, given: Any, q_groups: Any) -> None:
     """Refuse what is no list of arrays, or not one for each group."""
     if not isinstance(given, list | tuple):
         raise TypeError(f"{name} must be a list or tuple of arrays, got {type(given).__name__}")
     if not 1 <= len(given) <= MOST_GROUPS:
         raise ValueError(f"{name} has {len(given)} groups: it must have 1 to {MOST_GROUPS}")
-    if len(given) != groups:
-        raise ValueError(f"{name} has {len(given)} groups, q_groups {groups}: pass equally many")
+    if len(given) != len(q_groups):
+        raise ValueError(f"{name} has {len(given)} groups, q_groups {len(q_groups)}: pass equally many")
 
 
 _PATTERNS: dict[str, tuple[str, ...]] = {

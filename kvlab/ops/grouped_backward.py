@@ -108,7 +108,7 @@ def grouped_attention_varlen_backward(
     )  # fmt: skip
     names = tuple(f"{name}[{g}]" for name in Results._fields for g in range(call.groups))
     for name, given in results._asdict().items():
-        check_groups(name, given, call.groups)
+        check_groups(name, given, q_groups)
     kinds, _ = kinds_of([*douts, *outs, *lses], names)
     _check_results(call, kinds, names)
     gradients: tuple[list[ArrayT], ArrayT, ArrayT] = call.row.launch(

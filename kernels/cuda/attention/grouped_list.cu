@@ -20,6 +20,11 @@
 constexpr int MOST_GROUPS = 16, GROUP_BIT = 27;
 constexpr int FEWEST_KEYS = 8;  // tiles of keys of a part
 
+// Where the parts of a tile go, for all heads of a section.
+struct Place {
+    int keys, parts, counter, at, slot;
+};
+
 struct Call {
     const int* cu_q[MOST_GROUPS];         // [sequences + 1]
     const int* prefix_lens[MOST_GROUPS];  // [sequences]
@@ -28,6 +33,7 @@ struct Call {
     int* arrivals;  // [most_parts, entries]
     int* bases;     // [sequences], tiles of a KV head of all sequences before
     int* order;     // [tiles of a KV head, entries], group and chunk, -1: none
+    Place* places;  // [capacity], for each section those of its tiles of a KV head
     int capacity, sequences, groups, heads_kv, group, pack, positions, entries, block_n, pairs;
     int causal, paired, blocks, most_parts;  // blocks: 0: tiles are not split
 };
@@ -84,45 +90,51 @@ __device__ __forceinline__ int place_of(const Call& call, int g, int b, int chun
     return before;
 }
 
-// KV heads [first, last) of a sequence that pairs [begin, end) hold.
-__device__ __forceinline__ int2 heads_of(const Call& call, int sequence, int begin, int end) {
-    const int base = sequence * call.heads_kv;
-    return {max(begin - base, 0), min(end - base, call.heads_kv)};
+// What a section has of a sequence: KV heads from `first` on, and KV heads times packs of query heads.
+struct Units {
+    int first_head, count;
+};
+
+__device__ __forceinline__ Units units_of(const Call& call, int b, int begin, int end) {
+    const int base = b * call.heads_kv, first = max(begin - base, 0);
+    return {first, (min(end - base, call.heads_kv) - first) * (call.group / call.pack)};
 }
 
-// Calls visit(sequence, KV head, first query head, chunks of the tile, its keys) for the tiles of a section.
-template <typename Visit>
-__device__ __forceinline__ void for_tiles(const Call& call, Shared& m, int begin, int end, Visit visit) {
-    const int chunks = call.group / call.pack;
-    const auto count = [&](int b) {
-        const int2 heads = heads_of(call, b, begin, end);
-        return tiles_of(call, b) * (heads.y - heads.x) * chunks;
-    };
-    for_items(m, begin / call.heads_kv, (end - 1) / call.heads_kv, count, [&](int b, int local) {
-        const int2 heads = heads_of(call, b, begin, end);
-        const int across = (heads.y - heads.x) * chunks, tile = local / across, rest = local - tile * across;
-        const int* const entries = call.order + (i64)(call.bases[b] + tile) * call.entries;
-        int keys = 0;
-        for (int i = 0; i < call.entries; ++i) {
-            const int entry = entries[i];
-            if (entry >= 0)
-                keys = max(keys, last_key_of(call, entry >> GROUP_BIT, b, entry & ((1 << GROUP_BIT) - 1)));
-        }
-        const int head_kv = heads.x + rest / chunks;
-        visit(b, head_kv, head_kv * call.group + rest % chunks * call.pack, entries, keys);
-    });
+// Keys of a tile, rounded up to tiles of keys.
+__device__ __forceinline__ int most_keys_of(const Call& call, int b, const int* entries) {
+    int keys = 0;
+    for (int i = 0; i < call.entries; ++i)
+        if (entries[i] >= 0)
+            keys =
+                max(keys, last_key_of(call, entries[i] >> GROUP_BIT, b, entries[i] & ((1 << GROUP_BIT) - 1)));
+    return keys;
+}
+
+// An entry of a part of a tile.
+__device__ __forceinline__ GroupedTile make_entry(const Call& call, int b, int unit, int first_head,
+                                                  int entry, bool present) {
+    const int chunks = call.group / call.pack, g = entry >> GROUP_BIT, chunk = entry & ((1 << GROUP_BIT) - 1);
+    GroupedTile t;
+    t.sequence = b, t.group = g;
+    t.head_kv = first_head + unit / chunks;
+    t.head_q = t.head_kv * call.group + unit % chunks * call.pack;
+    t.position = present ? chunk * call.positions : 0;
+    t.q_start = call.cu_q[g][b], t.q_length = present ? rows_of(call, g, b) : 0;
+    t.k_start = call.cu_k[b], t.k_length = keys_of(call, g, b), t.diagonal = t.k_length - t.q_length;
+    t.last_key = present ? last_key_of(call, g, b, chunk) : 0;
+    return t;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __grid_constant__ Call call) {
     __shared__ Shared m;
     __shared__ int longest, keys_of_all, parts_of_all;
-    const int pairs = call.sequences * call.heads_kv, chunks = call.group / call.pack;
+    const int pairs = call.sequences * call.heads_kv;
     const int begin = blockIdx.x * call.pairs, end = min(begin + call.pairs, pairs);
     const int first = begin / call.heads_kv, last = (end - 1) / call.heads_kv;
     m.counters[threadIdx.x] = 0;
     if (threadIdx.x == 0) longest = keys_of_all = parts_of_all = 0;
 
-    // Tiles of earlier sequences, then of each of the section's.
+    // Tiles of a KV head of earlier sequences, then of each of the section's.
     int earlier = 0;
     for (int b = threadIdx.x; b < first; b += THREADS) earlier += tiles_of(call, b);
     scan(earlier, m.sums);
@@ -131,13 +143,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         const int b = from + threadIdx.x, count = b <= last ? tiles_of(call, b) : 0;
         const int at = before + scan(count, m.sums);
         before += m.sums[32];
-        if (b > last) continue;
-        call.bases[b] = at;
-        for (int i = 0; i < count; ++i)
-            for (int entry = 0; entry < call.entries; ++entry)
-                call.order[(i64)(at + i) * call.entries + entry] = -1;
+        if (b <= last) call.bases[b] = at;
     }
-    __syncthreads();  // order is empty
+    __syncthreads();  // bases are written
+    const auto tiles = [&](int b) { return tiles_of(call, b); };
+    for_items(m, first, last, tiles, [&](int b, int tile) {
+        for (int i = 0; i < call.entries; ++i)
+            call.order[(i64)(call.bases[b] + tile) * call.entries + i] = -1;
+    });
     for_items(
         m, first, last, [&](int b) { return all_chunks_of(call, b); },
         [&](int b, int chunk) {
@@ -147,28 +160,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
                 g << GROUP_BIT | chunk;
         });
 
-    const auto keys_tiles = [&](int keys) { return (keys + call.block_n - 1) / call.block_n; };
-    for_tiles(call, m, begin, end, [&](int, int, int, const int*, int keys) {
-        atomicMax(&longest, keys_tiles(keys));
-        atomicAdd(&keys_of_all, keys_tiles(keys));
-    });
+    // How many keys tiles have, all together, and how many parts.
+    const auto entries_of = [&](int b, int tile) {
+        return call.order + (i64)(call.bases[b] + tile) * call.entries;
+    };
+    const int skipped = units_of(call, first, 0, begin).count;  // of the first sequence, in earlier sections
+    const int units = call.heads_kv * (call.group / call.pack);
     const int tiles_before =
-        base * call.heads_kv * chunks + tiles_of(call, first) * (begin - first * call.heads_kv) * chunks;
-    int count = 0;
-    for (int b = first + threadIdx.x; b <= last; b += THREADS) {
-        const int2 heads = heads_of(call, b, begin, end);
-        count += tiles_of(call, b) * (heads.y - heads.x) * chunks;
-    }
-    scan(count, m.sums);
-    // Parts of two thirds of what a block has to do on average: then the last to end wait least.
-    int most_keys = 1 << 30;
-    if (call.blocks && 2 * m.sums[32] < 3 * call.blocks)
-        most_keys = max(FEWEST_KEYS, (2 * keys_of_all + 3 * call.blocks - 1) / (3 * call.blocks));
-    const auto parts_of = [&](int tiles) { return max(1, (tiles + most_keys - 1) / most_keys); };
-    for_tiles(call, m, begin, end, [&](int, int, int, const int*, int keys) {
-        const int tiles = keys_tiles(keys), parts = parts_of(tiles);
-        atomicAdd(&m.counters[counter_of((tiles + parts - 1) / parts, longest)], parts);
+        base * units + (begin > first * call.heads_kv ? tiles_of(call, first) * skipped : 0);
+    Place* const places = call.places + tiles_before;
+    const auto place_of_tile = [&](int b, int tile) -> Place& { return places[call.bases[b] - base + tile]; };
+    int own_longest = 0, own_keys = 0, own_tiles = 0;
+    for_items(m, first, last, tiles, [&](int b, int tile) {
+        const int keys = most_keys_of(call, b, entries_of(b, tile)),
+                  count = units_of(call, b, begin, end).count;
+        const int num_tiles = (keys + call.block_n - 1) / call.block_n;
+        place_of_tile(b, tile).keys = keys;
+        own_longest = max(own_longest, num_tiles), own_keys += num_tiles * count, own_tiles += count;
     });
+    own_longest = __reduce_max_sync(ALL_LANES, own_longest);
+    own_keys = __reduce_add_sync(ALL_LANES, own_keys);
+    if (threadIdx.x % 32 == 0) atomicMax(&longest, own_longest), atomicAdd(&keys_of_all, own_keys);
+    scan(own_tiles, m.sums);
+    // Parts of two thirds of what a block has to do on average: then the last to end wait least.
+    int most_tiles = 1 << 30;
+    if (call.blocks && 2 * m.sums[32] < 3 * call.blocks)
+        most_tiles = max(FEWEST_KEYS, (2 * keys_of_all + 3 * call.blocks - 1) / (3 * call.blocks));
+    const auto parts_of = [&](int num_tiles) { return max(1, (num_tiles + most_tiles - 1) / most_tiles); };
+    for_items(m, first, last, tiles, [&](int b, int tile) {
+        Place& place = place_of_tile(b, tile);
+        const int num_tiles = (place.keys + call.block_n - 1) / call.block_n, parts = parts_of(num_tiles);
+        place.counter = counter_of((num_tiles + parts - 1) / parts, longest);
+        place.parts = parts;
+        atomicAdd(&m.counters[place.counter], parts * units_of(call, b, begin, end).count);
+    });
+
     const int longer = scan(m.counters[threadIdx.x], m.sums);
     if (threadIdx.x == 0 && blockIdx.x + 1 == gridDim.x) {
         call.list->num_tiles = min(tiles_before + m.sums[32], call.capacity);
@@ -176,31 +202,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     }
     m.counters[threadIdx.x] = tiles_before + longer;
     __syncthreads();  // counters say where tiles go
+    for_items(m, first, last, tiles, [&](int b, int tile) {
+        Place& place = place_of_tile(b, tile);
+        const int parts = place.parts, count = units_of(call, b, begin, end).count;
+        place.at = atomicAdd(&m.counters[place.counter], parts * count);
+        place.slot = parts > 1 ? atomicAdd(&parts_of_all, parts * count) : 0;
+    });
+
+    // A thread writes an entry; for all heads the same tile comes one after the other.
     GroupedTile* const list = (GroupedTile*)(call.list + 1);
-    for_tiles(call, m, begin, end, [&](int b, int head_kv, int head_q, const int* entries, int keys) {
-        const int tiles = keys_tiles(keys), parts = parts_of(tiles);
-        const int slot = parts > 1 ? atomicAdd(&parts_of_all, parts) : 0;
-        int at = atomicAdd(&m.counters[counter_of((tiles + parts - 1) / parts, longest)], parts);
-        if (parts > 1)
-            for (int i = 0; i < call.entries; ++i) call.arrivals[slot * call.entries + i] = 0;
-        for (int part = 0; part < parts; ++part, ++at) {
+    const auto all_entries = [&](int b) {
+        return tiles_of(call, b) * units_of(call, b, begin, end).count * call.entries;
+    };
+    for_items(m, first, last, all_entries, [&](int b, int item) {
+        const Units own = units_of(call, b, begin, end);
+        const int i = item % call.entries, tile = item / call.entries / own.count;
+        const int unit = item / call.entries - tile * own.count;
+        const int* const entries = entries_of(b, tile);
+        const Place place = place_of_tile(b, tile);
+        const bool present = entries[i] >= 0;
+        GroupedTile t = make_entry(call, b, unit, own.first_head, present ? entries[i] : entries[0], present);
+        const int num_tiles = (place.keys + call.block_n - 1) / call.block_n, last_key = t.last_key;
+        t.num_parts = place.parts, t.slot = place.slot + unit * place.parts;
+        if (place.parts > 1) call.arrivals[t.slot * call.entries + i] = 0;
+        for (int part = 0; part < place.parts; ++part) {
+            const int at = place.at + unit * place.parts + part;
             if (at >= call.capacity) return;
-            GroupedTile t;
-            t.sequence = b, t.head_q = head_q, t.head_kv = head_kv, t.k_start = call.cu_k[b];
-            t.first_key = part * tiles / parts * call.block_n;
-            t.loaded_keys = min(keys, (part + 1) * tiles / parts * call.block_n);
-            t.part = part, t.num_parts = parts, t.slot = slot;
-            for (int i = 0; i < call.entries; ++i) {
-                const bool present = entries[i] >= 0;
-                const int entry = present ? entries[i] : entries[0];
-                const int g = entry >> GROUP_BIT, chunk = entry & ((1 << GROUP_BIT) - 1);
-                t.group = g;
-                t.position = present ? chunk * call.positions : 0;
-                t.q_start = call.cu_q[g][b], t.q_length = present ? rows_of(call, g, b) : 0;
-                t.k_length = keys_of(call, g, b), t.diagonal = t.k_length - t.q_length;
-                t.last_key = present ? min(last_key_of(call, g, b, chunk), t.loaded_keys) : t.first_key;
-                list[(i64)at * call.entries + i] = t;
-            }
+            t.part = part;
+            t.first_key = part * num_tiles / place.parts * call.block_n;
+            t.loaded_keys = min(place.keys, (part + 1) * num_tiles / place.parts * call.block_n);
+            t.last_key = present ? min(last_key, t.loaded_keys) : t.first_key;
+            list[(i64)at * call.entries + i] = t;
         }
     });
 }

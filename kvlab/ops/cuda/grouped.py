@@ -51,7 +51,7 @@ _EACH = range(_MOST_GROUPS)
 _LIST_CALL = Struct(
     **{f"cu_q{g}": ADDRESS for g in _EACH},
     **{f"prefix_lens{g}": ADDRESS for g in _EACH},
-    **dict.fromkeys(("cu_k", "list", "arrivals", "bases", "order"), ADDRESS),
+    **dict.fromkeys(("cu_k", "list", "arrivals", "bases", "order", "places"), ADDRESS),
     **dict.fromkeys(
         (
             "capacity", "sequences", "groups", "heads_kv", "group", "pack", "positions", "entries", "block_n",
@@ -149,12 +149,12 @@ class ListedCall:
         self.capacity = tiles + most_parts
         sizes = (
             HEAD_BYTES + entries * ENTRY_BYTES * self.capacity, 4 * entries * most_parts, 4 * sequences,
-            4 * entries * of_head,
+            4 * entries * of_head, 20 * tiles,
         )  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
-        self._begins = begins[:4]  # of the list, arrivals, bases, order
+        self._begins = begins[:5]  # of the list, arrivals, bases, order, places
         kind = call.kinds[0]
-        self._new_list = allocator((begins[4],), "uint8", kind)
+        self._new_list = allocator((begins[5],), "uint8", kind)
         self._new_parts = allocator((most_parts * entries * 128 * (head_dim // 2 + 4),), "float32", kind)
         total = (sum(rows), heads, dim)
         self._new_out = allocator(total, first.dtype, kind)
