@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,14 @@ class GroupedCase:
             f"rows {self.lengths}, prefixes {self.prefixes} of {self.k_lengths}, causal={self.causal})"
         )
 
+    @cached_property
     def expected(self) -> tuple[list[Array], list[Array]]:
-        """Return outs and lses in float64."""
+        """Outs and lses in float64."""
         return reference.grouped_attention_varlen(self.q_groups, self.k, self.v, **self.options)
 
+    @cached_property
     def low_precision(self) -> tuple[list[Array], list[Array]]:
-        """Return outs and lses of the formula in the dtype of q, each prefix cut out."""
+        """Outs and lses of the formula in the dtype of q, each prefix cut out."""
         found = []
         for q, rows, prefix in zip(self.q_groups, self.lengths, self.prefixes, strict=True):
             keys, values = (x[self._seen(prefix)] for x in (self.k, self.v))
@@ -67,7 +70,7 @@ class GroupedCase:
 
     def expected_gradients(self, douts: list[Array]) -> Gradients:
         """Return dq of all groups as one, dk and dv, in float64."""
-        arrays = self.q_groups, self.k, self.v, *self.expected()
+        arrays = self.q_groups, self.k, self.v, *self.expected
         dq, dk, dv = reference.grouped_attention_varlen_backward(douts, *arrays, **self.options)
         return np.concatenate(dq), dk, dv
 
@@ -106,7 +109,7 @@ class GroupedCase:
             "whole sequences for prefixes": self._with(prefixes=whole),
             "prefixes of another group": self._with(prefixes=exchanged),
             "one key fewer": self._with(prefixes=[[max(0, n - 1) for n in x] for x in self.prefixes]),
-            "groups exchanged": self.expected()[0][::-1],
+            "groups exchanged": self.expected[0][::-1],
             "mask forgotten": self._with(causal=not self.causal),
         }
         return {
@@ -116,7 +119,7 @@ class GroupedCase:
 
     def _with(self, **changes: Any) -> list[Array]:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__} | changes
-        return GroupedCase(**values).expected()[0]
+        return GroupedCase(**values).expected[0]
 
 
 def _bounds(lengths: list[int]) -> NDArray[np.int32]:

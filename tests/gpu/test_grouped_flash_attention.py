@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import kvlab
+from kvlab.integrations.torch_grouped import grouped_attention_varlen
 from tests.compare import assert_accurate
 from tests.gpu.attention_cases import DTYPES, poison, to_numpy
+from tests.gradients import assert_gradients
 from tests.grouped import GroupedCase, make_case, scenarios, zigzag
 
 
@@ -41,12 +43,17 @@ def assert_right(case: GroupedCase, outs: list[torch.Tensor], lses: list[torch.T
         assert (tuple(out.shape), tuple(lse.shape)) == (q.shape, (q.shape[1], len(q)))
     for name, axis, found in (("outs", 0, outs), ("lses", 1, lses)):
         kind = int(name == "lses")
-        expected, low = (np.concatenate(x[kind], axis) for x in (case.expected(), case.low_precision()))
+        expected, low = (np.concatenate(x[kind], axis) for x in (case.expected, case.low_precision))
         assert_accurate(np.concatenate([to_numpy(x) for x in found], axis), expected, low, name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((64, 8), 64), ((4, 4), 96), ((8, 1), 256)])
+KINDS = (
+    ((32, 8), 128, "bfloat16"), ((32, 8), 128, "float16"), ((64, 8), 64, "bfloat16"), ((4, 4), 96, "float16"),
+    ((8, 1), 256, "bfloat16"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "dtype"), KINDS)
 @pytest.mark.parametrize("name", scenarios())
 def test_scenarios(name: str, heads: tuple[int, int], head_dim: int, dtype: str) -> None:
     case = make_case(**scenarios(3)[name], heads=heads, head_dim=head_dim, dtype=DTYPES[dtype])
@@ -90,9 +97,37 @@ def test_tiles_split_over_keys(implementation: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(kind, one, strict=True))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["two groups of a zigzag rank", "unrelated prefixes", "an empty group"])
+def test_gradients(name: str, head_dim: int) -> None:
+    case = make_case(**scenarios(3)[name], heads=(8, 2), head_dim=head_dim)
+    arrays, own = arguments(case)
+    outs, lses = attend(case)
+    douts = [on_gpu(x) for x in case.douts()]
+    expected, low = case.expected_gradients(case.douts()), case.low_precision_gradients(case.douts())
+    for wide in (False, True):
+        dq, dk, dv = kvlab.grouped_attention_varlen_backward(
+            douts, *arrays, outs, lses, float32_dkv=wide, **own
+        )
+        assert (dk.dtype, dv.dtype) == ((torch.float32 if wide else torch.float16),) * 2
+        found = torch.cat(dq), dk.half(), dv.half()
+        assert_gradients(tuple(to_numpy(x) for x in found), expected, low)
+
+
+def test_autograd_of_groups() -> None:
+    case = make_case(**scenarios(2)["two groups of a zigzag rank"], heads=(8, 2), head_dim=64)
+    (q_groups, k, v), own = arguments(case)
+    leaves = [x.requires_grad_() for x in (k, v, *q_groups)]
+    outs = grouped_attention_varlen(q_groups, k, v, deterministic=True, **own)
+    douts = [on_gpu(x) for x in case.douts()]
+    dk, dv, *dq = torch.autograd.grad(outs, leaves, douts)
+    expected, low = case.expected_gradients(case.douts()), case.low_precision_gradients(case.douts())
+    assert_gradients(tuple(to_numpy(x) for x in (torch.cat(dq), dk, dv)), expected, low)
+
+
 def test_wrong_answers_would_be_noticed() -> None:
     case = make_case([[200, 9], [20, 90]], [[300, 11], [600, 250]], [640, 400], head_dim=128, seed=3)
-    expected, low = (np.concatenate(x[0]) for x in (case.expected(), case.low_precision()))
+    expected, low = (np.concatenate(x[0]) for x in (case.expected, case.low_precision))
     outs, _ = attend(case)
     assert_accurate(np.concatenate([to_numpy(x) for x in outs]), expected, low)
     for answer in case.wrong().values():

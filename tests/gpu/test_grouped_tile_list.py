@@ -65,9 +65,9 @@ def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
     split = tiles["num_parts"][:, 0] > 1
     assert len(set(slots[split].tolist())) == split.sum() <= 3 * listed.split_blocks
     if number * heads_kv <= 16 or listed.split_blocks:  # one section
-        assert (np.diff(tiles_of_keys(tiles, block_n)) <= 0).all() or tiles_of_keys(
-            tiles, block_n
-        ).max() > 1000
+        # Parts of a tile, which differ by one, stand where the longest does.
+        lengths = tiles_of_keys(tiles, block_n)
+        assert (np.diff(lengths) <= bool(listed.split_blocks)).all() or lengths.max() > 1000
 
 
 def _sorted(tiles: Any) -> list[Any]:

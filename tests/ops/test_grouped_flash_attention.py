@@ -38,7 +38,7 @@ def assert_right(case: GroupedCase, outs: list[Array], lses: list[Array]) -> Non
         )
     for name, axis, found in (("outs", 0, outs), ("lses", 1, lses)):
         kind = int(name == "lses")
-        expected, low = (np.concatenate(x[kind], axis) for x in (case.expected(), case.low_precision()))
+        expected, low = (np.concatenate(x[kind], axis) for x in (case.expected, case.low_precision))
         assert_accurate(np.concatenate(found, axis), expected, low, name)
 
 
@@ -146,7 +146,7 @@ def test_ranks_of_a_zigzag_make_up_the_whole(rank: int) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_wrong_answers_would_be_noticed(dtype: np.dtype[Any]) -> None:
     case = make_case([[20, 9], [20, 9]], [[30, 11], [60, 25]], [64, 40], dtype=dtype, seed=3)
-    expected, low = case.expected()[0], case.low_precision()[0]
+    expected, low = case.expected[0], case.low_precision[0]
     for name, answer in case.wrong().items():
         judged = [assert_rejected(*three) for three in zip(answer, expected, low, strict=True)]
         assert any(judged), name

@@ -36,7 +36,7 @@ def attend(case: GroupedCase, **options: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("name", CASES)
 def test_hard_shapes(name: str) -> None:
     case = CASES[name]
-    expected, low = (np.concatenate(x[0]) for x in (case.expected(), case.low_precision()))
+    expected, low = (np.concatenate(x[0]) for x in (case.expected, case.low_precision))
     for implementation in ("separate", "listed", "paired"):
         assert_accurate(np.concatenate(attend(case, implementation=implementation)), expected, low)
 
@@ -46,7 +46,7 @@ def test_inputs_ten_times_as_large() -> None:
     case = GroupedCase(
         [10 * q for q in case.q_groups], 10 * case.k, case.v, case.lengths, case.prefixes, case.k_lengths
     )
-    expected, low = (np.concatenate(x[0]) for x in (case.expected(), case.low_precision()))
+    expected, low = (np.concatenate(x[0]) for x in (case.expected, case.low_precision))
     assert_accurate(np.concatenate(attend(case)), expected, low)
 
 

@@ -80,7 +80,7 @@ def test_every_row_meets_the_keys_it_sees_once(
 
 
 def test_paired_tiles_load_least() -> None:
-    """As few tiles of keys as rows in the order of their keys make; listed ones load more where rows are few."""
+    """As few tiles of keys as rows in the order of their keys make; listed load more where rows are few."""
     shape = {"pack": 4, "positions": 16, "entries": 2, "block_n": KEYS, "causal": True}
     for rows, lens, saved in (
         ([[1]] * 16, [[4096]] * 16, 2.0),  # tokens of one prefix

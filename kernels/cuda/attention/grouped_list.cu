@@ -16,6 +16,7 @@
 // CTA alone, or by several with the same values.
 #include "attention/grouped_tiles.cuh"
 #include "attention/list_items.cuh"
+#include "common/early_launch.cuh"
 
 constexpr int MOST_GROUPS = 16, GROUP_BIT = 27;
 constexpr int FEWEST_KEYS = 8;  // tiles of keys of a part
@@ -126,6 +127,7 @@ __device__ __forceinline__ GroupedTile make_entry(const Call& call, int b, int u
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __grid_constant__ Call call) {
+    begin_early();  // what reads the list may come to the device now, and waits for it
     __shared__ Shared m;
     __shared__ int longest, keys_of_all, parts_of_all;
     const int pairs = call.sequences * call.heads_kv;

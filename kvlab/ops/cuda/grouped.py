@@ -201,7 +201,7 @@ class ListedCall:
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=device)
         self._attend = PreparedLaunch(
             kernel, (min(self.capacity, blocks),), (128 + 128 * entries,), argument,
-            shared_bytes(head_dim, block_n, entries, q_slots),
+            shared_bytes(head_dim, block_n, entries, q_slots), early=True,
         )  # fmt: skip
         self._lock = Lock()
 
