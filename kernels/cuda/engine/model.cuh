@@ -21,7 +21,7 @@ enum Kind { QKV, UP, OUT, O, GATED, DOWN, HEAD };
 
 constexpr int OF_MMA = 1;                            // named barrier
 constexpr int PHASES = PARALLEL ? 3 : 5;             // of a layer, attention among them
-constexpr int PRODUCTS = PHASES - 1;                 // of a layer
+constexpr int PRODUCTS = PARALLEL ? 3 : 4;           // of a layer
 constexpr Kind MLP_KIND = GATED_MLP ? GATED : UP;    // of layers that are not parallel
 constexpr int MLP_ROWS = GATED_MLP ? 2 * FFN : FFN;  // of that product
 
