@@ -1,15 +1,15 @@
 """Attention of whole sequences on the CPU: tile by tile of keys, with a running softmax, in float32.
 
     scores[key][24]        = K tile (keys x channels) @ queries[channel][24]
-    peaks, sums [24]         running maximum and sum of exp2: lane by lane, nothing is reduced across lanes
-    totals[channel][24]    = totals * shrink + V tile^T (channels x keys) @ weights[key][24]
+    row_max, row_sum [24]  running maximum and sum of exp2: lane by lane, nothing is reduced across lanes
+    totals[channel][24]    = totals * rescale + V tile^T (channels x keys) @ weights[key][24]
 
 Panels and tiles are those of cpu/tiles.py. An item of work is 8 panels against all keys they see; a tile of
 64 keys is widened to float32 once for the 8 (with 4, reading tiles took 15 % of the time). Threads take items
 from a counter, and the answer does not depend on which thread took which. Scratch memory of a thread at
 head_dim 128: 68 KiB of keys and values, 192 KiB of queries and totals, 6 KiB of scores.
 
-Queries are not scaled: scores are, inside the exponent, exp2(unit * score - peak), with one rounding.
+Queries are not scaled: scores are, inside the exponent, exp2(scale_log2 * score - row_max), rounded once.
 """
 
 import math
@@ -29,34 +29,36 @@ from .tiles import (
     PANELS,
     READ,
     WRITE,
+    apply_mask,
     array_type,
     cap,
-    hide,
     mask_of,
     multiply,
     read_panel,
     read_tile,
-    weigh,
+    update_softmax,
 )
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @helper
-def _write_panel(totals, peaks, sums, place, head, group, row, rows, dtype, line, rest, out16, out32, lse):
+def _write_panel(
+    totals, row_max, row_sum, place, head, group, row, rows, dtype, line, rest, out16, out32, lse
+):
     """Write out and lse of a panel: 0 and -inf for rows that saw no key."""
     channels = out16.shape[3] + out32.shape[3]
     for lane in range(min(PANEL, rows - row)):
         position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
-        factor = _ZERO if sums[lane] == 0 else _ONE / sums[lane]
+        factor = _ZERO if row_sum[lane] == 0 else _ONE / row_sum[lane]
         for channel in range(channels):
             line[channel] = totals[channel * PANEL + lane] * factor
         store_values(
             line, dtype, out16[place[0], position, own], out32[place[0], position, own], 0, channels, rest
         )
         log = MINUS_INFINITY
-        if sums[lane] != 0:
-            log = np.float32(np.float64(peaks[lane]) / LOG2_E + math.log(sums[lane]))
+        if row_sum[lane] != 0:
+            log = np.float32(np.float64(row_max[lane]) / LOG2_E + math.log(row_sum[lane]))
         lse[place[0], own, position] = log
 
 
@@ -80,7 +82,8 @@ _SIGNATURE = types.void(
 
 @njit(_SIGNATURE, error_model="numpy", nogil=True, cache=True)
 def attend(
-    counter, items, places, limits, q, k, v, dtype, group, left, right, sign, unit, rate, softcap, out, lse
+    counter, items, places, limits, q, k, v, dtype, group, left, right, sign, scale_log2, rate, softcap,
+    out, lse,
 ):  # fmt: skip
     """Attend all items: what one thread does, taking items from the counter until none is left.
 
@@ -88,8 +91,8 @@ def attend(
     batch, first query position and their number, first key and their number. q, k, v, out: each (16-bit,
     32-bit) arrays (batch, seqlen, heads, head_dim), of which the one that does not apply is empty; dtype as
     in `elements`. A row at position p sees the keys p - left to p + right. Scores are sign * <q, k>, sign
-    1 or -1; with a softcap then softcap * tanh(rate * score); unit > 0 brings them to units of log 2. lse
-    (batch, heads, seqlen).
+    1 or -1; with a softcap then softcap * tanh(rate * score); scale_log2 > 0 brings them to units of log 2.
+    lse (batch, heads, seqlen).
     """
     channels = q[0].shape[3] + q[1].shape[3]
     width = (channels + LANES - 1) // LANES * LANES
@@ -98,9 +101,9 @@ def attend(
     )  # of rows of a tile: powers of two would crowd into few sets of the first-level cache
     keys_tile, values_tile = np.zeros((2, KEYS * pitch), np.float32)
     queries, totals = np.empty((2, PANELS, width * PANEL), np.float32)
-    peaks, sums = np.empty((2, PANELS, PANEL), np.float32)
+    row_max, row_sum = np.empty((2, PANELS, PANEL), np.float32)
     scores = np.empty(KEYS * PANEL, np.float32)
-    shrink, first, last = np.empty((3, PANEL), np.float32)
+    rescale, first, last = np.empty((3, PANEL), np.float32)
     line, rest = np.empty(width, np.float32), np.empty(LANES, np.uint16)
     item = take_number(counter)
     while item < items.shape[0]:
@@ -110,7 +113,7 @@ def attend(
         for p in range(panels):
             read_panel(q[0], q[1], dtype, place, head, group, start + p * PANEL, rows, sign, line, queries[p])
             for i in range(PANEL):
-                peaks[p, i], sums[p, i] = LOWEST, 0
+                row_max[p, i], row_sum[p, i] = LOWEST, 0
             for i in range(width * PANEL):
                 totals[p, i] = 0
         behind = place[4] - place[2]
@@ -132,16 +135,16 @@ def attend(
                     hidden = mask_of(place, group, row, rows, key, left, right, first, last)
                 if first.min() > KEYS - 1 or last.max() < 0:
                     continue
-                multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, shrink, True)
+                multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, rescale, True)
                 if softcap > 0:
                     cap(scores, padded, rate, softcap)
                 if hidden or padded < KEYS:
-                    hide(scores, padded, first, last)
-                weigh(scores, padded, unit, peaks[p], sums[p], shrink)
-                multiply(values_tile, 1, pitch, scores, padded, KEYS, totals[p], width, shrink, False)
+                    apply_mask(scores, padded, first, last)
+                update_softmax(scores, padded, scale_log2, row_max[p], row_sum[p], rescale)
+                multiply(values_tile, 1, pitch, scores, padded, KEYS, totals[p], width, rescale, False)
         for p in range(panels):
             _write_panel(
-                totals[p], peaks[p], sums[p], place, head, group, start + p * PANEL, rows, dtype, line,
+                totals[p], row_max[p], row_sum[p], place, head, group, start + p * PANEL, rows, dtype, line,
                 rest, out[0], out[1], lse,
             )  # fmt: skip
         item = take_number(counter)

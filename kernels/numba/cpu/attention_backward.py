@@ -29,10 +29,10 @@ from .tiles import (
     PANELS,
     READ,
     WRITE,
+    apply_mask,
     array_type,
     cap,
     fused,
-    hide,
     mask_of,
     multiply,
     read_panel,
@@ -59,19 +59,19 @@ def _read_logs(lse, place, head, group, row, rows, logs):
 
 
 @helper
-def _weigh(scores, slopes, keys, hidden, first, last, unit, rate, softcap, logs, deltas):
+def _probabilities(scores, slopes, keys, hidden, first, last, scale_log2, rate, softcap, logs, deltas):
     """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes."""
     if softcap > 0:
         cap(scores, keys, rate, softcap)
     if hidden:
-        hide(scores, keys, first, last)
+        apply_mask(scores, keys, first, last)
     bent = splat(_ONE / softcap if softcap > 0 else _ZERO)
     for lane in range(0, PANEL, LANES):
         below, delta = splat(_ZERO) - load(logs, lane), load(deltas, lane)
         for j in range(keys):
             at = j * PANEL + lane
             score = load(scores, at)
-            weight = exp2(fused(score, splat(unit), below))
+            weight = exp2(fused(score, splat(scale_log2), below))
             slope = weight * (load(slopes, at) - delta)
             share = score * bent
             slope = slope * (splat(_ONE) - share * share) if softcap > 0 else slope
@@ -167,8 +167,8 @@ _KEYS = types.void(*_COMMON, _ROWS, _ROWS, *_NUMBERS, WRITE, WRITE)
 
 @njit(_QUERIES, error_model="numpy", nogil=True, cache=True)
 def backward_queries(
-    counter, items, places, dout, q, k, v, out, lse, dtype, group, left, right, sign, unit, rate, softcap,
-    scale, delta, dq,
+    counter, items, places, dout, q, k, v, out, lse, dtype, group, left, right, sign, scale_log2, rate,
+    softcap, scale, delta, dq,
 ):  # fmt: skip
     """First pass: dq, and delta (batch, heads, seqlen) for the second; what one thread does.
 
@@ -211,8 +211,8 @@ def backward_queries(
                     continue
                 multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, ones, True)
                 multiply(values_tile, pitch, 1, above[p], channels, CHUNK, slopes, padded, ones, True)
-                _weigh(
-                    scores, slopes, padded, hidden or padded < KEYS, first, last, unit, rate, softcap,
+                _probabilities(
+                    scores, slopes, padded, hidden or padded < KEYS, first, last, scale_log2, rate, softcap,
                     logs[p], deltas[p],
                 )  # fmt: skip
                 multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
@@ -225,8 +225,8 @@ def backward_queries(
 
 @njit(_KEYS, error_model="numpy", nogil=True, cache=True)
 def backward_keys(
-    counter, items, places, dout, q, k, v, lse, delta, dtype, group, left, right, sign, unit, rate, softcap,
-    scale, dk, dv,
+    counter, items, places, dout, q, k, v, lse, delta, dtype, group, left, right, sign, scale_log2, rate,
+    softcap, scale, dk, dv,
 ):  # fmt: skip
     """Second pass: dk and dv; an item is a sequence, a KV head and a block of TILES * KEYS keys."""
     channels = q[0].shape[3] + q[1].shape[3]
@@ -271,9 +271,9 @@ def backward_keys(
                     continue
                 multiply(keys_tiles[t], pitch, 1, queries, channels, CHUNK, scores, padded, ones, True)
                 multiply(values_tiles[t], pitch, 1, above, channels, CHUNK, slopes, padded, ones, True)
-                _weigh(
-                    scores, slopes, padded, hidden or padded < KEYS, first, last, unit, rate, softcap, logs,
-                    deltas,
+                _probabilities(
+                    scores, slopes, padded, hidden or padded < KEYS, first, last, scale_log2, rate, softcap,
+                    logs, deltas,
                 )  # fmt: skip
                 _add_rows(scores, padded, above_squares, blocks, ones, values_totals[t])
                 _add_rows(slopes, padded, query_squares, blocks, ones, keys_totals[t])

@@ -2,7 +2,7 @@
 
 Panels of 24 query rows and tiles of 64 keys are those of `tiles`; so are the products:
 
-    scores[key][24] = keys @ queries;  totals[channel][24] = totals * shrink + values @ weights
+    scores[key][24] = keys @ queries;  totals[channel][24] = totals * rescale + values @ weights
 
 An item of work is a (batch row, KV head) and a block of PANELS panels. Its answer does not depend on the
 thread that took it. Tiles are copied, because an invisible token may hold anything: it becomes zeros, and its
@@ -26,11 +26,11 @@ from .tiles import (
     MINUS_INFINITY,
     PANEL,
     PANELS,
+    apply_mask,
     cap,
     fused,
-    hide,
     multiply,
-    weigh,
+    update_softmax,
 )
 
 _ZERO = np.float32(0)
@@ -70,7 +70,7 @@ def _score(tile, queries, head_dim, first, group, behind, key, visible, softcap,
         for lane in range(PANEL):
             marks[lane] = 0
             marks[PANEL + lane] = max(-1, min((first + lane) // group + behind - key, KEYS))
-        hide(scores, KEYS, marks[:PANEL], marks[PANEL:])
+        apply_mask(scores, KEYS, marks[:PANEL], marks[PANEL:])
     for j in range(KEYS):
         if key + j >= visible.size or not visible[key + j]:
             for lane in range(0, PANEL, LANES):
@@ -87,7 +87,7 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
     blocks = (rows + PANELS * PANEL - 1) // (PANELS * PANEL)
     keys_tile, values_tile = np.zeros((2, KEYS * (head_dim + PADDING)), np.float32)
     queries, totals = np.empty((2, PANELS, head_dim * PANEL), np.float32)
-    peaks, sums = np.empty((2, PANELS, PANEL), np.float32)
+    row_max, row_sum = np.empty((2, PANELS, PANEL), np.float32)
     scores, marks = np.empty(KEYS * PANEL, np.float32), np.empty(2 * PANEL, np.float32)
     item = take_number(counter)
     while item < batch * heads * blocks:
@@ -98,7 +98,7 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
             for i in range(head_dim * PANEL):
                 totals[p, i] = 0
             for lane in range(PANEL):
-                peaks[p, lane], sums[p, lane] = LOWEST, 0
+                row_max[p, lane], row_sum[p, lane] = LOWEST, 0
         last = min(start + panels * PANEL, rows) - 1
         for key in range(0, last // group + behind + 1, KEYS):
             _read_tile(k[row], visible[row], head, key, keys_tile)
@@ -111,20 +111,20 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
                     keys_tile, queries[p], head_dim, first, group, behind, key, visible[row], softcap, marks,
                     scores,
                 )  # fmt: skip
-                weigh(scores, KEYS, LOG2_E, peaks[p], sums[p], marks)
+                update_softmax(scores, KEYS, LOG2_E, row_max[p], row_sum[p], marks)
                 multiply(
                     values_tile, 1, head_dim + PADDING, scores, KEYS, KEYS, totals[p], head_dim, marks, False
                 )
         for i in range(start, last + 1):
             p, lane = (i - start) // PANEL, (i - start) % PANEL
             position, own = i // group, head * group + i % group
-            whole = sums[p, lane]
+            whole = row_sum[p, lane]
             for channel in range(head_dim):
                 sum_of = totals[p, channel * PANEL + lane]
                 out[row, position, own, channel] = _ZERO if whole == 0 else sum_of / whole
             log = MINUS_INFINITY
             if whole != 0:
-                log = np.float32(np.float64(peaks[p, lane]) / LOG2_E + math.log(whole))
+                log = np.float32(np.float64(row_max[p, lane]) / LOG2_E + math.log(whole))
             lse[row, own, position] = log
         item = take_number(counter)
 
@@ -180,8 +180,8 @@ def merge_two(out_a, lse_a, out_b, lse_b, out, lse):
         for position in range(rows):
             for head in range(heads):
                 a, b = np.float64(lse_a[row, head, position]), np.float64(lse_b[row, head, position])
-                peak = max(a, b)
-                base = 0.0 if peak == -np.inf else peak
+                new_max = max(a, b)
+                base = 0.0 if new_max == -np.inf else new_max
                 weight_a, weight_b = math.exp(a - base), math.exp(b - base)
                 whole = weight_a + weight_b
                 lse[row, head, position] = base + math.log(whole) if whole != 0 else -np.inf

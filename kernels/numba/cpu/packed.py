@@ -5,7 +5,7 @@ Threads take items from a counter; the answer of an item does not depend on the 
 of a row are merged in order, so the result has the same bits for any number of threads. Within an item:
 
     per page    scores = K q, times the steps of the tokens         scores[row][64 slots]
-                running peak and sum of exp2; what was added up shrinks when the peak rises
+                row_max and sum of exp2; sums are rescaled when row_max rises
                 totals += V^T (p * step)                            totals[head_dim / 16][4][2][row][8 lanes]
     at the end  out = the sums of four lanes of totals              out[row][head_dim]
 
@@ -51,7 +51,7 @@ UPPER_HALF = np.float32(2.0**-16)
 """Factor on the patterns that meet the upper halves of words of codes."""
 
 HEADROOM = np.float32(8)
-"""How far a score may exceed the peak of its row, in units of log 2, before the peak follows: shrinking all
+"""How far a score may exceed its row_max, in units of log 2, before row_max follows: shrinking all
 that has been added up costs more than a few larger weights."""
 
 _MINUS_INFINITY = np.float32(-np.inf)
@@ -60,8 +60,8 @@ _F32X8 = ir.VectorType(ir.FloatType(), 8)
 
 
 @intrinsic
-def _weigh_row(typing_context, scores, peak, steps, factor, patterns, row):
-    """Write a row of the patterns of p for V, p = exp2(score - peak) * step; return sums of exp2 by slot % 8.
+def _write_probabilities(typing_context, scores, new_max, steps, factor, patterns, row):
+    """Write a row of the patterns of p for V, p = exp2(score - new_max) * step; return sums of exp2 by slot.
 
     scores (64,), steps (64,); patterns (4 token blocks, 2, 2, rows, 4); `factor` is what the upper halves
     need. Slot 8 i + j is token j // 2 of ... (see `fragments`): tile column i + 8 (j % 2) of token
@@ -75,13 +75,13 @@ def _weigh_row(typing_context, scores, peak, steps, factor, patterns, row):
         )
         shape = context.make_array(signature.args[4])(context, builder, arguments[4]).shape
         rows = builder.extract_value(shape, 3)
-        peak, factor = (_spread(builder, arguments[i]) for i in (1, 3))
+        new_max, factor = (_spread(builder, arguments[i]) for i in (1, 3))
         total, weights = floats(0.0), []
         for i in range(8):
             x, step = (
                 _load_floats(builder, pointer, ir.Constant(_I64, 8 * i)) for pointer in (score_at, step_at)
             )
-            p = emit_exp2(builder, builder.fsub(x, peak))
+            p = emit_exp2(builder, builder.fsub(x, new_max))
             total = builder.fadd(total, p)
             weight = builder.fmul(p, step)
             weights.append(builder.fmul(weight, factor) if i % 2 else weight)
@@ -206,40 +206,40 @@ def _mask_scores(scores, count, softcap):
 
 
 @helper
-def _hide_old(scores, positions, base, count, lowest):
-    """Hide from each row the tokens before the position lowest[row]."""
+def _mask_window(scores, positions, base, count, first_visible):
+    """Hide from each row the tokens before the position first_visible[row]."""
     for slot in range(count):
         position = position_of(positions, base, slot)
         for row in range(scores.shape[0]):
-            if position < lowest[row]:
+            if position < first_visible[row]:
                 scores[row, slot] = _MINUS_INFINITY
 
 
 @helper
-def _raise_peaks(scores, peaks, sums, shrink):
-    """Let no score exceed its row's peak by more than HEADROOM; tell whether totals have to shrink."""
+def _update_max(scores, row_max, row_sum, rescale):
+    """Let no score exceed its row_max by more than HEADROOM; whether totals have to be rescaled."""
     changed = False
     for row in range(scores.shape[0]):
         own = scores[row]
         best = load(own, 0)
         for slot in range(8, PAGE, 8):
             best = maximum(load(own, slot), best)
-        peak = highest(best)
-        shrink[row] = 1
-        if peak > peaks[row] + HEADROOM:
-            if sums[row] != 0:
-                shrink[row] = np.float32(2.0) ** (peaks[row] - peak)
-                sums[row] *= shrink[row]
+        new_max = highest(best)
+        rescale[row] = 1
+        if new_max > row_max[row] + HEADROOM:
+            if row_sum[row] != 0:
+                rescale[row] = np.float32(2.0) ** (row_max[row] - new_max)
+                row_sum[row] *= rescale[row]
                 changed = True
-            peaks[row] = peak
+            row_max[row] = new_max
     return changed
 
 
 @helper
-def _shrink_totals(totals, rows, shrink):
+def _rescale_totals(totals, rows, rescale):
     for first in range(0, totals.size, 8 * rows):
         for row in range(rows):
-            store(totals, first + 8 * row, load(totals, first + 8 * row) * splat(shrink[row]))
+            store(totals, first + 8 * row, load(totals, first + 8 * row) * splat(rescale[row]))
 
 
 @helper
@@ -273,16 +273,17 @@ def _add_lanes(totals, out):
 @helper
 def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, kept_from, scratch, result):
     """One item: attend the pages first to last - 1 of a table row with a block of queries."""
-    query_coded, query_raw, bias, lowest = queries
+    query_coded, query_raw, bias, first_visible = queries
     rung, count, index, base = table
-    scores, steps, weights, coded, raw, words, shrink = scratch
-    out_coded, out_raw, peaks, sums = result
+    scores, steps, weights, coded, raw, words, rescale = scratch
+    out_coded, out_raw, row_max, row_sum = result
     rows, head_dim = out_coded.shape
-    oldest, hides = lowest[0], lowest[rows - 1] > 0  # a later row sees no more than an earlier one
+    oldest = first_visible[0]
+    hides = first_visible[rows - 1] > 0  # a later row sees no more than an earlier one
     for i in range(coded.size):
         coded[i] = raw[i] = 0
     for row in range(rows):
-        peaks[row], sums[row] = _MINUS_INFINITY, 0
+        row_max[row], row_sum[row] = _MINUS_INFINITY, 0
     for p in range(first, last):
         place = places[rung[p]]
         page = place[POOL] + np.int64(index[p]) * place[RECORD]
@@ -312,13 +313,13 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
         if softcap > 0 or used < PAGE:
             _mask_scores(scores, used, softcap)
         if hides:
-            _hide_old(scores, positions, base[p], used, lowest)
+            _mask_window(scores, positions, base[p], used, first_visible)
         for row in range(max(0, -kept_from), min(rows, kept.shape[1] - kept_from)):
             for slot in range(PAGE):
                 kept[p, kept_from + row, slot] = scores[row, slot] / LOG2_E
-        if _raise_peaks(scores, peaks, sums, shrink):
-            _shrink_totals(coded, rows, shrink)
-            _shrink_totals(raw, rows, shrink)
+        if _update_max(scores, row_max, row_sum, rescale):
+            _rescale_totals(coded, rows, rescale)
+            _rescale_totals(raw, rows, rescale)
 
         if v_steps >= 0:
             _read_steps(v_steps, used, steps)
@@ -326,8 +327,8 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
             _set_steps(used, steps)
         factor = UPPER_HALF if v_steps >= 0 else np.float32(1)
         for row in range(rows):
-            peak = np.float32(0) if peaks[row] == _MINUS_INFINITY else peaks[row]
-            sums[row] += total(_weigh_row(scores[row], peak, steps, factor, weights, row))
+            new_max = np.float32(0) if row_max[row] == _MINUS_INFINITY else row_max[row]
+            row_sum[row] += total(_write_probabilities(scores[row], new_max, steps, factor, weights, row))
         values = page + place[V_CODES]
         if v_steps < 0 and used < PAGE:
             _copy_without_unused(values, head_dim, itemsize, used, words)
@@ -343,15 +344,15 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
     """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
 
     queries: coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4), patterns of `fragments` for coded
-    and for raw keys; bias (pairs, blocks, rows), added to the scores of coded keys; lowest, the same shape:
+    and for raw keys; bias (pairs, blocks, rows), added to the scores of coded keys; first_visible, as bias:
     the first position that a row sees (base is read only if one is above 0). table: rung, count, index, base
     (pairs, pages); num_pages (pairs,). kept (pairs, pages, kept rows, 64) receives the scores,
     natural, of query rows from kept_from on. result: out (2, pairs, blocks, splits, rows, head_dim), what
-    coded and raw values add up to, in units of 2^peaks; peaks, sums (pairs, blocks, splits, rows).
+    coded and raw values add up to, in units of 2^row_max; row_max, row_sum (pairs, blocks, splits, rows).
     """
-    coded, raw, bias, lowest = queries
+    coded, raw, bias, first_visible = queries
     rung, count, index, base, num_pages = table
-    out, peaks, sums = result
+    out, row_max, row_sum = result
     _, pairs, blocks, splits, rows, head_dim = out.shape
     scratch = (
         np.empty((rows, PAGE), np.float32),
@@ -367,7 +368,7 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
         pair, block, part = item // (blocks * splits), item // splits % blocks, item % splits
         live = np.int64(num_pages[pair])
         _attend_range(
-            (coded[pair, block], raw[pair, block], bias[pair, block], lowest[pair, block]),
+            (coded[pair, block], raw[pair, block], bias[pair, block], first_visible[pair, block]),
             (rung[pair], count[pair], index[pair], base[pair]),
             places,
             live * part // splits,
@@ -380,8 +381,8 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
             (
                 out[0, pair, block, part],
                 out[1, pair, block, part],
-                peaks[pair, block, part],
-                sums[pair, block, part],
+                row_max[pair, block, part],
+                row_sum[pair, block, part],
             ),
         )
         item = take_number(counter)

@@ -13,10 +13,10 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 
 @serial
-def merge_parts(parts, peaks, sums, block, factor, out, lse):
+def merge_parts(parts, row_max, row_sum, block, factor, out, lse):
     """Merge the parts of each row, in order; rotate back the sums of coded values.
 
-    parts, peaks, sums from `attend_pages`; out (batch, positions, heads, head_dim), lse (batch, heads,
+    parts, row_max, row_sum from `attend_pages`; out (batch, positions, heads, head_dim), lse (batch, heads,
     positions), natural: 0 and -inf where there is no token.
     """
     batch, positions, heads, head_dim = out.shape
@@ -27,21 +27,21 @@ def merge_parts(parts, peaks, sums, block, factor, out, lse):
         for i in range(positions * group):
             own, row, head = i // rows, i % rows, pair % kv_heads * group + i % group
             line = out[pair // kv_heads, i // group, head]
-            peak = _MINUS_INFINITY
+            new_max = _MINUS_INFINITY
             for part in range(splits):
-                peak = max(peak, peaks[pair, own, part, row])
+                new_max = max(new_max, row_max[pair, own, part, row])
             whole = np.float32(0)
             for part in range(splits):
-                if sums[pair, own, part, row] != 0:
-                    whole += sums[pair, own, part, row] * np.float32(2) ** (
-                        peaks[pair, own, part, row] - peak
+                if row_sum[pair, own, part, row] != 0:
+                    whole += row_sum[pair, own, part, row] * np.float32(2) ** (
+                        row_max[pair, own, part, row] - new_max
                     )
             for channel in range(head_dim):
                 line[channel] = 0
             for side in range(2):
                 for part in range(splits):
-                    if sums[pair, own, part, row] != 0:
-                        weight = np.float32(2) ** (peaks[pair, own, part, row] - peak) / whole
+                    if row_sum[pair, own, part, row] != 0:
+                        weight = np.float32(2) ** (row_max[pair, own, part, row] - new_max) / whole
                         values = parts[side, pair, own, part, row]
                         for channel in range(head_dim):
                             line[channel] += weight * values[channel]
@@ -49,7 +49,7 @@ def merge_parts(parts, peaks, sums, block, factor, out, lse):
                     hadamard_run(line, 0, head_dim, block)
                     for channel in range(head_dim):
                         line[channel] *= factor
-            log = (peak + np.float32(math.log2(whole))) / LOG2_E if whole != 0 else _MINUS_INFINITY
+            log = (new_max + np.float32(math.log2(whole))) / LOG2_E if whole != 0 else _MINUS_INFINITY
             lse[pair // kv_heads, head, i // group] = log
 
 

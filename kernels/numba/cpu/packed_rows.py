@@ -5,12 +5,12 @@ A page is expanded once into scratch memory (`expand`) and multiplied for all qu
 
     per page    keys, values = the page, dense, times its steps      [64][head_dim], [head_dim][64]
     per panel   scores = keys @ queries                              [64 tokens][24 rows], lanes are rows
-                weights, peaks, sums: the running softmax of `weigh`
-                totals = totals * shrink + values @ weights          [head_dim][24]
+                weights, row_max, row_sum: the online softmax of `update_softmax`
+                totals = totals * rescale + values @ weights          [head_dim][24]
 
 Items of work are (batch row, KV head), a block of up to PANELS panels, a range of pages and whether its
 values are coded or raw: coded values are summed in their rotated frame, so the sums of the two stay apart, as
-two parts with peaks of their own. Threads take items from a counter, and the answer of an item does not
+two parts, each with its own row_max. Threads take items from a counter, and the answer of an item does not
 depend on the thread; `packed_merge` merges the parts in order. Tables of pages are those of
 `page`, with the functions of `expand`.
 
@@ -41,7 +41,7 @@ from .page import (
 )
 from .simd import F32X8, LANES, helper, load, load_unaligned, pointer_to, splat, store, store_unaligned
 from .softmax import LOG2_E, serial, take_number
-from .tiles import CHUNK_OF_STORED, LOWEST, MINUS_INFINITY, PANEL, PANELS, cap, multiply, weigh
+from .tiles import CHUNK_OF_STORED, LOWEST, MINUS_INFINITY, PANEL, PANELS, cap, multiply, update_softmax
 
 _ZERO = np.float32(0)
 
@@ -129,13 +129,13 @@ def _hide(scores, used):
 
 
 @helper
-def _hide_old(scores, positions, base, used, lowest):
-    """Hide from each row of a panel the tokens before the position lowest[row]."""
+def _mask_window(scores, positions, base, used, first_visible):
+    """Hide from each row of a panel the tokens before the position first_visible[row]."""
     for p in range(PAGE):
         if SLOT_AT[p] < used:
             position = position_of(positions, base, SLOT_AT[p])
             for lane in range(PANEL):
-                if position < lowest[lane]:
+                if position < first_visible[lane]:
                     scores[p * PANEL + lane] = MINUS_INFINITY
 
 
@@ -169,20 +169,20 @@ def _attend_range(
 ):
     """One item: the pages first to last - 1 of a table row whose values are raw, or coded; PANELS at most.
 
-    queries: coded, raw (panels, (head_dim + 1) * PANEL), lowest (panels, PANEL); totals (panels, head_dim *
-    PANEL).
+    queries: coded, raw (panels, (head_dim + 1) * PANEL), first_visible (panels, PANEL);
+    totals (panels, head_dim * PANEL).
     """
-    query_coded, query_raw, lowest = queries
+    query_coded, query_raw, first_visible = queries
     rung, count, index, base = table
-    keys, values, scores, steps, bytewise, shrink, square = scratch
-    peaks, sums = result
+    keys, values, scores, steps, bytewise, rescale, square = scratch
+    row_max, row_sum = result
     panels, head_dim = totals.shape[0], totals.shape[1] // PANEL
-    oldest, hides = lowest[0, 0], lowest[panels - 1, PANEL - 1] > 0
+    oldest, hides = first_visible[0, 0], first_visible[panels - 1, PANEL - 1] > 0
     for panel in range(panels):
         for i in range(head_dim * PANEL):
             totals[panel, i] = 0
         for lane in range(PANEL):
-            peaks[panel * PANEL + lane], sums[panel * PANEL + lane] = LOWEST, 0
+            row_max[panel * PANEL + lane], row_sum[panel * PANEL + lane] = LOWEST, 0
     for p in range(first, last):
         place, used = places[rung[p]], np.int64(count[p])
         if (place[V_STEPS] < 0) != raw:
@@ -211,33 +211,33 @@ def _attend_range(
             query = query_coded[panel] if is_coded else query_raw[panel]
             rows = slice(panel * PANEL, (panel + 1) * PANEL)
             multiply(
-                keys, head_dim + PADDING, 1, query, head_dim + 1, CHUNK_OF_STORED, scores, PAGE, shrink, True
+                keys, head_dim + PADDING, 1, query, head_dim + 1, CHUNK_OF_STORED, scores, PAGE, rescale, True
             )
             if softcap > 0:
                 cap(scores, PAGE, np.float32(1) / softcap, softcap)
             if used < PAGE:
                 _hide(scores, used)
             if hides:
-                _hide_old(scores, positions, base[p], used, lowest[panel])
+                _mask_window(scores, positions, base[p], used, first_visible[panel])
             _keep(scores, panel * PANEL - kept_from, kept[p], square)
-            weigh(scores, PAGE, LOG2_E, peaks[rows], sums[rows], shrink)
-            multiply(values, PAGE + PADDING, 1, scores, PAGE, PAGE, totals[panel], head_dim, shrink, False)
+            update_softmax(scores, PAGE, LOG2_E, row_max[rows], row_sum[rows], rescale)
+            multiply(values, PAGE + PADDING, 1, scores, PAGE, PAGE, totals[panel], head_dim, rescale, False)
 
 
 @serial
 def attend_rows(counter, queries, table, places, softcap, kept, kept_from, result):
     """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
 
-    queries: coded, raw of `lay_out_panels`; lowest (pairs, panels, PANEL), the first position that a row sees
+    queries: coded, raw of `lay_out_panels`; first_visible (pairs, panels, PANEL), the first position of a row
     (base is read only if one is above 0). table: rung, count, index, base (pairs, pages); num_pages (pairs,).
     kept (pairs, pages, kept rows, 64) receives the scores, natural, of query rows from kept_from on. result:
     out (2, pairs, blocks, parts, rows, head_dim), what coded and raw values add up to, zeros before, in units
-    of 2^peaks; peaks, sums (pairs, blocks, parts, rows). Part 2 i is range i of the pages with coded values,
-    2 i + 1 of those with raw ones; rows are those of PANELS panels.
+    of 2^row_max; row_max, row_sum (pairs, blocks, parts, rows). Part 2 i is range i of the pages with coded
+    values, 2 i + 1 of those with raw ones; rows are those of PANELS panels.
     """
-    coded, raw, lowest = queries
+    coded, raw, first_visible = queries
     rung, count, index, base, num_pages = table
-    out, peaks, sums = result
+    out, row_max, row_sum = result
     _, pairs, blocks, parts, _, head_dim = out.shape
     panels = coded.shape[1]
     scratch = (
@@ -257,7 +257,7 @@ def attend_rows(counter, queries, table, places, softcap, kept, kept_from, resul
         own = slice(block * PANELS, min((block + 1) * PANELS, panels))
         used = totals[: own.stop - own.start]
         _attend_range(
-            (coded[pair, own], raw[pair, own], lowest[pair, own]),
+            (coded[pair, own], raw[pair, own], first_visible[pair, own]),
             (rung[pair], count[pair], index[pair], base[pair]),
             places,
             live * (part // 2) // splits,
@@ -268,17 +268,17 @@ def attend_rows(counter, queries, table, places, softcap, kept, kept_from, resul
             kept_from - block * PANELS * PANEL,
             scratch,
             used,
-            (peaks[pair, block, part], sums[pair, block, part]),
+            (row_max[pair, block, part], row_sum[pair, block, part]),
         )
-        _write_out(used, sums[pair, block, part], out[part % 2, pair, block, part])
+        _write_out(used, row_sum[pair, block, part], out[part % 2, pair, block, part])
         item = take_number(counter)
 
 
 @helper
-def _write_out(totals, sums, out):
+def _write_out(totals, row_sum, out):
     """out (rows, head_dim) = totals (panels, head_dim * PANEL), transposed, where anything was added up."""
     for row in range(totals.shape[0] * PANEL):
-        if sums[row] != 0:
+        if row_sum[row] != 0:
             panel, lane = totals[row // PANEL], row % PANEL
             for channel in range(out.shape[1]):
                 out[row, channel] = panel[channel * PANEL + lane]

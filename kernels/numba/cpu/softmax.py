@@ -1,6 +1,6 @@
 """Powers of two, and a counter that threads share: used by all attention kernels of the CPU.
 
-Scores are in units of log 2 inside, so that a weight of the softmax is 2^(score - peak).
+Scores are in units of log 2 inside, so that a weight of the softmax is 2^(score - row_max).
 """
 
 import math

@@ -52,7 +52,7 @@ CHUNK_OF_STORED = 16
 """The same for scores of what a cache holds; decoding (`packed`) adds as many."""
 
 LOWEST = np.float32(-1e30)
-"""A peak before any key; finite, so that -inf - peak is never NaN."""
+"""A row_max before any key; finite, so that -inf - row_max is never NaN."""
 
 MINUS_INFINITY = np.float32(-np.inf)
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
@@ -92,10 +92,10 @@ def _add(c, at, factor, x):
 
 
 @helper
-def multiply(a, row_step, step, b, depth, chunk, c, rows, shrink, fresh):
-    """c = a @ b if fresh, else c * shrink + a @ b; b (depth, PANEL), c (rows, PANEL), rows a multiple of 4.
+def multiply(a, row_step, step, b, depth, chunk, c, rows, rescale, fresh):
+    """c = a @ b if fresh, else c * rescale + a @ b; b (depth, PANEL), c (rows, PANEL), rows a multiple of 4.
 
-    Element (i, k) of a is a[i * row_step + k * step]. shrink (PANEL,) is a factor of each column. Sums of
+    Element (i, k) of a is a[i * row_step + k * step]. rescale (PANEL,) is a factor of each column. Sums of
     `chunk` products are added up, which loses less than adding one product after the other.
     """
     one, chunks = splat(_ONE), (depth + chunk - 1) // chunk
@@ -130,9 +130,9 @@ def multiply(a, row_step, step, b, depth, chunk, c, rows, shrink, fresh):
             store(c, at + 80, x31)
             store(c, at + 88, x32)
         else:
-            s0 = load(shrink, 0) if begin == 0 else one
-            s1 = load(shrink, 8) if begin == 0 else one
-            s2 = load(shrink, 16) if begin == 0 else one
+            s0 = load(rescale, 0) if begin == 0 else one
+            s1 = load(rescale, 8) if begin == 0 else one
+            s2 = load(rescale, 16) if begin == 0 else one
             _add(c, at, s0, x00)
             _add(c, at + 8, s1, x01)
             _add(c, at + 16, s2, x02)
@@ -168,7 +168,7 @@ def cap(scores, keys, rate, softcap):
 
 
 @helper
-def hide(scores, keys, first, last):
+def apply_mask(scores, keys, first, last):
     """Hide the keys before `first` and after `last` (PANEL,) of each row, counted within the tile."""
     hidden = splat(MINUS_INFINITY)
     for lane in range(0, PANEL, LANES):
@@ -179,31 +179,31 @@ def hide(scores, keys, first, last):
 
 
 @helper
-def weigh(scores, keys, unit, peaks, sums, shrink):
-    """Turn scores into weights exp2(unit * score - peak); raise peaks; shrink: what older weights lose.
+def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale):
+    """Turn scores into weights exp2(scale_log2 * score - row_max), raise row_max; older sums times `rescale`.
 
-    Peaks are rounded products with unit, so that all that is relative to one is relative to the same number.
+    row_max is a rounded product with scale_log2: all that is relative to it is relative to one number.
     keys is a multiple of 4.
     """
     for lane in range(0, PANEL, LANES):
         best = load(scores, lane)
         for j in range(1, keys):
             best = maximum(load(scores, j * PANEL + lane), best)
-        before = load(peaks, lane)
-        peak = maximum(best * splat(unit), before)
-        below = splat(_ZERO) - peak
-        lost = exp2(before - peak)
-        total = load(sums, lane) * lost
+        before = load(row_max, lane)
+        new_max = maximum(best * splat(scale_log2), before)
+        below = splat(_ZERO) - new_max
+        lost = exp2(before - new_max)
+        total = load(row_sum, lane) * lost
         for first in range(0, keys, 4):
             part = splat(_ZERO)
             for j in range(first, first + 4):
-                weight = exp2(fused(load(scores, j * PANEL + lane), splat(unit), below))
+                weight = exp2(fused(load(scores, j * PANEL + lane), splat(scale_log2), below))
                 part = part + weight
                 store(scores, j * PANEL + lane, weight)
             total = total + part
-        store(peaks, lane, peak)
-        store(sums, lane, total)
-        store(shrink, lane, lost)
+        store(row_max, lane, new_max)
+        store(row_sum, lane, total)
+        store(rescale, lane, lost)
 
 
 @helper

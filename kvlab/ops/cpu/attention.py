@@ -150,15 +150,15 @@ def attend_places(
 
 
 def score_numbers(scores: Scores) -> tuple[Any, ...]:
-    """Return what kernels take of `scores`: left, right, sign, unit, rate, softcap."""
+    """Return what kernels take of `scores`: left, right, sign, scale_log2, rate, softcap."""
     from kvlab.numba_kernels.cpu.softmax import LOG2_E
 
     # A scale of 0 becomes one that no score is seen with, so that hidden keys, at -inf, stay hidden.
     scale = max(abs(scores.scale), 1e-37)
-    unit = LOG2_E if scores.softcap else scale * LOG2_E
+    scale_log2 = LOG2_E if scores.softcap else scale * LOG2_E
     rate = scale / scores.softcap if scores.softcap else 1.0
     left, right = (_FAR if side < 0 else side for side in (scores.left, scores.right))
-    return left, right, *map(np.float32, (math.copysign(1, scores.scale), unit, rate, scores.softcap))
+    return left, right, *map(np.float32, (math.copysign(1, scores.scale), scale_log2, rate, scores.softcap))
 
 
 def worth_sharing(views: Views, products: int) -> bool:

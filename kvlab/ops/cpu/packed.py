@@ -197,7 +197,7 @@ def attend_into(
 
 
 _Parts = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
-"""out (2, pairs, blocks, parts, rows, head_dim), peaks, sums (pairs, blocks, parts, rows); `merge_parts`."""
+"""out (2, pairs, blocks, parts, rows, head_dim), row_max, row_sum (pairs, blocks, parts, rows)."""
 
 
 def _attend_few_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) -> _Parts:
@@ -213,13 +213,13 @@ def _attend_few_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) 
     kernels.lay_out_queries(call.queries, unit, call.mean, *call.rotation, coded, raw, bias)
     splits = call.splits(pairs * blocks, _ITEMS, _PAGES_PER_ITEM)
     parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
-    peaks, sums = np.empty((2, pairs, blocks, splits, rows), np.float32)
+    row_max, row_sum = np.empty((2, pairs, blocks, splits, rows), np.float32)
     share(
         kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias, lowest), call.places_table, places,
-        pages.layouts[0].itemsize, call.softcap, call.kept, call.kept_from, (parts, peaks, sums),
+        pages.layouts[0].itemsize, call.softcap, call.kept, call.kept_from, (parts, row_max, row_sum),
         alone=call.alone,
     )  # fmt: skip
-    return parts, peaks, sums
+    return parts, row_max, row_sum
 
 
 def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) -> _Parts:
@@ -234,12 +234,12 @@ def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int)
     kernels.lay_out_panels(call.queries, np.float32(call.scale), call.mean, *call.rotation, coded, raw)
     # Two parts for each range of pages: those with coded values and those with raw ones.
     shape = (pairs, blocks, 2 * call.splits(pairs * blocks, _ITEMS // 4, 4 * _PAGES_PER_ITEM), rows)
-    parts, (peaks, sums) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)
+    parts, (row_max, row_sum) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)
     share(
         kernels.attend_rows, np.zeros(1, np.int64), (coded, raw, lowest), call.places_table, places,
-        call.softcap, call.kept, call.kept_from, (parts, peaks, sums), alone=call.alone,
+        call.softcap, call.kept, call.kept_from, (parts, row_max, row_sum), alone=call.alone,
     )  # fmt: skip
-    return parts, peaks, sums
+    return parts, row_max, row_sum
 
 
 def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
