@@ -34,6 +34,7 @@ __all__ = [
     "copy_tokens",
     "decode_importance",
     "encode_importance",
+    "new_pool",
     "read_tokens",
     "rotate_vectors",
     "side_formats",
@@ -456,6 +457,13 @@ class LayerPages:
                 raise ValueError(
                     f"{name} must be below {limit[place]}, got {table[place]} at (row, head, entry) {place}"
                 )
+
+
+def new_pool(pages: int, layout: PageLayout) -> Bytes:
+    """Memory for pages, not initialised, that starts at a multiple of 64 bytes."""
+    raw = np.empty(pages * layout.nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + pages * layout.nbytes].reshape(pages, layout.nbytes)
 
 
 def _check_pool(pool: Bytes, layout: PageLayout, alignment: int = 4) -> None:

@@ -195,7 +195,7 @@ class CacheStory(RuleBasedStateMachine):
         assert (cache.seqlen, cache.batch) == (self.length, len(self.rows))
         assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
         assert cache.nbytes <= cache.reserved_nbytes
-        device = cache._gpu._device
+        device = cache._road._device
         if device is None:
             return
         check_store(device.store)

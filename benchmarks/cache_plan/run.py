@@ -32,9 +32,9 @@ from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import kernels, plan
 from kvlab.cache.cuda.executor import GPU, GpuKernels
 from kvlab.cache.cuda.store import STATE, DeviceStore
-from kvlab.cache.ladder import parse_bits
+from kvlab.cache.ladder import ERRORS, parse_bits
+from kvlab.cache.layer import LayerFormat
 from kvlab.cache.score import Collector
-from kvlab.cache.store import ERRORS, LayerStore
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
 from kvlab.ops.cuda import packed as packed_cuda
@@ -80,14 +80,14 @@ class Model:
         layers, batch, tokens, heads, group = shape
         self.layers, self.batch, self.tokens, self.heads, self.group = layers, batch, tokens, heads, group
         (ladder,) = set(parse_bits(widths, layers))
-        stores = [LayerStore(ladder, batch, heads, HEAD_DIM, "bfloat16") for _ in range(layers)]
+        stores = [LayerFormat(ladder, heads, HEAD_DIM, "bfloat16") for _ in range(layers)]
         self.host = stores[0]
         costs = tuple(self.host.page_bytes(r) for r in range(len(ladder)))
         self.ladder = plan.Ladder(costs, tuple(ERRORS[r.bits_k] + ERRORS[r.bits_v] for r in ladder))
         self.share = int(fraction * 4 * heads * HEAD_DIM * tokens)
         like = torch.empty(1, device="cuda")
         spare = lambda _, slab: plan.spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
-        self.store = DeviceStore(stores, GPU, like, tokens + 1024, self.share, spare)
+        self.store = DeviceStore(stores, batch, GPU, like, tokens + 1024, self.share, spare)
         self.store.tables["budget"].fill_(self.share)
         self.like, self.stream = like, torch.cuda.current_stream().cuda_stream
         rng = np.random.default_rng(0)

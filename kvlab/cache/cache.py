@@ -4,21 +4,20 @@ A model calls `step` once a layer: the new queries attend every stored token, st
 and the new tokens exactly and causally; then the new tokens are stored. While the bytes last, tokens stay at
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
-What lies where: options.py (what a cache is told once), inputs.py (arrays of callers), ladder.py (widths),
-budget.py (bytes a row may take), importance.py (scores), frame.py (the mean taken off keys), allocator.py
-(which page gets which rung), plan.py (which token), pools.py (memory of pages), store.py (the pages of a
-layer, and moves between them), pages.py (a page, byte by byte), window.py (exact tokens),
-layer.py (one layer in all), cpu_road.py (a step), persistence.py (files). On a GPU the same calls go to
-cuda/.
+What lies where: options.py (what a cache is told once), ladder.py (widths), layer.py (what is fixed of a
+layer), budget.py (bytes a row may take), importance.py and score.py (scores), frame.py (the mean taken off
+keys), allocator.py (which page gets which rung, by the optimum), launches.py (a step's two launches),
+contents.py and persistence.py (files). cuda/ has what serves caches on every device: road.py (checks and
+memory), layers.py and long.py (steps and prompts), changes.py (plans), store.py (pages, tables). An executor
+carries it out: cpu.py, or cuda/executor.py.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import fields
 from typing import Any
 
@@ -27,15 +26,14 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import number, whole_number
 from kvlab.arrays import Array, ArrayT
-from kvlab.cache import inputs, persistence
+from kvlab.cache import persistence
 from kvlab.cache.budget import Limit
-from kvlab.cache.cpu_road import CpuRoad, smallest_on_cpu
-from kvlab.cache.cuda.road import GpuRoad, smallest_on_gpu
+from kvlab.cache.cuda.road import Runner, smallest_of
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
-from kvlab.cache.layer import Layer
-from kvlab.cache.options import MOST, CacheOptions, check_device
-from kvlab.errors import BudgetError, FormatError
+from kvlab.cache.layer import Layer, LayerFormat
+from kvlab.cache.options import MOST, CacheOptions, check_device, row_numbers
+from kvlab.errors import FormatError
 from kvlab.pages import LayerPages
 
 __all__ = ["MixedPrecisionCache"]
@@ -65,10 +63,10 @@ class MixedPrecisionCache(CacheOptions):
         How widths are chosen under the budget. "dp" is the optimum, and its time grows as the square of the
         length: a plan of 32K tokens takes about as long as with "greedy", one of 100K four times as long.
     residual : int
-        Number of newest tokens that stay exact, outside pages.
+        Number of newest tokens that stay exact, in pages of width 16 of their own.
     sink, recent : int
         Number of first and of newest tokens that are kept at the highest width as long as other tokens can
-        make room. On a CPU sinks stay exact, outside pages, while no page of that width fits for each head.
+        make room.
     plan_length : int
         A relative budget counts a shorter sequence as this long.
     max_seqlen : int, optional
@@ -109,44 +107,26 @@ class MixedPrecisionCache(CacheOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         policy = make_policy(self.importance, self.ema_decay)
-        self.layers = [
-            Layer(
-                ladder,
-                self.batch,
-                self.num_heads_kv,
-                self.head_dim,
-                self.dtype,
-                residual=self.residual,
-                sink=self.sink,
-                recent=self.recent,
-                policy=policy,
-                allocator=self.allocator,
-                sinks_wait=not self.on_gpu,
-            )
+        self._layers = [
+            Layer(LayerFormat(ladder, self.num_heads_kv, self.head_dim, self.dtype), self.residual, policy)
             for ladder in parse_bits(self.bits, self.num_layers)
         ]
-        smallest = smallest_on_gpu(self.layers) if self.on_gpu else smallest_on_cpu(self.layers)
-        self._limit = Limit(self, smallest, self.layers[0].store.fixed_nbytes)
-        self._gpu = GpuRoad(self, self.layers, self._limit) if self.on_gpu else None
-        self._road = self._gpu or CpuRoad(self, self.layers, self._limit)
+        self._limit = Limit(self, smallest_of(self._layers), self._layers[0].store.fixed_nbytes)
         if self.max_seqlen is not None and not self._limit.fits(self.max_seqlen, self.batch):
             raise self._limit.refusal(self.max_seqlen, self.batch)
-        self._road.begin()
+        self._road = Runner(self, self._layers, self._limit)
+        self._copies_nothing = self.on_gpu
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What copies (`copy.deepcopy`) and pickles are made of: what the cache holds, on the CPU."""
-        options = {field.name: getattr(self, field.name) for field in fields(self)}
-        with self._road.on_host(changes=False):
-            layers = deepcopy(self.layers)
-        return _made_of, (type(self), options, layers)
+        """What pickles are made of: what the cache holds, on the host."""
+        return _made_of, (type(self), self._options(), self._road.contents())
+
+    def _options(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionCache:
-        if self._gpu is None or not self._gpu.holds:
-            kind, options, layers = self.__reduce__()[1]
-            return _made_of(kind, options, deepcopy(layers, memo))
-        copy = type(self)(**{field.name: getattr(self, field.name) for field in fields(self)})
-        if copy._gpu is not None:
-            copy._gpu.adopt(self._gpu)
+        copy = type(self)(**self._options())
+        copy._road.adopt(self._road)
         return copy
 
     def to_cpu(self) -> MixedPrecisionCache:
@@ -161,13 +141,7 @@ class MixedPrecisionCache(CacheOptions):
         >>> copy.seqlen, copy.device
         (100, 'cpu')
         """
-        kind, options, layers = self.__reduce__()[1]
-        return _made_of(kind, options | {"device": "cpu"}, layers)
-
-    @property
-    def gpu(self) -> GpuRoad | None:
-        """What serves calls if the cache is on a GPU, for code that calls it once a layer and token."""
-        return self._gpu
+        return _made_of(type(self), self._options() | {"device": "cpu"}, self._road.contents())
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -201,8 +175,6 @@ class MixedPrecisionCache(CacheOptions):
     def smallest_nbytes(self, seqlen: int) -> int:
         """Bytes that hold so many tokens in every row for certain, at the lowest widths; no budget is asked.
 
-        On a GPU that is some pages more than on a CPU, since tokens wait in pages of their own for others.
-
         Raises
         ------
         ValueError, TypeError
@@ -222,7 +194,7 @@ class MixedPrecisionCache(CacheOptions):
 
         On a GPU, waits for it.
         """
-        stores = [layer.store for layer in self.layers]
+        stores = [layer.store for layer in self._layers]
         names = sorted({rung for store in stores for rung in store.ladder}, key=lambda rung: rung.total)
         shape = (self.num_layers, self.batch, self.num_heads_kv)
         found = {str(rung): np.zeros(shape, np.int64) for rung in names}
@@ -292,7 +264,8 @@ class MixedPrecisionCache(CacheOptions):
             65,504, the largest number of float16; the cache is as it was.
         """
         layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
-        return self._road.step(layer, q, k, v, scale, softcap, valid)
+        out: ArrayT = self._road.step(layer, q, k, v, scale, softcap, valid)
+        return out
 
     def append(self, layer: int, k: Array, v: Array, *, valid: Array | None = None) -> None:
         """Store keys and values without queries; importance, where it is attention, starts from the key norm.
@@ -308,7 +281,52 @@ class MixedPrecisionCache(CacheOptions):
         tokens have come to some layers and not to the last.
         """
         scale, softcap = self._scores(scale, softcap)
-        return self._road.attend(self._layer(layer), q, scale, softcap)
+        out: ArrayT = self._road.attend(self._layer(layer), q, scale, softcap)
+        return out
+
+    def decode(
+        self, layer: int, *, scale: float | None = None, softcap: float = 0.0
+    ) -> tuple[Callable[[Any, Any], None], Callable[[Any, Any, Any, Any], None]]:
+        """The two halves of a step of few tokens, for engines and integrations; on a GPU, one launch each.
+
+        Memory lies where it lay in the last step, so with `prepare` and `recording` a CUDA graph can hold
+        both. Arguments are not converted: on a GPU they are of the cache's dtype, on a CPU of float32.
+
+        Returns
+        -------
+        attend : callable
+            ``attend(q, out)`` attends the stored tokens with (B, S, Hq, D) queries. `out`, of the shape of q
+            and contiguous, is written, but for a cache that holds no token.
+        append : callable
+            ``append(q, k, v, out)``, always the next call for this layer, adds attention over the new tokens,
+            causally, to `out` and stores them.
+
+        Examples
+        --------
+        >>> rng = np.random.default_rng(0)
+        >>> cache = MixedPrecisionCache(1, 4, 2, 64, budget=None, bits=(8,))
+        >>> cache.append(0, *rng.standard_normal((2, 1, 100, 2, 64), dtype=np.float32))
+        >>> attend, append = cache.decode(0)
+        >>> q, out = rng.standard_normal((1, 1, 4, 64), dtype=np.float32), np.empty((1, 1, 4, 64), np.float32)
+        >>> k, v = rng.standard_normal((2, 1, 1, 2, 64), dtype=np.float32)
+        >>> attend(q, out)
+        >>> append(q, k, v, out)
+        >>> cache.seqlen
+        101
+        """
+        return self._road.decode(self._layer(layer), *self._scores(scale, softcap))
+
+    def step_heads_first(
+        self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
+    ) -> Any:
+        """`step` on torch tensors (B, H, S, D), as transformers has them; the result is (B, S, H, D).
+
+        For integrations, which call it once a layer and token: a step like the last one is not checked again.
+        """
+        if not self._copies_nothing:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return self.step(layer, q, k, v, scale=scale, softcap=softcap, valid=valid)
+        return self._road.step_heads_first(layer, q, k, v, scale, softcap, valid)
 
     # ---- CUDA graphs ---------------------------------------------------------------------------------------
 
@@ -388,30 +406,19 @@ class MixedPrecisionCache(CacheOptions):
             If a relative budget falls so far that what stays does not fit; the cache is as it was.
         """
         end = self.seqlen - whole_number(n, "n", 0, self.seqlen)
-        if self._road.crop(end):
-            return
-        with self._road.on_host():
-            try:
-                share = self._limit.share(end, self.batch)
-                plans = [layer.plan_crop(end, share) for layer in self.layers]
-            except BudgetError:
-                raise self._limit.refusal(end, self.batch) from None
-            for layer, plan in zip(self.layers, plans, strict=True):
-                layer.crop(end, plan)
+        self._road.crop(end)
 
     def reset(self) -> None:
         """Forget everything."""
-        for layer in self.layers:
-            layer.clear()
         self._road.clear()
 
     def reorder(self, rows: Array) -> None:
         """Make row i a copy of the present row `rows[i]`, as beam search does; the batch keeps its size."""
-        self._take_rows(inputs.row_numbers(rows, self.batch, keep_size=True))
+        self._take_rows(row_numbers(rows, self.batch, keep_size=True))
 
     def select(self, rows: Array) -> None:
         """Keep the given rows, in the given order; the batch becomes as long as `rows`."""
-        self._take_rows(inputs.row_numbers(rows, self.batch))
+        self._take_rows(row_numbers(rows, self.batch))
 
     def repeat(self, n: int) -> None:
         """Repeat each row `n` times, copies side by side."""
@@ -436,8 +443,7 @@ class MixedPrecisionCache(CacheOptions):
                 "a cache whose importance is a function cannot be saved; choose a policy by name"
             )
         persistence.checked_path(path)
-        with self._road.on_host(changes=False):
-            states, arrays = persistence.arrays_of(self.layers)
+        states, arrays = self._road.contents()
         description = {"version": persistence.FORMAT_VERSION, "arguments": self.saved(), "layers": states}
         persistence.write(path, description, arrays)
 
@@ -461,12 +467,7 @@ class MixedPrecisionCache(CacheOptions):
         try:
             persistence.check_sizes(description, arrays)
             cache = cls(**description["arguments"], device=device)
-            persistence.load_into(cache.layers, description["layers"], arrays)
-            for layer in cache.layers:
-                share = cache._limit.share(layer.seqlen, cache.batch)
-                if share is not None and layer.nbytes() > share * cache.batch:
-                    raise ValueError(f"budget={cache.budget!r} does not hold what it has stored")
-            cache._road.begin()
+            cache._road.fill(description["layers"], arrays)
         except FormatError:
             raise
         except (KeyError, IndexError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
@@ -474,35 +475,13 @@ class MixedPrecisionCache(CacheOptions):
         return cache
 
     def _take_rows(self, rows: NDArray[np.int64]) -> None:
-        if self._road.take_rows(rows):
-            self.batch = len(rows)
-            return
-        try:
-            with self._road.on_host():
-                self._take_rows_on_host(rows)
-        finally:
-            self.batch = self.layers[0].store.batch  # the old one, if a GPU had no memory for others
-
-    def _take_rows_on_host(self, rows: NDArray[np.int64]) -> None:
-        if len(rows) > self.batch and self._limit.budget.nbytes is not None:
-            share = self._limit.share(self.seqlen, len(rows))
-            try:
-                plans = [layer.shrink(np.unique(rows), share) for layer in self.layers]
-            except BudgetError:
-                raise self._limit.refusal(self.seqlen, len(rows)) from None
-            for layer, changes in zip(self.layers, plans, strict=True):
-                layer.carry_out(changes)
-        for layer in self.layers:
-            layer.take_rows(rows)
+        self._road.take_rows(rows)
         self.batch = len(rows)
 
 
 def _made_of(
-    kind: type[MixedPrecisionCache], options: dict[str, Any], layers: list[Layer]
+    kind: type[MixedPrecisionCache], options: dict[str, Any], contents: tuple[Any, Any]
 ) -> MixedPrecisionCache:
     cache = kind(**options)
-    for layer, made in zip(layers, cache.layers, strict=True):
-        layer.policy, layer.sinks_wait = made.policy, made.sinks_wait
-    cache.layers[:] = layers
-    cache._road.begin()
+    cache._road.fill(*contents)
     return cache

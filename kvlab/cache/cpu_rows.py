@@ -21,7 +21,8 @@ def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
     old = {name: table[layer][move.rows] for name, table in move.source.tables.items()}
     entries, slab_units = old["rung"].shape[2], store.slab[layer] // UNIT
     records = np.array([layout.nbytes // UNIT for layout in store.layouts(layer)], np.int64)
-    live, waits = np.arange(entries) < old["num_pages"][..., None], old["waits"] > 0
+    live = np.arange(entries) < old["num_pages"][..., None]
+    waits = (old["waits"] > 0) & store.holds_waiting[layer]
     rung, index = old["rung"].astype(np.int64), old["index"].view(np.uint32).astype(np.int64)
     planned = live & ~waits[:, None, None]
     stays = planned & (move.origins < 0)[:, None, None]

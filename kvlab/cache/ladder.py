@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kvlab.arguments import whole_number
 
-__all__ = ["WIDTHS", "Bits", "Ladder", "Rung", "parse_bits"]
+__all__ = ["ERRORS", "EXACT", "WIDTHS", "Bits", "Ladder", "Rung", "parse_bits"]
 
 WIDTHS = (0, 2, 3, 4, 8, 16)
 Bits = str | int | Sequence["int | str"]
@@ -40,6 +40,9 @@ class Rung(NamedTuple):
 
 
 Ladder = tuple[Rung, ...]
+EXACT = Rung(16, 16)
+ERRORS = {16: 0.0, 8: 5.0e-5, 4: 0.0090, 3: 0.0327, 2: 0.1115, 0: 1.0}
+"""Relative mean squared error of a K or V vector at each width, as measured on SmolLM2-135M."""
 
 
 def _rung(word: int | str) -> Rung:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from kvlab.arrays import CudaView
 from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.waiting import Waiting
-from kvlab.cache.cuda.window import EXACT
-from kvlab.cache.ladder import Rung
+from kvlab.cache.ladder import EXACT, Rung
 from kvlab.cache.score import Collector
 
 __all__ = ["KnownStep", "StepCalls", "keep_launches", "launch_again"]

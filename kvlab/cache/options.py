@@ -14,14 +14,15 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlab.arguments import choice, number, whole_number
-from kvlab.arrays import dtype_name
+from kvlab.arrays import Array, dtype_name, to_numpy_view
 from kvlab.cache.allocator import METHODS, Method
 from kvlab.cache.importance import Importance
 from kvlab.cache.ladder import Bits
 
-__all__ = ["MOST", "CacheOptions", "check_device", "check_names"]
+__all__ = ["MOST", "CacheOptions", "check_device", "check_names", "row_numbers"]
 
 DTYPES = ("float16", "bfloat16", "float32")
 _ON_GPU = {"dtype": ("float16", "bfloat16"), "head_dim": (64, 80, 96, 128, 256)}
@@ -178,3 +179,18 @@ class CacheOptions:
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "device"}
         bits = self.bits
         return {**found, "bits": bits if isinstance(bits, (str, int)) else list(map(str, bits))}
+
+
+def row_numbers(rows: Array, batch: int, keep_size: bool = False) -> NDArray[np.int64]:
+    """Numbers of rows of a batch; with `keep_size` as many as it has."""
+    numbers = np.asarray(to_numpy_view(rows, "rows"))
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise TypeError(f"rows must be a vector of integers, not {numbers.dtype} of shape {numbers.shape}")
+    if keep_size and len(numbers) != batch:
+        raise ValueError(
+            f"rows has {len(numbers)} entries for a batch of {batch}; use select to change the batch"
+        )
+    outside = numbers[(numbers < 0) | (numbers >= batch)]
+    if len(outside):
+        raise ValueError(f"rows names row {outside[0]}; this batch has rows 0 to {batch - 1}")
+    return numbers.astype(np.int64)

@@ -19,7 +19,6 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,32 +26,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import whole_number
 from kvlab.arrays import numpy_dtype
-from kvlab.cache.layer import Layer
-from kvlab.cache.options import MOST
-from kvlab.cache.window import Window
 from kvlab.errors import FormatError
-from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = [
     "FORMAT_VERSION",
-    "arrays_of",
     "check_sizes",
     "checked_path",
-    "load_into",
     "parse",
     "read",
     "write",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_HEADER = 64 << 20
 _NAMES = {"uint8": "U8", "uint16": "U16", "uint32": "U32", "int32": "I32", "int64": "I64", "float16": "F16"}
 _NAMES |= {"bfloat16": "BF16", "float32": "F32", "bool": "BOOL"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-
-_TABLES = {"rung": "uint8", "count": "uint8", "base": "uint16"}
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -163,25 +153,6 @@ def _checksum(entries: dict[str, Any], text: str, parts: list[Any]) -> str:
     return digest.hexdigest()
 
 
-def arrays_of(layers: Sequence[Layer]) -> tuple[list[dict[str, Any]], Arrays]:
-    """State of every layer: what is no array, and the arrays by name."""
-    states, arrays = [], {}
-    for number, layer in enumerate(layers):
-        store = layer.store
-        states.append({"seqlen": layer.seqlen, "since_collection": layer.since_collection})
-        live = store.live()
-        arrays[f"{number}.num_pages"] = store.num_pages
-        arrays[f"{number}.k_mean"], arrays[f"{number}.has_mean"] = store.k_mean, layer.has_mean
-        for name in _TABLES:
-            arrays[f"{number}.{name}"] = getattr(store, name)[live]
-        for r, pool in enumerate(store.pools):
-            arrays[f"{number}.pool{r}"] = pool[store.index[live & (store.rung == r)]]
-        for row, window in enumerate(layer.windows):
-            for name in ("k", "v", "position", "observed"):
-                arrays[f"{number}.window{row}.{name}"] = getattr(window, name)
-    return states, arrays
-
-
 def check_sizes(description: dict[str, Any], arrays: Arrays) -> None:
     """Refuse numbers in the arguments that the arrays do not bear out, before a cache is made from them."""
     arguments = description["arguments"]
@@ -190,73 +161,3 @@ def check_sizes(description: dict[str, Any], arrays: Arrays) -> None:
         raise FormatError(f"state of {len(description['layers'])} layers for a cache of {layers}")
     if arrays["0.num_pages"].shape != (rows, heads):
         raise FormatError(f"0.num_pages has shape {arrays['0.num_pages'].shape}, not {(rows, heads)}")
-
-
-def load_into(layers: Sequence[Layer], states: list[dict[str, Any]], arrays: Arrays) -> None:
-    """Fill the layers of an empty cache; FormatError if anything does not fit them."""
-    for number, (layer, state) in enumerate(zip(layers, states, strict=True)):
-        _load_layer(
-            layer,
-            state,
-            {key: arrays.pop(key) for key in list(arrays) if key.startswith(f"{number}.")},
-            f"{number}.",
-        )
-    if arrays:
-        raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
-
-
-def _load_layer(layer: Layer, state: dict[str, Any], arrays: Arrays, prefix: str) -> None:
-    store = layer.store
-    heads, dim = store.num_heads_kv, store.head_dim
-
-    def take(name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        array = arrays.pop(prefix + name)
-        if array.dtype != numpy_dtype(dtype) or array.shape != shape:
-            raise FormatError(f"{prefix}{name} is {array.dtype} {array.shape}, not {dtype} {shape}")
-        return array
-
-    num_pages = take("num_pages", "int32", (store.batch, heads))
-    if (num_pages < 0).any():
-        raise FormatError(f"{prefix}num_pages is negative")
-    pages = int(num_pages.sum(dtype=np.int64))
-    entries = {name: take(name, dtype, (pages,)) for name, dtype in _TABLES.items()}
-    live = np.arange(int(num_pages.max(initial=0))) < num_pages[..., None]
-    tables = {name: np.zeros(live.shape, dtype) for name, dtype in (_TABLES | {"index": "uint32"}).items()}
-    for name, values in entries.items():
-        tables[name][live] = values
-    rung, count = tables["rung"][live], tables["count"][live]
-    if (rung >= len(store.ladder)).any() or not ((count >= 1) & (count <= TOKENS_PER_PAGE)).all():
-        raise FormatError(f"{prefix}rung or {prefix}count is out of range")
-    pools = []
-    for r, layout in enumerate(store.layouts):
-        mine = live & (tables["rung"] == r)
-        pools.append(take(f"pool{r}", "uint8", (int(mine.sum()), layout.nbytes)))
-        tables["index"][mine] = np.arange(len(pools[r]), dtype=np.uint32)
-    windows = []
-    for row in range(store.batch):
-        length = arrays[f"{prefix}window{row}.position"].shape[0]
-        k, v = (take(f"window{row}.{side}", store.dtype, (length, heads, dim)) for side in "kv")
-        position = take(f"window{row}.position", "int64", (length,))
-        observed = take(f"window{row}.observed", "float32", (heads, length))
-        if not np.isfinite(observed).all() or (observed < 0).any():
-            raise FormatError(f"{prefix}window{row}.observed is negative or not finite")
-        if (np.diff(position) <= 0).any():
-            raise FormatError(f"{prefix}window{row}.position does not rise")
-        windows.append(Window(k, v, position, observed))
-    mean, has_mean = (
-        take("k_mean", "float16", (store.batch, heads, dim)),
-        take("has_mean", "bool", (store.batch,)),
-    )
-    if arrays:
-        raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
-    if not np.isfinite(mean).all():
-        raise FormatError(f"{prefix}k_mean is not finite")
-    store.restore(pools, tables, num_pages, mean)
-    layer.windows, layer.has_mean = windows, has_mean
-    layer.seqlen = whole_number(state["seqlen"], f"{prefix}seqlen", 0, MOST)
-    since = whole_number(state["since_collection"], f"{prefix}since_collection", 0, MOST)
-    layer.since_collection = since
-    positions = [window.position for window in windows]
-    positions += [store.tokens(row).position for row in range(store.batch)]
-    if any(len(known) and (known.min() < 0 or known.max() >= layer.seqlen) for known in positions):
-        raise FormatError(f"{prefix}: a token stands at a position outside 0..{layer.seqlen - 1}")

@@ -169,15 +169,12 @@ class SharedCache:
         valid = None
         if not self.unmasked and (mask is not None or self.padding.steps is not None):
             valid = self.padding.extend(mask, batch, self.lengths[number], new)
-        asked, gpu = q.dtype, self.cache.gpu
-        if gpu is None:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            out = self.cache.step(number, q, k, v, scale=scale, softcap=softcap, valid=valid)
-        else:
+        asked = q.dtype
+        if q.is_cuda:
             wanted = getattr(torch, self.cache.dtype)  # of all arrays, on a GPU
             if asked != wanted:
                 q, k, v = q.to(wanted), k.to(wanted), v.to(wanted)
-            out = gpu.step_heads_first(number, q, k, v, scale, softcap, valid)
+        out: torch.Tensor = self.cache.step_heads_first(number, q, k, v, scale, softcap, valid)
         self.lengths[number] += new
         return out if out.dtype == asked else out.to(asked)
 

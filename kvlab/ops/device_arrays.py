@@ -20,6 +20,7 @@ __all__ = [
     "contiguous",
     "copied",
     "dense_pointer",
+    "dense_strides",
     "launch",
     "launch_in_turn",
     "multiprocessors",
@@ -38,7 +39,7 @@ def contiguous(x: Any, name: str) -> Any:
         import cupy
 
         x = cupy.from_dlpack(x)
-    if view.strides != _dense(view.shape):
+    if view.strides != dense_strides(view.shape):
         return x.contiguous() if hasattr(x, "contiguous") else x.copy(order="C")
     return copied(x) if view.pointer % _ALIGNMENT else x
 
@@ -48,7 +49,8 @@ def copied(x: Any) -> Any:
     return x.clone() if hasattr(x, "clone") else x.copy()
 
 
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous array, counted in elements."""
     return tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
 
 
@@ -64,7 +66,7 @@ def pointer(x: Any) -> int:
 
 def dense_pointer(view: CudaView, name: str) -> int:
     """Return the address of an array that must be contiguous, because kernels take it for that."""
-    if view.strides != _dense(view.shape) and 0 not in view.shape:
+    if view.strides != dense_strides(view.shape) and 0 not in view.shape:
         raise ValueError(
             f"{name} must be contiguous, got strides {view.strides} of shape {view.shape}; pass a copy"
         )

@@ -13,10 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from kvlab.cache.allocator import Method, allocate
-from kvlab.cache.layer import RECENT_WEIGHT
 
 DATA = np.load(Path(__file__).parents[1] / "data/smollm2_pages.npz")
 LAYERS = 3
+RECENT_WEIGHT = np.float32(1e4)  # of a recent token, when these were recorded
 
 
 def lost(first: int, fraction: float, method: Method) -> float:

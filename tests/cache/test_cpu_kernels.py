@@ -17,7 +17,7 @@ from kvlab.cache.cuda.plan import PlanShape, spare_nbytes
 from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
-from kvlab.cache.store import LayerStore
+from kvlab.cache.layer import LayerFormat
 from kvlab.ops.attention import attention
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import (
@@ -94,12 +94,12 @@ class Driver:
     """One layer, its kernels, and what a host does with them."""
 
     def __init__(self, kernels: Kernels, bits: str, dim: int, dtype: str, share: int | None) -> None:
-        host = LayerStore(parse_bits(bits, 1)[0], BATCH, HEADS, dim, dtype)
+        host = LayerFormat(parse_bits(bits, 1)[0], HEADS, dim, dtype)
         self.ladder, self.host = ladder_of(host), host
         self.kinds: set[tuple[int, int]] = set()  # of moves so far: rung from, rung to
         spare = spare_nbytes(BATCH, HEADS, self.ladder, 1 << 16)
         like = np.zeros(1, np.uint8)
-        self.store = DeviceStore([host], kernels, like, 2000, share, lambda layer, slab: spare)
+        self.store = DeviceStore([host], BATCH, kernels, like, 2000, share, lambda layer, slab: spare)
         self.kernels = kernels.kernels(self.store)
         self.store.tables["budget"][...] = share or 1 << 62
         self.shape = PlanShape(BATCH, HEADS, self.store.entries, len(host.ladder), host.evicts, 2, 1000)
@@ -152,7 +152,7 @@ class Driver:
 
 def budget_of(bits: str, dim: int, dtype: str, tokens: int, share: float) -> int:
     """Bytes of a row between all pages at the lowest and all at the highest rung."""
-    host = LayerStore(parse_bits(bits, 1)[0], BATCH, HEADS, dim, dtype)
+    host = LayerFormat(parse_bits(bits, 1)[0], HEADS, dim, dtype)
     low, high = ladder_of(host).cost[0], ladder_of(host).cost[-1]
     pages = tokens // 64 + len(host.ladder)
     return int(HEADS * (pages * (low + share * (high - low)) + 4 * high)) + host.fixed_nbytes

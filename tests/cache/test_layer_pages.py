@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.cache.pools import new_pool
-from kvlab.pages import LayerPages, PageLayout
+from kvlab.pages import LayerPages, PageLayout, new_pool
 
 
 def good_layer() -> LayerPages:

@@ -1,4 +1,4 @@
-"""The small parts of a cache: exact attention, key mean, policies, and how tokens are cut into chunks."""
+"""The small parts of a cache: exact attention, key mean, policies, parsing."""
 
 import math
 
@@ -6,15 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlab.numba_kernels.cpu.plan import chunks, order_tokens
 
 from kvlab.cache.budget import parse_budget
 from kvlab.cache.frame import FEWEST, FIRST, LAST, key_mean
 from kvlab.cache.importance import POLICIES, make_policy
 from kvlab.cache.ladder import parse_bits
-from kvlab.cache.plan import NewTokens
-from kvlab.cache.store import LayerStore
-from kvlab.cache.window import Window, stack
 from kvlab.ops.cpu.exact import attend_exact
 from kvlab.reference.attention import attend_rows, softmax_rows
 
@@ -125,71 +121,6 @@ def test_budgets_that_are_none(budget):
         parse_budget(budget)
     with pytest.raises(TypeError, match="budget"):
         parse_budget(True)
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 300))
-def test_tokens_are_ordered_as_by_a_sort_over_all_keys(seed: int, n: int) -> None:
-    rng = np.random.default_rng(seed)
-    head, segment, target = (rng.integers(0, high, n) for high in (3, 2, 4))
-    weight = rng.choice(np.float32([0, 1e-45, 0.1, 0.3, 1, 1e4, 1e9]), n)
-    order = order_tokens(head, segment, target, weight.view(np.uint32))
-    np.testing.assert_array_equal(order, np.lexsort((weight, target, segment, head)))
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(0, 200)), min_size=1, max_size=3)
-)
-def test_chunks(groups):
-    """(tokens at rung 0, at rung 1, at the top) for each group: full chunks, at most two short ones."""
-    groups = [sizes for sizes in groups if sum(sizes)]
-    group = np.repeat(np.arange(len(groups)), [sum(sizes) for sizes in groups])
-    ceiling = np.concatenate([np.repeat(np.arange(3), sizes) for sizes in groups] or [np.empty(0, np.int64)])
-    if not len(group):
-        return
-    start = chunks(group, ceiling, top=2)
-    length = np.diff(start, append=len(group))
-    assert start[0] == 0
-    assert (length > 0).all()
-    assert (length <= 64).all()
-    for number, (low, middle, top) in enumerate(groups):
-        mine = group[start] == number
-        assert length[mine].sum() == low + middle + top
-        assert (length[mine] < 64).sum() <= 2
-        if top >= 64:
-            assert length[mine][-1] == 64, "the sinks, last in the order, lie in one full chunk"
-            assert ceiling[start[mine][-1]] == 2
-
-
-def test_windows_are_stacked_before_the_new_tokens():
-    windows = [Window.empty(1, 16, "float16") for _ in range(2)]
-    one = np.ones((3, 1, 16), np.float32)
-    windows[1] = windows[1].extended(one, 2 * one, np.arange(3), np.zeros((1, 3), np.float32))
-    new = np.full((2, 2, 1, 16), 5, np.float32)
-    k, v, visible = stack(windows, new, new, np.array([[True, False], [True, True]]))
-    np.testing.assert_array_equal(visible, [[0, 0, 0, 1, 0], [1, 1, 1, 1, 1]])
-    np.testing.assert_array_equal(k[1, :, 0, 0], [1, 1, 1, 5, 5])
-    np.testing.assert_array_equal(v[1, :, 0, 0], [2, 2, 2, 5, 5])
-    assert windows[1].nbytes == sum(
-        x.nbytes for x in (windows[1].k, windows[1].v, windows[1].position, windows[1].observed)
-    )
-
-
-def test_a_page_holds_positions_of_one_segment():
-    """Beyond 65,536 positions, the page table says in which segment a page lies."""
-    store = LayerStore(parse_bits((4, 8), 1)[0], 1, 1, 16, "float16")
-    rng = np.random.default_rng(3)
-    position = np.arange(65_500, 65_600)
-    k = rng.standard_normal((100, 1, 16), dtype=np.float32)
-    new = NewTokens(k, k, position, np.full((1, 100), 100, np.uint8))
-    budget = store.fixed_nbytes + 2 * store.page_bytes(0) + 2 * store.page_bytes(1)
-    plan = store.plan(store.tokens(0), new, budget, lambda code, position: code.astype(np.float32), "greedy")
-    store.apply(0, plan, new)
-    assert sorted(store.tokens(0).position) == list(position)
-    assert set(store.base[store.live()]) == {0, 1}
-    one = NewTokens(k[:1], k[:1], np.array([65_600]), np.full((1, 1), 100, np.uint8))
-    page = store.open_pages(0, one)
-    if page is not None:
-        assert store.base[0, 0, page[0]] == 1
 
 
 def test_scale_is_the_callers():

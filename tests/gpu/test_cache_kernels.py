@@ -18,7 +18,7 @@ from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.cuda.store import UNIT, DeviceStore
 from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.ladder import parse_bits
-from kvlab.cache.store import LayerStore
+from kvlab.cache.layer import LayerFormat
 from kvlab.pages import PageLayout, encode_importance
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narrow, rotate, widen
@@ -39,9 +39,9 @@ NEW = 255
 
 def device_store(bits: str, head_dim: int, dtype: str, capacity: int = 512) -> DeviceStore:
     """One layer whose arena holds random bytes and finite steps."""
-    store = LayerStore(parse_bits(bits, 1)[0], BATCH, HEADS, head_dim, dtype)
+    store = LayerFormat(parse_bits(bits, 1)[0], HEADS, head_dim, dtype)
     like = torch.empty(1, device="cuda")
-    device = DeviceStore([store], GPU, like, capacity, None)
+    device = DeviceStore([store], BATCH, GPU, like, capacity, None)
     rng = np.random.default_rng(head_dim)
     arena = rng.integers(0, 256, device.arenas[0].shape, np.uint8)
     device.arenas[0][...] = to_device(arena, like)
@@ -372,9 +372,9 @@ def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: 
 @pytest.mark.parametrize("parts", [(30, 40, 60), (63, 1), (64,), (200,), (1, 62, 900)])
 def test_freeze_means(dtype: str, parts: tuple[int, ...]) -> None:
     """Rows of unequal length: tokens wait until their row has 64, and go when it has its mean."""
-    store = LayerStore(parse_bits("4,8", 1)[0], BATCH, HEADS, 64, dtype)
+    store = LayerFormat(parse_bits("4,8", 1)[0], HEADS, 64, dtype)
     waiting: Any = {"takes_mean": [True], "holds_waiting": [True]}
-    device = DeviceStore([store], GPU, torch.empty(1, device="cuda"), 2048, None, **waiting)
+    device = DeviceStore([store], BATCH, GPU, torch.empty(1, device="cuda"), 2048, None, **waiting)
     total, rng = sum(parts), np.random.default_rng(len(parts))
     k, v = (rng.standard_normal((BATCH, total, HEADS, 64)).astype(DTYPES[dtype]) for _ in range(2))
     k[:, :, 0, 7] = 60000

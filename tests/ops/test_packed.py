@@ -20,9 +20,8 @@ from kvlab.numba_kernels.cpu.softmax import exp2
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype
-from kvlab.cache.pools import new_pool
 from kvlab.ops.packed import mass_from_scores, packed_attention
-from kvlab.pages import LayerPages, PageLayout
+from kvlab.pages import LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import STEPS, bit_address
 from kvlab.registry import last_backend, rows

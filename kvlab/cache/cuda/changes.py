@@ -28,7 +28,8 @@ from kvlab.cache.cuda.plan import (
     workspace_nbytes,
 )
 from kvlab.cache.cuda.store import DeviceStore
-from kvlab.cache.store import ERRORS, LayerStore
+from kvlab.cache.ladder import ERRORS
+from kvlab.cache.layer import LayerFormat
 from kvlab.device import translated_out_of_memory
 from kvlab.pages import TOKENS_PER_PAGE
 
@@ -56,8 +57,9 @@ class Changes:
 
     Parameters
     ----------
-    stores : sequence of LayerStore
-        One a layer, on the CPU and empty.
+    stores : sequence of LayerFormat
+        One a layer.
+    batch : int
     executor : Executor
     like : array
         In the memory of the executor.
@@ -85,7 +87,8 @@ class Changes:
 
     def __init__(
         self,
-        stores: Sequence[LayerStore],
+        stores: Sequence[LayerFormat],
+        batch: int,
         executor: Any,
         like: Any,
         capacity: int,
@@ -107,11 +110,11 @@ class Changes:
 
         def spare(layer: int, slab: int) -> int:
             store = stores[layer]
-            return spare_nbytes(store.batch, store.num_heads_kv, self.ladders[layer], slab)
+            return spare_nbytes(batch, store.num_heads_kv, self.ladders[layer], slab)
 
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
             self.store = DeviceStore(
-                stores, executor, like, capacity, share, spare, takes_mean, holds_waiting
+                stores, batch, executor, like, capacity, share, spare, takes_mean, holds_waiting
             )
             self.kernels = executor.kernels(self.store)
             shape = self._shape(0)
@@ -349,7 +352,7 @@ class Changes:
         self.kernels.copy_pages(first, n, workspace.move_lists(1), copies, stream)
 
 
-def ladder_of(store: LayerStore) -> Ladder:
+def ladder_of(store: LayerFormat) -> Ladder:
     """The levels of a layer as plans want them."""
     rungs = ((0, 0), *store.ladder) if store.evicts else store.ladder
     pages = tuple(store.page_bytes(r) for r in range(len(store.ladder)))

@@ -32,10 +32,10 @@ def score_new(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
     codes uint8 (batch * num_heads_kv, steps): what they received; becomes their importance.
     valid (batch, steps) bool or None: False is padding.
     """
-    store, length, steps = cache.layers[layer].store, cache.lengths[layer], codes.shape[1]
+    store, length, steps = cache.store, cache.lengths[layer], codes.shape[1]
     to_host = cache.executor.to_host
     use = np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
-    host = to_host(codes).reshape(store.batch, store.num_heads_kv, steps).copy()
+    host = to_host(codes).reshape(store.batch, store.heads, steps).copy()
     for row in range(store.batch):
         observed = decode_importance(host[row][:, use[row]])
         position = np.broadcast_to(length + np.flatnonzero(use[row]), observed.shape)

@@ -10,20 +10,19 @@ Long steps (prefill) are planned and written at once (long.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kvlab.arrays import CudaView
-from kvlab.cache.cuda import host, kernels
+from kvlab.cache.cuda import kernels
 from kvlab.cache.cuda.plan import Workspace
 from kvlab.cache.cuda.rows import move_rows, reorder_rows
-from kvlab.cache.cuda.state import DeviceState, Settings, ShareOf
+from kvlab.cache.cuda.state import DeviceState, ShareOf
 from kvlab.cache.cuda.waiting import Merged, merged_tokens
+from kvlab.cache.launches import Lse
 from kvlab.cache.layer import Layer
-from kvlab.device import translated_out_of_memory
 
 __all__ = ["DeviceCache"]
 
@@ -33,21 +32,7 @@ OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
 
 
 class DeviceCache(DeviceState):
-    """The layers of a cache on one GPU; parameters as of `DeviceState`.
-
-    What the layers on the CPU hold is taken over, and they are empty from then on.
-    """
-
-    def __init__(
-        self, layers: Sequence[Layer], settings: Settings, executor: Any, like: Any, capacity: int,
-        share_of: ShareOf,
-    ) -> None:  # fmt: skip
-        super().__init__(layers, settings, executor, like, capacity, share_of)
-        if any(self.lengths):
-            with translated_out_of_memory("moving a cache to its GPU"):
-                host.take_back(self)
-            for layer in layers:
-                layer.clear()
+    """The layers of a cache on one GPU; parameters as of `DeviceState`."""
 
     # ---- what a step does ----------------------------------------------------------------------------------
 
@@ -61,22 +46,40 @@ class DeviceCache(DeviceState):
         softcap: float,
     ) -> Any:
         """A step of few tokens, for which there is room: `views` of q, k and v, `valid` an address or 0."""
-        (query, k, v), executor = views, self.executor
-        steps, stream = query.shape[1], executor.stream(q)
-        self.changes.confirm()
-        collects, observed = self.collects(layer, steps), self.observed_as(layer)
-        attend, append, lse = self.calls.step(layer, q, steps, scale, softcap, observed, collects)
+        query, executor = views[0], self.executor
         out = executor.empty(query.shape, query.dtype, q)
-        address, stored = executor.view(out, "out").pointer, self.lengths[layer] > 0
+        address = executor.view(out, "out").pointer
+        self.attend_stored(layer, q, query, address, scale, softcap)
+        self.add_new(layer, q, views, valid, address, scale, softcap)
+        return out
+
+    def attend_stored(
+        self, layer: int, q: Any, view: CudaView, out: int, scale: float, softcap: float
+    ) -> None:
+        """The first half of a step: attention over stored tokens, written to the address `out`."""
+        steps, stream = view.shape[1], self.executor.stream(q)
+        self.changes.confirm()
+        attend, _, lse = self._calls(layer, q, steps, scale, softcap)
+        self.collector.before(layer, steps, self.since[layer] + steps, stream)
+        if self.lengths[layer]:
+            attend(view, out, lse.pointer, stream)
+
+    def add_new(
+        self, layer: int, q: Any, views: list[CudaView], valid: int, out: int, scale: float, softcap: float
+    ) -> None:
+        """The second half: new tokens are added to the result, and stored."""
+        steps, stream = views[0].shape[1], self.executor.stream(q)
+        collects = self.collects(layer, steps)
+        _, append, lse = self._calls(layer, q, steps, scale, softcap)
         if valid:
             self.waiting.mask(layer)
-        self.collector.before(layer, steps, self.since[layer] + steps, stream)
-        if stored:
-            attend(query, address, lse.pointer, stream)
-        append(query, k, v, valid, address, lse.pointer, stored, stream)
+        append(*views, valid, out, lse.pointer, self.lengths[layer] > 0, stream)
         self.collector.after(layer, steps, collects, stream)
         self.count(layer, steps, collects)
-        return out
+
+    def _calls(self, layer: int, q: Any, steps: int, scale: float, softcap: float) -> tuple[Any, Any, Lse]:
+        observed = self.observed_as(layer)
+        return self.calls.step(layer, q, steps, scale, softcap, observed, self.collects(layer, steps))
 
     def observed_as(self, layer: int) -> str:
         """What the importance of a new token of a step is, one of `kernels.OBSERVED`."""
@@ -162,7 +165,7 @@ class DeviceCache(DeviceState):
     def _merged(self, layers: Sequence[int], tight: bool) -> tuple[Merged, Workspace]:
         """Memory for the waiting tokens of any layer, taken before anything changes."""
         store = self.layers[0].store
-        shape = store.batch, 0, store.num_heads_kv, store.head_dim
+        shape = self.batch, 0, store.num_heads_kv, store.head_dim
         dtype = self.executor.input_dtype(store.dtype)
         merged = merged_tokens(shape, self.executor, self.like, dtype, waiting=True)
         stored = tight or any(self.waiting.mode(layer) != "all" for layer in layers)
@@ -225,30 +228,22 @@ class DeviceCache(DeviceState):
     def _move_rows(self, rows: Any, capacity: int, share_of: ShareOf, stream: int) -> None:
         old, share = dict(vars(self)), share_of(max(self.lengths))
         try:
-            self._resize(len(rows))
+            self.batch = len(rows)
             self.make(capacity, share_of)
             new = {name: value for name, value in vars(self).items() if value is not old[name]}
             vars(self).update(old)
-            self._resize(self.store.batch)
             before = self.share_of(max(self.lengths))
             self._end_waiting([i for i, holds in enumerate(new["waiting"].holds) if not holds], stream)
             if share is not None and before is not None and share < before:
                 self.crop(max(self.lengths), share)  # of which there are none: rows only have fewer bytes
             vars(self).update(new)
-            self._resize(len(rows))
             move_rows(old["store"].rows(), self.kernels, rows, stream)
         except BaseException:
             vars(self).update(old)
-            self._resize(self.store.batch)
             raise
         self.changes.restart(tidy=old["changes"].tidy)
         self.waiting.take_rows(old["waiting"], rows)
         self.pairs = self.store.batch * self.store.heads
-
-    def _resize(self, batch: int) -> None:
-        for layer in self.layers:
-            layer.store.batch = batch
-            layer.clear()
 
     def _end_waiting(self, layers: Sequence[int], stream: int) -> None:
         """Take the means of rows that wait, however few tokens they have, and store these."""
@@ -267,7 +262,7 @@ class DeviceCache(DeviceState):
             self.room[layer] = 0
 
     def copy(self, layers: Sequence[Layer], share_of: ShareOf) -> DeviceCache:
-        """Return another cache that holds the same; `layers` are its layers on the CPU."""
+        """Return another cache that holds the same; `layers` are its own."""
         self.settle(self.executor.stream(self.like))
         other = object.__new__(DeviceCache)
         vars(other).update({name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()})
@@ -277,32 +272,6 @@ class DeviceCache(DeviceState):
         other.changes.restart(tidy=self.changes.tidy)
         other.waiting.take_rows(self.waiting, rows)
         return other
-
-    @contextmanager
-    def on_host(self, memory: Callable[[], tuple[int, ShareOf]], changes: bool) -> Iterator[None]:
-        """Let the layers of the CPU hold everything for a while, and take it back if it `changes`.
-
-        `memory()` gives the arguments of `make` if the batch is another one afterwards.
-        """
-        with host.lent(self):
-            yield
-            if not changes:
-                return
-            if self.layers[0].store.batch == self.store.batch:
-                host.take_back(self)
-            else:
-                self._move(*memory())
-
-    def _move(self, capacity: int, share_of: ShareOf) -> None:
-        """Take other memory for what the layers of the CPU hold; an error leaves the old as it was."""
-        before = {name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()}
-        try:
-            self.make(capacity, share_of)
-            self.pairs = self.store.batch * self.store.heads
-            host.take_back(self)
-        except BaseException:
-            vars(self).update(before)
-            raise
 
     def clear(self) -> None:
         """Forget everything."""

@@ -1,8 +1,4 @@
-"""What `MixedPrecisionCache` calls when its arrays are on a GPU: checks, sizes, and when memory is taken.
-
-Device memory is taken at the first call, when the framework of the caller is known; until then, and while a
-rare operation runs, the layers on the CPU hold what there is.
-"""
+"""What `MixedPrecisionCache` calls, on any device: checks of arguments, sizes, and when memory is taken."""
 
 from __future__ import annotations
 
@@ -10,53 +6,55 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.arguments import whole_number
 from kvlab.arrays import CudaView
 from kvlab.cache.budget import Limit
+from kvlab.cache.contents import Arrays, contents_of, fill
 from kvlab.cache.cpu import CPU
+from kvlab.cache.cuda.changes import ladder_of
 from kvlab.cache.cuda.executor import GPU
 from kvlab.cache.cuda.kernels import MAX_STEPS
-from kvlab.cache.cuda.window import EXACT, joined, store_on_gpu
+from kvlab.cache.cuda.layers import DeviceCache
+from kvlab.cache.cuda.plan import smallest_nbytes
+from kvlab.cache.cuda.state import Settings
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.layer import Layer
-from kvlab.cache.options import CacheOptions
+from kvlab.cache.options import MOST, CacheOptions
 from kvlab.device import translated_out_of_memory
+from kvlab.errors import FormatError
+from kvlab.ops.device_arrays import dense_strides
 from kvlab.pages import LayerPages
 from kvlab.shapes import match_shapes
 
-if TYPE_CHECKING:
-    from kvlab.cache.cuda.layers import DeviceCache
-    from kvlab.cache.cuda.state import ShareOf
-
-__all__ = ["EXECUTORS", "GpuRoad", "smallest_on_gpu"]
+__all__ = ["EXECUTORS", "Runner", "smallest_of"]
 
 EXECUTORS: dict[str, Any] = {"cpu": CPU, "cuda": GPU}
 """Who carries out the operations of a cache, by the kind of its device."""
 
 
-def smallest_on_gpu(layers: Sequence[Layer]) -> Callable[[int], int]:
-    """Return what tells from the tokens of a row the bytes with which it does in any layer for certain."""
-    from kvlab.cache.cuda.changes import ladder_of
-    from kvlab.cache.cuda.plan import smallest_nbytes
-
+def smallest_of(layers: Sequence[Layer]) -> Callable[[int], int]:
+    """Return a function: tokens of a row -> bytes with which it does in any layer, however they come."""
     window, heads = layers[0].residual, layers[0].store.num_heads_kv
-    kinds = {(ladder_of(store_on_gpu(layer)), layer.store.fixed_nbytes) for layer in layers}
+    kinds = {(ladder_of(layer.stored), layer.store.fixed_nbytes) for layer in layers}
     return lambda tokens: max(smallest_nbytes(tokens, heads, *kind, window=window) for kind in kinds)
 
 
-class GpuRoad:
-    """The GPU side of one cache.
+class Runner:
+    """What a cache calls: checks of arguments, sizes, and when memory is taken.
+
+    On a GPU, memory is taken when the first array comes, whose framework then gives it; until then the pages
+    of a cache that was loaded lie in host memory.
 
     Parameters
     ----------
     options : CacheOptions
         The cache itself, whose batch may change; it is not kept alive.
     layers : sequence of Layer
-        On the CPU.
     limit : Limit
     """
 
@@ -65,68 +63,44 @@ class GpuRoad:
         self._options: CacheOptions = weakref.proxy(options)
         self._layers, self._limit = layers, limit
         self._executor: Any = EXECUTORS["cuda" if options.on_gpu else "cpu"]
-        self._device: DeviceCache | None = None
+        self._met = not options.on_gpu  # arrays of the device
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
         self._fitting: tuple[int, int] = (0, 0)  # tokens of a row and rows that were found to fit
-
-    @property
-    def holds(self) -> bool:
-        """Whether memory of the device is taken."""
-        return self._device is not None
+        self._device = self._make(EXECUTORS["cpu"], np.empty(0, np.uint8), 0)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
     def seqlen(self, layer: int) -> int:
         """Time steps that a layer has seen."""
-        return self._layers[layer].seqlen if self._device is None else self._device.lengths[layer]
+        return self._device.lengths[layer]
 
     def nbytes(self) -> int:
         """Bytes in live pages and tables; waits for the device."""
-        if self._device is None:
-            return sum(layer.nbytes() for layer in self._layers)
         used = self._device.used()
         return sum(self._device.store.nbytes(layer, used[layer]) for layer in range(len(used)))
 
     def reserved_nbytes(self) -> int:
-        """Bytes of device memory; of host memory as long as a cache, new or loaded, has not met its GPU."""
-        if self._device is None:
-            return sum(layer.reserved_nbytes() for layer in self._layers)
+        """Bytes of memory on the device; of host memory as long as a cache has not met its GPU."""
         return self._device.reserved_nbytes
 
     def tokens(self) -> int:
         """Tokens held, over layers, rows and heads; waits for the device."""
-        if self._device is None:
-            return sum(layer.tokens() for layer in self._layers)
         count, num_pages = self._device.read("count", "num_pages")
         live = np.arange(count.shape[-1]) < num_pages[..., None]
         return int(count[live].sum(dtype=np.int64))
 
     def page_counts(self, layer: int) -> NDArray[np.int64]:
-        """Pages of each rung, (batch, heads, rungs); waits for the device."""
-        store = self._layers[layer].store
-        if self._device is None:
-            return store.page_counts()
+        """Pages of each rung of the ladder, (batch, heads, rungs); waits for the device."""
         rung, num_pages = (table[layer] for table in self._device.read("rung", "num_pages"))
         live = np.arange(rung.shape[-1]) < num_pages[..., None]
-        rungs = np.arange(len(store.ladder))
+        rungs = np.arange(len(self._layers[layer].store.ladder))
         counts: NDArray[np.int64] = ((rung[..., None] == rungs) & live[..., None]).sum(2)
         return counts
 
     def pages(self, layer: int) -> LayerPages:
         """`MixedPrecisionCache.pages`."""
-        if self._device is not None:
-            self._device.changes.confirm()
-            return self._device.store.host_pages(layer)
-        state = self._layers[layer]
-        exact = state.residual or any(map(len, state.windows))
-        return (joined(state, (*state.store.whole_ladder, EXACT)) if exact else state.store).view()
-
-    def begin(self) -> None:
-        """Take memory for what the layers hold, where that is known without an array of the caller's."""
-        if not self._options.on_gpu:
-            self._device = None
-            nothing = np.empty((self._options.batch, 0, 1, 1), np.float32)
-            self._begin([self._executor.view(nothing, "nothing")], nothing, 0)
+        self._device.changes.confirm()
+        return self._device.store.host_pages(layer)
 
     # ---- what a model calls --------------------------------------------------------------------------------
 
@@ -181,7 +155,7 @@ class GpuRoad:
         """
         device, layout = self._device, None
         plain = valid is None and not (q.requires_grad or k.requires_grad or v.requires_grad)
-        if device is not None and plain:
+        if self._met and plain:
             layout = (
                 q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
                 q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap,
@@ -196,9 +170,41 @@ class GpuRoad:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scale = self._options.head_dim**-0.5 if scale is None else scale
         out = self.step(layer, q, k, v, scale, softcap, valid)
-        if device is not None and layout is not None and device.is_short(q.shape[1]):
+        if layout is not None and device.is_short(q.shape[1]):
             keep_launches(device, layer, layout, [q, k, v], scale, softcap)
         return out
+
+    def decode(
+        self, layer: int, scale: float, softcap: float
+    ) -> tuple[Callable[[Any, Any], None], Callable[[Any, Any, Any, Any], None]]:
+        """`MixedPrecisionCache.decode`."""
+
+        def attend(q: Any, out: Any) -> None:
+            device, (query, target), _ = self._ready(layer, {"q": q, "out": out}, None)
+            steps = query.shape[1]
+            if not device.is_short(steps):
+                raise NotImplementedError(
+                    f"q has {steps} tokens a row: attend and append serve steps of 1 to {MAX_STEPS} tokens "
+                    "and importance by name; call step()"
+                )
+            self._check_out(target)
+            if device.room[layer] < steps:
+                self._make_sure(device.lengths[layer] + steps)
+                device.make_room(layer, steps, self._share(layer, steps))
+            device.attend_stored(layer, q, query, target.pointer, scale, softcap)
+
+        def append(q: Any, k: Any, v: Any, out: Any) -> None:
+            arrays = {"q": q, "k": k, "v": v, "out": out}
+            device, (*views, target), _ = self._ready(layer, arrays, None)
+            self._check_out(target)
+            device.add_new(layer, q, views, 0, target.pointer, scale, softcap)
+
+        return attend, append
+
+    def _check_out(self, out: CudaView) -> None:
+        dtype = self._executor.input_dtype(self._options.dtype)
+        if out.dtype != dtype or out.strides != dense_strides(out.shape):
+            raise ValueError(f"out must be a contiguous array of {dtype}, got {out.dtype} {out.strides}")
 
     def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
         """`MixedPrecisionCache.append` on a GPU."""
@@ -237,7 +243,7 @@ class GpuRoad:
         views = [self._executor.view(x, name) for name, x in arrays.items()]
         layout = cache.batch, *[view[1:] for view in views]
         device = self._device
-        if device is None or layout not in self._accepted:
+        if layout not in self._accepted or not self._met:
             device = self._check(arrays, views)
             self._accepted.add(layout)
         steps = views[0].shape[1]
@@ -256,12 +262,14 @@ class GpuRoad:
         kv = (cache.batch, steps, cache.num_heads_kv, cache.head_dim)
         queries = (cache.batch, steps, cache.num_heads_q, cache.head_dim)
         for name, view in zip(arrays, views, strict=True):
-            if view.shape != (queries if name == "q" else kv):
-                heads = cache.num_heads_q if name == "q" else cache.num_heads_kv
+            if view.shape != (queries if name in ("q", "out") else kv):
+                heads = cache.num_heads_q if name in ("q", "out") else cache.num_heads_kv
                 match_shapes({name: (view.shape, (cache.batch, "S", heads, cache.head_dim))})
                 raise ValueError(f"{name} has {view.shape[1]} steps, but {next(iter(arrays))} has {steps}")
             self._executor.check_layout(view, name, cache.dtype)
-        device = self._device or self._begin(views, next(iter(arrays.values())), steps)
+        if not self._met:
+            self._meet(views[0], next(iter(arrays.values())), steps)
+        device = self._device
         for name, view in zip(arrays, views, strict=True):
             if view.device != device.device:
                 raise ValueError(f"{name} is on cuda:{view.device}, the cache is on cuda:{device.device}")
@@ -283,16 +291,24 @@ class GpuRoad:
             if not self._limit.fits(length, batch):
                 raise self._limit.refusal(length, batch)
             self._fitting = length, batch  # the same for every layer of a step
-        if device is not None and length > device.capacity:
+        if length > device.capacity:
             capacity = self._capacity(length)
             device.grow(capacity)
 
-    def _begin(self, views: list[CudaView], like: Any, steps: int) -> DeviceCache:
-        from kvlab.cache.cuda.layers import DeviceCache
-        from kvlab.cache.cuda.state import Settings
+    def _meet(self, view: CudaView, like: Any, steps: int) -> None:
+        """Take memory on the GPU of an array, and move there what the cache holds."""
+        self._executor.check_device(self._options.device, view.device)
+        # Of the caller's framework, and without the caller's memory.
+        nothing, held = self._executor.empty((0,), "uint8", like), self._device
+        device = self._make(self._executor, nothing, max(held.lengths) + steps)
+        if any(held.lengths):
+            with translated_out_of_memory("moving a cache to its GPU"):
+                fill(device, *contents_of(held))
+        self._device, self._met = device, True
 
+    def _make(self, executor: Any, like: Any, length: int) -> DeviceCache:
+        """Take memory for an empty cache, with room for rows of a length."""
         cache = self._options
-        self._executor.check_device(cache.device, views[0].device)
         settings = Settings(
             num_heads_q=cache.num_heads_q,
             sink=cache.sink,
@@ -304,12 +320,9 @@ class GpuRoad:
             importance="attention" if callable(cache.importance) else cache.importance,
             by_function=callable(cache.importance),
         )
-        capacity = self._capacity(self.seqlen(0) + steps)
-        # Of the caller's framework, and without the caller's memory.
-        nothing = self._executor.empty((0,), "uint8", like)
         share_of = partial(self._limit.share, batch=cache.batch)
-        self._device = DeviceCache(self._layers, settings, self._executor, nothing, capacity, share_of)
-        return self._device
+        capacity = self._capacity(length)
+        return DeviceCache(self._layers, cache.batch, settings, executor, like, capacity, share_of)
 
     def _capacity(self, length: int) -> int:
         """Tokens of a row to have room for: a quarter more than asked, unless the longest is known."""
@@ -324,7 +337,7 @@ class GpuRoad:
         """`MixedPrecisionCache.prepare`."""
         self._refuse_cpu("prepare")
         device = self._device
-        if device is None:
+        if not self._met:
             return ()
         if device.settings.by_function:
             raise NotImplementedError(
@@ -355,7 +368,7 @@ class GpuRoad:
         """`MixedPrecisionCache.recording`."""
         self._refuse_cpu("recording")
         device = self._device
-        if device is None:
+        if not self._met:
             raise RuntimeError("a step must run once before a graph records it")
         before, kept = [counter.copy() for counter in device.counters], device.collector.state
         device.waiting.recording = True
@@ -371,7 +384,7 @@ class GpuRoad:
         """`MixedPrecisionCache.replayed`."""
         self._refuse_cpu("replayed")
         device = self._device
-        if device is None or min(device.room) < steps:
+        if not self._met or min(device.room) < steps:
             raise RuntimeError("prepare() was not called before a graph was replayed")
         for layer in range(len(device.lengths)):
             device.count(layer, steps, device.collects(layer, steps))
@@ -382,50 +395,46 @@ class GpuRoad:
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
-    def crop(self, end: int) -> bool:
-        """Forget the time steps from `end` on, if the device holds anything."""
+    def crop(self, end: int) -> None:
+        """Forget the time steps from `end` on."""
         device, batch = self._device, self._options.batch
-        if device is None:
-            return False
         if end and not self._limit.fits(end, batch):
             raise self._limit.refusal(end, batch)
         if end < max(device.lengths):
             device.crop(end, self._limit.share(end, batch))
-        return True
 
-    def take_rows(self, rows: NDArray[np.int64]) -> bool:
-        """Let row i become row `rows[i]`, if the device holds anything."""
+    def take_rows(self, rows: NDArray[np.int64]) -> None:
+        """Let row i become row `rows[i]`."""
         device, batch = self._device, len(rows)
-        if device is None:
-            return False
         length = device.lengths[0]
-        if batch > self._options.batch and length and not self._limit.fits(length, batch):
+        if batch > self._options.batch and not self._limit.fits(length, batch):
             raise self._limit.refusal(length, batch)
         with translated_out_of_memory(f"{batch} rows of {length} tokens"):
             device.take_rows(rows, device.capacity, partial(self._limit.share, batch=batch))
-        return True
 
-    def adopt(self, other: GpuRoad) -> None:
+    def adopt(self, other: Runner) -> None:
         """Hold a copy of what another cache does."""
-        if other._device is not None:
-            share_of = partial(self._limit.share, batch=self._options.batch)
-            with translated_out_of_memory("a copy of a cache"):
-                self._device = other._device.copy(self._layers, share_of)
+        share_of = partial(self._limit.share, batch=self._options.batch)
+        with translated_out_of_memory("a copy of a cache"):
+            self._device, self._met = other._device.copy(self._layers, share_of), other._met
+
+    def contents(self) -> tuple[list[dict[str, Any]], Arrays]:
+        """What the cache holds, on the host; waits for the device."""
+        with translated_out_of_memory("the pages of a cache on the host"):
+            return contents_of(self._device)
+
+    def fill(self, states: list[dict[str, Any]], arrays: Arrays) -> None:
+        """Hold contents, in an empty cache that has not met its GPU."""
+        length = max(whole_number(state["seqlen"], "seqlen", 0, MOST) for state in states)
+        if length > self._device.capacity:
+            self._device = self._make(self._device.executor, self._device.like, length)
+        fill(self._device, states, arrays)
+        used, share = self._device.used(), self._limit.share(length, self._options.batch)
+        if share is not None:
+            most = share * self._options.batch
+            if any(self._device.store.nbytes(i, pages) > most for i, pages in enumerate(used)):
+                raise FormatError("the budget does not hold what it has stored")
 
     def clear(self) -> None:
         """Forget everything."""
-        if self._device is not None:
-            self._device.clear()
-
-    @contextmanager
-    def on_host(self, changes: bool = True) -> Iterator[None]:
-        """Let the layers of the CPU hold everything for a while; waits for the device."""
-        if self._device is None:
-            yield
-            return
-        with self._device.on_host(lambda: self._memory(), changes):
-            yield
-
-    def _memory(self) -> tuple[int, ShareOf]:
-        share_of = partial(self._limit.share, batch=len(self._layers[0].windows))
-        return self._capacity(self._layers[0].seqlen), share_of
+        self._device.clear()

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from kvlab.cache.cuda.changes import MOST_ROOM, Changes, ladder_of
 from kvlab.cache.cuda.kernels import MAX_STEPS
 from kvlab.cache.cuda.waiting import Merged, Waiting, waits_within
-from kvlab.cache.cuda.window import arena_share, store_on_gpu
+from kvlab.cache.frame import LAST
 from kvlab.cache.launches import KnownStep, StepCalls
 from kvlab.cache.layer import Layer
 from kvlab.cache.score import Collector
+from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = ["DeviceState", "Settings", "ShareOf"]
 
@@ -50,7 +51,7 @@ class DeviceState:
     Parameters
     ----------
     layers : sequence of Layer
-        On the CPU.
+    batch : int
     settings : Settings
     executor : Executor
         Who carries out what the host decides.
@@ -63,16 +64,14 @@ class DeviceState:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], settings: Settings, executor: Any, like: Any, capacity: int,
-        share_of: ShareOf,
+        self, layers: Sequence[Layer], batch: int, settings: Settings, executor: Any, like: Any,
+        capacity: int, share_of: ShareOf,
     ) -> None:  # fmt: skip
-        store, self.executor = layers[0].store, executor
+        store, self.executor, self.batch = layers[0].store, executor, batch
         self.layers, self.settings, self.like = layers, settings, like
         self.device = executor.view(like, "q").device
-        self.pairs, self.group = store.batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
-        self.lengths = [layer.seqlen for layer in layers]
-        self.since = [layer.since_collection for layer in layers]
-        self.room = [0] * len(layers)
+        self.pairs, self.group = batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
+        self.lengths, self.since, self.room = ([0] * len(layers) for _ in range(3))
         self.observes = [layer.observes for layer in layers]
         self.generation = 0
         self.make(capacity, share_of)
@@ -86,11 +85,12 @@ class DeviceState:
         settings = self.settings
         often = max(settings.realloc_every, MOST_ROOM if settings.allocator == "dp" else MAX_STEPS)
         self.changes = Changes(
-            [store_on_gpu(layer) for layer in self.layers],
+            [layer.stored for layer in self.layers],
+            self.batch,
             self.executor,
             self.like,
             capacity,
-            arena_share(self.layers, capacity, share_of(capacity)),
+            _arena_share(self.layers, capacity, share_of(capacity)),
             sink=settings.sink,
             recent=settings.recent,
             room=min(often, MOST_ROOM),
@@ -153,3 +153,18 @@ class DeviceState:
         before, force = 0 if merged is None else merged.before, force or not self.waiting.holds[layer]
         self.kernels.freeze_means(layer, fresh, addresses, before, stream, room=room, force=force)
         self.repeated[layer] = None
+
+
+def _arena_share(layers: Sequence[Layer], capacity: int, share: int | None) -> int | None:
+    """Bytes of a row to have memory for; None: all tokens at the top rung, which may be the window's."""
+    if share is not None or not layers[0].residual:
+        return share
+    needs = []
+    for layer in layers:
+        store, exact = layer.store, layer.stored.page_bytes(len(layer.stored.ladder) - 1)
+        pages = capacity // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
+        longest = max(layer.residual, LAST - 1) if layer.takes_mean else layer.residual
+        window = -(-longest // TOKENS_PER_PAGE) + 2
+        packed = pages * store.page_bytes(len(store.ladder) - 1)
+        needs.append(store.num_heads_kv * (packed + window * exact) + store.fixed_nbytes)
+    return max(needs)

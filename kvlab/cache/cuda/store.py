@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.pools import new_pool
-from kvlab.cache.store import LayerStore
-from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout
+from kvlab.cache.layer import LayerFormat
+from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 
 __all__ = [
     "MOVED",
@@ -118,8 +117,9 @@ class DeviceStore:
 
     Parameters
     ----------
-    stores : sequence of LayerStore
-        One a layer, on the CPU and empty: ladders, layouts and sizes.
+    stores : sequence of LayerFormat
+        One a layer.
+    batch : int
     executor : Executor
         Whose memory it is: `kvlab.cache.cpu.CPU` or `kvlab.cache.cuda.executor.GPU`.
     like : array
@@ -143,7 +143,8 @@ class DeviceStore:
 
     def __init__(
         self,
-        stores: Sequence[LayerStore],
+        stores: Sequence[LayerFormat],
+        batch: int,
         executor: Any,
         like: Any,
         capacity: int,
@@ -153,11 +154,11 @@ class DeviceStore:
         holds_waiting: Sequence[bool] = (),
     ) -> None:
         first, self.executor, empty = stores[0], executor, executor.empty
-        self._takes_mean = np.array(takes_mean or [False] * len(stores), bool)
+        self.takes_mean = np.array(takes_mean or [False] * len(stores), bool)
         self.holds_waiting = list(holds_waiting or [False] * len(stores))
         self.widest = first.exact_layout
         self.stores, self.capacity = stores, capacity
-        self.batch, self.heads, self.head_dim = first.batch, first.num_heads_kv, first.head_dim
+        self.batch, self.heads, self.head_dim = batch, first.num_heads_kv, first.head_dim
         self.pairs, self.num_rungs = self.batch * self.heads, max(len(store.ladder) for store in stores)
         segments = -(-capacity // (1 << 16))
         pages = -(-capacity // TOKENS_PER_PAGE) + self.num_rungs * segments + OPEN_PAGES + 2
@@ -230,7 +231,7 @@ class DeviceStore:
         for table in self.tables.values():
             table[...] = 0
         self.tables["open"][...] = -1
-        overwrite(self.tables["waits"], np.repeat(self._takes_mean[:, None], self.batch, 1).astype(np.int32))
+        overwrite(self.tables["waits"], np.repeat(self.takes_mean[:, None], self.batch, 1).astype(np.int32))
         overwrite(self.tables["free_slabs"], np.stack([*map(self.all_slabs, range(len(self.stores)))]))
         overwrite(self.tables["num_free"], np.array(self.num_slabs, np.int32)[:, None])
 

@@ -97,7 +97,7 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
         try:
             found = _evaluated(case, progress)
         except BudgetError as error:  # on the way: partly filled pages take a page more than the least
-            sure = feasible_budget(case, surely=True)
+            sure = feasible_budget(case)
             result |= {"status": "infeasible", "smallest_feasible_budget": sure, "reason": str(error)}
         else:
             start = time.perf_counter() - found.seconds  # of this case alone, whatever was read beside it
@@ -119,15 +119,8 @@ def _measure(case: AblationCase, cache: MixedPrecisionCache, result: dict[str, A
     return backend
 
 
-def feasible_budget(case: AblationCase, *, surely: bool = False) -> float:
+def feasible_budget(case: AblationCase) -> float:
     """Return the smallest budget, as a fraction of float16, that holds the context of a case.
-
-    Parameters
-    ----------
-    case : AblationCase
-    surely : bool
-        Whether it is to do for certain: a cache on a GPU may need some pages more than full pages of the
-        smallest width take, as tokens on their way to them are in pages of their own.
 
     Examples
     --------
@@ -135,8 +128,6 @@ def feasible_budget(case: AblationCase, *, surely: bool = False) -> float:
     (0.2703, 0.1453)
     """
     cache = new_cache(case, None)  # or an error that says what its device does not have
-    if not surely:
-        cache = new_cache(replace(case, device="cpu"), None)
     needed = cache.smallest_nbytes(case.context_length)
     return math.ceil(1e4 * needed / case.geometry.fp16_nbytes(case.context_length)) / 1e4
 

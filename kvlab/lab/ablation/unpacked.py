@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.pools import new_pool
-from kvlab.pages import PAGE_TABLE_BYTES, LayerPages, PageLayout
+from kvlab.pages import PAGE_TABLE_BYTES, LayerPages, PageLayout, new_pool
 from kvlab.reference.pages import bit_address
 
 __all__ = ["page_nbytes", "unpack_pages"]

@@ -21,12 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype
-from kvlab.cache.pools import new_pool
 from kvlab.errors import needs_extra
 from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
 from kvlab.ops.packed import packed_attention
-from kvlab.pages import TOKENS_PER_PAGE, LayerPages, PageLayout, read_tokens
+from kvlab.pages import TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, read_tokens
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import STEPS
 

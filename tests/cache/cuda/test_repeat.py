@@ -80,7 +80,7 @@ def test_repeated_steps(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> No
         turned = [np.ascontiguousarray(x.swapaxes(1, 2)).view(Tensor) for x in qkv]
         for x in turned:
             x.heads_first = True
-        got = [cache.gpu.step_heads_first(layer, *turned, None, 5.0, None) for layer in range(LAYERS)]
+        got = [cache.step_heads_first(layer, *turned, None, 5.0, None) for layer in range(LAYERS)]
         assert np.array_equal(got, wanted)
         short.append(sum(out is not None for out in took) // LAYERS)
     # Not: the prompt, steps of another shape than the last one, every 16th, which collects or lacks room.
@@ -90,7 +90,7 @@ def test_repeated_steps(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> No
         assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
     turned[0].requires_grad = True
     took.clear()
-    cache.gpu.step_heads_first(0, *turned, None, 5.0, None)
+    cache.step_heads_first(0, *turned, None, 5.0, None)
     assert not took
 
 
@@ -98,7 +98,7 @@ def test_graphs_tell_steps_that_collect_in_any_layer(kernels: Kernels) -> None:
     """Layer 0 has one width, so nobody asks what its tokens receive."""
     cache, rng = make(bits="0:8,1:2+8", budget=0.75, max_seqlen=200), np.random.default_rng(0)
     step(cache, rng, 80)
-    device, kinds = cache._gpu._device, dict[Any, set[bool]]()
+    device, kinds = cache._road._device, dict[Any, set[bool]]()
     for _ in range(40):
         kinds.setdefault(cache.prepare(), set()).add(device.collects(1, 1))
         step(cache, rng, 1)
@@ -116,7 +116,7 @@ def test_graphs_follow_memory_and_refuse(kernels: Kernels) -> None:
         kinds.append(cache.prepare())
         step(cache, rng, 1)
     assert len({kind[0] for kind in kinds}) > 1  # more tokens than there was room for: other memory
-    for _ in range(cache._gpu._device.room[0]):
+    for _ in range(cache._road._device.room[0]):
         cache.replayed()
     with pytest.raises(RuntimeError, match="prepare"):
         cache.replayed()

@@ -20,7 +20,7 @@ from kvlab.ops.packed import packed_attention
 from kvlab.pages import encode_importance
 from tests.cache.cuda.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
 from tests.cache.cuda.numpy_gpu import Kernels
-from tests.held import pages_of, positions
+from tests.held import pages_of, positions, tokens_in
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,14 @@ def test_what_the_cpu_plans(kernels: Kernels, options: dict[str, Any]) -> None:
     if cache.allocator == "uniform":
         assert sum(n > 0 for n in counts.values()) <= 2  # one width, and the open pages
     residual = cache.residual
-    with cache._road.on_host(changes=False):
-        windows = [window for layer in cache.layers for window in layer.windows]
-        assert all(residual <= len(window) <= (residual + 53 if residual else 0) for window in windows)
-        assert all(window.position.tolist() == [*range(276)][276 - len(window) :] for window in windows)
+    for pages in pages_of(cache) if residual else []:
+        for row in range(2):
+            tokens = tokens_in(pages, row)
+            exact = np.array([layout.bits_k == 16 for layout in pages.layouts])[tokens.rung]
+            for head in range(HEADS):
+                found = np.sort(tokens.position[exact & (tokens.head == head)])
+                assert residual <= len(found) <= residual + 53
+                assert found.tolist() == [*range(276)][276 - len(found) :]
 
 
 @pytest.mark.parametrize("allocator", ["greedy", "dp"])
@@ -121,7 +125,7 @@ def test_a_function_that_fails_changes_nothing(
 
     cache, rng = make(importance=by_place), np.random.default_rng(15)
     step(cache, rng, 90)
-    device = cache._gpu._device
+    device = cache._road._device
     arenas = [arena.copy() for arena in device.store.arenas]
 
     def score(layer: int, *rest: Any) -> None:
@@ -174,7 +178,7 @@ def test_rows_whose_attention_is_collected(
     cache, rng, seen = make(), np.random.default_rng(13), []
     step(cache, rng, 80)
     monkeypatch.setattr(
-        cache._gpu._device.collector, "score", lambda layer, scores, lse, *rest: seen.append((scores, lse))
+        cache._road._device.collector, "score", lambda layer, scores, lse, *rest: seen.append((scores, lse))
     )
     q, k, v = draw(rng, cache, 90)
     cache.step(0, q, k, v)
@@ -336,10 +340,10 @@ def test_the_word_that_tokens_are_in_is_waited_for_once(
     cache.step(0, q, k, v)
     assert len(words) == 2
     assert kernels.plans[-1] == (0, 300, 8)
-    assert cache._gpu._device.unsettled
+    assert cache._road._device.unsettled
     cache.attend(0, q)
     assert kernels.plans[-1] == (0, 300, 0)
-    assert not cache._gpu._device.unsettled
+    assert not cache._road._device.unsettled
     cache.step(1, *draw(rng, cache, 1))
     cache.step(1, *draw(rng, cache, 299))
     check_state(cache, [range(900)] * 2)
@@ -412,7 +416,7 @@ def test_rows_lengths_and_files(kernels: Kernels, tmp_path: Any) -> None:
     q = draw(rng, cache, 1)[0]
     wanted = cache.attend(1, q)
     cache.reset()
-    assert cache.seqlen == cache.nbytes - sum(layer.nbytes() for layer in cache.layers) == 0
+    assert cache.seqlen == cache.nbytes - 3 * LAYERS * HEADS * (4 + 2 * DIM) == 0
     step(cache, rng, 100)
     check_state(cache, [range(100)] * 3)
     for device in ("cuda", "cpu"):

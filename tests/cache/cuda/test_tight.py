@@ -20,7 +20,7 @@ def tight_cache(length: int, bits: Any, short: int = 0) -> Any:
 
     shape = (LAYERS, HEADS * GROUP, HEADS, DIM)
     options: dict[str, Any] = {"batch": 2, "bits": bits, "device": "cuda", "recent": 20}
-    store = MixedPrecisionCache(*shape, **options).layers[0].store
+    store = MixedPrecisionCache(*shape, **options)._layers[0].store
     share = smallest_nbytes(length, HEADS, ladder_of(store), store.fixed_nbytes)
     return MixedPrecisionCache(*shape, budget=share * LAYERS * 2 - short, max_seqlen=length, **options)
 
@@ -56,7 +56,7 @@ def test_64_steps_of_which_some_are_padding_fill_no_page(kernels: Kernels, bits:
     for _ in range(3):
         step(cache, rng, 64, valid)
         assert cache.nbytes <= cache.budget_nbytes
-    assert not any(cache._gpu._device.changes.trouble(layer) for layer in range(LAYERS))
+    assert not any(cache._road._device.changes.trouble(layer) for layer in range(LAYERS))
 
 
 def test_padding_and_layers_apart(kernels: Kernels) -> None:

@@ -30,7 +30,7 @@ def attend(pages: LayerPages, backend: str | None = None) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", ["2,3,4,8", "k4v2,8", "2,16", "3,4"])
 def test_attention_is_that_over_packed_pages(bits: str) -> None:
-    pages = filled(bits).layers[0].store.view()
+    pages = filled(bits).pages(0)
     wide = unpack_pages(pages)
     assert {layout.bits_k for layout in wide.layouts} <= {8, 16}
     np.testing.assert_allclose(attend(wide), attend(pages), rtol=0, atol=1e-6)
@@ -42,7 +42,7 @@ def test_attention_is_that_over_packed_pages(bits: str) -> None:
 
 
 def test_a_changed_code_is_noticed() -> None:
-    pages = filled("2,3,4,8").layers[0].store.view()
+    pages = filled("2,3,4,8").pages(0)
     wide = unpack_pages(pages)
     rung = int(wide.rung[0, 0, 0])
     wide.pools[rung][wide.index[0, 0, 0], :2048] ^= 7

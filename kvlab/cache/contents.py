@@ -1,0 +1,194 @@
+"""What a cache holds, apart from the memory that it lies in: what files, pickles and other devices get.
+
+Pages are listed in the order of the page tables, pool by pool, so where they lay is not told; what a page
+table says besides is kept as it is, open pages without a token among it. A cache that takes contents over
+goes on as the one would that they are of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arguments import whole_number
+from kvlab.arrays import dtype_name, numpy_dtype
+from kvlab.cache.cuda.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore
+from kvlab.cache.options import MOST
+from kvlab.errors import FormatError
+from kvlab.pages import TOKENS_PER_PAGE
+
+if TYPE_CHECKING:
+    from kvlab.cache.cuda.layers import DeviceCache
+
+__all__ = ["Arrays", "contents_of", "fill"]
+
+Arrays = dict[str, NDArray[Any]]
+_TABLES = {"rung": np.uint8, "count": np.uint8, "base": np.uint16}
+_COUNTERS = ("seqlen", "since_collection", "room")
+
+
+def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
+    """Copy what a cache holds to the host, layer by layer: counters and arrays. Waits for the device.
+
+    Arrays of layer i are named "i.num_pages", "i.k_mean", "i.has_mean", "i.open" and, one entry a live page,
+    "i.rung", "i.count", "i.base"; "i.pool0" and so on are the pages of each rung, behind those of the ladder
+    a rung for tokens that wait.
+    """
+    store, states, arrays = cache.store, [], Arrays()
+    cache.settle(cache.executor.stream(cache.like))
+    for number in range(len(cache.layers)):
+        counters = cache.lengths[number], cache.since[number], cache.room[number]
+        states.append(dict(zip(_COUNTERS, counters, strict=True)) | {"tidy": cache.changes.tidy})
+        tables = {name: store.executor.to_host(table[number]) for name, table in store.tables.items()}
+        live = np.arange(store.entries) < tables["num_pages"][..., None]
+        arena = store.executor.to_host(store.arenas[number]).reshape(-1, UNIT)
+        index = tables["index"].view(np.uint32).astype(np.int64)
+        mine: Arrays = {"num_pages": tables["num_pages"], "k_mean": tables["k_mean"], "open": tables["open"]}
+        mine["has_mean"] = tables["waits"] == 0
+        for name, dtype in _TABLES.items():
+            mine[name] = tables[name].view(dtype)[live]
+        for r, layout in enumerate(store.layouts(number)):
+            first = index[live & (tables["rung"] == r)]
+            mine[f"pool{r}"] = arena[first[:, None] + np.arange(layout.nbytes // UNIT)].reshape(
+                -1, layout.nbytes
+            )
+        arrays |= {f"{number}.{name}": np.array(x) for name, x in mine.items()}
+    return states, arrays
+
+
+def fill(cache: DeviceCache, states: list[dict[str, Any]], arrays: Arrays) -> None:
+    """Let an empty cache hold contents; it has room for their tokens.
+
+    Raises
+    ------
+    FormatError
+        If anything does not fit the cache, or contradicts itself.
+    """
+    arrays = dict(arrays)
+    for number, state in enumerate(states):
+        prefix = f"{number}."
+        mine = {
+            name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)
+        }
+        length, since, room = (whole_number(state[name], f"{prefix}{name}", 0, MOST) for name in _COUNTERS)
+        try:
+            tables, arena, held = _laid_out(cache.store, number, mine, length)
+        except FormatError as error:
+            raise FormatError(f"{prefix}{error}") from None
+        overwrite = cache.executor.overwrite
+        overwrite(cache.store.arenas[number], arena)
+        for name, table in tables.items():
+            overwrite(cache.store.tables[name][number], table)
+        cache.lengths[number], cache.since[number], cache.room[number] = length, since, room
+        waits = tables["waits"] > 0
+        cache.waiting.set(number, waits, np.where(waits, held, 0), length)
+    if arrays:
+        raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
+    cache.changes.restart(tidy=all(bool(state["tidy"]) for state in states))
+
+
+def _laid_out(
+    store: DeviceStore, number: int, mine: Arrays, length: int
+) -> tuple[Arrays, NDArray[np.uint8], NDArray[np.int64]]:
+    """Tables and arena of a layer that holds these arrays, and the tokens of the first head of each row."""
+    batch, heads, layouts = store.batch, store.heads, store.layouts(number)
+    tables = {
+        name: np.zeros(tuple(table.shape[1:]), numpy_dtype(dtype_name(table)))
+        for name, table in store.tables.items()
+    }
+
+    def take(name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        array = mine.pop(name)
+        if array.dtype != numpy_dtype(dtype) or array.shape != shape:
+            raise FormatError(f"{name} is {array.dtype} {array.shape}, not {dtype} {shape}")
+        return array
+
+    num_pages = take("num_pages", "int32", (batch, heads))
+    if (num_pages < 0).any() or num_pages.max(initial=0) > store.entries:
+        raise FormatError(f"num_pages is not within 0 to {store.entries}")
+    live = np.arange(store.entries) < num_pages[..., None]
+    pages = int(num_pages.sum(dtype=np.int64))
+    rung, count, base = (take(name, np.dtype(kind).name, (pages,)) for name, kind in _TABLES.items())
+    has_mean, opened = take("has_mean", "bool", (batch,)), take("open", "int32", (batch, heads, OPEN_PAGES))
+    tables["k_mean"][...] = take("k_mean", "float16", (batch, heads, store.head_dim))
+    pools = [
+        take(f"pool{r}", "uint8", (int((rung == r).sum()), layout.nbytes)) for r, layout in enumerate(layouts)
+    ]
+    if mine:
+        raise FormatError(f"unknown entries {sorted(mine)[:3]}")
+    row, head, entry = np.nonzero(live)
+    _check(store, number, (row, head, entry), rung, count, base, opened, has_mean, length, pools)
+    if not np.isfinite(tables["k_mean"]).all():
+        raise FormatError("k_mean is not finite")
+    for name, x in (("rung", rung), ("count", count), ("base", base)):
+        tables[name].view(x.dtype)[live] = x
+    tables["num_pages"][...], tables["open"][...], tables["seqlen"][...] = num_pages, opened, length
+    tables["waits"][...], tables["num_free"][...] = ~has_mean, store.num_slabs[number]
+    tables["free_slabs"][...] = store.all_slabs(number)
+    index, arena = _lay_pages(store, number, tables, (row, head, entry), rung, pools)
+    tables["index"][live] = index.astype(np.uint32).view(np.int32)
+    held = np.zeros(batch, np.int64)
+    np.add.at(held, row[head == 0], count[head == 0].astype(np.int64))
+    return tables, arena, held
+
+
+def _check(
+    store: DeviceStore, number: int, at: tuple[Any, Any, Any], rung: Any, count: Any, base: Any, opened: Any,
+    has_mean: Any, length: int, pools: list[Any],
+) -> None:  # fmt: skip
+    """Refuse what no cache says of its pages; arrays have an entry for each live page."""
+    row, head, entry = at
+    ladder = len(store.stores[number].layouts)
+    if (rung >= len(pools)).any() or (count > TOKENS_PER_PAGE).any():
+        raise FormatError("rung or count is out of range")
+    is_open = (opened[row, head] == entry[:, None]).any(1)
+    live = np.bincount(row * store.heads + head, minlength=opened.shape[0] * store.heads)
+    if ((opened < -1) | (opened >= live.reshape(*opened.shape[:2], 1))).any():
+        raise FormatError("open names pages that are not there")
+    if (is_open & has_mean[row] & (rung != ladder - 1)).any() or (
+        ~is_open & has_mean[row] & (count == 0)
+    ).any():
+        raise FormatError("open pages are not of the highest width, or others are empty")
+    waits = ~has_mean[row]
+    if ((rung == ladder) != waits).any() or (waits & (entry >= WAITING_PAGES)).any():
+        raise FormatError("pages of tokens that wait are in rows that have their mean, or too many")
+    if (~has_mean).any() and not store.takes_mean[number]:
+        raise FormatError("has_mean is wrong: no row of this layer waits for the mean of its keys")
+    for r, (layout, pool) in enumerate(zip(store.layouts(number), pools, strict=True)):
+        mine = rung == r
+        used = np.arange(TOKENS_PER_PAGE) < count[mine][:, None]
+        position = (base[mine].astype(np.int64)[:, None] << 16) + layout.positions_in(pool)
+        if (position[used] >= length).any():
+            raise FormatError(f"a token stands at a position outside 0..{length - 1}")
+
+
+def _lay_pages(
+    store: DeviceStore, number: int, tables: Arrays, at: tuple[Any, Any, Any], rung: Any, pools: list[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Lay pages into slabs, and those of tokens that wait behind these; return their addresses, the arena."""
+    row, head, entry = at
+    arena = np.zeros((len(store.arenas[number]) // UNIT, UNIT), np.uint8)
+    index, slab_units = np.zeros(len(rung), np.int64), store.slab[number] // UNIT
+    bh, free = row * store.heads + head, int(tables["num_free"][0])
+    for r, (layout, pool) in enumerate(zip(store.layouts(number), pools, strict=True)):
+        mine, units = rung == r, layout.nbytes // UNIT
+        if r == len(store.stores[number].layouts):
+            begin = slab_units * store.num_slabs[number]
+            address = begin + (bh[mine] * WAITING_PAGES + entry[mine]) * units
+        else:
+            page, per_slab = np.arange(len(pool)), store.slab[number] // layout.nbytes
+            n = -(-len(pool) // per_slab)
+            if n > free:
+                raise FormatError(f"pool{r} has more pages than there is memory for")
+            slabs = tables["free_slabs"][free - n : free][::-1].astype(np.int64)
+            free -= n
+            tables["slabs"][r, :n], tables["slab_slot"][slabs] = slabs, np.arange(n)
+            tables["used"][r], tables["slab_count"][r] = len(pool), n
+            tables["entry_of"][r, : len(pool)] = (bh * store.entries + entry)[mine]
+            address = slabs[page // per_slab] * slab_units + page % per_slab * units
+        index[mine] = address
+        arena[address[:, None] + np.arange(units)] = pool.reshape(-1, units, UNIT)
+    tables["num_free"][0] = free
+    return index, arena.reshape(-1)
