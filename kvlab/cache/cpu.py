@@ -620,11 +620,10 @@ CPU = CpuExecutor()
 
 def chunks_of(groups: Any, weights: Floats, batch: int) -> tuple[NDArray[np.int64], Floats]:
     """Chunks of every class, (batch, groups, classes), and the weights of all, in that order."""
-    starts = np.repeat(groups.chunk.ravel(), groups.chunks.ravel())
-    within = np.arange(len(starts)) - np.repeat(
-        np.cumsum(groups.chunks) - groups.chunks.ravel(), groups.chunks.ravel()
-    )
-    return groups.chunks.reshape(batch, -1, groups.chunks.shape[1]), weights[starts + within]
+    first, n = groups.chunk.ravel(), groups.chunks.ravel()
+    at = np.arange(n.sum()) + np.repeat(first - (np.cumsum(n) - n), n)
+    shape = batch, len(groups.chunks) // max(batch, 1), groups.chunks.shape[1]
+    return groups.chunks.reshape(shape), weights[at]
 
 
 @lru_cache(maxsize=64)

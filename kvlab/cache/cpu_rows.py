@@ -44,7 +44,9 @@ def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
         spot = first + (bh * WAITING_PAGES + np.arange(entries)) * records[-1]
         index[waits] = spot[waits]
     _copy(store, layer, move, index, (planned & ~stays, stays & (came != index), rung, came), records)
-    for row in np.flatnonzero(waits):
+    # Rows that wait have no token yet where a store has no pages for them.
+    held = move.source.waiting[layer] is not None and store.rows().waiting[layer] is not None
+    for row in np.flatnonzero(waits) if held else ():
         size = heads * WAITING_PAGES * int(records[-1]) * UNIT
         there = move.source.waiting[layer][int(move.rows[row]) * size :][:size]
         store.rows().waiting[layer][row * size :][:size] = there

@@ -60,7 +60,11 @@ class Device:
     ) -> list[Change]:
         layer, ladder = self.layers[0], LADDERS[name][0]
         steps = new[0].code.shape[1] if new else 0
-        segments = ((layer.seqlen + steps + simulation.lookahead) >> 16) + 1
+        live = np.arange(layer.base.shape[1]) < layer.num_pages[:, None]
+        last = int(
+            layer.base[live].max(initial=0)
+        )  # pages beyond the end of a row that was cropped count, too
+        segments = max((layer.seqlen + steps + simulation.lookahead) >> 16, last) + 1
         shape = plan.PlanShape(
             layer.batch, layer.heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, segments, steps
         )

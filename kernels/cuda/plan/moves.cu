@@ -32,6 +32,7 @@ struct Targets {
 // The targets of the chunks of class c; one thread.
 __device__ __forceinline__ void find_targets(const Plan& p, int g, int c, Targets& to) {
     const int4 run = p.run(g, c);
+    const bool compact = p.is_compact(g);
     to.in_chunks = run.w;
     to.skipped = PAGE * run.x - run.w;
     int end = 0;
@@ -42,8 +43,9 @@ __device__ __forceinline__ void find_targets(const Plan& p, int g, int c, Target
             u32 pages = 0, tokens = 0;
             for (int other = 0; other < c; ++other) {
                 if (other == r) continue;
-                pages += p.chosen(g, other)[level];
-                tokens += p.moved(g, other, r);
+                const int chunks = p.chosen(g, other)[level];
+                pages += chunks;
+                tokens += compact ? p.moved(g, other, r) : PAGE * chunks;
             }
             to.number[level] = p.call.first[p.at_rung(g, r)] + pages;
             to.move[level] = p.call.sequence[p.at_rung(g, r)] + tokens;

@@ -56,6 +56,7 @@ __device__ __forceinline__ float chunk_weight(const u32* starts, const u64* weig
 }
 
 // Counts the tokens of 32 pages at most, entry `entry` of a lane: half a warp a page, a lane four slots.
+template <bool PLAIN>
 __device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, int entry, int pages,
                                             u32* counts, int (*kinds)[3], int lane) {
     constexpr int AT_ONCE = 4;
@@ -84,7 +85,7 @@ __device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, 
                 p.s.arena + (u64)__shfl_sync(ALL_LANES, address, source) * UNIT + p.s.rungs[rung].tail;
             held[i] = from < 0 ? 0 : n - slot;
             to[i] = counts + rung * KEYS;
-            window[i] = p.window_of(rung);
+            if (!PLAIN) window[i] = p.window_of(rung);
             codes[i] = 0;
             positions[i] = {0, 0};
             if (held[i] <= 0) continue;
@@ -97,10 +98,22 @@ __device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, 
             for (int j = 0; j < 4; ++j) {
                 const u32 word = j < 2 ? positions[i].x : positions[i].y;
                 const int position = segment << 16 | (word >> 16 * (j % 2) & 0xffff);
-                const int key = j < held[i] ? p.key(codes[i] >> 8 * j & 0xff, position, window[i]) : -1;
-                if (key >= 0) atomicAdd(to[i] + key, 1u);
+                if (j >= held[i]) continue;
+                const int key = p.key<PLAIN>(codes[i] >> 8 * j & 0xff, position, window[i]);
+                if (PLAIN || key >= 0) atomicAdd(to[i] + key, 1u);
             }
     }
+}
+
+// Counts the tokens of all pages of a bh and segment; all threads.
+template <bool PLAIN>
+__device__ __forceinline__ void count_all(const Plan& p, int bh, int segment, u32* counts, int (*kinds)[3]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int pages = p.num_pages(bh);
+    const int each = pages <= COUNT_THREADS / 4 ? 8 : pages <= COUNT_THREADS / 2 ? 16 : 32;  // for all warps
+#pragma unroll 1
+    for (int first = each * warp; first < pages; first += each * (COUNT_THREADS / 32))
+        count_pages<PLAIN>(p, bh, segment, lane < each ? first + lane : pages, pages, counts, kinds, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
@@ -111,15 +124,13 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
     begin_early();
     const Plan p(call, blockIdx.y);
     const int g = blockIdx.x, bh = g / call.segments, segment = g % call.segments;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < p.classes * KEYS; i += COUNT_THREADS) counts[i] = 0;
     if (threadIdx.x < CACHE_RUNGS * 3) (&kinds[0][0])[threadIdx.x] = 0;
     __syncthreads();  // counters are zero
-    const int pages = p.num_pages(bh);
-    const int each = pages <= COUNT_THREADS / 4 ? 8 : pages <= COUNT_THREADS / 2 ? 16 : 32;  // for all warps
-#pragma unroll 1
-    for (int first = each * warp; first < pages; first += each * (COUNT_THREADS / 32))
-        count_pages(p, bh, segment, lane < each ? first + lane : pages, pages, counts, kinds, lane);
+    if (p.is_plain())
+        count_all<true>(p, bh, segment, counts, kinds);
+    else
+        count_all<false>(p, bh, segment, counts, kinds);
 #pragma unroll 4
     for (int i = threadIdx.x; i < call.num_new; i += COUNT_THREADS) {
         const int key = new_key(p, bh, segment, i);
@@ -450,7 +461,13 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
             int own = 0, filled = 0, tokens = 0, all_added, all_filled, all_tokens;
             if (g < p.groups) {
                 own = new_pages_of(p, g, r, filled);
-                for (int c = 0; c < p.classes; ++c) tokens += c == r ? 0 : p.moved(g, c, r);
+                const int left = r == rungs - 1 ? p.left_over(g, rungs) % PAGE : 0;
+                tokens = filled * PAGE - (left ? PAGE - left : 0);
+                if (p.is_compact(g)) {
+                    tokens = 0;
+#pragma unroll 1
+                    for (int c = 0; c < p.classes; ++c) tokens += c == r ? 0 : p.moved(g, c, r);
+                }
             }
             const int before = block_scan<ALLOCATE_THREADS, int>(own, all_added);
             const int place = block_scan<ALLOCATE_THREADS, int>(filled, all_filled);

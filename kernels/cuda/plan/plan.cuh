@@ -160,9 +160,13 @@ struct Plan {
     __device__ __forceinline__ int window_of(int r) const {
         return seqlen - (r >= s.num_rungs - 1 ? call.window : 0);
     }
-    // What tokens are ordered by, those from position `window` on last; -1 for those beyond the end.
+    // Whether all tokens of pages are within their rows, and there is no window.
+    __device__ __forceinline__ bool is_plain() const { return !call.cropped && !call.window; }
+    // What tokens are ordered by, those from position `window` on last; -1 for those beyond the end. PLAIN:
+    // there are none of either.
+    template <bool PLAIN = false>
     __device__ __forceinline__ int key(u32 code, int position, int window) const {
-        if (position >= window) return position < seqlen ? WINDOW : -1;
+        if (!PLAIN && position >= window) return position < seqlen ? WINDOW : -1;
         if (call.by_position) code = encode_importance(__fdiv_rn(1.f, (float)(seqlen - position)));
         const int k = position >= seqlen - call.recent ? RECENT : min((int)code, RECENT - 1);
         return position < call.sink ? SINK : k;
@@ -206,6 +210,7 @@ __device__ __forceinline__ void visit_pages(const Plan& p, int bh, int segment, 
     constexpr int AT_ONCE = 4;
     const int lane = threadIdx.x % 32;
     const u64 row = (u64)bh * p.s.entries;
+    const bool plain = p.is_plain();
 #pragma unroll 1
     for (int first = begin; first < end; first += 32) {
         const int entry = first + lane;
@@ -242,7 +247,8 @@ __device__ __forceinline__ void visit_pages(const Plan& p, int bh, int segment, 
                 if (from[i] < 0) continue;
                 const int position = segment << 16;
                 const u32 low = codes[i] & 0xffffu, high = codes[i] >> 16;
-                const int of_page = __shfl_sync(ALL_LANES, r, from[i]), window = p.window_of(of_page);
+                const int of_page = __shfl_sync(ALL_LANES, r, from[i]),
+                          window = plain ? 0x7fffffff : p.window_of(of_page);
                 const int key0 =
                     low == 0xffffu ? -1 : p.key(low, position + (positions[i] & 0xffffu), window);
                 const int key1 = high == 0xffffu ? -1 : p.key(high, position + (positions[i] >> 16), window);

@@ -247,13 +247,14 @@ class DeviceCache(DeviceState):
 
     def _end_waiting(self, layers: Sequence[int], stream: int) -> None:
         """Take the means of rows that wait, however few tokens they have, and store these."""
+        for layer in layers:
+            self.waiting.advance(layer, self.lengths[layer])
         layers = [layer for layer in layers if self.waiting.hold_tokens(layer)]
         if not layers:
             return
         merged, workspace = self._merged(layers, False)
         for layer in layers:
             length = self.lengths[layer]
-            self.waiting.advance(layer, length)
             nothing = kernels.new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
             self.freeze(layer, nothing, merged, 0, stream, force=True)
             self.waiting.rows[layer] = False
