@@ -15,7 +15,7 @@ from typing import Any
 LONGEST = 2**31 - 1
 """Largest length and window: kernels count in 32 bits."""
 
-__all__ = ["choice", "flag", "number", "sides_of_window", "whole_number"]
+__all__ = ["choice", "flag", "number", "refuse_unsupported", "sides_of_window", "whole_number"]
 
 
 def whole_number(value: Any, name: str, least: int | None = None, most: int | None = None) -> int:
@@ -188,3 +188,11 @@ def sides_of_window(window: Any, name: str = "window") -> tuple[int, int]:
         raise TypeError(f"{name}={window!r} must be two numbers of keys, left and right; -1 means no limit")
     left, right = window
     return whole_number(left, name, -1, LONGEST), whole_number(right, name, -1, LONGEST)
+
+
+def refuse_unsupported(dropout_p: float = 0.0, alibi_slopes: Any = None) -> None:
+    """Raise `NotImplementedError` for what functions of flash-attn have and kvlab has not."""
+    if number(dropout_p, "dropout_p", 0, 1):
+        raise NotImplementedError(f"dropout_p={dropout_p}: kvlab has no dropout inside attention; pass 0.0")
+    if alibi_slopes is not None:
+        raise NotImplementedError("alibi_slopes: kvlab has no ALiBi bias; pass None")

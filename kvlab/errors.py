@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["BudgetError", "BuildError", "FormatError", "MissingExtraError", "OutOfMemory", "needs_extra"]
+__all__ = [
+    "BudgetError",
+    "BuildError",
+    "FormatError",
+    "MissingExtraError",
+    "OutOfMemory",
+    "RankError",
+    "needs_extra",
+]
 
 
 class OutOfMemory(MemoryError):
@@ -74,6 +82,10 @@ class FormatError(ValueError):
 
 class BuildError(RuntimeError):
     """The CUDA compiler refused a source; the message is its log, with file and line of every error."""
+
+
+class RankError(RuntimeError):
+    """Another rank of a process group died, or did not answer within the group's timeout."""
 
 
 class MissingExtraError(ImportError):

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from kvlab.arguments import flag, whole_number
+from kvlab.arguments import flag, refuse_unsupported, whole_number
 from kvlab.integrations import flash_attn_padding
-from kvlab.integrations.flash_attn_arguments import refuse_unsupported, score_options
+from kvlab.integrations.flash_attn_arguments import score_options
 from kvlab.integrations.flash_attn_cache import attend_cache, attend_paged, rotate_new, write_new
 from kvlab.integrations.flash_attn_cache_checks import check_cache
 from kvlab.integrations.flash_attn_private import (

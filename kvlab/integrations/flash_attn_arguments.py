@@ -13,17 +13,9 @@ import torch
 
 from kvlab.arguments import LONGEST, flag, number, sides_of_window, whole_number
 
-__all__ = ["check_index", "check_tensor", "refuse_unsupported", "score_options", "score_options_of_sides"]
+__all__ = ["check_index", "check_tensor", "score_options", "score_options_of_sides"]
 
 Tensor = torch.Tensor
-
-
-def refuse_unsupported(dropout_p: float = 0.0, alibi_slopes: Tensor | None = None) -> None:
-    """Raise for what flash-attn has and kvlab has not."""
-    if number(dropout_p, "dropout_p", 0, 1):
-        raise NotImplementedError(f"dropout_p={dropout_p}: kvlab has no dropout inside attention; pass 0.0")
-    if alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes: kvlab has no ALiBi bias; pass None")
 
 
 def score_options(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 import kvlab
-from kvlab.arguments import flag
-from kvlab.integrations.flash_attn_arguments import refuse_unsupported, score_options_of_sides
+from kvlab.arguments import flag, refuse_unsupported
+from kvlab.integrations.flash_attn_arguments import score_options_of_sides
 from kvlab.integrations.torch_autograd import with_contiguous_rows
 
 __all__ = [

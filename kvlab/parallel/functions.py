@@ -1,0 +1,467 @@
+"""The functions of ring-flash-attn, computed by kvlab: the same names, arguments and order, on CPUs and GPUs.
+
+Every rank of a process group calls the function with its own tokens and gets their result; gradients go the
+same way. `extract_local` takes a rank's tokens out of a whole sequence, `position_ids` says where they stand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.arguments import (
+    LONGEST,
+    flag,
+    number,
+    refuse_unsupported,
+    sides_of_window,
+    whole_number,
+)
+from kvlab.parallel.collectives import on_device, place_of, with_gradients
+from kvlab.parallel.gathered import GatheredAttention
+from kvlab.parallel.layout import Part, Plan, Shard, llama3_plan, zigzag_llama3_plan
+from kvlab.parallel.parts import Options
+from kvlab.parallel.ring import RingAttention
+from kvlab.shapes import match_shapes
+
+__all__ = [
+    "extract_local",
+    "llama3_flash_attn_prepare_cu_seqlens",
+    "llama3_flash_attn_varlen_func",
+    "position_ids",
+    "ring_flash_attn_func",
+    "ring_flash_attn_varlen_func",
+    "scatter_local",
+    "zigzag_llama3_flash_attn_varlen_func",
+    "zigzag_ring_flash_attn_func",
+    "zigzag_ring_flash_attn_varlen_func",
+]
+
+Window = tuple[int, int]
+NO_WINDOW: Window = (-1, -1)
+_OF_Q, _OF_K = ("B", "Sq", "Hq", "D"), ("B", "Sq", "Hk", "D")  # a rank has as many keys as queries
+
+
+# ---- what a rank holds
+
+
+def extract_local(x: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = True) -> Any:
+    """Take this rank's tokens out of those of all ranks.
+
+    Parameters
+    ----------
+    x : tensor, (total_tokens, ...)
+    cu_seqlens : sequence or tensor of int, (batch + 1,)
+        Prefix sums of the lengths of whole sequences, 0, ..., total_tokens. A tensor on a GPU is read by the
+        host, here and in the other functions, which waits for the GPU; one on the CPU is not.
+    group : process group, optional
+        All ranks if not given.
+    zigzag : bool
+        An early and a late chunk of every sequence, else one chunk.
+
+    Returns
+    -------
+    tensor, (total_tokens / ranks, ...)
+        Sequence by sequence, the early chunk before the late one.
+
+    Raises
+    ------
+    ValueError
+        If a sequence is no multiple of the number of chunks, or x has another number of tokens.
+    """
+    shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
+    _check_total(x, "x", sum(shard.lengths))
+    return x.index_select(0, on_device(shard.rows, x))
+
+
+def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = True) -> Any:
+    """Write this rank's tokens where they stand among those of all ranks, in place; return `whole`.
+
+    Parameters
+    ----------
+    whole : tensor, (total_tokens, ...)
+    local : tensor, (total_tokens / ranks, ...)
+    cu_seqlens, group, zigzag
+        As in `extract_local`.
+    """
+    shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
+    _check_total(whole, "whole", sum(shard.lengths))
+    _check_total(local, "local", len(shard.rows))
+    return whole.index_copy_(0, on_device(shard.rows, whole), local)
+
+
+def position_ids(cu_seqlens: Any, like: Any, *, group: Any = None, zigzag: bool = True) -> Any:
+    """Return the position of each of this rank's tokens in its sequence, int64, on the device of `like`."""
+    shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
+    return on_device(shard.position_ids, like)
+
+
+# ---- keys and values are gathered
+
+
+def llama3_flash_attn_prepare_cu_seqlens(
+    cu_seqlens: Any, causal: bool, rank: int, world_size: int
+) -> tuple[Any, Any, int, int, slice]:
+    """Return what a rank passes to `llama3_flash_attn_varlen_func`.
+
+    Parameters
+    ----------
+    cu_seqlens : int32 tensor, (batch + 1,)
+        Prefix sums of the lengths of whole sequences; their total is a multiple of world_size.
+    causal : bool
+    rank, world_size : int
+
+    Returns
+    -------
+    cu_seqlens_q, cu_seqlens_k : int32 tensor
+        Of the pieces of sequences that the rank holds, and of the keys that they see.
+    max_seqlen_q, max_seqlen_k : int
+    local_k_slice : slice
+        These keys among those of all ranks.
+    """
+    part = llama3_plan(_lengths(cu_seqlens, "cu_seqlens"), rank, world_size, flag(causal, "causal")).gathered[
+        0
+    ]
+    longest = [int((bounds[1:] - bounds[:-1]).max(initial=0)) for bounds in (part.cu_q, part.cu_k)]
+    bounds = [on_device(b, cu_seqlens) for b in (part.cu_q, part.cu_k)]
+    return bounds[0], bounds[1], longest[0], longest[1], part.k_rows  # type: ignore[return-value]
+
+
+def llama3_flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    local_k_slice: slice,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = NO_WINDOW,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Any:
+    """Attention of a stream that is cut into equal pieces, wherever sequences end.
+
+    Simple, and unequal work for the ranks if causal: `zigzag_llama3_flash_attn_varlen_func` shares it out
+    evenly.
+
+    Parameters
+    ----------
+    q, k, v : tensor, (total_tokens / ranks, heads, head_dim)
+        This rank's piece; q may have more heads.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice
+        From `llama3_flash_attn_prepare_cu_seqlens`.
+    heads_k_stride : int
+        KV heads that are gathered at once.
+    dropout_p, alibi_slopes
+        0.0 and None.
+    softmax_scale, causal, window_size, deterministic
+        As `scale`, ... of `kvlab.attention_varlen`.
+    return_attn_probs : bool
+        Return (out, lse, None).
+    group : process group, optional
+
+    Returns
+    -------
+    out : tensor, shape and dtype of q
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As `kvlab.attention_varlen`; also for heads_k_stride out of range.
+    kvlab.errors.RankError
+        If another rank does not answer.
+    """
+    refuse_unsupported(dropout_p, alibi_slopes)
+    bounds = (_bounds(cu_seqlens_q, "cu_seqlens_q"), _bounds(cu_seqlens_k, "cu_seqlens_k"))
+    part = Part(slice(None), local_k_slice, *bounds, flag(causal, "causal"))
+    plan = Plan((slice(None),), (), (part,))
+    options = _options(softmax_scale, window_size, deterministic)
+    return _gathered(plan, q, k, v, heads_k_stride, group, options, return_attn_probs)
+
+
+def zigzag_llama3_flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    local_k_slice: slice | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = NO_WINDOW,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Any:
+    """Attention of sequences of which each rank holds an early and a late chunk, with gathered keys.
+
+    Parameters
+    ----------
+    q, k, v : tensor, (total_tokens / ranks, heads, head_dim)
+        This rank's tokens as `extract_local` gives them; q may have more heads.
+    cu_seqlens_q : sequence or tensor of int, (batch + 1,)
+        Prefix sums of the tokens of each sequence on a rank.
+    cu_seqlens_k : sequence or tensor of int, (batch + 1,)
+        Prefix sums of the lengths of whole sequences, which are multiples of 2 * ranks.
+    max_seqlen_q, max_seqlen_k : int
+        At least the longest of either.
+    heads_k_stride : int
+        KV heads that are gathered at once: few for small buffers and a short first wait, many for few
+        launches.
+    local_k_slice : slice, optional
+        All keys, as a zigzag rank needs.
+    dropout_p, alibi_slopes, softmax_scale, causal, window_size, deterministic, return_attn_probs, group
+        As in `llama3_flash_attn_varlen_func`.
+
+    Returns
+    -------
+    out : tensor, shape and dtype of q
+
+    Raises
+    ------
+    ValueError
+        If lengths are no multiples of 2 * ranks, or arguments contradict each other.
+    TypeError, NotImplementedError
+        As `kvlab.attention_varlen`.
+    kvlab.errors.RankError
+        If another rank does not answer.
+    """
+    refuse_unsupported(dropout_p, alibi_slopes)
+    shard = _shard(_lengths(cu_seqlens_k, "cu_seqlens_k"), group, True)
+    mine, total = shard.cu_seqlens, sum(shard.lengths)
+    given = _bounds(cu_seqlens_q, "cu_seqlens_q")
+    if given.tolist() != mine.tolist():
+        raise ValueError(
+            f"cu_seqlens_q={given.tolist()}: on {shard.world_size} ranks cu_seqlens_k means {mine.tolist()}"
+        )
+    if local_k_slice is not None and local_k_slice.indices(total) != (0, total, 1):
+        raise ValueError(f"local_k_slice={local_k_slice}: zigzag chunks need all keys; pass None")
+    _local_lengths(mine, max_seqlen_q, "max_seqlen_q")
+    _local_lengths(cu_seqlens_k, max_seqlen_k, "max_seqlen_k")
+    options = _options(softmax_scale, window_size, deterministic)
+    plan = zigzag_llama3_plan(shard, flag(causal, "causal"), options.window)
+    return _gathered(plan, q, k, v, heads_k_stride, group, options, return_attn_probs)
+
+
+# ---- keys and values go round
+
+
+def ring_flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = NO_WINDOW,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Any:
+    """Attention of sequences of one length of which each rank holds one chunk, with keys that go round.
+
+    Parameters
+    ----------
+    q, k, v : tensor, (batch, seqlen / ranks, heads, head_dim)
+        This rank's chunk; q may have more heads.
+    dropout_p, alibi_slopes, softmax_scale, causal, deterministic, return_attn_probs, group
+        As in `llama3_flash_attn_varlen_func`. If causal, ranks with late chunks do more work than others:
+        `zigzag_ring_flash_attn_func` shares it out evenly.
+    window_size : (int, int)
+        (-1, -1): a ring has no windows.
+
+    Returns
+    -------
+    out : tensor, shape and dtype of q
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, kvlab.errors.RankError
+        As `llama3_flash_attn_varlen_func`; also for a window.
+    """
+    refuse_unsupported(dropout_p, alibi_slopes)
+    options = _options(softmax_scale, window_size, deterministic)
+    return _ring_of_batch(q, k, v, causal, options, return_attn_probs, group, zigzag=False)
+
+
+def zigzag_ring_flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = NO_WINDOW,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Any:
+    """`ring_flash_attn_func` for ranks that hold an early and a late chunk of each sequence."""
+    refuse_unsupported(dropout_p, alibi_slopes)
+    options = _options(softmax_scale, window_size, deterministic)
+    return _ring_of_batch(q, k, v, causal, options, return_attn_probs, group, zigzag=True)
+
+
+def ring_flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = NO_WINDOW,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Any:
+    """`ring_flash_attn_func` for sequences of several lengths.
+
+    Parameters
+    ----------
+    q, k, v : tensor, (total_tokens / ranks, heads, head_dim)
+        This rank's tokens as ``extract_local(..., zigzag=False)`` gives them.
+    cu_seqlens : sequence or tensor of int, (batch + 1,)
+        Prefix sums of the tokens of each sequence on a rank.
+    max_seqlen : int
+        At least the longest of these.
+    dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+        As in `ring_flash_attn_func`.
+    """
+    refuse_unsupported(dropout_p, alibi_slopes)
+    options = _options(softmax_scale, window_size, deterministic)
+    lengths = _local_lengths(cu_seqlens, max_seqlen)
+    return _ring(q, k, v, lengths, causal, options, return_attn_probs, group, zigzag=False)
+
+
+def zigzag_ring_flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = NO_WINDOW,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Any = None,
+) -> Any:
+    """`ring_flash_attn_varlen_func` for ranks that hold an early and a late chunk of each sequence."""
+    refuse_unsupported(dropout_p, alibi_slopes)
+    options = _options(softmax_scale, window_size, deterministic)
+    lengths = _local_lengths(cu_seqlens, max_seqlen)
+    return _ring(q, k, v, lengths, causal, options, return_attn_probs, group, zigzag=True)
+
+
+def _ring_of_batch(
+    q: Any, k: Any, v: Any, causal: bool, options: Options, return_lse: bool, group: Any, *, zigzag: bool
+) -> Any:
+    sizes = match_shapes({"q": (q.shape, _OF_Q), "k": (k.shape, _OF_K), "v": (v.shape, _OF_K)})
+    lengths = (sizes["Sq"],) * sizes["B"]
+    flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+    result = _ring(flat_q, flat_k, flat_v, lengths, causal, options, return_lse, group, zigzag=zigzag)
+    if not return_lse:
+        return result.view(q.shape)
+    out, lse, nothing = result
+    return out.view(q.shape), lse.unflatten(1, (sizes["B"], -1)).transpose(0, 1), nothing
+
+
+def _ring(
+    q: Any,
+    k: Any,
+    v: Any,
+    local_lengths: tuple[int, ...],
+    causal: bool,
+    options: Options,
+    return_lse: bool,
+    group: Any,
+    *,
+    zigzag: bool,
+) -> Any:
+    if options.window != NO_WINDOW:
+        raise NotImplementedError(
+            f"window_size={options.window}: a ring has no windows; zigzag_llama3_flash_attn_varlen_func has"
+        )
+    rank, world_size = place_of(group)
+    shard = Shard(tuple(n * world_size for n in local_lengths), rank, world_size, zigzag)
+    _check_tokens(q, k, v, int(shard.cu_seqlens[-1]))
+    call = RingAttention(shard, group, flag(causal, "causal"), options)
+    return _answer(with_gradients(call, q, k, v), return_lse)
+
+
+# ---- arguments
+
+
+def _gathered(
+    plan: Plan, q: Any, k: Any, v: Any, stride: int, group: Any, options: Options, return_lse: bool
+) -> Any:
+    _check_tokens(q, k, v, sum(int(part.cu_q[-1]) for part in plan.local) or None)
+    stride = whole_number(stride, "heads_k_stride", 1, max(1, k.shape[1]))
+    call = GatheredAttention(plan, group, place_of(group)[1], stride, options)
+    return _answer(with_gradients(call, q, k, v), return_lse)
+
+
+def _answer(result: tuple[Any, Any], return_lse: bool) -> Any:
+    return (*result, None) if flag(return_lse, "return_attn_probs") else result[0]
+
+
+def _options(scale: float | None, window: Window, deterministic: bool) -> Options:
+    scale = None if scale is None else number(scale, "softmax_scale")
+    return Options(scale, sides_of_window(window, "window_size"), flag(deterministic, "deterministic"))
+
+
+def _check_tokens(q: Any, k: Any, v: Any, total: int | None) -> None:
+    keys = ("total_q", "Hk", "D")  # a rank has as many keys as queries
+    match_shapes({"q": (q.shape, ("total_q", "Hq", "D")), "k": (k.shape, keys), "v": (v.shape, keys)})
+    if total is not None:
+        _check_total(q, "q", total)
+
+
+def _check_total(x: Any, name: str, total: int) -> None:
+    if len(x) != total:
+        raise ValueError(f"{name} has {len(x)} tokens; the lengths add up to {total}")
+
+
+def _shard(lengths: tuple[int, ...], group: Any, zigzag: bool) -> Shard:
+    return Shard(lengths, *place_of(group), zigzag=flag(zigzag, "zigzag"))
+
+
+def _bounds(cu_seqlens: Any, name: str) -> NDArray[np.int32]:
+    """Prefix sums on the host."""
+    values = np.array(cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens), np.int64)
+    if values.ndim != 1 or not len(values) or values[0] or (np.diff(values) < 0).any():
+        raise ValueError(f"{name}={values.tolist()}: it must be one row of numbers that rise from 0")
+    return values.astype(np.int32)
+
+
+def _lengths(cu_seqlens: Any, name: str) -> tuple[int, ...]:
+    return tuple(np.diff(_bounds(cu_seqlens, name)).tolist())
+
+
+def _local_lengths(cu_seqlens: Any, max_seqlen: int, name: str = "max_seqlen") -> tuple[int, ...]:
+    """Lengths, of which none is longer than the caller says."""
+    lengths = _lengths(cu_seqlens, "cu_seqlens")
+    if whole_number(max_seqlen, name, 0, LONGEST) < max(lengths, default=0):
+        raise ValueError(f"{name}={max_seqlen}: the longest sequence has {max(lengths)} tokens")
+    return lengths

@@ -1,0 +1,262 @@
+"""Which rank holds which tokens, and which keys its queries need from others: index arithmetic, nothing else.
+
+A stream of sequences laid end to end (`lengths`) is shared out among W ranks. *Contiguous*: a sequence is cut
+into W chunks, and rank r holds chunk r. *Zigzag*: it is cut into 2W chunks, and rank r holds chunks r (early)
+and 2W - 1 - r (late), so that a causal mask leaves every rank the same work. A rank's tokens lie sequence by
+sequence, the early chunk before the late one.
+
+What a rank computes is a list of `Part`s: rows of its queries, and rows of a buffer of keys that they see.
+Attention of parts over disjoint keys is merged by the log-sum-exps, so one list serves gathers and rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Part", "Plan", "Rows", "Shard", "llama3_plan", "ring_parts", "zigzag_llama3_plan"]
+
+Rows = slice | NDArray[np.int64]
+"""Rows of an array: a slice where they lie side by side, else their indices."""
+ALL = slice(None)
+
+
+class Part(NamedTuple):
+    """Queries of a rank and keys of one buffer, as one variable-length call takes them."""
+
+    q_rows: Rows
+    k_rows: Rows
+    cu_q: NDArray[np.int32]
+    cu_k: NDArray[np.int32]
+    causal: bool
+
+
+class Plan(NamedTuple):
+    """What a rank does when keys are gathered.
+
+    Attributes
+    ----------
+    sends : tuple of Rows
+        Rows that each rank sends, one gather each. The buffer holds gather behind gather, in each rank 0's
+        rows first.
+    local : tuple of Part
+        Over the rank's own keys: what needs no communication.
+    gathered : tuple of Part
+        Over the buffer.
+    """
+
+    sends: tuple[Rows, ...]
+    local: tuple[Part, ...]
+    gathered: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The tokens of one rank.
+
+    Parameters
+    ----------
+    lengths : tuple of int
+        Tokens of each whole sequence.
+    rank, world_size : int
+    zigzag : bool
+
+    Raises
+    ------
+    ValueError
+        If the rank is out of range, or a sequence cannot be cut into equal chunks.
+
+    Examples
+    --------
+    >>> Shard((8, 16), 1, 2).rows
+    array([ 2,  3,  4,  5, 12, 13, 14, 15, 16, 17, 18, 19])
+    """
+
+    lengths: tuple[int, ...]
+    rank: int
+    world_size: int
+    zigzag: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank}: it must be from 0 to world_size - 1 = {self.world_size - 1}")
+        for sequence, length in enumerate(self.lengths):
+            if length < 0 or length % self.pieces:
+                raise ValueError(
+                    f"sequence {sequence} has {length} tokens: on {self.world_size} ranks its length must be "
+                    f"a multiple of {self.pieces}; pad it"
+                )
+
+    @property
+    def pieces(self) -> int:
+        """Chunks of a whole sequence."""
+        return self.world_size * (2 if self.zigzag else 1)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks of each sequence that this rank holds."""
+        return self.held_by(self.rank)
+
+    def held_by(self, rank: int) -> tuple[int, ...]:
+        """The chunks of each sequence that a rank holds."""
+        return (rank, self.pieces - 1 - rank) if self.zigzag else (rank,)
+
+    @property
+    def chunk_lengths(self) -> NDArray[np.int64]:
+        """Tokens of a chunk of each sequence."""
+        return np.array(self.lengths, np.int64) // self.pieces
+
+    @property
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """Prefix sums of the tokens of each sequence that a rank holds."""
+        return _bounds(self.chunk_lengths * len(self.chunks))
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """Place of each of this rank's tokens in the whole stream."""
+        starts, size = _bounds(self.lengths)[:-1].astype(np.int64), self.chunk_lengths
+        return _as_indices([(s + c * n, n) for s, n in zip(starts, size, strict=True) for c in self.chunks])
+
+    @property
+    def position_ids(self) -> NDArray[np.int64]:
+        """Position of each of this rank's tokens in its sequence, as rotary embeddings want it."""
+        starts = np.repeat(_bounds(self.lengths)[:-1], np.diff(self.cu_seqlens))
+        return self.rows - starts
+
+    def half(self, which: int) -> Rows:
+        """This rank's rows of its early (0) or late (1) chunks."""
+        starts, size = self.cu_seqlens[:-1].astype(np.int64), self.chunk_lengths
+        return _as_rows([(s + which * n, n) for s, n in zip(starts, size, strict=True)])
+
+
+@lru_cache(maxsize=256)
+def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1, -1)) -> Plan:
+    """Gathered keys, zigzag chunks.
+
+    Late chunks are gathered before early ones, so they lie in falling order and the early ones behind them in
+    rising order: what a chunk of a single sequence sees before itself is one slice. Without a window a
+    chunk's own keys, its diagonal, come from the rank itself.
+
+    Parameters
+    ----------
+    shard : Shard
+        Zigzag.
+    causal : bool
+    window : (int, int)
+        Keys before and after its own position that a row sees; -1 means no limit.
+    """
+    world, size = shard.world_size, shard.chunk_lengths
+    total, offsets = int(size.sum()), _bounds(size)[:-1].astype(np.int64)
+    place = [world + c if c < world else shard.pieces - 1 - c for c in range(shard.pieces)]  # in the buffer
+
+    def part(which: int, first: int, last: int, *, diagonal: bool) -> Part:
+        """Queries of a half, keys of the chunks from first up to last: in order where a mask needs it."""
+        chunks = range(first, last) if diagonal else sorted(range(first, last), key=place.__getitem__)
+        keys = [(place[c] * total + o, n) for o, n in zip(offsets, size, strict=True) for c in chunks]
+        return Part(shard.half(which), _as_rows(keys), _bounds(size), _bounds(size * len(chunks)), diagonal)
+
+    sends = (shard.half(1), shard.half(0))
+    if window != (-1, -1):
+        left, right = window
+        parts = []
+        for which, chunk in enumerate(shard.chunks):
+            back = -(-left // max(1, int(size.min(initial=left)))) if left >= 0 else shard.pieces
+            if not causal and right != 0:
+                raise NotImplementedError(
+                    f"window={window} without causal: keys behind a chunk would have to be masked by "
+                    "position; pass causal=True"
+                )
+            parts.append(part(which, max(0, chunk - back), chunk + 1, diagonal=True))
+        return Plan(sends, (), tuple(parts))
+    if not causal:
+        return Plan(sends, (), tuple(part(w, 0, shard.pieces, diagonal=False) for w in (0, 1)))
+    bounds = _bounds(np.repeat(size, 2))
+    early, late = shard.chunks
+    gathered = (part(0, 0, early, diagonal=False), part(1, 0, late, diagonal=False))
+    return Plan(sends, (Part(ALL, ALL, bounds, bounds, True),), tuple(p for p in gathered if p.cu_k[-1]))
+
+
+@lru_cache(maxsize=256)
+def ring_parts(shard: Shard, source: int, causal: bool) -> tuple[Part, ...]:
+    """What the keys of one rank, `source`, mean for the queries of another; for either layout.
+
+    Parameters
+    ----------
+    shard : Shard
+        Of the queries.
+    source : int
+        Rank whose keys they are.
+    causal : bool
+    """
+    whole = shard.cu_seqlens
+    if source == shard.rank or not causal:
+        return (Part(ALL, ALL, whole, whole, causal),)
+    if not shard.zigzag:
+        return (Part(ALL, ALL, whole, whole, False),) if source < shard.rank else ()
+    half = _bounds(shard.chunk_lengths)
+    if source < shard.rank:  # its late chunk lies behind both of ours
+        return (Part(ALL, shard.half(0), whole, half, False),)
+    return (Part(shard.half(1), ALL, half, whole, False),)
+
+
+@lru_cache(maxsize=256)
+def llama3_plan(lengths: tuple[int, ...], rank: int, world_size: int, causal: bool) -> Plan:
+    """Gathered keys, the whole stream cut into W equal pieces, wherever sequences end.
+
+    Parameters
+    ----------
+    lengths : tuple of int
+        Tokens of each whole sequence.
+    rank, world_size : int
+    causal : bool
+        Leave out the keys behind the rank's last query.
+
+    Raises
+    ------
+    ValueError
+        If the stream cannot be cut into equal pieces.
+
+    Examples
+    --------
+    >>> part = llama3_plan((5, 3), 1, 2, True).gathered[0]
+    >>> part.cu_q, part.cu_k, part.k_rows
+    (array([0, 1, 4], dtype=int32), array([0, 5, 8], dtype=int32), slice(0, 8, None))
+    """
+    bounds = _bounds(lengths).astype(np.int64)
+    if bounds[-1] % world_size:
+        raise ValueError(
+            f"{bounds[-1]} tokens cannot be shared out among {world_size} ranks: pad them to a multiple"
+        )
+    first, last = (int(bounds[-1]) // world_size * r for r in (rank, rank + 1))
+    mine = np.flatnonzero((bounds[1:] > first) & (bounds[:-1] < last))
+    starts, ends = bounds[mine], bounds[mine + 1]
+    stops = np.minimum(ends, last) if causal else ends
+    cu_q = _bounds(np.minimum(ends, last) - np.maximum(starts, first))
+    keys = slice(int(starts[0]), int(stops[-1])) if len(mine) else slice(0, 0)
+    return Plan((ALL,), (), (Part(ALL, keys, cu_q, _bounds(stops - starts), causal),))
+
+
+def _bounds(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
+    """Prefix sums, from 0."""
+    return np.concatenate([[0], np.cumsum(np.asarray(lengths, np.int64))]).astype(np.int32)
+
+
+def _as_indices(runs: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """Runs of (first row, rows), one behind the other."""
+    return np.concatenate([np.arange(0), *(np.arange(first, first + n) for first, n in runs)])
+
+
+def _as_rows(runs: Sequence[tuple[int, int]]) -> Rows:
+    """Runs of (first row, rows): a slice where they lie side by side."""
+    runs = [run for run in runs if run[1]]
+    if not runs:
+        return slice(0, 0)
+    ends = [first + n for first, n in runs]
+    if all(first == end for (first, _), end in zip(runs[1:], ends, strict=False)):
+        return slice(int(runs[0][0]), int(ends[-1]))
+    return _as_indices(runs)

@@ -1,0 +1,90 @@
+"""Processes that stay for many tests, each a rank of a gloo group: torch takes seconds to import."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 60.0
+
+
+def serve(rank: int, size: int, store: str, pipe: Connection, timeout: float) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
+    )
+    while True:
+        work = pipe.recv()
+        if work is None:
+            break
+        function, arguments = work
+        try:
+            pipe.send((True, function(rank, size, *arguments)))
+        except Exception as error:
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """A group of processes.
+
+    Parameters
+    ----------
+    size : int
+    timeout : float
+        Seconds that a collective waits for a rank.
+    """
+
+    def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        store = str(Path(self.folder.name, "store"))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["kvlab.parallel", "kvlab.ops.cpu.attention"])
+        pipes = [context.Pipe() for _ in range(size)]
+        self.pipes = [mine for mine, _ in pipes]
+        self.processes = [
+            context.Process(target=serve, args=(rank, size, store, other, timeout), daemon=True)
+            for rank, (_, other) in enumerate(pipes)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call ``function(rank, size, *arguments)`` on each rank."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+
+    def outcomes(self, ranks: list[int] | None = None) -> list[tuple[bool, Any]]:
+        """Wait for what ranks return, or for the text of what they raise."""
+        found = []
+        for rank in range(len(self.pipes)) if ranks is None else ranks:
+            if not self.pipes[rank].poll(2 * TIMEOUT):
+                raise TimeoutError(f"rank {rank} of {len(self.pipes)} says nothing")
+            found.append(self.pipes[rank].recv())
+        return found
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call ``function(rank, size, *arguments)`` on each rank; return the results by rank."""
+        self.start(function, *arguments)
+        outcomes = self.outcomes()
+        failures = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(outcomes) if not fine]
+        assert not failures, "\n".join(failures)
+        return [result for _, result in outcomes]
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(5)
+            process.kill()
+        self.folder.cleanup()

@@ -1,0 +1,156 @@
+"""Every token stands on one rank, and every pair of a query and a key that it sees is computed once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvlab.parallel.layout import (
+    Part,
+    Plan,
+    Rows,
+    Shard,
+    llama3_plan,
+    ring_parts,
+    zigzag_llama3_plan,
+)
+
+WORLDS = st.integers(1, 64)
+CHUNKS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+def indices(rows: Rows, total: int) -> NDArray[np.int64]:
+    return np.arange(total)[rows]
+
+
+def seen(part: Part, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> Counter[tuple[int, int]]:
+    """Pairs of places in the stream that a variable-length call of this part computes."""
+    mine, theirs = queries[part.q_rows], keys[part.k_rows]
+    assert len(mine) == part.cu_q[-1]
+    assert len(theirs) == part.cu_k[-1]
+    found: Counter[tuple[int, int]] = Counter()
+    for b in range(len(part.cu_q) - 1):
+        rows, columns = mine[part.cu_q[b] : part.cu_q[b + 1]], theirs[part.cu_k[b] : part.cu_k[b + 1]]
+        for n, row in enumerate(rows):
+            last = len(columns) - len(rows) + n + 1 if part.causal else len(columns)
+            found.update((int(row), int(key)) for key in columns[: max(0, last)])
+    return found
+
+
+def wanted(lengths: tuple[int, ...], causal: bool, left: int = -1) -> Counter[tuple[int, int]]:
+    found: Counter[tuple[int, int]] = Counter()
+    start = 0
+    for n in lengths:
+        for i in range(n):
+            first = max(0, i - left) if left >= 0 else 0
+            found.update((start + i, start + j) for j in range(first, i + 1 if causal else n))
+        start += n
+    return found
+
+
+def gathered(plan: Plan, shards: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Places in the stream of the rows of the buffer."""
+    pieces = [rows[indices(sends, len(rows))] for sends in plan.sends for rows in shards]
+    return np.concatenate(pieces)
+
+
+@given(WORLDS, CHUNKS, st.booleans())
+def test_every_token_stands_on_one_rank_at_its_position(world: int, chunks: list[int], zigzag: bool) -> None:
+    lengths = tuple(n * world * (2 if zigzag else 1) for n in chunks)
+    shards = [Shard(lengths, rank, world, zigzag) for rank in range(world)]
+    assert sorted(np.concatenate([s.rows for s in shards])) == list(range(sum(lengths)))
+    stream = np.concatenate([np.arange(n) for n in lengths])
+    for shard in shards:
+        assert shard.cu_seqlens[-1] == len(shard.rows) == sum(lengths) // world
+        np.testing.assert_array_equal(shard.position_ids, stream[shard.rows])
+
+
+@given(st.integers(1, 6), CHUNKS, st.booleans())
+def test_gathered_zigzag_computes_every_pair_once(world: int, chunks: list[int], causal: bool) -> None:
+    lengths = tuple(n * world * 2 for n in chunks)
+    shards = [Shard(lengths, rank, world) for rank in range(world)]
+    found: Counter[tuple[int, int]] = Counter()
+    for shard in shards:
+        plan = zigzag_llama3_plan(shard, causal)
+        for part in plan.local:
+            found += seen(part, shard.rows, shard.rows)
+        for part in plan.gathered:
+            found += seen(part, shard.rows, gathered(plan, [s.rows for s in shards]))
+    assert found == wanted(lengths, causal)
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 30))
+def test_a_window_loses_no_key_that_it_lets_see(world: int, chunks: list[int], left: int) -> None:
+    lengths = tuple(n * world * 2 for n in chunks)
+    shards = [Shard(lengths, rank, world) for rank in range(world)]
+    found: Counter[tuple[int, int]] = Counter()
+    for shard in shards:
+        plan = zigzag_llama3_plan(shard, True, (left, 0))
+        for part in plan.gathered:
+            found += seen(part, shard.rows, gathered(plan, [s.rows for s in shards]))
+    assert max(found.values()) == 1
+    assert wanted(lengths, True, left) <= found <= wanted(lengths, True)
+
+
+@given(st.integers(1, 6), CHUNKS, st.booleans(), st.booleans())
+def test_a_ring_computes_every_pair_once(world: int, chunks: list[int], zigzag: bool, causal: bool) -> None:
+    lengths = tuple(n * world * (2 if zigzag else 1) for n in chunks)
+    shards = [Shard(lengths, rank, world, zigzag) for rank in range(world)]
+    found: Counter[tuple[int, int]] = Counter()
+    for shard in shards:
+        for source in range(world):
+            for part in ring_parts(shard, source, causal):
+                found += seen(part, shard.rows, shards[source].rows)
+    assert found == wanted(lengths, causal)
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.booleans())
+def test_llama3_computes_every_pair_once(world: int, lengths: list[int], causal: bool) -> None:
+    lengths = [*lengths, -sum(lengths) % world]
+    total = sum(lengths)
+    found: Counter[tuple[int, int]] = Counter()
+    for rank in range(world):
+        (part,) = llama3_plan(tuple(lengths), rank, world, causal).gathered
+        mine = np.arange(total).reshape(world, -1)[rank]
+        found += seen(part, mine, np.arange(total))
+    assert found == wanted(tuple(lengths), causal)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8, 64])
+def test_zigzag_work_is_the_same_on_every_rank_and_needs_no_copy(world: int) -> None:
+    work = []
+    for rank in range(world):
+        shard = Shard((world * 8,), rank, world)
+        plan = zigzag_llama3_plan(shard, True)
+        assert all(isinstance(part.k_rows, slice) for part in plan.gathered)
+        parts = [(part, np.arange(8)) for part in plan.local]
+        parts += [(part, np.arange(world * 8)) for part in plan.gathered]
+        work.append(sum(seen(part, np.arange(8), keys).total() for part, keys in parts))
+    assert len(set(work)) == 1
+
+
+def test_the_check_of_pairs_sees_a_part_that_is_missing_and_one_too_many() -> None:
+    shard = Shard((8,), 0, 1)
+    (part,) = ring_parts(shard, 0, True)
+    right = seen(part, shard.rows, shard.rows)
+    assert right == wanted((8,), True)
+    assert right + right != wanted((8,), True)
+    assert seen(part._replace(causal=False), shard.rows, shard.rows) != wanted((8,), True)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Shard((8,), 2, 2), "rank=2: it must be from 0 to world_size - 1 = 1"),
+        (lambda: Shard((8, 6), 0, 2), "sequence 1 has 6 tokens.*multiple of 4"),
+        (lambda: llama3_plan((5,), 0, 2, True), "5 tokens cannot be shared out among 2 ranks"),
+    ],
+)
+def test_errors_say_what_does_not_fit(make: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()  # type: ignore[operator]

@@ -1,0 +1,283 @@
+"""Attention of a sequence over several gloo ranks against attention of one process, forward and backward."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import kvlab
+from kvlab import parallel
+from kvlab.errors import RankError
+from tests.parallel.ranks import Ranks
+
+Tensor = torch.Tensor
+LENGTHS = (48, 16, 0, 64)
+FUNCTIONS = ("zigzag_llama3", "llama3", "ring", "zigzag_ring")
+WORLDS = (1, 2, 4)
+
+
+def bounds(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32)
+
+
+def inputs(lengths: tuple[int, ...], dtype: torch.dtype, seed: int = 0, size: float = 1.0) -> list[Tensor]:
+    """q, k, v and dout of all ranks: 6 heads on 3 of 16 channels."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(sum(lengths), heads, 16) for heads in (6, 3, 3, 6)]
+    return [size * torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def whole(lengths: tuple[int, ...], arrays: list[Tensor], **options: Any) -> list[Tensor]:
+    """Out, dq, dk and dv of one process, float32 inside."""
+    q, k, v, dout = (x.float() for x in arrays)
+    cu, longest = bounds(lengths), max(lengths)
+    out, lse = kvlab.attention_varlen(q, k, v, cu, cu, longest, longest, return_lse=True, **options)
+    gradients = kvlab.attention_varlen_backward(dout, q, k, v, out, lse, cu, cu, longest, longest, **options)
+    return [out, *gradients]
+
+
+def on_rank(
+    rank: int, size: int, function: str, lengths: tuple[int, ...], dtype: torch.dtype, seed: int,
+    options: dict[str, Any], scale: float = 1.0,
+) -> list[Tensor]:  # fmt: skip
+    """This rank's rows of out, dq, dk and dv, and where they stand in the stream."""
+    arrays, cu = inputs(lengths, dtype, seed, scale), bounds(lengths)
+    stream = torch.arange(sum(lengths))
+    if function == "llama3":
+        take = lambda x: x.chunk(size)[rank]  # noqa: E731
+    else:
+        take = lambda x: parallel.extract_local(x, cu, zigzag="zigzag" in function)  # noqa: E731
+    q, k, v, dout = (take(x).clone() for x in arrays)
+    for x in (q, k, v):
+        x.requires_grad_()
+    mine, longest = cu // size, max(lengths) // size
+    window = options.pop("window", (-1, -1))
+    if function == "zigzag_llama3":
+        out = parallel.zigzag_llama3_flash_attn_varlen_func(
+            q, k, v, mine, cu, longest, max(lengths), 2, window_size=window, **options
+        )
+    elif function == "llama3":
+        prepared = parallel.llama3_flash_attn_prepare_cu_seqlens(cu, options["causal"], rank, size)
+        out = parallel.llama3_flash_attn_varlen_func(
+            q, k, v, *prepared[:4], 2, prepared[4], window_size=window, **options
+        )
+    else:
+        call = getattr(parallel, f"{function}_flash_attn_varlen_func")
+        out = call(q, k, v, mine, longest, **options)
+    out.backward(dout)
+    return [
+        x.detach().numpy()
+        for x in (out.float(), q.grad.float(), k.grad.float(), v.grad.float(), take(stream))
+    ]
+
+
+def gathered(results: list[list[Any]]) -> list[Tensor]:
+    """Rows of all ranks where they stand."""
+    order = np.argsort(np.concatenate([result[-1] for result in results]))
+    return [torch.tensor(np.concatenate(parts)[order]) for parts in list(zip(*results, strict=True))[:-1]]
+
+
+def assert_near(found: list[Tensor], wanted: list[Tensor], limit: float, gradients: float) -> None:
+    for name, one, other in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+        error = (one - other).abs().max().item() / max(1.0, other.abs().max().item())
+        assert error <= (limit if name == "out" else gradients), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_ranks_together_give_what_one_process_gives(
+    ranks: Any, function: str, causal: bool, size: int
+) -> None:
+    options = {"causal": causal}
+    found = gathered(ranks(size)(on_rank, function, LENGTHS, torch.float32, 3, options))
+    assert_near(found, whole(LENGTHS, inputs(LENGTHS, torch.float32, 3), causal=causal), 2e-6, 2e-6)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
+def test_error_of_16_bit_floats_does_not_grow_with_the_ranks(
+    ranks: Any, function: str, dtype: torch.dtype, limit: float
+) -> None:
+    wanted = whole(LENGTHS, inputs(LENGTHS, dtype, 5), causal=True)
+    for size in WORLDS:
+        found = gathered(ranks(size)(on_rank, function, LENGTHS, dtype, 5, {"causal": True}))
+        assert_near(found, wanted, limit, limit)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_large_inputs(ranks: Any, function: str) -> None:
+    wanted = whole(LENGTHS, inputs(LENGTHS, torch.float32, 7, 10.0), causal=True)
+    found = gathered(ranks(2)(on_rank, function, LENGTHS, torch.float32, 7, {"causal": True}, 10.0))
+    assert_near(found, wanted, 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("left", [0, 5, 30])
+def test_windows(ranks: Any, left: int) -> None:
+    options = {"causal": True, "window": (left, 0)}
+    wanted = whole(LENGTHS, inputs(LENGTHS, torch.float32, 9), causal=True, window=(left, 0))
+    found = gathered(ranks(2)(on_rank, "zigzag_llama3", LENGTHS, torch.float32, 9, options))
+    assert_near(found, wanted, 2e-6, 2e-6)
+
+
+def two_calls(rank: int, size: int) -> bool:
+    """Whether two forward calls and then their backward calls give what each call gives by itself."""
+    cu, results = bounds((32,)), []
+    arguments = (cu // size, cu, 32, 32, 1)
+
+    def leaves(seed: int) -> list[Tensor]:
+        arrays = inputs((32,), torch.float32, seed)[:3]
+        return [parallel.extract_local(x, cu).requires_grad_() for x in arrays]
+
+    for together in (False, True):
+        calls = []
+        for seed in (1, 2):
+            mine = leaves(seed)
+            calls.append(
+                (mine, parallel.zigzag_llama3_flash_attn_varlen_func(*mine, *arguments, causal=True))
+            )
+            if not together:
+                calls[-1][1].square().sum().backward()
+        if together:
+            sum(out.square().sum() for _, out in calls).backward()
+        results.append([x for mine, out in calls for x in (out.detach(), *(y.grad for y in mine))])
+    return all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_calls_under_way_together_share_no_buffer(ranks: Any) -> None:
+    assert all(ranks(2)(two_calls))
+
+
+def memory(rank: int, size: int, calls: int) -> tuple[int, int]:
+    """Bytes of tensors alive before and after many calls."""
+    import gc
+
+    cu = bounds((8 * size,))
+    q, k, v, _ = (parallel.extract_local(x, cu) for x in inputs((8 * size,), torch.float32))
+
+    def alive() -> int:
+        gc.collect()
+        return sum(x.nbytes for x in gc.get_objects() if type(x) is Tensor)
+
+    before = 0
+    for n in range(calls):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        parallel.zigzag_llama3_flash_attn_varlen_func(
+            *leaves, cu // size, cu, 8 * size, 8 * size, 1, causal=True
+        ).sum().backward()
+        if n == 10:
+            before = alive()
+    return before, alive()
+
+
+def test_many_calls_keep_no_memory(ranks: Any) -> None:
+    assert all(before == after for before, after in ranks(2)(memory, 100))
+
+
+def in_groups(rank: int, size: int) -> bool:
+    """Two groups of two ranks each compute their own sequence."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[rank % 2]
+    cu = bounds((32,))
+    arrays = inputs((32,), torch.float32, rank % 2)
+    wanted = whole((32,), arrays, causal=True)[0]
+    for name in ("zigzag_llama3", "zigzag_ring"):
+        q, k, v, _ = (parallel.extract_local(x, cu, group=group) for x in arrays)
+        if name == "zigzag_ring":
+            out = parallel.zigzag_ring_flash_attn_func(q[None], k[None], v[None], causal=True, group=group)[0]
+        else:
+            out = parallel.zigzag_llama3_flash_attn_varlen_func(
+                q, k, v, cu // 2, cu, 16, 32, 3, causal=True, group=group
+            )
+        there = parallel.scatter_local(torch.zeros_like(wanted), out, cu, group=group)
+        mine = parallel.extract_local(torch.arange(32), cu, group=group)
+        assert torch.allclose(there[mine], wanted[mine], atol=1e-6)
+        assert not there[[n for n in range(32) if n not in mine]].any()
+    return True
+
+
+def test_groups_and_sequences_of_one_length(ranks: Any) -> None:
+    assert all(ranks(4)(in_groups))
+
+
+def dead_neighbour(rank: int, size: int, last_words: bool) -> str:
+    """Rank 1 ends, or does nothing; the others call a collective."""
+    import os
+    import time
+
+    if rank == 1:
+        if last_words:
+            os._exit(1)
+        time.sleep(30)
+    cu = bounds((32,))
+    q, k, v, _ = (parallel.extract_local(x, cu) for x in inputs((32,), torch.float32))
+    try:
+        parallel.zigzag_llama3_flash_attn_varlen_func(q, k, v, cu // size, cu, 32, 32, 1, causal=True)
+    except RankError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_dies_or_hangs_ends_the_others_in_time(dies: bool) -> None:
+    import time
+
+    group = Ranks(2, timeout=3)
+    try:
+        begun = time.monotonic()
+        group.start(dead_neighbour, dies)
+        ((fine, words),) = group.outcomes([0])
+        assert fine, words
+        assert "a rank of the group died or did not answer" in words
+        assert time.monotonic() - begun < 25
+    finally:
+        group.close()
+
+
+def test_a_call_without_a_process_group_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group first"):
+        parallel.extract_local(torch.zeros(4), [0, 4])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cu_seqlens_q": [0, 10]}, r"cu_seqlens_q=\[0, 10\]: on 1 ranks cu_seqlens_k means \[0, 32\]"),
+        ({"cu_seqlens_k": [1, 32]}, "cu_seqlens_k=.*rise from 0"),
+        ({"max_seqlen_k": 31}, "max_seqlen_k=31: the longest sequence has 32 tokens"),
+        ({"heads_k_stride": 4}, "heads_k_stride"),
+        ({"local_k_slice": slice(0, 16)}, "local_k_slice=.*all keys"),
+        ({"dropout_p": 0.1}, "dropout_p=0.1"),
+        ({"window_size": (3, 3)}, "causal"),
+    ],
+)
+def test_errors_name_the_argument(ranks: Any, change: dict[str, Any], words: str) -> None:
+    group = ranks(1)
+    group.start(wrong_call, change)
+    ((fine, text),) = group.outcomes()
+    assert not fine
+    assert re.search(words, text), text
+
+
+def wrong_call(rank: int, size: int, change: dict[str, Any]) -> None:
+    q, k, v, _ = inputs((32,), torch.float32)
+    arguments = {
+        "cu_seqlens_q": [0, 32], "cu_seqlens_k": [0, 32], "max_seqlen_q": 32, "max_seqlen_k": 32,
+        "heads_k_stride": 1,
+    } | change  # fmt: skip
+    parallel.zigzag_llama3_flash_attn_varlen_func(q, k, v, **arguments)
+
+
+def test_the_comparison_rejects_a_rank_in_the_wrong_place() -> None:
+    arrays = inputs(LENGTHS, torch.float32)
+    right = whole(LENGTHS, arrays, causal=True)
+    assert_near(right, right, 0, 0)
+    with pytest.raises(AssertionError, match="out"):
+        assert_near([right[0].roll(1, 0), *right[1:]], right, 1e-3, 1e-2)
+    with pytest.raises(AssertionError, match="dk"):
+        assert_near([*right[:2], right[2] * 1.1, right[3]], right, 1e-3, 1e-2)
