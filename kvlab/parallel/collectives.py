@@ -7,8 +7,11 @@ that died, or that does not answer within the timeout of its process group, ends
 
 from __future__ import annotations
 
+import datetime
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -24,8 +27,11 @@ __all__ = [
     "all_gather",
     "exchange",
     "filled",
+    "largest",
     "on_device",
     "place_of",
+    "process_group",
+    "random_inputs",
     "reduce_scatter",
     "with_gradients",
 ]
@@ -52,6 +58,35 @@ class Pending(NamedTuple):
         for work in self.works:
             _told(work.wait, self.what)
         return self.result
+
+
+@contextmanager
+def process_group(timeout: datetime.timedelta) -> Iterator[tuple[int, int, str]]:
+    """Join the group of all ranks that torchrun started, and leave it: rank, ranks and the device to use."""
+    rank, here = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(here)
+    alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, **alone)
+    try:
+        yield rank, dist.get_world_size(), f"cuda:{here}" if on_gpu else "cpu"
+    finally:
+        dist.destroy_process_group()
+
+
+def random_inputs(shapes: Sequence[tuple[int, ...]], dtype: str, device: str) -> list[Tensor]:
+    """Return normally distributed tensors, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    kind = getattr(torch, dtype)
+    return [torch.randn(shape, generator=generator).to(device, kind) for shape in shapes]
+
+
+def largest(values: Sequence[float], device: str) -> list[float]:
+    """Return the largest of each value on any rank of the group of all."""
+    numbers = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return list(numbers.tolist())
 
 
 def place_of(group: Any) -> tuple[int, int]:

@@ -1,0 +1,32 @@
+"""`python -m kvlab.parallel.check`: right as it is, wrong when a function is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvlab.parallel import check
+
+
+def test_two_ranks_from_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "kvlab.parallel.check", "--tokens", "48", "--heads", "4", "2", "--head-dim", "16"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "2 ranks, 96 tokens, float32: all right" in result.stdout
+    assert result.stdout.count("right: errors") == 4
+
+
+def test_a_wrong_function_is_seen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ring = check.parallel.ring_flash_attn_varlen_func
+    wrong: Any = lambda *arguments, **options: 1.1 * ring(*arguments, **options)  # noqa: E731
+    monkeypatch.setattr(check.parallel, "ring_flash_attn_varlen_func", wrong)
+    assert check.main(["--tokens", "16", "--head-dim", "8"]) == 1
+    text = capsys.readouterr().out
+    assert "ring          WRONG" in text
+    assert "zigzag_llama3 right" in text
