@@ -91,8 +91,8 @@ def _errors(
         )
     elif function == "llama3":
         like = on_device(bounds, q)
-        *sizes, keys = parallel.llama3_flash_attn_prepare_cu_seqlens(like, True, rank, size)
-        out = parallel.llama3_flash_attn_varlen_func(q, k, v, *sizes, 1, keys, causal=True)
+        prepared = parallel.llama3_flash_attn_prepare_cu_seqlens(like, True, rank, size)
+        out = parallel.llama3_flash_attn_varlen_func(q, k, v, *prepared[:4], 1, prepared[4], causal=True)
     else:
         ring = getattr(parallel, f"{function}_flash_attn_varlen_func")
         out = ring(q, k, v, bounds // size, longest // size, causal=True)

@@ -67,8 +67,9 @@ def process_group(timeout: datetime.timedelta) -> Iterator[tuple[int, int, str]]
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(here)
-    alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, **alone)
+    alone: dict[str, Any] = {"rank": 0, "world_size": 1, "store": torch._C._distributed_c10d.HashStore()}
+    started = {} if "RANK" in os.environ else alone
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, **started)
     try:
         yield rank, dist.get_world_size(), f"cuda:{here}" if on_gpu else "cpu"
     finally:
