@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache.cuda.store import UNIT, DeviceStore
+from kvlab.cache.store import UNIT, DeviceStore
 from kvlab.pages import LayerPages, read_tokens
 from tests.allocations import fail_everywhere
 
@@ -112,11 +112,11 @@ def failures_of_cache(
     ]
     found = []
     for work in works:
-        batch, lengths, before = cache.batch, list(cache._road._device.lengths), pages_of(cache)
+        batch, lengths, before = cache.batch, list(cache._runner._device.lengths), pages_of(cache)
 
         def unchanged(batch: int = batch, lengths: Any = lengths, before: Any = before) -> None:
-            assert cache._road._device.lengths == lengths
-            assert cache.batch == cache._road._device.store.batch == batch
+            assert cache._runner._device.lengths == lengths
+            assert cache.batch == cache._runner._device.store.batch == batch
             for old, new in zip(before, pages_of(cache), strict=True):
                 assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
 

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from kvlab.numba_kernels.cpu.cache_groups import Tables
 
-from kvlab.cache.cuda.plan import PlanShape, decode_bounds, optimum
+from kvlab.cache.plan import PlanShape, decode_bounds, optimum
 from kvlab.reference.cache_layer import (
     PAGE,
     RETRY,

@@ -1,7 +1,7 @@
 """Random stories of a cache on a GPU: every operation in any order, on the cache and on lists of tokens.
 
 Who tells a story says how a cache is made, stepped and checked: on a GPU (tests/gpu/test_cache_stories.py),
-on kernels in NumPy (tests/cache/cuda/test_stories.py). A step is compared with attention over what the pages
+on kernels in NumPy (tests/cache/host/test_stories.py). A step is compared with attention over what the pages
 hold; after each operation budget and memory hold, and every row has its tokens, each once.
 """
 
@@ -195,7 +195,7 @@ class CacheStory(RuleBasedStateMachine):
         assert (cache.seqlen, cache.batch) == (self.length, len(self.rows))
         assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
         assert cache.nbytes <= cache.reserved_nbytes
-        device = cache._road._device
+        device = cache._runner._device
         if device is None:
             return
         check_store(device.store)

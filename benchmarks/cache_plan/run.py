@@ -29,12 +29,13 @@ import numpy as np
 import torch
 
 from kvlab.arrays import cuda_view
-from kvlab.cache.cuda import kernels, plan
-from kvlab.cache.cuda.executor import GPU, GpuKernels
-from kvlab.cache.cuda.store import STATE, DeviceStore
+from kvlab.cache import cuda_kernels as kernels
+from kvlab.cache import plan
+from kvlab.cache.cuda import GPU, GpuKernels
 from kvlab.cache.ladder import ERRORS, parse_bits
 from kvlab.cache.layer import LayerFormat
 from kvlab.cache.score import Collector
+from kvlab.cache.store import STATE, DeviceStore
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
 from kvlab.ops.cuda import packed as packed_cuda

@@ -149,7 +149,7 @@ def measure(model: LlamaForCausalLM, name: str, batch: int, n: int, steps: int) 
 
 def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
     """Microseconds of device time a layer: attention, append, and a plan of all layers."""
-    device = packed._road._device
+    device = packed._runner._device
     layers = packed.num_layers
     q = torch.randn(packed.batch, 1, HEADS_Q, DIM, dtype=torch.bfloat16, device="cuda")
     k, v = tokens(packed.batch, 1)

@@ -5,11 +5,12 @@ and the new tokens exactly and causally; then the new tokens are stored. While t
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
 What lies where: options.py (what a cache is told once), ladder.py (widths), layer.py (what is fixed of a
-layer), budget.py (bytes a row may take), importance.py and score.py (scores), frame.py (the mean taken off
-keys), allocator.py (which page gets which rung, by the optimum), launches.py (a step's two launches),
-contents.py and persistence.py (files). cuda/ has what serves caches on every device: road.py (checks and
-memory), layers.py and long.py (steps and prompts), changes.py (plans), store.py (pages, tables). An executor
-carries it out: cpu.py, or cuda/executor.py.
+layer), budget.py (bytes a row may take), importance.py and score.py (scores; importance_callback.py: a user's
+function), frame.py (the mean taken off keys; waiting.py: tokens that wait for it), runner.py (checks and
+memory), step.py and prefill.py (steps of few and of many tokens), launches.py (a step's launches), state.py
+and store.py (pages, tables, counters), reallocation.py and plan.py (plans, moves; allocator.py: the optimum),
+rows.py (beams, copies, growth), contents.py and persistence.py (files). An executor carries it out:
+cpu.py, or cuda.py with cuda_kernels.py.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from kvlab.arguments import number, whole_number
 from kvlab.arrays import Array, ArrayT
 from kvlab.cache import persistence
 from kvlab.cache.budget import Limit
-from kvlab.cache.cuda.road import Runner, smallest_of
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.layer import Layer, LayerFormat
 from kvlab.cache.options import MOST, CacheOptions, check_device, row_numbers
+from kvlab.cache.runner import Runner, smallest_of
 from kvlab.errors import FormatError
 from kvlab.pages import LayerPages
 
@@ -114,19 +115,19 @@ class MixedPrecisionCache(CacheOptions):
         self._limit = Limit(self, smallest_of(self._layers), self._layers[0].store.fixed_nbytes)
         if self.max_seqlen is not None and not self._limit.fits(self.max_seqlen, self.batch):
             raise self._limit.refusal(self.max_seqlen, self.batch)
-        self._road = Runner(self, self._layers, self._limit)
+        self._runner = Runner(self, self._layers, self._limit)
         self._copies_nothing = self.on_gpu
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What pickles are made of: what the cache holds, on the host."""
-        return _made_of, (type(self), self._options(), self._road.contents())
+        return _made_of, (type(self), self._options(), self._runner.contents())
 
     def _options(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionCache:
         copy = type(self)(**self._options())
-        copy._road.adopt(self._road)
+        copy._runner.adopt(self._runner)
         return copy
 
     def to_cpu(self) -> MixedPrecisionCache:
@@ -141,24 +142,24 @@ class MixedPrecisionCache(CacheOptions):
         >>> copy.seqlen, copy.device
         (100, 'cpu')
         """
-        return _made_of(type(self), self._options() | {"device": "cpu"}, self._road.contents())
+        return _made_of(type(self), self._options() | {"device": "cpu"}, self._runner.contents())
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
     @property
     def seqlen(self) -> int:
         """Number of time steps seen, padding included."""
-        return self._road.seqlen(0)
+        return self._runner.seqlen(0)
 
     @property
     def nbytes(self) -> int:
         """Bytes in live buffers: pages, page table, key frames, exact tokens. On a GPU, waits for it."""
-        return self._road.nbytes()
+        return self._runner.nbytes()
 
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of pools and tables that hold them; on a GPU, from the first step on, all device memory."""
-        return self._road.reserved_nbytes()
+        return self._runner.reserved_nbytes()
 
     @property
     def budget_nbytes(self) -> int | None:
@@ -169,7 +170,7 @@ class MixedPrecisionCache(CacheOptions):
     @property
     def bits_per_element(self) -> float:
         """Bits in live buffers per stored K and V element; 0 for an empty cache. On a GPU, waits for it."""
-        tokens = self._road.tokens()
+        tokens = self._runner.tokens()
         return 8 * self.nbytes / (2 * self.head_dim * tokens) if tokens else 0.0
 
     def smallest_nbytes(self, seqlen: int) -> int:
@@ -199,7 +200,7 @@ class MixedPrecisionCache(CacheOptions):
         shape = (self.num_layers, self.batch, self.num_heads_kv)
         found = {str(rung): np.zeros(shape, np.int64) for rung in names}
         for layer, store in enumerate(stores):
-            counts = self._road.page_counts(layer)
+            counts = self._runner.page_counts(layer)
             for r, rung in enumerate(store.ladder):
                 found[str(rung)][layer] = counts[..., r]
         return found
@@ -209,7 +210,7 @@ class MixedPrecisionCache(CacheOptions):
 
         Pages of ladders come first, then those of exact tokens, if there are any. On a GPU, waits for it.
         """
-        return self._road.pages(self._layer(layer))
+        return self._runner.pages(self._layer(layer))
 
     # ---- what a model calls --------------------------------------------------------------------------------
 
@@ -264,7 +265,7 @@ class MixedPrecisionCache(CacheOptions):
             65,504, the largest number of float16; the cache is as it was.
         """
         layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
-        out: ArrayT = self._road.step(layer, q, k, v, scale, softcap, valid)
+        out: ArrayT = self._runner.step(layer, q, k, v, scale, softcap, valid)
         return out
 
     def append(self, layer: int, k: Array, v: Array, *, valid: Array | None = None) -> None:
@@ -272,7 +273,7 @@ class MixedPrecisionCache(CacheOptions):
 
         Parameters, errors and what waits for a GPU as in `step`.
         """
-        self._road.append(self._layer(layer), k, v, valid)
+        self._runner.append(self._layer(layer), k, v, valid)
 
     def attend(self, layer: int, q: ArrayT, *, scale: float | None = None, softcap: float = 0.0) -> ArrayT:
         """Attend over everything stored; nothing is added.
@@ -281,7 +282,7 @@ class MixedPrecisionCache(CacheOptions):
         tokens have come to some layers and not to the last.
         """
         scale, softcap = self._scores(scale, softcap)
-        out: ArrayT = self._road.attend(self._layer(layer), q, scale, softcap)
+        out: ArrayT = self._runner.attend(self._layer(layer), q, scale, softcap)
         return out
 
     def decode(
@@ -314,7 +315,7 @@ class MixedPrecisionCache(CacheOptions):
         >>> cache.seqlen
         101
         """
-        return self._road.decode(self._layer(layer), *self._scores(scale, softcap))
+        return self._runner.decode(self._layer(layer), *self._scores(scale, softcap))
 
     def step_heads_first(
         self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
@@ -326,7 +327,7 @@ class MixedPrecisionCache(CacheOptions):
         if not self._copies_nothing:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             return self.step(layer, q, k, v, scale=scale, softcap=softcap, valid=valid)
-        return self._road.step_heads_first(layer, q, k, v, scale, softcap, valid)
+        return self._runner.step_heads_first(layer, q, k, v, scale, softcap, valid)
 
     # ---- CUDA graphs ---------------------------------------------------------------------------------------
 
@@ -373,15 +374,15 @@ class MixedPrecisionCache(CacheOptions):
                 cache.replayed()
         """
         steps = whole_number(steps, "steps", 1, MOST)
-        return self._road.prepare(steps)
+        return self._runner.prepare(steps)
 
     def recording(self) -> AbstractContextManager[None]:
         """Inside this block steps are recorded by a CUDA graph: nothing runs, so nothing is counted."""
-        return self._road.recording()
+        return self._runner.recording()
 
     def replayed(self, steps: int = 1) -> None:
         """Count a step of all layers that a CUDA graph has replayed; `prepare` made room for it."""
-        self._road.replayed(steps)
+        self._runner.replayed(steps)
 
     def _layer(self, layer: int) -> int:
         return whole_number(layer, "layer", 0, self.num_layers - 1)
@@ -406,11 +407,11 @@ class MixedPrecisionCache(CacheOptions):
             If a relative budget falls so far that what stays does not fit; the cache is as it was.
         """
         end = self.seqlen - whole_number(n, "n", 0, self.seqlen)
-        self._road.crop(end)
+        self._runner.crop(end)
 
     def reset(self) -> None:
         """Forget everything."""
-        self._road.clear()
+        self._runner.clear()
 
     def reorder(self, rows: Array) -> None:
         """Make row i a copy of the present row `rows[i]`, as beam search does; the batch keeps its size."""
@@ -443,7 +444,7 @@ class MixedPrecisionCache(CacheOptions):
                 "a cache whose importance is a function cannot be saved; choose a policy by name"
             )
         persistence.checked_path(path)
-        states, arrays = self._road.contents()
+        states, arrays = self._runner.contents()
         description = {"version": persistence.FORMAT_VERSION, "arguments": self.saved(), "layers": states}
         persistence.write(path, description, arrays)
 
@@ -467,7 +468,7 @@ class MixedPrecisionCache(CacheOptions):
         try:
             persistence.check_sizes(description, arrays)
             cache = cls(**description["arguments"], device=device)
-            cache._road.fill(description["layers"], arrays)
+            cache._runner.fill(description["layers"], arrays)
         except FormatError:
             raise
         except (KeyError, IndexError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
@@ -475,7 +476,7 @@ class MixedPrecisionCache(CacheOptions):
         return cache
 
     def _take_rows(self, rows: NDArray[np.int64]) -> None:
-        self._road.take_rows(rows)
+        self._runner.take_rows(rows)
         self.batch = len(rows)
 
 
@@ -483,5 +484,5 @@ def _made_of(
     kind: type[MixedPrecisionCache], options: dict[str, Any], contents: tuple[Any, Any]
 ) -> MixedPrecisionCache:
     cache = kind(**options)
-    cache._road.fill(*contents)
+    cache._runner.fill(*contents)
     return cache

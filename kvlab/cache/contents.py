@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.arrays import dtype_name, numpy_dtype
-from kvlab.cache.cuda.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore
 from kvlab.cache.options import MOST
+from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore
 from kvlab.errors import FormatError
 from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
-    from kvlab.cache.cuda.layers import DeviceCache
+    from kvlab.cache.step import DeviceCache
 
 __all__ = ["Arrays", "contents_of", "fill"]
 

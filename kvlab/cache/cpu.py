@@ -1,7 +1,7 @@
 """The kernels of a cache in CPU memory: what the host's side of a cache launches, by Numba on NumPy arrays.
 
 A cache is one model: arenas and tables (store.py), a planner, and some ten launches. `CpuKernels` has these
-launches for a store in host memory, with the arguments of `kvlab.cache.cuda.executor.GpuKernels`: addresses,
+launches for a store in host memory, with the arguments of `kvlab.cache.cuda.GpuKernels`: addresses,
 strides, structs. What a plan decides is `kvlab.reference.cache_plan` on both; same tokens and same importance
 give the same pages. `CPU` has the memory that they work on.
 
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_dtype, to_numpy_view
 from kvlab.cache.cpu_means import MergedTokens, NewRow, freeze_row
 from kvlab.cache.cpu_rows import take_rows
-from kvlab.cache.cuda.plan import PlanShape, choose_on_host, optimum
-from kvlab.cache.cuda.rows import RowMove
-from kvlab.cache.cuda.store import UNIT, DevicePages, DeviceStore
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
+from kvlab.cache.plan import PlanShape, choose_on_host, optimum
+from kvlab.cache.rows import RowMove
+from kvlab.cache.store import UNIT, DevicePages, DeviceStore
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
 from kvlab.pages import PageLayout, decode_importance, encode_importance, side_formats
@@ -160,7 +160,7 @@ class CpuKernels:
         codes: int = 0, valid: int = 0, positions: int = 0, num_new: int = 0, first_position: int = 0,
         window: int = 0, allocator: str = "greedy",
     ) -> None:  # fmt: skip
-        """`kvlab.cache.cuda.plan.launch_plan`: layers are planned side by side, always as if `cropped`."""
+        """`kvlab.cache.plan.launch_plan`: layers are planned side by side, always as if `cropped`."""
         from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
         from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
@@ -204,7 +204,7 @@ class CpuKernels:
     def write_tokens(
         self, first: int, layers: int, lists: tuple[Workspace, int], groups: int, fresh: Any, stream: int
     ) -> None:
-        """`kvlab.cache.cuda.kernels.write_tokens`."""
+        """`kvlab.cache.cuda_kernels.write_tokens`."""
         from kvlab.numba_kernels.cpu.cache_write import write_moves
 
         (workspace, phase), steps = lists, int(fresh["steps"])
@@ -240,7 +240,7 @@ class CpuKernels:
     def copy_pages(
         self, first: int, layers: int, lists: tuple[Workspace, int], copies: int, stream: int
     ) -> None:
-        """`kvlab.cache.cuda.kernels.copy_pages`."""
+        """`kvlab.cache.cuda_kernels.copy_pages`."""
         for layer in range(first, first + layers):
             units = self.store.arenas[layer].reshape(-1, UNIT)
             for source, target, rung in lists[0].copies[layer].tolist():
@@ -253,11 +253,11 @@ class CpuKernels:
         self, layer: int, top: Rung, *, steps: int, group: int, scale: float, softcap: float, observed: int,
         rows: int = 0,
     ) -> AppendCall:  # fmt: skip
-        """`kvlab.cache.cuda.kernels.AppendCall`."""
+        """`kvlab.cache.cuda_kernels.AppendCall`."""
         return AppendCall(self, layer, scale=scale, softcap=softcap, observed=observed, rows=rows)
 
     def rows_of(self, layer: int, rows: int) -> NDArray[np.bool_]:
-        """Which rows (batch,) an append serves, by one of `kvlab.cache.cuda.kernels.ROWS`."""
+        """Which rows (batch,) an append serves, by one of `kvlab.cache.cuda_kernels.ROWS`."""
         waits = self.store.tables["waits"][layer] > 0
         found: NDArray[np.bool_] = (np.ones_like(waits), waits, ~waits)[rows]
         return found
@@ -281,7 +281,7 @@ class CpuKernels:
         lengths[rows] += k.shape[1]
 
     def take_rows(self, move: RowMove, stream: int) -> None:
-        """Let rows become others; see `kvlab.cache.cuda.rows`."""
+        """Let rows become others; see `kvlab.cache.rows`."""
         for layer in range(len(self.store.stores)):
             take_rows(self.store, layer, move)
 
@@ -289,7 +289,7 @@ class CpuKernels:
         self, layer: int, fresh: Any, addresses: Sequence[int], before: int, stream: int, *, room: int,
         force: bool,
     ) -> None:  # fmt: skip
-        """`kvlab.cache.cuda.kernels.freeze_means`."""
+        """`kvlab.cache.cuda_kernels.freeze_means`."""
         batch, head_dim = self.store.batch, self.store.head_dim
         dtype, steps, heads = "float32", int(fresh["steps"]), self.store.heads
         total, mask, codes = before + steps, int(fresh["valid"]), int(fresh["importance"])
@@ -309,7 +309,7 @@ class CpuKernels:
             freeze_row(self.store, layer, row, new, merged, room, force)
 
     def crop_rows(self, end: int, stream: int) -> None:
-        """`kvlab.cache.cuda.kernels.crop_rows`."""
+        """`kvlab.cache.cuda_kernels.crop_rows`."""
         for layer in range(len(self.store.stores)):
             tables = self._whole_tables(layer)
             self.store.tables["seqlen"][layer] = end
@@ -342,7 +342,7 @@ class CpuKernels:
         return 4 * 64 * rows
 
     def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
-        """`kvlab.cache.cuda.kernels.merge_rows`."""
+        """`kvlab.cache.cuda_kernels.merge_rows`."""
         batch, steps, heads = shape
         full, dtype = (*shape, self.store.head_dim), "float32"
         out, other = (array_at(addresses[i], full, dtype) for i in (0, 2))
@@ -396,7 +396,7 @@ class CpuKernels:
 
 
 class AppendCall:
-    """The append of one layer; arguments of a call as those of `kvlab.cache.cuda.kernels.AppendCall`."""
+    """The append of one layer; arguments of a call as those of `kvlab.cache.cuda_kernels.AppendCall`."""
 
     def __init__(
         self, kernels: CpuKernels, layer: int, *, scale: float, softcap: float, observed: int, rows: int

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.cuda.store import UNIT, WAITING_PAGES, DeviceStore
 from kvlab.cache.frame import LAST, key_mean
+from kvlab.cache.store import UNIT, WAITING_PAGES, DeviceStore
 from kvlab.pages import RAW, TOKENS_PER_PAGE, read_tokens, write_tokens
 
 __all__ = ["MergedTokens", "NewRow", "freeze_row"]
@@ -32,7 +32,7 @@ class NewRow(NamedTuple):
 
 
 class MergedTokens(NamedTuple):
-    """What the plan is given of all rows, as `kvlab.cache.cuda.waiting.Merged`; None: there is none."""
+    """What the plan is given of all rows, as `kvlab.cache.waiting.Merged`; None: there is none."""
 
     before: int
     k: Any

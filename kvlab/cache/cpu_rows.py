@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.cuda.rows import RowMove
-from kvlab.cache.cuda.store import UNIT, WAITING_PAGES, DeviceStore
+from kvlab.cache.rows import RowMove
+from kvlab.cache.store import UNIT, WAITING_PAGES, DeviceStore
 
 __all__ = ["take_rows"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cache.cuda.numpy_gpu import Kernels, install
+from tests.cache.host.noted import Kernels, install
 
 
 @pytest.fixture

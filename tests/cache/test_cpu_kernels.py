@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
-from kvlab.cache.cuda.changes import ladder_of
-from kvlab.cache.cuda.kernels import NEW_TOKENS, OBSERVED, new_tokens
-from kvlab.cache.cuda.plan import PlanShape, spare_nbytes
-from kvlab.cache.cuda.store import UNIT, DeviceStore
+from kvlab.cache.cuda_kernels import NEW_TOKENS, OBSERVED, new_tokens
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.layer import LayerFormat
+from kvlab.cache.plan import PlanShape, spare_nbytes
+from kvlab.cache.reallocation import ladder_of
+from kvlab.cache.store import UNIT, DeviceStore
 from kvlab.ops.attention import attention
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import (
@@ -29,7 +29,7 @@ from kvlab.pages import (
     write_tokens,
 )
 from kvlab.reference.pages import rotate
-from tests.cache.cuda.numpy_gpu import Kernels, view
+from tests.cache.host.noted import Kernels, view
 
 LADDERS = ("2,3,4,8", "k3v2,k4v2,8", "0,4", "4,16", "k2v4,k8v16")
 BATCH, HEADS, GROUP = 2, 2, 2

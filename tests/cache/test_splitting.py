@@ -30,7 +30,7 @@ from kvlab.lab.quality.text import cut_windows
 from kvlab.pages import read_tokens
 from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard
-from tests.cache.cuda.numpy_gpu import Kernels
+from tests.cache.host.noted import Kernels
 from tests.compare import assert_accurate, low_precision_attention, wrong_attention
 from tests.held import tokens_in
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 
-from kvlab.cache import cpu
+from kvlab.cache import cpu, runner
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.cuda import road
-from kvlab.cache.cuda.store import UNIT
+from kvlab.cache.store import UNIT
 from kvlab.reference.cache_layer import Layer, Rung, Tokens
 from kvlab.reference.cache_plan import plan
 from tests.plans import CHOICES
@@ -67,7 +66,7 @@ class ByTheOracle(Twins):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setitem(road.EXECUTORS, "cuda", Oracle())
+        self.patch.setitem(runner.EXECUTORS, "cuda", Oracle())
 
     def teardown(self) -> None:
         self.patch.undo()

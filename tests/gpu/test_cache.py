@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import kvlab
-from kvlab.cache.cuda import plan
-from kvlab.cache.cuda.executor import GPU
+from kvlab.cache import plan
+from kvlab.cache.cuda import GPU
 from kvlab.cache.frame import LAST, key_mean
 from kvlab.errors import BudgetError
 from kvlab.ops.cuda import attention as attention_cuda
@@ -45,7 +45,7 @@ def check_state(cache: Any, held: list[list[int]]) -> None:
     """The budget holds, and every row of every head holds its tokens, each once."""
     assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
     assert cache.nbytes <= cache.reserved_nbytes
-    assert not any(cache._road._device.changes.trouble(layer) for layer in range(LAYERS))
+    assert not any(cache._runner._device.changes.trouble(layer) for layer in range(LAYERS))
     for pages in pages_of(cache):
         pages.check_entries()
         for row in range(cache.batch):
@@ -63,11 +63,11 @@ def step(
 ) -> list[np.ndarray]:
     """One step of all layers; one of them is compared with float64."""
     results = []
-    device = cache._road._device
+    device = cache._runner._device
     if device is not None and steps <= 16:  # a step of few tokens that lacks room plans before it attends
         for layer in range(LAYERS):
             if device.room[layer] < steps:
-                cache._road._make_room(device, layer, steps)
+                cache._runner._make_room(device, layer, steps)
     judged = int(rng.integers(LAYERS)) if compared else -1
     for layer in range(LAYERS):
         # Where bytes are few, a layer may close up the pages of all.
@@ -179,7 +179,7 @@ def test_the_mean_of_keys_does_not_depend_on_the_parts(parts: list[int]) -> None
         assert cache.nbytes <= cache.budget_nbytes
     step(cache, rng, 1)
     check_state(cache, [[*range(first + 1)], [*range(50, first + 1)]])
-    assert not cache._road._device.read("waits")[0].any()
+    assert not cache._runner._device.read("waits")[0].any()
     for pages in pages_of(cache):
         for row in range(2):
             wanted = key_mean(tokens[1][row][valid[row]].astype(np.float32)[:LAST])
@@ -382,7 +382,7 @@ def test_lack_of_memory_at_any_allocation() -> None:
     found = failures_of_cache(cache, new, many, modules, torch.OutOfMemoryError("CUDA out of memory"))
     assert found[0] > 0
     assert min(found[2:]) > 0
-    assert (cache.batch, cache._road._device.lengths) == (4, [192, 192])
+    assert (cache.batch, cache._runner._device.lengths) == (4, [192, 192])
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.cache.cuda import plan
-from kvlab.cache.cuda.store import STATE
+from kvlab.cache import plan
+from kvlab.cache.store import STATE
 from kvlab.reference.cache_layer import RETRY, Change, Layer, Tokens
 from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, story_budget
 

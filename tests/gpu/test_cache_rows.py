@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cpu import CPU
-from kvlab.cache.cuda.rows import MOVED, move_rows, reorder_rows
-from kvlab.cache.cuda.store import DeviceStore
+from kvlab.cache.rows import MOVED, move_rows, reorder_rows
+from kvlab.cache.store import DeviceStore
 from tests.gpu.packed_cases import to_torch
 from tests.gpu.test_cache import draw, make, step
 from tests.held import check_store, contents_of
@@ -56,7 +56,7 @@ def filled(batch: int = 4, **options: Any) -> Any:
 @pytest.mark.parametrize("rows", ROWS)
 def test_reorder(rows: list[int]) -> None:
     cache = filled()
-    device, before = cache._road._device, contents_of(cache)
+    device, before = cache._runner._device, contents_of(cache)
     device.settle(0)
     host = on_host(device.store)
     reorder_rows(host, CPU.kernels(host), np.array(rows), 0)
@@ -77,11 +77,11 @@ def test_reorder(rows: list[int]) -> None:
 @pytest.mark.parametrize("rows", [[1, 3], [0, 0, 1, 1, 2, 2, 3, 3], [2]])
 def test_new_memory(rows: list[int]) -> None:
     cache = filled()
-    old = cache._road._device.store
-    cache._road._device.settle(0)
+    old = cache._runner._device.store
+    cache._runner._device.settle(0)
     before = on_host(old)
     cache.select(np.array(rows))
-    new = cache._road._device.store
+    new = cache._runner._device.store
     host = on_host(new)
     for table in host.tables.values():
         table[...] = 0
@@ -96,8 +96,8 @@ def test_new_memory(rows: list[int]) -> None:
 def test_a_crop_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of budgets that do not fall; neither do reorder, select and repeat."""
     cache = filled(plan_length=4096)
-    cache._road._device.settle(0)
-    monkeypatch.setattr(type(cache._road._executor), "to_host", None)
+    cache._runner._device.settle(0)
+    monkeypatch.setattr(type(cache._runner._executor), "to_host", None)
     cache.crop(9)
     cache.reorder(np.array([1, 0, 3, 3]))
     cache.select(np.array([3, 0]))

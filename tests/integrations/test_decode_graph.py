@@ -17,8 +17,8 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.integrations import decode_graph
 from kvlab.integrations.decode_graph import DecodeGraph, replayed_steps
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
-from tests.cache.cuda.cases import LAYERS, check_state, draw, make
-from tests.cache.cuda.numpy_gpu import install
+from tests.cache.host.cases import LAYERS, check_state, draw, make
+from tests.cache.host.noted import install
 from tests.integrations.models import tiny, tokens
 
 register()

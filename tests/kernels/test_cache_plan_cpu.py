@@ -11,7 +11,7 @@ from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
 from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
 from kvlab.cache.cpu import chunks_of, levels_of
-from kvlab.cache.cuda.plan import choose_on_host
+from kvlab.cache.plan import choose_on_host
 from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens
 from kvlab.reference.cache_plan import Choose, by_price, plan, uniform
 from tests.plans import (

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import Phase, settings
 
 from kvlab.ops.packed import packed_attention
-from tests.cache.cuda.cases import draw, make, step
-from tests.cache.cuda.numpy_gpu import install
+from tests.cache.host.cases import draw, make, step
+from tests.cache.host.noted import install
 from tests.held import pages_of
 from tests.stories import CacheStory
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlab.cache import runner
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.cuda import road
-from tests.cache.cuda.cases import LAYERS, check_state, draw, make, step
-from tests.cache.cuda.numpy_gpu import Kernels
+from tests.cache.host.cases import LAYERS, check_state, draw, make, step
+from tests.cache.host.noted import Kernels
 from tests.held import pages_of
 
 
@@ -63,13 +63,13 @@ def test_repeated_steps(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> No
     """The short way of a decode step gives what the long one does; only steps like the last one take it."""
     monkeypatch.setattr(Tensor, "kernels", kernels, raising=False)
     rng, took = np.random.default_rng(10), []
-    whole = road.launch_again
+    whole = runner.launch_again
 
     def repeat(*args: Any) -> Any:
         took.append(whole(*args))
         return took[-1]
 
-    monkeypatch.setattr(road, "launch_again", repeat)
+    monkeypatch.setattr(runner, "launch_again", repeat)
     usual = make()
     steps = [80, *[1] * 30, 2, 2, 2, 1, 1]
     tokens = [[x.astype(np.float32) for x in draw(rng, usual, n)] for n in steps]
@@ -98,7 +98,7 @@ def test_graphs_tell_steps_that_collect_in_any_layer(kernels: Kernels) -> None:
     """Layer 0 has one width, so nobody asks what its tokens receive."""
     cache, rng = make(bits="0:8,1:2+8", budget=0.75, max_seqlen=200), np.random.default_rng(0)
     step(cache, rng, 80)
-    device, kinds = cache._road._device, dict[Any, set[bool]]()
+    device, kinds = cache._runner._device, dict[Any, set[bool]]()
     for _ in range(40):
         kinds.setdefault(cache.prepare(), set()).add(device.collects(1, 1))
         step(cache, rng, 1)
@@ -116,7 +116,7 @@ def test_graphs_follow_memory_and_refuse(kernels: Kernels) -> None:
         kinds.append(cache.prepare())
         step(cache, rng, 1)
     assert len({kind[0] for kind in kinds}) > 1  # more tokens than there was room for: other memory
-    for _ in range(cache._road._device.room[0]):
+    for _ in range(cache._runner._device.room[0]):
         cache.replayed()
     with pytest.raises(RuntimeError, match="prepare"):
         cache.replayed()

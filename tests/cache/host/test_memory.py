@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kvlab.arrays import overwrite
-from kvlab.cache.cuda import road
+from kvlab.cache import runner
 from kvlab.errors import OutOfMemory
 from tests.allocations import fail_everywhere
-from tests.cache.cuda.cases import HEADS, check_state, draw, make, step
-from tests.cache.cuda.numpy_gpu import Kernels
-from tests.cache.cuda.test_tight import tight_cache
+from tests.cache.host.cases import HEADS, check_state, draw, make, step
+from tests.cache.host.noted import Kernels
+from tests.cache.host.test_tight import tight_cache
 from tests.held import failures_of_cache, pages_of
 
 NO_MEMORY = MemoryError("no memory")
@@ -71,7 +71,7 @@ def test_at_any_allocation(kernels: Kernels, options: dict[str, Any]) -> None:
     new, many = draw(rng, cache, 1), draw(rng, cache, 90)
     found = failures_of_cache(cache, new, many, allocating(kernels), NO_MEMORY)
     assert min(found[2:]) > 0
-    assert (cache.batch, cache._road._device.lengths) == (4, [191, 191])
+    assert (cache.batch, cache._runner._device.lengths) == (4, [191, 191])
     check_state(cache, [range(191)] * 4)
 
 
@@ -82,7 +82,7 @@ def test_where_bytes_are_few(kernels: Kernels) -> None:
         step(cache, rng, steps)
     cache.crop(25)
     for steps in (1, 3, 51):
-        new, lengths = draw(rng, cache, steps), cache._road._device.lengths.copy()
+        new, lengths = draw(rng, cache, steps), cache._runner._device.lengths.copy()
         for layer in range(2):
             unchanged = kept(cache, lengths)
             fail_everywhere(allocating(kernels), NO_MEMORY, lambda: cache.step(layer, *new), unchanged)  # noqa: B023
@@ -116,7 +116,7 @@ def test_of_a_file(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, options: d
     step(cache, rng, 100)
     unchanged, new = kept(cache), draw(rng, cache, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(road, "contents_of", no_memory)
+        patch.setattr(runner, "contents_of", no_memory)
         with pytest.raises(OutOfMemory, match="no memory"):
             cache.save("/nowhere")
     unchanged()
@@ -132,7 +132,7 @@ def test_of_a_loaded_cache(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tm
     again = type(cache).load(tmp_path / "cache", device="cuda")
     new = draw(rng, cache, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(road, "fill", no_memory)
+        patch.setattr(runner, "fill", no_memory)
         with pytest.raises(OutOfMemory, match="no memory"):
             again.step(0, *new)
     assert again.seqlen == 100
@@ -159,12 +159,12 @@ def no_memory(*args: Any) -> Any:
 
 def kept(cache: Any, lengths: list[int] | None = None) -> Callable[[], None]:
     """A check that a cache holds what it holds now."""
-    lengths, batch, before = list(lengths or cache._road._device.lengths), cache.batch, pages_of(cache)
+    lengths, batch, before = list(lengths or cache._runner._device.lengths), cache.batch, pages_of(cache)
 
     def unchanged() -> None:
-        assert cache._road._device.lengths == lengths
-        assert cache.batch == cache._road._device.store.batch == batch
-        assert cache._road._device.pairs == batch * HEADS
+        assert cache._runner._device.lengths == lengths
+        assert cache.batch == cache._runner._device.store.batch == batch
+        assert cache._runner._device.pairs == batch * HEADS
         for old, new in zip(before, pages_of(cache), strict=True):
             assert np.array_equal(old.num_pages, new.num_pages)
             assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))

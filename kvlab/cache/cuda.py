@@ -22,11 +22,11 @@ from kvlab.arrays import (
     to_device,
     to_host,
 )
-from kvlab.cache import score
-from kvlab.cache.cuda import kernels, plan
-from kvlab.cache.cuda.rows import RowMove
-from kvlab.cache.cuda.store import STATE, DevicePages, DeviceStore, PagesOfRows
+from kvlab.cache import cuda_kernels as kernels
+from kvlab.cache import plan, score
 from kvlab.cache.ladder import Rung
+from kvlab.cache.rows import RowMove
+from kvlab.cache.store import STATE, DevicePages, DeviceStore, PagesOfRows
 from kvlab.ops.cuda import packed
 from kvlab.ops.device_arrays import contiguous, copied
 
@@ -54,19 +54,19 @@ class GpuKernels:
     def make_workspace(
         self, shape: plan.PlanShape, layers: int, most_new_pages: int, most_dropped: int
     ) -> plan.Workspace:
-        """Memory for plans; see `kvlab.cache.cuda.plan.make_workspace`."""
+        """Memory for plans; see `kvlab.cache.plan.make_workspace`."""
         return plan.make_workspace(self.store.like, shape, layers, most_new_pages, most_dropped)
 
     def launch_plan(
         self, first: int, layers: int, workspace: plan.Workspace, ladder: plan.Ladder, stream: int,
         **rules: Any,
     ) -> None:  # fmt: skip
-        """Plan layers of one ladder; rules as for `kvlab.cache.cuda.plan.launch_plan`."""
+        """Plan layers of one ladder; rules as for `kvlab.cache.plan.launch_plan`."""
         states = self.store.states_pointer
         plan.launch_plan(states, first, layers, workspace, ladder, STATE.itemsize, stream, **rules)
 
     def write_tokens(self, first: int, layers: int, lists: int, groups: int, fresh: Any, stream: int) -> None:
-        """Carry out the moves of a plan; see `kvlab.cache.cuda.kernels.write_tokens`."""
+        """Carry out the moves of a plan; see `kvlab.cache.cuda_kernels.write_tokens`."""
         kernels.write_tokens(*self._of_store, self._states(first), lists, layers, groups, fresh, stream)
 
     def copy_pages(self, first: int, layers: int, lists: int, copies: int, stream: int) -> None:
@@ -77,7 +77,7 @@ class GpuKernels:
         self, layer: int, fresh: Any, addresses: Sequence[int], before: int, stream: int, *, room: int,
         force: bool,
     ) -> None:  # fmt: skip
-        """Take the means that are due; see `kvlab.cache.cuda.kernels.freeze_means`."""
+        """Take the means that are due; see `kvlab.cache.cuda_kernels.freeze_means`."""
         batch = self.store.batch
         kernels.freeze_means(
             *self._of_store, self._states(layer), batch, fresh, addresses, before, stream,
@@ -85,7 +85,7 @@ class GpuKernels:
         )  # fmt: skip
 
     def crop_rows(self, end: int, stream: int) -> None:
-        """Give all rows another length; see `kvlab.cache.cuda.kernels.crop_rows`."""
+        """Give all rows another length; see `kvlab.cache.cuda_kernels.crop_rows`."""
         layers, batch = len(self.store.stores), self.store.batch
         kernels.crop_rows(*self._of_store, self._states(0), layers, batch, end, stream)
 
@@ -121,7 +121,7 @@ class GpuKernels:
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def append_call(self, layer: int, top: Rung, **options: Any) -> kernels.AppendCall:
-        """A prepared append; options as of `kvlab.cache.cuda.kernels.AppendCall`."""
+        """A prepared append; options as of `kvlab.cache.cuda_kernels.AppendCall`."""
         return kernels.AppendCall(self.store.host_states[layer], top, *self._of_store, **options)
 
     def attend_call(self, q: Any, pages: DevicePages, workspace: Any, **options: Any) -> packed.AttendCall:
@@ -140,7 +140,7 @@ class GpuKernels:
     kept_page_bytes = staticmethod(packed.kept_page_bytes)
 
     def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
-        """Merge attention over other keys into the first; see `kvlab.cache.cuda.kernels.merge_rows`."""
+        """Merge attention over other keys into the first; see `kvlab.cache.cuda_kernels.merge_rows`."""
         kernels.merge_rows(*self._of_store, addresses, shape, stream)
 
     # ---- importance ----------------------------------------------------------------------------------------

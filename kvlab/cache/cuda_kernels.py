@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import CudaView
-from kvlab.cache.cuda.store import STATE
 from kvlab.cache.ladder import Rung
+from kvlab.cache.store import STATE
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
@@ -237,7 +237,7 @@ def freeze_means(
     fresh : NewTokens
         Of the call, of no steps if it has none.
     addresses : sequence of int
-        Of k, v, valid, importance and positions of `kvlab.cache.cuda.waiting.Merged`, 0 where there is none.
+        Of k, v, valid, importance and positions of `kvlab.cache.waiting.Merged`, 0 where there is none.
     before : int
         Waiting tokens of a row that these have places for.
     room : int
@@ -271,7 +271,7 @@ def take_rows(
     head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, layers: int,
     stream: int, *, in_place: bool,
 ) -> None:  # fmt: skip
-    """Let rows of some layers take over the pages of others; see `kvlab.cache.cuda.rows`.
+    """Let rows of some layers take over the pages of others; see `kvlab.cache.rows`.
 
     Parameters
     ----------

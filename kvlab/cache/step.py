@@ -5,7 +5,7 @@ the new ones to its result and stores them in open pages. A step whose arrays li
 takes the host a short way (launches.py). Open pages count as live as soon as a plan has made them, so no
 decode step changes a byte of the budget. When the open pages of a layer are full, a plan for all layers at
 once chooses widths anew and opens others; the device does all of it and the host waits for nothing.
-Long steps (prefill) are planned and written at once (long.py).
+Long steps (prefill) are planned and written at once (prefill.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import CudaView
-from kvlab.cache.cuda import kernels
-from kvlab.cache.cuda.plan import Workspace
-from kvlab.cache.cuda.rows import move_rows, reorder_rows
-from kvlab.cache.cuda.state import DeviceState, ShareOf
-from kvlab.cache.cuda.waiting import Merged, merged_tokens
+from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.launches import Lse
 from kvlab.cache.layer import Layer
+from kvlab.cache.plan import Workspace
+from kvlab.cache.rows import move_rows, reorder_rows
+from kvlab.cache.state import DeviceState, ShareOf
+from kvlab.cache.waiting import Merged, merged_tokens
 
 __all__ = ["DeviceCache"]
 
@@ -92,7 +92,7 @@ class DeviceCache(DeviceState):
         )
 
     def is_short(self, steps: int) -> bool:
-        """Whether a step of so many tokens is launched by `step`, not by `long.step`."""
+        """Whether a step of so many tokens is launched by `step`, not by `prefill.step`."""
         fits = 0 < steps <= kernels.MAX_STEPS and self.group <= self.executor.max_group
         return fits and not self.settings.by_function
 

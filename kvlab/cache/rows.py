@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.cuda.store import MOVED, DeviceStore, PagesOfRows
+from kvlab.cache.store import MOVED, DeviceStore, PagesOfRows
 
 __all__ = ["RowMove", "move_rows", "reorder_rows"]
 

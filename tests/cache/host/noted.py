@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvlab.cache import cpu
-from kvlab.cache.cuda import road
-from kvlab.cache.cuda.store import DeviceStore
+from kvlab.cache import cpu, runner
+from kvlab.cache.store import DeviceStore
 
 view = cpu.CPU.view
 
@@ -66,5 +65,5 @@ class _Noted(cpu.CpuKernels):
 def install(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     """Put host memory in place of the GPU for one test."""
     kernels = Kernels()
-    monkeypatch.setitem(road.EXECUTORS, "cuda", kernels)
+    monkeypatch.setitem(runner.EXECUTORS, "cuda", kernels)
     return kernels

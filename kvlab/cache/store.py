@@ -121,7 +121,7 @@ class DeviceStore:
         One a layer.
     batch : int
     executor : Executor
-        Whose memory it is: `kvlab.cache.cpu.CPU` or `kvlab.cache.cuda.executor.GPU`.
+        Whose memory it is: `kvlab.cache.cpu.CPU` or `kvlab.cache.cuda.GPU`.
     like : array
         On the device; memory comes from its framework.
     capacity : int

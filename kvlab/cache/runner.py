@@ -16,15 +16,15 @@ from kvlab.arrays import CudaView
 from kvlab.cache.budget import Limit
 from kvlab.cache.contents import Arrays, contents_of, fill
 from kvlab.cache.cpu import CPU
-from kvlab.cache.cuda.changes import ladder_of
-from kvlab.cache.cuda.executor import GPU
-from kvlab.cache.cuda.kernels import MAX_STEPS
-from kvlab.cache.cuda.layers import DeviceCache
-from kvlab.cache.cuda.plan import smallest_nbytes
-from kvlab.cache.cuda.state import Settings
+from kvlab.cache.cuda import GPU
+from kvlab.cache.cuda_kernels import MAX_STEPS
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import MOST, CacheOptions
+from kvlab.cache.plan import smallest_nbytes
+from kvlab.cache.reallocation import ladder_of
+from kvlab.cache.state import Settings
+from kvlab.cache.step import DeviceCache
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
 from kvlab.ops.device_arrays import dense_strides
@@ -140,10 +140,10 @@ class Runner:
                 with translated_out_of_memory(f"a step of {steps} tokens"):
                     raise
         with translated_out_of_memory(f"a step of {steps} tokens"):
-            from kvlab.cache.cuda import long
+            from kvlab.cache import prefill
 
             share = self._share(layer, steps)
-            return long.step(device, layer, [q, k, v], views, valid, scale, softcap, share)
+            return prefill.step(device, layer, [q, k, v], views, valid, scale, softcap, share)
 
     def step_heads_first(
         self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
@@ -216,9 +216,9 @@ class Runner:
             device.append(layer, k, views, mask)
         elif steps:
             with translated_out_of_memory(f"{steps} new tokens"):
-                from kvlab.cache.cuda import long
+                from kvlab.cache import prefill
 
-                long.append(device, layer, [k, v], views, valid, self._share(layer, steps))
+                prefill.append(device, layer, [k, v], views, valid, self._share(layer, steps))
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """`MixedPrecisionCache.attend` on a GPU."""

@@ -3,7 +3,7 @@
 New tokens are attended by `kvlab.attention`, stored ones by packed attention, and the results merged. How
 much attention tokens get from the last query rows is their importance. Then a plan for the layer takes the
 new tokens in. A part of 64 tokens has little to do on the device, so the host decides its time: it waits
-once, behind the last layer (changes.py), and memory that all layers need is taken once.
+once, behind the last layer (reallocation.py), and memory that all layers need is taken once.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name
-from kvlab.cache.cuda import function, kernels
-from kvlab.cache.cuda.changes import Admission
-from kvlab.cache.cuda.plan import Workspace
-from kvlab.cache.cuda.waiting import Merged, merged_tokens, put_new
+from kvlab.cache import cuda_kernels as kernels
+from kvlab.cache import importance_callback
 from kvlab.cache.importance import MOST_TOKENS
+from kvlab.cache.plan import Workspace
+from kvlab.cache.reallocation import Admission
+from kvlab.cache.waiting import Merged, merged_tokens, put_new
 from kvlab.ops.attention import attention, attention_varlen
 
 if TYPE_CHECKING:
-    from kvlab.cache.cuda.layers import DeviceCache
+    from kvlab.cache.step import DeviceCache
 
 __all__ = ["append", "step"]
 
@@ -209,7 +210,7 @@ def _attend_stored(
 def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, steps: int, stream: int) -> None:
     """Bring the importance of stored tokens up to date with what they received."""
     if cache.settings.by_function:
-        function.score_stored(cache, layer, scores, lse, stream)
+        importance_callback.score_stored(cache, layer, scores, lse, stream)
     else:
         cache.collector.score(layer, scores, lse, cache.since[layer] + steps, 0, stream)
 
@@ -217,7 +218,7 @@ def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, steps: 
 def _ask_function(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
     """Let a user's function, if importance is one, score new tokens."""
     if cache.settings.by_function:
-        function.score_new(cache, layer, codes, valid)
+        importance_callback.score_new(cache, layer, codes, valid)
 
 
 def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:

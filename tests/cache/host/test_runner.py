@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlab.cache import plan, prefill
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.cuda import long, plan
-from kvlab.cache.cuda.executor import GPU
+from kvlab.cache.cuda import GPU
 from kvlab.errors import BudgetError
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import encode_importance
-from tests.cache.cuda.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
-from tests.cache.cuda.numpy_gpu import Kernels
+from tests.cache.host.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
+from tests.cache.host.noted import Kernels
 from tests.held import pages_of, positions, tokens_in
 
 
@@ -125,7 +125,7 @@ def test_a_function_that_fails_changes_nothing(
 
     cache, rng = make(importance=by_place), np.random.default_rng(15)
     step(cache, rng, 90)
-    device = cache._road._device
+    device = cache._runner._device
     arenas = [arena.copy() for arena in device.store.arenas]
 
     def score(layer: int, *rest: Any) -> None:
@@ -174,11 +174,11 @@ def test_rows_whose_attention_is_collected(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """All of the last 64 where their scores have room, else every fourth of them."""
-    monkeypatch.setattr(long, "MOST_SCORES", most)
+    monkeypatch.setattr(prefill, "MOST_SCORES", most)
     cache, rng, seen = make(), np.random.default_rng(13), []
     step(cache, rng, 80)
     monkeypatch.setattr(
-        cache._road._device.collector, "score", lambda layer, scores, lse, *rest: seen.append((scores, lse))
+        cache._runner._device.collector, "score", lambda layer, scores, lse, *rest: seen.append((scores, lse))
     )
     q, k, v = draw(rng, cache, 90)
     cache.step(0, q, k, v)
@@ -340,10 +340,10 @@ def test_the_word_that_tokens_are_in_is_waited_for_once(
     cache.step(0, q, k, v)
     assert len(words) == 2
     assert kernels.plans[-1] == (0, 300, 8)
-    assert cache._road._device.unsettled
+    assert cache._runner._device.unsettled
     cache.attend(0, q)
     assert kernels.plans[-1] == (0, 300, 0)
-    assert not cache._road._device.unsettled
+    assert not cache._runner._device.unsettled
     cache.step(1, *draw(rng, cache, 1))
     cache.step(1, *draw(rng, cache, 299))
     check_state(cache, [range(900)] * 2)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.cache.cuda.changes import ladder_of
-from kvlab.cache.cuda.plan import smallest_nbytes
+from kvlab.cache.plan import smallest_nbytes
+from kvlab.cache.reallocation import ladder_of
 from kvlab.errors import BudgetError
-from tests.cache.cuda.numpy_gpu import Kernels
-from tests.cache.cuda.test_road import DIM, GROUP, HEADS, LAYERS, check_state, step
+from tests.cache.host.noted import Kernels
+from tests.cache.host.test_runner import DIM, GROUP, HEADS, LAYERS, check_state, step
 
 
 def tight_cache(length: int, bits: Any, short: int = 0) -> Any:
@@ -56,7 +56,7 @@ def test_64_steps_of_which_some_are_padding_fill_no_page(kernels: Kernels, bits:
     for _ in range(3):
         step(cache, rng, 64, valid)
         assert cache.nbytes <= cache.budget_nbytes
-    assert not any(cache._road._device.changes.trouble(layer) for layer in range(LAYERS))
+    assert not any(cache._runner._device.changes.trouble(layer) for layer in range(LAYERS))
 
 
 def test_padding_and_layers_apart(kernels: Kernels) -> None:

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache.cuda import kernels
-from kvlab.cache.cuda.plan import (
+from kvlab.cache import cuda_kernels as kernels
+from kvlab.cache.ladder import ERRORS
+from kvlab.cache.layer import LayerFormat
+from kvlab.cache.plan import (
     OVER_BUDGET,
     RETRY,
     Ladder,
@@ -27,9 +29,7 @@ from kvlab.cache.cuda.plan import (
     spare_nbytes,
     workspace_nbytes,
 )
-from kvlab.cache.cuda.store import DeviceStore
-from kvlab.cache.ladder import ERRORS
-from kvlab.cache.layer import LayerFormat
+from kvlab.cache.store import DeviceStore
 from kvlab.device import translated_out_of_memory
 from kvlab.pages import TOKENS_PER_PAGE
 
@@ -72,7 +72,7 @@ class Changes:
     by_position : bool
         Importance is recency.
     window, allocator
-        As for `kvlab.cache.cuda.plan.launch_plan`.
+        As for `kvlab.cache.plan.launch_plan`.
     takes_mean, holds_waiting : sequence of bool
         As for `DeviceStore`.
 
