@@ -25,6 +25,7 @@ __all__ = ["COMMANDS", "app", "main"]
 COMMANDS = (
     "ablate",
     "benchmark",
+    "chat",
     "clean",
     "demo",
     "engine",

@@ -49,23 +49,48 @@ def test_random_layers_are_checked() -> None:
     assert 0 < values["minimum"] <= values["average"] <= values["maximum"] < 0.01
 
 
-def test_text_of_a_folder(tmp_path: Any) -> None:
+@pytest.fixture
+def folder(tmp_path: Any) -> Any:
+    """A tiny model whose words are w0 to w96."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {f"w{i}": i for i in range(97)}
-    plain = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    plain = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
     plain.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path)
-    model = family("llama")
-    model.save_pretrained(tmp_path)
-    found = run("generate", "--model", str(tmp_path), "--prompt", "w5 w6 w7", "--max-new-tokens", "6")
-    assert found.exit_code == 0, found.output
+    family("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def greedy(*ids: int) -> list[int]:
     with torch.no_grad():
-        want = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=6, do_sample=False)[0, 3:].tolist()
-    assert found.stdout.strip() == "".join(f"w{token}" for token in want)
+        found = family("llama").generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)
+    return found[0, len(ids) :].tolist()
+
+
+def test_text_of_a_folder(folder: Any) -> None:
+    found = run("generate", "--model", str(folder), "--prompt", "w5 w6 w7", "--max-new-tokens", "6")
+    assert found.exit_code == 0, found.output
+    assert found.stdout.strip() == "".join(f"w{token}" for token in greedy(5, 6, 7))
+
+
+def test_a_talk_remembers_what_was_said(folder: Any) -> None:
+    options = ["--temperature", "0", "--max-new-tokens", "6", "--max-seqlen", "60"]
+    found = CliRunner().invoke(app(), ["chat", str(folder), *options], input="w5 w6 w7\nw8 w9\n")
+    assert found.exit_code == 0, found.output
+    first = greedy(5, 6, 7)
+    answers = [first, greedy(5, 6, 7, *first, 8, 9)]
+    assert all("".join(f"w{token}" for token in answer) in found.stdout for answer in answers)
+    assert found.stdout.count("6 tokens") == 2
+    assert "bits an element" in found.stdout
+
+
+def test_a_talk_ends_where_it_is_as_long_as_it_may_be(folder: Any) -> None:
+    found = CliRunner().invoke(app(), ["chat", str(folder), "--max-seqlen", "4"], input="w1 w2\nw3 w4\n")
+    assert found.exit_code == 1
+    assert "max_seqlen=4" in str(found.exception)
 
 
 def test_characters_of_several_tokens_come_whole() -> None:

@@ -1,15 +1,17 @@
-"""Text from the decode engine: a model's folder, its tokenizer, and a stream of words."""
+"""Text from the decode engine: a model's folder, its tokenizer, a stream of words, a talk."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvlab.engine import Decoder
 from kvlab.errors import needs_extra
+from kvlab.sizes import format_size
 
-__all__ = ["continue_text", "words"]
+__all__ = ["Chat", "continue_text", "words"]
 
 
 def continue_text(
@@ -22,11 +24,7 @@ def continue_text(
     ValueError
         If `folder` is none, or the prompt is empty.
     """
-    with needs_extra("hf", "text from a model"):
-        from transformers import AutoTokenizer
-    if not Path(folder).is_dir():
-        raise ValueError(f"--model {folder!r} is no folder; give that of a model and its tokenizer")
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = _tokenizer(folder)
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
         raise ValueError(f"--prompt {prompt!r} has no token; write some text")
@@ -34,8 +32,86 @@ def continue_text(
         folder, device=device, cache_budget=budget, max_seqlen=len(ids) + max_new_tokens
     )
     decoder.prefill(ids)
-    stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return words(tokenizer, decoder.stream(max_new_tokens, stop=stop, **sampling))
+    return words(tokenizer, decoder.stream(max_new_tokens, stop=_ends(tokenizer), **sampling))
+
+
+class Chat:
+    """A talk with the model of a folder; what was said stays in its cache.
+
+    Parameters
+    ----------
+    folder : str
+    device : str
+    budget : str, optional
+        Of the cache.
+    max_seqlen : int
+        Tokens of the whole talk.
+    """
+
+    def __init__(self, folder: str, *, device: str, budget: str | None, max_seqlen: int) -> None:
+        self._tokenizer = _tokenizer(folder)
+        self._decoder = Decoder.from_pretrained(
+            folder, device=device, cache_budget=budget, max_seqlen=max_seqlen
+        )
+        self._unread: list[int] = []
+        self._count, self._seconds = 0, 0.0
+
+    def answer(self, line: str, max_new_tokens: int, **sampling: Any) -> Iterator[str]:
+        """Read a line and answer it, in parts as they come.
+
+        Raises
+        ------
+        ValueError
+            If the talk would be longer than it may be.
+        """
+        ids = self._unread + self._turn(line)
+        room = self._decoder.max_seqlen - int(self._decoder.lengths[0]) - len(ids)
+        if room < 1:
+            raise ValueError(
+                f"max_seqlen={self._decoder.max_seqlen}: the talk is that long; begin another, with more"
+            )
+        self._decoder.prefill(ids)
+        said: list[int] = []
+        begin = time.perf_counter()
+
+        def tokens() -> Iterator[list[int | None]]:
+            stream = self._decoder.stream(min(max_new_tokens, room), stop=_ends(self._tokenizer), **sampling)
+            for token, *_ in stream:
+                said.append(int(token or 0))
+                yield [token]
+
+        yield from words(self._tokenizer, tokens())
+        self._count, self._seconds = len(said), time.perf_counter() - begin
+        self._unread = said[-1:]  # the last token of a stream has not been read
+
+    def summary(self) -> str:
+        """Speed of the last answer, and what the cache takes."""
+        speed = f"{self._count} tokens, {self._count / self._seconds:.1f} a second"
+        cache = self._decoder.cache
+        if cache is None:
+            return speed
+        return f"{speed}; cache {format_size(cache.nbytes)}, {cache.bits_per_element:.2f} bits an element"
+
+    def _turn(self, line: str) -> list[int]:
+        """The tokens of a line, in the model's form of a talk if it has one."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return list(self._tokenizer(line)["input_ids"])
+        turn = [{"role": "user", "content": line}]
+        text: str = self._tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _tokenizer(folder: str) -> Any:
+    with needs_extra("hf", "text from a model"):
+        from transformers import AutoTokenizer
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder!r} is no folder; give that of a model and its tokenizer")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return tokenizer
+
+
+def _ends(tokenizer: Any) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def words(tokenizer: Any, tokens: Iterator[list[int | None]]) -> Iterator[str]:

@@ -1,0 +1,40 @@
+"""`kvlab chat`: talk to a model whose cache stays packed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer.")],
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Budget of the KV cache (CPU): 0.3, 4.25bpe, 6GiB; default: 16 bits."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
+    max_seqlen: Annotated[int, typer.Option(min=2, help="Tokens of the whole talk at most.")] = 2048,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest tokens.")] = 0.7,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw among those that reach this.")] = 0.9,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Answer what is typed, line by line, until the input ends or the talk is as long as it may be.
+
+    Below each answer a line says how fast it came and what the cache takes.
+
+    Example: kvlab chat ./SmolLM2-135M-Instruct --budget 0.3
+    """
+    from kvlab.lab.engine.text import Chat
+
+    chat = Chat(model, device=device, budget=budget, max_seqlen=max_seqlen)
+    while True:
+        try:
+            line = typer.prompt("you", prompt_suffix=": ")
+        except typer.Abort:  # the end of the input
+            typer.echo()
+            return
+        for part in chat.answer(line, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
+            typer.echo(part, nl=False)
+        typer.echo(f"\n[{chat.summary()}]")
