@@ -11,13 +11,15 @@ import typer
 
 from kvlab.cli.options import Json, MinVram, Release, Verbose, size
 
+_FIGURES = {(case, on) for case in ("attention", "grouped") for on in ("cpu", "cuda")} | {("decode", "cuda")}
+
 
 def command(
     case: Annotated[
         str,
         typer.Argument(
-            help="What to measure: packing, codec, allocator, decode, attention, cache or engine; or "
-            "flash_attention, packed, ternary, all."
+            help="What to measure: packing, codec, allocator, decode, attention, cache, engine or grouped; "
+            "or flash_attention, packed, ternary, all."
         ),
     ],
     device: Annotated[
@@ -30,13 +32,26 @@ def command(
     repeats: Annotated[
         int,
         typer.Option(
-            "--repeats", "--iterations", "--num-iterations", help="Times a call is timed; the median counts."
+            "--repeats",
+            "--iterations",
+            "--num-iterations",
+            "--num-runs",
+            help="Times a call is timed; the median counts.",
         ),
     ] = 15,
     baseline: Annotated[
         str, typer.Option(help="cache: fp16, uniform_8bit, uniform_4bit, mixed or all.")
     ] = "all",
     context_lengths: Annotated[str, typer.Option(help="cache: stored tokens.")] = "512,1K,2K,4K,8K",
+    seqlens: Annotated[
+        str,
+        typer.Option(
+            help="grouped: tokens, up to 128K, divided by commas. [default: 512,1K; on cuda 4K to 32K]",
+            show_default=False,
+        ),
+    ] = "",
+    num_groups: Annotated[str, typer.Option(help="grouped: groups, 1 to 16, divided by commas.")] = "2",
+    config: Annotated[str, typer.Option(help="grouped: heads, of llama3-8b or llama3-70b.")] = "llama3-8b",
     min_vram: MinVram = 0.0,
     release: Release = False,
     verbose: Verbose = False,
@@ -44,16 +59,18 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Also write the result to this .json or .csv file.")
     ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Also write the rows to this .csv file.")] = None,
     figure: Annotated[
         Path | None,
-        typer.Option(help="Also draw time against length (attention, decode on cuda): .png and .svg."),
+        typer.Option(help="Also draw time against length (attention, grouped, decode on cuda): .png, .svg."),
     ] = None,
 ) -> None:
     """Measure one part of the library, or several, and print a table of each.
 
     Results are checked before they are timed. "of copy" is the speed relative to a copy of the bytes that the
     call must read and write, by as many threads or on the same GPU; "times numpy" relative to the same in
-    NumPy; "speedup" that of a decode step over packed pages, or of attention, relative to torch.
+    NumPy; "speedup" that of a decode step over packed pages, or of attention, relative to torch, of grouped
+    attention relative to separate calls.
 
     Example: kvlab benchmark packing --size 256MiB --threads 2 --output packing.json
     """
@@ -65,29 +82,32 @@ def command(
     names = cases_of(case)
     where = machine(device, min_vram) if device == "auto" or min_vram else Machine((device,))
     runs = [(name, on) for name in names for on in where.devices]
-    if figure is not None and runs not in (
-        [("attention", "cpu")],
-        [("attention", "cuda")],
-        [("decode", "cuda")],
-    ):
+    if figure is not None and (len(runs) != 1 or runs[0] not in _FIGURES):
         raise ValueError(
-            f"figure={str(figure)!r}: attention, and decode on cuda, have one, not {case} on {device}"
+            f"figure={str(figure)!r}: attention, grouped and decode on cuda have one, not {case} on {device}"
         )
     if len(names) > 1:  # of several, those that run there
         runs = [(name, on) for name, on in runs if on in DEVICES[name]]
     threads = Options().threads if threads is None else threads
-    options = Options(array_size, threads, repeats, device, release, baseline, context_lengths)
+    options = Options(
+        array_size, threads, repeats, device, release, baseline, context_lengths, seqlens, num_groups, config
+    )
     results = [run(name, replace(options, device=on)) for name, on in runs]
     result: dict[str, Any] = results[0] if len(results) == 1 else {"case": case, "results": results}
     if output is not None:
         if len(results) > 1 and output.suffix != ".json":
             raise ValueError(f"output={str(output)!r}: several results go into one .json file")
         write(result, output)
+    if csv is not None:
+        if len(results) > 1 or csv.suffix != ".csv":
+            raise ValueError(f"csv={str(csv)!r}: the rows of one case go into one .csv file")
+        write(results[0], csv)
     if figure is not None:
-        from kvlab.lab.benchmark import attention_figure, decode_figure
+        from kvlab.lab.benchmark import attention_figure, decode_figure, grouped
         from kvlab.lab.quality.report import save_figure
 
-        draw = attention_figure.draw if names == ("attention",) else decode_figure.draw
+        draws = {"attention": attention_figure.draw, "decode": decode_figure.draw, "grouped": grouped.draw}
+        draw = draws[names[0]]
         save_figure(draw(result["rows"]), figure)
     if as_json:
         typer.echo(json.dumps(result, indent=2, ensure_ascii=False))

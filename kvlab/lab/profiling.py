@@ -54,7 +54,8 @@ def calls_of(part: str, device: str, times: int = 1) -> list[Call]:
     >>> [call.name for call in calls_of("ternary", "cpu")]
     ['pack_ternary', 'unpack_ternary']
     """
-    return {"attention": _attention, "packed": _packed, "ternary": _ternary}[part](device, times)
+    parts = {"attention": _attention, "packed": _packed, "ternary": _ternary, "grouped": _grouped}
+    return parts[part](device, times)
 
 
 def _draw(shape: tuple[int, ...], device: str) -> Any:
@@ -87,6 +88,28 @@ def _attention(device: str, times: int) -> list[Call]:
         ),
         Call("attention_backward", shape, backward, 2.5 * flop, 4 * of_q + 2 * of_kv + rows),
     ]
+
+
+def _grouped(device: str, times: int) -> list[Call]:
+    from kvlab.lab.benchmark import grouped
+
+    tokens, shape = (1024, (8, 2, 64)) if device == "cpu" else (16384, grouped.CONFIGS["llama3-8b"])
+    tokens *= times
+    heads, kv_heads, dim = shape
+    groups = grouped.groups_of(tokens, 2)
+    calls = grouped.contestants(tokens, groups, shape, device)
+    size = 4 if device == "cpu" else 2
+    rows, keys = sum(n for n, _ in groups), {"separate": sum(n for _, n in groups)}
+    of_q = 2 * size * rows * heads * dim
+    text = f"2 groups of {groups[0][0]} rows, {tokens} tokens, {heads}/{kv_heads} heads, d{dim}, causal"
+    return [
+        Call(
+            f"grouped, {name}", text, make, grouped.flops(groups, heads, dim),
+            of_q + 2 * size * kv_heads * dim * keys.get(name, groups[1][1]),
+        )
+        for name, make in calls.items()
+        if name in grouped.IMPLEMENTATIONS
+    ]  # fmt: skip
 
 
 def _packed(device: str, times: int) -> list[Call]:
@@ -144,7 +167,7 @@ def run(target: str, where: Machine, *, repeats: int = 10, release: bool = False
     counters: list[Row] = []
     skipped = {f"everything on {device}": reason for device, reason in where.skipped.items()}
     for device in where.devices:
-        for part in resolve(target):
+        for part in ("grouped",) if target == "grouped" else resolve(target):
             launched: list[Row] = []
             calls = (
                 call for times in ((1, 4) if release else (1,)) for call in calls_of(part, device, times)

@@ -25,7 +25,8 @@ class Options:
     """Options of a run: bytes of the arrays (packing, codec), threads, repeats of a timed call, where.
 
     release: long sequences too (attention). baseline, contexts (cache): one of its baselines or "all", and
-    stored tokens, divided by commas.
+    stored tokens, divided by commas. seqlens, num_groups, config (grouped): tokens (empty: by the device)
+    and groups, divided by commas, and a model's heads.
     """
 
     size: int = 256 * 2**20
@@ -35,6 +36,9 @@ class Options:
     release: bool = False
     baseline: str = "all"
     contexts: str = "512,1K,2K,4K,8K"
+    seqlens: str = ""
+    num_groups: str = "2"
+    config: str = "llama3-8b"
 
 
 def against_copy(

@@ -105,6 +105,13 @@ def _engine(options: Options) -> Measured:
     return Measured(module.benchmark_engine(cases, device=options.device, tokens=tokens), module.NOTE)
 
 
+def _grouped(options: Options) -> Measured:
+    from kvlab.lab.benchmark import grouped as module
+
+    options = replace(options, seqlens="256") if _tiny() else options
+    return Measured(module.benchmark_grouped(options), module.NOTE)
+
+
 def _tiny() -> bool:
     return os.environ.get("KVLAB_TINY") == "1"
 
@@ -117,11 +124,12 @@ CASES: dict[str, Callable[[Options], Measured]] = {
     "attention": _attention,
     "cache": _cache,
     "engine": _engine,
+    "grouped": _grouped,
 }
 """Each case and the function that measures it."""
 
 DEVICES = {"allocator": ("cpu",)} | dict.fromkeys(
-    ("packing", "codec", "decode", "attention", "cache", "engine"), ("cpu", "cuda")
+    ("packing", "codec", "decode", "attention", "cache", "engine", "grouped"), ("cpu", "cuda")
 )
 """Where each case runs."""
 

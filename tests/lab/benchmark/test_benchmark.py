@@ -112,7 +112,9 @@ def test_the_figure_of_attention_has_the_calls_that_differ_in_length(
     monkeypatch.setattr(benchmark, "run", lambda case, options: {"rows": rows, "note": ""})
     command("flash_attention", device="cpu", figure=tmp_path / "figure.png")
     assert (tmp_path / "figure.svg").stat().st_size > 1000
-    with pytest.raises(ValueError, match="figure='x': attention, and decode on cuda, have one, not packing"):
+    with pytest.raises(
+        ValueError, match="figure='x': attention, grouped and decode on cuda have one, not packing"
+    ):
         command("packing", device="cpu", figure=Path("x"))
 
 
@@ -168,6 +170,9 @@ def test_a_result_says_where_it_comes_from() -> None:
         "release": False,
         "baseline": "all",
         "contexts": "512,1K,2K,4K,8K",
+        "seqlens": "",
+        "num_groups": "2",
+        "config": "llama3-8b",
     }
     assert source["packages"]["numba"]
     assert source["cpu"]["threads"] >= 1
