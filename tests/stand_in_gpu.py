@@ -47,7 +47,8 @@ class StandInGpu:
         )
         runtime = SimpleNamespace(streamIsCapturing=lambda stream: self.is_capturing)
         cuda = SimpleNamespace(
-            driver=driver, runtime=runtime, Device=nullcontext, ExternalStream=nullcontext,
+            driver=driver, runtime=runtime, Device=nullcontext,
+            Stream=SimpleNamespace(from_external=nullcontext),
             memory=SimpleNamespace(OutOfMemoryError=MemoryError),
         )  # fmt: skip
         cupy = SimpleNamespace(cuda=cuda, empty=self._empty)

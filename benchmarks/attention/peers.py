@@ -7,7 +7,7 @@ backward       gradients; deterministic: those with the same bits each time
 short          both kinds of gradients of short calls with few KV heads, from CUDA graphs, since the host
                launches them no faster than they run
 ragged         forward over 16 sequences of 32K tokens in all, of one length and of many; kvlab alone
-host           microseconds of the host for a forward call of 128 tokens
+host           microseconds of the host for calls of 128 tokens, forward and with gradients
 
 Without --only the first three. Contestants take turns, five loops each, behind a pause of the GPU, so that
 none waits for the host; medians count. kvlab is checked against float64 on one head (ragged: with calls of
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 import kvlab
+from kvlab.integrations import torch_autograd
 from kvlab.lab.benchmark.attention_peers import backward_of, peers
 from kvlab.lab.guard import gpu_state
 from kvlab.lab.results import provenance
@@ -215,13 +216,25 @@ def host_us() -> dict[str, float]:
     heads_first, flat = [x.transpose(1, 2) for x in (q, k, v)], [x[0] for x in (q, k, v)]
     cu = torch.tensor([0, 128], device="cuda", dtype=torch.int32)
     new = iter([[torch.randn_like(x) for x in (q, k, v)] for _ in range(600)])
-    function = torch.nn.functional.scaled_dot_product_attention
+    torchs = torch.nn.functional.scaled_dot_product_attention
+    leaves, of_torch = ([x.detach().requires_grad_() for x in xs] for xs in ((q, k, v), heads_first))
+    dout = torch.randn_like(q)
+
+    def differentiated(function: Call, inputs: list[torch.Tensor], above: torch.Tensor) -> Any:
+        return torch.autograd.grad(function(*inputs), inputs, above)
+
     calls: dict[str, Call] = {
-        "torch SDPA": lambda: function(*heads_first, is_causal=True, enable_gqa=True),
+        "torch SDPA": lambda: torchs(*heads_first, is_causal=True, enable_gqa=True),
         "kvlab": lambda: kvlab.attention(q, k, v, causal=True),
         "kvlab with lse": lambda: kvlab.attention(q, k, v, causal=True, return_lse=True),
         "kvlab variable length": lambda: kvlab.attention_varlen(*flat, cu, cu, 128, 128, causal=True),
         "kvlab, other addresses each time": lambda: kvlab.attention(*next(new), causal=True),
+        "torch SDPA and gradients": lambda: differentiated(
+            partial(torchs, is_causal=True, enable_gqa=True), of_torch, dout.transpose(1, 2)
+        ),
+        "kvlab and gradients": lambda: differentiated(
+            partial(torch_autograd.attention, causal=True), leaves, dout
+        ),
     }
     found = {}
     for name, call in calls.items():

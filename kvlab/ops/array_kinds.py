@@ -57,7 +57,7 @@ def kinds_of(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Kind, .
     kinds, addresses = [], []
     for x, name in zip(arrays, names, strict=True):
         if torch is not None and isinstance(x, torch.Tensor):
-            if x.requires_grad or x.layout is not torch.strided or x.is_neg() or x.is_conj():
+            if x.requires_grad or x.layout is not torch.strided or x.is_neg():
                 check_tensor(x, torch, name)
             address = x.data_ptr()
             kinds.append((x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT))

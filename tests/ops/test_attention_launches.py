@@ -77,6 +77,7 @@ def test_variable_length_and_captured_calls_make_their_lists(gpu: StandInGpu) ->
         assert (call["cu_q"], call["cu_k"]) == (lengths[0].data_ptr(), lengths[1].data_ptr())
         assert call["list"] == hopper_call(run)["list"]
         assert (made.early, run.early) == (False, True)
+        assert hopper_call(run)["lse"] == 0  # not wanted
     gpu.is_capturing = True
     q, k, v = arrays()
     for _ in range(2):
@@ -109,6 +110,8 @@ def test_the_portable_kernels_get_all_addresses(
         assert call[name]["address"] == x.data_ptr()
         assert call[name]["strides"].tolist() == [0, *x.stride()[:2]]
     assert (call["lse"], call["cu_q"], call["cu_k"]) == tuple(x.data_ptr() for x in (lse, *lengths[:2]))
+    kvlab.attention_varlen(q, k, v, *lengths)
+    assert call_in(gpu.launches.pop(), attention_cuda._CALL)["lse"] == 0  # not wanted
     empty = torch.zeros(0, 3, HEADS, DIM, dtype=getattr(torch, dtype))
     assert kvlab.attention(empty, empty, empty).shape == empty.shape
     assert len(gpu.launches) == 1  # a grid without blocks

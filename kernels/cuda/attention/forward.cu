@@ -65,7 +65,7 @@ __device__ __forceinline__ void finish_rows(const Call& call, const Work& w, con
             *(u32*)(to + (g + 8 * half) * PITCH + 2 * n + 2 * u) =
                 pack_pair(o[n + 2 * half] * factor, o[n + 2 * half + 1] * factor);
         const int own = row + g + 8 * half, position = own / call.group;
-        if (u == 0 && own < w.rows) {
+        if (call.lse && u == 0 && own < w.rows) {
             const int head = blockIdx.y * call.group + own - position * call.group;
             call.lse[w.batch * call.lse_batch + head * call.lse_head + w.q0 + position] =
                 sum == 0.f ? -INFINITE : (x.row_max[half] * scale_log2 + log2f(sum)) * LN2;

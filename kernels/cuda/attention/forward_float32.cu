@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_con
             const int channel = 4 * x + 32 * (i / 4) + i % 4;
             if (channel < call.dim) out[channel] = o[r][i] * factor;
         }
-        if (x == 0)
+        if (x == 0 && call.lse)
             call.lse[w.batch * call.lse_batch + head * call.lse_head + w.q0 + position] =
                 total == 0.f ? -INFINITE : peak[r] + logf(total);
     }

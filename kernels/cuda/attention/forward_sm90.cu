@@ -112,7 +112,7 @@ __device__ __forceinline__ bool has_query(const Tile& t, const Rows& rows, const
     return own < call.positions && rows.position + own < t.q_length;
 }
 
-// Writes lse, and leaves out, in `to`, where Q was.
+// Writes lse, if it is wanted, and leaves out, in `to`, where Q was.
 __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[SUMS_O], const Tile& t,
                                             const Rows& rows, const Call& call, u32 to, int row,
                                             float scale_log2) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[S
         factor[half] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
         const int own_row = row + 8 * half;
         int own;
-        if (has_query(t, rows, call, own_row, own) && lane % 4 == 0) {
+        if (call.lse && has_query(t, rows, call, own_row, own) && lane % 4 == 0) {
             const int head = t.head_q + own_row - own * call.pack;
             call.lse[t.sequence * call.lse_batch + head * call.lse_head + out_start(t, call) + rows.position +
                      own] =

@@ -26,7 +26,7 @@ constexpr int BARRIERS = 4 * STAGES + 3 * SLOTS + 2 * INFO_STAGES;
 static_assert(KV_BLOCK % 1024 == 0, "swizzled blocks begin at multiples of 1024");
 
 struct Call {
-    float* lse;  // [batch, heads_q, seqlen_q], or [heads_q, total_q]
+    float* lse;  // [batch, heads_q, seqlen_q], or [heads_q, total_q]; null: not wanted
     i64 lse_batch, lse_head;
 #if QUERY_GROUPS > 1
     float* parts;         // workspace of tiles split over keys

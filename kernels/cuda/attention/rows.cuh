@@ -5,7 +5,7 @@
 
 struct Call {
     Tensor q, k, v, out;  // [batch, seqlen, heads, dim], or with cu_* [total, heads, dim]
-    float* lse;           // [batch, heads_q, seqlen_q], or [heads_q, total_q]
+    float* lse;           // [batch, heads_q, seqlen_q], or [heads_q, total_q]; null: not wanted
     i64 lse_batch, lse_head;
     const int* cu_q;  // [sequences + 1], null for sequences of one length
     const int* cu_k;

@@ -6,7 +6,8 @@
 //
 // Threads and data
 //   CTA    a section: blockIdx.x. 1024 threads count the tiles of all earlier pairs, then the tiles of the
-//          section by length, then write each to where the shorter ones of its section begin.
+//          section by length, then write each to where the shorter ones of its section begin; a thread with a
+//          single tile keeps it in between.
 //   sequences are taken 1024 at a time, a thread each; then tiles are, found by bisection of the sequences'.
 //
 // Memory: shared, 1024 counters by length (rounded down where keys make more than 1023 tiles), 1025 first
@@ -77,19 +78,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __gri
     scan(earlier, m.sums);
     const int base = m.sums[32];
 
-    for_tiles(call, m, begin, end, [&](const TileInfo&, int counter) { count_one(m.counters, counter); });
+    TileInfo own;
+    int own_counter = 0, own_rank = 0, visits = 0;
+    for_tiles(call, m, begin, end, [&](const TileInfo& t, int counter) {
+        own = t, own_counter = counter, own_rank = count_one(m.counters, counter);
+        ++visits;
+    });
     const int longer = scan(m.counters[threadIdx.x], m.sums);
     if (threadIdx.x == 0 && blockIdx.x + 1 == gridDim.x) {
         call.list->num_tiles = min(base + m.sums[32], call.capacity);
         call.list->semaphore = 0;
     }
     m.counters[threadIdx.x] = base + longer;
-    __syncthreads();  // counters say where tiles go
     TileInfo* const tiles = (TileInfo*)(call.list + 1);
-    for_tiles(call, m, begin, end, [&](const TileInfo& t, int counter) {
-        const int at = count_one(m.counters, counter);
+    const auto write = [&](const TileInfo& t, int at) {
         if (at < call.capacity) tiles[at] = t;
-    });
+    };
+    if (!__syncthreads_or(visits > 1)) {  // counters say where tiles go
+        if (visits) write(own, m.counters[own_counter] + own_rank);
+        return;
+    }
+    for_tiles(call, m, begin, end,
+              [&](const TileInfo& t, int counter) { write(t, count_one(m.counters, counter)); });
 }
 
 // gate: registers<=64

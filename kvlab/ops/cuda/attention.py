@@ -104,7 +104,7 @@ class _Prepared:
 
     def __call__(self, addresses: Sequence[int], return_lse: bool) -> tuple[Any, Any]:
         out, out_address = self._new_out()
-        lse, lse_address = self._new_lse()
+        lse, lse_address = self._new_lse() if return_lse else (None, 0)
         self._launch(addresses, out_address, lse_address, self._stream())
         return out, lse
 

@@ -127,7 +127,7 @@ class HopperAttention:
         addresses : sequence of int
             Of q, k and v and, if lengths are variable, of cu_seqlens.
         out, lse : int
-            Addresses of the results.
+            Addresses of the results; that of lse is 0 where it is not wanted.
         stream : int
         """
         q, k, v, *bounds = addresses

@@ -208,12 +208,26 @@ class TileLists:
         """
         import cupy
 
-        with cupy.cuda.Device(self._device), cupy.cuda.ExternalStream(stream):
+        streams = cupy.cuda.Stream
+        with (
+            cupy.cuda.Device(self._device),
+            streams.from_external(_External(stream)) if stream else streams.null,
+        ):
             try:
                 made = cupy.empty(self._builder.nbytes, np.uint8)
             except cupy.cuda.memory.OutOfMemoryError:
                 return None
         return made, made.data.ptr
+
+
+class _External:
+    """A stream of another library, as libraries hand them to each other."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
 
 
 _CAPTURED: list[Any] = []
