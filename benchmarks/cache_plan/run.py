@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 from kvlab.arrays import cuda_view
-from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache import plan
 from kvlab.cache.cuda import GPU, GpuKernels
 from kvlab.cache.ladder import ERRORS, parse_bits
@@ -39,6 +38,7 @@ from kvlab.cache.store import STATE, DeviceStore
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
 from kvlab.ops.cuda import packed as packed_cuda
+from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.packed import kept_page_bytes
 
 SHAPES = {  # layers, batch, tokens, KV heads, group

@@ -10,7 +10,7 @@ function), frame.py (the mean taken off keys; waiting.py: tokens that wait for i
 memory), step.py and prefill.py (steps of few and of many tokens), launches.py (a step's launches), state.py
 and store.py (pages, tables, counters), reallocation.py and plan.py (plans, moves; allocator.py: the optimum),
 rows.py (beams, copies, growth), contents.py and persistence.py (files). An executor carries it out:
-cpu.py, or cuda.py with cuda_kernels.py.
+cpu.py, or cuda.py, whose launchers are in `kvlab.ops.cuda`.
 """
 
 from __future__ import annotations

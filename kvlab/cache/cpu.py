@@ -204,7 +204,7 @@ class CpuKernels:
     def write_tokens(
         self, first: int, layers: int, lists: tuple[Workspace, int], groups: int, fresh: Any, stream: int
     ) -> None:
-        """`kvlab.cache.cuda_kernels.write_tokens`."""
+        """`kvlab.ops.cuda.pages.write_tokens`."""
         from kvlab.numba_kernels.cpu.cache_write import write_moves
 
         (workspace, phase), steps = lists, int(fresh["steps"])
@@ -240,7 +240,7 @@ class CpuKernels:
     def copy_pages(
         self, first: int, layers: int, lists: tuple[Workspace, int], copies: int, stream: int
     ) -> None:
-        """`kvlab.cache.cuda_kernels.copy_pages`."""
+        """`kvlab.ops.cuda.pages.copy_pages`."""
         for layer in range(first, first + layers):
             units = self.store.arenas[layer].reshape(-1, UNIT)
             for source, target, rung in lists[0].copies[layer].tolist():
@@ -253,11 +253,11 @@ class CpuKernels:
         self, layer: int, top: Rung, *, steps: int, group: int, scale: float, softcap: float, observed: int,
         rows: int = 0,
     ) -> AppendCall:  # fmt: skip
-        """`kvlab.cache.cuda_kernels.AppendCall`."""
+        """`kvlab.ops.cuda.pages.AppendCall`."""
         return AppendCall(self, layer, scale=scale, softcap=softcap, observed=observed, rows=rows)
 
     def rows_of(self, layer: int, rows: int) -> NDArray[np.bool_]:
-        """Which rows (batch,) an append serves, by one of `kvlab.cache.cuda_kernels.ROWS`."""
+        """Which rows (batch,) an append serves, by one of `kvlab.ops.cuda.pages.ROWS`."""
         waits = self.store.tables["waits"][layer] > 0
         found: NDArray[np.bool_] = (np.ones_like(waits), waits, ~waits)[rows]
         return found
@@ -289,7 +289,7 @@ class CpuKernels:
         self, layer: int, fresh: Any, addresses: Sequence[int], before: int, stream: int, *, room: int,
         force: bool,
     ) -> None:  # fmt: skip
-        """`kvlab.cache.cuda_kernels.freeze_means`."""
+        """`kvlab.ops.cuda.pages.freeze_means`."""
         batch, head_dim = self.store.batch, self.store.head_dim
         dtype, steps, heads = "float32", int(fresh["steps"]), self.store.heads
         total, mask, codes = before + steps, int(fresh["valid"]), int(fresh["importance"])
@@ -309,7 +309,7 @@ class CpuKernels:
             freeze_row(self.store, layer, row, new, merged, room, force)
 
     def crop_rows(self, end: int, stream: int) -> None:
-        """`kvlab.cache.cuda_kernels.crop_rows`."""
+        """`kvlab.ops.cuda.pages.crop_rows`."""
         for layer in range(len(self.store.stores)):
             tables = self._whole_tables(layer)
             self.store.tables["seqlen"][layer] = end
@@ -342,7 +342,7 @@ class CpuKernels:
         return 4 * 64 * rows
 
     def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
-        """`kvlab.cache.cuda_kernels.merge_rows`."""
+        """`kvlab.ops.cuda.pages.merge_rows`."""
         batch, steps, heads = shape
         full, dtype = (*shape, self.store.head_dim), "float32"
         out, other = (array_at(addresses[i], full, dtype) for i in (0, 2))
@@ -396,7 +396,7 @@ class CpuKernels:
 
 
 class AppendCall:
-    """The append of one layer; arguments of a call as those of `kvlab.cache.cuda_kernels.AppendCall`."""
+    """The append of one layer; arguments of a call as those of `kvlab.ops.cuda.pages.AppendCall`."""
 
     def __init__(
         self, kernels: CpuKernels, layer: int, *, scale: float, softcap: float, observed: int, rows: int

@@ -22,12 +22,12 @@ from kvlab.arrays import (
     to_device,
     to_host,
 )
-from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache import plan, score
 from kvlab.cache.ladder import Rung
 from kvlab.cache.rows import RowMove
 from kvlab.cache.store import STATE, DevicePages, DeviceStore, PagesOfRows
 from kvlab.ops.cuda import packed
+from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.device_arrays import contiguous, copied
 
 __all__ = ["GPU", "GpuExecutor", "GpuKernels"]
@@ -66,7 +66,7 @@ class GpuKernels:
         plan.launch_plan(states, first, layers, workspace, ladder, STATE.itemsize, stream, **rules)
 
     def write_tokens(self, first: int, layers: int, lists: int, groups: int, fresh: Any, stream: int) -> None:
-        """Carry out the moves of a plan; see `kvlab.cache.cuda_kernels.write_tokens`."""
+        """Carry out the moves of a plan; see `kvlab.ops.cuda.pages.write_tokens`."""
         kernels.write_tokens(*self._of_store, self._states(first), lists, layers, groups, fresh, stream)
 
     def copy_pages(self, first: int, layers: int, lists: int, copies: int, stream: int) -> None:
@@ -77,7 +77,7 @@ class GpuKernels:
         self, layer: int, fresh: Any, addresses: Sequence[int], before: int, stream: int, *, room: int,
         force: bool,
     ) -> None:  # fmt: skip
-        """Take the means that are due; see `kvlab.cache.cuda_kernels.freeze_means`."""
+        """Take the means that are due; see `kvlab.ops.cuda.pages.freeze_means`."""
         batch = self.store.batch
         kernels.freeze_means(
             *self._of_store, self._states(layer), batch, fresh, addresses, before, stream,
@@ -85,7 +85,7 @@ class GpuKernels:
         )  # fmt: skip
 
     def crop_rows(self, end: int, stream: int) -> None:
-        """Give all rows another length; see `kvlab.cache.cuda_kernels.crop_rows`."""
+        """Give all rows another length; see `kvlab.ops.cuda.pages.crop_rows`."""
         layers, batch = len(self.store.stores), self.store.batch
         kernels.crop_rows(*self._of_store, self._states(0), layers, batch, end, stream)
 
@@ -121,7 +121,7 @@ class GpuKernels:
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def append_call(self, layer: int, top: Rung, **options: Any) -> kernels.AppendCall:
-        """A prepared append; options as of `kvlab.cache.cuda_kernels.AppendCall`."""
+        """A prepared append; options as of `kvlab.ops.cuda.pages.AppendCall`."""
         return kernels.AppendCall(self.store.host_states[layer], top, *self._of_store, **options)
 
     def attend_call(self, q: Any, pages: DevicePages, workspace: Any, **options: Any) -> packed.AttendCall:
@@ -140,7 +140,7 @@ class GpuKernels:
     kept_page_bytes = staticmethod(packed.kept_page_bytes)
 
     def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
-        """Merge attention over other keys into the first; see `kvlab.cache.cuda_kernels.merge_rows`."""
+        """Merge attention over other keys into the first; see `kvlab.ops.cuda.pages.merge_rows`."""
         kernels.merge_rows(*self._of_store, addresses, shape, stream)
 
     # ---- importance ----------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvlab.arrays import CudaView
-from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.ladder import EXACT, Rung
 from kvlab.cache.score import Collector
 from kvlab.cache.waiting import Waiting
+from kvlab.ops.cuda import pages as kernels
 
 __all__ = ["KnownStep", "StepCalls", "keep_launches", "launch_again"]
 

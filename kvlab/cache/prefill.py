@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name
-from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache import importance_callback
 from kvlab.cache.importance import MOST_TOKENS
 from kvlab.cache.plan import Workspace
 from kvlab.cache.reallocation import Admission
 from kvlab.cache.waiting import Merged, merged_tokens, put_new
 from kvlab.ops.attention import attention, attention_varlen
+from kvlab.ops.cuda import pages as kernels
 
 if TYPE_CHECKING:
     from kvlab.cache.step import DeviceCache

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.ladder import ERRORS
 from kvlab.cache.layer import LayerFormat
 from kvlab.cache.plan import (
@@ -31,6 +30,7 @@ from kvlab.cache.plan import (
 )
 from kvlab.cache.store import DeviceStore
 from kvlab.device import translated_out_of_memory
+from kvlab.ops.cuda import pages as kernels
 from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = ["MOST_ROOM", "Changes", "ladder_of"]

@@ -17,7 +17,6 @@ from kvlab.cache.budget import Limit
 from kvlab.cache.contents import Arrays, contents_of, fill
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
-from kvlab.cache.cuda_kernels import MAX_STEPS
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import MOST, CacheOptions
@@ -27,6 +26,7 @@ from kvlab.cache.state import Settings
 from kvlab.cache.step import DeviceCache
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
+from kvlab.ops.cuda.pages import MAX_STEPS
 from kvlab.ops.device_arrays import dense_strides
 from kvlab.pages import LayerPages
 from kvlab.shapes import match_shapes

@@ -12,13 +12,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kvlab.cache.cuda_kernels import MAX_STEPS
 from kvlab.cache.frame import LAST
 from kvlab.cache.launches import KnownStep, StepCalls
 from kvlab.cache.layer import Layer
 from kvlab.cache.reallocation import MOST_ROOM, Changes, ladder_of
 from kvlab.cache.score import Collector
 from kvlab.cache.waiting import Merged, Waiting, waits_within
+from kvlab.ops.cuda.pages import MAX_STEPS
 from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = ["DeviceState", "Settings", "ShareOf"]

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import CudaView
-from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.launches import Lse
 from kvlab.cache.layer import Layer
 from kvlab.cache.plan import Workspace
 from kvlab.cache.rows import move_rows, reorder_rows
 from kvlab.cache.state import DeviceState, ShareOf
 from kvlab.cache.waiting import Merged, merged_tokens
+from kvlab.ops.cuda import pages as kernels
 
 __all__ = ["DeviceCache"]
 

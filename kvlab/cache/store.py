@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.layer import LayerFormat
+from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_PAGES
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 
 __all__ = [
@@ -32,23 +33,7 @@ __all__ = [
     "slab_nbytes",
 ]
 
-UNIT = 64
-"""Bytes that the `index` of the page table counts."""
-OPEN_PAGES = WAITING_PAGES = 2
-_RUNGS = 16
 _WASTE = 0.03
-
-_RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
-_POINTERS = (
-    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "waits", "open", "seqlen", "used",
-    "slab_count", "slabs", "free_slabs", "num_free", "entry_of", "slab_slot", "budget", "status", "waiting",
-)  # fmt: skip
-_NUMBERS = ("batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts")
-STATE = np.dtype(
-    [("rungs", _RUNG, _RUNGS), *((name, "u8") for name in _POINTERS), *((name, "i4") for name in _NUMBERS)],
-    align=True,
-)
-"""`LayerState` of pages/state.cuh."""
 
 
 @dataclass(frozen=True)
@@ -205,8 +190,8 @@ class DeviceStore:
             "waits": ((self.batch,), "int32"),
             "open": ((*pairs, OPEN_PAGES), "int32"),
             "seqlen": (pairs, "int32"),
-            "used": ((_RUNGS,), "int32"),
-            "slab_count": ((_RUNGS,), "int32"),
+            "used": ((RUNGS,), "int32"),
+            "slab_count": ((RUNGS,), "int32"),
             "slabs": ((self.num_rungs, *slabs), "int32"),
             "free_slabs": (slabs, "int32"),
             "num_free": ((1,), "int32"),

@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
-from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.frame import LAST
 from kvlab.cache.layer import Layer
 from kvlab.cache.plan import Ladder
 from kvlab.cache.store import WAITING_PAGES
+from kvlab.ops.cuda import pages as kernels
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 
 __all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "waits_within"]

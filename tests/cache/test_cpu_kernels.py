@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
-from kvlab.cache.cuda_kernels import NEW_TOKENS, OBSERVED, new_tokens
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.layer import LayerFormat
@@ -19,6 +18,7 @@ from kvlab.cache.plan import PlanShape, spare_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.store import UNIT, DeviceStore
 from kvlab.ops.attention import attention
+from kvlab.ops.cuda.pages import NEW_TOKENS, OBSERVED, new_tokens
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import (
     DECODED,

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from kvlab.arrays import cuda_view, to_device
-from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.cuda import GPU
 from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.layer import LayerFormat
 from kvlab.cache.store import UNIT, DeviceStore
+from kvlab.ops.cuda import pages as kernels
 from kvlab.pages import PageLayout, encode_importance
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narrow, rotate, widen

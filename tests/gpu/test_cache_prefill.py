@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvlab.arrays import to_device
-from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.store import UNIT
+from kvlab.ops.cuda import pages as kernels
 from tests.gpu.packed_cases import DTYPES, to_numpy
 from tests.gpu.test_cache_kernels import (
     BATCH,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvlab.arrays import CudaView
-from kvlab.cache import cuda_kernels as kernels
 from kvlab.cache.ladder import Rung
 from kvlab.cache.store import STATE
+from kvlab.ops.cuda import pages as kernels
 
 
 def test_an_append_without_queries_has_none_of_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
-"""Launchers of the kernels that store tokens in a cache on a GPU: `pages/append.cu`, `pages/write.cu`,
-`pages/prefill.cu` and `pages/means.cu`.
+"""Launchers of the kernels that store tokens in a cache on a GPU, and the structs that caches hand to them.
+
+The kernels are `pages/append.cu`, `pages/write.cu`, `pages/prefill.cu`, `pages/means.cu` and `pages/rows.cu`.
 
 A decode step's append is launched once a layer and token, so its arguments are kept as the bytes of one
 struct, in which a call changes no more than the addresses of what is new.
@@ -15,8 +16,6 @@ from typing import Any
 import numpy as np
 
 from kvlab.arrays import CudaView
-from kvlab.cache.ladder import Rung
-from kvlab.cache.store import STATE
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
@@ -27,8 +26,14 @@ __all__ = [
     "MAX_GROUP",
     "MAX_STEPS",
     "NEW_TOKENS",
+    "NUMBERS",
     "OBSERVED",
+    "OPEN_PAGES",
     "ROWS",
+    "RUNGS",
+    "STATE",
+    "UNIT",
+    "WAITING_PAGES",
     "AppendCall",
     "copy_pages",
     "crop_rows",
@@ -39,6 +44,22 @@ __all__ = [
     "write_tokens",
 ]
 
+UNIT = 64
+"""Bytes that the `index` of the page table counts."""
+OPEN_PAGES = WAITING_PAGES = 2
+RUNGS = 16
+
+_RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
+_POINTERS = (
+    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "waits", "open", "seqlen", "used",
+    "slab_count", "slabs", "free_slabs", "num_free", "entry_of", "slab_slot", "budget", "status", "waiting",
+)  # fmt: skip
+NUMBERS = ("batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts")
+STATE = np.dtype(
+    [("rungs", _RUNG, RUNGS), *((name, "u8") for name in _POINTERS), *((name, "i4") for name in NUMBERS)],
+    align=True,
+)
+"""`LayerState` of pages/state.cuh."""
 MAX_STEPS, MAX_GROUP = 16, 16
 """Tokens of a row, and query heads of a KV head, that one append can take."""
 OBSERVED = {"mass": 0, "norm": 1, "one": 2}
@@ -113,7 +134,8 @@ class AppendCall:
     ----------
     state : STATE scalar
         Of the layer.
-    top : Rung
+    top : (int, int)
+        Bits of keys and values of open pages.
     head_dim : int
     dtype : str
     device : int
@@ -128,7 +150,7 @@ class AppendCall:
     def __init__(
         self,
         state: Any,
-        top: Rung,
+        top: tuple[int, int],
         head_dim: int,
         dtype: str,
         device: int,
@@ -140,7 +162,7 @@ class AppendCall:
         observed: int,
         rows: int = 0,
     ) -> None:
-        kernel = _append_kernel(head_dim, dtype, top.bits_k, top.bits_v, device)
+        kernel = _append_kernel(head_dim, dtype, *top, device)
         call = np.zeros(1, _APPEND)
         call["layer"], call["group"], call["observed"] = state, group, observed
         call["scale"], call["softcap"], call["rows"] = scale, softcap, rows
