@@ -143,6 +143,25 @@ def make_case(
     return GroupedCase(q, k, v, lengths, prefixes, k_lengths, **options)
 
 
+def in_segments(case: GroupedCase, segment_len: int, seed: int = 1) -> tuple[Array, Array, Array]:
+    """Return k and v with keys of each sequence in segments out of order, NaN between, and their table."""
+    rng = np.random.default_rng(seed)
+    counts = [-(-n // segment_len) for n in case.k_lengths]
+    places = rng.permutation(sum(counts) + 3)
+    table = np.zeros((len(counts), max(counts, default=0)), np.int32)
+    gathered = [np.full((len(places) * segment_len, *x.shape[1:]), np.nan, x.dtype) for x in (case.k, case.v)]
+    starts, used = _bounds(case.k_lengths), 0
+    for b, (count, length) in enumerate(zip(counts, case.k_lengths, strict=True)):
+        table[b, :count] = places[used : used + count]
+        used += count
+        for j, place in enumerate(table[b, :count]):
+            size = min(segment_len, length - j * segment_len)
+            source = slice(starts[b] + j * segment_len, starts[b] + j * segment_len + size)
+            for to, x in zip(gathered, (case.k, case.v), strict=True):
+                to[place * segment_len : place * segment_len + size] = x[source]
+    return gathered[0], gathered[1], table
+
+
 def zigzag(tokens: int, ranks: int, rank: int, sequences: int = 1, **options: Any) -> GroupedCase:
     """Return the call of a rank of zigzag context parallelism: its early and its late chunk."""
     chunk = tokens // (2 * ranks)

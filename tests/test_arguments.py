@@ -73,9 +73,11 @@ GROUPS = {
     "implementation": (None, "word"),
     "max_seqlen_q": (8, "whole"),
     "max_seqlen_k": (8, "whole"),
+    "segment_table": (np.zeros((1, 1), np.int32), "array"),
+    "segment_len": (8, "whole"),
     "sm_margin": (0, "count"),
 }
-ONLY_FORWARD = {"return_lse", "implementation", "sm_margin"}
+ONLY_FORWARD = {"return_lse", "implementation", "segment_table", "segment_len", "sm_margin"}
 LAYER, MASK = {"layer": (0, "count")}, {"valid": (None, "mask")}
 OPTIONS: dict[str, tuple[Any, str]] = {
     "batch": (1, "count"),

@@ -80,20 +80,21 @@ class GroupedArrays(NamedTuple):
     cu_q: Sequence[Any]
     prefix_lens: Sequence[Any]
     cu_k: Any
+    segments: Any = None
 
     def named(self) -> tuple[list[Any], tuple[str, ...]]:
         """Return all arrays, in order, and their names."""
-        return [*self.q_groups, self.k, self.v, *self.cu_q, *self.prefix_lens, self.cu_k], _names_of(
-            len(self.q_groups)
-        )
+        table = [] if self.segments is None else [self.segments]
+        arrays = [*self.q_groups, self.k, self.v, *self.cu_q, *self.prefix_lens, self.cu_k, *table]
+        return arrays, _names_of(len(self.q_groups), len(table))
 
 
-@lru_cache(maxsize=MOST_GROUPS)
-def _names_of(groups: int) -> tuple[str, ...]:
+@lru_cache(maxsize=2 * MOST_GROUPS)
+def _names_of(groups: int, tables: int) -> tuple[str, ...]:
     q, cu_q, lens = (
         [f"{name}[{g}]" for g in range(groups)] for name in ("q_groups", "cu_seqlens_q_groups", "prefix_lens")
     )
-    return (*q, "k", "v", *cu_q, *lens, "cu_seqlens_k")
+    return (*q, "k", "v", *cu_q, *lens, "cu_seqlens_k", *["segment_table"] * tables)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +115,7 @@ class GroupedCall:
     implementation: str | None
     longest: tuple[int, int]
     sm_margin: int
+    segment_len: int | None
 
     @property
     def rows(self) -> list[int]:
@@ -123,7 +125,7 @@ class GroupedCall:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the arrays."""
-        return _names_of(self.groups)
+        return _names_of(self.groups, self.segment_len is not None)
 
     @cached_property
     def views(self) -> tuple[CudaView, ...]:
@@ -152,6 +154,8 @@ def grouped_attention_varlen(
     implementation: str | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    segment_table: Array | None = None,
+    segment_len: int | None = None,
     sm_margin: int = 0,
     backend: str | None = None,
 ) -> list[ArrayT] | tuple[list[ArrayT], list[ArrayT]]:
@@ -183,6 +187,13 @@ def grouped_attention_varlen(
     max_seqlen_q, max_seqlen_k : int, optional
         At least the longest sequence of any group, and of k. Without them the totals count; separate calls of
         many sequences then start many blocks that find nothing to do.
+    segment_table : int32 array, (batch, most_segments), optional
+        If given, keys of a sequence lie in segments: those from j * segment_len on in the rows of k and v
+        from segment_table[b][j] * segment_len on. So gathered buffers of context parallelism and paged caches
+        are read where they lie by ``"listed"`` and ``"paired"`` on Hopper; the CPU copies what it reads.
+        cu_seqlens_k then says how long sequences are, not where.
+    segment_len : int, optional
+        Tokens of a segment; on a GPU a multiple of 8. Goes with segment_table.
     sm_margin, backend
         As in `kvlab.attention`; ``"numba"`` has separate calls only.
 
@@ -221,12 +232,15 @@ def grouped_attention_varlen(
     >>> early.ravel(), late.ravel()
     (array([1., 2.], dtype=float32), array([3., 4.], dtype=float32))
     """
-    arrays = GroupedArrays(q_groups, k, v, cu_seqlens_q_groups, prefix_lens, cu_seqlens_k)
+    arrays = GroupedArrays(q_groups, k, v, cu_seqlens_q_groups, prefix_lens, cu_seqlens_k, segment_table)
+    if (segment_table is None) != (segment_len is None):
+        given, missing = ("segment_len", "segment_table")[:: 1 if segment_table is None else -1]
+        raise ValueError(f"{missing}=None, but {given} is given: pass both, or neither")
     return_lse = flag(return_lse, "return_lse")
     call, addresses = call_of(
         _FORWARD, arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"),
-        implementation,
-        (max_seqlen_q, max_seqlen_k), whole_number(sm_margin, "sm_margin", 0, LONGEST), backend,
+        implementation, (max_seqlen_q, max_seqlen_k), whole_number(sm_margin, "sm_margin", 0, LONGEST),
+        backend, None if segment_len is None else whole_number(segment_len, "segment_len", 1, LONGEST),
     )  # fmt: skip
     with call.memory:
         outs, lses = call.row.launch(call, arrays, addresses)
@@ -242,6 +256,7 @@ def call_of(
     longest: tuple[int | None, int | None],
     sm_margin: int,
     backend: str | None,
+    segment_len: int | None = None,
 ) -> tuple[GroupedCall, list[int]]:
     """Check a call, and choose who computes it; also return the addresses of arrays on a GPU."""
     for name, given in (
@@ -258,7 +273,7 @@ def call_of(
     kinds, addresses = kinds_of(*arrays.named())
     groups = len(arrays.q_groups)
     return _checked(
-        operation, kinds, groups, causal, scale, implementation, longest, sm_margin, backend
+        operation, kinds, groups, causal, scale, implementation, longest, sm_margin, backend, segment_len
     ), addresses
 
 
@@ -275,8 +290,9 @@ def check_groups(name: str, given: Any, q_groups: Any) -> None:
 _PATTERNS: dict[str, tuple[str, ...]] = {
     "q_groups": ("rows {}", "Hq", "D"), "k": ("total_k", "Hk", "D"), "v": ("total_k", "Hk", "D"),
     "cu_seqlens_q_groups": ("batch + 1",), "prefix_lens": ("batch",), "cu_seqlens_k": ("batch + 1",),
+    "segment_table": ("batch", "most_segments"),
 }  # fmt: skip
-_LENGTHS = ("cu_seqlens_q_groups", "cu_seqlens_k", "prefix_lens")
+_LENGTHS = ("cu_seqlens_q_groups", "cu_seqlens_k", "prefix_lens", "segment_table")
 
 
 @lru_cache(maxsize=1024)
@@ -290,10 +306,11 @@ def _checked(
     longest: tuple[int | None, int | None],
     sm_margin: int,
     backend: str | None,
+    segment_len: int | None,
 ) -> GroupedCall:
     shapes, devices = {}, {}
     dtype = dtype_of_kind(kinds[0], "q_groups[0]")
-    for name, kind in zip(_names_of(groups), kinds, strict=True):
+    for name, kind in zip(_names_of(groups, segment_len is not None), kinds, strict=True):
         argument, _, index = name.rstrip("]").partition("[")
         found, is_length = dtype_of_kind(kind, name), argument in _LENGTHS
         if found != ("int32" if is_length else dtype):
@@ -316,11 +333,27 @@ def _checked(
         raise ValueError("q_groups[0] has D = 0: head_dim must be at least 1")
     device = one_device(devices)
     row = _row_of(operation, device, dtype, sizes["D"], implementation, backend)
-    totals = max(sizes[f"rows {g}"] for g in range(groups)), sizes["total_k"]
+    if segment_len is not None and device.kind == "cuda" and implementation == "separate":
+        raise NotImplementedError(
+            "segment_table with implementation='separate': ordinary calls want the keys of a sequence "
+            "in a row; pass a copy in order, or implementation='listed'"
+        )
+    total_k = sizes["total_k"] if segment_len is None else sizes["most_segments"] * segment_len
+    totals = max(sizes[f"rows {g}"] for g in range(groups)), total_k
     most = [total if given is None else given for given, total in zip(longest, totals, strict=True)]
     scores = scores_of(sizes["D"], (causal, scale, -1, -1, 0.0))
     return GroupedCall(
-        row, sizes, dtype, device, kinds, groups, scores, implementation, (most[0], most[1]), sm_margin
+        row,
+        sizes,
+        dtype,
+        device,
+        kinds,
+        groups,
+        scores,
+        implementation,
+        (most[0], most[1]),
+        sm_margin,
+        segment_len,
     )
 
 

@@ -13,7 +13,7 @@ from kvlab.integrations.torch_grouped import grouped_attention_varlen
 from tests.compare import assert_accurate
 from tests.gpu.attention_cases import DTYPES, poison, to_numpy
 from tests.gradients import assert_gradients
-from tests.grouped import GroupedCase, make_case, scenarios, zigzag
+from tests.grouped import GroupedCase, in_segments, make_case, scenarios, zigzag
 
 
 def on_gpu(x: np.ndarray) -> torch.Tensor:
@@ -143,6 +143,35 @@ def test_keys_that_no_group_sees_may_be_anything() -> None:
         x[300:640], x[700:] = np.nan, np.nan
     for one, other in zip(clean, attend(case), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "segment_len"), [(128, 128), (128, 16), (128, 200), (64, 64), (96, 32), (256, 256)]
+)
+@pytest.mark.parametrize("name", ["unrelated prefixes", "thirty-two sequences", "single tokens"])
+def test_keys_in_segments(name: str, head_dim: int, segment_len: int) -> None:
+    """The same bits as keys in a row; what lies between segments is NaN."""
+    case = make_case(**scenarios(3)[name], heads=(8, 2), head_dim=head_dim)
+    expected = attend(case)
+    k, v, table = (on_gpu(x) for x in in_segments(case, segment_len))
+    (q_groups, *_), own = arguments(case)
+    found: Any = kvlab.grouped_attention_varlen(
+        q_groups, k, v, segment_table=table, segment_len=segment_len, return_lse=True, **own
+    )
+    for kind, one in zip(expected, found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(kind, one, strict=True))
+
+
+def test_segments_that_cannot_be_read_are_refused() -> None:
+    case = make_case([[40], [30]], [[50], [90]], [100], heads=(4, 2), head_dim=64)
+    k, v, table = (on_gpu(x) for x in in_segments(case, 12))
+    (q_groups, *_), own = arguments(case)
+    with pytest.raises(NotImplementedError, match="segment_len=12: on a GPU a segment has a multiple of 8"):
+        kvlab.grouped_attention_varlen(q_groups, k, v, segment_table=table, segment_len=12, **own)
+    with pytest.raises(NotImplementedError, match="segment_table with implementation='separate'"):
+        kvlab.grouped_attention_varlen(
+            q_groups, k, v, segment_table=table, segment_len=12, implementation="separate", **own
+        )
 
 
 def test_unsuitable_arrays_are_refused_or_computed_separately() -> None:

@@ -12,7 +12,7 @@ from kvlab.ops.grouped import IMPLEMENTATIONS
 from kvlab.registry import last_backend, rows
 from tests.compare import assert_accurate
 from tests.gradients import Gradients, assert_gradients, assert_refuses
-from tests.grouped import GroupedCase, grouped_cases, make_case, scenarios, zigzag
+from tests.grouped import GroupedCase, grouped_cases, in_segments, make_case, scenarios, zigzag
 from tests.strategies import FLOATS
 
 Array = NDArray[Any]
@@ -127,6 +127,39 @@ def test_autograd(kind: str) -> None:
     dq, dk, dv = case.expected_gradients(case.douts())
     for one, expected in zip(found, (dk, dv, dq[:9], dq[9:]), strict=True):
         np.testing.assert_allclose(one.numpy(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["unrelated prefixes", "thirty-two sequences", "no keys", "no sequences"])
+@pytest.mark.parametrize("segment_len", [1, 7, 16])
+def test_keys_in_segments(name: str, segment_len: int, backend: str) -> None:
+    case = make_case(**scenarios()[name], head_dim=16)
+    k, v, table = in_segments(case, segment_len)
+    found: Any = kvlab.grouped_attention_varlen(
+        case.q_groups, k, v, segment_table=table, segment_len=segment_len, return_lse=True, backend=backend,
+        **case.options,
+    )  # fmt: skip
+    for one, other in zip(found, attend(case, backend=backend), strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"segment_len": None}, "segment_len=None, but segment_table is given: pass both"),
+        ({"segment_table": None}, "segment_table=None, but segment_len is given"),
+        ({"segment_len": 0}, "segment_len=0"),
+        ({"segment_table": np.zeros((1, 9), np.int32)}, "segment_table has batch = 1"),
+        ({"segment_table": np.full((2, 9), 50, np.int32)}, "segment_table names rows 400 to"),
+        ({"segment_len": 1, "max_seqlen_k": 20}, r"sequences have \[5, 16\] keys: they may have 0 up to 9"),
+    ],
+)
+def test_segments_refuse(changes: dict[str, Any], message: str) -> None:
+    case = make_case([[3, 2]], [[3, 2]], [5, 16], dtype=FLOATS[2])
+    options = {"segment_table": np.zeros((2, 9), np.int32), "segment_len": 8, **case.options} | changes
+    with pytest.raises(ValueError, match=message):
+        kvlab.grouped_attention_varlen(case.q_groups, case.k, case.v, **options)
 
 
 @pytest.mark.parametrize("rank", range(4))

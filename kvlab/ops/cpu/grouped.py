@@ -30,7 +30,8 @@ def _lengths_of(
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64], list[NDArray[np.int64]]]:
     """Return bounds of the rows of each group and of the keys, and prefixes; refuses what does not fit."""
     longest_q, longest_k = call.longest
-    cu_k = bounds_of("cu_seqlens_k", arrays.cu_k, longest_k, call.sizes["total_k"])
+    total_k = len(_keys_of(call, arrays)[0])
+    cu_k = bounds_of("cu_seqlens_k", arrays.cu_k, longest_k, total_k)
     cu_q, lens = [], []
     for g, (bounds, prefix) in enumerate(zip(arrays.cu_q, arrays.prefix_lens, strict=True)):
         cu_q.append(bounds_of(f"cu_seqlens_q_groups[{g}]", bounds, longest_q, call.rows[g]))
@@ -45,6 +46,29 @@ def _lengths_of(
     return cu_q, cu_k, lens
 
 
+def _keys_of(call: GroupedCall, arrays: GroupedArrays) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return k and v with the keys of each sequence in a row: as they are, or copied out of segments."""
+    k, v = to_numpy_view(arrays.k, "k"), to_numpy_view(arrays.v, "v")
+    if call.segment_len is None:
+        return k, v
+    table = to_numpy_view(arrays.segments, "segment_table").astype(np.int64)
+    lengths = np.diff(to_numpy_view(arrays.cu_k, "cu_seqlens_k").astype(np.int64))
+    most = table.shape[1] * call.segment_len
+    if (lengths < 0).any() or (lengths > most).any():
+        raise ValueError(
+            f"cu_seqlens_k says that sequences have {lengths.tolist()} keys: they may have 0 up to {most}, "
+            "those of the segments in a row of segment_table"
+        )
+    rows = (table[:, :, None] * call.segment_len + np.arange(call.segment_len)).reshape(len(table), most)
+    own = np.concatenate([np.zeros(0, np.int64), *(row[:n] for row, n in zip(rows, lengths, strict=True))])
+    if len(own) and not 0 <= own.min() <= own.max() < len(k):
+        raise ValueError(
+            f"segment_table names rows {own.min()} to {own.max()}, k has {len(k)}: segments of "
+            f"{call.segment_len} rows must lie in k as far as sequences reach"
+        )
+    return k[own], v[own]
+
+
 def attend_reference(
     call: GroupedCall, arrays: GroupedArrays, _addresses: Any
 ) -> tuple[list[Any], list[Any]]:
@@ -52,7 +76,7 @@ def attend_reference(
     views = [to_numpy_view(q, f"q_groups[{g}]") for g, q in enumerate(arrays.q_groups)]
     cu_q, cu_k, lens = _lengths_of(call, arrays)
     outs, lses = reference.grouped_attention_varlen(
-        views, to_numpy_view(arrays.k, "k"), to_numpy_view(arrays.v, "v"), cu_seqlens_q_groups=cu_q,
+        views, *_keys_of(call, arrays), cu_seqlens_q_groups=cu_q,
         cu_seqlens_k=cu_k, prefix_lens=lens, causal=call.scores.right == 0, scale=call.scores.scale,
     )  # fmt: skip
     first = arrays.q_groups[0]
@@ -66,9 +90,10 @@ def attend(call: GroupedCall, arrays: GroupedArrays, _addresses: Any) -> tuple[l
     """Launcher of backend "cpu": outs and lses, lists with one array a group."""
     views = [to_numpy_view(q, f"q_groups[{g}]") for g, q in enumerate(arrays.q_groups)]
     cu_q, cu_k, lens = _lengths_of(call, arrays)
+    k, v = _keys_of(call, arrays)
     if call.implementation == "separate":
         results = [
-            attend_one(q, arrays.k, arrays.v, _sequences_of(call, own, cu_k, prefix), call.scores)
+            attend_one(q, k, v, _sequences_of(call, own, cu_k, prefix), call.scores)
             for q, own, prefix in zip(arrays.q_groups, cu_q, lens, strict=True)
         ]
         return [out for out, _ in results], [lse for _, lse in results]
@@ -88,7 +113,6 @@ def attend(call: GroupedCall, arrays: GroupedArrays, _addresses: Any) -> tuple[l
         places[:, 2] = rows.sum(axis=0)
         places[:, 1] = np.cumsum(places[:, 2]) - places[:, 2]
         places[:, 3], places[:, 4] = cu_k[:-1], keys.max(axis=0)
-    k, v = to_numpy_view(arrays.k, "k"), to_numpy_view(arrays.v, "v")
     all_rows = Views(q[order][None], k[None], v[None], places)
     found, logs = attend_places(all_rows, call.scores, limits, alone=not worth_sharing(all_rows, products=1))
     out, lse = np.empty_like(found[0]), np.empty_like(logs[0])

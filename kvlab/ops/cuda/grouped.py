@@ -8,6 +8,7 @@ the parts. What the kernel for Hopper does not take is computed separately (see 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from threading import Lock
@@ -71,8 +72,8 @@ _CALL = Struct(
 _NUM_MAPS = _MOST_GROUPS + 3  # q of each group, k, v, out
 _ARGUMENT_BYTES = -(-(8 * MAP_WORDS * _NUM_MAPS + _CALL.size) // 64) * 64
 _FIRST_WORD = MAP_WORDS * _NUM_MAPS
-_LSE, _PARTS, _ARRIVALS, _LIST, _SEMAPHORE = (
-    _FIRST_WORD + _CALL.word(name) for name in ("lse", "parts", "arrivals", "list", "semaphore")
+_LSE, _PARTS, _ARRIVALS, _SEGMENTS, _LIST, _SEMAPHORE = (
+    _FIRST_WORD + _CALL.word(name) for name in ("lse", "parts", "arrivals", "segments", "list", "semaphore")
 )
 
 
@@ -141,6 +142,12 @@ class ListedCall:
         pack = heads_of_tile(group)
         positions, rows = ROWS // pack, call.rows
         tile = positions * entries
+        box = block_n if call.segment_len is None else math.gcd(block_n, call.segment_len)
+        if box % 8:
+            raise NotImplementedError(
+                f"segment_len={call.segment_len}: on a GPU a segment has a multiple of 8 tokens; pass a copy "
+                "of k and v in order"
+            )
         of_head = sum((rows[g] + sequences * (tile - 1)) // tile for g in present)
         blocks = max(1, multiprocessors(device) - call.sm_margin)
         tiles = of_head * heads_kv * (group // pack)
@@ -165,6 +172,7 @@ class ListedCall:
 
         # Places of addresses among those of a call: q, k, v; cu_seqlens, prefixes.
         self._mapped = [*present, *present[:1] * (_MOST_GROUPS - len(present)), count, count + 1]
+        self._num_lengths = 3 * count + 3  # a table of segments comes behind
         self._lengths = [count + 2 + g for g in present], [2 * count + 2 + g for g in present]
         pairs = sequences * heads_kv
         bytes_of_keys = 4 * k.shape[0] * heads_kv * dim
@@ -186,7 +194,8 @@ class ListedCall:
         of_call = _CALL.array(
             {name: fields[name] for name in ("dim", "left", "right", "scale", "softcap")}
             | {f"first_row{g}": starts[present[g]] if g < len(present) else 0 for g in _EACH}
-            | dict.fromkeys(("lse_batch", "num_segments", "segment_len", "box", "unused"), 0)
+            | {"num_segments": call.sizes.get("most_segments", 0), "segment_len": call.segment_len or 0}
+            | {"lse_batch": 0, "box": box, "unused": 0}
             | {"lse_head": sum(rows), "variable": 1}
             | {"pack": pack, "positions": positions, "reciprocal": -(-65536 // pack)}
         )
@@ -194,7 +203,7 @@ class ListedCall:
         self._words = words_of(argument)
         out = CudaView(0, total, (*contiguous_strides(total)[1:], 1), *first[3:])
         of_q = [encoder_of(call.views[place], positions, pack) for place in self._mapped[:_MOST_GROUPS]]
-        of_keys = [encoder_of(x, block_n) for x in (k, v)]
+        of_keys = [encoder_of(x, box) for x in (k, v)]
         self._maps = TensorMaps(self._words, *of_q, *of_keys, encoder_of(out, positions, pack))
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(first.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": _MOST_GROUPS}
@@ -216,6 +225,7 @@ class ListedCall:
             at = made[1] + self._begins[0]
             words = self._words
             words[_LSE], words[_PARTS], words[_ARRIVALS] = lse_at, parts_at, made[1] + self._begins[1]
+            words[_SEGMENTS] = sum(addresses[self._num_lengths :])
             words[_LIST], words[_SEMAPHORE] = at, at + SEMAPHORE_OFFSET
             self._attend(stream)
         del made, parts  # stream-ordered: what reuses the memory comes after these launches
@@ -228,7 +238,7 @@ class ListedCall:
         for name, places in zip(("cu_q0", "prefix_lens0"), self._lengths, strict=True):
             for word, place in enumerate(places, _LIST_CALL.word(name)):
                 words[word] = addresses[place]
-        words[_LIST_CALL.word("cu_k")] = addresses[-1]
+        words[_LIST_CALL.word("cu_k")] = addresses[self._num_lengths - 1]
         for word, begin in enumerate(self._begins, _LIST_CALL.word("list")):
             words[word] = made[1] + begin
         self._make_list(stream)

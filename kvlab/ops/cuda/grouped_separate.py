@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvlab.arrays import CudaView
 from kvlab.jit.launch import cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
 from kvlab.ops.array_kinds import allocator, kinds_of
@@ -55,6 +56,11 @@ def attend_with(
 
 def _separate_sequences(call: GroupedCall, addresses: Sequence[int]) -> list[tuple[Any, Any]]:
     """Return cu_seqlens_q and cu_seqlens_k for a call of each group."""
+    if call.segment_len is not None:
+        raise NotImplementedError(
+            "segment_table: these arrays are computed by separate calls, which want the keys of a sequence "
+            "in a row; pass a copy in order"
+        )
     check_lengths(call)
     count, sequences = call.groups, call.sizes["batch"]
     bounds, at = allocator((count, 2, 2 * sequences + 1), "int32", call.kinds[0])()
@@ -134,5 +140,7 @@ def _add(call: GroupedCall, parts: Sequence[Any], wide: bool) -> Any:
 def check_lengths(call: GroupedCall) -> None:
     """Refuse arrays of lengths that kernels cannot read."""
     for name, view in zip(call.names, call.views, strict=True):
-        if len(view.shape) == 1:
-            check_bounds(name, view)
+        if len(view.shape) == 1 or name == "segment_table":
+            check_bounds(name, CudaView(0, view.shape[-1:], view.strides[-1:], *view[3:]))
+        if name == "segment_table" and view.shape[0] > 1 and view.strides[0] != view.shape[1]:
+            raise NotImplementedError(f"segment_table has strides {view.strides}: pass a contiguous copy")
