@@ -40,6 +40,7 @@ def tile_list(
     pairs: int,
     window: tuple[int, int],
     variable: bool = True,
+    in_order: bool = False,
 ) -> NDArray[Any]:
     """Return all tiles in order; equally long ones of a section by pair, head and position.
 
@@ -56,6 +57,8 @@ def tile_list(
         Keys a row sees before and after its own position, no less than 0.
     variable : bool
         Whether sequences lie end to end; else each begins at 0.
+    in_order : bool
+        Whether tiles of a section come in the order of positions, not the longest first.
 
     Returns
     -------
@@ -89,7 +92,8 @@ def tile_list(
     tiles["diagonal"], tiles["first_key"], tiles["last_key"] = diagonal, first, last
     tiles["num_tiles_of_keys"] = -(-(last - first) // block_n)
     longest = -(-int(lengths[1].max(initial=0)) // block_n)
-    order = np.lexsort((counter_of(tiles, longest), section_of(tiles, heads_kv, pairs)))
+    counters = position // positions if in_order else counter_of(tiles, longest)
+    order = np.lexsort((counters, section_of(tiles, heads_kv, pairs)))
     return tiles[order]
 
 

@@ -14,7 +14,6 @@ import torch
 
 import kvlab
 from kvlab.ops.cuda import attention_backward as attention_backward_cuda
-from kvlab.ops.cuda.attention_backward_split import Division
 from tests.gpu.attention_cases import (
     DTYPES,
     HEAD_DIMS,
@@ -92,9 +91,9 @@ def test_float32_grid(seed: int) -> None:
 def _shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every number of blocks that share keys, whatever a call would choose; one where it is no cluster."""
 
-    def divide(*sizes: Any) -> Division:
+    def divide(*sizes: Any) -> int:
         blocks, largest = sizes[-2:]
-        return Division(max(1, min(request.param, largest // blocks)), interleaved=True)
+        return max(1, min(request.param, largest // blocks))
 
     monkeypatch.setattr(attention_backward_cuda, "divide", divide)
     attention_backward_cuda._prepare.cache_clear()
@@ -123,7 +122,7 @@ def test_shared_keys_grid(dtype: str, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("_shared")
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_shared_keys_of_sequences_of_any_length(dim: int) -> None:
     """dk and dv beside those of the sequences alone; the last has no keys, the first no rows."""
     rng = np.random.default_rng(dim)
@@ -186,7 +185,7 @@ def test_comparison_refuses_wrong_answers(dtype: str) -> None:
 
 
 @pytest.mark.usefixtures("_kernel")
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_long_sequences_of_grouped_heads_against_float64_on_the_device(dim: int) -> None:
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 3000, h, dim, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))
@@ -202,7 +201,7 @@ def test_long_sequences_of_grouped_heads_against_float64_on_the_device(dim: int)
 
 
 @pytest.mark.usefixtures("_kernel")
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_same_bits_again_and_in_a_graph(dim: int) -> None:
     torch.manual_seed(1)
     q, k, v, dout = (torch.randn(2, 515, h, dim, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2, 8))

@@ -16,6 +16,7 @@ import pytest
 
 import kvlab
 from kvlab.ops.cuda import attention as attention_cuda
+from kvlab.ops.cuda import attention_backward as attention_backward_cuda
 from tests.gpu.attention_cases import HEAD_DIMS, HEADS, LENGTHS, draw_options
 
 cupy = pytest.importorskip("cupy")
@@ -84,10 +85,15 @@ class Edges:
 @pytest.fixture(params=["first", "last"])
 def edges(request: pytest.FixtureRequest) -> Iterator[Edges]:
     edges = Edges(request.param == "first")
-    attention_cuda._prepare.cache_clear()
+    forget_calls()
     yield edges
-    attention_cuda._prepare.cache_clear()  # lists of tiles that calls keep lie in memory that goes now
+    forget_calls()  # lists of tiles that calls keep lie in memory that goes now
     edges.close()
+
+
+def forget_calls() -> None:
+    attention_cuda._prepare.cache_clear()
+    attention_backward_cuda._prepare.cache_clear()
 
 
 class Drawn:

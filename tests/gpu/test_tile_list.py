@@ -25,8 +25,9 @@ def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
     longest = [int(x.max()) for x in lengths]
     total = int(lengths[0].sum()) if variable else longest[0]
     bytes_of_keys = 4 * 128 * heads_kv * int(lengths[1].sum())
+    in_order = bool(rng.integers(2))
     builder = ListBuilder(
-        tiling, (number, *longest), total, heads_kv, group, window, bytes_of_keys, variable, 0
+        tiling, (number, *longest), total, heads_kv, group, window, bytes_of_keys, variable, 0, in_order
     )
     memory = torch.full((builder.nbytes,), 255, device="cuda", dtype=torch.uint8)
     bounds = [torch.from_numpy(np.cumsum([0, *x]).astype(np.int32)).cuda() for x in lengths]
@@ -36,12 +37,16 @@ def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
     count, semaphore = stored[:8].view(np.int32)
     pairs = pairs_of_section(number * heads_kv, bytes_of_keys)
     expected = tile_list(
-        *lengths, heads_kv, group, **tiling._asdict(), pairs=pairs, window=window, variable=variable
-    )
+        *lengths, heads_kv, group, **tiling._asdict(), pairs=pairs, window=window, variable=variable,
+        in_order=in_order,
+    )  # fmt: skip
     assert (count, semaphore) == (len(expected), 0)
     assert count == builder.capacity or variable
     tiles = stored[HEAD_BYTES : HEAD_BYTES + TILE.itemsize * count].view(TILE)
     most = -(-longest[1] // tiling.block_n)
     assert (section_of(tiles, heads_kv, pairs) == section_of(expected, heads_kv, pairs)).all()
-    assert (counter_of(tiles, most) == counter_of(expected, most)).all()
+    if in_order:
+        assert (tiles["position"] == expected["position"]).all()
+    else:
+        assert (counter_of(tiles, most) == counter_of(expected, most)).all()
     assert (np.sort(tiles, order=TILE.names) == np.sort(expected, order=TILE.names)).all()

@@ -65,19 +65,19 @@ def test_a_division_is_never_much_slower_than_none(
 
     least = _time(steps, copies, 1, int(_RESIDENT[blocks] * multiprocessors))
     assert least <= time(1) + 1e-6 <= 1.5 * least + 1e-3
-    cluster_split = divide(steps, copies, 1, multiprocessors, blocks, largest).cluster_split
+    cluster_split = divide(steps, copies, 1, multiprocessors, blocks, largest)
     assert cluster_split == 1 or cluster_split * blocks <= largest
     assert time(cluster_split) <= 1.5 * time(1)
 
 
 def test_short_calls_share_keys_and_full_ones_do_not() -> None:
     full = steps_of(16384, 16384, FAR, 0, 1, 64, 128)
-    assert divide(full, 16, 1, 132, 1, CLUSTER) == (1, False)
-    assert divide(full[:64], 8, 1, 132, 1, CLUSTER) == (1, True)
+    assert divide(full, 16, 1, 132, 1, CLUSTER) == 1
+    assert divide(full[:64], 8, 1, 132, 1, CLUSTER) == 1
     even = steps_of(2048, 2048, FAR, FAR, 1, 64, 128)
-    assert divide(even, 8, 1, 132, 1, CLUSTER) == (1, False)  # 128 blocks, one for each multiprocessor
+    assert divide(even, 8, 1, 132, 1, CLUSTER) == 1  # 128 blocks, one for each multiprocessor
     short = steps_of(512, 512, FAR, 0, 8, 64, 128)
-    assert divide(short, 1, 1, 132, 1, CLUSTER).cluster_split == CLUSTER
-    assert divide(short, 1, 1, 132, 2, CLUSTER).cluster_split == CLUSTER // 2
-    assert divide(short, 1, 1, 132, 1, 1).cluster_split == 1
-    assert divide(short, 1, 1, 4, 1, CLUSTER).cluster_split <= 2  # as many as such a device holds
+    assert divide(short, 1, 1, 132, 1, CLUSTER) == CLUSTER
+    assert divide(short, 1, 1, 132, 2, CLUSTER) == CLUSTER // 2
+    assert divide(short, 1, 1, 132, 1, 1) == 1
+    assert divide(short, 1, 1, 4, 1, CLUSTER) <= 2  # as many as such a device holds

@@ -112,6 +112,33 @@ def test_blocks_are_done_within_one_tile(number: int, seed: int) -> None:
     assert ends.max() <= shortest_first.max() + 1e-9 or len(tiles) < 3 * BLOCKS
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=0, max_size=5),
+    heads_kv=st.integers(1, 3),
+    window=st.tuples(st.sampled_from([0, 7, FAR]), st.sampled_from([0, 5, FAR])),
+)
+def test_tiles_of_keys_wait_only_for_earlier_ones(
+    lengths: list[tuple[int, int]], heads_kv: int, window: tuple[int, int]
+) -> None:
+    """Backward: rows and keys exchanged, in order; a block adds to dq behind all with lower keys."""
+    block_m, block_n = 16, 32
+    q_lengths, k_lengths = np.array(lengths, np.int64).reshape(-1, 2).T
+    tiles = tile_list(
+        k_lengths, q_lengths, heads_kv, 1,
+        pack=1, positions=block_n, block_n=block_m, pairs=10**6, window=window[::-1], in_order=True,
+    )  # fmt: skip
+    assert (covered(tiles, 1, block_n, heads_kv, int(k_lengths.sum())) == 1).all()
+    added: dict[tuple[int, int, int], list[int]] = {}
+    for t in tiles:
+        for row in range(t["first_key"], t["last_key"], block_m):
+            added.setdefault((t["sequence"], t["head_kv"], row), []).append(t["position"] // block_n)
+    for (sequence, _, row), blocks in added.items():
+        behind = k_lengths[sequence] - q_lengths[sequence]
+        first = max(0, row + behind - window[0]) // block_n  # as first_key_block has it
+        assert blocks == list(range(first, first + len(blocks)))
+
+
 def test_a_tile_too_many_is_found() -> None:
     tiles = tile_list([9], [9], 2, 1, pack=1, positions=4, block_n=2, pairs=9, window=(9, 0))
     assert (covered(tiles, 1, 4, 2, 9) == 1).all()

@@ -113,7 +113,8 @@ __device__ __forceinline__ void compute_p_ds(const Call& call, const SeqInfo& s,
 #pragma unroll
     for (int n = 0; n < S_TILES; ++n) {
         const int r = row + 8 * n + 2 * u;
-        const float2 row_lse = *(const float2*)(stats + r), row_dpsum = *(const float2*)(stats + BLOCK_M + r);
+        const float2 row_lse = *(const float2*)(stats + stat_offset(r)),
+                     row_dpsum = *(const float2*)(stats + BLOCK_M + stat_offset(r));
 #pragma unroll
         for (int i = 0; i < 2 * KEY_TILES; ++i) {
             const int own = key + 8 * i + g;
@@ -158,7 +159,7 @@ __device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, co
 #pragma unroll
         for (int n = 0; n < D_TILES; ++n) {
             const float* const c = x[i / 2] + 4 * n + 2 * (i % 2);
-            write_pair(to, column + 8 * n, call.dim, pack_pair(c[0] * factor, c[1] * factor));
+            write_sums(t, call, to, column + 8 * n, c[0] * factor, c[1] * factor);
         }
     }
 }
@@ -167,14 +168,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
     extern __shared__ __align__(16) u16 memory[];
     __shared__ SeqInfo s;  // here, as they would take a tenth of the registers
     __shared__ RowRange rows;
-    const auto [kv_head, block] = find_key_block(call, blockIdx.x);
-    const int first_key = block * BLOCK_N;
+    const TileInfo* const t = find_tile(call, blockIdx.x);
+    if (!t) return;
+    const int kv_head = t->head_kv, first_key = t->position;
     if (threadIdx.x == 0) {
-        s = find_sequence(call, blockIdx.z);
+        s = sequence_of(call, *t);
         rows = find_row_range(call, s, first_key);
     }
     __syncthreads();  // the sequence and its rows are there for all
-    if (first_key >= s.keys) return;
     Memory m;
     m.k = memory, m.v = m.k + BLOCK_N * PITCH, m.q = m.v + BLOCK_N * PITCH;
     m.dout = m.q + Q_STAGES * BLOCK_M * PITCH, m.p = m.dout + BLOCK_M * PITCH;
@@ -254,7 +255,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
             float* const to = call.dq_accum + workspace_row / 64 * (64 * HEAD_DIM);
             u32* const semaphore = call.dq_semaphore + workspace_row / 16;
             if (call.deterministic) {
-                if (threadIdx.x == 0) wait_semaphore(semaphore, block - first_key_block(call, s, at.row));
+                if (threadIdx.x == 0)
+                    wait_semaphore(semaphore, first_key / BLOCK_N - first_key_block(call, s, at.row));
                 __syncthreads();  // earlier additions happen before those of all threads
             }
             add_dq(to, dq, (int)(workspace_row % 64) + q_row + g, q_column + 2 * u);

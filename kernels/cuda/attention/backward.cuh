@@ -1,19 +1,21 @@
 // Attention backward: what a call is, which part of it a CTA has, and the workspace its kernels share.
 //
-// A CTA owns BLOCK_N keys of one (sequence, KV head) and goes through the query rows that see any of them,
-// BLOCK_M at a time, one query head of the group after the other.
+// A CTA owns BLOCK_N keys of one (sequence, KV head), a tile of a list, and goes through the query rows that
+// see any of them, BLOCK_M at a time, one query head of the group after the other. The list is that of the
+// forward with rows and keys exchanged: what it calls query positions are keys here.
 //
 // The workspace has, for every query head, each sequence's rows rounded up to ALIGNED_ROWS: lse_log2 (lse,
 // base 2, +inf where there is no row or it sees no key, so that its probabilities are 0), dpsum (the sum of
-// dout * out) and sums of dq. Sums lie in tiles of 64 rows by TILE_COLUMNS, rows one after the other; in rows
-// of 64 columns the pieces of 8 are exchanged by the row modulo 8, so that a warp that writes the sums of a
-// product as mma and wgmma leave them meets different banks.
+// dout * out) and sums of dq. lse_log2 and dpsum lie as `stat_offset` says: what a lane needs for 16 columns
+// of a product of keys by rows is 16 bytes. Sums lie as `accum_offset` says: in tiles of 64 rows by 8
+// channels, and of these first the warp's and then the lane's that has them in a product as mma and wgmma
+// leave it.
 //
 // Needs HEAD_DIM, BLOCK_M, BLOCK_N, common/pairs.cuh and attention/call.cuh.
 #pragma once
+#include "attention/tiles.cuh"
 
 constexpr int ALIGNED_ROWS = 128;  // a multiple of BLOCK_M and 64
-constexpr int TILE_COLUMNS = HEAD_DIM % 64 ? HEAD_DIM : 64;
 
 struct Call {
     Tensor q, k, v, dout, out, dq, dk, dv;  // [batch, seqlen, heads, dim], or with cu_* [total, heads, dim]
@@ -23,47 +25,55 @@ struct Call {
     const int* cu_q;    // [sequences + 1], null for sequences of one length
     const int* cu_k;
     i64 lse_batch, lse_head, rows;
-    int seqlen_q, seqlen_k, heads_kv, group, dim;  // lengths: the longest
-    int left, right;                               // keys a row sees before and after its own position
+    int seqlen_q, seqlen_k, group, dim;  // lengths: the longest
+    int left, right;                     // keys a row sees before and after its own position
     float scale, softcap;
-    int deterministic;  // CTAs add to dq one after the other, in the order of keys
+    int deterministic;     // CTAs add to dq one after the other, in the order of keys
+    int float32_dk_dv;     // dk and dv are float32 whatever q is
+    const TileList* list;  // of tiles of keys
+    int* semaphore;        // 0 between launches
 };
 
 // A sequence of the call.
 struct SeqInfo {
-    int batch, q0, k0;  // row of the batch, first query and key
+    int sequence, batch, q0, k0;  // batch: row of it, 0 with cu_*; first query and key
     int rows, keys;
     int behind;         // key at which query row 0 stands
     i64 workspace_row;  // its first row in the workspace of a head
 };
 
+// First row of a sequence in the workspace of a head.
+__device__ __forceinline__ i64 find_workspace_row(const Call& call, int sequence, int start, int rows) {
+    const i64 blocks = call.cu_q ? start / ALIGNED_ROWS + sequence
+                                 : (i64)sequence * ((rows + ALIGNED_ROWS - 1) / ALIGNED_ROWS);
+    return blocks * ALIGNED_ROWS;
+}
+
 __device__ __forceinline__ SeqInfo find_sequence(const Call& call, int z) {
     SeqInfo s;
-    s.batch = call.cu_q ? 0 : z;
+    s.sequence = z, s.batch = call.cu_q ? 0 : z;
     s.q0 = call.cu_q ? call.cu_q[z] : 0, s.k0 = call.cu_k ? call.cu_k[z] : 0;
     s.rows = call.cu_q ? call.cu_q[z + 1] - s.q0 : call.seqlen_q;
     s.keys = call.cu_k ? call.cu_k[z + 1] - s.k0 : call.seqlen_k;
     s.behind = s.keys - s.rows;
-    const i64 blocks =
-        call.cu_q ? s.q0 / ALIGNED_ROWS + z : (i64)z * ((s.rows + ALIGNED_ROWS - 1) / ALIGNED_ROWS);
-    s.workspace_row = blocks * ALIGNED_ROWS;
+    s.workspace_row = find_workspace_row(call, z, s.q0, s.rows);
     return s;
+}
+
+// Tile `index` of the list, null behind the last.
+__device__ __forceinline__ const TileInfo* find_tile(const Call& call, int index) {
+    return index < call.list->num_tiles ? (const TileInfo*)(call.list + 1) + index : nullptr;
+}
+__device__ __forceinline__ i64 find_workspace_row(const Call& call, const TileInfo& t) {
+    return find_workspace_row(call, t.sequence, t.k_start, t.k_length);
+}
+__device__ __forceinline__ SeqInfo sequence_of(const Call& call, const TileInfo& t) {
+    return {t.sequence,  call.cu_q ? 0 : t.sequence, t.k_start, t.q_start, t.k_length, t.q_length,
+            -t.diagonal, find_workspace_row(call, t)};
 }
 
 __device__ __forceinline__ Element* row_of(const Tensor& t, const SeqInfo& s, int first, int row, int head) {
     return t.data + s.batch * t.batch + (i64)(first + row) * t.position + head * t.head;
-}
-
-// Which keys a CTA has: those of a KV head from block * BLOCK_N on. The grid: x block, the first (under a
-// causal mask the longest) first, y KV head, z sequence; or without y, x KV head + heads * block, so that of
-// all heads the longest come first. Of a cluster, x counts clusters.
-struct KeyBlock {
-    int head, block;
-};
-
-__device__ __forceinline__ KeyBlock find_key_block(const Call& call, int x) {
-    if (gridDim.y > 1) return {(int)blockIdx.y, x};
-    return {x % call.heads_kv, x / call.heads_kv};
 }
 
 // The rows that see a key of the CTA: [first, last), first a multiple of BLOCK_M.
@@ -93,12 +103,17 @@ __device__ __forceinline__ int first_key_block(const Call& call, const SeqInfo& 
     return max(0, row + s.behind - call.left) / BLOCK_N;
 }
 
-// Where an element of dq is, counted from the tiles of 64 rows that the row is in.
+// Where the lse_log2 or dpsum of a row is: beside each other columns 2 u, 2 u + 1, 8 + 2 u, 9 + 2 u of 16.
+__device__ __forceinline__ int stat_offset(int row) {
+    return row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
+}
+
+// Where an element of dq is, counted from the tiles of 64 rows that the row is in: of 16 rows by 8 channels a
+// lane has rows g, g + 8 and channels 2 u, 2 u + 1.
 __device__ __forceinline__ int accum_offset(int row, int column) {
-    const int swizzle = TILE_COLUMNS == 64 ? row % 8 : 0;
-    const int inside = (column % TILE_COLUMNS / 8 ^ swizzle) * 8 + column % 8;
-    return (row / 64 * (HEAD_DIM / TILE_COLUMNS) + column / TILE_COLUMNS) * (64 * TILE_COLUMNS) +
-           row % 64 * TILE_COLUMNS + inside;
+    const int lane = row % 8 * 4 + column % 8 / 2;
+    return row / 64 * (64 * HEAD_DIM) + column / 8 * 512 + row % 64 / 16 * 128 + lane * 4 + row / 8 % 2 * 2 +
+           column % 2;
 }
 
 // A score from a product q k: capped, softcap * tanh(y) with tanh(y) = 1 - 2 / (1 + exp(2 y)), or scaled.
@@ -151,3 +166,14 @@ __device__ __forceinline__ void write_pair(u16* row, int channel, int dim, u32 p
         if (channel + 1 < dim) row[channel + 1] = (u16)(pair >> 16);
     }
 }
+
+#if !FLOAT32
+// Writes two channels of a row of dk or dv.
+__device__ __forceinline__ void write_sums(const Tensor& t, const Call& call, u16* row, int channel, float x,
+                                           float y) {
+    if (!call.float32_dk_dv) return write_pair(row, channel, call.dim, pack_pair(x, y));
+    float* const to = (float*)t.data + (row - t.data) + channel;
+    if (channel < call.dim) to[0] = x;
+    if (channel + 1 < call.dim) to[1] = y;
+}
+#endif

@@ -44,15 +44,16 @@ __device__ __forceinline__ float4 read_remote(u32 address, int rank) {
 }
 
 // Adds dK or dV of the CTAs of a cluster, from their shared memory, in the order of their ranks,
-// and writes the sums of the CTA's part of the keys; all computing threads.
-__device__ __forceinline__ void cluster_reduce(const Tensor& t, const Call& call, const SeqInfo& s,
-                                               const KeyBlock& keys, u32 sums, float factor) {
-    constexpr int OWN_KEYS = BLOCK_N / CLUSTER_SPLIT, PIECES = HEAD_DIM / 4, STEP = CLUSTER / CLUSTER_SPLIT;
+// and writes the sums of the CTA's part of the keys; all computing threads. A thread has what a lane has of a
+// product: two channels of keys g and g + 8.
+__device__ __forceinline__ void cluster_reduce(const Tensor& t, const Call& call, const SeqInfo& s, int head,
+                                               int first_key, u32 sums, float factor) {
+    constexpr int OWN_KEYS = BLOCK_N / CLUSTER_SPLIT, STEP = CLUSTER / CLUSTER_SPLIT;
+    static_assert(OWN_KEYS % 16 == 0, "a lane has keys g and g + 8");
     const int rank = blockIdx.x % CLUSTER;
-    for (int i = threadIdx.x - 128; i < OWN_KEYS * PIECES; i += COMPUTING) {
-        const int own = rank / STEP * OWN_KEYS + i / PIECES, channel = i % PIECES * 4;
-        const int key = keys.block * BLOCK_N + own;
-        if (key >= s.keys) return;
+    for (int i = threadIdx.x - 128; i < OWN_KEYS * HEAD_DIM / 4; i += COMPUTING) {
+        const int own = rank / STEP * OWN_KEYS + i / (4 * HEAD_DIM) * 16 + i % 32 / 4;
+        const int channel = i / 32 % (HEAD_DIM / 8) * 8 + i % 4 * 2;
         float4 parts[CLUSTER_SPLIT], sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
         for (int j = 0; j < CLUSTER_SPLIT; ++j)
@@ -60,8 +61,10 @@ __device__ __forceinline__ void cluster_reduce(const Tensor& t, const Call& call
 #pragma unroll
         for (int j = 0; j < CLUSTER_SPLIT; ++j)
             sum.x += parts[j].x, sum.y += parts[j].y, sum.z += parts[j].z, sum.w += parts[j].w;
-        u16* const to = row_of(t, s, s.k0, key, keys.head);
-        write_pair(to, channel, call.dim, pack_pair(sum.x * factor, sum.y * factor));
-        write_pair(to, channel + 2, call.dim, pack_pair(sum.z * factor, sum.w * factor));
+        const int key = first_key + own;
+        if (key < s.keys)
+            write_sums(t, call, row_of(t, s, s.k0, key, head), channel, sum.x * factor, sum.y * factor);
+        if (key + 8 < s.keys)
+            write_sums(t, call, row_of(t, s, s.k0, key + 8, head), channel, sum.z * factor, sum.w * factor);
     }
 }

@@ -89,10 +89,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
     extern __shared__ __align__(16) float memory[];
     float *const k = memory, *const v = k + BLOCK * PITCH, *const q = v + BLOCK * PITCH;
     float *const dout = q + BLOCK * PITCH, *const p = dout + BLOCK * PITCH, *const ds = p + BLOCK * P_PITCH;
-    const SeqInfo s = find_sequence(call, blockIdx.z);
-    const auto [kv_head, block] = find_key_block(call, blockIdx.x);
-    const int first_key = block * BLOCK, x = threadIdx.x % 8, own = threadIdx.x / 8 * 2;
-    if (first_key >= s.keys) return;
+    const TileInfo* const t = find_tile(call, blockIdx.x);
+    if (!t) return;
+    const SeqInfo s = sequence_of(call, *t);
+    const int kv_head = t->head_kv, first_key = t->position, x = threadIdx.x % 8, own = threadIdx.x / 8 * 2;
     const RowRange rows = find_row_range(call, s, first_key);
     copy_rows(k, row_of(call.k, s, s.k0, first_key, kv_head), call.k.position, s.keys - first_key, call.dim);
     copy_rows(v, row_of(call.v, s, s.k0, first_key, kv_head), call.v.position, s.keys - first_key, call.dim);
@@ -110,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
         multiply_rows(dp, dout + own * PITCH, v + x * PITCH);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float row_lse = call.lse_log2[workspace_row + own + r],
-                        row_dpsum = call.dpsum[workspace_row + own + r];
+            const float row_lse = call.lse_log2[workspace_row + stat_offset(own + r)],
+                        row_dpsum = call.dpsum[workspace_row + stat_offset(own + r)];
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
                 float score = scores[r][j] * call.scale, slope = 1.f;
@@ -129,7 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_backward(const _
         float* const accum = call.dq_accum + workspace_row / 64 * (64 * HEAD_DIM);
         u32* const semaphore = call.dq_semaphore + workspace_row / 16;
         if (call.deterministic) {
-            if (threadIdx.x == 0) wait_semaphore(semaphore, block - first_key_block(call, s, at.row));
+            if (threadIdx.x == 0)
+                wait_semaphore(semaphore, first_key / BLOCK - first_key_block(call, s, at.row));
             __syncthreads();  // earlier additions happen before those of all threads
         }
 #pragma unroll

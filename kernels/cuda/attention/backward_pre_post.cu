@@ -90,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) preprocess(const __grid_co
                 row_lse = call.lse[s.batch * call.lse_batch + head * call.lse_head + s.q0 + row] *
                           (FLOAT32 ? 1.f : LOG2E);
             const bool empty = row_lse == -INFINITE;
-            call.lse_log2[workspace_row + row] = empty ? INFINITE : row_lse;
-            call.dpsum[workspace_row + row] = empty ? 0.f : row_dpsum;
+            call.lse_log2[workspace_row + stat_offset(row)] = empty ? INFINITE : row_lse;
+            call.dpsum[workspace_row + stat_offset(row)] = empty ? 0.f : row_dpsum;
             if (call.deterministic && row % 16 == 0) call.dq_semaphore[(workspace_row + row) / 16] = 0;
         }
         if (channel < HEAD_DIM) {
@@ -101,19 +101,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) preprocess(const __grid_co
     }
 }
 
+// A thread has 8 channels of rows r and r + 8, as they lie beside each other.
 extern "C" __global__ void __launch_bounds__(THREADS) postprocess(const __grid_constant__ Call call) {
     const SeqInfo s = find_sequence(call, blockIdx.z);
-    const int head = blockIdx.y, channel = threadIdx.x % LANES * 8;
+    const int head = blockIdx.y;
     const float* const accum = call.dq_accum + (head * call.rows + s.workspace_row) * HEAD_DIM;
-    for (int i = threadIdx.x / LANES; i < ROWS_OF_CTA; i += ROWS_AT_ONCE) {
-        const int row = blockIdx.x * ROWS_OF_CTA + i;
-        if (row >= s.rows || channel >= call.dim) return;
+    const float f = call.scale;
+    for (int i = threadIdx.x; i < ROWS_OF_CTA * HEAD_DIM / 16; i += THREADS) {
+        const int row = blockIdx.x * ROWS_OF_CTA + i / HEAD_DIM * 16 + i % 8, channel = i % HEAD_DIM / 8 * 8;
+        if (row >= s.rows || channel >= call.dim) continue;
         const float4* const from =
             (const float4*)(accum + row / 64 * (i64)(64 * HEAD_DIM) + accum_offset(row % 64, channel));
-        const float4 a = from[0], b = from[1];
-        const float f = call.scale;
-        const float x[8] = {a.x * f, a.y * f, a.z * f, a.w * f, b.x * f, b.y * f, b.z * f, b.w * f};
-        write_channels(row_of(call.dq, s, s.q0, row, head), x, channel, call.dim);
+        float x[2][8];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float4 piece = from[j];
+            x[0][2 * j] = piece.x * f, x[0][2 * j + 1] = piece.y * f;
+            x[1][2 * j] = piece.z * f, x[1][2 * j + 1] = piece.w * f;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (row + 8 * half < s.rows)
+                write_channels(row_of(call.dq, s, s.q0, row + 8 * half, head), x[half], channel, call.dim);
     }
 }
 

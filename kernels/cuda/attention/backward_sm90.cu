@@ -1,41 +1,222 @@
-// Attention backward for Hopper (sm_90a): TMA, wgmma, a warp that loads beside two warpgroups that compute.
+// Attention backward for Hopper (sm_90a): persistent CTAs that walk a list of tiles; TMA and wgmma.
 //
 // Threads and data
-//   cluster  BLOCK_N = 128 keys of one (sequence, KV head), all rows that see them: attention/backward.cuh.
-//   CTA    one of CLUSTER_SPLIT that share these steps evenly; dK and dV are added up at the end, below.
-//   warps 0-3   the first lane of warp 0 loads: K and V once, then Q and dout, two stages of each. They give
-//          their registers away.
+//   CTA    one a multiprocessor; takes tiles from the list until none is left. A tile is BLOCK_N = 128 keys
+//   of one
+//          (sequence, KV head) and all rows that see them: attention/backward.cuh. Of a short call
+//          CLUSTER_SPLIT CTAs, a cluster, have one tile and share its rows evenly; dK and dV are added up at
+//          the end.
+//   warp 0   a thread takes the tiles and loads Q with its lse_log2, BLOCK_M rows at a time.
+//   warp 1   a thread loads K, V and dout with its dpsum. Q and dout have two stages.
+//   warps 2, 3   a thread each adds dQ of a warpgroup to the workspace. These four warps give their registers
+//          away.
 //   warps 4-7, 8-11   a warpgroup each has 64 keys, all rows: scores have keys as rows and query rows as
 //          columns, 16 keys a warp, so P and dS stay in registers as the first operands of dV and dK. Of dQ,
-//          which sums over all keys, each has 64 rows by 64 channels, and takes dS from shared memory.
+//          which sums over all keys, each has 64 rows by 64 channels (of 96 the second has 32), and takes dS
+//          from shared memory.
 //
-// A tile of BLOCK_M rows is a step of a warpgroup:
-//          S = K Q^T and, behind it, dP = V dout^T;  P = exp2(S - lse) while dP runs;  dV += P dout begins;
-//          dS = P (dP - dpsum) while that runs, to shared memory;  dQ = dS^T K and dK += dS Q begin;  dQ goes
-//          to shared memory, and from there a bulk addition brings it to the workspace, while dK runs
-// If deterministic, the addition waits until the CTAs before it in the order of keys have made theirs. At the
-// end of a cluster of several CTAs each leaves its dK and dV in shared memory, reads those of all others for
-// its share of the keys, and writes their sum.
+// BLOCK_M rows are a step of a warpgroup:
+//          S = K Q^T and, behind it, dP = V dout^T;  P = exp2(S - lse) while dP runs;  dV += P dout begins,
+//          dS = P (dP - dpsum) to shared memory;  dQ = dS^T K and dK += dS Q begin;  dQ goes to shared memory
+//          while dK runs
+// S and dP read shared memory as fast as it is. So nothing else is read or stored beside them that anyone
+// waits for: lse_log2 is read while dK of the step before runs. With LAG a warpgroup takes dQ of the step
+// before, so that it need not wait for dS of the other: one's exponentials run beside the other's products.
+//
+// A deterministic call has its tiles in the order of keys, and walks rows from the last to the first. The
+// addition of dQ waits until the CTAs before it in the order of keys have made theirs.
 //
 // Memory: shared, from a multiple of 1024 on, in blocks of 64 columns: K and V, 2 stages of Q and of dout, 2
-// of dS (BLOCK_N x BLOCK_M), dQ (2 x 64 x 64 floats); 2 stages of lse_log2 and dpsum; mbarriers. Sums of dK
-// and dV for the cluster lie where K, V, Q and dout were. Registers at HEAD_DIM 128, BLOCK_M 64: 64 of dK, 64
-// of dV, 32 of S, 32 of dP or dQ, 16 of P, 16 of dS.
+// of dS (BLOCK_M x BLOCK_N), dQ (2 x 64 x 64 floats); 2 stages of lse_log2 and dpsum; mbarriers, two
+// TileInfo. Sums of dK and dV for the cluster lie where K, V, Q and dout were. Registers at HEAD_DIM 128,
+// BLOCK_M 64: 64 of dK, 64 of dV, 32 of S, 32 of dP or dQ, 16 of P, 16 of dS, 16 of lse_log2 or dpsum.
 //
-// Macros: HEAD_DIM, 64 or 128, that the channels are filled up to with zeros; BF16; SOFTCAP as in
+// Macros: HEAD_DIM, 64, 96 or 128, that the channels are filled up to with zeros; BF16; SOFTCAP as in
 // attention/forward.cu; CLUSTER_SPLIT, 1, 2, 4 or 8.
 #include "common/pairs.cuh"
 
-constexpr int BLOCK_M = 8192 / HEAD_DIM, BLOCK_N = 128, Q_STAGES = 2, DOUT_STAGES = 2, SCORE_STAGES = 2;
+constexpr int BLOCK_M = HEAD_DIM == 64 ? 128 : 64, BLOCK_N = 128;
+constexpr int Q_STAGES = 2, DOUT_STAGES = 2, SCORE_STAGES = 2, INFO_STAGES = 2;
 constexpr int CLUSTER = CLUSTER_SPLIT, SCORES = BLOCK_M / 2, SUMS = HEAD_DIM / 2;  // a thread's
+constexpr bool LAG = HEAD_DIM == 128, LATE_DV = !LAG && !SOFTCAP;                  // dV begins behind dS
 
 #include "attention/call.cuh"
 #include "attention/backward.cuh"
-#include "common/hopper.cuh"
+#include "attention/products_sm90.cuh"
 #include "attention/backward_cluster.cuh"
 #include "attention/backward_sm90.cuh"
 
 static_assert(M_BLOCKS * D_BLOCKS == 2, "a warpgroup has one block of dQ");
+constexpr int REGISTERS = 232, LOADER_REGISTERS = 40;
+static_assert(128 * LOADER_REGISTERS + COMPUTING * REGISTERS <= THREADS * 168,
+              "setmaxnreg waits for registers that the CTA was not started with");
+
+// Barriers beside those of Memory, and the tiles that the CTA has taken.
+struct Signals {
+    u32 empty_keys;             // products have read K and V
+    u32 full_info, empty_info;  // INFO_STAGES each
+    u32 full_ds, empty_ds;      // LAG: SCORE_STAGES each
+    u32 full_dq, empty_dq;      // for each warpgroup
+    TileInfo* info;
+};
+constexpr int SIGNALS = 1 + 2 * INFO_STAGES + 2 * SCORE_STAGES + 4;
+
+__device__ __forceinline__ Signals make_signals(u32 barriers, TileInfo* info) {
+    Signals b;
+    b.empty_keys = barriers, b.full_info = barriers + 8, b.empty_info = b.full_info + 8 * INFO_STAGES;
+    b.full_ds = b.empty_info + 8 * INFO_STAGES, b.empty_ds = b.full_ds + 8 * SCORE_STAGES;
+    b.full_dq = b.empty_ds + 8 * SCORE_STAGES, b.empty_dq = b.full_dq + 16, b.info = info;
+    return b;
+}
+
+// Arrivals: of a loading thread; of every computing warp; of a tile's readers, which are those, warp 1 and
+// the two that add dQ; of the warps of a warpgroup; of a thread that adds.
+__device__ __forceinline__ void init_barriers(const Memory& m, const Signals& b) {
+    for (int i = 0; i < 1 + Q_STAGES + DOUT_STAGES; ++i) init_barrier(m.full_keys + 8 * i, 1);
+    for (int i = 0; i < Q_STAGES + DOUT_STAGES; ++i) init_barrier(m.empty_q + 8 * i, 8);
+    init_barrier(b.empty_keys, 8);
+    for (int i = 0; i < INFO_STAGES; ++i) {
+        init_barrier(b.full_info + 8 * i, 1);
+        init_barrier(b.empty_info + 8 * i, 8 + 3);
+    }
+    for (int i = 0; i < 2 * SCORE_STAGES; ++i) init_barrier(b.full_ds + 8 * i, 8);
+    for (int i = 0; i < 2; ++i) {
+        init_barrier(b.full_dq + 8 * i, 4);
+        init_barrier(b.empty_dq + 8 * i, 1);
+    }
+    fence_async();
+}
+
+// The steps of a CTA in a tile: rows of one query head of the group after the other.
+struct Steps {
+    int head, row, left;  // of the next step; steps that are left
+    int first, end,
+        stride;  // rows of a head's first step and of the one behind its last; from one to the next
+    __device__ __forceinline__ void next() {
+        --left, row += stride;
+        if (row == end) row = first, ++head;
+    }
+};
+
+__device__ __forceinline__ Steps find_steps(const Call& call, const TileInfo& t) {
+    const int tiles = t.num_tiles_of_keys, end = t.first_key + tiles * BLOCK_M;
+    Steps s = {t.head_kv * call.group, t.first_key, tiles * call.group, t.first_key, end, BLOCK_M};
+    if (call.deterministic)
+        s.row = s.first = end - BLOCK_M, s.end = t.first_key - BLOCK_M, s.stride = -BLOCK_M;
+    if (CLUSTER_SPLIT > 1 && tiles) {
+        const int split = blockIdx.x % CLUSTER, begin = split * s.left / CLUSTER_SPLIT;
+        s.left = (split + 1) * s.left / CLUSTER_SPLIT - begin;
+        s.head += begin / tiles, s.row += begin % tiles * s.stride;
+    }
+    return s;
+}
+
+// Calls visit(tile) for every tile that the CTA has taken.
+template <int READER, typename Visit>
+__device__ __forceinline__ void for_tiles(const Signals& b, Visit visit) {
+    PipelineState<INFO_STAGES> info = {0, 0};
+    for (;;) {
+        wait_barrier(b.full_info + 8 * info.stage, info.parity);
+        const TileInfo& t = b.info[info.stage];
+        if (t.sequence < 0) return;
+        visit(t);
+        if (READER == 32) __syncwarp();
+        if (READER == 1 || threadIdx.x % 32 == 0) arrive(b.empty_info + 8 * info.stage);
+        info.next();
+    }
+}
+
+// Takes tiles from the list, one ahead, and loads Q. A tile makes one fetch from the semaphore, so the fetch
+// that returns num_tiles - 1 is the last, and sets it to 0 again.
+__device__ __forceinline__ void load_q(const Memory& m, const Signals& b, const Maps& maps,
+                                       const Call& call) {
+    const TileInfo* const tiles = (const TileInfo*)(call.list + 1);
+    const int num_tiles = call.list->num_tiles;
+    PipelineState<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
+    PipelineState<INFO_STAGES> info = {0, 1};
+    for (int index = blockIdx.x / CLUSTER;;) {
+        const u32 full = b.full_info + 8 * info.stage;
+        wait_barrier(b.empty_info + 8 * info.stage, info.parity);
+        TileInfo& t = b.info[info.stage];
+        if (index >= num_tiles) {
+            t.sequence = -1;
+            arrive(full);
+            return;
+        }
+        expect_bytes(full, sizeof(TileInfo));
+        copy_bytes(shared_address(&t), tiles + index, sizeof(TileInfo), full);
+        if (CLUSTER_SPLIT > 1) {
+            index = num_tiles;  // a cluster has one tile
+        } else {
+            index = atomicAdd(call.semaphore, 1);
+            if (index == num_tiles - 1) *call.semaphore = 0;
+            index += gridDim.x;
+        }
+        wait_barrier(full, info.parity ^ 1);
+        const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
+        const i64 workspace_row = find_workspace_row(call, t);
+#pragma unroll 1
+        for (Steps at = find_steps(call, t); at.left; at.next(), q.next())
+            load_rows(m.q + q.stage * ROW_BYTES, maps.q, m.lse_log2 + q.stage * STAT_BYTES,
+                      call.lse_log2 + at.head * call.rows + workspace_row + at.row, m.full_q + 8 * q.stage,
+                      m.empty_q + 8 * q.stage, q.parity, rows, {at.head, at.row});
+        info.next();
+    }
+}
+
+// Loads K, V and dout.
+__device__ __forceinline__ void load_keys_and_dout(const Memory& m, const Signals& b, const Maps& maps,
+                                                   const Call& call) {
+    PipelineState<DOUT_STAGES> dout = {0, 1};
+    u32 keys_parity = 1;
+    for_tiles<1>(b, [&](const TileInfo& t) {
+        Steps at = find_steps(call, t);
+        if (!at.left) return;
+        wait_barrier(b.empty_keys, keys_parity);
+        keys_parity ^= 1;
+        const TmaCoord keys = key_coord_of(call, sequence_of(call, t));
+        expect_bytes(m.full_keys, 2 * KEY_BYTES);
+#pragma unroll
+        for (int block = 0; block < D_BLOCKS; ++block) {
+            copy_box(m.k + block * KEY_BLOCK, maps.k, m.full_keys, keys, 64 * block, t.position, t.head_kv);
+            copy_box(m.v + block * KEY_BLOCK, maps.v, m.full_keys, keys, 64 * block, t.position, t.head_kv);
+        }
+        const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
+        const i64 workspace_row = find_workspace_row(call, t);
+#pragma unroll 1
+        for (; at.left; at.next(), dout.next())
+            load_rows(m.dout + dout.stage * ROW_BYTES, maps.dout, m.dpsum + dout.stage * STAT_BYTES,
+                      call.dpsum + at.head * call.rows + workspace_row + at.row, m.full_dout + 8 * dout.stage,
+                      m.empty_dout + 8 * dout.stage, dout.parity, rows, {at.head, at.row});
+    });
+}
+
+// Adds dQ of a warpgroup to the workspace, step after step; one thread.
+__device__ __forceinline__ void add_dq(const Memory& m, const Signals& b, const Call& call, int group) {
+    const u32 bytes = HEAD_DIM == 96 && group ? SUM_BYTES / 2 : SUM_BYTES;
+    u32 parity = 0;
+    for_tiles<1>(b, [&](const TileInfo& t) {
+        const i64 first_row = find_workspace_row(call, t);
+        u32* pending = nullptr;  // a semaphore that is still to be released
+#pragma unroll 1
+        for (Steps at = find_steps(call, t); at.left; at.next(), parity ^= 1) {
+            const i64 workspace_row = at.head * call.rows + first_row + at.row;
+            wait_barrier(b.full_dq + 8 * group, parity);
+            if (call.deterministic) {
+                if (pending) finish_additions(pending);  // of the step before, which have had a step's time
+                pending = call.dq_semaphore + workspace_row / 16 + group;
+                wait_semaphore(pending,
+                               t.position / BLOCK_N - max(0, at.row - t.diagonal - call.left) / BLOCK_N);
+            }
+            add_floats(call.dq_accum + workspace_row * HEAD_DIM + group * 4096, m.dq + group * SUM_BYTES,
+                       bytes);
+            wait_additions_read();
+            arrive(b.empty_dq + 8 * group);
+        }
+        if (pending) finish_additions(pending);
+    });
+    wait_additions();  // shared memory must not go before it is read
+}
 
 // Operands count 16 bytes. Scores: 64 keys by BLOCK_M rows, contracted over channels.
 __device__ __forceinline__ void multiply_channels(float (&c)[SCORES], u64 keys, u64 rows) {
@@ -56,110 +237,218 @@ __device__ __forceinline__ void multiply_rows(float (&c)[SUMS], const u32 (&keys
 __device__ __forceinline__ void multiply_keys(float (&c)[32], u64 rows, u64 keys) {
 #pragma unroll
     for (int step = 0; step < BLOCK_N / 16; ++step)
-        multiply_columns(c, rows + step * 2048 / 16, keys + step * 2048 / 16, step > 0);
+        multiply_mixed(c, rows + (step / 4 * ROW_BLOCK + step % 4 * 32) / 16, keys + step * 2048 / 16,
+                       step > 0);
     commit_products();
 }
 
+// Stores dS as rows by keys, in blocks of 64 keys.
+__device__ __forceinline__ void store_ds(u32 to, const u32 (&ds)[SCORES / 2], int group) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, i = lane / 8;  // matrix of 8 keys, 8 rows
+    to += group * ROW_BLOCK + (i / 2 * 8 + lane % 8) * 128 + ((2 * warp + i % 2) ^ lane % 8) * 16;
+#pragma unroll
+    for (int j = 0; j < SCORES / 8; ++j) store_transposed(to + j * 2048, ds + 4 * j);
+}
+
 // dK and dV of CTAs that share keys. K, V, Q and dout are not needed any more: the sums take their place.
-__device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, const SeqInfo& s,
-                                             const KeyBlock& keys, const float (&dk)[SUMS],
-                                             const float (&dv)[SUMS], int group) {
+__device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, const TileInfo& t,
+                                             const float (&dk)[SUMS], const float (&dv)[SUMS], int group) {
     constexpr u32 BYTES = BLOCK_N * HEAD_DIM * 4;
     static_assert(2 * BYTES <= 2 * KEY_BYTES + (Q_STAGES + DOUT_STAGES) * ROW_BYTES, "room for the sums");
-    sync_threads(1, 256);  // both warpgroups' products have read what lay there
-    store_sums(m.k + group * D_BLOCKS * SUM_BYTES, dk);
-    store_sums(m.k + BYTES + group * D_BLOCKS * SUM_BYTES, dv);
+    sync_threads(1, COMPUTING);  // both warpgroups' products have read what lay there
+    store_sums(m.k + group * BYTES / 2, dk);
+    store_sums(m.k + BYTES + group * BYTES / 2, dv);
     sync_cluster();  // sums of all CTAs are in their shared memory
-    cluster_reduce(call.dk, call, s, keys, m.k, call.scale);
-    cluster_reduce(call.dv, call, s, keys, m.k + BYTES, 1.f);
+    const SeqInfo s = sequence_of(call, t);
+    cluster_reduce(call.dk, call, s, t.head_kv, t.position, m.k, call.scale);
+    cluster_reduce(call.dv, call, s, t.head_kv, t.position, m.k + BYTES, 1.f);
     sync_cluster();  // which must not go before the others have read it
 }
 
-__device__ __forceinline__ void compute(const Memory& m, const Call& call, const SeqInfo& s,
-                                        const RowRange& rows, const KeyBlock& keys, int group) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int own_keys = 64 * group + 16 * warp, key = keys.block * BLOCK_N + own_keys + lane / 4;
+__device__ __forceinline__ void compute(const Memory& m, const Signals& b, const Call& call, int group) {
+    constexpr int CHUNKS = BLOCK_M / 16, AHEAD = SOFTCAP && HEAD_DIM == 64
+                                                     ? 1
+                                                     : 4;  // of lse_log2 or dpsum for 16 rows, in registers
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, own_keys = 64 * group + 16 * warp;
     const float scale_log2 = SOFTCAP ? LOG2E : call.scale * LOG2E;
     const int m_block = group % M_BLOCKS, d_block = group % D_BLOCKS;  // of dQ
     const u64 k = rows_operand(m.k + 64 * 128 * group), v = rows_operand(m.v + 64 * 128 * group);
     const u64 q = rows_operand(m.q), dout = rows_operand(m.dout);
     const u64 q_columns = columns_operand(m.q, ROW_BLOCK), dout_columns = columns_operand(m.dout, ROW_BLOCK);
     const u64 k_columns = columns_operand(m.k + d_block * KEY_BLOCK, KEY_BLOCK);
-    const u64 ds_columns = columns_operand(m.scores + m_block * KEY_BLOCK, KEY_BLOCK);
+    const u64 ds_rows = rows_operand(m.scores + m_block * 64 * 128);
+    const u32 own_dq = m.dq + group * SUM_BYTES, lane_stats = 16 * (lane % 4);
 
-    float dk[SUMS], dv[SUMS];
+    PipelineState<2> state = {0, 0};
+    u32 keys_parity = 0;
+    for_tiles<32>(b, [&](const TileInfo& t) {
+        float dk[SUMS], dv[SUMS], dq[32];
+        float4 stats[AHEAD];
+        const RowRange rows = find_row_range(call, sequence_of(call, t), t.position);
+        PipelineState<2> before = state;
+        bool has_dq = !LAG;
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
-    PipelineState<Q_STAGES> state = {0, 0};
-    u32* pending = nullptr;  // a semaphore that is still to be released
-    wait_barrier(m.full_keys, 0);
-    for (TileRange range = find_tile_range(call, rows, keys.head); range.more(); range.next(rows)) {
-        const Tile at = range.at;
-        const int stage = state.stage;
-        const u64 rows_at = stage * ROW_BYTES / 16;
-        const u32 stats = stage * STAT_BYTES + 8 * (lane % 4);
-        float scores[SCORES], dp[SCORES], dq[32];
-        u32 p[SCORES / 2], ds[SCORES / 2];
-        wait_barrier(m.full_q + 8 * stage, state.parity);
-        begin_products();
-        multiply_channels(scores, k, q + rows_at);
-        wait_barrier(m.full_dout + 8 * stage, state.parity);
-        multiply_channels(dp, v, dout + rows_at);
-        wait_products<1>(scores);
-        if (SOFTCAP) {
-            wait_products<0>(dp);
-            subtract_dpsum(dp, m.dpsum + stats);
-            apply_softcap(scores, dp, call);
+        for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
+
+        const auto read_lse = [&] {
+            wait_barrier(m.full_q + 8 * state.stage, state.parity);
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i)
+                stats[i] = read_stats(m.lse_log2 + state.stage * STAT_BYTES + lane_stats + 64 * i);
+        };
+        const auto store_dq = [&](const PipelineState<2>& of) {
+            wait_barrier(b.empty_dq + 8 * group, of.stage ^ 1);
+            if (HEAD_DIM == 96 && group)
+                store_sums(own_dq, (const float (&)[16])dq);
+            else
+                store_sums(own_dq, dq);
+        };
+        const auto begin_dq = [&](const PipelineState<2>& of) {
+            if (LAG && has_dq) wait_barrier(b.full_ds + 8 * of.stage, of.parity);
+            begin_products();
+            multiply_keys(dq, ds_rows + of.stage * (SCORE_BYTES / 16), k_columns);
+        };
+
+        Steps at = find_steps(call, t);
+        const bool any = at.left > 0;
+        if (any) {
+            wait_barrier(m.full_keys, keys_parity);
+            keys_parity ^= 1;
+            read_lse();
         }
-        if (at.row < rows.low || at.row + BLOCK_M - 1 > rows.high) apply_mask(scores, call, s, key, at.row);
-        exponentiate(scores, p, m.lse_log2 + stats, scale_log2);
-        begin_products();
-        multiply_rows(dv, p, dout_columns + rows_at);
-        if (!SOFTCAP) {
-            wait_products<1>(dp);
-            subtract_dpsum(dp, m.dpsum + stats);
+#pragma unroll 1
+        while (at.left) {
+            const int stage = state.stage, row = at.row;
+            const u64 rows_at = stage * ROW_BYTES / 16;
+            const u32 lse_log2 = m.lse_log2 + stage * STAT_BYTES + lane_stats;
+            const u32 dpsum = m.dpsum + stage * STAT_BYTES + lane_stats;
+            float scores[SCORES], dp[SCORES];
+            u32 p[SCORES / 2], ds[SCORES / 2];
+            at.next();
+            begin_products();
+            multiply_channels(scores, k, q + rows_at);
+            wait_barrier(m.full_dout + 8 * stage, state.parity);
+            begin_products();
+            multiply_channels(dp, v, dout + rows_at);
+            wait_products<1>(scores);
+            if (SOFTCAP) {
+                wait_products<0>(dp);
+#pragma unroll
+                for (int c = 0; c < CHUNKS; ++c) {
+                    subtract_dpsum(dp, c, read_stats(dpsum + 64 * c));
+                    apply_softcap(scores, dp, c, call);
+                    __syncwarp();  // the next reads shall not take registers before
+                }
+            }
+            if (row < rows.low || row + BLOCK_M - 1 > rows.high)
+                apply_mask(scores, call, sequence_of(call, t), t.position + own_keys + lane / 4, row);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; ++c) {
+                const float4 now = stats[c % AHEAD];
+                if (c + AHEAD < CHUNKS)
+                    stats[c % AHEAD] = read_stats(lse_log2 + 64 * (c + AHEAD));
+                else if (!SOFTCAP)
+                    stats[c % AHEAD] = read_stats(dpsum + 64 * (c + AHEAD - CHUNKS));
+                exponentiate(scores, c, now, scale_log2);
+            }
+            const auto begin_dv = [&] {
+                pack_pairs(p, scores);
+                begin_products();
+                multiply_rows(dv, p, dout_columns + rows_at);
+            };
+            if (!LATE_DV) begin_dv();
+            if (!SOFTCAP) {
+                wait_products<LATE_DV ? 0 : 1>(dp);
+#pragma unroll
+                for (int c = 0; c < CHUNKS; ++c) {
+                    const float4 now = stats[c % AHEAD];
+                    if (c + AHEAD < CHUNKS) stats[c % AHEAD] = read_stats(dpsum + 64 * (c + AHEAD));
+                    subtract_dpsum(dp, c, now);
+                }
+            }
+            if (LATE_DV)
+                compute_ds(ds, scores, dp);
+            else
+                compute_ds(ds, p, dp);
+            if (LAG) wait_barrier(b.empty_ds + 8 * stage, state.parity ^ 1);
+            store_ds(m.scores + stage * SCORE_BYTES, ds, group);
+            if (LATE_DV) begin_dv();
+            fence_async();
+            if (LAG)
+                release(b.full_ds + 8 * stage);
+            else
+                sync_threads(1, COMPUTING);  // dS of all keys is in shared memory
+            begin_dq(LAG ? before : state);  // in the first step with LAG, of nothing
+            multiply_rows(dk, ds, q_columns + rows_at);
+            wait_products<1>(dq);
+            pin(dv);
+            release(m.empty_dout + 8 * stage);
+            if (has_dq) {
+                if (LAG) release(b.empty_ds + 8 * before.stage);
+                store_dq(LAG ? before : state);
+            }
+            before = state, state.next();
+            if (at.left) read_lse();
+            if (has_dq) {
+                fence_async();
+                release(b.full_dq + 8 * group);
+            }
+            has_dq = true;
+            wait_products<0>(dk);
+            release(m.empty_q + 8 * stage);
         }
-        compute_ds(ds, p, dp);
-        store_scores(m.scores + stage * SCORE_BYTES + (own_keys + lane % 16) * 128, ds, 0);
-        fence_async();
-        sync_threads(1, 256);  // dS of all keys is in shared memory
-        begin_products();
-        multiply_keys(dq, ds_columns + stage * SCORE_BYTES / 16, k_columns);
-        multiply_rows(dk, ds, q_columns + rows_at);
-        wait_products<1>(dq);
-        pin(dv);
-        release(m.empty_dout + 8 * stage);
-        const i64 workspace_row = at.head * call.rows + s.workspace_row + at.row;
-        u32* const semaphore = call.dq_semaphore + workspace_row / 16 + group;
-        if (call.deterministic && threadIdx.x % 128 == 0) {
-            if (pending) finish_additions(pending);  // of the step before, which have had a step's time
-            wait_semaphore(semaphore, keys.block - first_key_block(call, s, at.row));
-            pending = semaphore;
+        if (any) {
+            if (LAG) {
+                begin_dq(before);
+                wait_products<0>(dq);
+                store_dq(before);
+                fence_async();
+                release(b.full_dq + 8 * group);
+                release(b.empty_ds + 8 * before.stage);
+            }
+            pin(dv);
+            release(b.empty_keys);
         }
-        add_dq_block(call.dq_accum + workspace_row * HEAD_DIM + (m_block * D_BLOCKS + d_block) * 4096, dq,
-                     m.dq + group * SUM_BYTES, group);
-        wait_products<0>(dk);
-        release(m.empty_q + 8 * stage);
-        state.next();
-    }
-    if (pending) finish_additions(pending);
-    if (CLUSTER_SPLIT > 1) {
-        reduce_dk_dv(m, call, s, keys, dk, dv, group);
-    } else {
-        write_keys(call.dk, call, s, keys.head, dk, key, 0, call.scale);
-        write_keys(call.dv, call, s, keys.head, dv, key, 0, 1.f);
-    }
+        if (CLUSTER_SPLIT > 1) {
+            reduce_dk_dv(m, call, t, dk, dv, group);
+        } else {
+            const SeqInfo s = sequence_of(call, t);
+            const int key = t.position + own_keys + lane / 4;
+            write_keys(call.dk, call, s, t.head_kv, dk, key, 0, call.scale);
+            write_keys(call.dv, call, s, t.head_kv, dv, key, 0, 1.f);
+        }
+    });
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     attend_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
                     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
                     const __grid_constant__ Call call) {
-    specialise_warps({&q_map, &k_map, &v_map, &dout_map}, call,
-                     [&](const Memory& m, const SeqInfo& s, const RowRange& rows, const KeyBlock& keys,
-                         int group) { compute(m, call, s, rows, keys, group); });
+    extern __shared__ unsigned char memory[];
+    __shared__ __align__(16) float stats[STATS];
+    __shared__ __align__(8) u64 barriers[BARRIERS + SIGNALS];
+    __shared__ TileInfo info[INFO_STAGES];
+    const Maps maps = {&q_map, &k_map, &v_map, &dout_map};
+    const Memory m = layout_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
+                                   shared_address(barriers));
+    const Signals b = make_signals(shared_address(barriers + BARRIERS), info);
+    if (threadIdx.x == 0) init_barriers(m, b);
+    __syncthreads();  // barriers are initialised
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+        if (threadIdx.x == 0)
+            load_q(m, b, maps, call);
+        else if (threadIdx.x == 32)
+            load_keys_and_dout(m, b, maps, call);
+        else if (threadIdx.x == 64 || threadIdx.x == 96)
+            add_dq(m, b, call, threadIdx.x / 32 - 2);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+        const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
+        compute(m, b, call, group);
+    }
 }
 
-// gate: HEAD_DIM=64,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1,8 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1,8 registers<=168 arch=sm_90a

@@ -122,6 +122,18 @@ __device__ __forceinline__ void multiply_keys(float (&c)[32], u64 rows, u64 keys
     commit_products();
 }
 
+// Stores a warpgroup's keys by rows; `to` is the lane's key lane % 16 of the warp's, `chunk` the first 8
+// rows.
+template <int COUNT>
+__device__ __forceinline__ void store_scores(u32 to, const u32 (&x)[COUNT], int chunk) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < COUNT / 4; ++j) {
+        const int own = chunk + 2 * j + lane / 16;  // matrix i: keys 8 (i % 2) on, rows 8 (i / 2) on
+        store_matrices(to + own / 8 * KEY_BLOCK + (own % 8 ^ lane % 8) * 16, x + 4 * j);
+    }
+}
+
 // Reads what store_scores has stored.
 template <int COUNT>
 __device__ __forceinline__ void load_scores(u32 (&x)[COUNT], u32 from) {
@@ -138,39 +150,37 @@ __device__ __forceinline__ void load_scores(u32 (&x)[COUNT], u32 from) {
 __device__ __forceinline__ void exponentiate_capped(float (&scores)[SCORES], u32 (&p)[SCORES / 2],
                                                     u32 lse_log2, const Call& call) {
 #pragma unroll
-    for (int n = 0; n < SCORES; n += 4) {
-        const float2 row_lse = read_pair(lse_log2 + 8 * n);
-        float weights[4];
+    for (int n = 0; n < SCORES; n += 8) {
+        const float4 row_lse = read_stats(lse_log2 + 8 * n);
+        float weights[8];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 8; ++i) {
             const float score = scores[n + i];
-            weights[i] = power_of_2(fmaf(score, LOG2E, i % 2 ? -row_lse.y : -row_lse.x));
+            weights[i] = power_of_2(fmaf(score, LOG2E, -stat_of(row_lse, i)));
             scores[n + i] =
                 weights[i] * softcap_slope(call, fmaxf(score, -call.softcap));  // masked ones: -inf
         }
-        p[n / 2] = pack_pair(weights[0], weights[1]), p[n / 2 + 1] = pack_pair(weights[2], weights[3]);
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) p[(n + i) / 2] = pack_pair(weights[i], weights[i + 1]);
     }
 }
 
 // What a CTA has to do.
 struct WorkTileInfo {
     SeqInfo s;
-    KeyBlock keys;  // as find_key_block of attention/backward.cuh says, of its blocks the pair's two
-    RowRange rows;  // first and last: of the pair; low and high: of the CTA
-    int first_of_pair;
+    int head, first_key, first_of_pair;  // first keys of the CTA, and of the pair
+    RowRange rows;                       // first and last: of the pair; low and high: of the CTA
 };
 
 // Found anew by each role that needs it, so that nothing of it takes registers from one to the other.
 __device__ __forceinline__ WorkTileInfo find_work_tile(const Call& call, int rank) {
-    int x = blockIdx.x / CLUSTER, z = blockIdx.z;
-    asm volatile("" : "+r"(x), "+r"(z));
+    int x = blockIdx.x / CLUSTER;
+    asm volatile("" : "+r"(x));
+    const TileInfo& t = *find_tile(call, x);
     WorkTileInfo w;
-    w.s = find_sequence(call, z);
-    w.keys = find_key_block(call, x);
-    w.keys.block = 2 * w.keys.block + rank;
-    const int first_key = w.keys.block * BLOCK_N;
-    w.first_of_pair = first_key - rank * BLOCK_N;
-    w.rows = find_row_range(call, w.s, first_key);
+    w.s = sequence_of(call, t);
+    w.head = t.head_kv, w.first_of_pair = t.position, w.first_key = t.position + rank * BLOCK_N;
+    w.rows = find_row_range(call, w.s, w.first_key);
     w.rows.first = find_row_range(call, w.s, w.first_of_pair).first;
     w.rows.last = find_row_range(call, w.s, w.first_of_pair + BLOCK_N).last;
     return w;
@@ -181,9 +191,9 @@ __device__ __forceinline__ void finish_keys(const Call& call, const float (&dk)[
     const WorkTileInfo w = find_work_tile(call, rank);
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
-    const int key = w.keys.block * BLOCK_N + thread / 32 * 16 + thread % 32 / 4;
-    write_keys(call.dk, call, w.s, w.keys.head, dk, key, channel, call.scale);
-    write_keys(call.dv, call, w.s, w.keys.head, dv, key, channel, 1.f);
+    const int key = w.first_key + thread / 32 * 16 + thread % 32 / 4;
+    write_keys(call.dk, call, w.s, w.head, dk, key, channel, call.scale);
+    write_keys(call.dv, call, w.s, w.head, dv, key, channel, 1.f);
 }
 
 // dK and dV of pairs that share keys, one after the other: the sums take the place of K and V, which are not
@@ -195,11 +205,11 @@ __device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, 
     sync_threads(1, 256);  // both warpgroups' products have read K and V
     store_sums(m.k + 2 * group * SUM_BYTES, dk);
     sync_cluster();  // dK of all CTAs is in their shared memory
-    cluster_reduce(call.dk, call, w.s, w.keys, m.k, call.scale);
+    cluster_reduce(call.dk, call, w.s, w.head, w.first_key, m.k, call.scale);
     sync_cluster();  // all have read it
     store_sums(m.k + 2 * group * SUM_BYTES, dv);
     sync_cluster();  // dV of all CTAs is in their shared memory
-    cluster_reduce(call.dv, call, w.s, w.keys, m.k, 1.f);
+    cluster_reduce(call.dv, call, w.s, w.head, w.first_key, m.k, 1.f);
 }
 
 // The work of warps 4-7 (GROUP 0) or 8-11 (1).
@@ -209,9 +219,8 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
     const WorkTileInfo work = find_work_tile(call, pair.rank);
     const SeqInfo& s = work.s;
     const RowRange& rows = work.rows;
-    const KeyBlock& keys = work.keys;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int key = keys.block * BLOCK_N + 16 * warp + lane / 4;
+    const int key = work.first_key + 16 * warp + lane / 4;
     const u32 own = (16 * warp + lane % 16) * 128;  // a lane's place in P and dS
     const u64 k = rows_operand(m.k), v = rows_operand(m.v), q = rows_operand(m.q),
               dout = rows_operand(m.dout);
@@ -225,7 +234,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
     for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
     PipelineState<Q_STAGES> state = {0, 0};
     u32 parity = 0;  // of what has one stage
-    TileRange range = find_tile_range(call, rows, keys.head);
+    TileRange range = find_tile_range(call, rows, work.head);
     wait_barrier(m.full_keys, 0);
     wait_barrier(pair.full_k, 0);
     if (GROUP == 0) {
@@ -237,7 +246,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
         const Tile at = range.at;
         const int stage = state.stage;
         const u64 rows_at = stage * ROW_BYTES / 16;
-        const u32 stats = 8 * (lane % 4);
+        const u32 stats = 16 * (lane % 4);
         u32 p[SCORES / 2], ds[SCORES / 2];
         if (GROUP == 0) {
             wait_products<0>(scores);
@@ -249,8 +258,14 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
                 apply_mask(scores, call, s, key, at.row);
             if (SOFTCAP)
                 exponentiate_capped(scores, p, m.lse_log2 + stage * STAT_BYTES + stats, call);
-            else
-                exponentiate(scores, p, m.lse_log2 + stage * STAT_BYTES + stats, call.scale * LOG2E);
+            else {
+#pragma unroll
+                for (int chunk = 0; chunk < SCORES / 8; ++chunk)
+                    exponentiate(scores, chunk,
+                                 read_stats(m.lse_log2 + stage * STAT_BYTES + stats + 64 * chunk),
+                                 call.scale * LOG2E);
+                pack_pairs(p, scores);
+            }
             wait_barrier(m.full_dout, parity);
             store_scores(pair.p + own, p, 0);
             if (SOFTCAP) {
@@ -265,7 +280,9 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
             begin_products();
             multiply_channels(scores, v, dout);
             wait_products<0>(scores);
-            subtract_dpsum(scores, m.dpsum + stats);
+#pragma unroll
+            for (int chunk = 0; chunk < SCORES / 8; ++chunk)
+                subtract_dpsum(scores, chunk, read_stats(m.dpsum + stats + 64 * chunk));
         }
         wait_barrier(pair.full_p, parity);
         if (GROUP == 1) load_scores(p, pair.p + own);
@@ -319,15 +336,41 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
     if (GROUP == 0) wait_products<0>(scores);
 }
 
+// Loads K, V and, tile after tile, Q and dout.
+__device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, const Call& call,
+                                           const WorkTileInfo& work) {
+    const TmaCoord of_rows = row_coord_of(call, work.s), of_keys = key_coord_of(call, work.s);
+    expect_bytes(m.full_keys, 2 * KEY_BYTES);
+#pragma unroll
+    for (int block = 0; block < D_BLOCKS; ++block) {
+        const u32 at = block * KEY_BLOCK;
+        copy_box(m.k + at, maps.k, m.full_keys, of_keys, 64 * block, work.first_key, work.head);
+        copy_box(m.v + at, maps.v, m.full_keys, of_keys, 64 * block, work.first_key, work.head);
+    }
+    PipelineState<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
+    PipelineState<DOUT_STAGES> dout = {0, 1};
+    for (TileRange range = find_tile_range(call, work.rows, work.head); range.more(); range.next(work.rows)) {
+        const Tile at = range.at;
+        const i64 workspace_row = at.head * call.rows + work.s.workspace_row + at.row;
+        load_rows(m.q + q.stage * ROW_BYTES, maps.q, m.lse_log2 + q.stage * STAT_BYTES,
+                  call.lse_log2 + workspace_row, m.full_q + 8 * q.stage, m.empty_q + 8 * q.stage, q.parity,
+                  of_rows, at);
+        load_rows(m.dout + dout.stage * ROW_BYTES, maps.dout, m.dpsum + dout.stage * STAT_BYTES,
+                  call.dpsum + workspace_row, m.full_dout + 8 * dout.stage, m.empty_dout + 8 * dout.stage,
+                  dout.parity, of_rows, at);
+        q.next(), dout.next();
+    }
+}
+
 // Loads all that the CTA reads; one thread.
 __device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Maps& maps, const Call& call) {
     const WorkTileInfo work = find_work_tile(call, pair.rank);
-    const TmaCoord of_keys = find_coord(call.cu_k, blockIdx.z);
+    const TmaCoord of_keys = key_coord_of(call, work.s);
     expect_bytes(pair.full_k, 2 * KEY_BLOCK);
     for (int i = 0; i < 2; ++i)
         copy_box(pair.other_k + i * KEY_BLOCK, maps.k, pair.full_k, of_keys, 128 * pair.rank + 64 * i,
-                 work.first_of_pair + (pair.rank ^ 1) * BLOCK_N, work.keys.head);
-    load_tiles(m, maps, call, work.s, work.rows, work.keys.head, work.keys.block * BLOCK_N);
+                 work.first_of_pair + (pair.rank ^ 1) * BLOCK_N, work.head);
+    load_tiles(m, maps, call, work);
 }
 
 // Brings a warpgroup's dQ to the workspace, tile after tile; one thread.
@@ -335,16 +378,16 @@ __device__ __forceinline__ void add_tiles(const Memory& m, const Pair& pair, con
     const WorkTileInfo work = find_work_tile(call, pair.rank);
     const SeqInfo& s = work.s;
     const RowRange& rows = work.rows;
-    const KeyBlock& keys = work.keys;
     const int block = 2 * pair.rank + group;
     PipelineState<Q_STAGES> state = {0, 0};
-    for (TileRange range = find_tile_range(call, rows, keys.head); range.more(); range.next(rows)) {
+    for (TileRange range = find_tile_range(call, rows, work.head); range.more(); range.next(rows)) {
         const Tile at = range.at;
         const i64 workspace_row = at.head * call.rows + s.workspace_row + at.row;
         u32* const semaphore = call.dq_semaphore + workspace_row / 16 + block;
         wait_barrier(pair.staged(group, state.stage), state.parity);
         if (call.deterministic)
-            wait_semaphore(semaphore, keys.block / 2 - first_key_block(call, s, at.row) / 2);
+            wait_semaphore(semaphore,
+                           work.first_of_pair / (2 * BLOCK_N) - first_key_block(call, s, at.row) / 2);
         add_floats(call.dq_accum + workspace_row * HEAD_DIM + block * 4096,
                    m.q + state.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES);
         wait_additions_read();
@@ -366,10 +409,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const Memory m = layout_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
                                    shared_address(barriers));
     const Pair pair = layout_pair(m, shared_address(barriers + BARRIERS));
-    {
-        const WorkTileInfo work = find_work_tile(call, pair.rank);
-        if (work.first_of_pair >= work.s.keys) return;
-    }
+    if (!find_tile(call, blockIdx.x / CLUSTER)) return;
     if (threadIdx.x == 0) init_barriers(m, pair);
     sync_cluster();  // barriers of both CTAs of a pair are initialised
     if (threadIdx.x < 128) {

@@ -108,11 +108,8 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Position 0 of a sequence; of variable length as `find_coord` has it.
 __device__ __forceinline__ TmaCoord coord_of(const Call& call, int sequence, int start, int length) {
-    constexpr int END = 1 << 30;
-    if (!call.variable) return {0, sequence, 0};
-    return {END - length, start + length, END};
+    return coord_of((bool)call.variable, sequence, start, length);
 }
 
 // Rows (position, head), heads fastest, of 64 channels to or from shared memory: a box of a [batch, position,

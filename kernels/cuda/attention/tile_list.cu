@@ -2,7 +2,7 @@
 //
 // A tile is `positions` query positions of `pack` query heads that read one KV head. Tiles of a section, a
 // number of (sequence, KV head) pairs in a row whose K and V fit into L2 together, come longest first, in any
-// order where they are equally long; sections in order.
+// order where they are equally long, or on request in the order of positions; sections in order.
 //
 // Threads and data
 //   CTA    a section: blockIdx.x. 1024 threads count the tiles of all earlier pairs, then the tiles of the
@@ -23,6 +23,7 @@ struct Call {
     int sequences, seqlen_q, seqlen_k, heads_kv, group;
     int pack, positions, block_n, pairs;  // pairs: of a section
     int left, right, longest;             // longest: tiles of keys
+    int in_order;                         // tiles come in the order of positions, not the longest first
 };
 
 __device__ __forceinline__ int blocks_of(const Call& call, int sequence) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ void for_tiles(const Call& call, Shared& m, int begin
         t.q_length = length_of(call.cu_q, sequence, call.seqlen_q);
         t.k_length = max(0, length_of(call.cu_k, sequence, call.seqlen_k));
         find_keys(t, call.positions, call.block_n, call.left, call.right);
-        visit(t, counter_of(t.num_tiles_of_keys, call.longest));
+        visit(t, call.in_order ? block : counter_of(t.num_tiles_of_keys, call.longest));
     });
 }
 
@@ -76,30 +77,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __gri
         if (heads) earlier += blocks_of(call, i) * heads * chunks;
     }
     scan(earlier, m.sums);
-    const int base = m.sums[32];
+    int base = m.sums[32];
 
-    TileInfo own;
-    int own_counter = 0, own_rank = 0, visits = 0;
-    for_tiles(call, m, begin, end, [&](const TileInfo& t, int counter) {
-        own = t, own_counter = counter, own_rank = count_one(m.counters, counter);
-        ++visits;
-    });
-    const int longer = scan(m.counters[threadIdx.x], m.sums);
-    if (threadIdx.x == 0 && blockIdx.x + 1 == gridDim.x) {
-        call.list->num_tiles = min(base + m.sums[32], call.capacity);
-        call.list->semaphore = 0;
-    }
-    m.counters[threadIdx.x] = base + longer;
     TileInfo* const tiles = (TileInfo*)(call.list + 1);
     const auto write = [&](const TileInfo& t, int at) {
         if (at < call.capacity) tiles[at] = t;
     };
-    if (!__syncthreads_or(visits > 1)) {  // counters say where tiles go
-        if (visits) write(own, m.counters[own_counter] + own_rank);
-        return;
+    // Tiles of lower counters come first; a list in order takes THREADS counters at a time.
+    const int counters = call.in_order ? (call.seqlen_q + call.positions - 1) / call.positions : THREADS;
+    for (int from = 0; from < counters; from += THREADS) {
+        const auto is_here = [&](int counter) { return counter >= from && counter < from + THREADS; };
+        TileInfo own;
+        int own_counter = 0, own_rank = 0, visits = 0;
+        for_tiles(call, m, begin, end, [&](const TileInfo& t, int counter) {
+            if (!is_here(counter)) return;
+            own = t, own_counter = counter - from, own_rank = count_one(m.counters, counter - from);
+            ++visits;
+        });
+        const int before = scan(m.counters[threadIdx.x], m.sums);
+        m.counters[threadIdx.x] = base + before;
+        base += m.sums[32];
+        if (!__syncthreads_or(visits > 1)) {  // counters say where tiles go
+            if (visits) write(own, m.counters[own_counter] + own_rank);
+        } else {
+            for_tiles(call, m, begin, end, [&](const TileInfo& t, int counter) {
+                if (is_here(counter)) write(t, count_one(m.counters, counter - from));
+            });
+        }
+        __syncthreads();  // counters have been read
+        m.counters[threadIdx.x] = 0;
+        __syncthreads();  // they are 0 again
     }
-    for_tiles(call, m, begin, end,
-              [&](const TileInfo& t, int counter) { write(t, count_one(m.counters, counter)); });
+    if (threadIdx.x == 0 && blockIdx.x + 1 == gridDim.x) {
+        call.list->num_tiles = min(base, call.capacity);
+        call.list->semaphore = 0;
+    }
 }
 
 // gate: registers<=64

@@ -30,17 +30,17 @@ __device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
 }
 
 // Where tensor copies find position 0 of a sequence: coordinates on axes 1, 3 and 4 of its map. Those of
-// variable length (`bounds` is not null) are what `tensor_map` in kvlab/ops/attention_arguments.py says, so
-// that what lies beyond the end of the sequence is beyond the end of axis 1.
+// variable length are what `TensorMaps` in kvlab/ops/attention_arguments.py says, so that what lies beyond
+// the end of the sequence is beyond the end of axis 1.
 struct TmaCoord {
     int position, row, back;
 };
 
-__device__ __forceinline__ TmaCoord find_coord(const int* bounds, int sequence) {
-    if (!bounds) return {0, sequence, 0};
+// Of a sequence of `length` tokens, from token `start` on where lengths are variable.
+__device__ __forceinline__ TmaCoord coord_of(bool variable, int sequence, int start, int length) {
     constexpr int END = 1 << 30;  // size of axis 1
-    const int end = bounds[sequence + 1];
-    return {END - (end - bounds[sequence]), end, END};
+    if (!variable) return {0, sequence, 0};
+    return {END - length, start + length, END};
 }
 
 // Copies a box of a [batch, head, position, channel] tensor from this position, head and channel on.
@@ -78,6 +78,13 @@ __device__ __forceinline__ void wait_additions() {
 __device__ __forceinline__ void store_matrices(u32 to, const u32* x) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]),
                  "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void store_transposed(u32 to, const u32* x) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
 }
 

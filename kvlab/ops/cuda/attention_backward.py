@@ -1,10 +1,11 @@
 """Attention backward on a GPU: three launches around a workspace, on the caller's stream.
 
 ``attention/backward_pre_post.cu`` prepares the workspace (each row's log-sum-exp and sum of dout * out, zeros
-for dq), ``attention/backward.cu``, or on Hopper ``attention/backward_sm90*.cu``, loops over keys and rows,
-and the first file finishes dq. dk and dv are summed in registers over all rows and query heads of a group.
-Where ``attention_backward_split.py`` divides these among blocks, the blocks add their sums. Parts of dq come
-from many blocks and are added in float32 in memory, in the order of the keys if the call is deterministic.
+for dq), ``attention/backward.cu``, or on Hopper ``attention/backward_sm90*.cu``, works on a list of tiles of
+keys (``tile_list.py``), and the first file finishes dq. dk and dv are summed in registers over all rows and
+query heads of a group. Where ``attention_backward_split.py`` divides these among blocks, the blocks add
+their sums. Parts of dq come from many blocks and are added in float32 in memory, in the order of the keys if
+the call is deterministic. A call whose list `TileLists` does not keep makes it first.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from kvlab.ops.attention_arguments import (
     lengths_of,
     strides_of,
 )
-from kvlab.ops.cuda.attention_backward_split import CLUSTER, Division, divide, steps_of
+from kvlab.ops.cuda.attention_backward_split import CLUSTER, divide, steps_of
+from kvlab.ops.cuda.tile_list import SEMAPHORE_OFFSET, ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
@@ -52,10 +54,14 @@ _CALL = Layout(
     **dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), TENSOR),
     **dict.fromkeys(("lse", "lse_log2", "dpsum", "dq_accum", "dq_semaphore", "cu_q", "cu_k"), ADDRESS),
     **dict.fromkeys(("lse_batch", "lse_head", "rows"), "q"),
-    **dict.fromkeys(("seqlen_q", "seqlen_k", "heads_kv", "group", "dim", "left", "right"), "i"),
+    **dict.fromkeys(("seqlen_q", "seqlen_k", "group", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
     deterministic="i",
+    float32_dk_dv="i",
+    list=ADDRESS,
+    semaphore=ADDRESS,
 )
+_LIST, _SEMAPHORE = _CALL.word("list"), _CALL.word("semaphore")
 _ADDRESS_WORDS = [
     _CALL.word(name)
     for name in (
@@ -110,11 +116,12 @@ class HopperShape(NamedTuple):
         """K, V, two stages of Q, dout; P and dS; the rest; room to begin at a multiple of 1024."""
         rows = 2 * self.block_n + (2 + self.dout_stages) * self.block_m
         scores = 2 * self.score_stages * self.block_n * self.block_m
-        return 1024 + 2 * rows * head_dim + scores + self.rest
+        return 1024 + 128 * rows * -(-head_dim // 64) + scores + self.rest
 
 
 HOPPER_SHAPES = {
     64: HopperShape("attention/backward_sm90", 128, 128, 2, 2, 32 * 1024, 1),
+    96: HopperShape("attention/backward_sm90", 64, 128, 2, 2, 32 * 1024, 1),
     128: HopperShape("attention/backward_sm90", 64, 128, 2, 2, 32 * 1024, 1),
     256: HopperShape("attention/backward_sm90_wide", 64, 64, 1, 4, 16 * 1024, 2),
 }
@@ -141,7 +148,7 @@ class _Plan:
     threads: int
     shared_bytes: int
     box: int  # rows that a tensor copy of q and dout brings; 0 if the kernel does not use them
-    cluster: int = 1  # blocks that the device starts together
+    persistent: bool = False  # whether a block takes one tile after the other
 
 
 def attend_backward(call: Call, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
@@ -157,8 +164,8 @@ class _Prepared:
 
     def __init__(self, call: Call, hopper: bool) -> None:
         q, k, v, dout, out, lse = call.views[:6]
-        heads, kv_heads, dim = q.shape[-2], k.shape[-2], q.shape[-1]
-        lengths = number, longest_q, longest_k = lengths_of(call)
+        heads, dim = q.shape[-2], q.shape[-1]
+        lengths = number, longest_q, _ = lengths_of(call)
         deterministic, kind = bool(call.extra), call.kinds[0]
         aligned_rows = -(-longest_q // _ALIGNED_ROWS) * _ALIGNED_ROWS
         # What variable lengths take together follows from their number and total alone.
@@ -171,14 +178,15 @@ class _Prepared:
         hopper = hopper and compute_capability(q.device) == (9, 0) and q.dtype != "float32"
         hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
         fields = fields_of(q, k, lengths, call.scores) | _strides_of_lse(lse)
-        division = _division(q, k, lengths, fields, hopper)
+        tiles = _tiles(dim, q.dtype, hopper, q.device)
+        cluster_split = _cluster_split(tiles, q, k, lengths, fields, hopper)
         capped = is_capped(call.scores)
-        plan = _plan(dim, q.dtype, capped, aligned, hopper, division.cluster_split, q.device)
+        plan = _plan(dim, q.dtype, capped, aligned, hopper, cluster_split, q.device)
         fields |= {
             name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))
         }
         fields |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-        fields |= {"rows": rows, "heads_kv": kv_heads, "deterministic": deterministic}
+        fields |= {"rows": rows, "deterministic": deterministic, "float32_dk_dv": 0}
 
         num_rows, semaphores = heads * rows, heads * rows // 16 if deterministic else 0
         accum_nbytes = 4 * num_rows * plan.head_dim
@@ -195,16 +203,17 @@ class _Prepared:
             words_of(of_call),
             TensorMaps(words_of(argument), *(encoder_of(*x) for x in maps)),
         )
-        blocks = -(-longest_k // (plan.keys * plan.cluster)) * plan.cluster
-        grid = (
-            (division.cluster_split * blocks * kv_heads, 1, number)
-            if deterministic or division.interleaved
-            else (blocks, kv_heads, number)
-        )
+        blocks, self._lists = 0, None
+        if number:
+            builder = _list_builder(call, tiles, fields)
+            blocks = builder.capacity * cluster_split * tiles[2]
+            self._lists = TileLists(builder, call.longest is not None, kind)
+        if plan.persistent and cluster_split == 1:
+            blocks = min(blocks, multiprocessors(q.device))
         around = (aligned_rows // _PREPOST_ROWS, heads, number), (_PREPOST_THREADS,), of_call
         self._launches = (
             PreparedLaunch(plan.preprocess, *around),
-            PreparedLaunch(plan.main, grid, (plan.threads,), argument, plan.shared_bytes),
+            PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
             PreparedLaunch(plan.postprocess, *around),
         )
 
@@ -216,6 +225,9 @@ class _Prepared:
             for word, address in zip(_ADDRESS_WORDS, chain(*given, addresses[6:]), strict=False):
                 self._words[word] = address
             self._maps.point_to(addresses[:4])
+            if self._lists:
+                _kept, at, _ = self._lists.get(addresses[:5:-1], stream)  # cu_seqlens_k, cu_seqlens_q
+                self._words[_LIST], self._words[_SEMAPHORE] = at, at + SEMAPHORE_OFFSET
             for launch in self._launches:
                 launch(stream)
         # The workspace goes; what takes its memory comes after these launches on the stream.
@@ -225,10 +237,27 @@ class _Prepared:
 _prepare = lru_cache(maxsize=4096)(_Prepared)
 
 
-def _division(q: CudaView, k: CudaView, lengths: Lengths, call: dict[str, Any], hopper: bool) -> Division:
+def _list_builder(call: Call, tiles: tuple[int, int, int], fields: dict[str, Any]) -> ListBuilder:
+    """Return what makes the list of tiles: the forward's with rows and keys exchanged, in one section."""
+    k, (number, longest_q, longest_k) = call.views[1], lengths_of(call)
+    block_m, block_n, _ = tiles
+    return ListBuilder(
+        Tiling(1, block_n, block_m), (number, longest_k, longest_q), k.shape[0], k.shape[-2], 1,
+        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, bool(call.extra),
+    )  # fmt: skip
+
+
+def _cluster_split(
+    tiles: tuple[int, int, int],
+    q: CudaView,
+    k: CudaView,
+    lengths: Lengths,
+    call: dict[str, Any],
+    hopper: bool,
+) -> int:
     """Divide a call; one of variable length as if all its sequences were as long as the longest."""
     number, rows, keys = lengths
-    block_m, block_n, blocks = _tiles(q.shape[-1], q.dtype, hopper, q.device)
+    block_m, block_n, blocks = tiles
     steps = steps_of(rows, keys, call["left"], call["right"], call["group"], block_m, block_n)
     largest = CLUSTER if hopper else 1
     return divide(steps, k.shape[-2], number, multiprocessors(q.device), blocks, largest)
@@ -275,7 +304,7 @@ def _plan(
         tiling = HOPPER_SHAPES[head_dim]
         main = load(build(tiling.source, macros | {"CLUSTER_SPLIT": cluster_split}, "sm_90a"), device=device)
         sizes = tiling.block_n, _HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
-        return _Plan(preprocess, main, postprocess, head_dim, *sizes, tiling.cluster)
+        return _Plan(preprocess, main, postprocess, head_dim, *sizes, tiling.cluster == 1)
     shape = shape_for(head_dim, capability)
     macros |= {"ALIGNED": int(aligned)} | {name.upper(): value for name, value in shape._asdict().items()}
     main = load(build("attention/backward", macros, arch), device=device)

@@ -1,19 +1,16 @@
-"""Work division of attention backward on Hopper: how many blocks share keys, and their order.
+"""Work division of attention backward on Hopper: how many blocks share keys.
 
 A block has 128 keys of one KV head (above 128 channels, a pair of blocks has them). It loops over the query
 heads of the group and over all rows that see the keys, one tile of rows a step. A short call with
 few KV heads has fewer such blocks than a GPU has multiprocessors. So up to eight blocks, a cluster, share the
-steps of the same keys and add up their dk and dv through shared memory, in the order of their ranks. Under a
-causal mask blocks of the first keys have most steps. They come first, for all heads, so that no long block
-runs alone at the end.
+steps of the same keys and add up their dk and dv through shared memory, in the order of their ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-__all__ = ["CLUSTER", "Division", "divide", "steps_of"]
+__all__ = ["CLUSTER", "divide", "steps_of"]
 
 CLUSTER = 8
 """Blocks of the largest cluster that every GPU with clusters takes."""
@@ -24,15 +21,6 @@ _START, _REDUCE = 2.7, 0.9
 # that have no multiple of 4 or 8. Other devices are taken to hold as many in proportion.
 _RESIDENT, _MEASURED_ON = {1: 132, 2: 66, 4: 30, 8: 14}, 132
 _GAIN = 0.95  # of the time before, at most, for more blocks than needed
-# Of a sequence with more times as many as run at once the order matters less than what is kept in L2.
-_FULL = 6
-
-
-class Division(NamedTuple):
-    """How many blocks share keys; whether blocks of all heads come in the order of keys."""
-
-    cluster_split: int
-    interleaved: bool
 
 
 def steps_of(
@@ -57,8 +45,8 @@ def steps_of(
 
 def divide(
     steps: Sequence[int], heads: int, sequences: int, multiprocessors: int, blocks: int, largest: int
-) -> Division:
-    """Choose the division of a call.
+) -> int:
+    """Choose how many blocks share keys.
 
     Parameters
     ----------
@@ -76,7 +64,7 @@ def divide(
 
     >>> steps = steps_of(2048, 2048, 1 << 30, 0, 4, 64, 128)
     >>> divide(steps, 2, 1, 132, 1, CLUSTER), divide(steps, 2, 16, 132, 1, CLUSTER)
-    (Division(cluster_split=8, interleaved=True), Division(cluster_split=1, interleaved=True))
+    (8, 1)
     """
     falling, copies = sorted(steps, reverse=True), heads * sequences
     resident = max(1, _RESIDENT[blocks] * multiprocessors // _MEASURED_ON)
@@ -87,8 +75,7 @@ def divide(
             time = _time(falling, copies, cluster // blocks, held)
             if time < _GAIN * least:
                 best, least = cluster // blocks, time
-    uneven = falling[:1] != falling[-1:] and len(steps) * heads < _FULL * resident
-    return Division(best, interleaved=best > 1 or uneven)
+    return best
 
 
 def _time(steps: Sequence[int], copies: int, cluster_split: int, resident: int) -> float:

@@ -40,7 +40,7 @@ _CALL = Layout(
     **dict.fromkeys(
         (
             "capacity", "sequences", "seqlen_q", "seqlen_k", "heads_kv", "group", "pack", "positions",
-            "block_n", "pairs", "left", "right", "longest", "padding",
+            "block_n", "pairs", "left", "right", "longest", "in_order",
         ),
         "i",
     ),
@@ -101,6 +101,8 @@ class ListBuilder:
     variable : bool
         Whether sequences have lengths of their own.
     device : int
+    in_order : bool
+        Whether tiles come in the order of their positions, not the longest first.
 
     Attributes
     ----------
@@ -121,6 +123,7 @@ class ListBuilder:
         bytes_of_keys: int,
         variable: bool,
         device: int,
+        in_order: bool = False,
     ) -> None:
         number, longest_q, longest_k = lengths
         pack, positions, block_n = tiling
@@ -134,7 +137,7 @@ class ListBuilder:
         argument = _CALL.array({
             "capacity": self.capacity, "sequences": number, "seqlen_q": longest_q, "seqlen_k": longest_k,
             "heads_kv": heads_kv, "group": group, **tiling._asdict(), "pairs": of_section,
-            "left": window[0], "right": window[1], "longest": -(-longest_k // block_n), "padding": 0,
+            "left": window[0], "right": window[1], "longest": -(-longest_k // block_n), "in_order": in_order,
         })  # fmt: skip
         self._words = words_of(argument)
         kernel = cuda_kernel("attention/tile_list", "make_tile_list", (), device)
