@@ -468,7 +468,7 @@ class MixedPrecisionCache(CacheOptions):
         try:
             persistence.check_sizes(description, arrays)
             cache = cls(**description["arguments"], device=device)
-            cache._runner.fill(description["layers"], arrays)
+            cache._runner.fill(description["layers"], arrays, description["version"])
         except FormatError:
             raise
         except (KeyError, IndexError, TypeError, ValueError, NotImplementedError, AttributeError) as error:

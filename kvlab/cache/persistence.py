@@ -139,9 +139,9 @@ def _parse(data: bytes) -> tuple[dict[str, Any], Arrays]:
     if expected != len(body):
         raise FormatError("bytes behind the last entry")
     description = json.loads(text)
-    if description["version"] != FORMAT_VERSION:
+    if description["version"] not in (1, FORMAT_VERSION):
         raise FormatError(
-            f"format version {description['version']}; this kvlab reads version {FORMAT_VERSION}"
+            f"format version {description['version']}; this kvlab reads versions 1 and {FORMAT_VERSION}"
         )
     return description, arrays
 

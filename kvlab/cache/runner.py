@@ -20,10 +20,12 @@ from kvlab.cache.cuda import GPU
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.layer import Layer
 from kvlab.cache.options import MOST, CacheOptions
+from kvlab.cache.persistence import FORMAT_VERSION
 from kvlab.cache.plan import smallest_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.state import Settings
 from kvlab.cache.step import DeviceCache
+from kvlab.cache.version_1 import upgraded
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
 from kvlab.ops.cuda.pages import MAX_STEPS
@@ -423,13 +425,17 @@ class Runner:
         with translated_out_of_memory("the pages of a cache on the host"):
             return contents_of(self._device)
 
-    def fill(self, states: list[dict[str, Any]], arrays: Arrays) -> None:
-        """Hold contents, in an empty cache that has not met its GPU."""
+    def fill(self, states: list[dict[str, Any]], arrays: Arrays, version: int = FORMAT_VERSION) -> None:
+        """Hold contents, those of a file by its version, in an empty cache that has not met its GPU."""
         length = max(whole_number(state["seqlen"], "seqlen", 0, MOST) for state in states)
         if length > self._device.capacity:
             self._device = self._make(self._device.executor, self._device.like, length)
+        share = self._limit.share(length, self._options.batch)
+        if version == 1:
+            layouts = [*map(self._device.store.layouts, range(len(self._layers)))]
+            states, arrays = upgraded(self._layers, layouts, share, states, arrays)
         fill(self._device, states, arrays)
-        used, share = self._device.used(), self._limit.share(length, self._options.batch)
+        used = self._device.used()
         if share is not None:
             most = share * self._options.batch
             if any(self._device.store.nbytes(i, pages) > most for i, pages in enumerate(used)):
