@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
-from kvlab.arrays import device_of, to_host, to_numpy_view
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.options import check_device
 from kvlab.engine.cpu import CpuExecutor
 from kvlab.engine.geometry import Geometry
 from kvlab.engine.gpu import GpuExecutor
+from kvlab.engine.ids import is_flat, on_host, rows_of
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Weights, from_model, from_seed, load_model
 
@@ -198,7 +198,7 @@ class Decoder:
         if self.batch > 1:
             raise ValueError(f"batch={self.batch}: layer_outputs reads one row; make a decoder with batch=1")
         self.reset()
-        (row,) = self._rows(ids)
+        (row,) = rows_of(ids, self.batch, self.geometry.vocabulary)
         self._check_room(np.array([len(row)]))
         found = self._executor.layer_outputs(row)
         self.reset()
@@ -228,7 +228,7 @@ class Decoder:
         BudgetError
             If the cache's budget does not hold them.
         """
-        rows = self._rows(ids)
+        rows = rows_of(ids, self.batch, self.geometry.vocabulary)
         self._check_room(np.array([len(row) for row in rows]))
         self._executor.read(rows)
         return np.array(self._executor.logits)
@@ -240,7 +240,7 @@ class Decoder:
         -------
         float32, (batch, vocabulary)
         """
-        return self.prefill(_on_host(ids).reshape(-1, 1))
+        return self.prefill(on_host(ids).reshape(-1, 1))
 
     def stream(
         self,
@@ -320,23 +320,7 @@ class Decoder:
             for row, token in zip(found, tokens, strict=True):
                 if token is not None:
                     row.append(token)
-        return found[0] if _is_flat(ids) else found
-
-    def _rows(self, ids: Any) -> list[NDArray[np.int64]]:
-        rows = [_on_host(part) for part in ([ids] if _is_flat(ids) else ids)]
-        if len(rows) != self.batch:
-            raise ValueError(f"ids has {len(rows)} rows, the decoder has batch={self.batch}")
-        for row in rows:
-            if row.ndim != 1 or not len(row):
-                raise ValueError(f"ids has a row of shape {row.shape}; each row is at least one token")
-            if row.dtype.kind not in "iu":
-                raise TypeError(f"ids are {row.dtype}; whole numbers are needed")
-            if row.min() < 0 or row.max() >= self.geometry.vocabulary:
-                raise ValueError(
-                    f"ids reach from {row.min()} to {row.max()}; the model has tokens 0 to "
-                    f"{self.geometry.vocabulary - 1}"
-                )
-        return rows
+        return found[0] if is_flat(ids) else found
 
     def _check_room(self, counts: NDArray[Any]) -> None:
         after = int((self._executor.lengths + counts).max())
@@ -345,16 +329,3 @@ class Decoder:
                 f"max_seqlen={self.max_seqlen}: a row would have {after} tokens; make the decoder with a "
                 "larger max_seqlen, or call reset"
             )
-
-
-def _on_host(ids: Any) -> NDArray[Any]:
-    if not hasattr(ids, "__dlpack__"):
-        return np.asarray(ids)
-    return to_numpy_view(ids, "ids") if device_of(ids, "ids").kind == "cpu" else to_host(ids)
-
-
-def _is_flat(ids: Any) -> bool:
-    """Whether ids are one row of numbers."""
-    if hasattr(ids, "ndim"):
-        return bool(ids.ndim == 1)
-    return len(ids) == 0 or not hasattr(ids[0], "__len__")
