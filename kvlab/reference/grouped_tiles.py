@@ -29,7 +29,7 @@ ENTRY = np.dtype(
 """What a warpgroup has of a tile."""
 
 FEWEST_KEYS = 8
-"""Tiles of keys of a part."""
+"""Tiles of keys of a part, at least."""
 
 
 def grouped_tiles(
@@ -128,19 +128,18 @@ def tiles_of_keys(tiles: NDArray[Any], block_n: int) -> NDArray[np.int64]:
 
 
 def _split(tiles: NDArray[Any], block_n: int, blocks: int) -> NDArray[Any]:
-    """Split tiles over keys into parts of two thirds of what a block has to do on average."""
+    """Split tiles over keys: parts of what a block has to do on average, and what is left of the tile."""
     keys = tiles_of_keys(tiles, block_n)
     if not blocks or 2 * len(tiles) >= 3 * blocks:
         return tiles
-    most = max(FEWEST_KEYS, -(-2 * int(keys.sum()) // (3 * blocks)))
-    parts = np.maximum(1, -(-keys // most))
+    full = max(FEWEST_KEYS, -(-int(keys.sum()) // blocks))
+    parts = np.maximum(0, keys - FEWEST_KEYS) // full + 1
     split = np.repeat(tiles, parts, axis=0)
     number = np.repeat(parts, parts)[:, None]
     part = (np.arange(len(split)) - np.repeat(np.cumsum(parts) - parts, parts))[:, None]
-    whole = np.repeat(keys, parts)[:, None]
     split["part"], split["num_parts"] = part, number
-    split["first_key"] = part * whole // number * block_n
-    split["loaded_keys"] = np.minimum(split["loaded_keys"], (part + 1) * whole // number * block_n)
+    split["first_key"] = part * full * block_n
+    split["loaded_keys"] = np.where(part + 1 < number, (part + 1) * full * block_n, split["loaded_keys"])
     split["last_key"] = np.where(
         split["q_length"] > 0, np.minimum(split["last_key"], split["loaded_keys"]), split["first_key"]
     )

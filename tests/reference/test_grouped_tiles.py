@@ -112,7 +112,7 @@ def test_one_kv_head_of_a_zigzag_rank_is_balanced_by_parts(rank: int) -> None:
         ).max()
         for one in (([rows[0]], [lens[0]]), ([rows[1]], [lens[1]]))
     )
-    assert separate / ends[1] > 1.5
+    assert separate / ends[1] > 1.9
     assert ends[1] <= ends[0]
 
 
@@ -136,8 +136,8 @@ def test_blocks_are_done_within_one_tile(number: int, seed: int) -> None:
         times = finish_times(costs)
         assert times.max() - times.min() <= costs.max()
     parts = tiles[tiles["num_parts"][:, 0] > 1]
-    assert len(parts) <= 3 * BLOCKS
-    assert (tiles_of_keys(parts, block_n) >= FEWEST_KEYS // 2).all()
+    assert len(parts) <= 2 * BLOCKS
+    assert (tiles_of_keys(parts, block_n) >= FEWEST_KEYS).all()
 
 
 def test_a_part_that_is_missing_is_found() -> None:

@@ -19,11 +19,11 @@
 #include "common/early_launch.cuh"
 
 constexpr int MOST_GROUPS = 16, GROUP_BIT = 27;
-constexpr int FEWEST_KEYS = 8;  // tiles of keys of a part
+constexpr int FEWEST_KEYS = 8;  // tiles of keys of a part, at least
 
 // Where the parts of a tile go, for all heads of a section.
 struct Place {
-    int keys, parts, counter, at, slot;
+    int keys, parts, counter, at, full_at, slot;  // full_at: of all parts but the last
 };
 
 struct Call {
@@ -184,17 +184,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     own_keys = __reduce_add_sync(ALL_LANES, own_keys);
     if (threadIdx.x % 32 == 0) atomicMax(&longest, own_longest), atomicAdd(&keys_of_all, own_keys);
     scan(own_tiles, m.sums);
-    // Parts of two thirds of what a block has to do on average: then the last to end wait least.
-    int most_tiles = 1 << 30;
+    // Full parts are what a block has to do on average; what is left of tiles, of many lengths, evens out.
+    int full = 1 << 30;
     if (call.blocks && 2 * m.sums[32] < 3 * call.blocks)
-        most_tiles = max(FEWEST_KEYS, (2 * keys_of_all + 3 * call.blocks - 1) / (3 * call.blocks));
-    const auto parts_of = [&](int num_tiles) { return max(1, (num_tiles + most_tiles - 1) / most_tiles); };
+        full = max(FEWEST_KEYS, (keys_of_all + call.blocks - 1) / call.blocks);
+    const int full_counter = counter_of(min(full, longest), longest);
     for_items(m, first, last, tiles, [&](int b, int tile) {
         Place& place = place_of_tile(b, tile);
-        const int num_tiles = (place.keys + call.block_n - 1) / call.block_n, parts = parts_of(num_tiles);
-        place.counter = counter_of((num_tiles + parts - 1) / parts, longest);
-        place.parts = parts;
-        atomicAdd(&m.counters[place.counter], parts * units_of(call, b, begin, end).count);
+        const int num_tiles = (place.keys + call.block_n - 1) / call.block_n;
+        const int before_last = max(0, num_tiles - FEWEST_KEYS) / full;
+        const int count = units_of(call, b, begin, end).count;
+        place.parts = before_last + 1;
+        place.counter = counter_of(num_tiles - before_last * full, longest);
+        atomicAdd(&m.counters[place.counter], count);
+        if (before_last) atomicAdd(&m.counters[full_counter], before_last * count);
     });
 
     const int longer = scan(m.counters[threadIdx.x], m.sums);
@@ -207,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     for_items(m, first, last, tiles, [&](int b, int tile) {
         Place& place = place_of_tile(b, tile);
         const int parts = place.parts, count = units_of(call, b, begin, end).count;
-        place.at = atomicAdd(&m.counters[place.counter], parts * count);
+        place.at = atomicAdd(&m.counters[place.counter], count);
+        if (parts > 1) place.full_at = atomicAdd(&m.counters[full_counter], (parts - 1) * count);
         place.slot = parts > 1 ? atomicAdd(&parts_of_all, parts * count) : 0;
     });
 
@@ -224,19 +228,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         const Place place = place_of_tile(b, tile);
         const bool present = entries[i] >= 0;
         GroupedTile t = make_entry(call, b, unit, own.first_head, present ? entries[i] : entries[0], present);
-        const int num_tiles = (place.keys + call.block_n - 1) / call.block_n, last_key = t.last_key;
+        const int last_key = t.last_key;
         t.num_parts = place.parts, t.slot = place.slot + unit * place.parts;
         if (place.parts > 1) call.arrivals[t.slot * call.entries + i] = 0;
         for (int part = 0; part < place.parts; ++part) {
-            const int at = place.at + unit * place.parts + part;
+            const bool is_last = part == place.parts - 1;
+            const int at = is_last ? place.at + unit : place.full_at + unit * (place.parts - 1) + part;
             if (at >= call.capacity) return;
             t.part = part;
-            t.first_key = part * num_tiles / place.parts * call.block_n;
-            t.loaded_keys = min(place.keys, (part + 1) * num_tiles / place.parts * call.block_n);
+            t.first_key = part * full * call.block_n;
+            t.loaded_keys = is_last ? place.keys : (part + 1) * full * call.block_n;
             t.last_key = present ? min(last_key, t.loaded_keys) : t.first_key;
             list[(i64)at * call.entries + i] = t;
         }
     });
 }
 
-// gate: registers<=64
+// gate: registers<=64 arch=sm_90a

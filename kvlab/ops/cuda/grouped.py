@@ -152,11 +152,11 @@ class ListedCall:
         blocks = max(1, multiprocessors(device) - call.sm_margin)
         tiles = of_head * heads_kv * (group // pack)
         self.split_blocks = blocks if head_dim <= SPLIT_DIM and tiles <= 2 * blocks else 0
-        most_parts = 3 * self.split_blocks
+        most_parts = 2 * self.split_blocks
         self.capacity = tiles + most_parts
         sizes = (
             HEAD_BYTES + entries * ENTRY_BYTES * self.capacity, 4 * entries * most_parts, 4 * sequences,
-            4 * entries * of_head, 20 * tiles,
+            4 * entries * of_head, 24 * tiles,
         )  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
         self._begins = begins[:5]  # of the list, arrivals, bases, order, places
