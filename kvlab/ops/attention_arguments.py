@@ -10,17 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvlab.arrays import CudaView
-from kvlab.jit.structs import ADDRESS, TENSOR
-from kvlab.jit.structs import Struct as Layout
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Call, Scores
 
 __all__ = [
-    "ADDRESS",
     "MAP_WORDS",
-    "TENSOR",
-    "Layout",
     "Lengths",
     "TensorMaps",
     "can_be_mapped",

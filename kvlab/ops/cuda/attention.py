@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
-from kvlab.jit.structs import words_of
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, words_of
 from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
-    ADDRESS,
-    TENSOR,
-    Layout,
     can_be_mapped,
     contiguous_strides,
     fields_of,
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attend"]
 
-_CALL = Layout(
+_CALL = Struct(
     **dict.fromkeys(("q", "k", "v", "out"), TENSOR),
     lse=ADDRESS, lse_batch="q", lse_head="q", cu_q=ADDRESS, cu_k=ADDRESS,
     **dict.fromkeys(("seqlen_q", "seqlen_k", "group", "dim", "left", "right"), "i"),

@@ -23,13 +23,10 @@ from kvlab.arrays import CudaView
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
-from kvlab.jit.structs import words_of
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, words_of
 from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
-    ADDRESS,
     MAP_WORDS,
-    TENSOR,
-    Layout,
     Lengths,
     TensorMaps,
     can_be_mapped,
@@ -50,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attend_backward"]
 
-_CALL = Layout(
+_CALL = Struct(
     **dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), TENSOR),
     **dict.fromkeys(("lse", "lse_log2", "dpsum", "dq_accum", "dq_semaphore", "cu_q", "cu_k"), ADDRESS),
     **dict.fromkeys(("lse_batch", "lse_head", "rows"), "q"),

@@ -15,11 +15,9 @@ import numpy as np
 from kvlab.arrays import CudaView
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, load
-from kvlab.jit.structs import words_of
+from kvlab.jit.structs import ADDRESS, Struct, words_of
 from kvlab.ops.attention_arguments import (
-    ADDRESS,
     MAP_WORDS,
-    Layout,
     TensorMaps,
     contiguous_strides,
     encoder_of,
@@ -54,7 +52,7 @@ SHORT = 2048
 
 _ARGUMENT_BYTES = 640  # four tensor maps, the call, and what fills it up to a multiple of 64
 
-_CALL = Layout(
+_CALL = Struct(
     lse=ADDRESS, lse_batch="q", lse_head="q", list=ADDRESS, semaphore=ADDRESS,
     **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),

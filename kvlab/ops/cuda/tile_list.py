@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvlab.jit.launch import PreparedLaunch, cuda_kernel
-from kvlab.jit.structs import words_of
+from kvlab.jit.structs import ADDRESS, Struct, words_of
 from kvlab.ops.array_kinds import Kind, allocator, device_of_kind
-from kvlab.ops.attention_arguments import ADDRESS, Layout, Lengths
+from kvlab.ops.attention_arguments import Lengths
 
 __all__ = ["HEAD_BYTES", "TILE_BYTES", "ListBuilder", "TileLists", "Tiling", "heads_of_tile"]
 
@@ -35,7 +35,7 @@ _SECTION_BYTES, _SECTION_PAIRS = 24 << 20, 16
 
 _MAX_STREAMS = 16  # for which a list is kept
 
-_CALL = Layout(
+_CALL = Struct(
     cu_q=ADDRESS, cu_k=ADDRESS, list=ADDRESS,
     **dict.fromkeys(
         (
