@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from kvlab.cli.options import Json, Output, emit_json
+
 
 def command(
     model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer.")],
@@ -19,6 +21,8 @@ def command(
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw among those that reach this.")] = 0.9,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Json = False,
+    output: Output = None,
 ) -> None:
     """Answer what is typed, line by line, until the input ends or the talk is as long as it may be.
 
@@ -28,13 +32,17 @@ def command(
     """
     from kvlab.lab.engine.text import Chat
 
-    chat = Chat(model, device=device, budget=budget, max_seqlen=max_seqlen)
+    chat, turns = Chat(model, device=device, budget=budget, max_seqlen=max_seqlen), []
     while True:
         try:
-            line = typer.prompt("you", prompt_suffix=": ")
+            line = typer.prompt("you", prompt_suffix=": ", err=as_json)
         except typer.Abort:  # the end of the input
-            typer.echo()
-            return
+            break
+        said = ""
         for part in chat.answer(line, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
-            typer.echo(part, nl=False)
-        typer.echo(f"\n[{chat.summary()}]")
+            typer.echo(part, nl=False, err=as_json)
+            said += part
+        typer.echo(f"\n[{chat.summary()}]", err=as_json)
+        turns.append({"you": line, "answer": said, "summary": chat.summary()})
+    typer.echo(err=as_json)
+    emit_json({"model": model, "turns": turns}, as_json=as_json, output=output)

@@ -99,6 +99,8 @@ def generate(
         str | None, typer.Option(help="Budget of the KV cache (CPU): 0.3, 4.25bpe, 6GiB; default none.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Json = False,
+    output: Output = None,
 ) -> None:
     """Continue a text, printed as it comes.
 
@@ -106,9 +108,12 @@ def generate(
     """
     from kvlab.lab.engine.text import continue_text
 
+    text = ""
     for part in continue_text(
         model, prompt, max_new_tokens, device=device, budget=budget, temperature=temperature, top_k=top_k,
         top_p=top_p, seed=seed,
     ):  # fmt: skip
-        typer.echo(part, nl=False)
-    typer.echo()
+        typer.echo(part, nl=False, err=as_json)
+        text += part
+    typer.echo(err=as_json)
+    emit_json({"model": model, "prompt": prompt, "text": text}, as_json=as_json, output=output)

@@ -36,7 +36,7 @@ def calls() -> list[list[str]]:
     for name in cli.COMMANDS:
         module = import_module(f"kvlab.cli.{name}")
         parts = (
-            [command.callback.__name__ for command in module.group.registered_commands]
+            [c.callback.__name__.replace("_", "-") for c in module.group.registered_commands]
             if hasattr(module, "group")
             else [""]
         )

@@ -78,8 +78,11 @@ def test_text_of_a_folder(folder: Any) -> None:
 
 def test_a_talk_remembers_what_was_said(folder: Any) -> None:
     options = ["--temperature", "0", "--max-new-tokens", "6", "--max-seqlen", "60"]
-    found = CliRunner().invoke(app(), ["chat", str(folder), *options], input="w5 w6 w7\nw8 w9\n")
+    written = folder / "talk.json"
+    command = ["chat", str(folder), *options, "--output", str(written)]
+    found = CliRunner().invoke(app(), command, input="w5 w6 w7\nw8 w9\n")
     assert found.exit_code == 0, found.output
+    assert [turn["you"] for turn in json.loads(written.read_text())["turns"]] == ["w5 w6 w7", "w8 w9"]
     first = greedy(5, 6, 7)
     answers = [first, greedy(5, 6, 7, *first, 8, 9)]
     assert all("".join(f"w{token}" for token in answer) in found.stdout for answer in answers)
