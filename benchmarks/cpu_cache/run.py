@@ -2,8 +2,8 @@
 
     python benchmarks/cpu_cache/run.py OUT.json
 
-Milliseconds a layer, for 4 layers of 9 query heads on 3 KV heads of 64 channels at budget 0.3, behind prompts of
-1,024 and 4,096 tokens. To compare two versions, run both in turns: PYTHONPATH says which.
+Milliseconds a layer, for 4 layers of 9 query heads on 3 KV heads of 64 channels at budget 0.3, behind prompts
+of 1,024 and 4,096 tokens. To compare two versions, run both in turns: PYTHONPATH says which.
 """
 
 from __future__ import annotations
