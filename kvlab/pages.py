@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -104,32 +104,32 @@ class PageLayout:
         """Byte offset of the codes of K."""
         return 0
 
-    @property
+    @cached_property
     def v_codes(self) -> int:
         """Byte offset of the codes of V."""
         return 8 * self.head_dim * self.stored_bits(self.bits_k)
 
-    @property
+    @cached_property
     def k_steps(self) -> int:
         """Byte offset of the steps of K; no bytes are there at width 16."""
         return self.v_codes + 8 * self.head_dim * self.stored_bits(self.bits_v)
 
-    @property
+    @cached_property
     def v_steps(self) -> int:
         """Byte offset of the steps of V; no bytes are there at width 16."""
         return self.k_steps + (TOKENS_PER_PAGE if self.bits_k < 16 else 0)
 
-    @property
+    @cached_property
     def positions(self) -> int:
         """Byte offset of the positions."""
         return self.v_steps + (TOKENS_PER_PAGE if self.bits_v < 16 else 0)
 
-    @property
+    @cached_property
     def importance(self) -> int:
         """Byte offset of the importance codes."""
         return self.positions + 2 * TOKENS_PER_PAGE
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the record."""
         return self.importance + TOKENS_PER_PAGE

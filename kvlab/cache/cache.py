@@ -126,8 +126,9 @@ class MixedPrecisionCache(CacheOptions):
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionCache:
-        copy = type(self)(**self._options())
-        copy._runner.adopt(self._runner)
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self))
+        copy._runner = self._runner.copy(copy)
         return copy
 
     def to_cpu(self) -> MixedPrecisionCache:

@@ -9,6 +9,7 @@ layers of a step (`confirm`): waiting for each took as long as its launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -352,6 +353,7 @@ class Changes:
         self.kernels.copy_pages(first, n, workspace.move_lists(1), copies, stream)
 
 
+@lru_cache(maxsize=256)
 def ladder_of(store: LayerFormat) -> Ladder:
     """The levels of a layer as plans want them."""
     rungs = ((0, 0), *store.ladder) if store.evicts else store.ladder

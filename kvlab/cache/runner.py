@@ -414,11 +414,14 @@ class Runner:
         with translated_out_of_memory(f"{batch} rows of {length} tokens"):
             device.take_rows(rows, device.capacity, partial(self._limit.share, batch=batch))
 
-    def adopt(self, other: Runner) -> None:
-        """Hold a copy of what another cache does."""
-        share_of = partial(self._limit.share, batch=self._options.batch)
+    def copy(self, options: CacheOptions) -> Runner:
+        """Return a runner that holds the same, for a copy of the cache."""
+        other = object.__new__(Runner)
+        vars(other).update(vars(self))
+        other._options, other._accepted = weakref.proxy(options), set()
         with translated_out_of_memory("a copy of a cache"):
-            self._device, self._met = other._device.copy(self._layers, share_of), other._met
+            other._device = self._device.copy()
+        return other
 
     def contents(self) -> tuple[list[dict[str, Any]], Arrays]:
         """What the cache holds, on the host; waits for the device."""

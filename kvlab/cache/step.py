@@ -17,7 +17,6 @@ import numpy as np
 
 from kvlab.arrays import CudaView
 from kvlab.cache.launches import Lse
-from kvlab.cache.layer import Layer
 from kvlab.cache.plan import Workspace
 from kvlab.cache.rows import move_rows, reorder_rows
 from kvlab.cache.state import DeviceState, ShareOf
@@ -262,14 +261,14 @@ class DeviceCache(DeviceState):
             self.changes.take_waiting(layer, fresh, workspace, stream, 0)
             self.room[layer] = 0
 
-    def copy(self, layers: Sequence[Layer], share_of: ShareOf) -> DeviceCache:
-        """Return another cache that holds the same; `layers` are its own."""
-        self.settle(self.executor.stream(self.like))
+    def copy(self) -> DeviceCache:
+        """Return another cache that holds the same."""
+        stream, rows = self.executor.stream(self.like), np.arange(self.store.batch)
+        self.settle(stream)
         other = object.__new__(DeviceCache)
         vars(other).update({name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()})
-        other.layers, rows = layers, np.arange(self.store.batch)
-        other.make(self.capacity, share_of)
-        move_rows(self.store.rows(), other.kernels, rows, self.executor.stream(self.like))
+        other.make(self.capacity, self.share_of)
+        move_rows(self.store.rows(), other.kernels, rows, stream)
         other.changes.restart(tidy=self.changes.tidy)
         other.waiting.take_rows(self.waiting, rows)
         return other

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -75,19 +76,20 @@ class PagesOfRows:
     waiting: list[Any]
 
 
-def slab_nbytes(records: Sequence[int], pages: int) -> int:
+@lru_cache(maxsize=256)
+def slab_nbytes(records: tuple[int, ...], pages: int) -> int:
     """Return the bytes of a slab: the least that waste little at every rung.
 
     Parameters
     ----------
-    records : sequence of int
+    records : tuple of int
         Bytes of a page of each rung, multiples of 64.
     pages : int
         Number of pages of the widest rung that the arena is for; a slab holds a 256th of them or more.
 
     Examples
     --------
-    >>> slab_nbytes([2368, 4416, 8512], 512)
+    >>> slab_nbytes((2368, 4416, 8512), 512)
     68096
     """
     widest = max(records)
@@ -153,7 +155,7 @@ class DeviceStore:
             records = [layout.nbytes for layout in store.layouts]
             most = self.pairs * self.entries * max(records)
             held = most if share is None else min(self.batch * share, most)
-            slab = slab_nbytes(records, held // max(records))
+            slab = slab_nbytes(tuple(records), held // max(records))
             self.slab.append(slab)
             # Every rung may leave one slab in part empty, and a slab wastes a little.
             filled = slab - max(slab % record for record in records)
