@@ -388,7 +388,6 @@ def test_lack_of_memory_at_any_allocation() -> None:
 @pytest.mark.parametrize(
     ("options", "way_round"),
     [
-        ({"residual": 16, "bits": (4, 16)}, "recent=16"),
         ({"dtype": "float32"}, "device='cpu'"),
         ({"head_dim": 48}, "device='cpu'"),
     ],
