@@ -190,6 +190,9 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any
     return *(operator if _is_looked_at(tensors) else function)(*tensors, *ctx.numbers), *others
 
 
+_differentiate_once = once_differentiable(_differentiate)  # for a backward that is itself recorded
+
+
 class _Recorded(torch.autograd.Function):
     """Attention as a node of autograd: `function`, its tensors and numbers."""
 
@@ -200,9 +203,9 @@ class _Recorded(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return None, *_differentiate(ctx, *gradients)
+        differentiate = _differentiate_once if torch.is_grad_enabled() else _differentiate
+        return None, *differentiate(ctx, *gradients)
 
 
 # ---- fixed length
