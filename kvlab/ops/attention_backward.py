@@ -21,6 +21,7 @@ from kvlab.arrays import Array, ArrayT
 from kvlab.ops.attention import CUDA_REQUIREMENTS, NUMBA_REQUIREMENTS, REFERENCE_REQUIREMENTS, REQUIREMENTS
 from kvlab.ops.attention_call import (
     BOUNDS,
+    FLOAT32_DK_DV,
     OF_K,
     OF_Q,
     RAGGED_K,
@@ -70,6 +71,7 @@ def attention_backward(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     deterministic: bool = False,
+    float32_dk_dv: bool = False,
     backend: str | None = None,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:
     """Gradients of `attention` with respect to q, k and v.
@@ -85,6 +87,9 @@ def attention_backward(
         Its results, or those of attention over these keys and others.
     deterministic : bool
         Give the same bits every time. ``"cuda"`` is faster without, the others always do.
+    float32_dk_dv : bool
+        Give dk and dv as they are summed, in float32, so that parts of them from several devices can be
+        added. ``"cuda"`` alone does so for 16-bit inputs.
     backend : str, optional
         As in `attention`; sums are float32, over the query heads of a group too, ``"reference"`` float64.
 
@@ -113,7 +118,7 @@ def attention_backward(
     """
     options = checked_options(causal, scale, window, softcap)
     gradients: tuple[ArrayT, ArrayT, ArrayT] = _differentiate(
-        _FIXED, (q, k, v, dout, out, lse), None, options, deterministic, backend
+        _FIXED, (q, k, v, dout, out, lse), None, options, deterministic, float32_dk_dv, backend
     )
     return gradients
 
@@ -135,6 +140,7 @@ def attention_varlen_backward(
     window: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     deterministic: bool = False,
+    float32_dk_dv: bool = False,
     backend: str | None = None,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:
     """Gradients of `attention_varlen` with respect to q, k and v.
@@ -145,7 +151,7 @@ def attention_varlen_backward(
     lse : float32 array, (num_heads_q, total_q)
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap
         The arguments of the forward call.
-    deterministic, backend
+    deterministic, float32_dk_dv, backend
         As in `attention_backward`, as is the meaning of out and lse.
 
     Returns
@@ -175,7 +181,7 @@ def attention_varlen_backward(
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     arrays = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
     gradients: tuple[ArrayT, ArrayT, ArrayT] = _differentiate(
-        _VARLEN, arrays, longest, options, deterministic, backend
+        _VARLEN, arrays, longest, options, deterministic, float32_dk_dv, backend
     )
     return gradients
 
@@ -186,10 +192,17 @@ def _differentiate(
     longest: tuple[int, int] | None,
     options: Options,
     deterministic: bool,
+    float32_dk_dv: bool,
     backend: str | None,
 ) -> Any:
     deterministic = flag(deterministic, "deterministic")
-    call, addresses = call_of(signature, arrays, backend, options, longest, deterministic)
+    extra = deterministic + FLOAT32_DK_DV * flag(float32_dk_dv, "float32_dk_dv")
+    call, addresses = call_of(signature, arrays, backend, options, longest, extra)
+    if extra >= FLOAT32_DK_DV and call.row.backend != "cuda" and call.dtype != "float32":
+        raise NotImplementedError(
+            f"float32_dk_dv=True: backend {call.row.backend!r} gives dk and dv in the dtype of {call.dtype} "
+            "inputs; use backend 'cuda', or pass float32"
+        )
     with call.memory:  # on a GPU the workspace too is allocated before any launch
         if call.row.backend == "cuda":
             return call.row.launch(call, addresses)

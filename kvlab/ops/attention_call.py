@@ -22,6 +22,7 @@ from kvlab.shapes import match_shapes
 
 __all__ = [
     "BOUNDS",
+    "FLOAT32_DK_DV",
     "OF_K",
     "OF_Q",
     "RAGGED_K",
@@ -43,6 +44,9 @@ BOUNDS = {"cu_seqlens_q": ("batch + 1",), "cu_seqlens_k": ("batch + 1",)}
 
 _DTYPE_OF = {"lse": "float32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}
 """Arrays that have a dtype of their own; all others have that of q."""
+
+FLOAT32_DK_DV = 2
+"""In `Call.extra` of gradients, beside 1 for deterministic ones: dk and dv are float32 whatever q is."""
 
 Options = tuple[bool, float | None, int, int, float]
 """causal, scale, both sides of the window, softcap: as given, but of these very types."""

@@ -222,6 +222,22 @@ def test_same_bits_again_and_in_a_graph(dim: int) -> None:
 
 
 @pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize(("tokens", "dim"), [(300, 64), (3000, 128), (300, 256), (70, 40)])
+def test_float32_gradients_of_keys_round_to_the_others(tokens: int, dim: int) -> None:
+    torch.manual_seed(2)
+    q, k, v, dout = (
+        torch.randn(1, tokens, h, dim, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2, 4)
+    )
+    out, lse = kvlab.attention(q, k, v, causal=True, return_lse=True)
+    _, *narrow = kvlab.attention_backward(dout, q, k, v, out, lse, causal=True)
+    _, *wide = kvlab.attention_backward(dout, q, k, v, out, lse, causal=True, float32_dk_dv=True)
+    for x, y in zip(wide, narrow, strict=True):
+        assert x.dtype == torch.float32
+        assert torch.equal(x.bfloat16(), y)  # sums are the same bits every time
+        assert not torch.equal(x, y.float())
+
+
+@pytest.mark.usefixtures("_kernel")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_inputs(dtype: str) -> None:
     rng = np.random.default_rng(3)

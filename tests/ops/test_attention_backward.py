@@ -201,3 +201,14 @@ def test_variable_lengths_that_do_not_fit_are_refused(backend: str) -> None:
         attention_varlen_backward(y, y, y, y, y, lse, cu, cu + 1, 6, 6, backend=backend)
     with pytest.raises(ValueError, match=r"lse has total_q = 9"):
         attention_varlen_backward(y, y, y, y, y, lse[:, :9], cu, cu, 6, 6, backend=backend)
+
+
+def test_float32_gradients_of_keys_are_those_of_float32_inputs_here() -> None:
+    q = np.ones((1, 3, 1, 4), np.float16)
+    out, lse = attention(q, q, q, return_lse=True)
+    with pytest.raises(NotImplementedError, match=r"float32_dk_dv=True: backend 'cpu' gives dk and dv in"):
+        attention_backward(q, q, q, q, out, lse, float32_dk_dv=True, backend="cpu")
+    wide = [x.astype(np.float32) for x in (q, q, q, q, out)]
+    assert attention_backward(*wide, lse, float32_dk_dv=True)[1].dtype == np.float32
+    with pytest.raises(TypeError, match=r"float32_dk_dv=1\.0 must be True or False"):
+        attention_backward(*wide, lse, float32_dk_dv=1.0)  # type: ignore[arg-type]

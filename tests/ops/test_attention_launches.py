@@ -178,3 +178,13 @@ def test_other_strides_and_places_are_other_calls(gpu: StandInGpu) -> None:
     moved = memory[1:].view(q.shape)  # 2 bytes off: no tensor copy reads it
     kvlab.attention(moved, k, v)
     assert call_in(gpu.launches[-1], attention_cuda._CALL)["q"]["address"] == moved.data_ptr()
+
+
+def test_gradients_of_keys_can_be_float32(gpu: StandInGpu) -> None:
+    q, k, v = arrays()
+    lse = torch.zeros((BATCH, HEADS, TOKENS))
+    for wide in (False, True):
+        dq, dk, dv = kvlab.attention_backward(q, q, k, v, q, lse, float32_dk_dv=wide)
+        assert (dq.dtype, dk.dtype, dv.dtype) == (q.dtype, *2 * (torch.float32 if wide else k.dtype,))
+        call = call_in(gpu.launches[-2], attention_backward._CALL)
+        assert (call["float32_dk_dv"], call["deterministic"]) == (wide, 0)

@@ -89,9 +89,8 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Signals& b)
 
 // The steps of a CTA in a tile: rows of one query head of the group after the other.
 struct Steps {
-    int head, row, left;  // of the next step; steps that are left
-    int first, end,
-        stride;  // rows of a head's first step and of the one behind its last; from one to the next
+    int head, row, left;     // of the next step; steps that are left
+    int first, end, stride;  // rows of a head's first step and of one behind its last; from one to the next
     __device__ __forceinline__ void next() {
         --left, row += stride;
         if (row == end) row = first, ++head;
@@ -266,9 +265,8 @@ __device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, 
 }
 
 __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const Call& call, int group) {
-    constexpr int CHUNKS = BLOCK_M / 16, AHEAD = SOFTCAP && HEAD_DIM == 64
-                                                     ? 1
-                                                     : 4;  // of lse_log2 or dpsum for 16 rows, in registers
+    // Chunks of lse_log2 or dpsum, for 16 rows each, that are read ahead, in registers.
+    constexpr int CHUNKS = BLOCK_M / 16, AHEAD = SOFTCAP && HEAD_DIM == 64 ? 1 : 4;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, own_keys = 64 * group + 16 * warp;
     const float scale_log2 = SOFTCAP ? LOG2E : call.scale * LOG2E;
     const int m_block = group % M_BLOCKS, d_block = group % D_BLOCKS;  // of dQ

@@ -38,6 +38,7 @@ from kvlab.ops.attention_arguments import (
     lengths_of,
     strides_of,
 )
+from kvlab.ops.attention_call import FLOAT32_DK_DV
 from kvlab.ops.cuda.attention_backward_split import CLUSTER, divide, steps_of
 from kvlab.ops.cuda.tile_list import SEMAPHORE_OFFSET, ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
@@ -149,7 +150,7 @@ class _Plan:
 
 
 def attend_backward(call: Call, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Launcher of backend "cuda": dq, dk and dv, contiguous, in the dtype of q.
+    """Launcher of backend "cuda": dq, dk and dv, contiguous, in the dtype of q or, dk and dv, in float32.
 
     `addresses` are those of q, k, v, dout, out and lse and, if lengths are variable, of cu_seqlens.
     """
@@ -163,7 +164,8 @@ class _Prepared:
         q, k, v, dout, out, lse = call.views[:6]
         heads, dim = q.shape[-2], q.shape[-1]
         lengths = number, longest_q, _ = lengths_of(call)
-        deterministic, kind = bool(call.extra), call.kinds[0]
+        deterministic, kind = bool(call.extra & 1), call.kinds[0]
+        wide = call.extra >= FLOAT32_DK_DV and q.dtype != "float32"
         aligned_rows = -(-longest_q // _ALIGNED_ROWS) * _ALIGNED_ROWS
         # What variable lengths take together follows from their number and total alone.
         rows = (
@@ -183,12 +185,13 @@ class _Prepared:
             name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))
         }
         fields |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-        fields |= {"rows": rows, "deterministic": deterministic, "float32_dk_dv": 0}
+        fields |= {"rows": rows, "deterministic": deterministic, "float32_dk_dv": wide}
 
         num_rows, semaphores = heads * rows, heads * rows // 16 if deterministic else 0
         accum_nbytes = 4 * num_rows * plan.head_dim
         self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
-        self._new = [allocator(x.shape, q.dtype, kind) for x in (q, k, v)]
+        of_keys = "float32" if wide else q.dtype
+        self._new = [allocator(x.shape, t, kind) for x, t in ((q, q.dtype), (k, of_keys), (v, of_keys))]
         self._new.append(allocator((num_rows * (plan.head_dim + 2) + semaphores,), "float32", kind))
         self._stream, self._lock = stream_of(kind), Lock()
 
@@ -240,7 +243,7 @@ def _list_builder(call: Call, tiles: tuple[int, int, int], fields: dict[str, Any
     block_m, block_n, _ = tiles
     return ListBuilder(
         Tiling(1, block_n, block_m), (number, longest_k, longest_q), k.shape[0], k.shape[-2], 1,
-        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, bool(call.extra),
+        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, bool(call.extra & 1),
     )  # fmt: skip
 
 
