@@ -27,7 +27,7 @@ from kvlab.arrays import (
 from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of
 from kvlab.shapes import match_shapes
 
-__all__ = ["Layout", "PackedAttention", "Pages", "Sight", "mass_from_scores", "packed_attention"]
+__all__ = ["Layout", "PackedAttention", "Pages", "Window", "mass_from_scores", "packed_attention"]
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _REQUIREMENTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16)}
@@ -97,7 +97,7 @@ class Pages(Protocol):
     def dtype(self) -> str: ...
 
 
-class Sight(NamedTuple):
+class Window(NamedTuple):
     """How far query tokens see back: token s of row b to position first[b] + s - left."""
 
     left: int
@@ -195,14 +195,14 @@ def packed_attention(
     (array([0.5, 0.5, 0. ], dtype=float32), True)
     """
     group = _check(q, pages, softcap, keep_scores)
-    sight = _sight(window, first_position, q.shape[0])  # type: ignore[attr-defined]
+    hidden = _window_of(window, first_position, q.shape[0])  # type: ignore[attr-defined]
     device = common_device(
-        {"q": q, "pages.rung": pages.rung} | ({"first_position": sight.first} if sight else {})
+        {"q": q, "pages.rung": pages.rung} | ({"first_position": hidden.first} if hidden else {})
     )
     requirements = {"dtype": dtype_name(q, "q"), "head_dim": q.shape[3], **requirements_of(device)}  # type: ignore[attr-defined]
     row = choose("packed_attention", device.kind, backend, **requirements)
     scale = 1 / math.sqrt(requirements["head_dim"]) if scale is None else scale
-    result: PackedAttention[ArrayT] = row.launch(q, pages, group, scale, softcap, keep_scores, sight)
+    result: PackedAttention[ArrayT] = row.launch(q, pages, group, scale, softcap, keep_scores, hidden)
     return result
 
 
@@ -282,7 +282,7 @@ def _check(q: Any, pages: Pages, softcap: float, keep_scores: int) -> int:
     return _group_size(sizes["Hq"], sizes["Hkv"])
 
 
-def _sight(window: tuple[int, int], first_position: Any, batch: int) -> Sight | None:
+def _window_of(window: tuple[int, int], first_position: Any, batch: int) -> Window | None:
     """Return what a window means for the launchers; None if nothing is hidden."""
     left, _ = sides_of_window(window)
     if (left == -1) != (first_position is None):
@@ -297,4 +297,4 @@ def _sight(window: tuple[int, int], first_position: Any, batch: int) -> Sight | 
             f"first_position must be int32 of shape ({batch},), one position for each row of the batch, got "
             f"{dtype_name(first_position, 'first_position')} {tuple(first_position.shape)}"
         )
-    return Sight(left, first_position)
+    return Window(left, first_position)

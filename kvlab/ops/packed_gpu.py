@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.arrays import ArrayT, dtype_name, empty
 
 if TYPE_CHECKING:
-    from kvlab.ops.packed import PackedAttention, Pages, Sight
+    from kvlab.ops.packed import PackedAttention, Pages, Window
 
 __all__ = ["MAX_RUNGS", "allocate_and_attend"]
 
@@ -25,7 +25,7 @@ def allocate_and_attend(
     scale: float,
     softcap: float,
     keep_scores: int,
-    sight: Sight | None = None,
+    window: Window | None = None,
 ) -> PackedAttention[ArrayT]:
     """Make results and a workspace and call a backend's `attend`: one call of `packed_attention`."""
     from kvlab.ops.packed import PackedAttention
@@ -46,6 +46,6 @@ def allocate_and_attend(
     scores = empty((batch, kv_heads, entries, keep_scores * group, 64), "float32", q) if keep_scores else None
     if batch * seqlen_q * heads:
         workspace = make_workspace(q, batch * kv_heads, seqlen_q * group, head_dim)
-        options = {"scale": scale, "softcap": softcap, "scores": scores, "sight": sight}
+        options = {"scale": scale, "softcap": softcap, "scores": scores, "window": window}
         attend(q, pages, out, lse, workspace, **options)
     return PackedAttention(out, lse, scores)

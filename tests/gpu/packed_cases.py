@@ -16,7 +16,7 @@ import torch
 
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.numba import packed as packed_numba
-from kvlab.ops.packed import Sight
+from kvlab.ops.packed import Window
 from kvlab.pages import LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
@@ -197,7 +197,7 @@ def attend(backend: Any, q: np.ndarray, pages: LayerPages, **options: Any) -> An
     arguments = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "keep_scores": 0} | options
     if "window" in arguments:
         left, _ = arguments.pop("window")
-        arguments["sight"] = Sight(left, to_torch(arguments.pop("first_position")))
+        arguments["window"] = Window(left, to_torch(arguments.pop("first_position")))
     return backend.launch(to_torch(q), on_device(pages), group, **arguments)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
-from kvlab.ops.packed import Layout, PackedAttention, Pages, Sight
+from kvlab.ops.packed import Layout, PackedAttention, Pages, Window
 from kvlab.reference import packed as reference
 from kvlab.reference.codec import hadamard_block
 from kvlab.threads import share
@@ -33,14 +33,14 @@ _WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
 
 
 def attend_reference(
-    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, sight: Sight | None
+    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, window: Window | None
 ) -> PackedAttention[ArrayT]:
     """Launcher of backend "reference" for `kvlab.ops.packed.packed_attention`."""
     queries = to_numpy_view(q, "q")
     seen: dict[str, Any] = {}
-    if sight:
-        first = to_numpy_view(sight.first, "first_position")
-        seen = {"window": (sight.left, -1), "first_position": first}
+    if window:
+        first = to_numpy_view(window.first, "first_position")
+        seen = {"window": (window.left, -1), "first_position": first}
     out, lse, scores = reference.packed_attention(
         queries, pages, scale=scale, softcap=softcap, keep_scores=keep_scores, **seen
     )
@@ -136,14 +136,14 @@ class _CpuCall(NamedTuple):
 
 
 def attend(
-    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, sight: Sight | None
+    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, window: Window | None
 ) -> PackedAttention[ArrayT]:
     """Launcher of backend "cpu" for `kvlab.ops.packed.packed_attention`."""
     view = to_numpy_view(q, "q")
     batch, seqlen_q, heads, _ = view.shape
     out, lse = np.empty(view.shape, np.float32), np.empty((batch, heads, seqlen_q), np.float32)
     scores = np.empty((batch, heads // group, pages.rung.shape[2], keep_scores * group, 64), np.float32)
-    attend_into(out, lse, scores, view, pages, group, scale, softcap, sight)
+    attend_into(out, lse, scores, view, pages, group, scale, softcap, window)
     return PackedAttention(
         like_first(out.astype(view.dtype, copy=False), q),
         like_first(lse, q),
@@ -160,7 +160,7 @@ def attend_into(
     group: int,
     scale: float,
     softcap: float,
-    sight: Sight | None = None,
+    window: Window | None = None,
 ) -> None:
     """Attend with queries of NumPy; results and scores, of as many last rows as they have, go to arrays."""
     from kvlab.numba_kernels.cpu.packed_merge import merge_parts
@@ -175,9 +175,9 @@ def attend_into(
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
     block = hadamard_block(head_dim)
     base, lowest = np.zeros((pairs, 0), np.uint16), np.zeros((batch, seqlen_q), np.int64)
-    if sight:
+    if window:
         base = np.ascontiguousarray(pages.base).reshape(pairs, entries).view(np.uint16)
-        lowest += to_numpy_view(sight.first, "first_position")[:, None] + np.arange(seqlen_q) - sight.left
+        lowest += to_numpy_view(window.first, "first_position")[:, None] + np.arange(seqlen_q) - window.left
     call = _CpuCall(
         queries=np.ascontiguousarray(view, np.float32),
         mean=np.asarray(pages.k_mean, np.float32).reshape(pairs, head_dim),

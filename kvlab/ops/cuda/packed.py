@@ -24,7 +24,7 @@ from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memor
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
 
 if TYPE_CHECKING:
-    from kvlab.ops.packed import Layout, Pages, Sight
+    from kvlab.ops.packed import Layout, Pages, Window
 
 __all__ = [
     "KEPT_ROW_BYTES", "AttendCall", "Workspace", "attend", "check_capability", "kept_page_bytes",
@@ -190,7 +190,7 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     scores: Any = None,
-    sight: Sight | None = None,
+    window: Window | None = None,
     warps: int = 0,
 ) -> None:
     """Attend all tokens of `pages`; allocates nothing, waits for nothing, launches one kernel.
@@ -211,12 +211,12 @@ def attend(
         Receives the scores of the last rows; contiguous. float32 (batch, num_heads_kv, entries, keep_scores *
         group, 64), or what `kvlab.cache.score.score_stored` reads: uint8 (batch, num_heads_kv, entries,
         kept_page_bytes(keep_scores * group)).
-    sight : Sight, optional
+    window : Window, optional
         How far queries see back; its positions are read on the device, contiguous. `pages` has `base` then.
     warps : int
         Warps of a thread block; 0 chooses.
     """
-    options = {"scale": scale, "softcap": softcap, "scores": scores, "sight": sight, "warps": warps}
+    options = {"scale": scale, "softcap": softcap, "scores": scores, "window": window, "warps": warps}
     call = AttendCall(q, pages, workspace, **options)
     to, lse_to = dense_pointer(cuda_view(out, "out"), "out"), dense_pointer(cuda_view(lse, "lse"), "lse")
     call(cuda_view(q, "q"), to, lse_to, current_stream(q))
@@ -229,7 +229,7 @@ class AttendCall:
     ----------
     q : array
         As the queries of the calls will be: shape, dtype and device.
-    pages, workspace, scale, softcap, scores, sight, warps
+    pages, workspace, scale, softcap, scores, window, warps
         As for `attend`.
     """
 
@@ -242,7 +242,7 @@ class AttendCall:
         scale: float,
         softcap: float = 0.0,
         scores: Any = None,
-        sight: Sight | None = None,
+        window: Window | None = None,
         warps: int = 0,
     ) -> None:
         batch, seqlen_q, heads, _ = q.shape
@@ -259,7 +259,7 @@ class AttendCall:
             kept_bytes = numpy_dtype(dtype_name(scores, "scores")).itemsize
             kept = scores.shape[3] // (KEPT_ROW_BYTES if kept_bytes == 1 else 1)
         layouts = tuple(pages.layouts)
-        traits = dtype_name(q), min(rows, _ROWS), softcap > 0, sight is not None, kept_bytes, device, warps
+        traits = dtype_name(q), min(rows, _ROWS), softcap > 0, window is not None, kept_bytes, device, warps
         plan = _plan(layouts, *traits)
         call = np.zeros(1, _CALL.dtype)
         unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
@@ -271,9 +271,9 @@ class AttendCall:
             "partial": workspace.partial,
             "semaphores": workspace.semaphores,
         } | ({} if scores is None else {"scores": scores})
-        if sight:
-            arrays |= {"base": pages.base, "first": sight.first}
-            call["left"] = sight.left
+        if window:
+            arrays |= {"base": pages.base, "first": window.first}
+            call["left"] = window.left
         for name, array in arrays.items():
             given_as = _GIVEN_AS.get(name, f"pages.{name}")
             call[name] = dense_pointer(cuda_view(array, given_as), given_as)

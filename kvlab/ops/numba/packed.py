@@ -21,7 +21,7 @@ from kvlab.ops.device_arrays import dense_pointer, multiprocessors
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
 
 if TYPE_CHECKING:
-    from kvlab.ops.packed import Layout, Pages, Sight
+    from kvlab.ops.packed import Layout, Pages, Window
 
 __all__ = ["Workspace", "attend", "launch", "make_workspace", "options_of", "table_arguments"]
 
@@ -142,7 +142,7 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     scores: Any = None,
-    sight: Sight | None = None,
+    window: Window | None = None,
 ) -> None:
     """Attend all tokens of `pages`; allocates nothing, waits for nothing, launches two kernels.
 
@@ -160,7 +160,7 @@ def attend(
         As in `kvlab.ops.packed.packed_attention`.
     scores : float32 array, (batch, num_heads_kv, entries, keep_scores * group, 64), contiguous, optional
         Receives the scores of the last rows.
-    sight : Sight, optional
+    window : Window, optional
         How far the queries see; `first` contiguous, and `pages` with `base`. None: everything.
     """
     batch, seqlen_q, heads, head_dim = q.shape
@@ -177,7 +177,7 @@ def attend(
     kept = 0 if scores is None else scores.shape[3]
     layouts = tuple(pages.layouts)
     attend_parts, merge_parts, slots = _kernels(
-        layouts, pages.dtype, query_rows, softcap > 0, kept > 0, sight is not None, view.device
+        layouts, pages.dtype, query_rows, softcap > 0, kept > 0, window is not None, view.device
     )
     row_blocks = _row_blocks(query_rows, head_dim)
     shares = shares_of(batch * kv_heads * row_blocks, entries, slots)
@@ -190,9 +190,9 @@ def attend(
     partial = cuda_view(workspace.partial, "workspace").pointer
     kept_scores = 0 if scores is None else cuda_view(scores, "scores").pointer
     base, first, left = 0, 0, 0
-    if sight:
-        base, left = cuda_view(pages.base, "pages.base").pointer, sight.left
-        first = dense_pointer(cuda_view(sight.first, "first_position"), "first_position")
+    if window:
+        base, left = cuda_view(pages.base, "pages.base").pointer, window.left
+        first = dense_pointer(cuda_view(window.first, "first_position"), "first_position")
     stream = current_stream(q)
     attend_parts(
         (row_blocks * shares, kv_heads, batch), (32 * _WARPS,),

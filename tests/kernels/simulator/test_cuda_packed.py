@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name, numpy_dtype
 from kvlab.ops.numba import packed as packed_numba
-from kvlab.ops.packed import Sight
+from kvlab.ops.packed import Window
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate, ulp
@@ -143,8 +143,8 @@ def simulate(case: PackedCase, multiprocessors: int = 1) -> Any:
         patch.setattr(packed_numba, "_kernels", gpu.kernels)
         patch.setattr(packed_numba, "multiprocessors", lambda device: multiprocessors)
         window, first = options.pop("window", (-1, -1)), options.pop("first_position", None)
-        sight = None if first is None else Sight(window[0], first)
-        return packed_numba.launch(case.q, pages, group, **options, sight=sight)
+        stored_window = None if first is None else Window(window[0], first)
+        return packed_numba.launch(case.q, pages, group, **options, window=stored_window)
 
 
 def case_of(
