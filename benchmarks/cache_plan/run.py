@@ -31,8 +31,7 @@ import torch
 from kvlab.arrays import cuda_view
 from kvlab.cache import plan
 from kvlab.cache.cuda import GPU, GpuKernels
-from kvlab.cache.ladder import ERRORS, parse_bits
-from kvlab.cache.layer import LayerFormat
+from kvlab.cache.ladder import ERRORS, LayerFormat, parse_bits
 from kvlab.cache.score import Collector
 from kvlab.cache.store import STATE, DeviceStore
 from kvlab.lab.results import provenance

@@ -22,13 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_dtype, to_numpy_view
-from kvlab.cache.cpu_means import MergedTokens, NewRow, freeze_row
-from kvlab.cache.cpu_rows import take_rows
+from kvlab.cache.cpu_rows import MergedTokens, NewRow, freeze_row, take_rows
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
 from kvlab.cache.plan import PlanShape, choose_on_host, optimum
-from kvlab.cache.rows import RowMove
-from kvlab.cache.store import UNIT, DevicePages, DeviceStore
+from kvlab.cache.store import UNIT, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
 from kvlab.pages import PageLayout, decode_importance, encode_importance, side_formats
@@ -281,7 +279,7 @@ class CpuKernels:
         lengths[rows] += k.shape[1]
 
     def take_rows(self, move: RowMove, stream: int) -> None:
-        """Let rows become others; see `kvlab.cache.rows`."""
+        """Let rows become others; see `kvlab.cache.store`."""
         for layer in range(len(self.store.stores)):
             take_rows(self.store, layer, move)
 

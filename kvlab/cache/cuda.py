@@ -24,8 +24,7 @@ from kvlab.arrays import (
 )
 from kvlab.cache import plan, score
 from kvlab.cache.ladder import Rung
-from kvlab.cache.rows import RowMove
-from kvlab.cache.store import STATE, DevicePages, DeviceStore, PagesOfRows
+from kvlab.cache.store import STATE, DevicePages, DeviceStore, PagesOfRows, RowMove
 from kvlab.ops.cuda import packed
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.device_arrays import contiguous, copied

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache.ladder import ERRORS
-from kvlab.cache.layer import LayerFormat
+from kvlab.cache.ladder import ERRORS, LayerFormat
 from kvlab.cache.plan import (
     OVER_BUDGET,
     RETRY,

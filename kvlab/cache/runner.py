@@ -17,14 +17,13 @@ from kvlab.cache.budget import Limit
 from kvlab.cache.contents import Arrays, contents_of, fill
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
+from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import keep_launches, launch_again
-from kvlab.cache.layer import Layer
 from kvlab.cache.options import MOST, CacheOptions
 from kvlab.cache.persistence import FORMAT_VERSION
 from kvlab.cache.plan import smallest_nbytes
 from kvlab.cache.reallocation import ladder_of
-from kvlab.cache.state import Settings
-from kvlab.cache.step import DeviceCache
+from kvlab.cache.step import DeviceCache, Settings
 from kvlab.cache.version_1 import upgraded
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError

@@ -1,11 +1,15 @@
-"""The memory of a cache on a GPU: arenas, page tables and their layout, as `cache_*.cu` see it.
+"""The memory of a cache on any device: arenas, page tables and their layout, as kernels see it.
 
 All pages of a layer lie in one arena, cut into slabs that belong to one rung at a time, so the mixture of
 rungs may change without any of them running out. Tables stand in one array a kind for all layers; the host
 never reads them but where a docstring says so. What a kernel gets is an array of `LayerState` structs
 (kernels/cuda/pages/state.cuh), made here.
 
-Memory comes from the framework of the first array that the cache sees (torch or CuPy).
+Memory comes from an executor: on a GPU, from the framework of the first array that the cache sees.
+
+Rows may take over pages of other rows (`move_rows`, `reorder_rows`): beams, other batches, copies, growth. In
+place, a row that is wanted keeps its pages, for the first row that wants it; others get a copy, at places of
+rows that nobody wants. A store with other sizes gets copies of all. The host sees none of the pages.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.layer import LayerFormat
+from kvlab.cache.ladder import LayerFormat
 from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_PAGES
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 
@@ -31,6 +35,9 @@ __all__ = [
     "DevicePages",
     "DeviceStore",
     "PagesOfRows",
+    "RowMove",
+    "move_rows",
+    "reorder_rows",
     "slab_nbytes",
 ]
 
@@ -327,3 +334,48 @@ class DeviceStore:
     def read(self, *names: str) -> list[NDArray[Any]]:
         """Copies of tables on the host; waits for the device."""
         return [self.executor.to_host(self.tables[name]) for name in names]
+
+
+@dataclass(frozen=True)
+class RowMove:
+    """Where rows come from.
+
+    Attributes
+    ----------
+    source : PagesOfRows
+    rows : int32 array (batch,)
+        Rows of the source.
+    origins : int32 array (batch,)
+        -1: the row keeps pages. Else a row of the source or, in place, one that keeps those that are copied.
+    kept : int32 array (batch of the source,)
+        Whether a row keeps its pages for one that wants it.
+    in_place : bool
+    """
+
+    source: PagesOfRows
+    rows: NDArray[np.int32]
+    origins: NDArray[np.int32]
+    kept: NDArray[np.int32]
+    in_place: bool
+
+
+def move_rows(source: PagesOfRows, kernels: Any, rows: Any, stream: int) -> None:
+    """Let the rows of an empty store become rows of a source; `kernels` are those of the store."""
+    rows = np.asarray(rows, np.int32)
+    kept = np.zeros(source.tables["waits"].shape[1], np.int32)
+    kernels.take_rows(RowMove(source, rows, rows, kept, in_place=False), stream)
+
+
+def reorder_rows(store: DeviceStore, kernels: Any, rows: Any, stream: int) -> None:
+    """Let the rows of a store become others of it; as many as it has."""
+    rows = np.asarray(rows, np.int32)
+    wanted, first = np.unique(rows, return_index=True)
+    kept, keeper = np.zeros((2, store.batch), np.int32)
+    kept[wanted], keeper[wanted] = 1, first
+    origins = keeper[rows]
+    origins[first] = -1
+    copied = store.executor.copied
+    tables = {name: copied(store.tables[name]) for name in MOVED}
+    waiting = [None if x is None else copied(x) for x in store.rows().waiting]
+    source = PagesOfRows(tables, store.arenas, waiting)
+    kernels.take_rows(RowMove(source, rows, origins, kept, in_place=True), stream)

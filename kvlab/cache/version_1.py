@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvlab.cache.contents import Arrays
 from kvlab.cache.frame import LAST, key_mean
-from kvlab.cache.layer import Layer, LayerFormat
+from kvlab.cache.ladder import Layer, LayerFormat
 from kvlab.cache.store import OPEN_PAGES
 from kvlab.errors import FormatError
 from kvlab.pages import TOKENS_PER_PAGE, PageLayout, encode_importance, rotate_vectors, write_tokens

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
 from kvlab.cache.frame import LAST
-from kvlab.cache.layer import Layer
+from kvlab.cache.ladder import Layer
 from kvlab.cache.plan import Ladder
 from kvlab.cache.store import WAITING_PAGES
 from kvlab.ops.cuda import pages as kernels

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
 from kvlab.cache.importance import make_policy
-from kvlab.cache.ladder import parse_bits
-from kvlab.cache.layer import LayerFormat
+from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.plan import PlanShape, spare_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.store import UNIT, DeviceStore

@@ -15,8 +15,7 @@ import torch
 from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import GPU
 from kvlab.cache.frame import LAST, key_mean
-from kvlab.cache.ladder import parse_bits
-from kvlab.cache.layer import LayerFormat
+from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.store import UNIT, DeviceStore
 from kvlab.ops.cuda import pages as kernels
 from kvlab.pages import PageLayout, encode_importance

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cpu import CPU
-from kvlab.cache.rows import MOVED, move_rows, reorder_rows
-from kvlab.cache.store import DeviceStore
+from kvlab.cache.store import MOVED, DeviceStore, move_rows, reorder_rows
 from tests.gpu.packed_cases import to_torch
 from tests.gpu.test_cache import draw, make, step
 from tests.held import check_store, contents_of

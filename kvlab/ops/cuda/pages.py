@@ -293,7 +293,7 @@ def take_rows(
     head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, layers: int,
     stream: int, *, in_place: bool,
 ) -> None:  # fmt: skip
-    """Let rows of some layers take over the pages of others; see `kvlab.cache.rows`.
+    """Let rows of some layers take over the pages of others; see `kvlab.cache.store`.
 
     Parameters
     ----------
