@@ -9,7 +9,7 @@ budget.py (bytes a row may take), importance.py and score.py (scores; importance
 function), frame.py (the mean taken off keys; waiting.py: tokens that wait for it), runner.py (checks and
 memory), step.py and prefill.py (steps of few and of many tokens), launches.py (a step's launches), store.py
 (pages and tables, beams, copies), reallocation.py and plan.py (plans, moves; allocator.py: the optimum),
-contents.py and persistence.py (files). An executor carries it out: cpu.py with cpu_rows.py, or cuda.py,
+contents.py, persistence.py and version_1.py (files). An executor: cpu.py with cpu_rows.py, or cuda.py,
 whose launchers are in `kvlab.ops.cuda`.
 """
 
