@@ -175,7 +175,7 @@ def test_code_in_the_readme_runs(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     text = (ROOT / "README.md").read_text().replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(tmp_path))
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     alone = ["".join(blocks[:3]), *blocks[3:]]  # the second and the third go on from the first
     (tmp_path / "README.md").write_text(text)  # which is what the model reads
     each_alone = f"for block in {alone!r}: exec(block, {{}})"
