@@ -74,7 +74,7 @@ def _sorted(tiles: Any) -> list[Any]:
 
 
 def test_a_wrong_list_would_be_noticed() -> None:
-    rows, lens, keys = np.array([[300], [200]]), np.array([[300], [900]]), np.array([900])
+    rows, lens, keys = np.array([[300], [200]]), np.array([[300], [9000]]), np.array([9000])
     tiles, _ = made_list(rows, lens, keys, (4, 1), 128, causal=True, paired=False)
     shape = {"pack": 4, "positions": 16, "entries": 2, "block_n": 128, "causal": True}
     same = {"paired": False, "blocks": torch.cuda.get_device_properties(0).multi_processor_count}
