@@ -200,7 +200,7 @@ class CacheStory(RuleBasedStateMachine):
             return
         check_store(device.store)
         for layer, pages in enumerate(pages_of(cache)):
-            assert not device.changes.trouble(layer)
+            assert not device.reallocator.status(layer)
             pages.check_entries()
             for row, held in enumerate(self.rows):
                 for head in range(pages.rung.shape[1]):

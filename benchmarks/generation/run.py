@@ -155,7 +155,7 @@ def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
     k, v = tokens(packed.batch, 1)
     views = [cuda_view(x, "x") for x in (q, k, v)]
     out, lse = torch.empty_like(q), torch.empty(packed.batch, HEADS_Q, 1, device="cuda")
-    share = packed._limit.share(packed.seqlen, packed.batch)
+    share = packed._limit.row_budget(packed.seqlen, packed.batch)
     device.reallocate(1, share)
     calls = [device.calls.step(i, q, 1, DIM**-0.5, 0.0, "mass", False) for i in range(layers)]
 

@@ -34,7 +34,7 @@ class Budget:
     nbytes: int | None = None
     fraction: float | None = None
 
-    def share(self, num_layers: int, batch: int, fp16_row_bytes: int) -> int | None:
+    def row_budget(self, num_layers: int, batch: int, fp16_row_bytes: int) -> int | None:
         """Bytes that one row of one layer may take.
 
         Parameters
@@ -140,21 +140,23 @@ class Limit:
                 needed_bytes=needed,
             )
 
-    def share(self, seqlen: int, batch: int) -> int | None:
+    def row_budget(self, seqlen: int, batch: int) -> int | None:
         """Bytes that one row of one layer may take at a length; None: no limit."""
         fp16 = self._fp16_token * max(seqlen, self._plan_length)
-        share = self.budget.share(self._num_layers, max(batch, 1), fp16)
-        return share if self.budget.fraction is None or share is None else max(share, self._fixed_nbytes)
+        row_budget = self.budget.row_budget(self._num_layers, max(batch, 1), fp16)
+        if row_budget is None or self.budget.fraction is None:
+            return row_budget
+        return max(row_budget, self._fixed_nbytes)
 
     def fits(self, seqlen: int, batch: int) -> bool:
         """Whether rows of a length fit for certain."""
-        share = self.share(seqlen, batch)
-        return share is None or self.smallest_nbytes(seqlen) <= share
+        row_budget = self.row_budget(seqlen, batch)
+        return row_budget is None or self.smallest_nbytes(seqlen) <= row_budget
 
     def refusal(self, seqlen: int, batch: int) -> BudgetError:
         """The error for a length that does not fit: it names the longest that does and the bytes needed."""
         parts = self._num_layers * max(batch, 1)
-        needed, given = self.smallest_nbytes(seqlen) * parts, (self.share(seqlen, batch) or 0) * parts
+        needed, given = self.smallest_nbytes(seqlen) * parts, (self.row_budget(seqlen, batch) or 0) * parts
         fault = f"{seqlen} tokens in {batch} rows need at least {needed} bytes at the lowest widths and the "
         if not self._holds_rows(batch):
             return BudgetError(
@@ -176,8 +178,8 @@ class Limit:
 
     def _holds_rows(self, batch: int) -> bool:
         """Whether rows without tokens fit."""
-        share = self.share(0, batch)
-        return share is None or self._fixed_nbytes <= share
+        row_budget = self.row_budget(0, batch)
+        return row_budget is None or self._fixed_nbytes <= row_budget
 
     def _empty_nbytes(self, batch: int) -> int:
         return self._fixed_nbytes * self._num_layers * max(batch, 1)

@@ -164,8 +164,8 @@ class MixedPrecisionCache(CacheOptions):
     @property
     def budget_nbytes(self) -> int | None:
         """Bytes that `nbytes` may reach at the present length; None: no limit."""
-        share = self._limit.share(self.seqlen, self.batch)
-        return None if share is None else share * self.num_layers * self.batch
+        row_budget = self._limit.row_budget(self.seqlen, self.batch)
+        return None if row_budget is None else row_budget * self.num_layers * self.batch
 
     @property
     def bits_per_element(self) -> float:

@@ -37,10 +37,10 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
     a rung for tokens that wait.
     """
     store, states, arrays = cache.store, [], Arrays()
-    cache.settle(cache.executor.stream(cache.like))
+    cache.flush(cache.executor.stream(cache.like))
     for number in range(len(cache.layers)):
-        counters = cache.lengths[number], cache.since[number], cache.room[number]
-        states.append(dict(zip(_COUNTERS, counters, strict=True)) | {"tidy": cache.changes.tidy})
+        counters = cache.lengths[number], cache.since[number], cache.lookahead[number]
+        states.append(dict(zip(_COUNTERS, counters, strict=True)) | {"tidy": cache.reallocator.tidy})
         tables = {name: store.executor.to_host(table[number]) for name, table in store.tables.items()}
         live = np.arange(store.entries) < tables["num_pages"][..., None]
         arena = store.executor.to_host(store.arenas[number]).reshape(-1, UNIT)
@@ -72,7 +72,8 @@ def fill(cache: DeviceCache, states: list[dict[str, Any]], arrays: Arrays) -> No
         mine = {
             name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)
         }
-        length, since, room = (whole_number(state[name], f"{prefix}{name}", 0, MOST) for name in _COUNTERS)
+        counters = (whole_number(state[name], f"{prefix}{name}", 0, MOST) for name in _COUNTERS)
+        length, since, lookahead = counters
         try:
             tables, arena, held = _laid_out(cache.store, number, mine, length)
         except FormatError as error:
@@ -81,12 +82,12 @@ def fill(cache: DeviceCache, states: list[dict[str, Any]], arrays: Arrays) -> No
         overwrite(cache.store.arenas[number], arena)
         for name, table in tables.items():
             overwrite(cache.store.tables[name][number], table)
-        cache.lengths[number], cache.since[number], cache.room[number] = length, since, room
+        cache.lengths[number], cache.since[number], cache.lookahead[number] = length, since, lookahead
         waits = tables["waits"] > 0
         cache.waiting.set(number, waits, np.where(waits, held, 0), length)
     if arrays:
         raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
-    cache.changes.restart(tidy=all(bool(state["tidy"]) for state in states))
+    cache.reallocator.restart(tidy=all(bool(state["tidy"]) for state in states))
 
 
 def _laid_out(

@@ -200,16 +200,16 @@ class CpuKernels:
         share(plan, alone=layers == 1)
 
     def write_tokens(
-        self, first: int, layers: int, lists: tuple[Workspace, int], groups: int, fresh: Any, stream: int
+        self, first: int, layers: int, lists: tuple[Workspace, int], groups: int, new_tokens: Any, stream: int
     ) -> None:
         """`kvlab.ops.cuda.pages.write_tokens`."""
         from kvlab.numba_kernels.cpu.cache_write import write_moves
 
-        (workspace, phase), steps = lists, int(fresh["steps"])
+        (workspace, phase), steps = lists, int(new_tokens["steps"])
         for layer in range(first, first + layers):
             moves = workspace.moves[layer][phase]
             if len(moves):
-                new = self._new_tokens(layer, fresh)
+                new = self._new_tokens(layer, new_tokens)
                 begins = np.flatnonzero(np.diff(moves[:, 1], prepend=np.int64(-1), append=np.int64(-1)))
                 share(
                     write_moves, np.zeros(1, np.int64), begins, moves, self.store.arenas[layer],
@@ -217,16 +217,16 @@ class CpuKernels:
                     alone=len(moves) < _PARALLEL_MOVES,
                 )  # fmt: skip
             if steps:
-                self.store.tables["seqlen"][layer] = int(fresh["first"]) + steps
+                self.store.tables["seqlen"][layer] = int(new_tokens["first"]) + steps
 
-    def _new_tokens(self, layer: int, fresh: Any) -> Any:
+    def _new_tokens(self, layer: int, new_tokens: Any) -> Any:
         """New tokens that a struct names."""
-        store, steps = self.store, int(fresh["steps"])
+        store, steps = self.store, int(new_tokens["steps"])
         shape = (store.batch, steps, store.heads, store.head_dim)
-        k, v = (_vectors(fresh, side, shape, "float32") for side in "kv")
-        codes = array_at(int(fresh["importance"]), (store.batch * store.heads, steps), "uint8")
-        positions = int(fresh["positions"]) if "positions" in fresh.dtype.names else 0
-        return self._fresh(layer, k, v, codes, self._positions(positions, steps, int(fresh["first"])))
+        k, v = (_vectors(new_tokens, side, shape, "float32") for side in "kv")
+        codes = array_at(int(new_tokens["importance"]), (store.batch * store.heads, steps), "uint8")
+        positions = int(new_tokens["positions"]) if "positions" in new_tokens.dtype.names else 0
+        return self._fresh(layer, k, v, codes, self._positions(positions, steps, int(new_tokens["first"])))
 
     def _positions(self, address: int, steps: int, first: int) -> NDArray[np.int32]:
         """Positions of new tokens, (batch, steps): those at an address, or without one all from the first."""
@@ -284,27 +284,27 @@ class CpuKernels:
             take_rows(self.store, layer, move)
 
     def freeze_means(
-        self, layer: int, fresh: Any, addresses: Sequence[int], before: int, stream: int, *, room: int,
-        force: bool,
+        self, layer: int, new_tokens: Any, addresses: Sequence[int], before: int, stream: int, *,
+        lookahead: int, force: bool,
     ) -> None:  # fmt: skip
         """`kvlab.ops.cuda.pages.freeze_means`."""
         batch, head_dim = self.store.batch, self.store.head_dim
-        dtype, steps, heads = "float32", int(fresh["steps"]), self.store.heads
-        total, mask, codes = before + steps, int(fresh["valid"]), int(fresh["importance"])
+        dtype, steps, heads = "float32", int(new_tokens["steps"]), self.store.heads
+        total, mask, codes = before + steps, int(new_tokens["valid"]), int(new_tokens["importance"])
         wide = (batch, total, heads, head_dim), dtype
         kinds = (wide, wide, ((batch, total), "uint8"), ((batch * heads, total), "uint8"))
         given = zip(addresses, (*kinds, ((batch, total), "int32")), strict=True)
         arrays: list[Any] = [array_at(at, *kind) if at else None for at, kind in given]
         merged = MergedTokens(before, *arrays)
         kind = numpy_dtype(self.store.stores[layer].dtype)  # of exact tokens, of which the mean is taken
-        k, v = (_vectors(fresh, side, (batch, steps, heads, head_dim), dtype) for side in "kv")
+        k, v = (_vectors(new_tokens, side, (batch, steps, heads, head_dim), dtype) for side in "kv")
         with np.errstate(over="ignore"):
             k = k.astype(kind, copy=False).astype(np.float32, copy=False)
         valid = array_at(mask, (batch, steps), "bool") if mask else np.ones((batch, steps), bool)
         importance = array_at(codes, (batch, heads, steps), "uint8")
         for row in range(batch):
-            new = NewRow(k[row], v[row], valid[row], importance[row], int(fresh["first"]))
-            freeze_row(self.store, layer, row, new, merged, room, force)
+            new = NewRow(k[row], v[row], valid[row], importance[row], int(new_tokens["first"]))
+            freeze_row(self.store, layer, row, new, merged, lookahead, force)
 
     def crop_rows(self, end: int, stream: int) -> None:
         """`kvlab.ops.cuda.pages.crop_rows`."""
@@ -481,10 +481,10 @@ def norm_codes(k: Any) -> NDArray[np.uint8]:
     return encode_importance(np.where(np.isfinite(inverse), inverse, np.float32(0)))
 
 
-def _vectors(fresh: Any, side: str, shape: tuple[int, ...], dtype: str) -> Any:
+def _vectors(new_tokens: Any, side: str, shape: tuple[int, ...], dtype: str) -> Any:
     """Keys or values (batch, steps, heads, head_dim) that a `NewTokens` struct names."""
-    strides = [int(fresh[f"{side}_{axis}"]) for axis in ("batch", "step", "head")]
-    return array_at(int(fresh[side]), shape, dtype, [*strides, 1])
+    strides = [int(new_tokens[f"{side}_{axis}"]) for axis in ("batch", "step", "head")]
+    return array_at(int(new_tokens[side]), shape, dtype, [*strides, 1])
 
 
 def _merge(out: Any, lse: Any, other: Any, other_lse: Any) -> None:

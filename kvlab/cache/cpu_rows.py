@@ -96,7 +96,7 @@ class _Row:
 
 
 def freeze_row(
-    store: DeviceStore, layer: int, row: int, new: NewRow, merged: MergedTokens, room: int, force: bool
+    store: DeviceStore, layer: int, row: int, new: NewRow, merged: MergedTokens, lookahead: int, force: bool
 ) -> None:
     """Take the mean of a row that has enough tokens, or keep its new ones; see `kernels.freeze_means`."""
     pages, steps = _Row(store, layer, row), len(new.valid)
@@ -104,7 +104,7 @@ def freeze_row(
     waits, seen = bool(tables["waits"][row]), np.flatnonzero(new.valid)
     held = [pages.tokens(head) for head in range(store.heads)] if waits else []
     waiting = len(held[0][0]) if held else 0
-    total, last = waiting + len(seen), (end + max(room, 1) - 1) >> 16
+    total, last = waiting + len(seen), (end + max(lookahead, 1) - 1) >> 16
     first = last
     if total:
         first = int(tables["base"][row, 0, 0]) & 0xFFFF if waiting else (new.first + int(seen[0])) >> 16

@@ -64,23 +64,23 @@ class GpuKernels:
         states = self.store.states_pointer
         plan.launch_plan(states, first, layers, workspace, ladder, STATE.itemsize, stream, **rules)
 
-    def write_tokens(self, first: int, layers: int, lists: int, groups: int, fresh: Any, stream: int) -> None:
+    def write_tokens(self, first: int, layers: int, lists: int, groups: int, new: Any, stream: int) -> None:
         """Carry out the moves of a plan; see `kvlab.ops.cuda.pages.write_tokens`."""
-        kernels.write_tokens(*self._of_store, self._states(first), lists, layers, groups, fresh, stream)
+        kernels.write_tokens(*self._of_store, self._states(first), lists, layers, groups, new, stream)
 
     def copy_pages(self, first: int, layers: int, lists: int, copies: int, stream: int) -> None:
         """Carry out the page copies of a plan."""
         kernels.copy_pages(*self._of_store, self._states(first), lists, layers, copies, stream)
 
     def freeze_means(
-        self, layer: int, fresh: Any, addresses: Sequence[int], before: int, stream: int, *, room: int,
-        force: bool,
+        self, layer: int, new: Any, addresses: Sequence[int], before: int, stream: int, *,
+        lookahead: int, force: bool,
     ) -> None:  # fmt: skip
         """Take the means that are due; see `kvlab.ops.cuda.pages.freeze_means`."""
         batch = self.store.batch
         kernels.freeze_means(
-            *self._of_store, self._states(layer), batch, fresh, addresses, before, stream,
-            room=room, force=force,
+            *self._of_store, self._states(layer), batch, new, addresses, before, stream,
+            lookahead=lookahead, force=force,
         )  # fmt: skip
 
     def crop_rows(self, end: int, stream: int) -> None:

@@ -2,7 +2,7 @@
 
 Kernels know policies by name. A function runs on the host, so scores travel: those of new tokens before they
 are planned, those of stored tokens whenever attention mass is collected, with the pages that they lie in. So
-all steps are long ones (prefill.py), each layer waits for the device, and CUDA graphs are refused: a road
+all steps are long ones (prefill.py), each layer waits for the device, and CUDA graphs are refused: a path
 for research. What the function sees as observed is the mass that a token received as a page would store it, 9
 percent apart; on the CPU it is exact.
 """

@@ -234,10 +234,10 @@ def launch_again(cache: Any, layer: int, layout: Hashable, q: Any, k: Any, v: An
     Steps that lack room or that collect attention mass are none.
     """
     last = cache.repeated[layer]
-    if last is None or last.layout != layout or cache.unsettled:
+    if last is None or last.layout != layout or cache.has_pending:
         return None
     steps = last.steps
-    if cache.room[layer] < steps or cache.collects(layer, steps) or not cache.lengths[layer]:
+    if cache.lookahead[layer] < steps or cache.collects(layer, steps) or not cache.lengths[layer]:
         return None
     (attend, append, lse), (of_q, of_k, of_v) = last.calls, last.views
     query = CudaView(q.data_ptr(), *of_q)
@@ -250,5 +250,5 @@ def launch_again(cache: Any, layer: int, layout: Hashable, q: Any, k: Any, v: An
     append(query, key, value, 0, address, lse.pointer, True, stream)
     cache.lengths[layer] += steps
     cache.since[layer] += steps
-    cache.room[layer] -= steps
+    cache.lookahead[layer] -= steps
     return out

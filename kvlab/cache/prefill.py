@@ -17,7 +17,7 @@ from kvlab.arrays import CudaView, dtype_name
 from kvlab.cache import importance_callback
 from kvlab.cache.importance import MOST_TOKENS
 from kvlab.cache.plan import Workspace
-from kvlab.cache.reallocation import Admission
+from kvlab.cache.reallocation import PendingWrite
 from kvlab.cache.waiting import Merged, merged_tokens, put_new
 from kvlab.ops.attention import attention, attention_varlen
 from kvlab.ops.cuda import pages as kernels
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["append", "step"]
 
-FEWEST_ROWS, MOST_SCORES = 16, 256 << 20
+MIN_ROWS, MAX_SCORE_NBYTES = 16, 256 << 20
 """Of the last 64 query rows of a long step, all those whose attention to stored tokens is collected for which
 scores have room in so many bytes, and at least so many; evenly spread, since neighbours see much the same."""
 
@@ -40,7 +40,7 @@ def step(
     valid: Any,
     scale: float,
     softcap: float,
-    share: int | None,
+    row_budget: int | None,
 ) -> Any:
     """A step of many tokens: `arrays` and `views` of q, k and v; the last layer waits for the device."""
     executor, steps, observed = cache.executor, views[0].shape[1], cache.observes[layer] == "mass"
@@ -49,8 +49,8 @@ def step(
         both = [_in_units(executor, x, view) for x, view in zip(arrays[:2], views[:2], strict=True)]
         arrays[:2], views[:2] = zip(*both, strict=True)
     q, k, v = arrays
-    memory = _begin(cache, layer, [k, v], valid, share, stream)
-    new = _kept(cache, layer, [k, v], views[1:], valid, share)
+    memory = _begin(cache, layer, [k, v], valid, row_budget, stream)
+    new = _kept(cache, layer, [k, v], views[1:], valid, row_budget)
     codes = executor.empty((cache.pairs, steps), "uint8", k)  # all memory is taken before anything changes
     out, lse = attend_new(executor, q, k, v, valid, scale, softcap)
     collects = cache.collects(layer, steps)
@@ -66,7 +66,7 @@ def step(
         cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
     if received is not None:  # behind what a user's function says of new tokens: if it fails, nothing changed
         _score_stored(cache, layer, *received, steps, stream)
-    _admit(cache, layer, *new, codes, share, memory, stream)
+    _enqueue(cache, layer, *new, codes, row_budget, memory, stream)
     cache.count(layer, steps, collects)
     if layer == len(cache.layers) - 1:
         cache.calls.forget()
@@ -74,18 +74,23 @@ def step(
 
 
 def append(
-    cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any, share: int | None
+    cache: DeviceCache,
+    layer: int,
+    arrays: list[Any],
+    views: list[CudaView],
+    valid: Any,
+    row_budget: int | None,
 ) -> None:
     """Store many tokens: `arrays` and `views` of k and v; the last layer waits for the device."""
     k, steps, executor = arrays[0], views[0].shape[1], cache.executor
     stream = executor.stream(k)
-    memory = _begin(cache, layer, arrays, valid, share, stream)
-    new = _kept(cache, layer, arrays, views, valid, share)
+    memory = _begin(cache, layer, arrays, valid, row_budget, stream)
+    new = _kept(cache, layer, arrays, views, valid, row_budget)
     codes = executor.empty((cache.pairs, steps), "uint8", k)
     cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
     if cache.observes[layer] == "mass":
         _ask_function(cache, layer, codes, valid)
-    _admit(cache, layer, *new, codes, share, memory, stream)
+    _enqueue(cache, layer, *new, codes, row_budget, memory, stream)
     cache.count(layer, steps, False)
 
 
@@ -102,12 +107,12 @@ class _Memory(NamedTuple):
 
 
 def _begin(
-    cache: DeviceCache, layer: int, new: list[Any], valid: Any, share: int | None, stream: int
+    cache: DeviceCache, layer: int, new: list[Any], valid: Any, row_budget: int | None, stream: int
 ) -> _Memory:
     """Leave nothing undone that pages of this layer wait for, and take memory for the plan."""
-    cache.collector.settle(stream)
-    if cache.changes.awaits(layer):
-        cache.changes.confirm()
+    cache.collector.flush(stream)
+    if cache.reallocator.is_pending(layer):
+        cache.reallocator.synchronize()
     waiting, length, counts, merged = cache.waiting, cache.lengths[layer], None, None
     shape = tuple(new[0].shape)
     batch, steps = shape[:2]
@@ -118,8 +123,8 @@ def _begin(
         if held or not waiting.must_freeze(layer, counts).all():
             merged = merged_tokens(shape, cache.executor, new[0], dtype_name(new[0]), waiting=held)
     total = steps if merged is None else merged.before + steps
-    again = length > 0 or cache.changes.is_tight(layer, length + steps, share)
-    return _Memory(cache.changes.admission(total, again), counts, merged)
+    again = length > 0 or cache.reallocator.is_tight(layer, length + steps, row_budget)
+    return _Memory(cache.reallocator.write_workspace(total, again), counts, merged)
 
 
 def _in_units(executor: Any, x: Any, view: CudaView) -> tuple[Any, CudaView]:
@@ -131,14 +136,14 @@ def _in_units(executor: Any, x: Any, view: CudaView) -> tuple[Any, CudaView]:
 
 
 def _kept(
-    cache: DeviceCache, layer: int, new: list[Any], views: list[CudaView], valid: Any, share: int | None
+    cache: DeviceCache, layer: int, new: list[Any], views: list[CudaView], valid: Any, row_budget: int | None
 ) -> tuple[list[Any], list[CudaView], Any]:
-    """New keys and values, their views and mask, which stay as they are until `Changes.confirm`.
+    """New keys and values, their views and mask, which stay as they are until `Reallocator.synchronize`.
 
     Tokens that find no room in a first plan are read again behind the last layer's step, when the caller may
     have put those of another layer in their place. Only a budget and tokens in pages leave too little room.
     """
-    if share is None or not cache.lengths[layer]:
+    if row_budget is None or not cache.lengths[layer]:
         return new, views, valid
     copied, view = cache.executor.copied, cache.executor.view
     new = [copied(x) for x in new]
@@ -225,19 +230,19 @@ def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
     """Query rows of a long step that are observed, and whether these are its last ones without a gap."""
     store, last = cache.store, min(steps, MOST_TOKENS)
     nbytes = cache.pairs * store.entries * cache.kernels.kept_page_bytes(cache.group * last) // last
-    most = min(max(FEWEST_ROWS, MOST_SCORES // max(nbytes, 1)), cache.calls.most_query_tokens)
+    most = min(max(MIN_ROWS, MAX_SCORE_NBYTES // max(nbytes, 1)), cache.calls.most_query_tokens)
     apart = -(-last // max(min(last, most), 1))
     return slice(steps - 1 - (last - 1) // apart * apart, steps, apart), apart == 1
 
 
-def _admit(
+def _enqueue(
     cache: DeviceCache,
     layer: int,
     new: list[Any],
     views: list[CudaView],
     valid: Any,
     codes: Any,
-    share: int | None,
+    row_budget: int | None,
     memory: _Memory,
     stream: int,
 ) -> None:
@@ -245,20 +250,20 @@ def _admit(
     steps, length = views[0].shape[1], cache.lengths[layer]
     (workspace, counts, merged), pointer = memory, cache.executor.pointer
     mask = 0 if valid is None else pointer(valid)
-    fresh = kernels.new_tokens(views[0], views[1], mask, pointer(codes), steps, length)
-    changes = cache.changes
-    changes.set_share(share)
+    new_tokens = kernels.new_tokens(views[0], views[1], mask, pointer(codes), steps, length)
+    reallocator = cache.reallocator
+    reallocator.set_row_budget(row_budget)
     arrays = (*new, codes) if valid is None else (*new, codes, valid)
     if counts is not None:
         if merged is not None:
             put_new(merged, new[0], new[1], codes)
-        cache.freeze(layer, fresh, merged, 1, stream)
+        cache.freeze(layer, new_tokens, merged, 1, stream)
         cache.waiting.add(layer, length + steps, counts)
         cache.waiting.frozen(layer, length + steps + 1)
         if merged is not None:
-            fresh = merged.fresh(views[0], views[1], pointer(codes), length)
+            new_tokens = merged.new_tokens(views[0], views[1], pointer(codes), length)
             arrays = (*arrays, *merged.arrays)
     # No room for tokens to come: if long steps follow, open pages would have taken bytes from these tokens.
     last = layer == len(cache.layers) - 1
-    changes.admit(Admission(layer, fresh, workspace, stream, arrays), last=last)
-    cache.room[layer] = steps  # less these steps, which are counted next
+    reallocator.enqueue(PendingWrite(layer, new_tokens, workspace, stream, arrays), last=last)
+    cache.lookahead[layer] = steps  # less these steps, which are counted next

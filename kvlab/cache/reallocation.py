@@ -1,9 +1,9 @@
-"""Changes of pages on a GPU, decided and carried out: a plan (plan.py), its moves and its page copies.
+"""Reallocation of pages, decided and carried out: a plan (plan.py), its moves and its page copies.
 
 At decode a plan serves any number of layers at once, and the host waits for nothing. New tokens of long steps
-are admitted layer by layer: where the arena cannot hold old and new pages at the same time, a plan demotes
-what it can and says so, and the next one takes the tokens in. For that word the host waits, once for all
-layers of a step (`confirm`): waiting for each took as long as its launches.
+are enqueued layer by layer: where the arena cannot hold old and new pages at the same time, a plan demotes
+what it can and reports RETRY, and the next one takes the tokens in. For that status the host waits, once for
+all layers of a step (`synchronize`): waiting for each took as long as its launches.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda import pages as kernels
 from kvlab.pages import TOKENS_PER_PAGE
 
-__all__ = ["MOST_ROOM", "Changes", "ladder_of"]
+__all__ = ["MAX_LOOKAHEAD", "Reallocator", "ladder_of"]
 
-MOST_ROOM = 48
+MAX_LOOKAHEAD = 48
 """Tokens that a plan makes room for at most: with the 63 that a page may hold, they fit two pages."""
 NO_LIMIT = 1 << 62
-MOST_KEPT = 64 << 20
+MAX_PENDING_NBYTES = 64 << 20
 """Bytes of new tokens that may wait for the word that they were taken in, or that a rare plan works in."""
 
 
-class Admission(NamedTuple):
+class PendingWrite(NamedTuple):
     """New tokens of a layer that a plan was asked to take in."""
 
     layer: int
-    fresh: Any
+    new: Any
     workspace: Workspace
     stream: int
-    arrays: tuple[Any, ...]  # what `fresh` has the addresses of
+    arrays: tuple[Any, ...]  # what `new` has the addresses of
 
 
-class Changes:
-    """What changes the pages of a device store.
+class Reallocator:
+    """Chooses widths anew, and moves the tokens and pages of a store as they say.
 
     Parameters
     ----------
@@ -65,9 +65,9 @@ class Changes:
         In the memory of the executor.
     capacity : int
         Tokens of a row that there is room for.
-    share : int or None
+    row_budget : int or None
         Bytes that a row of a layer may take at that length.
-    sink, recent, room : int
+    sink, recent, lookahead : int
         First and newest tokens that stay at the highest rung; tokens that a plan makes room for.
     by_position : bool
         Importance is recency.
@@ -92,18 +92,18 @@ class Changes:
         executor: Any,
         like: Any,
         capacity: int,
-        share: int | None,
+        row_budget: int | None,
         *,
         sink: int,
         recent: int,
-        room: int,
+        lookahead: int,
         by_position: bool,
         window: int,
         allocator: str,
         takes_mean: Sequence[bool],
         holds_waiting: Sequence[bool],
     ) -> None:
-        self._executor, self._longest, self.room = executor, capacity + room, room
+        self._executor, self._longest, self.lookahead = executor, capacity + lookahead, lookahead
         self._rules: dict[str, Any] = {"sink": sink, "recent": recent, "by_position": by_position}
         self._rules |= {"window": window, "allocator": allocator}
         self.ladders = [ladder_of(store) for store in stores]
@@ -114,7 +114,7 @@ class Changes:
 
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
             self.store = DeviceStore(
-                stores, batch, executor, like, capacity, share, spare, takes_mean, holds_waiting
+                stores, batch, executor, like, capacity, row_budget, spare, takes_mean, holds_waiting
             )
             self.kernels = executor.kernels(self.store)
             shape = self._shape(0)
@@ -143,33 +143,36 @@ class Changes:
     def restart(self, *, tidy: bool) -> None:
         """Say that the store's tables are others: whether the pages in them have no holes."""
         self._tidy = tidy
-        self._share: int | None = -1
-        self._unconfirmed: list[Admission] = []
-        self._admission: tuple[tuple[int, bool], Workspace] | None = None  # for the layers of one step
+        self._row_budget: int | None = -1
+        self._pending: list[PendingWrite] = []
+        self._write_workspace: tuple[tuple[int, bool], Workspace] | None = None  # for the layers of one step
 
     @property
     def tidy(self) -> bool:
         """Whether no page but the last of its kind has holes, as plans leave it."""
         return self._tidy
 
-    def set_share(self, share: int | None) -> None:
+    def set_row_budget(self, row_budget: int | None) -> None:
         """Set the bytes that a row of a layer may take."""
-        if share != self._share:
-            self.confirm()
-            self.store.tables["budget"][...] = NO_LIMIT if share is None else share
-            self._share = share
+        if row_budget != self._row_budget:
+            self.synchronize()
+            self.store.tables["budget"][...] = NO_LIMIT if row_budget is None else row_budget
+            self._row_budget = row_budget
 
-    def trouble(self, layer: int) -> int:
+    def status(self, layer: int) -> int:
         """Bits of `PlanStatus` that a layer has met; waits for the device."""
         return int(self._executor.to_host(self.store.tables["status"][layer])[0])
 
-    def is_tight(self, layer: int, length: int, share: int | None) -> bool:
+    def is_tight(self, layer: int, length: int, row_budget: int | None) -> bool:
         """Whether so many bytes of a row may be too few for a plan of `length` tokens that is not compact."""
-        return share is not None and self._nbytes(ample_nbytes, layer, length) > share
+        return row_budget is not None and self._nbytes(ample_nbytes, layer, length) > row_budget
 
-    def holds(self, layer: int, length: int, share: int | None, lookahead: int) -> bool:
-        """Whether `share` bytes hold `length` tokens and open pages for `lookahead` more."""
-        return share is None or self._nbytes(smallest_nbytes, layer, length, lookahead=lookahead) <= share
+    def holds(self, layer: int, length: int, row_budget: int | None, lookahead: int) -> bool:
+        """Whether `row_budget` bytes hold `length` tokens and open pages for `lookahead` more."""
+        return (
+            row_budget is None
+            or self._nbytes(smallest_nbytes, layer, length, lookahead=lookahead) <= row_budget
+        )
 
     def _nbytes(self, of: Callable[..., int], layer: int, length: int, **options: int) -> int:
         store, window = self.store.stores[layer], self._rules["window"]
@@ -177,47 +180,47 @@ class Changes:
             length, store.num_heads_kv, self.ladders[layer], store.fixed_nbytes, window=window, **options
         )
 
-    def make_room(
-        self, first: int, n: int, stream: int, room: int | None = None, tight: bool = False
+    def reallocate(
+        self, first: int, n: int, stream: int, lookahead: int | None = None, tight: bool = False
     ) -> None:
-        """Choose widths anew for n layers, and open pages for the next tokens, `room` or as many as ever.
+        """Choose widths anew for n layers, and open pages for `lookahead` tokens, or as many as ever.
 
         Where bytes are `tight`, plans follow until one reports nothing; that waits for the device.
         """
-        room = self.room if room is None else room
+        lookahead = self.lookahead if lookahead is None else lookahead
         pages = self.store.batch * self.store.heads * self.store.entries
         if tight:
             workspace, _ = self._workspace(1, pages, pages)  # before anything changes
             for layer in range(first, first + n):
-                self._plan_again(layer, workspace, stream, None, room)
+                self._plan_again(layer, workspace, stream, None, lookahead)
         elif self.tidy:
-            self._plan(first, n, self._decode, stream, None, room)
+            self._plan(first, n, self._decode, stream, None, lookahead)
         else:
             # Any page may have holes, and any tokens may have to move: a workspace for the worst.
             workspace, at_once = self._workspace(n, pages, pages)
-            self._plan_in_turns(first, n, workspace, at_once, stream, room)
+            self._plan_in_turns(first, n, workspace, at_once, stream, lookahead)
         self._tidy = self.tidy or n == len(self.ladders)
 
-    def crop(self, end: int, cropped: int, share: int | None, room: int, stream: int) -> None:
-        """Shorten all rows by `cropped` time steps to `end`, and plan them under `share` bytes.
+    def crop(self, end: int, cropped: int, row_budget: int | None, lookahead: int, stream: int) -> None:
+        """Shorten all rows by `cropped` time steps to `end`, and plan them under `row_budget` bytes.
 
-        Open pages then have room for `room` tokens. Waits for the device if rows have fewer bytes now.
+        Open pages then have room for `lookahead` tokens. Waits for the device if rows have fewer bytes now.
         """
         shape, layers = self._shape(0), len(self.ladders)
-        fallen = max((self._share or 0) - share, 0) if share is not None else 0
+        fallen = max((self._row_budget or 0) - row_budget, 0) if row_budget is not None else 0
         new_pages = dropped = shape.batch * shape.heads * shape.entries
         if self.tidy:
             new_pages, dropped = self._crop_bounds(shape, cropped, fallen)
         workspace, at_once = self._workspace(layers, new_pages, dropped)
-        self.set_share(share)
+        self.set_row_budget(row_budget)
         self.kernels.crop_rows(end, stream)
         if fallen:
             self.store.tables["status"][...] &= ~RETRY
-        self._plan_in_turns(0, layers, workspace, at_once, stream, room, cropped=True)
+        self._plan_in_turns(0, layers, workspace, at_once, stream, lookahead, cropped=True)
         self._tidy = True
         if fallen:  # all demotions at once may take more memory than there is
             for layer in np.flatnonzero(self._executor.to_host(self.store.tables["status"]) & RETRY):
-                self._plan_again(int(layer), workspace, stream, None, room)
+                self._plan_again(int(layer), workspace, stream, None, lookahead)
 
     def _crop_bounds(self, shape: PlanShape, tokens: int, nbytes: int) -> tuple[int, int]:
         """`crop_bounds` for all layers."""
@@ -230,77 +233,85 @@ class Changes:
         shape, kept = self._shape(0), self._decode
         if new_pages <= kept.most_new_pages and dropped <= kept.most_dropped:
             return kept, layers
-        at_once = max(1, min(layers, MOST_KEPT // max(workspace_nbytes(shape, new_pages, dropped), 1)))
+        each = max(workspace_nbytes(shape, new_pages, dropped), 1)
+        at_once = max(1, min(layers, MAX_PENDING_NBYTES // each))
         with translated_out_of_memory("a plan of all pages"):
             return self.kernels.make_workspace(shape, at_once, new_pages, dropped), at_once
 
     def _plan_in_turns(
-        self, first: int, n: int, workspace: Workspace, at_once: int, stream: int, room: int, **rules: Any
+        self,
+        first: int,
+        n: int,
+        workspace: Workspace,
+        at_once: int,
+        stream: int,
+        lookahead: int,
+        **rules: Any,
     ) -> None:
         for start in range(first, first + n, at_once):
-            self._plan(start, min(at_once, first + n - start), workspace, stream, None, room, **rules)
+            self._plan(start, min(at_once, first + n - start), workspace, stream, None, lookahead, **rules)
 
     def take_waiting(
-        self, layer: int, fresh: Any, workspace: Workspace, stream: int, room: int, tight: bool = False
+        self, layer: int, new: Any, workspace: Workspace, stream: int, lookahead: int, tight: bool = False
     ) -> None:
-        """Plan a layer with tokens that have waited, and open pages for the next `room`.
+        """Plan a layer with tokens that have waited, and open pages for the next `lookahead`.
 
         Their pages are outside the plan's memory, so the new ones always find room; nothing waits, but where
         bytes are `tight`.
         """
-        self._plan(layer, 1, workspace, stream, fresh, room)
+        self._plan(layer, 1, workspace, stream, new, lookahead)
         if tight:
-            self._plan_again(layer, workspace, stream, None, room)
+            self._plan_again(layer, workspace, stream, None, lookahead)
 
-    def admission(self, steps: int, moves_stored: bool) -> Workspace:
-        """Memory for `admit` of so many steps, the same until `confirm`; taken before anything changes.
+    def write_workspace(self, steps: int, moves_stored: bool) -> Workspace:
+        """Memory for `enqueue` of so many steps, the same until `synchronize`; taken before anything changes.
 
         `moves_stored`: plans may change pages of stored tokens, too.
         """
-        if self._admission is None or self._admission[0] != (steps, moves_stored):
+        if self._write_workspace is None or self._write_workspace[0] != (steps, moves_stored):
             pairs, shape = self.store.batch * self.store.heads, self._shape(steps)
             pages = pairs * self.store.entries if moves_stored else 0
             new_pages = pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
             with translated_out_of_memory(f"the plan of {steps} new tokens"):
                 workspace = self.kernels.make_workspace(shape, 1, new_pages, max(pages, 1))
-            self._admission = (steps, moves_stored), workspace
-        return self._admission[1]
+            self._write_workspace = (steps, moves_stored), workspace
+        return self._write_workspace[1]
 
-    def admit(self, new: Admission, *, last: bool) -> None:
+    def enqueue(self, write: PendingWrite, *, last: bool) -> None:
         """Take in new tokens of a layer; `last`: of a step, so that the host waits for all of them.
 
-        Until `confirm`, which is called where many bytes wait for it, too, `new` keeps its arrays.
+        Until `synchronize`, which is called where many bytes wait for it, too, `write` keeps its arrays.
         """
-        if not self._unconfirmed:
+        if not self._pending:
             self.store.tables["status"][...] &= ~(RETRY | OVER_BUDGET)
-        self._plan(new.layer, 1, new.workspace, new.stream, new.fresh, 0)
-        self._unconfirmed.append(new)
-        kept = sum([int(x.nbytes) for x in new.arrays])  # as much as that of every layer before
-        if last or kept * len(self._unconfirmed) > MOST_KEPT:
-            self.confirm()
+        self._plan(write.layer, 1, write.workspace, write.stream, write.new, 0)
+        self._pending.append(write)
+        kept = sum([int(x.nbytes) for x in write.arrays])  # as much as that of every layer before
+        if last or kept * len(self._pending) > MAX_PENDING_NBYTES:
+            self.synchronize()
 
     @property
-    def unconfirmed(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether new tokens may not be in yet, so that nothing may be done with their layers."""
-        return len(self._unconfirmed) > 0
+        return len(self._pending) > 0
 
-    def awaits(self, layer: int) -> bool:
+    def is_pending(self, layer: int) -> bool:
         """Whether new tokens of a layer may not be in yet."""
-        return any(new.layer == layer for new in self._unconfirmed)
+        return any(write.layer == layer for write in self._pending)
 
-    def confirm(self) -> None:
+    def synchronize(self) -> None:
         """See to it that all new tokens are in; waits for the device if there are any."""
-        waiting, self._unconfirmed, self._admission = self._unconfirmed, [], None
+        waiting, self._pending, self._write_workspace = self._pending, [], None
         if not waiting:
             return
         status = self._executor.to_host(self.store.tables["status"])
-        for new in waiting:
-            if status[new.layer, 0]:
-                fresh = new.fresh if status[new.layer, 0] & RETRY else None
-                self._plan_again(new.layer, new.workspace, new.stream, fresh, 0)
+        for write in waiting:
+            if status[write.layer, 0]:
+                new = write.new if status[write.layer, 0] & RETRY else None
+                self._plan_again(write.layer, write.workspace, write.stream, new, 0)
 
-    def _plan_again(self, layer: int, workspace: Workspace, stream: int, fresh: Any, room: int) -> None:
-        """Plan until a plan reports nothing: `fresh` tokens are in, all bytes within the budget.
+    def _plan_again(self, layer: int, workspace: Workspace, stream: int, new: Any, lookahead: int) -> None:
+        """Plan until a plan reports nothing: `new` tokens are in, all bytes within the budget.
 
         Where there was too little memory a plan has demoted what it could; where it had to make short chunks,
         the next one closes them up.
@@ -309,43 +320,43 @@ class Changes:
         before: list[int] = []
         while True:
             tables["status"][layer] = 0
-            self._plan(layer, 1, workspace, stream, fresh, room)
-            trouble = self.trouble(layer)
-            if not trouble:
+            self._plan(layer, 1, workspace, stream, new, lookahead)
+            status = self.status(layer)
+            if not status:
                 return
-            fresh = fresh if trouble & RETRY else None
-            used = [trouble, *to_host(tables["used"][layer]).tolist()]
+            new = new if status & RETRY else None
+            used = [status, *to_host(tables["used"][layer]).tolist()]
             if used == before:  # nothing was demoted, and nothing would be the next time
                 raise RuntimeError(
-                    f"layer {layer} is in trouble {trouble}: its tables or its arena are too small"
+                    f"the plan of layer {layer} has status {status}: its tables or its arena are too small"
                 )
             before = used
 
     def _plan(
-        self, first: int, n: int, workspace: Workspace, stream: int, fresh: Any, room: int, **rules: Any
+        self, first: int, n: int, workspace: Workspace, stream: int, new: Any, lookahead: int, **rules: Any
     ) -> None:
         start = first
         for ladder, run in groupby(self.ladders[first : first + n]):
             count = len(list(run))
-            self._plan_run(start, count, ladder, workspace, stream, fresh, room, **rules)
+            self._plan_run(start, count, ladder, workspace, stream, new, lookahead, **rules)
             start += count
 
     def _plan_run(
-        self, first: int, n: int, ladder: Ladder, workspace: Workspace, stream: int, fresh: Any, room: int,
-        **rules: Any,
+        self, first: int, n: int, ladder: Ladder, workspace: Workspace, stream: int, new: Any,
+        lookahead: int, **rules: Any,
     ) -> None:  # fmt: skip
         """Plan layers of one ladder, and move tokens and pages as the plan says."""
-        store, new = self.store.stores[first], dict[str, Any]()
-        if fresh is not None:
-            new = {"codes": int(fresh["importance"]), "valid": int(fresh["valid"])}
-            new |= {"num_new": int(fresh["steps"]), "first_position": int(fresh["first"])}
-            new |= {"positions": int(fresh["positions"])}
+        store, call = self.store.stores[first], dict[str, Any]()
+        if new is not None:
+            call = {"codes": int(new["importance"]), "valid": int(new["valid"])}
+            call |= {"num_new": int(new["steps"]), "first_position": int(new["first"])}
+            call |= {"positions": int(new["positions"])}
         self.kernels.launch_plan(
             first, n, workspace, ladder, stream,
-            fixed_nbytes=store.fixed_nbytes, lookahead=room, **self._rules, **rules, **new,
+            fixed_nbytes=store.fixed_nbytes, lookahead=lookahead, **self._rules, **rules, **call,
         )  # fmt: skip
         nothing = np.zeros(1, kernels.NEW_TOKENS)[0]
-        for phase, tokens in enumerate((nothing if fresh is None else fresh, nothing)):
+        for phase, tokens in enumerate((nothing if new is None else new, nothing)):
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
             self.kernels.write_tokens(first, n, lists, groups, tokens, stream)
         copies = workspace.most_dropped

@@ -100,7 +100,7 @@ class Runner:
 
     def pages(self, layer: int) -> LayerPages:
         """`MixedPrecisionCache.pages`."""
-        self._device.changes.confirm()
+        self._device.reallocator.synchronize()
         return self._device.store.host_pages(layer)
 
     # ---- what a model calls --------------------------------------------------------------------------------
@@ -112,14 +112,14 @@ class Runner:
         q, k, v = taken(q, "q", ""), *self._taken(k, v, valid)
         return self._executor.given(self._step(layer, q, k, v, scale, softcap, valid), asked)
 
-    def _make_room(self, device: DeviceCache, layer: int, steps: int) -> bool:
+    def _reallocate(self, device: DeviceCache, layer: int, steps: int) -> bool:
         """See to open pages for a step; false where bytes are too few, so that a plan takes its tokens in."""
-        if device.room[layer] >= steps:
+        if device.lookahead[layer] >= steps:
             return True
-        share = self._share(layer, steps)
-        opens = device.opens_pages(layer, steps, share)
+        row_budget = self._row_budget(layer, steps)
+        opens = device.opens_pages(layer, steps, row_budget)
         if opens:
-            device.make_room(layer, steps, share)
+            device.reallocate_layer(layer, steps, row_budget)
         return opens
 
     def _taken(self, k: Any, v: Any, valid: Any) -> list[Any]:
@@ -132,7 +132,7 @@ class Runner:
         steps = views[0].shape[1]
         if steps == 0:
             return self._executor.empty(views[0].shape, views[0].dtype, q)
-        if device.is_short(steps) and self._make_room(device, layer, steps):
+        if device.is_short(steps) and self._reallocate(device, layer, steps):
             try:
                 return device.step(layer, q, views, mask, scale, softcap)
             except (
@@ -143,8 +143,8 @@ class Runner:
         with translated_out_of_memory(f"a step of {steps} tokens"):
             from kvlab.cache import prefill
 
-            share = self._share(layer, steps)
-            return prefill.step(device, layer, [q, k, v], views, valid, scale, softcap, share)
+            row_budget = self._row_budget(layer, steps)
+            return prefill.step(device, layer, [q, k, v], views, valid, scale, softcap, row_budget)
 
     def step_heads_first(
         self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
@@ -189,9 +189,9 @@ class Runner:
                     "and importance by name; call step()"
                 )
             self._check_out(target)
-            if device.room[layer] < steps:
-                self._make_sure(device.lengths[layer] + steps)
-                device.make_room(layer, steps, self._share(layer, steps))
+            if device.lookahead[layer] < steps:
+                self._reserve(device.lengths[layer] + steps)
+                device.reallocate_layer(layer, steps, self._row_budget(layer, steps))
             device.attend_stored(layer, q, query, target.pointer, scale, softcap)
 
         def append(q: Any, k: Any, v: Any, out: Any) -> None:
@@ -213,13 +213,13 @@ class Runner:
         k, v = self._taken(k, v, valid)
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
         steps = views[0].shape[1]
-        if device.is_short(steps) and self._make_room(device, layer, steps):
+        if device.is_short(steps) and self._reallocate(device, layer, steps):
             device.append(layer, k, views, mask)
         elif steps:
             with translated_out_of_memory(f"{steps} new tokens"):
                 from kvlab.cache import prefill
 
-                prefill.append(device, layer, [k, v], views, valid, self._share(layer, steps))
+                prefill.append(device, layer, [k, v], views, valid, self._row_budget(layer, steps))
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """`MixedPrecisionCache.attend` on a GPU."""
@@ -230,8 +230,8 @@ class Runner:
         with translated_out_of_memory(f"attention with {view.shape[1]} queries a row"):
             return self._executor.given(device.attend(layer, q, scale, softcap), asked)
 
-    def _share(self, layer: int, steps: int) -> int | None:
-        return self._limit.share(self.seqlen(layer) + steps, self._options.batch)
+    def _row_budget(self, layer: int, steps: int) -> int | None:
+        return self._limit.row_budget(self.seqlen(layer) + steps, self._options.batch)
 
     def _ready(
         self, layer: int, arrays: dict[str, Any], valid: Any
@@ -252,8 +252,8 @@ class Runner:
             if view.pointer % self._executor.alignment and steps:
                 raise ValueError(f"{name} must begin at a multiple of 4 bytes: pass a copy of it")
         mask = 0 if valid is None else self._mask(valid, steps)
-        if "k" in arrays and device.room[layer] < steps:
-            self._make_sure(device.lengths[layer] + steps)
+        if "k" in arrays and device.lookahead[layer] < steps:
+            self._reserve(device.lengths[layer] + steps)
         return device, views, mask
 
     def _check(self, arrays: dict[str, Any], views: list[CudaView]) -> DeviceCache:
@@ -285,7 +285,7 @@ class Runner:
             raise TypeError(f"valid must be a contiguous array of bool, got {view.dtype} {view.strides}")
         return view.pointer
 
-    def _make_sure(self, length: int) -> None:
+    def _reserve(self, length: int) -> None:
         """Make sure that rows of so many tokens fit the budget and the tables."""
         batch, device = self._options.batch, self._device
         if (length, batch) != self._fitting:
@@ -321,9 +321,9 @@ class Runner:
             importance="attention" if callable(cache.importance) else cache.importance,
             by_function=callable(cache.importance),
         )
-        share_of = partial(self._limit.share, batch=cache.batch)
+        row_budget_of = partial(self._limit.row_budget, batch=cache.batch)
         capacity = self._capacity(length)
-        return DeviceCache(self._layers, cache.batch, settings, executor, like, capacity, share_of)
+        return DeviceCache(self._layers, cache.batch, settings, executor, like, capacity, row_budget_of)
 
     def _capacity(self, length: int) -> int:
         """Tokens of a row to have room for: a quarter more than asked, unless the longest is known."""
@@ -351,15 +351,15 @@ class Runner:
             )
         if len(set(device.lengths)) > 1:
             raise ValueError(f"layers hold different numbers of tokens, {sorted(set(device.lengths))}")
-        if min(device.room) < steps:
-            self._make_sure(device.lengths[0] + steps)
-            share = self._share(0, steps)
-            if not all(device.opens_pages(layer, steps, share) for layer in range(len(device.lengths))):
+        if min(device.lookahead) < steps:
+            self._reserve(device.lengths[0] + steps)
+            row_budget = self._row_budget(0, steps)
+            if not all(device.opens_pages(layer, steps, row_budget) for layer in range(len(device.lengths))):
                 raise NotImplementedError(
-                    f"{share} bytes a row of a layer hold no open page, so the host plans each step, which a "
-                    "graph cannot: raise the budget or call step() without one"
+                    f"{row_budget} bytes a row of a layer hold no open page, so the host plans each step, "
+                    "which a graph cannot: raise the budget or call step() without one"
                 )
-            device.reallocate(steps, share)
+            device.reallocate(steps, row_budget)
         layers = range(len(device.lengths))
         collects = tuple([device.collects(layer, steps) for layer in layers])
         return device.generation, device.lengths[0] > 0, collects, tuple(map(device.waiting.mode, layers))
@@ -385,7 +385,7 @@ class Runner:
         """`MixedPrecisionCache.replayed`."""
         self._refuse_cpu("replayed")
         device = self._device
-        if not self._met or min(device.room) < steps:
+        if not self._met or min(device.lookahead) < steps:
             raise RuntimeError("prepare() was not called before a graph was replayed")
         for layer in range(len(device.lengths)):
             device.count(layer, steps, device.collects(layer, steps))
@@ -402,7 +402,7 @@ class Runner:
         if end and not self._limit.fits(end, batch):
             raise self._limit.refusal(end, batch)
         if end < max(device.lengths):
-            device.crop(end, self._limit.share(end, batch))
+            device.crop(end, self._limit.row_budget(end, batch))
 
     def take_rows(self, rows: NDArray[np.int64]) -> None:
         """Let row i become row `rows[i]`."""
@@ -411,7 +411,7 @@ class Runner:
         if batch > self._options.batch and not self._limit.fits(length, batch):
             raise self._limit.refusal(length, batch)
         with translated_out_of_memory(f"{batch} rows of {length} tokens"):
-            device.take_rows(rows, device.capacity, partial(self._limit.share, batch=batch))
+            device.take_rows(rows, device.capacity, partial(self._limit.row_budget, batch=batch))
 
     def copy(self, options: CacheOptions) -> Runner:
         """Return a runner that holds the same, for a copy of the cache."""
@@ -432,14 +432,14 @@ class Runner:
         length = max(whole_number(state["seqlen"], "seqlen", 0, MOST) for state in states)
         if length > self._device.capacity:
             self._device = self._make(self._device.executor, self._device.like, length)
-        share = self._limit.share(length, self._options.batch)
+        row_budget = self._limit.row_budget(length, self._options.batch)
         if version == 1:
             layouts = [*map(self._device.store.layouts, range(len(self._layers)))]
-            states, arrays = upgraded(self._layers, layouts, share, states, arrays)
+            states, arrays = upgraded(self._layers, layouts, row_budget, states, arrays)
         fill(self._device, states, arrays)
         used = self._device.used()
-        if share is not None:
-            most = share * self._options.batch
+        if row_budget is not None:
+            most = row_budget * self._options.batch
             if any(self._device.store.nbytes(i, pages) > most for i, pages in enumerate(used)):
                 raise FormatError("the budget does not hold what it has stored")
 

@@ -3,7 +3,7 @@
 Bringing the importance of one layer up to date is little work, which mostly waits for its launch and for
 memory: 4.8 us at batch 1 and 32K tokens on an H200, where attention takes 17. So neighbouring layers keep
 their scores side by side, and the last one has all of them brought up to date (`Collector`). Nothing may
-change pages before that, so whoever is about to calls `settle`.
+change pages before that, so whoever is about to calls `flush`.
 
 The launchers, for ``kernels/cuda/plan/score.cu``, wait for nothing. The policies are those of
 `kvlab.cache.importance` by name; a user's function is called by the host (importance_callback.py).
@@ -201,13 +201,13 @@ class Collector:
         return scores[layer % len(scores)], lse[layer % len(lse)]
 
     def before(self, layer: int, steps: int, tokens: int, stream: int) -> None:
-        """Make way for a step of a layer: unless it goes on where the last one ended, settle.
+        """Make way for a step of a layer: unless it goes on where the last one ended, flush.
 
         `tokens`: how many have come since the last collection of the layer, with this step.
         """
         goes_on = layer == self._pending.stop and (steps, tokens) == (self._steps, self._tokens)
         if self._pending and not goes_on:
-            self.settle(stream)
+            self.flush(stream)
         self._steps, self._tokens = steps, tokens
 
     def after(self, layer: int, steps: int, collected: bool, stream: int) -> None:
@@ -216,9 +216,9 @@ class Collector:
             self._pending = range(self._pending.start if self._pending else layer, layer + 1)
         group_ends = (layer + 1) % self._group(steps) == 0 if self._pending else False
         if group_ends or layer + 1 == len(self._store.stores):
-            self.settle(stream)
+            self.flush(stream)
 
-    def settle(self, stream: int) -> None:
+    def flush(self, stream: int) -> None:
         """Bring importance up to date with all that is kept."""
         if not self._pending:
             return

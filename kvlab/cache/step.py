@@ -22,7 +22,7 @@ from kvlab.cache.frame import LAST
 from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
 from kvlab.cache.plan import Workspace
-from kvlab.cache.reallocation import MOST_ROOM, Changes, ladder_of
+from kvlab.cache.reallocation import MAX_LOOKAHEAD, Reallocator, ladder_of
 from kvlab.cache.score import Collector
 from kvlab.cache.store import move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
@@ -30,9 +30,9 @@ from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.pages import MAX_STEPS
 from kvlab.pages import TOKENS_PER_PAGE
 
-__all__ = ["DeviceCache", "DeviceState", "Settings", "ShareOf"]
+__all__ = ["DeviceCache", "DeviceState", "RowBudgetOf", "Settings"]
 
-ShareOf = Callable[[int], "int | None"]
+RowBudgetOf = Callable[[int], "int | None"]
 
 
 @dataclass(frozen=True)
@@ -68,49 +68,49 @@ class DeviceState:
         On the GPU; memory comes from its framework.
     capacity : int
         Tokens of a row that there is room for.
-    share_of : callable
+    row_budget_of : callable
         From the length of a row to the bytes that it may take in a layer; None: no limit.
     """
 
     def __init__(
         self, layers: Sequence[Layer], batch: int, settings: Settings, executor: Any, like: Any,
-        capacity: int, share_of: ShareOf,
+        capacity: int, row_budget_of: RowBudgetOf,
     ) -> None:  # fmt: skip
         store, self.executor, self.batch = layers[0].store, executor, batch
         self.layers, self.settings, self.like = layers, settings, like
         self.device = executor.view(like, "q").device
         self.pairs, self.group = batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
-        self.lengths, self.since, self.room = ([0] * len(layers) for _ in range(3))
+        self.lengths, self.since, self.lookahead = ([0] * len(layers) for _ in range(3))
         self.observes = [layer.observes for layer in layers]
         self.generation = 0
-        self.make(capacity, share_of)
+        self.make(capacity, row_budget_of)
         self.store.clear_arenas()
 
-    def make(self, capacity: int, share_of: ShareOf) -> None:
+    def make(self, capacity: int, row_budget_of: RowBudgetOf) -> None:
         """Take memory for so many tokens of a row, and forget the old."""
         takes = [layer.takes_mean for layer in self.layers]
-        share = share_of(0)
-        holds = [waits_within(layer, ladder_of(layer.store), share) for layer in self.layers]
+        row_budget = row_budget_of(0)
+        holds = [waits_within(layer, ladder_of(layer.store), row_budget) for layer in self.layers]
         settings = self.settings
-        often = max(settings.realloc_every, MOST_ROOM if settings.allocator == "dp" else MAX_STEPS)
-        self.changes = Changes(
+        often = max(settings.realloc_every, MAX_LOOKAHEAD if settings.allocator == "dp" else MAX_STEPS)
+        self.reallocator = Reallocator(
             [layer.stored for layer in self.layers],
             self.batch,
             self.executor,
             self.like,
             capacity,
-            _arena_share(self.layers, capacity, share_of(capacity)),
+            _arena_budget(self.layers, capacity, row_budget_of(capacity)),
             sink=settings.sink,
             recent=settings.recent,
-            room=min(often, MOST_ROOM),
+            lookahead=min(often, MAX_LOOKAHEAD),
             by_position=settings.importance == "recency",
             window=settings.residual,
             allocator=settings.allocator,
             takes_mean=takes,
             holds_waiting=holds,
         )
-        self.store, self.kernels = self.changes.store, self.changes.kernels
-        self.capacity, self.share_of = capacity, share_of
+        self.store, self.kernels = self.reallocator.store, self.reallocator.kernels
+        self.capacity, self.row_budget_of = capacity, row_budget_of
         self.waiting = Waiting(takes, holds, self.store.batch)
         self.generation += 1
         heads = settings.num_heads_q
@@ -131,28 +131,28 @@ class DeviceState:
 
     def read(self, *names: str) -> list[NDArray[Any]]:
         """Copies of tables on the host; waits for the device."""
-        self.changes.confirm()
+        self.reallocator.synchronize()
         return self.store.read(*names)
 
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of device memory held: arenas, tables and workspaces."""
-        return self.changes.nbytes + self.calls.nbytes + self.collector.nbytes
+        return self.reallocator.nbytes + self.calls.nbytes + self.collector.nbytes
 
     # ---- pages ---------------------------------------------------------------------------------------------
 
     @property
-    def unsettled(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether scores are kept, or new tokens may not be in yet, so that pages must not change."""
-        return self.collector.pending or self.changes.unconfirmed
+        return self.collector.pending or self.reallocator.has_pending
 
-    def settle(self, stream: int) -> None:
+    def flush(self, stream: int) -> None:
         """Bring importance up to date and see that new tokens are in, before anything changes pages."""
-        self.collector.settle(stream)
-        self.changes.confirm()
+        self.collector.flush(stream)
+        self.reallocator.synchronize()
 
     def freeze(
-        self, layer: int, fresh: Any, merged: Merged | None, room: int, stream: int, *, force: bool = False
+        self, layer: int, new: Any, merged: Merged | None, lookahead: int, stream: int, *, force: bool = False
     ) -> None:
         """Take the means that are due, and see to tokens that wait: see `kernels.freeze_means`."""
         addresses, pointer = [0] * 5, self.executor.pointer
@@ -160,14 +160,14 @@ class DeviceState:
             arrays = merged.k, merged.v, merged.valid, merged.importance, merged.positions
             addresses = [0 if x is None else pointer(x) for x in arrays]
         before, force = 0 if merged is None else merged.before, force or not self.waiting.holds[layer]
-        self.kernels.freeze_means(layer, fresh, addresses, before, stream, room=room, force=force)
+        self.kernels.freeze_means(layer, new, addresses, before, stream, lookahead=lookahead, force=force)
         self.repeated[layer] = None
 
 
-def _arena_share(layers: Sequence[Layer], capacity: int, share: int | None) -> int | None:
+def _arena_budget(layers: Sequence[Layer], capacity: int, row_budget: int | None) -> int | None:
     """Bytes of a row to have memory for; None: all tokens at the top rung, which may be the window's."""
-    if share is not None or not layers[0].residual:
-        return share
+    if row_budget is not None or not layers[0].residual:
+        return row_budget
     needs = []
     for layer in layers:
         store, exact = layer.store, layer.stored.page_bytes(len(layer.stored.ladder) - 1)
@@ -190,13 +190,7 @@ class DeviceCache(DeviceState):
     # ---- what a step does ----------------------------------------------------------------------------------
 
     def step(
-        self,
-        layer: int,
-        q: Any,
-        views: list[CudaView],
-        valid: int,
-        scale: float,
-        softcap: float,
+        self, layer: int, q: Any, views: list[CudaView], valid: int, scale: float, softcap: float
     ) -> Any:
         """A step of few tokens, for which there is room: `views` of q, k and v, `valid` an address or 0."""
         query, executor = views[0], self.executor
@@ -211,7 +205,7 @@ class DeviceCache(DeviceState):
     ) -> None:
         """The first half of a step: attention over stored tokens, written to the address `out`."""
         steps, stream = view.shape[1], self.executor.stream(q)
-        self.changes.confirm()
+        self.reallocator.synchronize()
         attend, _, lse = self._calls(layer, q, steps, scale, softcap)
         self.collector.before(layer, steps, self.since[layer] + steps, stream)
         if self.lengths[layer]:
@@ -238,10 +232,10 @@ class DeviceCache(DeviceState):
         """What the importance of a new token of a step is, one of `kernels.OBSERVED`."""
         return OBSERVED_AS[self.observes[layer]]
 
-    def opens_pages(self, layer: int, steps: int, share: int | None) -> bool:
-        """Whether `share` bytes hold open pages for so many tokens; else a plan takes them in at once."""
-        return self.waiting.mode(layer) == "all" or self.changes.holds(
-            layer, self.lengths[layer], share, steps
+    def opens_pages(self, layer: int, steps: int, row_budget: int | None) -> bool:
+        """Whether `row_budget` bytes hold open pages for `steps` tokens; else a plan takes them in now."""
+        return self.waiting.mode(layer) == "all" or self.reallocator.holds(
+            layer, self.lengths[layer], row_budget, steps
         )
 
     def is_short(self, steps: int) -> bool:
@@ -254,7 +248,7 @@ class DeviceCache(DeviceState):
         steps, stream = views[0].shape[1], self.executor.stream(k)
         observed = "one" if self.observes[layer] == "nothing" else "norm"
         call = self.calls.append(layer, steps, 1.0, 0.0, observed)
-        self.settle(stream)
+        self.flush(stream)
         if valid:
             self.waiting.mask(layer)
         call(None, views[0], views[1], valid, 0, 0, False, stream)
@@ -262,7 +256,7 @@ class DeviceCache(DeviceState):
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """See `MixedPrecisionCache.attend`."""
-        self.changes.confirm()
+        self.reallocator.synchronize()
         out: Any = self.calls.attend(layer, q, self.executor.view(q, "q"), scale, softcap, 0)[0]
         self.calls.forget()
         return out
@@ -270,13 +264,13 @@ class DeviceCache(DeviceState):
     @property
     def counters(self) -> tuple[list[int], list[int], list[int]]:
         """What the host counts by layer: tokens, query tokens since a collection, room."""
-        return self.lengths, self.since, self.room
+        return self.lengths, self.since, self.lookahead
 
     def count(self, layer: int, steps: int, collected: bool) -> None:
         """Count a step that was launched."""
         self.lengths[layer] += steps
         self.since[layer] = 0 if collected else self.since[layer] + steps
-        self.room[layer] -= steps
+        self.lookahead[layer] -= steps
 
     def collects(self, layer: int, steps: int) -> bool:
         """Whether a step collects the attention mass of stored tokens."""
@@ -285,35 +279,37 @@ class DeviceCache(DeviceState):
 
     # ---- room ----------------------------------------------------------------------------------------------
 
-    def make_room(self, layer: int, steps: int, share: int | None) -> None:
+    def reallocate_layer(self, layer: int, steps: int, row_budget: int | None) -> None:
         """Plan a layer so that it has room for `steps` tokens, and all others with it if they stand alike.
 
         Where pages may have holes all layers are planned in any case: only together do they become tidy.
         """
-        state = self.lengths[layer], self.room[layer]
-        together = all((self.lengths[i], self.room[i]) == state for i in range(len(self.layers)))
-        whole = together or not self.changes.tidy
-        self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, share)
+        state = self.lengths[layer], self.lookahead[layer]
+        together = all((self.lengths[i], self.lookahead[i]) == state for i in range(len(self.layers)))
+        whole = together or not self.reallocator.tidy
+        self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, row_budget)
 
-    def reallocate(self, steps: int, share: int | None) -> None:
+    def reallocate(self, steps: int, row_budget: int | None) -> None:
         """Choose widths anew for all layers and make room for the next `steps` tokens or more."""
-        self._plan(0, len(self.layers), steps, share)
+        self._plan(0, len(self.layers), steps, row_budget)
 
-    def _plan(self, first: int, n: int, steps: int, share: int | None) -> None:
-        stream, room = self.executor.stream(self.like), self.changes.room
-        self.settle(stream)
-        self.changes.set_share(share)
+    def _plan(self, first: int, n: int, steps: int, row_budget: int | None) -> None:
+        stream, lookahead = self.executor.stream(self.like), self.reallocator.lookahead
+        self.flush(stream)
+        self.reallocator.set_row_budget(row_budget)
         layers = range(first, first + n)
-        tight = any(self.changes.is_tight(layer, self.lengths[layer] + room, share) for layer in layers)
-        room = steps if tight else room
+        tight = any(
+            self.reallocator.is_tight(layer, self.lengths[layer] + lookahead, row_budget) for layer in layers
+        )
+        lookahead = steps if tight else lookahead
         if not any(self.waiting.any(layer) for layer in layers):
-            self.changes.make_room(first, n, stream, room, tight)
+            self.reallocator.reallocate(first, n, stream, lookahead, tight)
             for layer in layers:
-                self.room[layer] = room
+                self.lookahead[layer] = lookahead
             return
         merged = self._merged(layers, tight)
         for layer in layers:
-            self.room[layer] = self._look_after_waiting(layer, steps, room, merged, stream, tight)
+            self.lookahead[layer] = self._look_after_waiting(layer, steps, lookahead, merged, stream, tight)
 
     def _merged(self, layers: Sequence[int], tight: bool) -> tuple[Merged, Workspace]:
         """Memory for the waiting tokens of any layer, taken before anything changes."""
@@ -322,79 +318,82 @@ class DeviceCache(DeviceState):
         dtype = self.executor.input_dtype(store.dtype)
         merged = merged_tokens(shape, self.executor, self.like, dtype, waiting=True)
         stored = tight or any(self.waiting.mode(layer) != "all" for layer in layers)
-        return merged, self.changes.admission(merged.before, stored)
+        return merged, self.reallocator.write_workspace(merged.before, stored)
 
     def _look_after_waiting(
-        self, layer: int, steps: int, room: int, memory: tuple[Merged, Workspace], stream: int, tight: bool
-    ) -> int:
+        self, layer: int, steps: int, lookahead: int, memory: tuple[Merged, Workspace], stream: int,
+        tight: bool,
+    ) -> int:  # fmt: skip
         """Open pages for the next tokens of a layer whose rows may wait, and return for how many."""
         (merged, workspace), waiting, length = memory, self.waiting, self.lengths[layer]
         waiting.advance(layer, length)
-        mode, most = waiting.mode(layer), max(steps, room)
+        mode, most = waiting.mode(layer), max(steps, lookahead)
         freezes = waiting.may_freeze(layer, length + most)
         with_tokens = freezes and waiting.holds[layer]
         if not freezes:
-            most = waiting.room(layer, steps, room)
+            most = waiting.lookahead(layer, steps, lookahead)
         nothing = kernels.new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
         self.freeze(layer, nothing, merged if with_tokens else None, most, stream)
         waiting.frozen(layer, length + most)
         if with_tokens:
-            fresh = merged.fresh(NO_TOKENS, NO_TOKENS, 0, length)
-            self.changes.take_waiting(layer, fresh, workspace, stream, most, tight)
+            new = merged.new_tokens(NO_TOKENS, NO_TOKENS, 0, length)
+            self.reallocator.take_waiting(layer, new, workspace, stream, most, tight)
         elif mode != "all":
-            self.changes.make_room(layer, 1, stream, most, tight)
-        return waiting.room(layer, steps, most)
+            self.reallocator.reallocate(layer, 1, stream, most, tight)
+        return waiting.lookahead(layer, steps, most)
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
-    def crop(self, end: int, share: int | None) -> None:
-        """Forget the time steps from `end` on, and keep to `share` bytes a row of a layer."""
-        stream, room, layers = self.executor.stream(self.like), self.changes.room, range(len(self.layers))
-        self.settle(stream)
+    def crop(self, end: int, row_budget: int | None) -> None:
+        """Forget the time steps from `end` on, and keep to `row_budget` bytes a row of a layer."""
+        stream, layers = self.executor.stream(self.like), range(len(self.layers))
+        lookahead = self.reallocator.lookahead
+        self.flush(stream)
         # Where bytes are few, tokens are dropped first and the rest planned then.
-        apart = any(self.changes.is_tight(layer, end + room, share) for layer in layers)
+        apart = any(self.reallocator.is_tight(layer, end + lookahead, row_budget) for layer in layers)
         cropped = max(self.lengths) - end
-        self.changes.crop(end, cropped, None if apart else share, 0 if apart else room, stream)
+        self.reallocator.crop(end, cropped, None if apart else row_budget, 0 if apart else lookahead, stream)
         for layer in layers:
             self.waiting.crop(layer, self.lengths[layer], end)
-            self.lengths[layer], self.room[layer] = end, 0 if apart or self.waiting.any(layer) else room
+            self.lengths[layer] = end
+            self.lookahead[layer] = 0 if apart or self.waiting.any(layer) else lookahead
         if apart and end:
-            self._plan(0, len(self.layers), 0, share)
+            self._plan(0, len(self.layers), 0, row_budget)
 
     def grow(self, capacity: int) -> None:
         """Make room for longer sequences."""
-        self.take_rows(np.arange(self.store.batch), capacity, self.share_of)
+        self.take_rows(np.arange(self.store.batch), capacity, self.row_budget_of)
 
-    def take_rows(self, rows: Any, capacity: int, share_of: ShareOf) -> None:
+    def take_rows(self, rows: Any, capacity: int, row_budget_of: RowBudgetOf) -> None:
         """Let row i become row `rows[i]`; an error leaves the cache as it was.
 
         As many rows for as many tokens stay in their memory; others get new memory (see `make`).
         """
         stream, store = self.executor.stream(self.like), self.store
-        self.settle(stream)
+        self.flush(stream)
         if len(rows) != store.batch or capacity != self.capacity:
-            self._move_rows(rows, capacity, share_of, stream)
+            self._move_rows(rows, capacity, row_budget_of, stream)
         elif not np.array_equal(rows, np.arange(store.batch)):
             reorder_rows(store, self.kernels, rows, stream)
             self.waiting.take_rows(self.waiting, rows)
 
-    def _move_rows(self, rows: Any, capacity: int, share_of: ShareOf, stream: int) -> None:
-        old, share = dict(vars(self)), share_of(max(self.lengths))
+    def _move_rows(self, rows: Any, capacity: int, row_budget_of: RowBudgetOf, stream: int) -> None:
+        old, row_budget = dict(vars(self)), row_budget_of(max(self.lengths))
         try:
             self.batch = len(rows)
-            self.make(capacity, share_of)
+            self.make(capacity, row_budget_of)
             new = {name: value for name, value in vars(self).items() if value is not old[name]}
             vars(self).update(old)
-            before = self.share_of(max(self.lengths))
+            before = self.row_budget_of(max(self.lengths))
             self._end_waiting([i for i, holds in enumerate(new["waiting"].holds) if not holds], stream)
-            if share is not None and before is not None and share < before:
-                self.crop(max(self.lengths), share)  # of which there are none: rows only have fewer bytes
+            if row_budget is not None and before is not None and row_budget < before:
+                self.crop(max(self.lengths), row_budget)  # drops no token: rows only have fewer bytes
             vars(self).update(new)
             move_rows(old["store"].rows(), self.kernels, rows, stream)
         except BaseException:
             vars(self).update(old)
             raise
-        self.changes.restart(tidy=old["changes"].tidy)
+        self.reallocator.restart(tidy=old["reallocator"].tidy)
         self.waiting.take_rows(old["waiting"], rows)
         self.pairs = self.store.batch * self.store.heads
 
@@ -411,19 +410,19 @@ class DeviceCache(DeviceState):
             nothing = kernels.new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
             self.freeze(layer, nothing, merged, 0, stream, force=True)
             self.waiting.rows[layer] = False
-            fresh = merged.fresh(NO_TOKENS, NO_TOKENS, 0, length)
-            self.changes.take_waiting(layer, fresh, workspace, stream, 0)
-            self.room[layer] = 0
+            new = merged.new_tokens(NO_TOKENS, NO_TOKENS, 0, length)
+            self.reallocator.take_waiting(layer, new, workspace, stream, 0)
+            self.lookahead[layer] = 0
 
     def copy(self) -> DeviceCache:
         """Return another cache that holds the same."""
         stream, rows = self.executor.stream(self.like), np.arange(self.store.batch)
-        self.settle(stream)
+        self.flush(stream)
         other = object.__new__(DeviceCache)
         vars(other).update({name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()})
-        other.make(self.capacity, self.share_of)
+        other.make(self.capacity, self.row_budget_of)
         move_rows(self.store.rows(), other.kernels, rows, stream)
-        other.changes.restart(tidy=self.changes.tidy)
+        other.reallocator.restart(tidy=self.reallocator.tidy)
         other.waiting.take_rows(self.waiting, rows)
         return other
 
@@ -432,5 +431,5 @@ class DeviceCache(DeviceState):
         self.collector.forget()
         self.store.clear()
         self.waiting.clear()
-        self.lengths, self.since, self.room = ([0] * len(self.layers) for _ in range(3))
-        self.changes.restart(tidy=True)
+        self.lengths, self.since, self.lookahead = ([0] * len(self.layers) for _ in range(3))
+        self.reallocator.restart(tidy=True)

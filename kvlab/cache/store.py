@@ -120,7 +120,7 @@ class DeviceStore:
         On the device; memory comes from its framework.
     capacity : int
         Tokens of a row that the tables have room for.
-    share : int or None
+    row_budget : int or None
         Bytes that a row of a layer may take; None: as many as the highest rung needs.
     spare : callable
         `spare(layer, slab_nbytes)`: bytes of an arena beyond what rows may take.
@@ -142,7 +142,7 @@ class DeviceStore:
         executor: Any,
         like: Any,
         capacity: int,
-        share: int | None,
+        row_budget: int | None,
         spare: Callable[[int, int], int] = lambda layer, slab: 0,
         takes_mean: Sequence[bool] = (),
         holds_waiting: Sequence[bool] = (),
@@ -161,7 +161,7 @@ class DeviceStore:
         for number, store in enumerate(stores):
             records = [layout.nbytes for layout in store.layouts]
             most = self.pairs * self.entries * max(records)
-            held = most if share is None else min(self.batch * share, most)
+            held = most if row_budget is None else min(self.batch * row_budget, most)
             slab = slab_nbytes(tuple(records), held // max(records))
             self.slab.append(slab)
             # Every rung may leave one slab in part empty, and a slab wastes a little.

@@ -29,7 +29,7 @@ Layouts = tuple[PageLayout, ...]
 def upgraded(
     layers: Sequence[Layer],
     layouts: list[Layouts],
-    share: int | None,
+    row_budget: int | None,
     states: list[dict[str, Any]],
     arrays: Arrays,
 ) -> tuple[list[dict[str, Any]], Arrays]:
@@ -40,7 +40,7 @@ def upgraded(
     layers : sequence of Layer
     layouts : list
         Pages of each layer that there is memory for, `DeviceStore.layouts`.
-    share : int or None
+    row_budget : int or None
         Bytes that a row of a layer may take.
     states, arrays
         Of the file.
@@ -51,13 +51,13 @@ def upgraded(
         mine = {
             name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)
         }
-        found |= {prefix + name: x for name, x in _layer(layer, pages, share, mine).items()}
+        found |= {prefix + name: x for name, x in _layer(layer, pages, row_budget, mine).items()}
     if arrays:
         raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
     return [state | {"room": 0, "tidy": False} for state in states], found
 
 
-def _layer(layer: Layer, layouts: Layouts, share: int | None, mine: Arrays) -> Arrays:
+def _layer(layer: Layer, layouts: Layouts, row_budget: int | None, mine: Arrays) -> Arrays:
     batch, heads = mine["num_pages"].shape
     waiting = len(layer.stored.layouts)
     bh = np.repeat(np.arange(batch * heads), mine["num_pages"].ravel())
@@ -74,7 +74,7 @@ def _layer(layer: Layer, layouts: Layouts, share: int | None, mine: Arrays) -> A
             mine["k_mean"][row], mine["has_mean"][row] = mean, True
         rung = waiting if not mine["has_mean"][row] else waiting - 1
         if mine["has_mean"][row] and not layer.residual:
-            rung = _widest(layer.store, share, mine["rung"][bh // heads == row], len(runs))
+            rung = _widest(layer.store, row_budget, mine["rung"][bh // heads == row], len(runs))
         for first, last in runs:
             pages = _pages(layouts[rung], layer.store.dtype, window, mine["k_mean"][row], first, last)
             owners.append(row * heads + np.arange(heads))
@@ -115,11 +115,11 @@ def _pages(
     return pool
 
 
-def _widest(store: LayerFormat, share: int | None, rungs: NDArray[np.uint8], pages: int) -> int:
+def _widest(store: LayerFormat, row_budget: int | None, rungs: NDArray[np.uint8], pages: int) -> int:
     """The highest rung of which a row with pages of these rungs can have so many more for each head."""
-    if share is None:
+    if row_budget is None:
         return len(store.layouts) - 1
-    left = share - store.fixed_nbytes - sum(store.page_bytes(int(r)) for r in rungs)
+    left = row_budget - store.fixed_nbytes - sum(store.page_bytes(int(r)) for r in rungs)
     more = pages * store.num_heads_kv
     return max([r for r in range(len(store.layouts)) if more * store.page_bytes(r) <= left], default=0)
 

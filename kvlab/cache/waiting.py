@@ -35,12 +35,12 @@ CAPACITY = WAITING_PAGES * TOKENS_PER_PAGE
 """Tokens that the waiting pages of a row hold."""
 
 
-def waits_within(layer: Layer, ladder: Ladder, share: int | None) -> bool:
-    """Whether `share` bytes hold the waiting pages of a row, and then any pages that its tokens go to."""
+def waits_within(layer: Layer, ladder: Ladder, row_budget: int | None) -> bool:
+    """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""
     store, widest = layer.store, layer.store.exact_layout.nbytes + PAGE_TABLE_BYTES
     packed = WAITING_PAGES * ladder.cost[0] + 3 * ladder.cost[-1]
     needed = store.num_heads_kv * max(WAITING_PAGES * widest, packed) + store.fixed_nbytes
-    return layer.takes_mean and (share is None or needed <= share)
+    return layer.takes_mean and (row_budget is None or needed <= row_budget)
 
 
 class Waiting:
@@ -136,12 +136,12 @@ class Waiting:
         self.rows[layer] &= self._low[layer] < LAST
         self._certain[layer] = self.rows[layer] & (self._high[layer] < LAST) & (not freed)
 
-    def room(self, layer: int, steps: int, room: int) -> int:
-        """Tokens until the next plan: `room`, or `steps` and those that bring the next row its mean."""
+    def lookahead(self, layer: int, steps: int, lookahead: int) -> int:
+        """Tokens until the next plan: `lookahead`, or `steps` and those that bring the next row its mean."""
         if self.mode(layer) == "none":
-            return room
+            return lookahead
         left = LAST - self._high[layer][self._certain[layer]]
-        return max(steps, min(room, int(left.min(initial=room))))
+        return max(steps, min(lookahead, int(left.min(initial=lookahead))))
 
     def set(self, layer: int, rows: NDArray[np.bool_], counts: NDArray[np.int64], length: int) -> None:
         """Say which rows of a layer wait, and with how many tokens."""
@@ -173,7 +173,7 @@ class Merged(NamedTuple):
         """Those that there are."""
         return tuple(x for x in self[3:] if x is not None)
 
-    def fresh(self, k: CudaView, v: CudaView, codes: int, length: int) -> Any:
+    def new_tokens(self, k: CudaView, v: CudaView, codes: int, length: int) -> Any:
         """A `NewTokens` struct; `k`, `v` and `codes` are those of the call, behind `length` others."""
         view, pointer = self.executor.view, self.executor.pointer
         total, valid = self.before + self.steps, pointer(self.valid)

@@ -45,7 +45,7 @@ def check_state(cache: Any, held: list[list[int]]) -> None:
     """The budget holds, and every row of every head holds its tokens, each once."""
     assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
     assert cache.nbytes <= cache.reserved_nbytes
-    assert not any(cache._runner._device.changes.trouble(layer) for layer in range(LAYERS))
+    assert not any(cache._runner._device.reallocator.status(layer) for layer in range(LAYERS))
     for pages in pages_of(cache):
         pages.check_entries()
         for row in range(cache.batch):
@@ -66,8 +66,8 @@ def step(
     device = cache._runner._device
     if device is not None and steps <= 16:  # a step of few tokens that lacks room plans before it attends
         for layer in range(LAYERS):
-            if device.room[layer] < steps:
-                cache._runner._make_room(device, layer, steps)
+            if device.lookahead[layer] < steps:
+                cache._runner._reallocate(device, layer, steps)
     judged = int(rng.integers(LAYERS)) if compared else -1
     for layer in range(LAYERS):
         # Where bytes are few, a layer may close up the pages of all.

@@ -362,7 +362,7 @@ def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: 
     fresh = kernels.new_tokens(*views, mask.data_ptr(), codes.data_ptr(), steps, first)
     kernels.freeze_means(
         64, dtype, 0, device.states_pointer, BATCH, fresh, [x.data_ptr() for x in wide], before, 0,
-        room=1, force=False,
+        lookahead=1, force=False,
     )  # fmt: skip
     return [to_numpy(x) for x in wide]
 

@@ -56,7 +56,7 @@ def filled(batch: int = 4, **options: Any) -> Any:
 def test_reorder(rows: list[int]) -> None:
     cache = filled()
     device, before = cache._runner._device, contents_of(cache)
-    device.settle(0)
+    device.flush(0)
     host = on_host(device.store)
     reorder_rows(host, CPU.kernels(host), np.array(rows), 0)
     arenas = [arena.data_ptr() for arena in device.store.arenas]
@@ -77,7 +77,7 @@ def test_reorder(rows: list[int]) -> None:
 def test_new_memory(rows: list[int]) -> None:
     cache = filled()
     old = cache._runner._device.store
-    cache._runner._device.settle(0)
+    cache._runner._device.flush(0)
     before = on_host(old)
     cache.select(np.array(rows))
     new = cache._runner._device.store
@@ -95,7 +95,7 @@ def test_new_memory(rows: list[int]) -> None:
 def test_a_crop_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of budgets that do not fall; neither do reorder, select and repeat."""
     cache = filled(plan_length=4096)
-    cache._runner._device.settle(0)
+    cache._runner._device.flush(0)
     monkeypatch.setattr(type(cache._runner._executor), "to_host", None)
     cache.crop(9)
     cache.reorder(np.array([1, 0, 3, 3]))

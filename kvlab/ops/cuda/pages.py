@@ -248,7 +248,7 @@ def copy_pages(
 
 def freeze_means(
     head_dim: int, dtype: str, device: int, state: int, batch: int, fresh: Any, addresses: Sequence[int],
-    before: int, stream: int, *, room: int, force: bool,
+    before: int, stream: int, *, lookahead: int, force: bool,
 ) -> None:  # fmt: skip
     """Take the mean of the keys of rows that have enough tokens, and keep the tokens of the others.
 
@@ -262,7 +262,7 @@ def freeze_means(
         Of k, v, valid, importance and positions of `kvlab.cache.waiting.Merged`, 0 where there is none.
     before : int
         Waiting tokens of a row that these have places for.
-    room : int
+    lookahead : int
         Tokens that may come until the next call.
     force : bool
         No row waits any longer.
@@ -271,7 +271,7 @@ def freeze_means(
     call["layer"], call["fresh"] = state, fresh
     for name, address in zip(("k", "v", "valid", "importance", "positions"), addresses, strict=True):
         call[name] = address
-    call["before"], call["room"], call["force"] = before, room, force
+    call["before"], call["room"], call["force"] = before, lookahead, force
     if batch:
         kernel = _kernel("pages/means", "freeze_means", head_dim, dtype, device)
         kernel((batch,), (_FREEZE_THREADS,), (call[0],), 0, stream)

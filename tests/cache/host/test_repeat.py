@@ -116,7 +116,7 @@ def test_graphs_follow_memory_and_refuse(kernels: Kernels) -> None:
         kinds.append(cache.prepare())
         step(cache, rng, 1)
     assert len({kind[0] for kind in kinds}) > 1  # more tokens than there was room for: other memory
-    for _ in range(cache._runner._device.room[0]):
+    for _ in range(cache._runner._device.lookahead[0]):
         cache.replayed()
     with pytest.raises(RuntimeError, match="prepare"):
         cache.replayed()

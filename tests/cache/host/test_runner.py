@@ -174,7 +174,7 @@ def test_rows_whose_attention_is_collected(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """All of the last 64 where their scores have room, else every fourth of them."""
-    monkeypatch.setattr(prefill, "MOST_SCORES", most)
+    monkeypatch.setattr(prefill, "MAX_SCORE_NBYTES", most)
     cache, rng, seen = make(), np.random.default_rng(13), []
     step(cache, rng, 80)
     monkeypatch.setattr(
@@ -340,10 +340,10 @@ def test_the_word_that_tokens_are_in_is_waited_for_once(
     cache.step(0, q, k, v)
     assert len(words) == 2
     assert kernels.plans[-1] == (0, 300, 8)
-    assert cache._runner._device.unsettled
+    assert cache._runner._device.has_pending
     cache.attend(0, q)
     assert kernels.plans[-1] == (0, 300, 0)
-    assert not cache._runner._device.unsettled
+    assert not cache._runner._device.has_pending
     cache.step(1, *draw(rng, cache, 1))
     cache.step(1, *draw(rng, cache, 299))
     check_state(cache, [range(900)] * 2)

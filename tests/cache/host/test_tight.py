@@ -56,7 +56,7 @@ def test_64_steps_of_which_some_are_padding_fill_no_page(kernels: Kernels, bits:
     for _ in range(3):
         step(cache, rng, 64, valid)
         assert cache.nbytes <= cache.budget_nbytes
-    assert not any(cache._runner._device.changes.trouble(layer) for layer in range(LAYERS))
+    assert not any(cache._runner._device.reallocator.status(layer) for layer in range(LAYERS))
 
 
 def test_padding_and_layers_apart(kernels: Kernels) -> None:
