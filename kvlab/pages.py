@@ -6,7 +6,7 @@ it. Which tokens a page holds is nobody's business but the cache's: a page fills
 between slots, and attention does not care for their order.
 
 The bytes mean what `kvlab.reference.pages` says. Here are their offsets (`PageLayout`), the functions that
-write, read and move tokens (compiled; loaded at the first call), and what an attention call needs to know of
+write and read tokens (compiled; loaded at the first call), and what an attention call needs to know of
 the pages of one layer (`LayerPages`).
 """
 
@@ -31,7 +31,6 @@ __all__ = [
     "WIDTHS",
     "LayerPages",
     "PageLayout",
-    "copy_tokens",
     "decode_importance",
     "encode_importance",
     "new_pool",
@@ -332,34 +331,6 @@ def read_tokens(
         bad = _in_threads(read_side, read_side_parallel, len(x), *arguments)
         _check_bad(bad, pool, where)
     return k, v
-
-
-def copy_tokens(
-    pool: Bytes,
-    layout: PageLayout,
-    dtype: str,
-    page_from: NDArray[np.integer[Any]],
-    slot_from: NDArray[np.integer[Any]],
-    page_to: NDArray[np.integer[Any]],
-    slot_to: NDArray[np.integer[Any]],
-) -> None:
-    """Copy tokens from slot to slot of one pool, bit for bit: codes, steps, positions and importance.
-
-    One after the other in the order given, so a later copy sees what an earlier one wrote. Positions are
-    offsets: they keep their meaning between pages of equal base.
-    """
-    from kvlab.numba_kernels.cpu.pages import copy_bytes, copy_side
-
-    sides = side_formats(layout, dtype)
-    _check_pool(pool, layout)
-    where = _check_places(
-        {"page_from": page_from, "slot_from": slot_from, "page_to": page_to, "slot_to": slot_to}
-    )
-    for side in sides:
-        bad = copy_side(pool.reshape(-1), *side, *where)
-        _check_bad(bad, pool, where)
-    copy_bytes(pool.reshape(-1), layout.nbytes, layout.positions, 2, *where)
-    copy_bytes(pool.reshape(-1), layout.nbytes, layout.importance, 1, *where)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,6 @@ from kvlab.pages import (
     TOKENS_PER_PAGE,
     WIDTHS,
     PageLayout,
-    copy_tokens,
     decode_importance,
     encode_importance,
     read_tokens,
@@ -313,8 +312,7 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     """What is read lies on the grid of its step byte, and stays where that byte is found again.
 
     At 8 bits it nearly always is, at 2 and 3 mostly. At 4 bits the largest value is smaller than the largest
-    element was, so that a lower byte is found, always; its grid has values that are not far. (Tokens move by
-    `copy_tokens`, not by writing them again.)
+    element was, so that a lower byte is found, always; its grid has values that are not far.
     """
     layout = PageLayout(head_dim, bits, bits, 2)
     rng = np.random.default_rng(seed)
@@ -339,45 +337,6 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     codes, _ = reference.encode(first, bits, np.ones(len(first), bool))
     kept = reference.grid_codes(first, reference.STEPS[byte][:, None], bits)
     np.testing.assert_array_equal(codes[same], kept[same])
-
-
-# Copying
-
-
-@given(layouts, SEEDS, st.integers(0, 60))
-def test_copied_tokens_are_the_same_tokens(case: tuple[PageLayout, str], seed: int, n: int) -> None:
-    """Any bits, any order, chains and copies onto oneself: as if a slot were a plain list of its bits."""
-    layout, dtype = case
-    rng = np.random.default_rng(seed)
-    pool = random_pool(rng, layout)
-    page_from, page_to = rng.integers(0, PAGES, (2, n))
-    slot_from, slot_to = rng.integers(0, TOKENS_PER_PAGE, (2, n))
-    slots = all_bits_of_slots(pool, layout)
-    for i in range(n):
-        slots[page_to[i], slot_to[i]] = slots[page_from[i], slot_from[i]]
-    copy_tokens(pool, layout, dtype, page_from, slot_from, page_to, slot_to)
-    np.testing.assert_array_equal(all_bits_of_slots(pool, layout), slots)
-
-
-def all_bits_of_slots(pool: NDArray[np.uint8], layout: PageLayout) -> NDArray[np.uint8]:
-    """Return everything that a pool says, as (page, slot, bits)."""
-    parts = []
-    for side, width, start in (
-        ("k", layout.bits_k, layout.k_codes),
-        ("v", layout.bits_v, layout.v_codes),
-    ):
-        bits = layout.stored_bits(width)
-        region = pool[:, start : start + 8 * layout.head_dim * bits]
-        stream = np.unpackbits(region, axis=1, bitorder="little")
-        address = reference.bit_address(bits, layout.head_dim, side)
-        parts.append(stream[:, address.reshape(TOKENS_PER_PAGE, -1)])
-    per_byte = pool[:, layout.k_steps : layout.positions]
-    parts.append(per_byte.reshape(len(pool), -1, TOKENS_PER_PAGE).swapaxes(1, 2))
-    parts.append(layout.positions_in(pool)[..., None].copy().view(np.uint8))
-    parts.append(layout.importance_in(pool)[..., None])
-    together = np.concatenate(parts, axis=2)
-    assert sum(part.shape[2] for part in parts) == together.shape[2]
-    return together
 
 
 # What is refused
@@ -430,12 +389,3 @@ def test_wrong_arguments_are_refused_before_anything_is_written(change: dict[str
 
 def test_the_call_that_the_refusals_start_from_is_right() -> None:
     write_tokens(**good_call())
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_copies_outside_the_pool_are_refused(which: int) -> None:
-    call = good_call()
-    places = [call["page"], call["slot"], call["page"], call["slot"]]
-    places[2 * which] = np.array([0, 1, 7])
-    with pytest.raises(ValueError, match="at index 2 they are " + ("7, 5, 1, 5", "1, 5, 7, 5")[which]):
-        copy_tokens(call["pool"], call["layout"], "float16", *places)

@@ -196,30 +196,3 @@ def read_side_parallel(pool, side, places, page, slot, x, parts):
             first, last = page.size * part // parts, page.size * (part + 1) // parts
             _read_part(pool, words, side, places, page, slot, x, first, last)
     return bad
-
-
-@njit(cache=True)
-def copy_side(pool, side, places, page_from, slot_from, page_to, slot_to):
-    """Copy the codes and steps of tokens, one after the other; -1, or the index of a bad entry."""
-    pages = pool.size // side.nbytes
-    bad = max(_first_bad(pages, page_from, slot_from), _first_bad(pages, page_to, slot_to))
-    if bad >= 0:
-        return bad
-    words = pool.view(np.uint32)
-    codes = np.empty(places.shape[1], np.uint32)
-    for i in range(page_from.size):
-        source, target = page_from[i] * side.nbytes, page_to[i] * side.nbytes
-        take_codes(words, (source + side.codes) // 4, places, slot_from[i], side.bits, codes)
-        put_codes(words, (target + side.codes) // 4, places, slot_to[i], side.bits, codes)
-        if side.bits < 16:
-            pool[target + side.steps + slot_to[i]] = pool[source + side.steps + slot_from[i]]
-    return -1
-
-
-@njit(cache=True)
-def copy_bytes(pool, nbytes, offset, width, page_from, slot_from, page_to, slot_to):
-    """Copy `width` bytes a slot at `offset` of a page, one token after the other. Nothing is checked."""
-    for i in range(page_from.size):
-        for byte in range(width):
-            source = page_from[i] * nbytes + offset + slot_from[i] * width + byte
-            pool[page_to[i] * nbytes + offset + slot_to[i] * width + byte] = pool[source]
