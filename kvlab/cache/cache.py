@@ -4,13 +4,12 @@ A model calls `step` once a layer: the new queries attend every stored token, st
 and the new tokens exactly and causally; then the new tokens are stored. While the bytes last, tokens stay at
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
-What lies where: options.py (what a cache is told once), ladder.py (widths, and what is fixed of a layer),
-budget.py (bytes a row may take), importance.py and score.py (scores; importance_callback.py: a user's
-function), frame.py (the mean taken off keys; waiting.py: tokens that wait for it), runner.py (checks and
-memory), step.py and prefill.py (steps of few and of many tokens), launches.py (a step's launches), store.py
-(pages and tables, beams, copies), reallocation.py and plan.py (plans, moves; allocator.py: the optimum),
-contents.py, persistence.py and version_1.py (files). An executor: cpu.py with cpu_rows.py, or cuda.py,
-whose launchers are in `kvlab.ops.cuda`.
+What lies where: options.py (what a cache is told once, and bytes a row may take), ladder.py (widths, and what
+is fixed of a layer), importance.py and score.py (scores), frame.py (the mean taken off keys; waiting.py:
+tokens that wait for it), runner.py (checks and memory), step.py and prefill.py (steps of few and of many
+tokens), launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py and
+plan.py (plans, moves; allocator.py: the optimum), contents.py and persistence.py (files). An executor: cpu.py
+with cpu_rows.py, or cuda.py, whose launchers are in `kvlab.ops.cuda`.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from numpy.typing import NDArray
 from kvlab.arguments import number, whole_number
 from kvlab.arrays import Array, ArrayT
 from kvlab.cache import persistence
-from kvlab.cache.budget import Limit
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import Layer, LayerFormat, parse_bits
-from kvlab.cache.options import MOST, CacheOptions, check_device, row_numbers
+from kvlab.cache.options import MOST, CacheOptions, Limit, check_device, row_numbers
 from kvlab.cache.runner import Runner, smallest_of
 from kvlab.errors import FormatError
 from kvlab.pages import LayerPages

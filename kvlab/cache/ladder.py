@@ -17,11 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvlab.arguments import whole_number
-from kvlab.cache.importance import Policy
 from kvlab.pages import PAGE_TABLE_BYTES, PageLayout
+
+if TYPE_CHECKING:
+    from kvlab.cache.importance import Policy
 
 __all__ = ["ERRORS", "EXACT", "WIDTHS", "Bits", "Ladder", "Layer", "LayerFormat", "Rung", "parse_bits"]
 

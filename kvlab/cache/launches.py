@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlab.arrays import CudaView
 from kvlab.cache.ladder import EXACT, Rung
-from kvlab.cache.score import Collector
-from kvlab.cache.waiting import Waiting
 from kvlab.ops.cuda import pages as kernels
+
+if TYPE_CHECKING:
+    from kvlab.cache.score import Collector
+    from kvlab.cache.waiting import Waiting
 
 __all__ = ["KnownStep", "StepCalls", "keep_launches", "launch_again"]
 

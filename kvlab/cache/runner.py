@@ -13,18 +13,16 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.arrays import CudaView
-from kvlab.cache.budget import Limit
 from kvlab.cache.contents import Arrays, contents_of, fill
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
 from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import keep_launches, launch_again
-from kvlab.cache.options import MOST, CacheOptions
-from kvlab.cache.persistence import FORMAT_VERSION
+from kvlab.cache.options import MOST, CacheOptions, Limit
+from kvlab.cache.persistence import FORMAT_VERSION, upgraded
 from kvlab.cache.plan import smallest_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.step import DeviceCache, Settings
-from kvlab.cache.version_1 import upgraded
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
 from kvlab.ops.cuda.pages import MAX_STEPS

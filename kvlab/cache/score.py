@@ -6,7 +6,7 @@ their scores side by side, and the last one has all of them brought up to date (
 change pages before that, so whoever is about to calls `flush`.
 
 The launchers, for ``kernels/cuda/plan/score.cu``, wait for nothing. The policies are those of
-`kvlab.cache.importance` by name; a user's function is called by the host (importance_callback.py).
+`kvlab.cache.importance` by name; a user's function is called by the host (prefill.py).
 """
 
 from __future__ import annotations

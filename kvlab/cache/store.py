@@ -17,14 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.ladder import LayerFormat
 from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_PAGES
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
+
+if TYPE_CHECKING:
+    from kvlab.cache.ladder import LayerFormat
 
 __all__ = [
     "MOVED",

@@ -16,30 +16,31 @@ A budget that cannot hold the waiting pages makes no row wait: the first call th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
 from kvlab.cache.frame import LAST
-from kvlab.cache.ladder import Layer
-from kvlab.cache.plan import Ladder
-from kvlab.cache.store import WAITING_PAGES
 from kvlab.ops.cuda import pages as kernels
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 
+if TYPE_CHECKING:
+    from kvlab.cache.ladder import Layer
+    from kvlab.cache.plan import Ladder
+
 __all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "waits_within"]
 
-CAPACITY = WAITING_PAGES * TOKENS_PER_PAGE
+CAPACITY = kernels.WAITING_PAGES * TOKENS_PER_PAGE
 """Tokens that the waiting pages of a row hold."""
 
 
 def waits_within(layer: Layer, ladder: Ladder, row_budget: int | None) -> bool:
     """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""
     store, widest = layer.store, layer.store.exact_layout.nbytes + PAGE_TABLE_BYTES
-    packed = WAITING_PAGES * ladder.cost[0] + 3 * ladder.cost[-1]
-    needed = store.num_heads_kv * max(WAITING_PAGES * widest, packed) + store.fixed_nbytes
+    packed = kernels.WAITING_PAGES * ladder.cost[0] + 3 * ladder.cost[-1]
+    needed = store.num_heads_kv * max(kernels.WAITING_PAGES * widest, packed) + store.fixed_nbytes
     return layer.takes_mean and (row_budget is None or needed <= row_budget)
 
 
