@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvlab.errors import BudgetError as BudgetError
     from kvlab.errors import FormatError as FormatError
     from kvlab.errors import OutOfMemory as OutOfMemory
+    from kvlab.integrations.accelerate import accelerate as accelerate
     from kvlab.integrations.quantized import quantized as quantized
     from kvlab.integrations.reading import perplexity as perplexity
     from kvlab.integrations.reading import read as read
@@ -42,6 +43,7 @@ _HOME = {
     "MixedPrecisionCache": "kvlab.cache.cache",
     "OutOfMemory": "kvlab.errors",
     "Quantized": "kvlab.ops.codec",
+    "accelerate": "kvlab.integrations.accelerate",
     "attention": "kvlab.ops.attention",
     "attention_backward": "kvlab.ops.attention_backward",
     "attention_varlen": "kvlab.ops.attention",

@@ -19,6 +19,7 @@ OPTIONAL = ("torch", "transformers", "cupy", "cuda", "numba_cuda", "matplotlib")
 NEEDS_EXTRA = [
     ("from kvlab.jit.build import build; build('absent', {}, 'sm_90a', root=ROOT)", "cuda", "cu13"),
     ("import kvlab; kvlab.quantized(None).__enter__()", "torch", "hf"),
+    ("import kvlab; kvlab.accelerate(None).__enter__()", "transformers", "hf"),
     ("import kvlab; kvlab.quantized(None).__enter__()", "transformers", "hf"),
 ]
 
