@@ -61,6 +61,7 @@ FLAT = {"q": (Q[0], "array"), "k": (K[0], "array"), "v": (V[0], "array")}
 GRADIENT = {"dout": (OUT, "array"), "out": (OUT, "array"), "lse": (LSE, "array")}
 FLAT_GRADIENT = {name: (array[0], kind) for name, (array, kind) in GRADIENT.items()}
 FIXED_ORDER = {"deterministic": (False, "flag")}
+FLOAT32_GRADIENTS = {"float32_dk_dv": (False, "flag")}
 BOUNDS = {"cu_seqlens_q": (ENDS, "array"), "cu_seqlens_k": (ENDS, "array")}
 LONGEST = {"max_seqlen_q": (8, "count"), "max_seqlen_k": (8, "count")}
 GROUPS = {
@@ -140,7 +141,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
     ),
     "attention": (kvlab.attention, QKV | MASKS | WANTS_LSE | MARGIN),
     "attention_varlen": (kvlab.attention_varlen, FLAT | BOUNDS | LONGEST | MASKS | WANTS_LSE | MARGIN),
-    "attention_backward": (kvlab.attention_backward, GRADIENT | QKV | MASKS | FIXED_ORDER),
+    "attention_backward": (
+        kvlab.attention_backward,
+        GRADIENT | QKV | MASKS | FIXED_ORDER | FLOAT32_GRADIENTS,
+    ),
     "grouped_attention_varlen": (
         kvlab.grouped_attention_varlen,
         {"q_groups": ([Q[0]], "arrays"), "k": (K[0], "array"), "v": (V[0], "array")} | GROUPS,
@@ -155,7 +159,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
     ),
     "attention_varlen_backward": (
         kvlab.attention_varlen_backward,
-        FLAT_GRADIENT | FLAT | BOUNDS | LONGEST | MASKS | FIXED_ORDER,
+        FLAT_GRADIENT | FLAT | BOUNDS | LONGEST | MASKS | FIXED_ORDER | FLOAT32_GRADIENTS,
     ),
     "merge_attention": (kvlab.merge_attention, {"outs": ([OUT], "arrays"), "lses": ([LSE], "arrays")}),
 }
