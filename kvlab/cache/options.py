@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import choice, number, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
-from kvlab.cache.allocator import METHODS, Method
 from kvlab.cache.importance import Importance
 from kvlab.cache.ladder import Bits
 from kvlab.errors import BudgetError
+from kvlab.ops.allocator import METHODS, Method
 from kvlab.sizes import parse_size
 
 __all__ = [

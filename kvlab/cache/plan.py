@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import cuda_view, empty, overwrite, to_device, to_host
-from kvlab.cache.allocator import allocate
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
+from kvlab.ops.allocator import allocate
 from kvlab.reference.cache_layer import Ladder
 
 __all__ = [

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from numpy.typing import NDArray
 
-from kvlab.cache import allocator
-from kvlab.cache.allocator import METHODS, Method, allocate
 from kvlab.errors import BudgetError, OutOfMemory
+from kvlab.ops import allocator
+from kvlab.ops.allocator import METHODS, Method, allocate
 from tests.strategies import LADDERS, AllocationCase, allocation_cases
 
 Rungs = NDArray[np.int64]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvlab.cache.allocator import Method, allocate
+from kvlab.ops.allocator import Method, allocate
 
 DATA = np.load(Path(__file__).parents[1] / "data/smollm2_pages.npz")
 LAYERS = 3

@@ -1,6 +1,6 @@
 """The loops of the page allocator: a multiple-choice knapsack in which a rung costs the same for every page.
 
-`kvlab/cache/allocator.py` states the problem and calls these loops. Shapes used throughout: ``loss``
+`kvlab/ops/allocator.py` states the problem and calls these loops. Shapes used throughout: ``loss``
 (pages, rungs), ``cost`` (rungs,), ``ceiling`` and ``rung`` (pages,). A *step* lifts a page from one corner of
 its lower convex hull of (bytes, loss) points to the next; its *slope* is the loss saved per byte. ``room`` is
 the bytes still free.

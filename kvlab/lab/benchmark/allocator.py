@@ -14,8 +14,8 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.allocator import METHODS, Method, allocate
 from kvlab.lab.results import Row
+from kvlab.ops.allocator import METHODS, Method, allocate
 
 __all__ = ["NOTE", "PAGES", "benchmark_allocator"]
 
