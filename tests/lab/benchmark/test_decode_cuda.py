@@ -77,7 +77,7 @@ def test_the_command_draws_decode_on_cuda_only(tmp_path: Path, monkeypatch: pyte
     pytest.importorskip("matplotlib")
     from kvlab.cli.benchmark import command
 
-    with pytest.raises(ValueError, match="decode on cuda, have one, not decode on cpu"):
+    with pytest.raises(ValueError, match="decode on cuda have one, not decode on cpu"):
         command("decode", figure=tmp_path / "out.png")
     monkeypatch.setitem(benchmark.CASES, "decode", lambda _: benchmark.Measured(rows()))
     monkeypatch.setattr(benchmark.targets, "machine", lambda _: None)
