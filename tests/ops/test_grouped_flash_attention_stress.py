@@ -56,16 +56,16 @@ def test_repeated_calls_give_the_same_bits_and_keep_no_memory(calls: int) -> Non
     first = attend(case)
     tracemalloc.start()
     try:
-        attend(case)
-        before = tracemalloc.get_traced_memory()[0]
-        for _ in range(calls):
-            again = attend(case)
-        gc.collect()
-        after = tracemalloc.get_traced_memory()[0]
+        traced = []
+        for _ in range(2):  # the first time NumPy fills memory that it keeps
+            for _ in range(calls):
+                again = attend(case)
+            gc.collect()
+            traced.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
     assert all((a == b).all() for a, b in zip(first, again, strict=True))
-    assert after - before < 50_000
+    assert traced[1] - traced[0] < 20_000
 
 
 def test_calls_from_several_threads() -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvlab.ops import attention_arguments
 from kvlab.ops.attention_call import Sequences, checked_options, scores_of
 from kvlab.ops.numba import attention as attention_numba
 from kvlab.reference import attention as reference
@@ -50,7 +49,6 @@ def _simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         return np.full(shape, np.nan, like.dtype if dtype != "float32" else np.float32)
 
     monkeypatch.setattr(attention_numba, "cuda_view", gpu.view)
-    monkeypatch.setattr(attention_arguments, "cuda_view", gpu.view)
     monkeypatch.setattr(attention_numba, "numba_kernel", kernel)
     monkeypatch.setattr(attention_numba, "launch", launch)
     monkeypatch.setattr(attention_numba, "empty", empty)
