@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvlab.reference import attention as reference
+from kvlab.reference.packed import hadamard_matrix
 
 Array = NDArray[Any]
 
@@ -119,6 +120,22 @@ def low_precision_attention(
     out = np.einsum("bhqk,bkhd->bqhd", probabilities, v_all, optimize=True).astype(q.dtype)
     with np.errstate(divide="ignore"):
         return out, (largest + np.log(total))[..., 0]
+
+
+def low_precision_in_bases(q: Array, k: Array, v: Array, bases: int = 32) -> Array:
+    """Out of `low_precision_attention` in the basis, of several, that takes each element farthest.
+
+    In float32 a single key that dominates a row may be lucky in one order of sums.
+    """
+    head_dim = q.shape[-1]
+    signs = np.random.default_rng(0).choice([-1, 1], (bases, head_dim, 1))
+    turns = [np.eye(head_dim), *(sign * hadamard_matrix(head_dim) for sign in signs[1:])]
+    outs = []
+    for turn in turns:
+        rotated = [(x.astype(np.float64) @ turn).astype(q.dtype) for x in (q, k, v)]
+        outs.append(low_precision_attention(*rotated)[0] @ turn.T.astype(np.float32))
+    far = np.abs(np.stack(outs) - outs[0]).argmax(axis=0)[None]
+    return np.take_along_axis(np.stack(outs), far, 0)[0]
 
 
 def low_precision_merge(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
