@@ -118,9 +118,19 @@ def _attempt(folder: Path, case: AblationCase, work: Callable[[], dict[str, Any]
     try:
         result = work()
     except Exception as error:
+        _raise_interrupt(error)
         return record_failure(folder, case, error).kind
     record(folder, case, result)
     return str(result["status"])
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """Raise the interrupt that an error comes from: compiled code that meets one gives a SystemError."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if not isinstance(cause, Exception):
+            raise cause from None
+        cause = cause.__cause__ or cause.__context__
 
 
 class _Waiting:

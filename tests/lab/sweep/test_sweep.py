@@ -159,6 +159,21 @@ def test_failures_are_classed_and_tried_again_by_policy(tmp_path: Path, manifest
     assert len(status(tmp_path, manifest).done) == 9
 
 
+def interrupted(case: AblationCase) -> dict[str, Any]:
+    """What a function of C gives when an interrupt comes while it runs."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as interrupt:
+        raise SystemError("a result with an exception set") from interrupt
+
+
+def test_an_interrupt_inside_compiled_code_is_no_failure(tmp_path: Path, manifest: Manifest) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_cases(tmp_path, manifest, range(2), runner=interrupted)
+    assert status(tmp_path, manifest).failed == ()
+    assert len(status(tmp_path, manifest).left) == len(manifest.cases)
+
+
 def test_classes_of_errors() -> None:
     assert classify(Refused("throttled", "hot")) == "throttled"
     assert classify(OSError(28, "No space left on device")) == "disk_full"
