@@ -1,4 +1,4 @@
-"""The allocators on what a real model asked: SmolLM2-135M, recorded by a script last in commit 63c2f96.
+"""The allocators on what a real model asked: SmolLM2-135M, recorded by a script last in commit 5427295.
 
 A layer has 240 pages at 5,120 tokens. Three neighbouring layers under one budget make an instance. Pages of
 sinks and of the newest tokens, whose weights outdo all others, are left out: a sum with them would be theirs.
