@@ -155,9 +155,10 @@ def _told(call: Callable[[], Any], what: str) -> Any:
         ) from error
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def _copy_on_device(data: bytes, dtype: str, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype).copy()).to(device)
+    with torch.inference_mode(False):  # a later call may want gradients through the same indices
+        return torch.from_numpy(np.frombuffer(data, dtype).copy()).to(device)
 
 
 def on_device(numbers: NDArray[Any], like: Tensor) -> Tensor:

@@ -273,6 +273,21 @@ def wrong_call(rank: int, size: int, change: dict[str, Any]) -> None:
     parallel.zigzag_llama3_flash_attn_varlen_func(q, k, v, **arguments)
 
 
+def inference_first(rank: int, size: int) -> float:
+    """The sum of gradients through indices that were first used where no gradients are recorded."""
+    bounds = [0, 40 * size]  # which no other test has
+    with torch.inference_mode():
+        parallel.extract_local(torch.zeros(40 * size), bounds)
+    x = torch.zeros(40 * size, requires_grad=True)
+    parallel.extract_local(x, bounds).sum().backward()
+    assert x.grad is not None
+    return float(x.grad.sum())
+
+
+def test_training_goes_on_after_inference(ranks: Any) -> None:
+    assert ranks(2)(inference_first) == [40.0, 40.0]
+
+
 def test_the_comparison_rejects_a_rank_in_the_wrong_place() -> None:
     arrays = inputs(LENGTHS, torch.float32)
     right = whole(LENGTHS, arrays, causal=True)
