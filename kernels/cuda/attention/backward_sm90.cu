@@ -2,8 +2,7 @@
 //
 // Threads and data
 //   CTA    one a multiprocessor; takes tiles from the list until none is left. A tile is BLOCK_N = 128 keys
-//   of one
-//          (sequence, KV head) and all rows that see them: attention/backward.cuh. Of a short call
+//          of one (sequence, KV head) and all rows that see them: attention/backward.cuh. Of a short call
 //          CLUSTER_SPLIT CTAs, a cluster, have one tile and share its rows evenly; dK and dV are added up at
 //          the end.
 //   warp 0   a thread takes the tiles and loads Q with its lse_log2, BLOCK_M rows at a time.
@@ -23,8 +22,8 @@
 // waits for: lse_log2 is read while dK of the step before runs. With LAG a warpgroup takes dQ of the step
 // before, so that it need not wait for dS of the other: one's exponentials run beside the other's products.
 //
-// A deterministic call has its tiles in the order of keys, and walks rows from the last to the first. The
-// addition of dQ waits until the CTAs before it in the order of keys have made theirs.
+// A deterministic call has its tiles in the order of keys. The addition of dQ waits until the CTAs before it
+// in the order of keys have made theirs.
 //
 // Memory: shared, from a multiple of 1024 on, in blocks of 64 columns: K and V, 2 stages of Q and of dout, 2
 // of dS (BLOCK_M x BLOCK_N), dQ (2 x 64 x 64 floats); 2 stages of lse_log2 and dpsum; mbarriers, two
@@ -37,6 +36,7 @@
 
 constexpr int BLOCK_M = HEAD_DIM == 64 ? 128 : 64, BLOCK_N = 128;
 constexpr int Q_STAGES = 2, DOUT_STAGES = 2, SCORE_STAGES = 2, INFO_STAGES = 2;
+constexpr int RUN = 4;  // steps of a query head in a row, in a deterministic call
 constexpr int CLUSTER = CLUSTER_SPLIT, SCORES = BLOCK_M / 2, SUMS = HEAD_DIM / 2;  // a thread's
 constexpr bool LAG = HEAD_DIM == 128, LATE_DV = !LAG && !SOFTCAP;                  // dV begins behind dS
 
@@ -87,24 +87,34 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Signals& b)
     fence_async();
 }
 
-// The steps of a CTA in a tile: rows of one query head of the group after the other.
+// The steps of a CTA in a tile: a run of rows of every query head of the group, then the next run. In a
+// deterministic call runs are short, RUN steps, from the last rows on: all CTAs that add to a head begin with
+// the same rows, and one whose keys fewer rows see need not wait for the others at every head. Otherwise a
+// run is all rows: CTAs that add to the same rows of dq at the same time slow each other down.
 struct Steps {
     int head, row, left;     // of the next step; steps that are left
-    int first, end, stride;  // rows of a head's first step and of one behind its last; from one to the next
-    __device__ __forceinline__ void next() {
+    int first, end, last;    // rows of a run's first step, behind its last, and behind the last run's last
+    int stride, first_head;  // rows from one step to the next
+    __device__ __forceinline__ void next(const Call& call) {
         --left, row += stride;
-        if (row == end) row = first, ++head;
+        if (row != end) return;
+        if (++head == first_head + call.group)
+            head = first_head, first = end, end = max(end + RUN * stride, last);
+        row = first;
     }
 };
 
 __device__ __forceinline__ Steps find_steps(const Call& call, const TileInfo& t) {
-    const int tiles = t.num_tiles_of_keys, end = t.first_key + tiles * BLOCK_M;
-    Steps s = {t.head_kv * call.group, t.first_key, tiles * call.group, t.first_key, end, BLOCK_M};
-    if (call.deterministic)
-        s.row = s.first = end - BLOCK_M, s.end = t.first_key - BLOCK_M, s.stride = -BLOCK_M;
+    const int tiles = t.num_tiles_of_keys, head = t.head_kv * call.group, left = tiles * call.group;
+    const int low = t.first_key, high = low + tiles * BLOCK_M;
+    Steps s = {head, low, left, low, high, high, BLOCK_M, head};
+    if (call.deterministic) {
+        s = {head, high - BLOCK_M, left, high - BLOCK_M, low - BLOCK_M, low - BLOCK_M, -BLOCK_M, head};
+        if (CLUSTER_SPLIT == 1) s.end = max(s.first - RUN * BLOCK_M, s.last);
+    }
     if (CLUSTER_SPLIT > 1 && tiles) {
-        const int split = blockIdx.x % CLUSTER, begin = split * s.left / CLUSTER_SPLIT;
-        s.left = (split + 1) * s.left / CLUSTER_SPLIT - begin;
+        const int split = blockIdx.x % CLUSTER, begin = split * left / CLUSTER_SPLIT;
+        s.left = (split + 1) * left / CLUSTER_SPLIT - begin;
         s.head += begin / tiles, s.row += begin % tiles * s.stride;
     }
     return s;
@@ -125,8 +135,9 @@ __device__ __forceinline__ void for_tiles(const Signals& b, Visit visit) {
     }
 }
 
-// Takes tiles from the list, one ahead, and loads Q. A tile makes one fetch from the semaphore, so the fetch
-// that returns num_tiles - 1 is the last, and sets it to 0 again.
+// Takes tiles from the list and loads Q. The next tile is taken behind the last load of a tile, a step or two
+// before its products end: a CTA that took it earlier would keep it from one that is idle. A tile makes one
+// fetch from the semaphore, so the fetch that returns num_tiles - 1 is the last, and sets it to 0 again.
 __device__ __forceinline__ void load_q(const Memory& m, const Signals& b, const Maps& maps,
                                        const Call& call) {
     const TileInfo* const tiles = (const TileInfo*)(call.list + 1);
@@ -144,6 +155,15 @@ __device__ __forceinline__ void load_q(const Memory& m, const Signals& b, const 
         }
         expect_bytes(full, sizeof(TileInfo));
         copy_bytes(shared_address(&t), tiles + index, sizeof(TileInfo), full);
+        wait_barrier(full, info.parity ^ 1);
+        const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
+        const i64 workspace_row = find_workspace_row(call, t);
+#pragma unroll 1
+        for (Steps at = find_steps(call, t); at.left; at.next(call), q.next())
+            load_rows(m.q + q.stage * ROW_BYTES, maps.q, m.lse_log2 + q.stage * STAT_BYTES,
+                      call.lse_log2 + at.head * call.rows + workspace_row + at.row, m.full_q + 8 * q.stage,
+                      m.empty_q + 8 * q.stage, q.parity, rows, {at.head, at.row});
+        info.next();
         if (CLUSTER_SPLIT > 1) {
             index = num_tiles;  // a cluster has one tile
         } else {
@@ -151,15 +171,6 @@ __device__ __forceinline__ void load_q(const Memory& m, const Signals& b, const 
             if (index == num_tiles - 1) *call.semaphore = 0;
             index += gridDim.x;
         }
-        wait_barrier(full, info.parity ^ 1);
-        const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
-        const i64 workspace_row = find_workspace_row(call, t);
-#pragma unroll 1
-        for (Steps at = find_steps(call, t); at.left; at.next(), q.next())
-            load_rows(m.q + q.stage * ROW_BYTES, maps.q, m.lse_log2 + q.stage * STAT_BYTES,
-                      call.lse_log2 + at.head * call.rows + workspace_row + at.row, m.full_q + 8 * q.stage,
-                      m.empty_q + 8 * q.stage, q.parity, rows, {at.head, at.row});
-        info.next();
     }
 }
 
@@ -183,36 +194,37 @@ __device__ __forceinline__ void load_keys_and_dout(const Memory& m, const Signal
         const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
         const i64 workspace_row = find_workspace_row(call, t);
 #pragma unroll 1
-        for (; at.left; at.next(), dout.next())
+        for (; at.left; at.next(call), dout.next())
             load_rows(m.dout + dout.stage * ROW_BYTES, maps.dout, m.dpsum + dout.stage * STAT_BYTES,
                       call.dpsum + at.head * call.rows + workspace_row + at.row, m.full_dout + 8 * dout.stage,
                       m.empty_dout + 8 * dout.stage, dout.parity, rows, {at.head, at.row});
     });
 }
 
-// Adds dQ of a warpgroup to the workspace, step after step; one thread.
+// Adds dQ of a warpgroup to the workspace, step after step; one thread. A deterministic call waits for its
+// turn before dQ is there, and passes it on when the addition is complete.
 __device__ __forceinline__ void add_dq(const Memory& m, const Signals& b, const Call& call, int group) {
     const u32 bytes = HEAD_DIM == 96 && group ? SUM_BYTES / 2 : SUM_BYTES;
     u32 parity = 0;
     for_tiles<1>(b, [&](const TileInfo& t) {
         const i64 first_row = find_workspace_row(call, t);
-        u32* pending = nullptr;  // a semaphore that is still to be released
 #pragma unroll 1
-        for (Steps at = find_steps(call, t); at.left; at.next(), parity ^= 1) {
+        for (Steps at = find_steps(call, t); at.left; at.next(call), parity ^= 1) {
             const i64 workspace_row = at.head * call.rows + first_row + at.row;
-            wait_barrier(b.full_dq + 8 * group, parity);
-            if (call.deterministic) {
-                if (pending) finish_additions(pending);  // of the step before, which have had a step's time
-                pending = call.dq_semaphore + workspace_row / 16 + group;
-                wait_semaphore(pending,
+            u32* const semaphore = call.dq_semaphore + workspace_row / 16 + group;
+            if (call.deterministic)
+                wait_semaphore(semaphore,
                                t.position / BLOCK_N - max(0, at.row - t.diagonal - call.left) / BLOCK_N);
-            }
+            wait_barrier(b.full_dq + 8 * group, parity);
             add_floats(call.dq_accum + workspace_row * HEAD_DIM + group * 4096, m.dq + group * SUM_BYTES,
                        bytes);
             wait_additions_read();
             arrive(b.empty_dq + 8 * group);
+            if (call.deterministic) {
+                wait_additions();
+                release_semaphore(semaphore);
+            }
         }
-        if (pending) finish_additions(pending);
     });
     wait_additions();  // shared memory must not go before it is read
 }
@@ -322,7 +334,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
             const u32 dpsum = m.dpsum + stage * STAT_BYTES + lane_stats;
             float scores[SCORES], dp[SCORES];
             u32 p[SCORES / 2], ds[SCORES / 2];
-            at.next();
+            at.next(call);
             begin_products();
             multiply_channels(scores, k, q + rows_at);
             wait_barrier(m.full_dout + 8 * stage, state.parity);

@@ -161,13 +161,6 @@ __device__ __forceinline__ void store_sums(u32 to, const float (&sums)[COUNT]) {
                      : "memory");
 }
 
-// Lets the next CTA in the order of keys add, when this one's additions are made.
-__device__ __forceinline__ void finish_additions(u32* semaphore) {
-    wait_additions();
-    __threadfence();
-    release_semaphore(semaphore);
-}
-
 // Writes a lane's sums of `key` and key + 8, from `channel` on; dim is a multiple of 8, as copies ask for.
 template <int COUNT>
 __device__ __forceinline__ void write_keys(const Tensor& t, const Call& call, const SeqInfo& s, int head,

@@ -384,15 +384,18 @@ __device__ __forceinline__ void add_tiles(const Memory& m, const Pair& pair, con
         const Tile at = range.at;
         const i64 workspace_row = at.head * call.rows + s.workspace_row + at.row;
         u32* const semaphore = call.dq_semaphore + workspace_row / 16 + block;
-        wait_barrier(pair.staged(group, state.stage), state.parity);
         if (call.deterministic)
             wait_semaphore(semaphore,
                            work.first_of_pair / (2 * BLOCK_N) - first_key_block(call, s, at.row) / 2);
+        wait_barrier(pair.staged(group, state.stage), state.parity);
         add_floats(call.dq_accum + workspace_row * HEAD_DIM + block * 4096,
                    m.q + state.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES);
         wait_additions_read();
         arrive(m.empty_q + 8 * state.stage);
-        if (call.deterministic) finish_additions(semaphore);
+        if (call.deterministic) {
+            wait_additions();
+            release_semaphore(semaphore);
+        }
         state.next();
     }
     wait_additions();
