@@ -378,7 +378,7 @@ def test_lack_of_memory_at_any_allocation() -> None:
     cache, rng = make(max_seqlen=600, plan_length=600), np.random.default_rng(8)
     step(cache, rng, 100)
     new, many = (list(map(to_torch, draw(rng, cache, steps))) for steps in (2, 90))
-    modules: list[Any] = [attention_cuda, packed_cuda, plan, GPU]
+    modules: list[Any] = [packed_cuda, plan, GPU]  # attention takes its memory before pages change
     found = failures_of_cache(cache, new, many, modules, torch.OutOfMemoryError("CUDA out of memory"))
     assert found[0] > 0
     assert min(found[2:]) > 0
