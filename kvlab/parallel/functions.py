@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import (
     LONGEST,
+    choice,
     flag,
     number,
     refuse_unsupported,
     sides_of_window,
     whole_number,
 )
+from kvlab.ops.grouped import IMPLEMENTATIONS
 from kvlab.parallel.collectives import on_device, place_of, with_gradients
 from kvlab.parallel.gathered import GatheredAttention
 from kvlab.parallel.layout import Part, Plan, Shard, llama3_plan, zigzag_llama3_plan
@@ -206,6 +208,9 @@ def zigzag_llama3_flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     group: Any = None,
+    implementation: str | None = None,
+    use_triton_grouped: bool = False,
+    use_grouped_attention: bool = False,
 ) -> Any:
     """Attention of sequences of which each rank holds an early and a late chunk, with gathered keys.
 
@@ -226,6 +231,11 @@ def zigzag_llama3_flash_attn_varlen_func(
         All keys, as a zigzag rank needs.
     dropout_p, alibi_slopes, softmax_scale, causal, window_size, deterministic, return_attn_probs, group
         As in `llama3_flash_attn_varlen_func`.
+    implementation : {"separate", "listed", "paired"}, optional
+        How the forward attends gathered keys: by a call for each chunk, the default, or by one call for both
+        (see `kvlab.grouped_attention_varlen`), which reads keys of several sequences where they lie.
+    use_triton_grouped, use_grouped_attention : bool
+        Words of other callers for ``"paired"`` and ``"separate"``.
 
     Returns
     -------
@@ -236,11 +246,18 @@ def zigzag_llama3_flash_attn_varlen_func(
     ValueError
         If lengths are no multiples of 2 * ranks, or arguments contradict each other.
     TypeError, NotImplementedError
-        As `kvlab.attention_varlen`.
+        As `kvlab.attention_varlen`; for ``"listed"`` and ``"paired"`` also with a window or without causal,
+        and on a GPU if the chunks of sequences are no multiples of 8 tokens.
     kvlab.errors.RankError
         If another rank does not answer.
     """
     refuse_unsupported(dropout_p, alibi_slopes)
+    word = _implementation(implementation, use_triton_grouped, use_grouped_attention)
+    options = _options(softmax_scale, window_size, deterministic)._replace(implementation=word)
+    if word not in (None, "separate") and (options.window != NO_WINDOW or not causal):
+        raise NotImplementedError(
+            f"implementation={word!r}: one call for both chunks needs causal=True and no window; leave it out"
+        )
     shard = _shard(_lengths(cu_seqlens_k, "cu_seqlens_k"), group, True)
     mine, total = shard.cu_seqlens, sum(shard.lengths)
     given = _bounds(cu_seqlens_q, "cu_seqlens_q")
@@ -252,7 +269,6 @@ def zigzag_llama3_flash_attn_varlen_func(
         raise ValueError(f"local_k_slice={local_k_slice}: zigzag chunks need all keys; pass None")
     _local_lengths(mine, max_seqlen_q, "max_seqlen_q")
     _local_lengths(cu_seqlens_k, max_seqlen_k, "max_seqlen_k")
-    options = _options(softmax_scale, window_size, deterministic)
     plan = zigzag_llama3_plan(shard, flag(causal, "causal"), options.window)
     return _gathered(plan, q, k, v, heads_k_stride, group, options, return_attn_probs)
 
@@ -429,6 +445,23 @@ def _answer(result: tuple[Any, Any], return_lse: bool) -> Any:
 def _options(scale: float | None, window: Window, deterministic: bool) -> Options:
     scale = None if scale is None else number(scale, "softmax_scale")
     return Options(scale, sides_of_window(window, "window_size"), flag(deterministic, "deterministic"))
+
+
+def _implementation(implementation: str | None, triton_grouped: bool, grouped_attention: bool) -> str | None:
+    """What a caller asks for, by whichever word."""
+    words: set[str] = set()
+    if implementation is not None:
+        words.add(choice(implementation, "implementation", IMPLEMENTATIONS))
+    if flag(triton_grouped, "use_triton_grouped"):
+        words.add("paired")
+    if flag(grouped_attention, "use_grouped_attention"):
+        words.add("separate")
+    if len(words) > 1:
+        raise ValueError(
+            f"implementation={implementation!r}, use_triton_grouped={triton_grouped}, "
+            f"use_grouped_attention={grouped_attention} ask for {' and '.join(sorted(words))}: choose one"
+        )
+    return next(iter(words), None)
 
 
 def _check_tokens(q: Any, k: Any, v: Any, total: int | None) -> None:

@@ -18,7 +18,15 @@ from typing import Any
 
 from kvlab.parallel.collectives import Pending, all_gather, filled, reduce_scatter
 from kvlab.parallel.layout import Plan
-from kvlab.parallel.parts import Options, add_gradients, add_rows, attend, empty_result, rows_of
+from kvlab.parallel.parts import (
+    Options,
+    add_gradients,
+    add_rows,
+    attend,
+    attend_prefixes,
+    empty_result,
+    rows_of,
+)
 
 __all__ = ["GatheredAttention"]
 
@@ -53,7 +61,10 @@ class GatheredAttention:
             attend(result, q[:, queries], k[:, heads], v[:, heads], self.plan.local, self.options)
             now, pending = pending, self._gather(k, v, first + self.stride)
             keys, values = (_wait(one) for one in now)
-            attend(result, q[:, queries], keys, values, self.plan.gathered, self.options)
+            if self.options.implementation in (None, "separate"):
+                attend(result, q[:, queries], keys, values, self.plan.gathered, self.options)
+            elif self.plan.prefixes:
+                attend_prefixes(result, q[:, queries], keys, values, self.plan.prefixes, self.options)
         return out.to(q.dtype), lse
 
     def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, Any, Any]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Part", "Plan", "Rows", "Shard", "llama3_plan", "ring_parts", "zigzag_llama3_plan"]
+__all__ = ["Part", "Plan", "Prefixes", "Rows", "Shard", "llama3_plan", "ring_parts", "zigzag_llama3_plan"]
 
 Rows = slice | NDArray[np.int64]
 """Rows of an array: a slice where they lie side by side, else their indices."""
@@ -36,6 +36,20 @@ class Part(NamedTuple):
     causal: bool
 
 
+class Prefixes(NamedTuple):
+    """Queries of a rank, group by group, and the prefixes of gathered keys that they see, for one call.
+
+    `kvlab.grouped_attention_varlen` says what the fields are; keys lie in segments of the buffer.
+    """
+
+    q_rows: tuple[Rows, ...]
+    cu_q: NDArray[np.int32]  # of each group
+    prefix_lens: tuple[NDArray[np.int32], ...]
+    cu_k: NDArray[np.int32]
+    segment_table: NDArray[np.int32]
+    segment_len: int
+
+
 class Plan(NamedTuple):
     """What a rank does when keys are gathered.
 
@@ -48,11 +62,14 @@ class Plan(NamedTuple):
         Over the rank's own keys: what needs no communication.
     gathered : tuple of Part
         Over the buffer.
+    prefixes : Prefixes or None
+        The same as `gathered`, for one call; None where parts see no prefixes.
     """
 
     sends: tuple[Rows, ...]
     local: tuple[Part, ...]
     gathered: tuple[Part, ...]
+    prefixes: Prefixes | None = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +195,18 @@ def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1
     bounds = _bounds(np.repeat(size, 2))
     early, late = shard.chunks
     gathered = (part(0, 0, early, diagonal=False), part(1, 0, late, diagonal=False))
-    return Plan(sends, (Part(ALL, ALL, bounds, bounds, True),), tuple(p for p in gathered if p.cu_k[-1]))
+    seen = tuple(p for p in gathered if p.cu_k[-1])
+    prefixes = None
+    if seen:
+        length = int(np.gcd.reduce(size))
+        table = np.zeros((len(size), shard.pieces * int(size.max()) // length), np.int32)
+        for row, start, n in zip(table, offsets, size, strict=True):
+            firsts = [(place[c] * total + start) // length for c in range(shard.pieces)]
+            row[: shard.pieces * n // length] = np.add.outer(firsts, np.arange(n // length)).ravel()
+        lens = tuple((size * chunk).astype(np.int32) for chunk in shard.chunks if chunk)
+        rows = tuple(p.q_rows for p in seen)
+        prefixes = Prefixes(rows, _bounds(size), lens, _bounds(shard.lengths), table, length)
+    return Plan(sends, (Part(ALL, ALL, bounds, bounds, True),), seen, prefixes)
 
 
 @lru_cache(maxsize=256)

@@ -10,12 +10,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvlab.ops.attention import attention_varlen, merge_attention
 from kvlab.ops.attention_backward import attention_varlen_backward
+from kvlab.ops.grouped import grouped_attention_varlen
 from kvlab.parallel.collectives import filled, on_device
-from kvlab.parallel.layout import Part, Rows
+from kvlab.parallel.layout import Part, Prefixes, Rows
 
-__all__ = ["Options", "add_gradients", "add_rows", "attend", "empty_result", "rows_of"]
+__all__ = [
+    "Options",
+    "add_gradients",
+    "add_rows",
+    "attend",
+    "attend_prefixes",
+    "empty_result",
+    "rows_of",
+]
 
 
 class Options(NamedTuple):
@@ -24,6 +35,7 @@ class Options(NamedTuple):
     scale: float | None
     window: tuple[int, int]
     deterministic: bool
+    implementation: str | None = None  # of attention over gathered keys
 
 
 def rows_of(x: Any, rows: Rows) -> Any:
@@ -39,17 +51,40 @@ def empty_result(q: Any) -> tuple[Any, Any]:
 
 def attend(result: tuple[Any, Any], q: Any, k: Any, v: Any, parts: Sequence[Part], options: Options) -> None:
     """Merge attention of q over parts of k and v into `result`, out and lse, in place."""
-    out, lse = result
     for part in parts:
         lengths = _lengths(part, q)
         found = attention_varlen(
             _wide(rows_of(q, part.q_rows)), _wide(rows_of(k, part.k_rows)), _wide(rows_of(v, part.k_rows)),
             *lengths, causal=part.causal, scale=options.scale, window=options.window, return_lse=True,
         )  # fmt: skip
-        before = rows_of(out, part.q_rows), rows_of(lse.T, part.q_rows).T.contiguous()
-        new = merge_attention((before[0], found[0].float()), (before[1], found[1]))
-        _put(out, part.q_rows, new[0])
-        _put(lse.T, part.q_rows, new[1].T)
+        _merge(result, part.q_rows, found)
+
+
+def attend_prefixes(
+    result: tuple[Any, Any], q: Any, k: Any, v: Any, prefixes: Prefixes, options: Options
+) -> None:
+    """Merge attention of groups of q over prefixes of k and v into `result`, as `attend`, by one call."""
+    cu_q, longest = on_device(prefixes.cu_q, q), np.diff(prefixes.cu_q).max(initial=0)
+    outs, lses = grouped_attention_varlen(
+        [_wide(rows_of(q, rows)) for rows in prefixes.q_rows], _wide(k), _wide(v),
+        cu_seqlens_q_groups=[cu_q] * len(prefixes.q_rows), cu_seqlens_k=on_device(prefixes.cu_k, q),
+        prefix_lens=[on_device(lens, q) for lens in prefixes.prefix_lens], causal=False,
+        scale=options.scale, return_lse=True, implementation=options.implementation,
+        max_seqlen_q=int(longest), max_seqlen_k=int(np.diff(prefixes.cu_k).max(initial=0)),
+        segment_table=on_device(prefixes.segment_table, q).view(prefixes.segment_table.shape),
+        segment_len=prefixes.segment_len,
+    )  # fmt: skip
+    for rows, *found in zip(prefixes.q_rows, outs, lses, strict=True):
+        _merge(result, rows, found)
+
+
+def _merge(result: tuple[Any, Any], rows: Rows, found: Sequence[Any]) -> None:
+    """Merge out and lse of some rows over more keys into those of all, in place."""
+    out, lse = result
+    before = rows_of(out, rows), rows_of(lse.T, rows).T.contiguous()
+    new = merge_attention((before[0], found[0].float()), (before[1], found[1]))
+    _put(out, rows, new[0])
+    _put(lse.T, rows, new[1].T)
 
 
 def add_gradients(

@@ -117,6 +117,36 @@ def test_large_inputs(ranks: Any, function: str) -> None:
     assert_near(found, wanted, 1e-5, 1e-4)
 
 
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize(
+    "word", ["separate", "listed", "paired", "use_triton_grouped", "use_grouped_attention"]
+)
+def test_one_call_for_both_chunks(ranks: Any, word: str, size: int) -> None:
+    own = {word: True} if word.startswith("use") else {"implementation": word}
+    found = gathered(ranks(size)(on_rank, "zigzag_llama3", LENGTHS, torch.float32, 4, own | {"causal": True}))
+    assert_near(found, whole(LENGTHS, inputs(LENGTHS, torch.float32, 4), causal=True), 2e-6, 2e-6)
+
+
+TWO_WORDS = {"implementation": "listed", "use_triton_grouped": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"implementation": "triton"}, ValueError, "implementation='triton'"),
+        (TWO_WORDS, ValueError, "ask for listed and paired: choose one"),
+        (TWO_WORDS | {"use_grouped_attention": True}, ValueError, "listed and paired and separate"),
+        ({"implementation": "paired", "causal": False}, NotImplementedError, "needs causal=True"),
+        ({"implementation": "paired", "window_size": (3, 0)}, NotImplementedError, "and no window"),
+        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p=0.1"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: Any, error: type[Exception], words: str) -> None:
+    x, cu = torch.zeros(8, 1, 16), bounds((8,))
+    with pytest.raises(error, match=re.escape(words)):
+        parallel.zigzag_llama3_flash_attn_varlen_func(x, x, x, cu, cu, 8, 8, 1, **{"causal": True} | options)
+
+
 @pytest.mark.parametrize("left", [0, 5, 30])
 def test_windows(ranks: Any, left: int) -> None:
     options = {"causal": True, "window": (left, 0)}
