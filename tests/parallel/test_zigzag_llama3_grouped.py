@@ -206,7 +206,7 @@ def memory(rank: int, size: int, calls: int) -> tuple[int, int]:
 
 
 def test_many_calls_keep_no_memory(ranks: Any) -> None:
-    assert all(before == after for before, after in ranks(2)(memory, 100))
+    assert all(before == after for before, after in ranks(2)(memory, 1000))
 
 
 def in_groups(rank: int, size: int) -> bool:

@@ -11,13 +11,14 @@ SCRIPTS = sorted((Path(__file__).parents[2] / "slurm").glob("*.sbatch"))
 VARIABLES = (
     *("CONDA_ENV", "DEVICE", "NUM_LAYERS", "NUM_HEADS", "HEAD_DIM", "MEMORY_BUDGETS", "BIT_CONFIGS"),
     *("CONTEXT_LENGTHS", "USE_BIT_PACKING_MODES", "BASELINES", "NUM_ITERATIONS", "TEST_MODULES"),
-    "USE_FUSED_GPU",
+    *("USE_FUSED_GPU", "RANKS_PER_NODE", "TOKENS", "SETS"),
 )
 
 
 def test_the_scripts_are_there() -> None:
     names = {path.stem for path in SCRIPTS}
-    assert names == {"ablate_memory", "benchmark_gpu", "collect", "test_integration", "test_kernels"}
+    jobs = {"ablate_memory", "benchmark_gpu", "context_parallel"}
+    assert names == {*jobs, "collect", "test_integration", "test_kernels"}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
