@@ -20,7 +20,7 @@ with needs_extra("hf", "kvlab.parallel.enable"):
 
 from kvlab.arguments import whole_number
 from kvlab.parallel import extract_local, position_ids, zigzag_llama3_flash_attn_varlen_func
-from kvlab.parallel.collectives import place_of
+from kvlab.parallel.collectives import group_of, place_of
 
 __all__ = ["ATTENTION", "Enabled", "enable"]
 
@@ -55,7 +55,7 @@ class Enabled:
     """What `enable` did to a model; `remove` undoes it."""
 
     def __init__(self, model: PreTrainedModel, group: Any, stride: int | None) -> None:
-        self._model, self._group, self._stride = model, group, stride
+        self._model, self._group, self._stride = model, group_of(group), stride
         self._before = model.config._attn_implementation
         self._forward = model.forward
         self._ranks = place_of(group)[1]
@@ -130,7 +130,7 @@ def enable(model: PreTrainedModel, group: Any = None, *, heads_k_stride: int | N
         the same weights on all ranks. All ranks call it with the same ``input_ids`` (batch, seqlen) and
         ``labels``; seqlen is a multiple of 2 * ranks. What it returns: the loss of all tokens, and the logits
         of this rank's (`kvlab.parallel.extract_local` says which they are).
-    group : process group, optional
+    group : process group or DeviceMesh of one axis, optional
         All ranks if not given. With data parallelism beside it, the ranks that share a batch.
     heads_k_stride : int, optional
         KV heads that are gathered at once; all if not given.

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
 
 from kvlab.errors import RankError
 
@@ -27,6 +28,7 @@ __all__ = [
     "all_gather",
     "exchange",
     "filled",
+    "group_of",
     "largest",
     "on_device",
     "place_of",
@@ -90,8 +92,24 @@ def largest(values: Sequence[float], device: str) -> list[float]:
     return list(numbers.tolist())
 
 
+def group_of(group: Any) -> Any:
+    """Return the process group of a mesh of one axis; a group, or None, as it is.
+
+    Raises
+    ------
+    ValueError
+        If the mesh has several axes.
+    """
+    if not (dist.is_available() and isinstance(group, DeviceMesh)):
+        return group
+    if group.ndim != 1:
+        axes = ", ".join(map(str, group.mesh_dim_names or range(group.ndim)))
+        raise ValueError(f"group is a mesh of {group.ndim} axes ({axes}): pass one of them, as in mesh['cp']")
+    return group.get_group()
+
+
 def place_of(group: Any) -> tuple[int, int]:
-    """Return rank and size of a process group, None for that of all ranks.
+    """Return rank and size of a process group or a mesh of one axis, None for the group of all ranks.
 
     Raises
     ------
@@ -100,6 +118,7 @@ def place_of(group: Any) -> tuple[int, int]:
     ValueError
         If this process is not in the group.
     """
+    group = group_of(group)
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "no process group: call torch.distributed.init_process_group first; torchrun starts processes"

@@ -21,7 +21,7 @@ from kvlab.arguments import (
     whole_number,
 )
 from kvlab.ops.grouped import IMPLEMENTATIONS
-from kvlab.parallel.collectives import on_device, place_of, with_gradients
+from kvlab.parallel.collectives import group_of, on_device, place_of, with_gradients
 from kvlab.parallel.gathered import GatheredAttention
 from kvlab.parallel.layout import Part, Plan, Shard, llama3_plan, zigzag_llama3_plan
 from kvlab.parallel.parts import Options
@@ -58,8 +58,8 @@ def extract_local(x: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = 
     cu_seqlens : sequence or tensor of int, (batch + 1,)
         Prefix sums of the lengths of whole sequences, 0, ..., total_tokens. A tensor on a GPU is read by the
         host, here and in the other functions, which waits for the GPU; one on the CPU is not.
-    group : process group, optional
-        All ranks if not given.
+    group : process group or DeviceMesh, optional
+        All ranks if not given. A mesh has one axis, as ``mesh["cp"]`` of one with data parallelism.
     zigzag : bool
         An early and a late chunk of every sequence, else one chunk.
 
@@ -169,7 +169,7 @@ def llama3_flash_attn_varlen_func(
         As `scale`, ... of `kvlab.attention_varlen`.
     return_attn_probs : bool
         Return (out, lse, None).
-    group : process group, optional
+    group : process group or DeviceMesh, optional
 
     Returns
     -------
@@ -422,7 +422,7 @@ def _ring(
     rank, world_size = place_of(group)
     shard = Shard(tuple(n * world_size for n in local_lengths), rank, world_size, zigzag)
     _check_tokens(q, k, v, int(shard.cu_seqlens[-1]))
-    call = RingAttention(shard, group, flag(causal, "causal"), options)
+    call = RingAttention(shard, group_of(group), flag(causal, "causal"), options)
     return _answer(with_gradients(call, q, k, v), return_lse)
 
 
@@ -434,7 +434,7 @@ def _gathered(
 ) -> Any:
     _check_tokens(q, k, v, sum(int(part.cu_q[-1]) for part in plan.local) or None)
     stride = whole_number(stride, "heads_k_stride", 1, max(1, k.shape[1]))
-    call = GatheredAttention(plan, group, place_of(group)[1], stride, options)
+    call = GatheredAttention(plan, group_of(group), place_of(group)[1], stride, options)
     return _answer(with_gradients(call, q, k, v), return_lse)
 
 

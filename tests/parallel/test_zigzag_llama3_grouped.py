@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import kvlab
 from kvlab import parallel
@@ -212,9 +213,20 @@ def test_many_calls_keep_no_memory(ranks: Any) -> None:
 def in_groups(rank: int, size: int) -> bool:
     """Two groups of two ranks each compute their own sequence."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    group = groups[rank % 2]
+    return own_sequence(rank % 2, groups[rank % 2])
+
+
+def in_a_mesh(rank: int, size: int) -> bool:
+    """The same by a mesh of data and context parallelism; as a whole it is refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(ValueError, match=r"a mesh of 2 axes \(dp, cp\): pass one of them"):
+        parallel.extract_local(torch.zeros(32), bounds((32,)), group=mesh)
+    return own_sequence(rank // 2, mesh["cp"])
+
+
+def own_sequence(number: int, group: Any) -> bool:
     cu = bounds((32,))
-    arrays = inputs((32,), torch.float32, rank % 2)
+    arrays = inputs((32,), torch.float32, number)
     wanted = whole((32,), arrays, causal=True)[0]
     for name in ("zigzag_llama3", "zigzag_ring"):
         q, k, v, _ = (parallel.extract_local(x, cu, group=group) for x in arrays)
@@ -231,8 +243,9 @@ def in_groups(rank: int, size: int) -> bool:
     return True
 
 
-def test_groups_and_sequences_of_one_length(ranks: Any) -> None:
+def test_groups_meshes_and_sequences_of_one_length(ranks: Any) -> None:
     assert all(ranks(4)(in_groups))
+    assert all(ranks(4)(in_a_mesh))
 
 
 def dead_neighbour(rank: int, size: int, last_words: bool) -> str:
