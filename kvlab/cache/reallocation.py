@@ -181,18 +181,23 @@ class Reallocator:
         )
 
     def reallocate(
-        self, first: int, n: int, stream: int, lookahead: int | None = None, tight: bool = False
+        self,
+        first: int,
+        n: int,
+        stream: int,
+        lookahead: int | None = None,
+        tight: Workspace | None = None,
     ) -> None:
         """Choose widths anew for n layers, and open pages for `lookahead` tokens, or as many as ever.
 
-        Where bytes are `tight`, plans follow until one reports nothing; that waits for the device.
+        `tight`, from `tight_workspace`: bytes are few, so plans follow in it until one reports nothing; that
+        waits for the device.
         """
         lookahead = self.lookahead if lookahead is None else lookahead
         pages = self.store.batch * self.store.heads * self.store.entries
-        if tight:
-            workspace, _ = self._workspace(1, pages, pages)  # before anything changes
+        if tight is not None:
             for layer in range(first, first + n):
-                self._plan_again(layer, workspace, stream, None, lookahead)
+                self._plan_again(layer, tight, stream, None, lookahead)
         elif self.tidy:
             self._plan(first, n, self._decode, stream, None, lookahead)
         else:
@@ -200,6 +205,11 @@ class Reallocator:
             workspace, at_once = self._workspace(n, pages, pages)
             self._plan_in_turns(first, n, workspace, at_once, stream, lookahead)
         self._tidy = self.tidy or n == len(self.ladders)
+
+    def tight_workspace(self) -> Workspace:
+        """Take memory for plans of one layer in which all its pages may change."""
+        pages = self.store.batch * self.store.heads * self.store.entries
+        return self._workspace(1, pages, pages)[0]
 
     def crop(self, end: int, cropped: int, row_budget: int | None, lookahead: int, stream: int) -> None:
         """Shorten all rows by `cropped` time steps to `end`, and plan them under `row_budget` bytes.

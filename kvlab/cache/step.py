@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,17 @@ class Settings:
     ema_decay: float
     importance: str
     by_function: bool
+
+
+class PlanMemory(NamedTuple):
+    """What a plan works in, taken before anything changes.
+
+    `merged`: tokens that wait, if any may, and the plan that takes them in. `tight`: plans of a layer that
+    follow until one reports nothing, where bytes are few.
+    """
+
+    merged: tuple[Merged, Workspace] | None
+    tight: Workspace | None
 
 
 class DeviceState:
@@ -293,7 +304,9 @@ class DeviceCache(DeviceState):
         """Choose widths anew for all layers and make room for the next `steps` tokens or more."""
         self._plan(0, len(self.layers), steps, row_budget)
 
-    def _plan(self, first: int, n: int, steps: int, row_budget: int | None) -> None:
+    def _plan(
+        self, first: int, n: int, steps: int, row_budget: int | None, memory: PlanMemory | None = None
+    ) -> None:
         stream, lookahead = self.executor.stream(self.like), self.reallocator.lookahead
         self.flush(stream)
         self.reallocator.set_row_budget(row_budget)
@@ -302,14 +315,21 @@ class DeviceCache(DeviceState):
             self.reallocator.is_tight(layer, self.lengths[layer] + lookahead, row_budget) for layer in layers
         )
         lookahead = steps if tight else lookahead
-        if not any(self.waiting.any(layer) for layer in layers):
-            self.reallocator.reallocate(first, n, stream, lookahead, tight)
+        memory = self._memory_of_plan(layers, tight) if memory is None else memory
+        if memory.merged is None:
+            self.reallocator.reallocate(first, n, stream, lookahead, memory.tight)
             for layer in layers:
                 self.lookahead[layer] = lookahead
             return
-        merged = self._merged(layers, tight)
         for layer in layers:
-            self.lookahead[layer] = self._look_after_waiting(layer, steps, lookahead, merged, stream, tight)
+            self.lookahead[layer] = self._look_after_waiting(layer, steps, lookahead, memory, stream)
+
+    def _memory_of_plan(self, layers: Sequence[int], tight: bool) -> PlanMemory:
+        """Take what `_plan` needs, before anything changes."""
+        repeats = self.reallocator.tight_workspace() if tight else None
+        if not any(self.waiting.any(layer) for layer in layers):
+            return PlanMemory(None, repeats)
+        return PlanMemory(self._merged(layers, tight), repeats)
 
     def _merged(self, layers: Sequence[int], tight: bool) -> tuple[Merged, Workspace]:
         """Memory for the waiting tokens of any layer, taken before anything changes."""
@@ -321,11 +341,11 @@ class DeviceCache(DeviceState):
         return merged, self.reallocator.write_workspace(merged.before, stored)
 
     def _look_after_waiting(
-        self, layer: int, steps: int, lookahead: int, memory: tuple[Merged, Workspace], stream: int,
-        tight: bool,
-    ) -> int:  # fmt: skip
+        self, layer: int, steps: int, lookahead: int, memory: PlanMemory, stream: int
+    ) -> int:
         """Open pages for the next tokens of a layer whose rows may wait, and return for how many."""
-        (merged, workspace), waiting, length = memory, self.waiting, self.lengths[layer]
+        assert memory.merged is not None
+        (merged, workspace), waiting, length = memory.merged, self.waiting, self.lengths[layer]
         waiting.advance(layer, length)
         mode, most = waiting.mode(layer), max(steps, lookahead)
         freezes = waiting.may_freeze(layer, length + most)
@@ -337,9 +357,9 @@ class DeviceCache(DeviceState):
         waiting.frozen(layer, length + most)
         if with_tokens:
             new = merged.new_tokens(NO_TOKENS, NO_TOKENS, 0, length)
-            self.reallocator.take_waiting(layer, new, workspace, stream, most, tight)
+            self.reallocator.take_waiting(layer, new, workspace, stream, most, memory.tight is not None)
         elif mode != "all":
-            self.reallocator.reallocate(layer, 1, stream, most, tight)
+            self.reallocator.reallocate(layer, 1, stream, most, memory.tight)
         return waiting.lookahead(layer, steps, most)
 
     # ---- rare operations -----------------------------------------------------------------------------------
@@ -349,16 +369,17 @@ class DeviceCache(DeviceState):
         stream, layers = self.executor.stream(self.like), range(len(self.layers))
         lookahead = self.reallocator.lookahead
         self.flush(stream)
-        # Where bytes are few, tokens are dropped first and the rest planned then.
+        # Where bytes are few, tokens are dropped first and the rest planned then, in memory taken before.
         apart = any(self.reallocator.is_tight(layer, end + lookahead, row_budget) for layer in layers)
+        memory = self._memory_of_plan(layers, True) if apart and end else None
         cropped = max(self.lengths) - end
         self.reallocator.crop(end, cropped, None if apart else row_budget, 0 if apart else lookahead, stream)
         for layer in layers:
             self.waiting.crop(layer, self.lengths[layer], end)
             self.lengths[layer] = end
             self.lookahead[layer] = 0 if apart or self.waiting.any(layer) else lookahead
-        if apart and end:
-            self._plan(0, len(self.layers), 0, row_budget)
+        if memory is not None:
+            self._plan(0, len(self.layers), 0, row_budget, memory)
 
     def grow(self, capacity: int) -> None:
         """Make room for longer sequences."""

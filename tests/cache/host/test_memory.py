@@ -21,23 +21,23 @@ from tests.held import failures_of_cache, pages_of
 NO_MEMORY = MemoryError("no memory")
 
 
-class Copies:
-    """An executor of which `fail_everywhere` lets copies to the device fail, in place of its `empty`."""
+class Call:
+    """An object of which `fail_everywhere` lets calls of a method fail, in place of its `empty`."""
 
-    def __init__(self, executor: Any) -> None:
-        self.executor = executor
+    def __init__(self, owner: Any, method: str) -> None:
+        self.owner, self.method = owner, method
 
     @property
     def empty(self) -> Any:
-        return self.executor.to_device
+        return getattr(self.owner, self.method)
 
     @empty.setter
-    def empty(self, copy: Any) -> None:
-        self.executor.to_device = copy
+    def empty(self, call: Any) -> None:
+        setattr(self.owner, self.method, call)
 
 
 def allocating(executor: Any) -> list[Any]:
-    return [executor, Copies(executor)]
+    return [executor, Call(executor, "to_device")]
 
 
 def weigh(previous: Any, observed: Any, positions: Any, seqlen: int) -> Any:
@@ -88,6 +88,15 @@ def test_where_bytes_are_few(kernels: Kernels) -> None:
             fail_everywhere(allocating(kernels), NO_MEMORY, lambda: cache.step(layer, *new), unchanged)  # noqa: B023
             lengths[layer] += steps
     check_state(cache, [range(300)] * 2)
+
+
+def test_of_a_crop_where_bytes_are_few(kernels: Kernels) -> None:
+    """It forgets tokens before it plans the others, in memory that it has taken before."""
+    cache, rng = tight_cache(2000, (2, 4, 8)), np.random.default_rng(2)
+    step(cache, rng, 1990)
+    plans = Call(cache._runner._device.kernels, "make_workspace")
+    assert fail_everywhere([plans], NO_MEMORY, lambda: cache.crop(40), kept(cache)) > 0
+    check_state(cache, [range(1950)] * 2)
 
 
 ROWS: dict[str, Callable[[Any], Any]] = {
