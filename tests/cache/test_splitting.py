@@ -139,9 +139,24 @@ def error_of_sinks(cache: MixedPrecisionCache) -> np.ndarray:
     return error.max((0, 2))
 
 
+lost = pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="a row has fewer bytes than a page of the highest width a head, so its sinks lose their width for "
+    "good; tokens below `sink` are to lie in pages of width 16 that count bytes by tokens",
+)
+
+
 @pytest.mark.parametrize(
     ("budget", "plan_length", "sizes"),
-    [(0.27, TOKENS, (1, 10, 16, 64)), (0.3, TOKENS, (64, 100, 128)), (0.22, TOKENS, (64, 128))],
+    [
+        (0.27, TOKENS, (1, 10, 16, 64)),
+        (0.3, TOKENS, (64, 100, 128)),
+        (0.22, TOKENS, (64, 128)),
+        pytest.param(0.3, 1, (64, 100, 128), marks=lost),
+        pytest.param(0.27, 1, (64, 128), marks=lost),
+        pytest.param(0.22, 1, (64, 128), marks=lost),
+    ],
 )
 def test_sinks_keep_their_width_and_keys_their_mean_in_parts_of_any_size(
     budget: float, plan_length: int, sizes: tuple[int, ...], tmp_path: Path
@@ -156,6 +171,18 @@ def test_sinks_keep_their_width_and_keys_their_mean_in_parts_of_any_size(
         cache = filled(size, budget, plan_length)
         np.testing.assert_array_equal(key_mean_of(cache, tmp_path), mean)
         assert (error_of_sinks(cache) < 0.015).all()
+
+
+@lost
+def test_where_not_all_sinks_fit_the_first_ones_keep_their_width() -> None:
+    error = error_of_sinks(filled(64, 0.19, 1))
+    assert error[0] < 0.015
+    assert error[-1] > 0.05, "there is no room for all: else this test shows nothing"
+
+
+@lost
+def test_sinks_are_exact_while_their_head_affords_no_page_of_the_highest_width() -> None:
+    assert (error_of_sinks(filled(64, 0.27, 1, length=192)) < 0.001).all()
 
 
 def test_sinks_survive_files_crops_and_other_rows(tmp_path: Path) -> None:
