@@ -58,3 +58,20 @@ def test_the_model_of_a_step(backward: bool) -> None:
 def test_the_model_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark.main(["--model", "--tokens", "8192"]) == 0
     assert "8192 tokens on each of 512 ranks: forward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--heads", "3", "2"], "--heads 3 2: query heads must be a multiple"),
+        (["--stride", "9"], "--stride 9: there are 8 KV heads"),
+        (["--tokens", "12"], "--tokens 12: a rank's tokens must be a multiple of 8"),
+        (["--repeats", "0"], "argument --repeats: 0 is not supported"),
+    ],
+)
+def test_options_are_refused_by_name(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        benchmark.main(arguments)
+    assert words in capsys.readouterr().err

@@ -267,6 +267,14 @@ def _print_model(options: argparse.Namespace) -> None:
             print(f"{tokens} tokens on each of {ranks} ranks: {'; '.join(shares)}")
 
 
+def _positive(text: str) -> int:
+    """A whole number from 1 on, for argparse, which names the option."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not supported: it must be 1 or more")
+    return number
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark from a shell."""
     parser = argparse.ArgumentParser(
@@ -275,17 +283,17 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="example: torchrun --nproc_per_node=2 -m kvlab.parallel.benchmark --output cp.json",
     )
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=(8192, 16384), help="tokens of a rank (8192 16384)"
+        "--tokens", type=_positive, nargs="+", default=(8192, 16384), help="tokens of a rank (8192 16384)"
     )
     parser.add_argument("--sets", choices=sorted(SETS), nargs="+", default=("fixed",), help="lengths (fixed)")
-    parser.add_argument("--heads", type=int, nargs=2, default=(32, 8), help="query and KV heads (32 8)")
-    parser.add_argument("--head-dim", type=int, default=128, help="channels of a head (128)")
-    parser.add_argument("--stride", type=int, default=4, help="KV heads that are gathered at once (4)")
+    parser.add_argument("--heads", type=_positive, nargs=2, default=(32, 8), help="query and KV heads (32 8)")
+    parser.add_argument("--head-dim", type=_positive, default=128, help="channels of a head (128)")
+    parser.add_argument("--stride", type=_positive, default=4, help="KV heads that are gathered at once (4)")
     parser.add_argument("--implementation", choices=("separate", "listed", "paired"), help="see the function")
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="bfloat16 on GPUs, else float32"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="rounds (3)")
+    parser.add_argument("--repeats", type=_positive, default=3, help="rounds (3)")
     parser.add_argument("--seconds", type=float, default=0.2, help="of a loop, at least (0.2)")
     parser.add_argument(
         "--timeout", type=float, default=120, help="seconds until a silent rank ends all (120)"
@@ -302,6 +310,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--gbytes", type=float, default=290.0, help="bus GB/s of a gather, for --model (290)")
     options = parser.parse_args(arguments)
+    heads_q, heads_kv = options.heads
+    if heads_q % heads_kv:
+        parser.error(f"--heads {heads_q} {heads_kv}: query heads must be a multiple of KV heads")
+    if options.stride > heads_kv:
+        parser.error(f"--stride {options.stride}: there are {heads_kv} KV heads to gather")
+    for tokens in options.tokens:
+        if tokens % 8:
+            parser.error(f"--tokens {tokens}: a rank's tokens must be a multiple of 8")
     if options.model:
         _print_model(options)
         return 0
