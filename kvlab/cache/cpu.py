@@ -25,12 +25,11 @@ from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_
 from kvlab.cache.cpu_rows import MergedTokens, NewRow, freeze_row, take_rows
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
-from kvlab.cache.plan import PlanShape, choose_on_host, optimum
+from kvlab.cache.plan import Ladder, PlanShape, choose_on_host, optimum
 from kvlab.cache.store import UNIT, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
 from kvlab.pages import PageLayout, decode_importance, encode_importance, side_formats
-from kvlab.reference.cache_layer import Ladder
 from kvlab.threads import share
 
 __all__ = ["CPU", "AppendCall", "AttendCall", "CpuExecutor", "CpuKernels", "Workspace", "levels_of"]

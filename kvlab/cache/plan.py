@@ -22,7 +22,6 @@ from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.ops.allocator import allocate
-from kvlab.reference.cache_layer import Ladder
 
 __all__ = [
     "RETRY",
@@ -72,6 +71,38 @@ _CALL = np.dtype(
 _CHOICES = ("greedy", "uniform", "dp")
 """`Choice` of plan.cuh."""
 _LIST = np.dtype([(name, "u8") for name in ("moves", "begins", "num_groups", "copies", "num_copies")])
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Bytes that a page counts and loss of its tokens at each level, lowest first; level 0 may be eviction.
+
+    Examples
+    --------
+    >>> [level for level, _ in Ladder((10, 20, 30), (8.0, 7.5, 1.0)).edges(2)]
+    [2]
+    """
+
+    cost: tuple[int, ...]
+    loss: tuple[float, ...]
+
+    def edges(self, top: int) -> list[tuple[int, np.float32]]:
+        """Corners of the lower convex hull of (bytes, loss) up to a level, but for the lowest one.
+
+        Of each: its level, and the loss that a byte saves on the way to it.
+        """
+        found: list[tuple[int, np.float32]] = []
+        here = 0
+        while True:
+            rates = {
+                level: (self.loss[here] - self.loss[level]) / (self.cost[level] - self.cost[here])
+                for level in range(here + 1, top + 1)
+                if self.cost[level] > self.cost[level - 1]  # not at the window's, behind a rung of width 16
+            }
+            if not rates:
+                return found
+            here = max(rates, key=lambda level: rates[level])
+            found.append((here, np.float32(rates[here])))
 
 
 @dataclass(frozen=True)

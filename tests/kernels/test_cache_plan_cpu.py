@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from itertools import combinations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
 from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
 from kvlab.cache.cpu import chunks_of, levels_of
+from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.plan import choose_on_host
+from kvlab.cache.reallocation import ladder_of
 from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens
 from kvlab.reference.cache_plan import Choose, by_price, plan, uniform
 from tests.plans import (
@@ -143,3 +147,22 @@ def test_a_difference_is_found() -> None:
     other.entry_of[0, 0] += 1
     other.num_free -= 1
     assert differences(layer, other) == ["num_free", "entry_of"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_hulls_are_those_of_the_oracle(head_dim: int) -> None:
+    """Of every ladder, with eviction and with pages of a window behind a rung of width 16."""
+    words = ("0", "2", "k4v2", "3", "4", "k8v4", "8", "16")
+    compared = 0
+    for n in range(1, len(words) + 1):
+        for bits in combinations(words, n):
+            if bits == ("0",) or {"k4v2", "3"} <= {*bits}:  # which take the same bytes
+                continue
+            (rungs,) = parse_bits(bits, 1)
+            for whole in (rungs, (*rungs, *parse_bits("16", 1)[0])):
+                found = ladder_of(LayerFormat(whole, 2, head_dim, "float16"))
+                expected = Ladder(found.cost, found.loss)
+                for top in range(len(found.cost)):
+                    assert found.edges(top) == expected.edges(top)
+                    compared += 1
+    assert compared > 1000
