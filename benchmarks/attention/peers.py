@@ -190,7 +190,11 @@ def exact_gradients(case: Case, dout: Any, q: Any, k: Any, v: Any) -> list[torch
 
 
 def compare(what: str, got: torch.Tensor, want: torch.Tensor, limit: float) -> None:
-    error = float((got.double() - want.double()).norm() / want.double().norm())
+    """Raise unless the error is below `limit` times the norm of what is wanted, or times 1.
+
+    dq and dk of a row that sees one key are 0 in exact arithmetic, and some 1e-6 in float32.
+    """
+    error = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1))
     if not error < limit:
         raise AssertionError(f"{what}: relative error {error:.2e}")
 
