@@ -11,8 +11,9 @@
 // channels, and of these first the warp's and then the lane's that has them in a product as mma and wgmma
 // leave it.
 //
-// Needs HEAD_DIM, BLOCK_M, BLOCK_N, common/pairs.cuh and attention/call.cuh.
+// Needs HEAD_DIM, BLOCK_M, BLOCK_N.
 #pragma once
+#include "attention/call.cuh"
 #include "attention/tiles.cuh"
 
 constexpr int ALIGNED_ROWS = 128;  // a multiple of BLOCK_M and 64

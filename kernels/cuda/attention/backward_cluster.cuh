@@ -1,9 +1,10 @@
 // Attention backward on Hopper: CTAs of a cluster that share the same keys, so that a short call has work for
 // all multiprocessors. Each takes a part of the steps; dk and dv are added up through shared memory, always
-// in the order of ranks. Needs HEAD_DIM, BLOCK_M, BLOCK_N, CLUSTER_SPLIT, CLUSTER (CTAs of a cluster:
-// CLUSTER_SPLIT, or more if several work on the same steps; those that share are CLUSTER / CLUSTER_SPLIT
-// apart), common/pairs.cuh, attention/call.cuh and attention/backward.cuh.
+// in the order of ranks. A cluster has CLUSTER CTAs: CLUSTER_SPLIT, or more if several work on the same
+// steps; those that share are CLUSTER / CLUSTER_SPLIT apart. Needs HEAD_DIM and CLUSTER_SPLIT.
 #pragma once
+#include "attention/backward_sizes_sm90.cuh"
+#include "attention/backward.cuh"
 
 constexpr int COMPUTING = 256;  // threads, from 128 on
 

@@ -32,18 +32,11 @@
 //
 // Macros: HEAD_DIM, 64, 96 or 128, that the channels are filled up to with zeros; BF16; SOFTCAP as in
 // attention/forward.cu; CLUSTER_SPLIT, 1, 2, 4 or 8.
-#include "common/pairs.cuh"
-
-constexpr int BLOCK_M = HEAD_DIM == 64 ? 128 : 64, BLOCK_N = 128;
-constexpr int Q_STAGES = 2, DOUT_STAGES = 2, SCORE_STAGES = 2, INFO_STAGES = 2;
+constexpr int INFO_STAGES = 2;
 constexpr int RUN = 4;  // steps of a query head in a row, in a deterministic call
-constexpr int CLUSTER = CLUSTER_SPLIT, SCORES = BLOCK_M / 2, SUMS = HEAD_DIM / 2;  // a thread's
-constexpr bool LAG = HEAD_DIM == 128, LATE_DV = !LAG && !SOFTCAP;                  // dV begins behind dS
+constexpr bool LAG = HEAD_DIM == 128, LATE_DV = !LAG && !SOFTCAP;  // dV begins behind dS
 
-#include "attention/call.cuh"
-#include "attention/backward.cuh"
 #include "attention/products_sm90.cuh"
-#include "attention/backward_cluster.cuh"
 #include "attention/backward_sm90.cuh"
 
 static_assert(M_BLOCKS * D_BLOCKS == 2, "a warpgroup has one block of dQ");

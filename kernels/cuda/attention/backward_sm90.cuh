@@ -2,10 +2,10 @@
 // as wgmma leaves it, dq to the workspace, dk and dv out.
 //
 // A CTA has THREADS = 384: warps 0-3 load and give their registers away, two warpgroups compute. Matrices lie
-// in shared memory as common/hopper.cuh says, in blocks of 64 columns. Needs HEAD_DIM, BLOCK_M, BLOCK_N,
-// Q_STAGES, DOUT_STAGES, SCORE_STAGES, CLUSTER, common/pairs.cuh, attention/call.cuh, attention/backward.cuh,
-// common/hopper.cuh and attention/backward_cluster.cuh.
+// in shared memory as common/hopper.cuh says, in blocks of 64 columns. Needs HEAD_DIM and CLUSTER_SPLIT.
 #pragma once
+#include "common/hopper.cuh"
+#include "attention/backward_cluster.cuh"
 
 constexpr int THREADS = 128 + COMPUTING;
 constexpr int D_BLOCKS = (HEAD_DIM + 63) / 64, M_BLOCKS = BLOCK_M / 64;  // blocks of 64 columns

@@ -24,15 +24,6 @@
 //
 // Macros: HEAD_DIM, 256, that the channels are filled up to with zeros; BF16; SOFTCAP as in
 // attention/forward.cu; CLUSTER_SPLIT, 1, 2 or 4.
-#include "common/pairs.cuh"
-
-constexpr int BLOCK_M = 64, BLOCK_N = 64, Q_STAGES = 2, DOUT_STAGES = 1, SCORE_STAGES = 4;
-constexpr int CLUSTER = 2 * CLUSTER_SPLIT, SCORES = 32, SUMS = 64;  // a thread's
-
-#include "attention/call.cuh"
-#include "attention/backward.cuh"
-#include "common/hopper.cuh"
-#include "attention/backward_cluster.cuh"
 #include "attention/backward_sm90.cuh"
 
 static_assert(HEAD_DIM == 256, "a warpgroup has one of four blocks of 64 channels of dQ");
