@@ -1,6 +1,9 @@
 // Attention of several groups of queries on Hopper: keys out of segments, tiles that are split over keys.
-// Part of attention/forward_sm90.cuh.
+//
+// Needs the macros of attention/forward_call_sm90.cuh, QUERY_GROUPS among them.
 #pragma once
+#include "attention/forward_call_sm90.cuh"
+#include "attention/softmax.cuh"
 
 // A tile of K or V out of segments, box by box; keys from `last` on are zeros.
 __device__ __forceinline__ void load_segments(u32 to, const TensorMap* map, u32 barrier, const int* segments,

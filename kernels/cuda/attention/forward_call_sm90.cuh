@@ -1,0 +1,49 @@
+// Attention forward for Hopper: what a call is, its sizes, and what a warpgroup has of a tile.
+//
+// Needs HEAD_DIM, BLOCK_N, GROUPS, Q_SLOTS; QUERY_GROUPS if calls have more than one group of queries.
+#pragma once
+#ifndef QUERY_GROUPS
+#define QUERY_GROUPS 1
+#endif
+#include "common/hopper.cuh"
+#if QUERY_GROUPS == 1
+#include "attention/tiles.cuh"
+using Tile = TileInfo;  // of all warpgroups
+#else
+#include "attention/grouped_tiles.cuh"
+using Tile = GroupedTile;  // a warpgroup's part of a tile
+#endif
+
+constexpr int COLUMN_BLOCKS = (HEAD_DIM + 63) / 64;  // of 64 channels, as they lie in shared memory
+constexpr int Q_BLOCK = 64 * 128, Q_BYTES = COLUMN_BLOCKS * Q_BLOCK;            // of a warpgroup
+constexpr int KV_BLOCK = BLOCK_N * 128, TILE_BYTES = COLUMN_BLOCKS * KV_BLOCK;  // of a tile of K or V
+constexpr int STAGES = 2, INFO_STAGES = 2, SLOTS = Q_SLOTS * GROUPS;
+constexpr bool GROUPED = QUERY_GROUPS > 1;
+constexpr bool SPLIT = HEAD_DIM <= 128;  // whether tiles may be split over keys: registers are there for it
+constexpr int ENTRIES = GROUPED ? GROUPS : 1;  // of a tile
+constexpr int BARRIERS = 4 * STAGES + 3 * SLOTS + 2 * INFO_STAGES;
+static_assert(KV_BLOCK % 1024 == 0, "swizzled blocks begin at multiples of 1024");
+
+struct Call {
+    float* lse;  // [batch, heads_q, seqlen_q], or [heads_q, total_q]; null: not wanted
+    i64 lse_batch, lse_head;
+#if QUERY_GROUPS > 1
+    float* parts;         // workspace of tiles split over keys
+    int* arrivals;        // 0 between launches
+    const int* segments;  // [sequences, num_segments], null where the keys of a sequence lie in a row
+    int num_segments, segment_len, box;
+    int first_row[QUERY_GROUPS];  // of out and lse of a group
+    int unused;
+#endif
+    const TileList* list;
+    int* semaphore;                   // 0 between launches
+    int variable;                     // whether sequences have lengths of their own
+    int pack, positions, reciprocal;  // query heads of a tile, positions of a warpgroup, 65536 / pack, up
+    int dim, left, right;             // left, right: keys a row sees before and after its own position
+    float scale, softcap;
+};
+
+struct Arguments {
+    TensorMap q[QUERY_GROUPS], k, v, out;
+    Call call;
+};
