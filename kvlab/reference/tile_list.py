@@ -37,7 +37,7 @@ def tile_list(
     pack: int,
     positions: int,
     block_n: int,
-    pairs: int,
+    sections: int,
     window: tuple[int, int],
     variable: bool = True,
     in_order: bool = False,
@@ -51,8 +51,8 @@ def tile_list(
         KV heads, and query heads to each.
     pack, positions, block_n : int
         Query heads and query positions of a tile, and keys that it is computed for at a time.
-    pairs : int
-        (sequence, KV head) pairs of a section.
+    sections : int
+        Into which (sequence, KV head) pairs are divided, each with as many as can be.
     window : (int, int)
         Keys a row sees before and after its own position, no less than 0.
     variable : bool
@@ -68,7 +68,7 @@ def tile_list(
     --------
     Two heads of 5 rows under a causal mask, 4 rows a tile.
 
-    >>> tiles = tile_list([5], [5], 2, 1, pack=1, positions=4, block_n=2, pairs=9, window=(9, 0))
+    >>> tiles = tile_list([5], [5], 2, 1, pack=1, positions=4, block_n=2, sections=1, window=(9, 0))
     >>> tiles[["head_q", "position", "first_key", "last_key"]].tolist()
     [(0, 4, 0, 5), (1, 4, 0, 5), (0, 0, 0, 4), (1, 0, 0, 4)]
     """
@@ -93,14 +93,15 @@ def tile_list(
     tiles["num_tiles_of_keys"] = -(-(last - first) // block_n)
     longest = -(-int(lengths[1].max(initial=0)) // block_n)
     counters = position // positions if in_order else counter_of(tiles, longest)
-    order = np.lexsort((counters, section_of(tiles, heads_kv, pairs)))
+    order = np.lexsort((counters, section_of(tiles, len(count) * heads_kv, heads_kv, sections)))
     return tiles[order]
 
 
-def section_of(tiles: NDArray[Any], heads_kv: int, pairs: int) -> NDArray[np.int64]:
-    """Return the section of each tile."""
-    sections: NDArray[np.int64] = (tiles["sequence"].astype(np.int64) * heads_kv + tiles["head_kv"]) // pairs
-    return sections
+def section_of(tiles: NDArray[Any], pairs: int, heads_kv: int, sections: int) -> NDArray[np.int64]:
+    """Return the section of each tile; section i begins at pair i * pairs // sections."""
+    pair = tiles["sequence"].astype(np.int64) * heads_kv + tiles["head_kv"]
+    of_tile: NDArray[np.int64] = ((pair + 1) * sections - 1) // max(pairs, 1)
+    return of_tile
 
 
 def counter_of(tiles: NDArray[Any], longest: int) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ from kvlab.ops.cuda import grouped as grouped_cuda
 from kvlab.ops.cuda.attention_sm90 import SHAPES
 from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, heads_of_tile
 from kvlab.reference.grouped_tiles import ENTRY, grouped_tiles, tiles_of_keys
+from kvlab.reference.tile_list import section_of
 
 FIELDS = [name for name in ENTRY.names or () if name != "slot"]
 
@@ -64,9 +65,11 @@ def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
     slots = tiles["slot"][:, 0] + tiles["part"][:, 0]
     split = tiles["num_parts"][:, 0] > 1
     assert len(set(slots[split].tolist())) == split.sum() <= 2 * listed.split_blocks
-    if number * heads_kv <= 16 or listed.split_blocks:  # one section
-        lengths = tiles_of_keys(tiles, block_n)
-        assert (np.diff(lengths) <= 0).all() or lengths.max() > 1000
+    section = section_of(tiles[:, 0], number * heads_kv, heads_kv, listed.sections)
+    assert (np.diff(section) >= 0).all()
+    lengths = tiles_of_keys(tiles, block_n)
+    for one in np.unique(section) if lengths.max() < 1000 else ():
+        assert (np.diff(lengths[section == one]) <= 0).all()
 
 
 def _sorted(tiles: Any) -> list[Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.ops.cuda.tile_list import HEAD_BYTES, ListBuilder, Tiling, heads_of_tile, pairs_of_section
+from kvlab.ops.cuda.tile_list import HEAD_BYTES, ListBuilder, Tiling, heads_of_tile, num_sections
 from kvlab.reference.tile_list import TILE, counter_of, section_of, tile_list
 
 
@@ -35,16 +35,18 @@ def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
     builder.build(memory.data_ptr(), addresses, torch.cuda.current_stream().cuda_stream)
     stored = memory.cpu().numpy()
     count, semaphore = stored[:8].view(np.int32)
-    pairs = pairs_of_section(number * heads_kv, bytes_of_keys)
+    pairs = number * heads_kv
+    sections = num_sections(pairs, bytes_of_keys)
     expected = tile_list(
-        *lengths, heads_kv, group, **tiling._asdict(), pairs=pairs, window=window, variable=variable,
+        *lengths, heads_kv, group, **tiling._asdict(), sections=sections, window=window, variable=variable,
         in_order=in_order,
     )  # fmt: skip
     assert (count, semaphore) == (len(expected), 0)
     assert count == builder.capacity or variable
     tiles = stored[HEAD_BYTES : HEAD_BYTES + TILE.itemsize * count].view(TILE)
     most = -(-longest[1] // tiling.block_n)
-    assert (section_of(tiles, heads_kv, pairs) == section_of(expected, heads_kv, pairs)).all()
+    sections_of = [section_of(x, pairs, heads_kv, sections) for x in (tiles, expected)]
+    assert (sections_of[0] == sections_of[1]).all()
     if in_order:
         assert (tiles["position"] == expected["position"]).all()
     else:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlab.ops.cuda.attention_sm90 import CAPPED_SHAPES, SHAPES
-from kvlab.ops.cuda.tile_list import ROWS, TILE_BYTES, heads_of_tile, pairs_of_section
+from kvlab.ops.cuda.tile_list import ROWS, TILE_BYTES, heads_of_tile, num_sections
 from kvlab.reference.tile_list import TILE, section_of, tile_list
 
 BLOCKS, FAR = 132, 1 << 20
@@ -47,7 +47,7 @@ def test_a_tile_is_as_large_as_the_kernel_says() -> None:
     window=st.tuples(st.sampled_from([0, 7, 40, FAR]), st.sampled_from([0, 5, FAR])),
     groups=st.integers(1, 2),
     block_n=st.sampled_from([16, 48]),
-    pairs=st.integers(1, 5),
+    sections=st.integers(1, 5),
 )
 def test_every_row_once_with_the_keys_it_sees(
     lengths: list[tuple[int, int]],
@@ -56,14 +56,14 @@ def test_every_row_once_with_the_keys_it_sees(
     window: tuple[int, int],
     groups: int,
     block_n: int,
-    pairs: int,
+    sections: int,
 ) -> None:
     pack = heads_of_tile(group)
     positions = ROWS // pack * groups
     q_lengths, k_lengths = np.array(lengths, np.int64).reshape(-1, 2).T
     tiles = tile_list(
         q_lengths, k_lengths, heads_kv, group,
-        pack=pack, positions=positions, block_n=block_n, pairs=pairs, window=window,
+        pack=pack, positions=positions, block_n=block_n, sections=sections, window=window,
     )  # fmt: skip
     heads = heads_kv * group
     assert group % pack == 0
@@ -82,7 +82,7 @@ def test_every_row_once_with_the_keys_it_sees(
             assert t["first_key"] == inside[0] // block_n * block_n
         else:
             assert t["num_tiles_of_keys"] <= 1
-    section = section_of(tiles, heads_kv, pairs)
+    section = section_of(tiles, len(lengths) * heads_kv, heads_kv, sections)
     assert (np.diff(section) >= 0).all()
     for one in np.unique(section):
         assert (np.diff(tiles["num_tiles_of_keys"][section == one]) <= 0).all()
@@ -98,11 +98,11 @@ def test_blocks_are_done_within_one_tile(number: int, seed: int) -> None:
         lengths, heads_kv = np.minimum(lengths, 600), 1
     pack = heads_of_tile(group)
     block_n, groups, _ = SHAPES[128]
-    pairs = pairs_of_section(number * heads_kv, 4 * int(lengths.sum()) * heads_kv * 128)
     positions = ROWS // pack * groups
+    sections = num_sections(number * heads_kv, 4 * int(lengths.sum()) * heads_kv * 128)
     tiles = tile_list(
         lengths, lengths, heads_kv, group,
-        pack=pack, positions=positions, block_n=block_n, pairs=pairs, window=(FAR, 0),
+        pack=pack, positions=positions, block_n=block_n, sections=sections, window=(FAR, 0),
     )  # fmt: skip
     assert len(tiles) == (-(-lengths // positions)).sum() * heads_kv * (group // pack)
     costs = tiles["num_tiles_of_keys"] + 2.0
@@ -126,7 +126,7 @@ def test_tiles_of_keys_wait_only_for_earlier_ones(
     q_lengths, k_lengths = np.array(lengths, np.int64).reshape(-1, 2).T
     tiles = tile_list(
         k_lengths, q_lengths, heads_kv, 1,
-        pack=1, positions=block_n, block_n=block_m, pairs=10**6, window=window[::-1], in_order=True,
+        pack=1, positions=block_n, block_n=block_m, sections=1, window=window[::-1], in_order=True,
     )  # fmt: skip
     assert (covered(tiles, 1, block_n, heads_kv, int(k_lengths.sum())) == 1).all()
     added: dict[tuple[int, int, int], list[int]] = {}
@@ -140,27 +140,43 @@ def test_tiles_of_keys_wait_only_for_earlier_ones(
 
 
 def test_a_tile_too_many_is_found() -> None:
-    tiles = tile_list([9], [9], 2, 1, pack=1, positions=4, block_n=2, pairs=9, window=(9, 0))
+    tiles = tile_list([9], [9], 2, 1, pack=1, positions=4, block_n=2, sections=1, window=(9, 0))
     assert (covered(tiles, 1, 4, 2, 9) == 1).all()
     assert covered(np.concatenate([tiles, tiles[:1]]), 1, 4, 2, 9).max() == 2
     assert covered(tiles[1:], 1, 4, 2, 9).min() == 0
 
 
 def test_a_causal_call_of_a_few_long_heads_is_balanced() -> None:
-    """16K tokens, 16 heads of their own: sections of 3 heads, and a last of 1, lose 4 % at the end."""
+    """16K tokens, 16 heads of their own: sections of 3 heads, and a last of 1, would lose 4 % at the end."""
     head_dim, tokens, heads = 128, 16384, 16
-    pairs = pairs_of_section(heads, 4 * tokens * heads * head_dim)
+    sections = num_sections(heads, 4 * tokens * heads * head_dim)
+    tiles = tile_list(
+        [tokens], [tokens], heads, 1,
+        pack=1, positions=128, block_n=128, sections=sections, window=(FAR, 0),
+    )  # fmt: skip
+    of_threes = tiles[np.lexsort((-tiles["num_tiles_of_keys"], tiles["head_kv"] // 3))]
     worst = []
-    for number in (pairs, 3):
-        tiles = tile_list(
-            [tokens], [tokens], heads, 1,
-            pack=1, positions=128, block_n=128, pairs=number, window=(FAR, 0),
-        )  # fmt: skip
-        costs = tiles["num_tiles_of_keys"] + 1.5
+    for order in (tiles, of_threes):
+        costs = order["num_tiles_of_keys"] + 1.5
         worst.append(finish_times(costs).max() / (costs.sum() / BLOCKS))
-    assert pairs == heads
+    assert sections == 1
     assert worst[0] < 1.005
     assert worst[1] > 1.04
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences=st.integers(1, 20), heads_kv=st.integers(1, 9), sections=st.integers(1, 180))
+def test_sections_are_as_equal_as_can_be_and_the_last_is_none_of_the_small(
+    sequences: int, heads_kv: int, sections: int
+) -> None:
+    pairs = sequences * heads_kv
+    sections = min(sections, pairs)
+    tiles = np.zeros(pairs, TILE)
+    tiles["sequence"], tiles["head_kv"] = np.divmod(np.arange(pairs), heads_kv)
+    sizes = np.bincount(section_of(tiles, pairs, heads_kv, sections), minlength=sections)
+    begins = [i * pairs // sections for i in range(sections + 1)]  # as the device has them
+    assert sizes.tolist() == np.diff(begins).tolist()
+    assert sizes[-1] == sizes.max() <= sizes.min() + 1
 
 
 def test_tiles_fill_their_rows() -> None:

@@ -9,21 +9,23 @@
 //
 // Threads and data
 //   CTA    a section: blockIdx.x. 1024 threads find the chunks of every tile of a sequence (once for all
-//   heads,
-//          in `order`), then the tiles' lengths, then count parts by length, then write each.
+//          heads, in `order`), then count parts by length, which gives each its rank, then write each. Where
+//          tiles may be split, their lengths are added up before.
 //
-// Memory: shared, that of attention/list_items.cuh; `bases` and `order` in memory are written and read by a
-// CTA alone, or by several with the same values.
+// Memory: shared, that of attention/list_items.cuh, and `order` and `places` of short sections, 18 KB; those
+// of long ones and `bases` in memory are written and read by a CTA alone, or by several with the same values.
 #include "attention/grouped_tiles.cuh"
 #include "attention/list_items.cuh"
 #include "common/early_launch.cuh"
 
-constexpr int MOST_GROUPS = 16, GROUP_BIT = 27;
+constexpr int MOST_GROUPS = 16, MOST_ENTRIES = 3, GROUP_BIT = 27;
 constexpr int FEWEST_KEYS = 8;  // tiles of keys of a part, at least
+
+constexpr int SHORT = 512;  // tiles of a KV head in a section whose `order` and `places` are shared memory
 
 // Where the parts of a tile go, for all heads of a section.
 struct Place {
-    int keys, parts, counter, at, full_at, slot;  // full_at: of all parts but the last
+    int keys, parts, counter, rank, full_rank, slot;  // full_rank: of all parts but the last
 };
 
 struct Call {
@@ -35,7 +37,8 @@ struct Call {
     int* bases;     // [sequences], tiles of a KV head of all sequences before
     int* order;     // [tiles of a KV head, entries], group and chunk, -1: none
     Place* places;  // [capacity], for each section those of its tiles of a KV head
-    int capacity, sequences, groups, heads_kv, group, pack, positions, entries, block_n, pairs;
+    int capacity, sequences, groups, heads_kv, group, pack, positions, entries, block_n;
+    int longest;                             // tiles of keys, at least as many as a tile has
     int causal, paired, blocks, most_parts;  // blocks: 0: tiles are not split
 };
 
@@ -129,75 +132,94 @@ __device__ __forceinline__ GroupedTile make_entry(const Call& call, int b, int u
 extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __grid_constant__ Call call) {
     begin_early();  // what reads the list may come to the device now, and waits for it
     __shared__ Shared m;
-    __shared__ int longest, keys_of_all, parts_of_all;
+    __shared__ int keys_of_all, parts_of_all, short_order[SHORT * MOST_ENTRIES];
+    __shared__ Place short_places[SHORT];
     const int pairs = call.sequences * call.heads_kv;
-    const int begin = blockIdx.x * call.pairs, end = min(begin + call.pairs, pairs);
+    const int begin = begin_of_section(blockIdx.x, pairs), end = begin_of_section(blockIdx.x + 1, pairs);
     const int first = begin / call.heads_kv, last = (end - 1) / call.heads_kv;
+    if (threadIdx.x < call.groups) {  // all that a section of one sequence reads comes at once
+        prefetch(call.cu_q[threadIdx.x] + first);
+        prefetch(call.prefix_lens[threadIdx.x] + first);
+    }
     m.counters[threadIdx.x] = 0;
-    if (threadIdx.x == 0) longest = keys_of_all = parts_of_all = 0;
+    if (threadIdx.x == 0) keys_of_all = parts_of_all = 0;
 
     // Tiles of a KV head of earlier sequences, then of each of the section's.
-    int earlier = 0;
-    for (int b = threadIdx.x; b < first; b += THREADS) earlier += tiles_of(call, b);
-    scan(earlier, m.sums);
-    const int base = m.sums[32];
-    for (int from = first, before = base; from <= last; from += THREADS) {
-        const int b = from + threadIdx.x, count = b <= last ? tiles_of(call, b) : 0;
-        const int at = before + scan(count, m.sums);
-        before += m.sums[32];
-        if (b <= last) call.bases[b] = at;
+    int base = 0;
+    if (first > 0) {
+        int earlier = 0;
+        for (int b = threadIdx.x; b < first; b += THREADS) earlier += tiles_of(call, b);
+        scan(earlier, m.sums);
+        base = m.sums[32];
+    }
+    int in_section = 0;
+    if (first == last) {
+        if (threadIdx.x == 0) call.bases[first] = base;
+        in_section = tiles_of(call, first);
+    } else {
+        for (int from = first; from <= last; from += THREADS) {
+            const int b = from + threadIdx.x, count = b <= last ? tiles_of(call, b) : 0;
+            const int at = base + in_section + scan(count, m.sums);
+            in_section += m.sums[32];
+            if (b <= last) call.bases[b] = at;
+        }
     }
     __syncthreads();  // bases are written
-    const auto tiles = [&](int b) { return tiles_of(call, b); };
-    for_items(m, first, last, tiles, [&](int b, int tile) {
-        for (int i = 0; i < call.entries; ++i)
-            call.order[(i64)(call.bases[b] + tile) * call.entries + i] = -1;
-    });
+    const bool is_short = in_section <= SHORT;
+    int* const order = is_short ? short_order : call.order + (i64)base * call.entries;
+    const auto entries_of = [&](int b, int tile) {
+        return order + (i64)(call.bases[b] - base + tile) * call.entries;
+    };
     for_items(
         m, first, last, [&](int b) { return all_chunks_of(call, b); },
         [&](int b, int chunk) {
             int g = 0;
             for (int count; (count = chunks_of(call, g, b)) <= chunk; ++g) chunk -= count;
-            call.order[(i64)call.bases[b] * call.entries + place_of(call, g, b, chunk)] =
-                g << GROUP_BIT | chunk;
+            int at = place_of(call, g, b, chunk);
+            const bool is_last =
+                call.paired ? at + 1 == all_chunks_of(call, b) : chunk + 1 == chunks_of(call, g, b);
+            int* const entries = entries_of(b, 0);
+            entries[at] = g << GROUP_BIT | chunk;
+            if (is_last)
+                while (++at % call.entries) entries[at] = -1;  // no rows are left for these
         });
 
-    // How many keys tiles have, all together, and how many parts.
-    const auto entries_of = [&](int b, int tile) {
-        return call.order + (i64)(call.bases[b] + tile) * call.entries;
-    };
+    const auto tiles = [&](int b) { return tiles_of(call, b); };
     const int skipped = units_of(call, first, 0, begin).count;  // of the first sequence, in earlier sections
     const int units = call.heads_kv * (call.group / call.pack);
     const int tiles_before =
         base * units + (begin > first * call.heads_kv ? tiles_of(call, first) * skipped : 0);
-    Place* const places = call.places + tiles_before;
+    Place* const places = is_short ? short_places : call.places + tiles_before;
     const auto place_of_tile = [&](int b, int tile) -> Place& { return places[call.bases[b] - base + tile]; };
-    int own_longest = 0, own_keys = 0, own_tiles = 0;
-    for_items(m, first, last, tiles, [&](int b, int tile) {
-        const int keys = most_keys_of(call, b, entries_of(b, tile)),
-                  count = units_of(call, b, begin, end).count;
-        const int num_tiles = (keys + call.block_n - 1) / call.block_n;
-        place_of_tile(b, tile).keys = keys;
-        own_longest = max(own_longest, num_tiles), own_keys += num_tiles * count, own_tiles += count;
-    });
-    own_longest = __reduce_max_sync(ALL_LANES, own_longest);
-    own_keys = __reduce_add_sync(ALL_LANES, own_keys);
-    if (threadIdx.x % 32 == 0) atomicMax(&longest, own_longest), atomicAdd(&keys_of_all, own_keys);
-    scan(own_tiles, m.sums);
+
     // Full parts are what a block has to do on average; what is left of tiles, of many lengths, evens out.
     int full = 1 << 30;
-    if (call.blocks && 2 * m.sums[32] < 3 * call.blocks)
-        full = max(FEWEST_KEYS, (keys_of_all + call.blocks - 1) / call.blocks);
-    const int full_counter = counter_of(min(full, longest), longest);
+    if (call.blocks) {
+        int own_keys = 0, own_tiles = 0;
+        for_items(m, first, last, tiles, [&](int b, int tile) {
+            const int count = units_of(call, b, begin, end).count;
+            const int keys = most_keys_of(call, b, entries_of(b, tile));
+            own_keys += (keys + call.block_n - 1) / call.block_n * count, own_tiles += count;
+        });
+        own_keys = __reduce_add_sync(ALL_LANES, own_keys);
+        if (threadIdx.x % 32 == 0) atomicAdd(&keys_of_all, own_keys);
+        scan(own_tiles, m.sums);
+        if (2 * m.sums[32] < 3 * call.blocks)
+            full = max(FEWEST_KEYS, (keys_of_all + call.blocks - 1) / call.blocks);
+    }
+    const int full_counter = counter_of(min(full, call.longest), call.longest);
     for_items(m, first, last, tiles, [&](int b, int tile) {
-        Place& place = place_of_tile(b, tile);
-        const int num_tiles = (place.keys + call.block_n - 1) / call.block_n;
-        const int before_last = max(0, num_tiles - FEWEST_KEYS) / full;
+        const int keys = most_keys_of(call, b, entries_of(b, tile));
+        const int num_tiles = (keys + call.block_n - 1) / call.block_n;
+        const int before_last = max(0, num_tiles - FEWEST_KEYS) / full, parts = before_last + 1;
         const int count = units_of(call, b, begin, end).count;
-        place.parts = before_last + 1;
-        place.counter = counter_of(num_tiles - before_last * full, longest);
-        atomicAdd(&m.counters[place.counter], count);
-        if (before_last) atomicAdd(&m.counters[full_counter], before_last * count);
+        const int counter = counter_of(num_tiles - before_last * full, call.longest);
+        Place place = {keys, parts, counter, atomicAdd(&m.counters[counter], count), 0, 0};
+        if (before_last) {
+            place.full_rank = atomicAdd(&m.counters[full_counter], before_last * count);
+            place.slot = atomicAdd(&parts_of_all, parts * count);
+        }
+        place_of_tile(b, tile) = place;
     });
 
     const int longer = scan(m.counters[threadIdx.x], m.sums);
@@ -207,13 +229,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     }
     m.counters[threadIdx.x] = tiles_before + longer;
     __syncthreads();  // counters say where tiles go
-    for_items(m, first, last, tiles, [&](int b, int tile) {
-        Place& place = place_of_tile(b, tile);
-        const int parts = place.parts, count = units_of(call, b, begin, end).count;
-        place.at = atomicAdd(&m.counters[place.counter], count);
-        if (parts > 1) place.full_at = atomicAdd(&m.counters[full_counter], (parts - 1) * count);
-        place.slot = parts > 1 ? atomicAdd(&parts_of_all, parts * count) : 0;
-    });
 
     // A thread writes an entry; for all heads the same tile comes one after the other.
     GroupedTile* const list = (GroupedTile*)(call.list + 1);
@@ -226,6 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         const int unit = item / call.entries - tile * own.count;
         const int* const entries = entries_of(b, tile);
         const Place place = place_of_tile(b, tile);
+        const int last_at = m.counters[place.counter] + place.rank;
+        const int full_at = m.counters[full_counter] + place.full_rank;
         const bool present = entries[i] >= 0;
         GroupedTile t = make_entry(call, b, unit, own.first_head, present ? entries[i] : entries[0], present);
         const int last_key = t.last_key;
@@ -233,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         if (place.parts > 1) call.arrivals[t.slot * call.entries + i] = 0;
         for (int part = 0; part < place.parts; ++part) {
             const bool is_last = part == place.parts - 1;
-            const int at = is_last ? place.at + unit : place.full_at + unit * (place.parts - 1) + part;
+            const int at = is_last ? last_at + unit : full_at + unit * (place.parts - 1) + part;
             if (at >= call.capacity) return;
             t.part = part;
             t.first_key = part * full * call.block_n;

@@ -54,9 +54,27 @@ __device__ __forceinline__ int count_one(int* counters, int counter) {
     return __shfl_sync(lanes, before, first) + __popc(lanes & ((1u << lane) - 1));
 }
 
-// Calls visit(sequence, i) for each i < count(sequence) of sequences [from, last], in any order.
+// First of the pairs of a section: as many to each as can be, to the last no fewer than to others.
+__device__ __forceinline__ int begin_of_section(int section, int pairs) {
+    return (int)((i64)section * pairs / gridDim.x);
+}
+
+// Brings a word to the first cache.
+__device__ __forceinline__ void prefetch(const int* word) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(word) : "memory");
+}
+
+// Calls visit(sequence, i) for each i < count(sequence) of sequences [from, last], in any order. Behind it
+// all threads see what all visits wrote.
 template <typename Count, typename Visit>
 __device__ __forceinline__ void for_items(Shared& m, int from, int last, Count count, Visit visit) {
+    if (from == last) {
+        const int items = count(from);
+#pragma unroll 1
+        for (int at = threadIdx.x; at < items; at += THREADS) visit(from, at);
+        __syncthreads();
+        return;
+    }
 #pragma unroll 1
     for (; from <= last; from += THREADS) {
         const int own = from + threadIdx.x;

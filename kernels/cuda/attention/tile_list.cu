@@ -21,9 +21,9 @@ struct Call {
     TileList* list;
     int capacity;  // tiles that the list has memory for
     int sequences, seqlen_q, seqlen_k, heads_kv, group;
-    int pack, positions, block_n, pairs;  // pairs: of a section
-    int left, right, longest;             // longest: tiles of keys
-    int in_order;                         // tiles come in the order of positions, not the longest first
+    int pack, positions, block_n;
+    int left, right, longest;  // longest: tiles of keys
+    int in_order;              // tiles come in the order of positions, not the longest first
 };
 
 __device__ __forceinline__ int blocks_of(const Call& call, int sequence) {
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __gri
     __shared__ Shared m;
     begin_early();  // what reads the list may come to the device now, and waits for it
     const int pairs = call.sequences * call.heads_kv;
-    const int begin = blockIdx.x * call.pairs, end = min(begin + call.pairs, pairs);
+    const int begin = begin_of_section(blockIdx.x, pairs), end = begin_of_section(blockIdx.x + 1, pairs);
     m.counters[threadIdx.x] = 0;
 
     // Tiles of earlier pairs.
@@ -76,8 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __gri
         const int heads = i < first ? call.heads_kv : begin - first * call.heads_kv;
         if (heads) earlier += blocks_of(call, i) * heads * chunks;
     }
-    scan(earlier, m.sums);
-    int base = m.sums[32];
+    int base = 0;
+    if (begin > 0) scan(earlier, m.sums), base = m.sums[32];
+    __syncthreads();  // counters are 0
 
     TileInfo* const tiles = (TileInfo*)(call.list + 1);
     const auto write = [&](const TileInfo& t, int at) {

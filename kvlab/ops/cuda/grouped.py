@@ -33,7 +33,7 @@ from kvlab.ops.attention_arguments import (
 )
 from kvlab.ops.cuda.attention_sm90 import SHAPES, shared_bytes
 from kvlab.ops.cuda.grouped_separate import attend_with, check_lengths
-from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, SEMAPHORE_OFFSET, heads_of_tile, pairs_of_section
+from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, SEMAPHORE_OFFSET, heads_of_tile, num_sections
 from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ _LIST_CALL = Struct(
     **dict.fromkeys(
         (
             "capacity", "sequences", "groups", "heads_kv", "group", "pack", "positions", "entries", "block_n",
-            "pairs", "causal", "paired", "blocks", "most_parts",
+            "longest", "causal", "paired", "blocks", "most_parts",
         ),
         "i",
     ),
@@ -127,6 +127,8 @@ class ListedCall:
         Most tiles that a list can have, parts counted.
     split_blocks : int
         Blocks that parts of tiles are made for; 0 where tiles are never split.
+    sections : int
+        Of a list.
     """
 
     def __init__(self, call: GroupedCall, present: list[int]) -> None:
@@ -176,19 +178,17 @@ class ListedCall:
         self._lengths = [count + 2 + g for g in present], [2 * count + 2 + g for g in present]
         pairs = sequences * heads_kv
         bytes_of_keys = 4 * k.shape[0] * heads_kv * dim
-        of_section = pairs if self.split_blocks else pairs_of_section(pairs, bytes_of_keys)
+        self.sections = 1 if self.split_blocks else num_sections(pairs, bytes_of_keys)
         list_argument = _LIST_CALL.array({
             "capacity": self.capacity, "sequences": sequences, "groups": len(present), "heads_kv": heads_kv,
             "group": group, "pack": pack, "positions": positions, "entries": entries, "block_n": block_n,
-            "pairs": of_section, "causal": int(call.scores.right == 0),
+            "longest": -(-call.longest[1] // block_n), "causal": int(call.scores.right == 0),
             "paired": int(call.implementation != "listed"), "blocks": self.split_blocks,
             "most_parts": most_parts,
         })  # fmt: skip
         self._list_words = words_of(list_argument)
         make_list = cuda_kernel("attention/grouped_list", "make_grouped_list", (), device)
-        self._make_list = PreparedLaunch(
-            make_list, (-(-pairs // of_section),), (_LIST_THREADS,), list_argument
-        )
+        self._make_list = PreparedLaunch(make_list, (self.sections,), (_LIST_THREADS,), list_argument)
 
         argument = np.zeros(_ARGUMENT_BYTES // 8, np.uint64)
         of_call = _CALL.array(

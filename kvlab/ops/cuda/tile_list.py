@@ -18,7 +18,7 @@ from kvlab.jit.structs import ADDRESS, Struct, words_of
 from kvlab.ops.array_kinds import Kind, allocator, device_of_kind
 from kvlab.ops.attention_arguments import Lengths
 
-__all__ = ["HEAD_BYTES", "TILE_BYTES", "ListBuilder", "TileLists", "Tiling", "heads_of_tile"]
+__all__ = ["HEAD_BYTES", "TILE_BYTES", "ListBuilder", "TileLists", "Tiling", "heads_of_tile", "num_sections"]
 
 HEAD_BYTES, TILE_BYTES = 16, 48
 SEMAPHORE_OFFSET = 4
@@ -30,7 +30,7 @@ _FILLED = 60  # of them, that more heads in a tile may not leave fewer of
 _THREADS = 1024
 
 # A section of the list holds so many (sequence, KV head) pairs that their K and V stay in L2, or as many as
-# blocks can work on while the tiles of a pair that run at one time still share what they read.
+# leave blocks enough tiles to end together: they claim tiles early.
 _SECTION_BYTES, _SECTION_PAIRS = 24 << 20, 16
 
 _MAX_STREAMS = 16  # for which a list is kept
@@ -40,7 +40,7 @@ _CALL = Struct(
     **dict.fromkeys(
         (
             "capacity", "sequences", "seqlen_q", "seqlen_k", "heads_kv", "group", "pack", "positions",
-            "block_n", "pairs", "left", "right", "longest", "in_order",
+            "block_n", "left", "right", "longest", "in_order",
         ),
         "i",
     ),
@@ -69,17 +69,15 @@ def heads_of_tile(group: int) -> int:
     return max(divisors, key=lambda pack: (ROWS // pack * pack >= _FILLED, pack))
 
 
-def pairs_of_section(pairs: int, bytes_of_keys: int) -> int:
-    """Return how many of the (sequence, KV head) pairs, whose K and V take so many bytes, a section holds.
+def num_sections(pairs: int, bytes_of_keys: int) -> int:
+    """Return into how many sections (sequence, KV head) pairs, whose K and V take so many bytes, are divided.
 
     Examples
     --------
-    >>> pairs_of_section(64, 64 << 20), pairs_of_section(64, 1 << 30), pairs_of_section(10, 1 << 30)
-    (22, 16, 10)
+    >>> num_sections(64, 64 << 20), num_sections(64, 1 << 30), num_sections(10, 1 << 30)
+    (3, 4, 1)
     """
-    most = max(_SECTION_PAIRS, _SECTION_BYTES * pairs // max(bytes_of_keys, 1))
-    sections = -(-pairs // most)
-    return -(-pairs // sections)
+    return -(-pairs // max(_SECTION_PAIRS, _SECTION_BYTES * pairs // max(bytes_of_keys, 1)))
 
 
 class ListBuilder:
@@ -133,15 +131,15 @@ class ListBuilder:
         self.capacity = blocks * heads_kv * (group // pack)
         self.nbytes = HEAD_BYTES + TILE_BYTES * self.capacity
         pairs = number * heads_kv
-        of_section = pairs_of_section(pairs, bytes_of_keys)
+        sections = num_sections(pairs, bytes_of_keys)
         argument = _CALL.array({
             "capacity": self.capacity, "sequences": number, "seqlen_q": longest_q, "seqlen_k": longest_k,
-            "heads_kv": heads_kv, "group": group, **tiling._asdict(), "pairs": of_section,
+            "heads_kv": heads_kv, "group": group, **tiling._asdict(),
             "left": window[0], "right": window[1], "longest": -(-longest_k // block_n), "in_order": in_order,
         })  # fmt: skip
         self._words = words_of(argument)
         kernel = cuda_kernel("attention/tile_list", "make_tile_list", (), device)
-        self._launch = PreparedLaunch(kernel, (-(-pairs // of_section),), (_THREADS,), argument)
+        self._launch = PreparedLaunch(kernel, (sections,), (_THREADS,), argument)
 
     def build(self, address: int, bounds: Sequence[int], stream: int) -> None:
         """Make a list at this address, on this stream; not by two threads at once.
