@@ -20,7 +20,16 @@ from kvlab.errors import BudgetError
 from tests.held import contents_of, pages_of
 
 LAYERS, HEADS, GROUP, LONGEST = 2, 2, 2, 600
-LADDERS = {(2, 4, 8): 0.6, (2, 3, 4, 8): 0.5, (8,): None, (4, 16): 1.2, ("k4v2", 8): 0.7, (0, 2, 8): 0.4}
+LADDERS = {
+    (2, 4, 8): 0.6,
+    (2, 3, 4, 8): 0.5,
+    (4,): None,
+    (8,): None,
+    ("k3v2", 4): 0.4,
+    (4, 16): 1.2,
+    ("k4v2", 8): 0.7,
+    (0, 2, 8): 0.4,
+}
 
 
 @st.composite

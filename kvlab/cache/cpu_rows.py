@@ -113,7 +113,7 @@ def freeze_row(
         _fill(merged, row, new, held if goes else [], goes or not waits)
     for head, (_, _, k, _) in enumerate(held if goes else []):
         sample = np.concatenate([k, new.k[seen, head].astype(np.float32)])[:LAST]
-        tables["k_mean"][row, head] = key_mean(sample[:, None])[0]
+        tables["k_mean"][row, head] = key_mean(sample[:, None], narrow=store.stores[layer].is_narrow)[0]
     if waits and not goes:
         pages.keep(new, seen, waiting)
         segments = (first, first) if total else (end >> 16, last)

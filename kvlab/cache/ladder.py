@@ -181,6 +181,11 @@ class LayerFormat:
         """The pages of each rung."""
         return tuple(self._layout(rung) for rung in self.ladder)
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether there is no width of 8 for keys, so that means are those of `key_mean(narrow=True)`."""
+        return all(rung.bits_k != 8 for rung in self.ladder)
+
     @cached_property
     def exact_layout(self) -> PageLayout:
         """Pages of the cache's dtype, unchanged."""
@@ -225,9 +230,5 @@ class Layer:
 
     @property
     def takes_mean(self) -> bool:
-        """Whether the mean of keys is taken off them.
-
-        The first tokens lie far from it; where they cannot stay at a high width it does harm.
-        """
-        widths = [rung.bits_k for rung in self.store.ladder]
-        return min(widths) < 16 and max(widths) >= 8
+        """Whether the mean of keys is taken off them: wherever keys are packed at all."""
+        return min(rung.bits_k for rung in self.store.ladder) < 16

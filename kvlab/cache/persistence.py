@@ -226,7 +226,8 @@ def _upgraded_layer(layer: Layer, layouts: Layouts, row_budget: int | None, mine
             continue
         runs = _cut_into_pages(window["position"])
         if not mine["has_mean"][row] and waiting == len(layouts):  # bytes are too few to wait
-            mean = key_mean(window["k"][:LAST].astype(np.float32))
+            sample = window["k"][:LAST].astype(np.float32)
+            mean = key_mean(sample, narrow=layer.stored.is_narrow)
             mine["k_mean"][row], mine["has_mean"][row] = mean, True
         rung = waiting if not mine["has_mean"][row] else waiting - 1
         if mine["has_mean"][row] and not layer.residual:

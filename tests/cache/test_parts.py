@@ -86,6 +86,20 @@ def test_key_mean():
     assert np.isfinite(mean).all()
 
 
+@given(st.integers(0, 1000), st.floats(0, 10))
+def test_key_mean_of_narrow_ladders_makes_no_channel_of_the_first_key_longer(seed, offset):
+    rng = np.random.default_rng(seed)
+    k = (rng.standard_normal((64, 2, 16)) + offset * rng.standard_normal((2, 16))).astype(np.float32)
+    whole, mean = key_mean(k), key_mean(k, narrow=True)
+    assert ((mean == whole) | (mean == 0)).all()
+    shorter = np.abs(k[0] - whole.astype(np.float64)) < np.abs(k[0]) * (1 - 2e-3)
+    longer = np.abs(k[0] - whole.astype(np.float64)) > np.abs(k[0]) * (1 + 2e-3) + 1e-6
+    assert (mean == whole)[shorter].all()
+    assert not mean[longer].any()
+    k[5, 0, 0], k[6, 0, 1] = np.nan, np.inf
+    assert not key_mean(k, narrow=True)[0, :2].any()
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_give_scores_that_are_not_negative(name):
     policy = make_policy(name, 0.9)

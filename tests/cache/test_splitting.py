@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 from kvlab import MixedPrecisionCache
 from kvlab.cache.frame import key_mean
+from kvlab.cache.ladder import Layer
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.model import Subject
 from kvlab.lab.quality.text import cut_windows
@@ -102,6 +103,27 @@ def test_at_width_16_no_output_row_depends_on_the_splitting(parts: list[tuple[in
     if len(parts) > 1 and parts[0][1] >= 16:
         with pytest.raises(AssertionError):
             assert_accurate(packed, expected, low)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, "k4v2", "3,4", "2,3,4,8"])
+def test_a_constant_in_channels_of_keys_costs_nothing(bits: int | str, monkeypatch: Any) -> None:
+    """Softmax does not see it, and neither do codes, whatever the widths: the mean is taken off."""
+    rng = np.random.default_rng(4)
+    q = rng.standard_normal((1, 1, HEADS_Q, 64), dtype=np.float32)
+    k, v = rng.standard_normal((2, 1, 256, HEADS, 64), dtype=np.float32)
+    shifted = k.copy()
+    shifted[..., [30, 62]] += 100
+    wanted = attention(q, k, v)
+
+    def error(keys: np.ndarray) -> float:
+        cache = MixedPrecisionCache(1, HEADS_Q, HEADS, 64, bits=bits, budget=0.6, dtype="float32")
+        cache.append(0, keys, v)
+        return float(np.square(cache.attend(0, q) - wanted).mean() ** 0.5)
+
+    plain = error(k)
+    assert error(shifted) < 1.3 * plain
+    monkeypatch.setattr(Layer, "takes_mean", False)
+    assert error(shifted) > 2 * plain
 
 
 TOKENS = 512

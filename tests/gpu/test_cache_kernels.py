@@ -369,9 +369,10 @@ def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [(30, 40, 60), (63, 1), (64,), (200,), (1, 62, 900)])
-def test_freeze_means(dtype: str, parts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("bits", ["4,8", "3,4"])
+def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
     """Rows of unequal length: tokens wait until their row has 64, and go when it has its mean."""
-    store = LayerFormat(parse_bits("4,8", 1)[0], HEADS, 64, dtype)
+    store = LayerFormat(parse_bits(bits, 1)[0], HEADS, 64, dtype)
     waiting: Any = {"takes_mean": [True], "holds_waiting": [True]}
     device = DeviceStore([store], BATCH, GPU, torch.empty(1, device="cuda"), 2048, None, **waiting)
     total, rng = sum(parts), np.random.default_rng(len(parts))
@@ -402,7 +403,8 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...]) -> None:
                 assert np.array_equal(positions[row, before:], np.arange(first, first + steps))
             if goes:
                 tokens = np.flatnonzero(valid[row])[:LAST]
-                assert np.array_equal(tables["k_mean"][row], key_mean(k[row, tokens].astype(np.float32)))
+                wanted = key_mean(k[row, tokens].astype(np.float32), narrow=store.is_narrow)
+                assert np.array_equal(tables["k_mean"][row], wanted)
             waits[row] &= not goes
             assert tables["waits"][row] == waits[row]
             assert (tables["num_pages"][row] == 2 * waits[row]).all()

@@ -122,23 +122,27 @@ __device__ void fill_arrays(const Freeze& call, const WaitingTokens& waiting, in
 }
 
 // The mean over waiting and new tokens; a sum of 60 numbers of 16 bits is exact in double, but for bfloat16
-// numbers far apart. A channel that float16 cannot hold is left as it is.
+// numbers far apart. A channel that float16 cannot hold is left as it is, and, where the ladder has no width
+// of 8 for the first tokens, one whose mean makes the first key longer.
 __device__ void take_mean(const NewTokens& n, const WaitingTokens& waiting, int row, int seen,
                           const int* listed) {
     const LayerState& s = waiting.s;
     const int num_waiting = waiting.tokens(), end = min(LAST, num_waiting + seen);
+    bool narrow = true;
+    for (int rung = 0; rung < s.num_rungs; ++rung) narrow = narrow && s.rungs[rung].bits_k != 8;
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.heads * HEAD_DIM; i += THREADS) {
         const int head = i / HEAD_DIM, channel = i - head * HEAD_DIM;
         const u16* k = n.k + row * n.k_batch + head * n.k_head + channel;
+        const auto key = [&](int token) {
+            return (double)raw_value(token < num_waiting ? waiting.element(KEYS, head, token, channel)
+                                                         : k[listed[token - num_waiting] * n.k_step]);
+        };
         double sum = 0.;
 #pragma unroll 4
-        for (int token = FIRST; token < end; ++token) {
-            const u32 bits = token < num_waiting ? waiting.element(KEYS, head, token, channel)
-                                                 : k[listed[token - num_waiting] * n.k_step];
-            sum += (double)raw_value(bits);
-        }
-        const double mean = end - FIRST >= FEWEST ? sum / (end - FIRST) : 0.;
+        for (int token = FIRST; token < end; ++token) sum += key(token);
+        double mean = end - FIRST >= FEWEST ? sum / (end - FIRST) : 0.;
+        if (narrow && mean != 0. && !(mean * mean <= 2. * mean * key(0))) mean = 0.;
         s.k_mean[(u64)waiting.first_pair * HEAD_DIM + i] = __double2half(fabs(mean) <= 65504. ? mean : 0.);
     }
 }
