@@ -60,7 +60,7 @@ class StandInGpu:
         monkeypatch.setattr(attention_call, "requirements_of", lambda device: {"compute_capability": (9, 0)})
         for module in (attention, attention_backward, launch):
             monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
-        for module in (attention_sm90, attention_backward):
+        for module in (attention_sm90, attention_backward, tile_list):
             monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
         for module in (attention, attention_sm90, attention_backward):
             monkeypatch.setattr(module, "load", self._load)

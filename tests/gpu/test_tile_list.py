@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.ops.cuda.tile_list import HEAD_BYTES, ListBuilder, Tiling, heads_of_tile, num_sections
+from kvlab.ops.cuda.tile_list import (
+    HEAD_BYTES,
+    TILES_OF_BLOCK,
+    ListBuilder,
+    Tiling,
+    heads_of_tile,
+    num_sections,
+)
+from kvlab.ops.device_arrays import multiprocessors
 from kvlab.reference.tile_list import TILE, counter_of, section_of, tile_list
 
 
@@ -36,7 +44,8 @@ def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
     stored = memory.cpu().numpy()
     count, semaphore = stored[:8].view(np.int32)
     pairs = number * heads_kv
-    sections = num_sections(pairs, bytes_of_keys)
+    fewest = TILES_OF_BLOCK * multiprocessors(0)
+    sections = num_sections(pairs, bytes_of_keys, builder.capacity, fewest)
     expected = tile_list(
         *lengths, heads_kv, group, **tiling._asdict(), sections=sections, window=window, variable=variable,
         in_order=in_order,

@@ -21,7 +21,7 @@ constexpr int STAGES = 2, INFO_STAGES = 2, SLOTS = Q_SLOTS * GROUPS;
 constexpr bool GROUPED = QUERY_GROUPS > 1;
 constexpr bool SPLIT = HEAD_DIM <= 128;  // whether tiles may be split over keys: registers are there for it
 constexpr int ENTRIES = GROUPED ? GROUPS : 1;  // of a tile
-constexpr int BARRIERS = 4 * STAGES + 3 * SLOTS + 2 * INFO_STAGES;
+constexpr int BARRIERS = 4 * STAGES + 3 * SLOTS + 2 * INFO_STAGES + 1;
 static_assert(KV_BLOCK % 1024 == 0, "swizzled blocks begin at multiples of 1024");
 
 struct Call {

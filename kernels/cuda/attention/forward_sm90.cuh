@@ -14,6 +14,7 @@ struct Shared {
     u32 full_k, full_v, empty_k, empty_v;  // barriers: STAGES each
     u32 full_q, empty_q, full_out;         // SLOTS each: Q is there, the slot is free, out is there
     u32 full_info, empty_info;             // INFO_STAGES each
+    u32 nearly_loaded;                     // few keys of the block's newest tile are to be loaded
     Tile* info;                            // INFO_STAGES of ENTRIES
     int* complete;                         // SLOTS: whether out is that of all parts
 };
@@ -42,6 +43,7 @@ __device__ __forceinline__ Shared make_shared(unsigned char* memory, u64* barrie
     m.empty_k = m.full_v + 8 * STAGES, m.empty_v = m.empty_k + 8 * STAGES;
     m.full_q = m.empty_v + 8 * STAGES, m.empty_q = m.full_q + 8 * SLOTS, m.full_out = m.empty_q + 8 * SLOTS;
     m.full_info = m.full_out + 8 * SLOTS, m.empty_info = m.full_info + 8 * INFO_STAGES;
+    m.nearly_loaded = m.empty_info + 8 * INFO_STAGES;
     m.info = info, m.complete = complete;
     return m;
 }
@@ -60,6 +62,7 @@ __device__ __forceinline__ void init_barriers(const Shared& m) {
         init_barrier(m.full_info + 8 * i, 1);
         init_barrier(m.empty_info + 8 * i, GROUPS + 1);
     }
+    init_barrier(m.nearly_loaded, 1);
     fence_async();
 }
 
@@ -127,24 +130,30 @@ __device__ __forceinline__ void copy_info(Tile* to, const Tile* from) {
     wait_copies();
 }
 
-// The scheduler, a thread: takes tiles from the list, one ahead, and loads their queries. A tile makes one
-// fetch from the semaphore, so the fetch that returns num_tiles - 1 is the last, and sets it to 0 again.
+// The scheduler, a thread: takes tiles from the list and loads their queries. It takes a tile when the keys
+// of the one before are nearly loaded: blocks that held tiles for longer would not end together. A tile makes
+// one fetch from the semaphore, so the fetch that returns num_tiles - 1 is the last, and sets it to 0 again.
 __device__ __forceinline__ void load_queries(const Shared& m, const TensorMap* maps, const Call& call) {
     const Tile* tiles = (const Tile*)(call.list + 1);
     const int num_tiles = call.list->num_tiles;
     PipelineState q = {0, 1}, info = {0, 1};  // a stage is empty before the first phase of its barrier
+    static_assert(INFO_STAGES == 2);          // so a stage says the parity of nearly_loaded, too
     for (int index = blockIdx.x;;) {
-        const bool done = index >= num_tiles;
         wait_barrier(m.empty_info + 8 * info.stage, info.parity);
+        if (index < 0) {
+            wait_barrier(m.nearly_loaded, info.stage ^ 1);
+            index = atomicAdd(call.semaphore, 1);
+            if (index == num_tiles - 1) *call.semaphore = 0;
+            index += gridDim.x;
+        }
+        const bool done = index >= num_tiles;
         Tile& first = m.info[info.stage * ENTRIES];
         if (done) {
 #pragma unroll
             for (int i = 0; i < ENTRIES; ++i) (&first)[i].sequence = -1;
         } else {
             copy_info(&first, tiles + index * ENTRIES);
-            index = atomicAdd(call.semaphore, 1);
-            if (index == num_tiles - 1) *call.semaphore = 0;
-            index += gridDim.x;
+            index = -1;
         }
         arrive(m.full_info + 8 * info.stage);
         const TmaCoord first_rows = coord_of(call, first.sequence, first.q_start, first.q_length);
@@ -185,8 +194,6 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
 #if QUERY_GROUPS > 1
         const int* const segments = call.segments ? call.segments + t.sequence * call.num_segments : nullptr;
 #endif
-        arrive(m.empty_info + 8 * info.stage);
-        info.next<INFO_STAGES>();
         const auto load = [&](u32 full, u32 empty, u32 to, const TensorMap* map, int key) {
             wait_barrier(empty + 8 * kv.stage, kv.parity);
             expect_bytes(full + 8 * kv.stage, TILE_BYTES);
@@ -202,12 +209,17 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
                 copy_box(to + kv.stage * TILE_BYTES + block * KV_BLOCK, map, full + 8 * kv.stage, keys,
                          64 * block, key, head);
         };
+        if (first >= last) arrive(m.nearly_loaded);
 #pragma unroll 1
         for (int key = first; key < last; key += BLOCK_N) {
+            if (last - key <= 4 * BLOCK_N && (last - key > 3 * BLOCK_N || key == t.first_key))
+                arrive(m.nearly_loaded);
             load(m.full_k, m.empty_k, m.k, k_map, key);
             load(m.full_v, m.empty_v, m.v, v_map, key);
             kv.next<STAGES>();
         }
+        arrive(m.empty_info + 8 * info.stage);
+        info.next<INFO_STAGES>();
     }
 }
 

@@ -178,7 +178,7 @@ class ListedCall:
         self._lengths = [count + 2 + g for g in present], [2 * count + 2 + g for g in present]
         pairs = sequences * heads_kv
         bytes_of_keys = 4 * k.shape[0] * heads_kv * dim
-        self.sections = 1 if self.split_blocks else num_sections(pairs, bytes_of_keys)
+        self.sections = 1 if self.split_blocks else num_sections(pairs, bytes_of_keys, tiles, blocks)
         list_argument = _LIST_CALL.array({
             "capacity": self.capacity, "sequences": sequences, "groups": len(present), "heads_kv": heads_kv,
             "group": group, "pack": pack, "positions": positions, "entries": entries, "block_n": block_n,

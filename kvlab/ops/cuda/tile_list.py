@@ -17,8 +17,18 @@ from kvlab.jit.launch import PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct, words_of
 from kvlab.ops.array_kinds import Kind, allocator, device_of_kind
 from kvlab.ops.attention_arguments import Lengths
+from kvlab.ops.device_arrays import multiprocessors
 
-__all__ = ["HEAD_BYTES", "TILE_BYTES", "ListBuilder", "TileLists", "Tiling", "heads_of_tile", "num_sections"]
+__all__ = [
+    "HEAD_BYTES",
+    "TILES_OF_BLOCK",
+    "TILE_BYTES",
+    "ListBuilder",
+    "TileLists",
+    "Tiling",
+    "heads_of_tile",
+    "num_sections",
+]
 
 HEAD_BYTES, TILE_BYTES = 16, 48
 SEMAPHORE_OFFSET = 4
@@ -29,9 +39,8 @@ ROWS = 64
 _FILLED = 60  # of them, that more heads in a tile may not leave fewer of
 _THREADS = 1024
 
-# A section of the list holds so many (sequence, KV head) pairs that their K and V stay in L2, or as many as
-# leave blocks enough tiles to end together: they claim tiles early.
-_SECTION_BYTES, _SECTION_PAIRS = 24 << 20, 16
+_SECTION_BYTES = 24 << 20  # of K and V, which half of an H100's L2 holds
+TILES_OF_BLOCK = 4  # in a section, at least
 
 _MAX_STREAMS = 16  # for which a list is kept
 
@@ -69,15 +78,33 @@ def heads_of_tile(group: int) -> int:
     return max(divisors, key=lambda pack: (ROWS // pack * pack >= _FILLED, pack))
 
 
-def num_sections(pairs: int, bytes_of_keys: int) -> int:
-    """Return into how many sections (sequence, KV head) pairs, whose K and V take so many bytes, are divided.
+def num_sections(pairs: int, bytes_of_keys: int, tiles: int, fewest: int) -> int:
+    """Return into how many sections a list is divided.
+
+    A section holds as many (sequence, KV head) pairs as have K and V that stay in L2, or as many as have
+    enough tiles. Blocks go from a section to the next without waiting.
+
+    Parameters
+    ----------
+    pairs : int
+        (sequence, KV head) pairs of all sections.
+    bytes_of_keys : int
+        Of K and V of all pairs.
+    tiles : int
+        Of all pairs.
+    fewest : int
+        Tiles that a section has at least, as long as there are more pairs.
 
     Examples
     --------
-    >>> num_sections(64, 64 << 20), num_sections(64, 1 << 30), num_sections(10, 1 << 30)
-    (3, 4, 1)
+    >>> num_sections(64, 64 << 20, 4096, 132), num_sections(8, 256 << 20, 2048, 132)
+    (3, 8)
+    >>> num_sections(8, 256 << 20, 256, 132)
+    2
     """
-    return -(-pairs // max(_SECTION_PAIRS, _SECTION_BYTES * pairs // max(bytes_of_keys, 1)))
+    fit = _SECTION_BYTES * pairs // max(bytes_of_keys, 1)
+    fill = -(-fewest * pairs // max(tiles, 1))
+    return -(-pairs // max(1, fit, fill))
 
 
 class ListBuilder:
@@ -131,7 +158,7 @@ class ListBuilder:
         self.capacity = blocks * heads_kv * (group // pack)
         self.nbytes = HEAD_BYTES + TILE_BYTES * self.capacity
         pairs = number * heads_kv
-        sections = num_sections(pairs, bytes_of_keys)
+        sections = num_sections(pairs, bytes_of_keys, self.capacity, TILES_OF_BLOCK * multiprocessors(device))
         argument = _CALL.array({
             "capacity": self.capacity, "sequences": number, "seqlen_q": longest_q, "seqlen_k": longest_k,
             "heads_kv": heads_kv, "group": group, **tiling._asdict(),
