@@ -2,14 +2,15 @@
 
 The graph holds `embed`, `token` and `choose` (kernels/cuda/engine). Token numbers and positions lie on the
 device, so a replay goes on where the last one ended and the host need not be asked; chosen tokens arrive in a
-list in the host's memory. Prompts take the same kernel, 16
-tokens of a row at a launch: with 0 as stride from row to row its tokens are neighbours of one sequence, which
-see each other because keys and values are stored before attention.
+list in the host's memory. A greedy stream keeps one token ahead of who reads it, so the device does not wait
+for the host; who asks for logits meanwhile has the last token that was read run again. Prompts take the same
+kernel, 16 tokens of a row at a launch: with 0 as stride from row to row its tokens are neighbours of one
+sequence, which see each other because keys and values are stored before attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ class GpuExecutor:
             self._device,
         )
         self._graph: Any = None
+        self._ahead: NDArray[np.int64] | None = None  # the tokens of `lengths`, if the device has later ones
 
     # ---- what a decoder asks -------------------------------------------------------------------------------
 
@@ -95,10 +97,11 @@ class GpuExecutor:
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.lengths[:] = 0
+        self.lengths[:], self._ahead = 0, None
 
     def read(self, rows: Sequence[NDArray[np.int64]]) -> None:
         """Take new tokens, at least one for each row, through the model."""
+        self._ahead = None
         with self._cupy.cuda.Device(self._device), self._stream:
             if all(len(row) == 1 for row in rows):
                 self._decode.set(ids=np.array([row[0] for row in rows]), positions=self.lengths)
@@ -122,18 +125,13 @@ class GpuExecutor:
 
     def tokens(self, sampling: Sampling, most: int) -> Iterator[NDArray[np.int64]]:
         """Choose up to `most` tokens for each row, one after the other; all but the last are run."""
+        if sampling.temperature == 0:
+            yield from self._likeliest(most)
+            return
         for i in range(most):
-            with self._cupy.cuda.Device(self._device), self._stream:
-                if sampling.temperature > 0:
-                    ids = sampling.choose(self.logits, self.lengths)
-                elif i == 0:
-                    self._decode.set(positions=self.lengths - 1)
-                    ids = self._chosen(lambda: self._choose(self._stream.ptr))
-                else:  # the device has the tokens and their positions
-                    self.lengths += 1
-                    ids = self._chosen(self._replay)
+            ids = sampling.choose(self.logits, self.lengths)
             yield ids
-            if sampling.temperature > 0 and i < most - 1:
+            if i < most - 1:
                 self.read(list(ids[:, None]))
 
     # ---- launches ------------------------------------------------------------------------------------------
@@ -167,11 +165,42 @@ class GpuExecutor:
         for name in ("hidden", "logits"):
             self._decode.arrays[name][row] = prompt.arrays[name][len(part) - 1]
 
-    def _chosen(self, launch: Callable[[], None]) -> NDArray[np.int64]:
-        """Launch a choice of tokens for the positions behind `lengths`, and wait for it."""
+    def _likeliest(self, most: int) -> Iterator[NDArray[np.int64]]:
+        ids = None
+        for i in range(most):
+            with self._cupy.cuda.Device(self._device), self._stream:
+                if i == 0:
+                    self._settle()
+                    self._decode.set(positions=self.lengths - 1)
+                    self._expect(0)
+                    self._choose(self._stream.ptr)
+                else:  # the device has the tokens and their positions
+                    self.lengths += 1
+                    if self._ahead is None:
+                        self._expect(0)
+                        self._replay()
+                    self._ahead = None
+                    if i < most - 1:
+                        self._expect(1)
+                        self._replay()
+                        self._ahead = ids
+                ids = self._chosen()
+            yield ids
+
+    def _settle(self) -> None:
+        """Let the device have what `lengths` say, if it is ahead: run the last of those tokens again."""
+        if self._ahead is not None:
+            self._decode.set(ids=self._ahead, positions=self.lengths - 1)
+            self._ahead = None
+            self._replay()
+
+    def _expect(self, ahead: int) -> None:
+        """Empty the cells where a choice of tokens for the positions so far behind `lengths` will come."""
+        self._history[self.lengths + ahead, np.arange(self._batch)] = _EMPTY
+
+    def _chosen(self) -> NDArray[np.int64]:
+        """Wait for the tokens chosen for the positions behind `lengths`."""
         rows = np.arange(self._batch)
-        self._history[self.lengths, rows] = _EMPTY
-        launch()
         while (found := self._history[self.lengths, rows]).min() == _EMPTY:
             if self._stream.done:
                 self._stream.synchronize()  # raises if a launch has failed
@@ -181,6 +210,7 @@ class GpuExecutor:
 
     def _read(self, name: str) -> NDArray[np.float32]:
         with self._cupy.cuda.Device(self._device), self._stream:
+            self._settle()
             found: NDArray[np.float32] = self._cupy.asnumpy(self._decode.arrays[name])
         return found
 
@@ -230,14 +260,14 @@ class _Token:
         self.kernel, self._cupy = kernel, cupy
         sizes = {"float32": np.float32, "int32": np.int32, "float16": np.uint16, "bfloat16": np.uint16}
         self.arrays = {
-            name: cupy.zeros(shape, sizes[dtype]) for name, (shape, dtype) in kernel.workspace().items()
+            name: cupy.zeros(shape, sizes[dtype]) for name, (shape, dtype) in kernel.workspace(count).items()
         }
         self.arrays["ids"] = cupy.zeros(kernel.batch, np.int32)
         at = {name: int(array.data.ptr) for name, array in self.arrays.items()}
-        strides = [stride // 2 for stride in kv.strides[1:5]]
+        strides = [stride // 2 for stride in kv.strides[1:4]]
         if neighbours:
             strides[1] = 0
-        own = {name: at[name] for name in kernel.workspace()}
+        own = {name: at[name] for name in kernel.workspace(count)}
         others = {"matrices": model.matrices, "head_norms": model.head_norms,
                   "k": int(kv[0].data.ptr), "v": int(kv[1].data.ptr)}  # fmt: skip
         self._token, self._call = prepare_token(

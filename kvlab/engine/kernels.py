@@ -15,20 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.device import compute_capability
-from kvlab.engine.token_kernel import TokenKernel, qkv_blocks
+from kvlab.engine.token_kernel import TokenKernel
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import PreparedLaunch, load
 from kvlab.jit.structs import ADDRESS, Struct
 
 __all__ = ["CALL", "MATRIX", "matrix_table", "prepare_choose", "prepare_embed", "prepare_token"]
 
-_STRIDES = ("kv_layer", "kv_batch", "kv_head", "kv_position")
+_STRIDES = ("kv_layer", "kv_batch", "kv_head")
 _CHOOSING_BLOCKS = 16  # of a row: 50,000 logits take 2 us
 
 MATRIX = Struct(**dict.fromkeys(("weights", "bias", "norm_weight", "norm_bias"), ADDRESS))
 CALL = Struct(
     matrices=ADDRESS,
-    **dict.fromkeys(("layers", "vocabulary", "qkv_ctas", "split_ctas"), "i"),
+    **dict.fromkeys(("layers", "vocabulary", "split_ctas"), "i"),
     **dict.fromkeys(("hidden", "statistics", "partials", "arrivals", "barrier", "q", "k", "v"), ADDRESS),
     **dict.fromkeys(_STRIDES, "q"),
     **dict.fromkeys(("rotation", "positions", "activation", "logits"), ADDRESS),
@@ -56,7 +56,6 @@ def prepare_token(
     *,
     device: int,
     multiprocessors: int,
-    qkv_ctas: int | None = None,
 ) -> tuple[PreparedLaunch, NDArray[np.void]]:
     """Compile the kernel and prepare its launch.
 
@@ -68,13 +67,11 @@ def prepare_token(
         `kvlab.engine.packing.pack`, of the arrays of `TokenKernel.workspace`, of ``k`` and ``v``, and of
         ``head_norms`` (0 without).
     kv_strides : sequence of int
-        Elements from a layer, a sequence, a KV head and a position of k and v to the next. With 0 from a
-        sequence to the next the tokens are of one sequence, at positions one after the other.
+        Elements from a layer, a sequence and a KV head of k and v to the next; positions of a head lie one
+        behind the other. With 0 from a sequence to the next the tokens are of one sequence, at positions one
+        after the other.
     device, multiprocessors : int
         Ordinal and multiprocessors of the device, which must have compute capability 9.0.
-    qkv_ctas : int, optional
-        Parallel layers: multiprocessors that multiply QKV, beside those of UP; by default as many as QKV has
-        of the rows.
 
     Returns
     -------
@@ -85,9 +82,9 @@ def prepare_token(
     NotImplementedError
         If the device is none of compute capability 9.0.
     ValueError
-        If a pointer or stride lacks, or QKV and UP cannot both have multiprocessors.
+        If a pointer or stride lacks, or the device has too few multiprocessors.
     """
-    call = _call(kernel, pointers, kv_strides, multiprocessors, qkv_ctas)
+    call = _call(kernel, pointers, kv_strides, multiprocessors)
     entry = _load("token", kernel.macros(), device)
     return PreparedLaunch(
         entry, (multiprocessors,), (kernel.threads,), call, kernel.shared_bytes, cooperative=True
@@ -134,19 +131,14 @@ def _call(
     pointers: Mapping[str, int],
     kv_strides: Sequence[int],
     multiprocessors: int,
-    qkv_ctas: int | None,
 ) -> NDArray[np.void]:
     geometry = kernel.geometry
-    if multiprocessors < kernel.splits:
-        raise ValueError(f"multiprocessors={multiprocessors}: at least splits={kernel.splits} are needed")
-    if qkv_ctas is None:
-        qkv_ctas = qkv_blocks(geometry, multiprocessors)
-    if not 0 < qkv_ctas <= multiprocessors - geometry.parallel:
-        raise ValueError(f"qkv_ctas={qkv_ctas}: 1 to {multiprocessors - 1} leave some to UP")
+    least = max(kernel.splits, 1 + geometry.parallel)  # parallel layers: one for QKV and one for UP
+    if multiprocessors < least:
+        raise ValueError(f"multiprocessors={multiprocessors}: at least {least} are needed")
     sizes = {
         "layers": geometry.layers,
         "vocabulary": kernel.vocabulary,
-        "qkv_ctas": qkv_ctas,
         "split_ctas": multiprocessors // kernel.splits * kernel.splits,
         "eps": geometry.eps,
     }

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from kvlab.arguments import whole_number
 from kvlab.engine.geometry import Geometry
 
-__all__ = ["SHARED_LIMIT", "TokenKernel", "qkv_blocks"]
+__all__ = ["SHARED_LIMIT", "TokenKernel"]
 
-SHARED_LIMIT = 232_448 - 1_024  # bytes of a block on sm_90, less barriers and moments
+SHARED_LIMIT = 232_448 - 1_536  # bytes of a block on sm_90, less barriers, moments and chunks
 _MOST_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
 _LARGEST_SLOT = 16  # KiB: 10 were faster than 20 on an H200, 16 is what Llama's widths give
 _FEW_SLOTS = 64  # KiB of slots that keep memory busy
-_MOST_KV_SPLITS = 16
 _EVEN = 1.25  # most tiles of a block over the mean, from which on a finer split gains nothing
 
 
@@ -35,8 +34,6 @@ class TokenKernel:
         16-bit type of weights, keys and values; otherwise float16.
     splits : int
         Parts of the columns of ``out``, ``o`` and ``down``, each of another block.
-    kv_splits : int
-        Parts that the keys of a sequence are divided into at most, each of another block.
     warps : int
         Warps that multiply, of a block.
     adder_groups : int
@@ -52,7 +49,6 @@ class TokenKernel:
     batch: int = 1
     bfloat16: bool = False
     splits: int = 4
-    kv_splits: int = 1
     warps: int = 8
     adder_groups: int = 4
 
@@ -60,7 +56,6 @@ class TokenKernel:
         for name, most in (
             ("batch", 16),
             ("splits", 64),
-            ("kv_splits", 64),
             ("warps", 31),
             ("adder_groups", 8),
         ):
@@ -96,18 +91,10 @@ class TokenKernel:
             If no choice fits.
         """
         groups = 4 if batch <= 4 else 3 if batch <= 8 else 2
-        readers = batch * geometry.heads_kv * _parts_of_group(geometry, batch)
-        attending = qkv_blocks(geometry, multiprocessors)
-
-        def longest(splits: int) -> float:
-            """Keys that the busiest block reads, in sequences; a split costs its merge."""
-            return -(-readers * splits // attending) / splits + 0.01 * splits
-
-        kv_splits = 1 if batch > 8 else min(range(1, _MOST_KV_SPLITS + 1), key=longest)
         found = []
         for splits in _divisors(geometry):
             try:
-                kernel = cls(geometry, batch, bfloat16, splits, kv_splits, adder_groups=groups)
+                kernel = cls(geometry, batch, bfloat16, splits, adder_groups=groups)
             except ValueError:
                 continue
             tiles = geometry.hidden // 16 * splits
@@ -164,7 +151,6 @@ class TokenKernel:
             "GATED_MLP": int(geometry.gated),
             "HEAD_NORMS": int(geometry.head_norms),
             "SPLITS": self.splits,
-            "KV_SPLITS": self.kv_splits,
             "WARPS": self.warps,
             "ADDER_GROUPS": self.adder_groups,
             "SLOTS": self.slots,
@@ -172,14 +158,14 @@ class TokenKernel:
             "SHARED_BYTES": self.shared_bytes,
         }
 
-    def workspace(self) -> dict[str, tuple[tuple[int, ...], str]]:
+    def workspace(self, multiprocessors: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the arrays of a launch, but for weights, keys and values.
 
         ``arrivals``, ``kv_arrivals`` and ``barrier`` are 0 before the first launch; launches leave them at 0.
         """
         geometry, batch, half = self.geometry, self.batch, "bfloat16" if self.bfloat16 else "float16"
-        heads = geometry.heads_q + geometry.heads_kv
-        readers = batch * geometry.heads_kv * _parts_of_group(geometry, batch)
+        heads, group = geometry.heads_q + geometry.heads_kv, geometry.heads_q // geometry.heads_kv
+        readers = batch * geometry.heads_kv * (group // self._heads_of_pass())
         return {
             "hidden": ((batch, geometry.hidden), "float32"),
             "statistics": ((batch, geometry.hidden // 16, 2), "float32"),
@@ -192,15 +178,21 @@ class TokenKernel:
             "activation": ((batch, geometry.attended + geometry.ffn), half),
             "logits": ((batch, self.vocabulary), "float32"),
             "raw_heads": ((batch, heads if geometry.head_norms else 0, geometry.head_dim), "float32"),
-            "kv_parts": (
-                (readers, self.kv_splits, _together(geometry, batch), geometry.head_dim + 2),
-                "float32",
-            ),
+            "kv_parts": ((multiprocessors, 2, self._heads_of_pass(), geometry.head_dim + 2), "float32"),
             "kv_arrivals": ((readers,), "int32"),
         }
 
     def _adders(self) -> int:
         return -(-self.batch // 4)
+
+    def _heads_of_warp(self) -> int:
+        """Query heads that a warp has at attention, as in engine/model.cuh."""
+        return 1 if self.geometry.heads_q // self.geometry.heads_kv % 2 or self.batch > 8 else 2
+
+    def _heads_of_pass(self) -> int:
+        """Query heads that read keys together: teams of warps, as many as divide the group."""
+        own, group = self._heads_of_warp(), self.geometry.heads_q // self.geometry.heads_kv
+        return own * max(n for n in range(1, self.warps + 1) if group // own % n == 0)
 
     def _columns(self) -> dict[str, int]:
         """Columns of each product that a block multiplies."""
@@ -215,27 +207,10 @@ class TokenKernel:
     def _fixed_bytes(self) -> int:
         """Bytes of x, or of attention's merged sums, and of the sums of tiles, as in engine/model.cuh."""
         pitch = _up128(2 * max(self._columns().values())) + 64
-        merged = self.warps * _together(self.geometry, self.batch) * (self.geometry.head_dim + 2) * 4
+        merged = self.warps * self._heads_of_warp() * (self.geometry.head_dim + 2) * 4
         return _up128(max(self.batch * pitch, merged)) + _up128(
             self.adder_groups * self.warps * self.batch * 80
         )
-
-
-def qkv_blocks(geometry: Geometry, multiprocessors: int) -> int:
-    """Blocks that multiply QKV and attend; in parallel layers as many as QKV has of the rows beside UP's."""
-    if not geometry.parallel:
-        return multiprocessors
-    qkv = geometry.products()["qkv"][0]
-    return min(max(round(multiprocessors * qkv / (qkv + geometry.ffn)), 1), multiprocessors - 1)
-
-
-def _together(geometry: Geometry, batch: int) -> int:
-    """Query heads that read keys together, as in engine/model.cuh."""
-    return 1 if geometry.heads_q // geometry.heads_kv % 2 or batch > 8 else 2
-
-
-def _parts_of_group(geometry: Geometry, batch: int) -> int:
-    return geometry.heads_q // geometry.heads_kv // _together(geometry, batch)
 
 
 def _divisors(geometry: Geometry) -> Iterator[int]:

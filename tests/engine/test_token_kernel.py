@@ -55,7 +55,7 @@ def test_the_structs_are_those_of_the_kernels() -> None:
             for part in line.split(",")
         ]
         assert list(struct.dtype.names or ()) == fields
-    assert [struct.size for _, struct in of_source.values()] == [192, 32, 56, 56]
+    assert [struct.size for _, struct in of_source.values()] == [184, 32, 56, 56]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -95,7 +95,7 @@ def test_each_byte_of_the_weights_is_copied_once_to_the_block_that_needs_it(spli
         (lambda: TokenKernel(PYTHIA, splits=3), "no multiple"),
         (lambda: TokenKernel(PYTHIA, 16, warps=16), "a block has up to 1,024"),
         (lambda: TokenKernel.fitting(WIDE, 16, False, CTAS), "take a smaller batch"),
-        (lambda: kernels._call(TokenKernel(PYTHIA), {}, (0,) * 4, 132, None), "are needed"),
+        (lambda: kernels._call(TokenKernel(PYTHIA), {}, (0,) * 3, 132), "are needed"),
         (lambda: PreparedLaunch(None, (1,), (1,), CALL, early=True, cooperative=True), "choose one"),
     ],
 )
@@ -104,14 +104,15 @@ def test_what_the_kernel_cannot_do_is_refused(change: Callable[[], object], mess
         change()
 
 
-def test_multiprocessors_are_divided_between_qkv_and_up() -> None:
+def test_a_launch_has_what_the_kernel_reads() -> None:
     kernel = TokenKernel(PYTHIA)
-    addresses = (*kernel.workspace(), "matrices", "head_norms", "k", "v")
+    addresses = (*kernel.workspace(133), "matrices", "head_norms", "k", "v")
     pointers = dict.fromkeys(addresses, 1)
-    call = kernels._call(kernel, pointers, (1, 2, 3, 4), 133, None)[0]
-    assert (call["qkv_ctas"], call["split_ctas"], call["matrices"], call["kv_position"]) == (57, 132, 1, 4)
-    with pytest.raises(ValueError, match="qkv_ctas=133"):
-        kernels._call(kernel, pointers, (1, 2, 3, 4), 133, 133)
+    call = kernels._call(kernel, pointers, (1, 2, 3), 133)[0]
+    assert (call["split_ctas"], call["matrices"], call["kv_head"]) == (132, 1, 3)
+    assert kernel.workspace(133)["kv_parts"][0] == (133, 2, 1, 82)
+    with pytest.raises(ValueError, match="multiprocessors=3: at least 4"):
+        kernels._call(kernel, pointers, (1, 2, 3), 3)
 
 
 # ---- the arithmetic

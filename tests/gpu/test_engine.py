@@ -90,7 +90,7 @@ def test_published_widths_are_those_of_the_oracle(name: str, batch: int) -> None
 
 @pytest.mark.parametrize("name", ["parallel-80", "gated-group-4", "head-norms"])
 def test_long_contexts_are_those_of_the_cpu(name: str) -> None:
-    """Keys are divided among blocks from 256 on; rows have 1, 2 and 7 parts."""
+    """Blocks have parts of readers, of one or of two rows; a prompt's tokens have fresh keys of 16."""
     geometry, rows = PIECES[name], texts(PIECES[name], 100, 300, 900)
     got, want = (
         [one.prefill([row[:-1] for row in rows]), one.step([row[-1] for row in rows])]
@@ -130,6 +130,20 @@ def test_a_stream_that_ends_early_leaves_the_decoder_where_it_was_read() -> None
     assert parts.lengths.tolist() == [24]
     parts.prefill([first[-1]])
     assert first + [tokens[0] for tokens in parts.stream(7)] == whole
+
+
+def test_logits_are_those_of_what_was_read_while_the_device_is_ahead() -> None:
+    geometry, (row,) = PIECES["gated-group-4"], texts(PIECES["gated-group-4"], 20)
+    steps, on_gpu = decoder(geometry, "cuda"), decoder(geometry, "cuda")
+    want = steps.prefill(row)
+    on_gpu.prefill(row)
+    executor = on_gpu._executor
+    assert isinstance(executor, GpuExecutor)
+    for i, (token,) in enumerate(on_gpu.stream(9)):
+        assert token == want.argmax()
+        if i in (0, 3, 4, 8):
+            assert np.array_equal(executor.logits, want)
+        want = steps.step(token)
 
 
 def test_launches_have_the_same_bits_and_leave_counters_at_zero() -> None:

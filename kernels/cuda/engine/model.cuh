@@ -2,7 +2,7 @@
 //
 // Macros: BATCH tokens of 16-bit type BF16; HIDDEN, HEADS_Q, HEADS_KV, HEAD_DIM, ROTARY_DIM, FFN of the
 // model, and its pieces: PARALLEL (attention and MLP read the same x), LAYER_NORM (else RMS norms), GATED_MLP
-// (else GELU), HEAD_NORMS (of queries and keys); SPLITS, KV_SPLITS, WARPS, ADDER_GROUPS, SLOTS, SLOT_BLOCKS
+// (else GELU), HEAD_NORMS (of queries and keys); SPLITS, WARPS, ADDER_GROUPS, SLOTS, SLOT_BLOCKS
 // as in engine/token.cu.
 #pragma once
 
@@ -50,12 +50,18 @@ struct Shape {
 constexpr int WIDEST =
     PARALLEL ? larger(columns_of(OUT), HIDDEN) : larger(larger(columns_of(O), columns_of(DOWN)), HIDDEN);
 constexpr int GROUP = HEADS_Q / HEADS_KV;
-// Query heads that read keys together, and how often a KV head is read for all of its group.
-constexpr int TOGETHER = GROUP % 2 || BATCH > 8 ? 1 : 2;
-constexpr int PARTS_OF_GROUP = GROUP / TOGETHER;
+// Query heads of a warp; teams of warps that read the same keys, as many as the group needs and there are
+// warps for; and how often a KV head is read for all of its group.
+constexpr int HEADS_OF_WARP = GROUP % 2 || BATCH > 8 ? 1 : 2;
+__host__ __device__ constexpr int largest_divisor(int number, int most) {
+    int found = most < number ? most : number;
+    while (number % found) --found;
+    return found;
+}
+constexpr int TEAMS = largest_divisor(GROUP / HEADS_OF_WARP, WARPS), PASSES = GROUP / HEADS_OF_WARP / TEAMS;
 constexpr int MERGED_ROW = HEAD_DIM + 2;  // channels, maximum, sum
 constexpr int X_BYTES =
-    (larger(BATCH * pitch_of(WIDEST), WARPS * TOGETHER * MERGED_ROW * 4) + 127) / 128 * 128;
+    (larger(BATCH * pitch_of(WIDEST), WARPS * HEADS_OF_WARP * MERGED_ROW * 4) + 127) / 128 * 128;
 
 struct Matrix {
     const char* weights;
@@ -66,23 +72,22 @@ struct Matrix {
 struct Call {
     const Matrix* matrices;  // [layers][PRODUCTS], then the head
     int layers, vocabulary;
-    int qkv_ctas;        // PARALLEL: of the CTAs that have QKV; the others have UP
-    int split_ctas;      // CTAs with columns of OUT, O and DOWN: a multiple of SPLITS
-    float* hidden;       // [BATCH][HIDDEN]
-    float2* statistics;  // [BATCH][GROUPS] mean and squared deviations
-    float* partials;     // [SPLITS][tiles][BATCH][16]
-    u32* arrivals;       // [tiles][ADDERS], 0 between launches
-    u32* barrier;        // [3][32] arrivals, of QKV alone, exits of CTAs; 0 between launches
-    u16 *q, *k, *v;      // q [BATCH][heads][HEAD_DIM]
-    i64 kv_layer, kv_batch, kv_head, kv_position;
-    const float2* rotation;  // [BATCH][ROTARY_DIM / 2]
-    const int* positions;    // [BATCH]
-    u16* activation;         // [BATCH][Q_COLS + FFN]
-    float* logits;           // [BATCH][vocabulary]
-    const u16* head_norms;   // HEAD_NORMS: [layers][2][HEAD_DIM], channels in the order of packed rows
+    int split_ctas;                   // CTAs with columns of OUT, O and DOWN: a multiple of SPLITS
+    float* hidden;                    // [BATCH][HIDDEN]
+    float2* statistics;               // [BATCH][GROUPS] mean and squared deviations
+    float* partials;                  // [SPLITS][tiles][BATCH][16]
+    u32* arrivals;                    // [tiles][ADDERS], 0 between launches
+    u32* barrier;                     // [3][32] arrivals, of QKV alone, exits of CTAs; 0 between launches
+    u16 *q, *k, *v;                   // q [BATCH][heads][HEAD_DIM]
+    i64 kv_layer, kv_batch, kv_head;  // strides; 0 from a token to the next: tokens of one sequence
+    const float2* rotation;           // [BATCH][ROTARY_DIM / 2]
+    const int* positions;             // [BATCH]
+    u16* activation;                  // [BATCH][Q_COLS + FFN]
+    float* logits;                    // [BATCH][vocabulary]
+    const u16* head_norms;  // HEAD_NORMS: [layers][2][HEAD_DIM], channels in the order of packed rows
     float* raw_heads;  // HEAD_NORMS: [BATCH][HEADS_Q + HEADS_KV][HEAD_DIM] before their norms, so ordered
-    float* kv_parts;   // [BATCH][HEADS_KV][PARTS_OF_GROUP][KV_SPLITS][TOGETHER][MERGED_ROW]
-    u32* kv_arrivals;  // [BATCH][HEADS_KV][PARTS_OF_GROUP], 0 between launches
+    float* kv_parts;   // [CTAs][2][TEAMS * HEADS_OF_WARP][MERGED_ROW]
+    u32* kv_arrivals;  // [BATCH][HEADS_KV][PASSES], 0 between launches
     float eps;
 };
-static_assert(sizeof(Call) == 192, "CALL of kvlab/engine/kernels.py");
+static_assert(sizeof(Call) == 184, "CALL of kvlab/engine/kernels.py");

@@ -17,9 +17,11 @@
 //          n = 4 adder + lane / 8. What follows (bias, rotation, GELU, residual) is its work, and as many
 //          tiles are under way as there are groups.
 //   warp   the last: one lane of it starts the copies.
-//   CTA    at attention: a KV head of a token, TOGETHER of its query heads, one of up to KV_SPLITS parts of
-//          the keys; see engine/attend.cuh.
-// The order of every sum follows from WARPS, SPLITS and KV_SPLITS alone, so all GPUs give the same bits.
+//   CTA    at attention: an even share of all tokens' keys, which come through the ring, too; see
+//          engine/attend.cuh. The longer contexts are, the more CTAs have QKV, keys and values, and the fewer
+//          UP.
+// The order of every sum follows from WARPS, SPLITS, positions and the number of CTAs, so GPUs of one kind
+// give the same bits.
 //
 // Shared memory, at most 227 KiB: x, BATCH * pitch bytes (attention merges its warps there, too); sums of
 // ADDER_GROUPS tiles, 80 * WARPS * BATCH bytes each; SLOTS slots of SLOT_BLOCKS KiB for weights; 16 bytes of
@@ -35,14 +37,14 @@ static_assert(X_BYTES + SUM_BYTES + SLOTS * SLOT_BYTES == SHARED_BYTES, "sizes o
 
 // ---- the order of phases, the same for all three kinds of warps
 
-// `visit.product<KIND>(matrix, phase, tiles, ctas, cta)`, `visit.attention(phase, ctas)` with the CTAs that
-// attend, and `visit.expect(all, of_qkv)`: so many arrivals at the two counters are the end of the phase.
+// `visit.product<KIND>(matrix, phase, tiles, ctas, cta)`, `visit.attention(layer)`, and
+// `visit.expect(all, of_qkv)`: so many arrivals at the two counters are the end of the phase.
 template <class Visit>
-__device__ __forceinline__ void visit_all(const Call& call, Visit& visit) {
+__device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks, Visit& visit) {
     const int ctas = gridDim.x, cta = blockIdx.x;
     const int split_cta = cta < call.split_ctas ? cta : 1 << 30;
     const u32 arrivals = ctas * ADDERS * ADDER_GROUPS;
-    const int of_qkv = PARALLEL ? call.qkv_ctas : ctas;  // CTAs
+    const int of_qkv = chunks.qkv_ctas;  // CTAs
     for (int phase = 0; phase <= call.layers * PHASES; ++phase) {
         const int layer = phase / PHASES, kind = phase % PHASES;
         const Matrix* m = call.matrices + layer * PRODUCTS;
@@ -60,9 +62,8 @@ __device__ __forceinline__ void visit_all(const Call& call, Visit& visit) {
             visit.expect(0, of_qkv);
 #endif
         } else if (kind == 1) {
-            const int attending = min(BATCH * HEADS_KV * PARTS_OF_GROUP * KV_SPLITS, of_qkv);
-            visit.attention(phase, attending);
-            visit.expect(attending, 0);
+            visit.attention(layer);
+            visit.expect(chunks.attending, 0);
 #if PARALLEL
         } else {
             visit.template product<OUT>(m[2], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
@@ -82,13 +83,15 @@ __device__ __forceinline__ void visit_all(const Call& call, Visit& visit) {
 }
 
 struct Producer {
+    const Call& call;
+    const Chunks& chunks;
     Ring ring;
     template <Kind KIND>
     __device__ __forceinline__ void product(const Matrix m, int, int tiles, int ctas, int cta) {
         produce<KIND>(ring, m.weights, tiles, ctas, cta);
     }
     __device__ __forceinline__ void head_norms(int, int) {}
-    __device__ __forceinline__ void attention(int, int) {}
+    __device__ __forceinline__ void attention(int layer) { produce_keys(call, layer, chunks, ring); }
     __device__ __forceinline__ void expect(u32, u32) {}
 };
 
@@ -105,12 +108,13 @@ struct Adder {
         if (KIND != HEAD && threadIdx.x % 32 == 0) arrive_grid(call.barrier + (KIND == QKV ? OF_QKV : 0));
     }
     __device__ __forceinline__ void head_norms(int, int) {}
-    __device__ __forceinline__ void attention(int, int) {}
+    __device__ __forceinline__ void attention(int) {}
     __device__ __forceinline__ void expect(u32, u32) {}
 };
 
 struct Multiplier {
     const Call& call;
+    const Chunks& chunks;
     Ring ring;
     char* x;
     Sums sums;
@@ -152,11 +156,10 @@ struct Multiplier {
         sync_threads(OF_MMA, MMA_THREADS);  // all warps have written
         if (threadIdx.x == 0) arrive_grid(call.barrier + OF_QKV);
     }
-    __device__ __forceinline__ void attention(int phase, int ctas) {
-        if (blockIdx.x >= ctas) return;
+    __device__ __forceinline__ void attention(int layer) {
+        if ((int)blockIdx.x >= chunks.attending) return;
         open(true);
-        for (int i = blockIdx.x; i < BATCH * HEADS_KV * PARTS_OF_GROUP * KV_SPLITS; i += ctas)
-            attend(call, phase / PHASES, (float*)x, i);
+        attend(call, layer, chunks, ring, (float*)x);
         if (threadIdx.x == 0) arrive_grid(call.barrier);
     }
 };
@@ -164,6 +167,7 @@ struct Multiplier {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) char memory[];
     __shared__ float2 moments[BATCH];
+    __shared__ Chunks chunks;
     __shared__ u64 barriers[2 * SLOTS + 2 * ADDER_GROUPS + 1];
     char* const x = memory;
     const u32 full = shared_address(barriers), there = full + 16 * SLOTS, opened = there + 16 * ADDER_GROUPS;
@@ -177,17 +181,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
         init_barrier(opened, 1);
         fence_async();
     }
+    if (threadIdx.x < 32) count_chunks(call, chunks);
     __syncthreads();
     if (threadIdx.x < MMA_THREADS) {
-        Multiplier multiplier = {call, ring, x, sums, moments, opened, 0, 0};
-        visit_all(call, multiplier);
+        Multiplier multiplier = {call, chunks, ring, x, sums, moments, opened, 0, 0};
+        visit_all(call, chunks, multiplier);
     } else if (threadIdx.x < MMA_THREADS + ADD_THREADS) {
         Adder adder = {call, sums, opened, 0};
-        visit_all(call, adder);
+        visit_all(call, chunks, adder);
     } else {
         if (threadIdx.x == MMA_THREADS + ADD_THREADS) {
-            Producer producer = {ring};
-            visit_all(call, producer);
+            Producer producer = {call, chunks, ring};
+            visit_all(call, chunks, producer);
         }
         __syncwarp();
     }
@@ -202,9 +207,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
 }
 
 // clang-format off
-// gate: BATCH=1 BF16=0,1 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 SPLITS=2 KV_SPLITS=7 WARPS=8 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=230528 registers<=128 arch=sm_90a
-// gate: BATCH=8 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 SPLITS=2 KV_SPLITS=2 WARPS=8 ADDER_GROUPS=3 SLOTS=11 SLOT_BLOCKS=10 SHARED_BYTES=230912 registers<=128 arch=sm_90a
-// gate: BATCH=1 BF16=0,1 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 SPLITS=1 KV_SPLITS=8 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=215680 registers<=128 arch=sm_90a
-// gate: BATCH=16 BF16=1,0 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 SPLITS=2 KV_SPLITS=1 WARPS=8 ADDER_GROUPS=2 SLOTS=4 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=96 arch=sm_90a
-// gate: BATCH=1 BF16=0,1 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 SPLITS=2 KV_SPLITS=10 WARPS=8 ADDER_GROUPS=4 SLOTS=13 SLOT_BLOCKS=16 SHARED_BYTES=223872 registers<=128 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=230528 registers<=128 arch=sm_90a
+// gate: BATCH=8 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 SPLITS=2 WARPS=8 ADDER_GROUPS=3 SLOTS=11 SLOT_BLOCKS=10 SHARED_BYTES=230912 registers<=128 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=215680 registers<=128 arch=sm_90a
+// gate: BATCH=16 BF16=1,0 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 SPLITS=2 WARPS=8 ADDER_GROUPS=2 SLOTS=4 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=96 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=13 SLOT_BLOCKS=16 SHARED_BYTES=223872 registers<=128 arch=sm_90a
 // clang-format on
