@@ -45,6 +45,7 @@ __all__ = [
     "to_device",
     "to_host",
     "to_numpy_view",
+    "viewed",
 ]
 
 
@@ -461,6 +462,19 @@ def empty(shape: Sequence[int], dtype: str, like: ArrayT) -> ArrayT:
     cupy = loaded_cupy(like, "like")
     with cupy.cuda.Device(device.index):
         return cast("ArrayT", cupy.empty(tuple(shape), target))
+
+
+def viewed(block: Any, dtype: str, shape: Sequence[int]) -> Any:
+    """View bytes, an aligned uint8 array of one axis, as an array of another dtype and shape.
+
+    Examples
+    --------
+    >>> viewed(np.zeros(16, np.uint8), "int32", (2, 2)).dtype
+    dtype('int32')
+    """
+    torch = _torch_of(block)
+    kind = numpy_dtype(dtype) if torch is None else getattr(torch, dtype)
+    return block.view(kind).reshape(tuple(shape))
 
 
 def to_device(host: NDArray[Any], like: ArrayT) -> ArrayT:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_dtype, to_numpy_view
-from kvlab.cache.cpu_rows import MergedTokens, NewRow, freeze_row, take_rows
+from kvlab.cache.cpu_rows import MergedTokens, NewRow, copy_pages, freeze_row, take_rows
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
 from kvlab.cache.plan import Ladder, PlanShape, choose_on_host, optimum
@@ -280,7 +280,10 @@ class CpuKernels:
     def take_rows(self, move: RowMove, stream: int) -> None:
         """Let rows become others; see `kvlab.cache.store`."""
         for layer in range(len(self.store.stores)):
-            take_rows(self.store, layer, move)
+            if move.tables_stand:
+                copy_pages(self.store, layer, move.source)
+            else:
+                take_rows(self.store, layer, move)
 
     def freeze_means(
         self, layer: int, new_tokens: Any, addresses: Sequence[int], before: int, stream: int, *,

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.frame import LAST, key_mean
-from kvlab.cache.store import UNIT, WAITING_PAGES, DeviceStore, RowMove
+from kvlab.cache.store import UNIT, WAITING_PAGES, DeviceStore, PagesOfRows, RowMove
 from kvlab.pages import RAW, TOKENS_PER_PAGE, read_tokens, write_tokens
 
-__all__ = ["MergedTokens", "NewRow", "freeze_row", "take_rows"]
+__all__ = ["MergedTokens", "NewRow", "copy_pages", "freeze_row", "take_rows"]
 
 Ints = NDArray[np.int64]
 
@@ -189,6 +189,17 @@ def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
     mine["entry_of"][at] = (bh * store.entries + np.arange(entries))[planned]
     for name in ("num_pages", "k_mean", "waits", "open", "seqlen"):
         mine[name][...] = old[name]
+
+
+def copy_pages(store: DeviceStore, layer: int, source: PagesOfRows) -> None:
+    """Copy the pages of a layer from where a source has them to the same places."""
+    tables = {name: table[layer] for name, table in store.tables.items()}
+    live = np.arange(store.entries) < tables["num_pages"][..., None]
+    units, others = (x.reshape(-1, UNIT) for x in (store.arenas[layer], source.arenas[layer]))
+    for r, layout in enumerate(store.layouts(layer)):
+        first = tables["index"].view(np.uint32)[live & (tables["rung"] == r)].astype(np.int64)
+        places = first[:, None] + np.arange(layout.nbytes // UNIT)
+        units[places] = others[places]
 
 
 def _give_numbers(number: Ints, wanted: NDArray[np.bool_], stays: NDArray[np.bool_]) -> int:

@@ -96,24 +96,27 @@ class GpuKernels:
         numbers = to_device(lists, like)
         memory = empty((layers * (20 * pages + 4),), "uint8", like)
         states = self._states_of(move.source)
-        rows, copies = cuda_view(numbers, "rows").pointer, cuda_view(memory, "memory").pointer
+        rows, copies = pointer_of(numbers), pointer_of(memory)
         begins = np.cumsum([0, len(move.rows), len(move.origins)]) * 4 + rows
         places = copies + 16 * pages * layers
-        source, target = cuda_view(states, "states").pointer, store.states_pointer
+        source, target = pointer_of(states), store.states_pointer
         addresses = [
             source, target, target if move.in_place else source, *begins.tolist(),
             places, copies, places + 4 * pages * layers,
         ]  # fmt: skip
-        kernels.take_rows(*self._of_store, addresses, pages, layers, stream, in_place=move.in_place)
+        kernels.take_rows(
+            *self._of_store, addresses, pages, layers, stream,
+            in_place=move.in_place, tables_stand=move.tables_stand,
+        )  # fmt: skip
 
     def _states_of(self, source: PagesOfRows) -> Any:
         """LayerState structs of pages that are no store's."""
         states, layers = self.store.host_states.copy(), np.arange(len(self.store.stores), dtype=np.uint64)
         for name, table in source.tables.items():
             step = int(table.nbytes) // len(layers)
-            states[name] = cuda_view(table, name).pointer + layers * np.uint64(step)
+            states[name] = pointer_of(table) + layers * np.uint64(step)
         for name, arrays in (("arena", source.arenas), ("waiting", source.waiting)):
-            states[name] = [0 if x is None else cuda_view(x, name).pointer for x in arrays]
+            states[name] = [0 if x is None else pointer_of(x) for x in arrays]
         states["batch"], states["entries"] = source.tables["rung"].shape[1], source.tables["rung"].shape[3]
         return to_device(states.view(np.uint8), self.store.like)
 

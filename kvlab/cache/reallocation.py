@@ -9,6 +9,7 @@ all layers of a step (`synchronize`): waiting for each took as long as its launc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -126,6 +127,18 @@ class Reallocator:
             new_pages, dropped = self._crop_bounds(shape, TOKENS_PER_PAGE, max(pages))
             self._decode = self.kernels.make_workspace(shape, len(stores), new_pages, dropped)
         self.restart(tidy=True)
+
+    def copy(self) -> Reallocator:
+        """Return one with the same rules, for a store with the same tables: see `DeviceStore.copy`."""
+        other, kept = copy(self), self._decode
+        with translated_out_of_memory("a copy of a cache"):
+            other.store = self.store.copy()
+            other.kernels = self._executor.kernels(other.store)
+            other._decode = other.kernels.make_workspace(
+                kept.shape, len(self.ladders), kept.most_new_pages, kept.most_dropped
+            )
+        other.restart(tidy=self.tidy)
+        return other
 
     @property
     def nbytes(self) -> int:

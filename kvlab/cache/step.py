@@ -24,7 +24,7 @@ from kvlab.cache.launches import KnownStep, Lse, StepCalls
 from kvlab.cache.plan import Workspace
 from kvlab.cache.reallocation import MAX_LOOKAHEAD, Reallocator, ladder_of
 from kvlab.cache.score import Collector
-from kvlab.cache.store import move_rows, reorder_rows
+from kvlab.cache.store import copy_rows, move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.pages import MAX_STEPS
@@ -120,9 +120,14 @@ class DeviceState:
             takes_mean=takes,
             holds_waiting=holds,
         )
-        self.store, self.kernels = self.reallocator.store, self.reallocator.kernels
         self.capacity, self.row_budget_of = capacity, row_budget_of
-        self.waiting = Waiting(takes, holds, self.store.batch)
+        self.waiting = Waiting(takes, holds, self.batch)
+        self._use(self.reallocator)
+
+    def _use(self, reallocator: Reallocator) -> None:
+        """Work on the pages of a reallocator from now on."""
+        self.reallocator, settings = reallocator, self.settings
+        self.store, self.kernels = reallocator.store, reallocator.kernels
         self.generation += 1
         heads = settings.num_heads_q
         decay = 0.0 if settings.by_function else settings.ema_decay  # only what was received last counts
@@ -437,14 +442,14 @@ class DeviceCache(DeviceState):
 
     def copy(self) -> DeviceCache:
         """Return another cache that holds the same."""
-        stream, rows = self.executor.stream(self.like), np.arange(self.store.batch)
+        stream = self.executor.stream(self.like)
         self.flush(stream)
         other = object.__new__(DeviceCache)
         vars(other).update({name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()})
-        other.make(self.capacity, self.row_budget_of)
-        move_rows(self.store.rows(), other.kernels, rows, stream)
-        other.reallocator.restart(tidy=self.reallocator.tidy)
-        other.waiting.take_rows(self.waiting, rows)
+        other.waiting = Waiting([layer.takes_mean for layer in self.layers], self.waiting.holds, self.batch)
+        other.waiting.take_rows(self.waiting, np.arange(self.batch))
+        other._use(self.reallocator.copy())
+        copy_rows(self.store.rows(), other.kernels, stream)
         return other
 
     def clear(self) -> None:

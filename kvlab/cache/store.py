@@ -14,7 +14,9 @@ rows that nobody wants. A store with other sizes gets copies of all. The host se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.arrays import numpy_dtype, viewed
 from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_PAGES
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 
@@ -38,12 +41,15 @@ __all__ = [
     "DeviceStore",
     "PagesOfRows",
     "RowMove",
+    "copy_rows",
     "move_rows",
     "reorder_rows",
     "slab_nbytes",
 ]
 
 _WASTE = 0.03
+_ALIGNMENT = 256
+"""Bytes that tables begin at a multiple of in their memory."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ class DeviceStore:
         takes_mean: Sequence[bool] = (),
         holds_waiting: Sequence[bool] = (),
     ) -> None:
-        first, self.executor, empty = stores[0], executor, executor.empty
+        first, self.executor = stores[0], executor
         self.takes_mean = np.array(takes_mean or [False] * len(stores), bool)
         self.holds_waiting = list(holds_waiting or [False] * len(stores))
         self.widest = first.exact_layout
@@ -179,14 +185,43 @@ class DeviceStore:
             executor.arena(slab * n + waits * waiting, like)
             for slab, n, waits in zip(self.slab, self.num_slabs, self.holds_waiting, strict=True)
         ]
-        self.tables = {
-            name: empty((len(stores), *shape), dtype, like) for name, (shape, dtype) in self._shapes().items()
-        }
         self.like = like
-        self._clear_tables()
+        sizes = [self._nbytes_of_table(*kind) for kind in self._shapes().values()]
+        self._memory_of_tables = executor.empty((sum(sizes),), "uint8", like)
         self.host_states = self._states()
-        self.states = executor.to_device(self.host_states.view(np.uint8), like)
-        self.states_pointer: int = executor.view(self.states, "states").pointer
+        self._lay_down()
+        self._clear_tables()
+
+    def copy(self) -> DeviceStore:
+        """Return a store with the same tables, which name pages at the same places; these are not written."""
+        other = copy(self)
+        other.arenas = [self.executor.arena(int(arena.nbytes), self.like) for arena in self.arenas]
+        other._memory_of_tables = self.executor.copied(self._memory_of_tables)
+        other.host_states = self.host_states.copy()
+        other._lay_down()
+        return other
+
+    def _nbytes_of_table(self, shape: tuple[int, ...], dtype: str) -> int:
+        """Bytes of a table of all layers, and those up to the next."""
+        nbytes = len(self.stores) * math.prod(shape) * numpy_dtype(dtype).itemsize
+        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def _lay_down(self) -> None:
+        """Cut the memory of tables, and tell kernels where tables and arenas lie."""
+        layers, begin, pointer = len(self.stores), 0, self.executor.pointer
+        states, numbers = self.host_states, np.arange(layers, dtype=np.uint64)
+        self.tables: dict[str, Any] = {}
+        for name, (shape, dtype) in self._shapes().items():
+            step = math.prod(shape) * numpy_dtype(dtype).itemsize
+            mine = self._memory_of_tables[begin : begin + layers * step]
+            self.tables[name] = viewed(mine, dtype, (layers, *shape))
+            states[name] = pointer(self.tables[name]) + np.uint64(step) * numbers
+            begin += self._nbytes_of_table(shape, dtype)
+        states["arena"] = [pointer(arena) for arena in self.arenas]
+        begins = states["arena"] + np.array(self.slab, np.uint64) * np.array(self.num_slabs, np.uint64)
+        states["waiting"] = np.where(self.holds_waiting, begins, 0)
+        self.states = self.executor.to_device(states.view(np.uint8), self.like)
+        self.states_pointer = int(pointer(self.states))
 
     def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         table = (self.batch, self.heads, self.entries)
@@ -238,14 +273,8 @@ class DeviceStore:
         return slabs
 
     def _states(self) -> Any:
-        """The `LayerState` of every layer."""
-        states, view, numbers = (
-            np.zeros(len(self.stores), STATE),
-            self.executor.view,
-            np.arange(len(self.stores)),
-        )
-        for name, table in self.tables.items():
-            states[name] = view(table, name).pointer + int(table.nbytes) // len(numbers) * numbers
+        """The `LayerState` of every layer, but for addresses."""
+        states = np.zeros(len(self.stores), STATE)
         for layer, (state, store) in enumerate(zip(states, self.stores, strict=True)):
             rungs = [
                 (x.nbytes // UNIT, self.slab[layer] // x.nbytes, x.bits_k, x.bits_v, x.positions)
@@ -253,10 +282,7 @@ class DeviceStore:
             ]
             state["rungs"][: len(rungs)] = rungs
             state["num_rungs"], state["evicts"] = len(store.ladder), store.evicts
-        states["arena"] = [view(arena, "arena").pointer for arena in self.arenas]
         states["slab_units"] = np.array(self.slab) // UNIT
-        begins = states["arena"] + np.array(self.slab, np.uint64) * np.array(self.num_slabs, np.uint64)
-        states["waiting"] = np.where(self.holds_waiting, begins, 0)
         for name in ("batch", "heads", "entries", "max_slabs", "max_pages"):
             states[name] = getattr(self, name)
         return states
@@ -273,7 +299,7 @@ class DeviceStore:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of arenas, tables and states."""
-        return sum(int(x.nbytes) for x in (*self.arenas, *self.tables.values(), self.states))
+        return sum(int(x.nbytes) for x in (*self.arenas, self._memory_of_tables, self.states))
 
     def layouts(self, layer: int) -> tuple[PageLayout, ...]:
         """The pages of each rung; behind those of the ladder, that of tokens that wait."""
@@ -352,6 +378,8 @@ class RowMove:
     kept : int32 array (batch of the source,)
         Whether a row keeps its pages for one that wants it.
     in_place : bool
+    tables_stand : bool
+        The tables name the pages of all rows already, as those of the source do: only pages are copied.
     """
 
     source: PagesOfRows
@@ -359,6 +387,7 @@ class RowMove:
     origins: NDArray[np.int32]
     kept: NDArray[np.int32]
     in_place: bool
+    tables_stand: bool = False
 
 
 def move_rows(source: PagesOfRows, kernels: Any, rows: Any, stream: int) -> None:
@@ -366,6 +395,13 @@ def move_rows(source: PagesOfRows, kernels: Any, rows: Any, stream: int) -> None
     rows = np.asarray(rows, np.int32)
     kept = np.zeros(source.tables["waits"].shape[1], np.int32)
     kernels.take_rows(RowMove(source, rows, rows, kept, in_place=False), stream)
+
+
+def copy_rows(source: PagesOfRows, kernels: Any, stream: int) -> None:
+    """Fill the pages of a store that has the tables of a source; `kernels` are those of the store."""
+    rows = np.arange(source.tables["waits"].shape[1], dtype=np.int32)
+    move = RowMove(source, rows, rows, np.zeros_like(rows), in_place=False, tables_stand=True)
+    kernels.take_rows(move, stream)
 
 
 def reorder_rows(store: DeviceStore, kernels: Any, rows: Any, stream: int) -> None:

@@ -291,7 +291,7 @@ def crop_rows(
 
 def take_rows(
     head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, layers: int,
-    stream: int, *, in_place: bool,
+    stream: int, *, in_place: bool, tables_stand: bool = False,
 ) -> None:  # fmt: skip
     """Let rows of some layers take over the pages of others; see `kvlab.cache.store`.
 
@@ -301,6 +301,8 @@ def take_rows(
         As in `Rows` of pages/rows.cu, from `from` to `num_copies`.
     capacity : int
         Pages of a layer that the lists have places for.
+    in_place, tables_stand : bool
+        As in `RowMove`.
     """
     call = np.zeros(1, _ROWS)
     call.view(np.uint64)[: len(addresses)] = addresses
@@ -308,7 +310,8 @@ def take_rows(
     if not capacity:
         return
     grid = _grid(capacity, layers, _FEW_BLOCKS * multiprocessors(device))
-    _row_kernel("take_rows", device)((1, layers), (_TABLE_THREADS,), (call[0],), 0, stream)
+    if not tables_stand:
+        _row_kernel("take_rows", device)((1, layers), (_TABLE_THREADS,), (call[0],), 0, stream)
     for entry in ("move_kept", "gather_pages") if in_place else ("gather_pages", "clear_free"):
         _row_kernel(entry, device)(grid, (_THREADS,), (call[0],), 0, stream)
 
