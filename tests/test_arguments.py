@@ -78,7 +78,7 @@ GROUPS = {
     "segment_len": (8, "whole"),
     "sm_margin": (0, "count"),
 }
-ONLY_FORWARD = {"return_lse", "implementation", "segment_table", "segment_len", "sm_margin"}
+ONLY_FORWARD = {"return_lse", "implementation", "segment_table", "segment_len"}
 LAYER, MASK = {"layer": (0, "count")}, {"valid": (None, "mask")}
 OPTIONS: dict[str, tuple[Any, str]] = {
     "batch": (1, "count"),
@@ -143,7 +143,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
     "attention_varlen": (kvlab.attention_varlen, FLAT | BOUNDS | LONGEST | MASKS | WANTS_LSE | MARGIN),
     "attention_backward": (
         kvlab.attention_backward,
-        GRADIENT | QKV | MASKS | FIXED_ORDER | FLOAT32_GRADIENTS,
+        GRADIENT | QKV | MASKS | FIXED_ORDER | FLOAT32_GRADIENTS | MARGIN,
     ),
     "grouped_attention_varlen": (
         kvlab.grouped_attention_varlen,
@@ -159,7 +159,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
     ),
     "attention_varlen_backward": (
         kvlab.attention_varlen_backward,
-        FLAT_GRADIENT | FLAT | BOUNDS | LONGEST | MASKS | FIXED_ORDER | FLOAT32_GRADIENTS,
+        FLAT_GRADIENT | FLAT | BOUNDS | LONGEST | MASKS | FIXED_ORDER | FLOAT32_GRADIENTS | MARGIN,
     ),
     "merge_attention": (kvlab.merge_attention, {"outs": ([OUT], "arrays"), "lses": ([LSE], "arrays")}),
 }

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvlab.arguments import flag
+from kvlab.arguments import LONGEST, flag, whole_number
 from kvlab.arrays import Array, ArrayT
 from kvlab.ops.attention import CUDA_REQUIREMENTS, NUMBA_REQUIREMENTS, REFERENCE_REQUIREMENTS, REQUIREMENTS
 from kvlab.ops.attention_call import (
@@ -26,6 +26,7 @@ from kvlab.ops.attention_call import (
     OF_Q,
     RAGGED_K,
     RAGGED_Q,
+    SM_MARGIN,
     Options,
     Signature,
     call_of,
@@ -72,6 +73,7 @@ def attention_backward(
     softcap: float = 0.0,
     deterministic: bool = False,
     float32_dk_dv: bool = False,
+    sm_margin: int = 0,
     backend: str | None = None,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:
     """Gradients of `attention` with respect to q, k and v.
@@ -90,6 +92,9 @@ def attention_backward(
     float32_dk_dv : bool
         Give dk and dv as they are summed, in float32, so that parts of them from several devices can be
         added. ``"cuda"`` alone does so for 16-bit inputs.
+    sm_margin : int
+        Multiprocessors left to other kernels, as in `attention`; above 128 channels there are no persistent
+        blocks that could leave any.
     backend : str, optional
         As in `attention`; sums are float32, over the query heads of a group too, ``"reference"`` float64.
 
@@ -118,7 +123,7 @@ def attention_backward(
     """
     options = checked_options(causal, scale, window, softcap)
     gradients: tuple[ArrayT, ArrayT, ArrayT] = _differentiate(
-        _FIXED, (q, k, v, dout, out, lse), None, options, deterministic, float32_dk_dv, backend
+        _FIXED, (q, k, v, dout, out, lse), None, options, deterministic, float32_dk_dv, sm_margin, backend
     )
     return gradients
 
@@ -141,6 +146,7 @@ def attention_varlen_backward(
     softcap: float = 0.0,
     deterministic: bool = False,
     float32_dk_dv: bool = False,
+    sm_margin: int = 0,
     backend: str | None = None,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:
     """Gradients of `attention_varlen` with respect to q, k and v.
@@ -151,7 +157,7 @@ def attention_varlen_backward(
     lse : float32 array, (num_heads_q, total_q)
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale, window, softcap
         The arguments of the forward call.
-    deterministic, float32_dk_dv, backend
+    deterministic, float32_dk_dv, sm_margin, backend
         As in `attention_backward`, as is the meaning of out and lse.
 
     Returns
@@ -181,7 +187,7 @@ def attention_varlen_backward(
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     arrays = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
     gradients: tuple[ArrayT, ArrayT, ArrayT] = _differentiate(
-        _VARLEN, arrays, longest, options, deterministic, float32_dk_dv, backend
+        _VARLEN, arrays, longest, options, deterministic, float32_dk_dv, sm_margin, backend
     )
     return gradients
 
@@ -193,12 +199,15 @@ def _differentiate(
     options: Options,
     deterministic: bool,
     float32_dk_dv: bool,
+    sm_margin: int,
     backend: str | None,
 ) -> Any:
     deterministic = flag(deterministic, "deterministic")
-    extra = deterministic + FLOAT32_DK_DV * flag(float32_dk_dv, "float32_dk_dv")
+    float32_dk_dv = flag(float32_dk_dv, "float32_dk_dv")
+    extra = deterministic + FLOAT32_DK_DV * float32_dk_dv
+    extra += SM_MARGIN * whole_number(sm_margin, "sm_margin", 0, LONGEST)
     call, addresses = call_of(signature, arrays, backend, options, longest, extra)
-    if extra >= FLOAT32_DK_DV and call.row.backend != "cuda" and call.dtype != "float32":
+    if float32_dk_dv and call.row.backend != "cuda" and call.dtype != "float32":
         raise NotImplementedError(
             f"float32_dk_dv=True: backend {call.row.backend!r} gives dk and dv in the dtype of {call.dtype} "
             "inputs; use backend 'cuda', or pass float32"

@@ -27,6 +27,7 @@ __all__ = [
     "OF_Q",
     "RAGGED_K",
     "RAGGED_Q",
+    "SM_MARGIN",
     "Call",
     "Options",
     "Scores",
@@ -45,8 +46,9 @@ BOUNDS = {"cu_seqlens_q": ("batch + 1",), "cu_seqlens_k": ("batch + 1",)}
 _DTYPE_OF = {"lse": "float32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}
 """Arrays that have a dtype of their own; all others have that of q."""
 
-FLOAT32_DK_DV = 2
-"""In `Call.extra` of gradients, beside 1 for deterministic ones: dk and dv are float32 whatever q is."""
+FLOAT32_DK_DV, SM_MARGIN = 2, 4
+"""In `Call.extra` of gradients, beside 1 for deterministic ones: dk and dv are float32 whatever q is; and for
+each multiprocessor that is left to other kernels."""
 
 Options = tuple[bool, float | None, int, int, float]
 """causal, scale, both sides of the window, softcap: as given, but of these very types."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kvlab.arguments import flag, number
+from kvlab.arguments import LONGEST, flag, number, whole_number
 from kvlab.arrays import Array, ArrayT
 from kvlab.ops.array_kinds import Kind, dtype_of_kind, kinds_of
 from kvlab.ops.grouped import CPU, GPU, GroupedArrays, GroupedCall, call_of, check_groups
@@ -57,6 +57,7 @@ def grouped_attention_varlen_backward(
     float32_dkv: bool = False,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    sm_margin: int = 0,
     backend: str | None = None,
 ) -> tuple[list[ArrayT], ArrayT, ArrayT]:
     """Gradients of `grouped_attention_varlen` with respect to q_groups, k and v.
@@ -74,6 +75,8 @@ def grouped_attention_varlen_backward(
     float32_dkv : bool
         Return dk and dv in float32, for a sum over devices: each group's part is rounded to the dtype of k,
         their sum is not.
+    sm_margin : int
+        As in `attention_backward`.
     backend : str, optional
         As in `kvlab.attention`.
 
@@ -104,7 +107,7 @@ def grouped_attention_varlen_backward(
     results = Results(douts, outs, lses)
     call, addresses = call_of(
         _BACKWARD, arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"),
-        "separate", (max_seqlen_q, max_seqlen_k), 0, backend,
+        "separate", (max_seqlen_q, max_seqlen_k), whole_number(sm_margin, "sm_margin", 0, LONGEST), backend,
     )  # fmt: skip
     names = tuple(f"{name}[{g}]" for name in Results._fields for g in range(call.groups))
     for name, given in results._asdict().items():

@@ -188,3 +188,13 @@ def test_gradients_of_keys_can_be_float32(gpu: StandInGpu) -> None:
         assert (dq.dtype, dk.dtype, dv.dtype) == (q.dtype, *2 * (torch.float32 if wide else k.dtype,))
         call = call_in(gpu.launches[-2], attention_backward._CALL)
         assert (call["float32_dk_dv"], call["deterministic"]) == (wide, 0)
+
+
+def test_gradients_leave_multiprocessors_to_others(gpu: StandInGpu) -> None:
+    """Of a short call, which clusters would share, too: their blocks do not persist."""
+    for tokens, expected in ((4096, (132, 116, 1)), (1024, (2 * 64, 64, 1))):
+        q = torch.zeros(1, tokens, 8, DIM, dtype=torch.bfloat16)
+        lse = torch.zeros((1, 8, tokens))
+        for margin, blocks in zip((0, 16, 1 << 20), expected, strict=True):
+            kvlab.attention_backward(q, q, q, q, q, lse, causal=True, sm_margin=margin)
+            assert gpu.launches[-2].grid == (blocks, 1, 1)

@@ -38,7 +38,7 @@ from kvlab.ops.attention_arguments import (
     lengths_of,
     strides_of,
 )
-from kvlab.ops.attention_call import FLOAT32_DK_DV
+from kvlab.ops.attention_call import FLOAT32_DK_DV, SM_MARGIN
 from kvlab.ops.cuda.attention_backward_split import CLUSTER, divide, steps_of
 from kvlab.ops.cuda.tile_list import SEMAPHORE_OFFSET, ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
@@ -165,7 +165,8 @@ class _Prepared:
         heads, dim = q.shape[-2], q.shape[-1]
         lengths = number, longest_q, _ = lengths_of(call)
         deterministic, kind = bool(call.extra & 1), call.kinds[0]
-        wide = call.extra >= FLOAT32_DK_DV and q.dtype != "float32"
+        sm_margin = call.extra // SM_MARGIN
+        wide = bool(call.extra & FLOAT32_DK_DV) and q.dtype != "float32"
         aligned_rows = -(-longest_q // _ALIGNED_ROWS) * _ALIGNED_ROWS
         # What variable lengths take together follows from their number and total alone.
         rows = (
@@ -178,7 +179,8 @@ class _Prepared:
         hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
         fields = fields_of(q, k, lengths, call.scores) | _strides_of_lse(lse)
         tiles = _tiles(dim, q.dtype, hopper, q.device)
-        cluster_split = _cluster_split(tiles, q, k, lengths, fields, hopper)
+        largest = CLUSTER if hopper and not sm_margin else 1  # blocks of clusters do not persist
+        cluster_split = _cluster_split(tiles, q, k, lengths, fields, largest)
         capped = is_capped(call.scores)
         plan = _plan(dim, q.dtype, capped, aligned, hopper, cluster_split, q.device)
         fields |= {
@@ -209,7 +211,7 @@ class _Prepared:
             blocks = builder.capacity * cluster_split * tiles[2]
             self._lists = TileLists(builder, call.longest is not None, kind)
         if plan.persistent and cluster_split == 1:
-            blocks = min(blocks, multiprocessors(q.device))
+            blocks = min(blocks, max(1, multiprocessors(q.device) - sm_margin))
         around = (aligned_rows // _PREPOST_ROWS, heads, number), (_PREPOST_THREADS,), of_call
         self._launches = (
             PreparedLaunch(plan.preprocess, *around),
@@ -253,13 +255,12 @@ def _cluster_split(
     k: CudaView,
     lengths: Lengths,
     call: dict[str, Any],
-    hopper: bool,
+    largest: int,
 ) -> int:
     """Divide a call; one of variable length as if all its sequences were as long as the longest."""
     number, rows, keys = lengths
     block_m, block_n, blocks = tiles
     steps = steps_of(rows, keys, call["left"], call["right"], call["group"], block_m, block_n)
-    largest = CLUSTER if hopper else 1
     return divide(steps, k.shape[-2], number, multiprocessors(q.device), blocks, largest)
 
 

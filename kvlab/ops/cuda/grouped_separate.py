@@ -104,7 +104,7 @@ def attend_backward_with(
         attention_varlen_backward(
             dout, q, arrays.k, arrays.v, out, lse, cu_q, cu_k, *call.longest,
             causal=call.scores.right == 0, scale=call.scores.scale, deterministic=deterministic,
-            backend=backend,
+            sm_margin=call.sm_margin, backend=backend,
         )
         for q, dout, out, lse, (cu_q, cu_k) in zip(
             arrays.q_groups, *results, _separate_sequences(call, addresses), strict=True
