@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import GUESS, TOKENS_PER_PAGE, bit_address
 from kvlab.threads import share
 
 __all__ = [
@@ -43,10 +42,13 @@ __all__ = [
 WIDTHS = (2, 3, 4, 8, 16)
 """Bits of an element; 16 is the cache's own dtype, unchanged."""
 
+TOKENS_PER_PAGE = 64
+
 PAGE_TABLE_BYTES = 8
 """Bytes charged for a page's entry in the page table: index 4, base 2, count 1, rung 1."""
 
 _PARALLEL_TOKENS = 1024  # fewer take less than about half a millisecond a side
+_GUESS = {2: np.float32(0.386), 3: np.float32(0.155), 4: np.float32(0.0592), 8: np.float32(2**-8)}
 _ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 Bytes = NDArray[np.uint8]
@@ -198,12 +200,34 @@ def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.
         ("v", layout.bits_v, layout.v_codes, layout.v_steps),
     ):
         bits = layout.stored_bits(width)
-        address = bit_address(bits, layout.head_dim, side)
-        in_one_word = address[..., -1] - address[..., 0] == bits - 1
-        places = np.where(in_one_word, address[..., 0], ~address[..., 0]).astype(np.int32)
-        guess = GUESS.get(width, np.float32(0))
-        sides.append((Side(layout.nbytes, codes, steps, bits, kind, guess), places))
+        guess = _GUESS.get(width, np.float32(0))
+        numbers = Side(layout.nbytes, codes, steps, bits, kind, guess)
+        sides.append((numbers, first_bits(bits, layout.head_dim, side)))
     return tuple(sides)
+
+
+def first_bits(bits: int, head_dim: int, side: str) -> NDArray[np.int32]:
+    """Return the index of the lowest bit of every code of a side, (64, head_dim).
+
+    ``~index`` says that the bits are in words of their own. `kvlab.reference.pages.bit_address` is the order.
+    """
+    slot, channel = np.indices((TOKENS_PER_PAGE, head_dim))
+    block, token = slot % 8 // 2, slot // 8 + slot % 2 * 8
+    if side == "k":
+        tile, row, column = block * (head_dim // 16) + channel // 16, token, channel % 16
+    else:
+        tile, row, column = channel // 16 * 4 + block, channel % 16, token
+    lane, pair, half = row % 8 * 4 + column % 8 // 2, row // 8 + column // 8 * 2, column % 2
+    if bits == 32:
+        return (32 * (32 * (8 * tile + 2 * pair + half) + lane)).astype(np.int32)
+    tiles = {2: 2, 3: 4}.get(bits, 1)  # whose pairs share words
+    pair += tile % tiles * 4
+    in_word, start = (5, 1) if bits == 3 else (16 // bits, 0)  # pairs of a word; bit of the first
+    alone = pair // in_word == tiles * bits // 4  # no word is left for the last pair of 3 bits
+    word = tile // tiles * (tiles * bits // 4) + np.where(alone, 0, pair // in_word)
+    bit = half * 16 + np.where(alone, 0, pair % in_word * bits + start)
+    at = 32 * (32 * word + lane) + bit
+    return np.where(alone, ~at, at).astype(np.int32)
 
 
 def _in_threads(

@@ -44,18 +44,14 @@ _LAYOUTS = {
 
 register(
     Implementation("attention", "cpu", "kvlab.ops.cpu.attention:attend", REQUIREMENTS),
-    Implementation(
-        "attention", "reference", "kvlab.ops.cpu.attention:attend_reference", REFERENCE_REQUIREMENTS
-    ),
+    Implementation("attention", "reference", "kvlab.ops.reference.attention:attend", REFERENCE_REQUIREMENTS),
     Implementation("attention", "cuda", "kvlab.ops.cuda.attention:attend", CUDA_REQUIREMENTS),
     Implementation("attention", "numba", "kvlab.ops.numba.attention:attend", NUMBA_REQUIREMENTS),
     Implementation("merge_attention", "cpu", "kvlab.ops.cpu.attention:merge", {"dtype": _FLOATS}),
     Implementation(
         "merge_attention", "cuda", "kvlab.ops.cuda.attention_merge:merge", {"dtype": _FLOATS} | ON_CUDA
     ),
-    Implementation(
-        "merge_attention", "reference", "kvlab.ops.cpu.attention:merge_reference", {"dtype": _FLOATS}
-    ),
+    Implementation("merge_attention", "reference", "kvlab.ops.reference.attention:merge", {"dtype": _FLOATS}),
 )
 
 

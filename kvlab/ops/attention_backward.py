@@ -48,7 +48,10 @@ _VARLEN = Signature(
 register(
     Implementation("attention_backward", "cpu", f"{_CPU}:attend_backward", REQUIREMENTS),
     Implementation(
-        "attention_backward", "reference", f"{_CPU}:attend_backward_reference", REFERENCE_REQUIREMENTS
+        "attention_backward",
+        "reference",
+        "kvlab.ops.reference.attention_backward:attend_backward",
+        REFERENCE_REQUIREMENTS,
     ),
     Implementation(
         "attention_backward", "cuda", "kvlab.ops.cuda.attention_backward:attend_backward", CUDA_REQUIREMENTS

@@ -34,13 +34,13 @@ register(
     Implementation("unpack_ternary", "cuda", f"{_GPU}:unpack_ternary", ON_CUDA),
     Implementation("unpack_ternary", "numba", f"{_GPU}:unpack_ternary_numba", ON_NUMBA),
     Implementation("pack", "cpu", f"{_CPU}:pack", {"bits": WIDTHS}),
-    Implementation("pack", "reference", f"{_CPU}:pack_reference", {"bits": WIDTHS}),
+    Implementation("pack", "reference", "kvlab.ops.reference.bits:pack", {"bits": WIDTHS}),
     Implementation("unpack", "cpu", f"{_CPU}:unpack", {"bits": WIDTHS}),
-    Implementation("unpack", "reference", f"{_CPU}:unpack_reference", {"bits": WIDTHS}),
+    Implementation("unpack", "reference", "kvlab.ops.reference.bits:unpack", {"bits": WIDTHS}),
     Implementation("pack_ternary", "cpu", f"{_CPU}:pack_ternary", {}),
-    Implementation("pack_ternary", "reference", f"{_CPU}:pack_ternary_reference", {}),
+    Implementation("pack_ternary", "reference", "kvlab.ops.reference.bits:pack_ternary", {}),
     Implementation("unpack_ternary", "cpu", f"{_CPU}:unpack_ternary", {}),
-    Implementation("unpack_ternary", "reference", f"{_CPU}:unpack_ternary_reference", {}),
+    Implementation("unpack_ternary", "reference", "kvlab.ops.reference.bits:unpack_ternary", {}),
 )
 
 

@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from kvlab.arguments import flag
 from kvlab.arrays import Array, ArrayT, device_of, dtype_name, numpy_dtype
 from kvlab.ops.bits import WIDTHS
-from kvlab.ops.codec_layout import FLOATS, TERNARY_BITS, Layout, checked_layout
-from kvlab.reference import codec as reference
+from kvlab.ops.codec_layout import CODECS, FLOATS, TERNARY_BITS, Layout, checked_layout
 from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, choose, register, requirements_of
 
 __all__ = ["Quantized", "dequantize", "quantize"]
 
-_REQUIREMENTS: dict[str, Any] = {"codec": reference.CODECS, "bits": (TERNARY_BITS, *WIDTHS), "dtype": FLOATS}
+_REQUIREMENTS: dict[str, Any] = {"codec": CODECS, "bits": (TERNARY_BITS, *WIDTHS), "dtype": FLOATS}
 
 register(
     Implementation("quantize", "cuda", "kvlab.ops.cuda.codec:quantize", _REQUIREMENTS | ON_CUDA),
@@ -33,9 +32,9 @@ register(
     Implementation("dequantize", "cuda", "kvlab.ops.cuda.codec:dequantize", _REQUIREMENTS | ON_CUDA),
     Implementation("dequantize", "numba", "kvlab.ops.cuda.codec:dequantize_numba", _REQUIREMENTS | ON_NUMBA),
     Implementation("quantize", "cpu", "kvlab.ops.cpu.codec:quantize", _REQUIREMENTS),
-    Implementation("quantize", "reference", "kvlab.ops.cpu.codec:quantize_reference", _REQUIREMENTS),
+    Implementation("quantize", "reference", "kvlab.ops.reference.codec:quantize", _REQUIREMENTS),
     Implementation("dequantize", "cpu", "kvlab.ops.cpu.codec:dequantize", _REQUIREMENTS),
-    Implementation("dequantize", "reference", "kvlab.ops.cpu.codec:dequantize_reference", _REQUIREMENTS),
+    Implementation("dequantize", "reference", "kvlab.ops.reference.codec:dequantize", _REQUIREMENTS),
 )
 
 

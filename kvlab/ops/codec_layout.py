@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvlab.arguments import whole_number
 from kvlab.ops.bits import WIDTHS, packed_bytes
-from kvlab.reference import codec as reference
 
-__all__ = ["FLOATS", "TERNARY_BITS", "Layout", "checked_layout"]
+__all__ = ["CODECS", "FLOATS", "TERNARY_BITS", "Layout", "checked_layout", "half_levels"]
 
 TERNARY_BITS = 1.6
 """Bits of a ternary value: five to a byte."""
+
+CODECS = ("affine", "symmetric", "hadamard", "ternary")
+"""By the numbers that kernels know them by."""
 
 FLOATS = ("float16", "bfloat16", "float32")
 
@@ -59,8 +63,8 @@ def checked_layout(
     shape: tuple[int, ...], bits: float, axis: int, group_size: int | None, codec: str
 ) -> Layout:
     """Return the layout that the options of a call ask for, or raise for the one that is wrong."""
-    if codec not in reference.CODECS:
-        known = ", ".join(map(repr, reference.CODECS))
+    if codec not in CODECS:
+        known = ", ".join(map(repr, CODECS))
         raise ValueError(f"codec={codec!r} is not supported; supported are {known}")
     widths = (TERNARY_BITS,) if codec == "ternary" else WIDTHS
     if bits not in widths or isinstance(bits, bool):
@@ -72,3 +76,8 @@ def checked_layout(
     length = max(shape[axis], 1)
     elements = length if group_size is None else whole_number(group_size, "group_size", 1)
     return Layout(shape, axis, min(elements, length), codec, bits)
+
+
+def half_levels(bits: int) -> np.float32:
+    """Return what the symmetric codec divides the largest magnitude by to get a scale."""
+    return np.float32(2 ** (bits - 1) if bits <= 4 else (2**bits - 1) / 2)

@@ -62,7 +62,7 @@ _FORWARD = "grouped_attention"
 register(
     Implementation(_FORWARD, "cpu", "kvlab.ops.cpu.grouped:attend", CPU),
     Implementation(
-        _FORWARD, "reference", "kvlab.ops.cpu.grouped:attend_reference",
+        _FORWARD, "reference", "kvlab.ops.reference.grouped:attend",
         CPU | {"dtype": (*_FLOATS, "float64")},
     ),
     Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend", _HOPPER),

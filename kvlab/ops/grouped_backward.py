@@ -24,7 +24,7 @@ _SEPARATE = {"implementation": ("separate",)}
 register(
     Implementation(_BACKWARD, "cpu", "kvlab.ops.cpu.grouped:attend_backward", CPU | _SEPARATE),
     Implementation(
-        _BACKWARD, "reference", "kvlab.ops.cpu.grouped:attend_backward_reference",
+        _BACKWARD, "reference", "kvlab.ops.reference.grouped:attend_backward",
         CPU | _SEPARATE | {"dtype": (*CPU["dtype"], "float64")},
     ),
     Implementation(_BACKWARD, "cuda", "kvlab.ops.cuda.grouped_separate:attend_backward", GPU | ON_CUDA),

@@ -40,11 +40,11 @@ _NUMBA_REQUIREMENTS = _REQUIREMENTS | ON_NUMBA
 
 register(
     Implementation("packed_attention", "cpu", "kvlab.ops.cpu.packed:attend", _REQUIREMENTS),
-    Implementation("packed_attention", "reference", "kvlab.ops.cpu.packed:attend_reference", _REQUIREMENTS),
+    Implementation("packed_attention", "reference", "kvlab.ops.reference.packed:attend", _REQUIREMENTS),
     Implementation("packed_attention", "cuda", "kvlab.ops.cuda.packed:launch", _CUDA_REQUIREMENTS),
     Implementation("packed_attention", "numba", "kvlab.ops.numba.packed:launch", _NUMBA_REQUIREMENTS),
     Implementation("mass_from_scores", "cpu", "kvlab.ops.cpu.packed:mass", {}),
-    Implementation("mass_from_scores", "reference", "kvlab.ops.cpu.packed:mass_reference", {}),
+    Implementation("mass_from_scores", "reference", "kvlab.ops.reference.packed:mass", {}),
     Implementation("mass_from_scores", "cuda", "kvlab.ops.cuda.packed_mass:launch", ON_CUDA),
 )
 

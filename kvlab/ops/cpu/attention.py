@@ -1,4 +1,4 @@
-"""Attention on the CPU: launchers of the backends "cpu" and "reference".
+"""Attention on the CPU: launchers of the backend "cpu".
 
 Fixed and variable lengths have one layout: arrays (batch, seqlen, heads, head_dim), and for each sequence its
 row of the batch, its first query and key, and the numbers of both. So a kernel has one loop for both.
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import Array, ArrayT, dtype_name, like_first, to_numpy_view
-from kvlab.reference import attention as reference
 from kvlab.threads import share
 
 if TYPE_CHECKING:
@@ -24,12 +23,12 @@ __all__ = [
     "Views",
     "attend",
     "attend_places",
-    "attend_reference",
     "bounds_of",
     "items_of",
     "lay_out",
     "merge",
-    "merge_reference",
+    "part_views",
+    "results_of",
     "score_numbers",
     "split_by_width",
     "worth_sharing",
@@ -87,25 +86,6 @@ def bounds_of(name: str, cu_seqlens: Any, max_seqlen: int, total: int) -> NDArra
     return bounds
 
 
-def attend_reference(
-    q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Scores
-) -> tuple[ArrayT, ArrayT]:
-    """Launcher of backend "reference"; arguments as `attend`."""
-    views = lay_out(q, k, v, sequences)
-    wide = [x.astype(np.float64) for x in views[:3]]
-    out = np.zeros(views.q.shape, views.q.dtype)
-    lse = np.full((out.shape[0], out.shape[2], out.shape[1]), -np.inf, np.float32)
-    for b, q0, rows, k0, keys in views.places.tolist():
-        visible = reference.visible_keys(rows, keys, window=(scores.left, scores.right))
-        own_q, own_k = slice(q0, q0 + rows), slice(k0, k0 + keys)
-        one = reference.attend_rows(
-            wide[0][b, own_q], wide[1][b, own_k], wide[2][b, own_k], visible,
-            scale=scores.scale, softcap=scores.softcap,
-        )  # fmt: skip
-        out[b, own_q], lse[b, :, own_q] = one
-    return _results(q, out, lse, sequences)
-
-
 def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Scores) -> tuple[ArrayT, ArrayT]:
     """Launcher of backend "cpu".
 
@@ -123,7 +103,7 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     """
     views = lay_out(q, k, v, sequences)
     out, lse = attend_places(views, scores, np.empty(0, np.int64), alone=not worth_sharing(views, products=1))
-    return _results(q, out, lse, sequences)
+    return results_of(q, out, lse, sequences)
 
 
 def attend_places(
@@ -186,7 +166,7 @@ def split_by_width(x: NDArray[Any]) -> tuple[NDArray[np.uint16], NDArray[np.floa
     return x.view(np.uint16), np.empty(empty, np.float32)
 
 
-def _results(
+def results_of(
     q: ArrayT, out: NDArray[Any], lse: NDArray[np.float32], sequences: Sequences | None
 ) -> tuple[ArrayT, ArrayT]:
     if sequences is not None:
@@ -194,21 +174,14 @@ def _results(
     return like_first(out, q), like_first(lse, q)
 
 
-def _part_views(name: str, arrays: Sequence[Array]) -> list[NDArray[Any]]:
+def part_views(name: str, arrays: Sequence[Array]) -> list[NDArray[Any]]:
     return [to_numpy_view(array, f"{name}[{i}]") for i, array in enumerate(arrays)]
-
-
-def merge_reference(outs: Sequence[ArrayT], lses: Sequence[Array]) -> tuple[ArrayT, ArrayT]:
-    """Launcher of backend "reference" of merge_attention."""
-    out_views = _part_views("outs", outs)
-    out, lse = reference.merge_attention(out_views, _part_views("lses", lses))
-    return like_first(out.astype(out_views[0].dtype), outs[0]), like_first(lse.astype(np.float32), outs[0])
 
 
 @np.errstate(divide="ignore", invalid="ignore", over="ignore")
 def merge(outs: Sequence[ArrayT], lses: Sequence[Array]) -> tuple[ArrayT, ArrayT]:
     """Launcher of backend "cpu" of merge_attention: part by part, so that at most two exist widened."""
-    out_views, lse_views = _part_views("outs", outs), np.stack(_part_views("lses", lses))
+    out_views, lse_views = part_views("outs", outs), np.stack(part_views("lses", lses))
     largest = lse_views.max(axis=0)
     largest = np.where(largest == -np.inf, np.float32(0), largest)  # rows without keys: exp(-inf - 0) is 0
     weights = np.exp(lse_views - largest)

@@ -1,4 +1,4 @@
-"""Gradients of attention on the CPU: launchers of the backends "cpu" and "reference"."""
+"""Gradients of attention on the CPU: launcher of the backend "cpu"."""
 
 from __future__ import annotations
 
@@ -9,40 +9,20 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import ArrayT, like_first, to_numpy_view
 from kvlab.ops.cpu.attention import Views, items_of, lay_out, score_numbers, split_by_width, worth_sharing
-from kvlab.reference import attention_backward as reference
-from kvlab.reference.attention import visible_keys
 from kvlab.threads import share
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Scores, Sequences
 
-__all__ = ["attend_backward", "attend_backward_reference"]
+__all__ = ["attend_backward", "beside_q", "gradients_of"]
 
 
-def _beside_q(
+def beside_q(
     dout: Any, out: Any, lse: Any, sequences: Sequences | None
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.float32]]:
     """dout, out (batch, seqlen_q, num_heads_q, head_dim) and lse (batch, num_heads_q, seqlen_q)."""
     views = to_numpy_view(dout, "dout"), to_numpy_view(out, "out"), to_numpy_view(lse, "lse")
     return views if sequences is None else (views[0][None], views[1][None], views[2][None])
-
-
-def attend_backward_reference(
-    dout: ArrayT, q: Any, k: Any, v: Any, out: Any, lse: Any,
-    sequences: Sequences | None, scores: Scores, deterministic: bool,
-) -> tuple[ArrayT, ArrayT, ArrayT]:  # fmt: skip
-    """Launcher of backend "reference"; arguments as `attend_backward`."""
-    views = lay_out(q, k, v, sequences)
-    wide = [x.astype(np.float64) for x in (*views[:3], *_beside_q(dout, out, lse, sequences))]
-    dq, dk, dv = (np.zeros(x.shape) for x in wide[:3])
-    for b, q0, rows, k0, keys in views.places.tolist():
-        visible = visible_keys(rows, keys, window=(scores.left, scores.right))
-        own_q, own_k = slice(q0, q0 + rows), slice(k0, k0 + keys)
-        dq[b, own_q], dk[b, own_k], dv[b, own_k] = reference.backward_rows(
-            wide[3][b, own_q], wide[0][b, own_q], wide[1][b, own_k], wide[2][b, own_k],
-            wide[4][b, own_q], wide[5][b, :, own_q], visible, scale=scores.scale, softcap=scores.softcap,
-        )  # fmt: skip
-    return _results(dout, views, sequences, dq, dk, dv)
 
 
 def attend_backward(
@@ -66,7 +46,7 @@ def attend_backward(
     from kvlab.numba_kernels.cpu import attention_backward as kernels
 
     views = lay_out(q, k, v, sequences)
-    above, rows_out, logs = _beside_q(dout, out, lse, sequences)
+    above, rows_out, logs = beside_q(dout, out, lse, sequences)
     kv_heads = views.k.shape[2]
     group = views.q.shape[2] // kv_heads
     gradients = [np.empty(x.shape, x.dtype) for x in views[:3]]
@@ -88,10 +68,10 @@ def attend_backward(
         *inputs, logs, delta, views.dtype_code, group, *numbers, np.float32(abs(scores.scale)), dk, dv,
         alone=alone,
     )  # fmt: skip
-    return _results(dout, views, sequences, *gradients)
+    return gradients_of(dout, views, sequences, *gradients)
 
 
-def _results(
+def gradients_of(
     first: ArrayT, views: Views, sequences: Sequences | None, *gradients: NDArray[Any]
 ) -> tuple[ArrayT, ArrayT, ArrayT]:
     typed = [x.astype(views.q.dtype, copy=False) for x in gradients]

@@ -1,4 +1,4 @@
-"""Packing of low-bit codes on the CPU: an array of any layout to calls of the Numba kernels; the oracle.
+"""Packing of low-bit codes on the CPU: an array of any layout to calls of the Numba kernels.
 
 Kernels take contiguous memory and divide it among threads. An array with gaps is copied in parts of a few
 MiB, never as a whole.
@@ -14,18 +14,13 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import ArrayT, like_first, to_numpy_view
 from kvlab.ops.bits import packed_bytes, refuse_large, refuse_no_ternary_byte, refuse_other_than_ternary
-from kvlab.reference import bits as reference
 
 __all__ = [
     "contiguous_blocks",
     "pack",
-    "pack_reference",
     "pack_ternary",
-    "pack_ternary_reference",
     "unpack",
-    "unpack_reference",
     "unpack_ternary",
-    "unpack_ternary_reference",
 ]
 
 _RUN = 8000  # codes of one parallel task; a multiple of 8 and of 5
@@ -90,12 +85,6 @@ def pack(codes: ArrayT, bits: int, check: bool) -> ArrayT:
     return like_first(out, codes)
 
 
-def pack_reference(codes: ArrayT, bits: int, check: bool) -> ArrayT:
-    view = to_numpy_view(codes, "codes")
-    refuse_large(view, bits)
-    return like_first(reference.pack(view, bits), codes)
-
-
 def unpack(packed: ArrayT, bits: int, count: int) -> ArrayT:
     from kvlab.numba_kernels.cpu.bits import unpack_runs
 
@@ -106,10 +95,6 @@ def unpack(packed: ArrayT, bits: int, count: int) -> ArrayT:
         for index, block in contiguous_blocks(view):
             unpack_runs(block.reshape(-1), run_bytes, bits, out[index].reshape(-1), run)
     return like_first(out, packed)
-
-
-def unpack_reference(packed: ArrayT, bits: int, count: int) -> ArrayT:
-    return like_first(reference.unpack(to_numpy_view(packed, "packed"), bits, count), packed)
 
 
 def pack_ternary(values: ArrayT, check: bool) -> ArrayT:
@@ -126,12 +111,6 @@ def pack_ternary(values: ArrayT, check: bool) -> ArrayT:
     return like_first(out, values)
 
 
-def pack_ternary_reference(values: ArrayT, check: bool) -> ArrayT:
-    view = to_numpy_view(values, "values")
-    refuse_other_than_ternary(view)
-    return like_first(reference.pack_ternary(view), values)
-
-
 def unpack_ternary(packed: ArrayT, count: int, check: bool) -> ArrayT:
     from kvlab.numba_kernels.cpu.bits import unpack_ternary_runs
 
@@ -143,9 +122,3 @@ def unpack_ternary(packed: ArrayT, count: int, check: bool) -> ArrayT:
             if unpack_ternary_runs(block.reshape(-1), run_bytes, out[index].reshape(-1), run):
                 refuse_no_ternary_byte(view)
     return like_first(out, packed)
-
-
-def unpack_ternary_reference(packed: ArrayT, count: int, check: bool) -> ArrayT:
-    view = to_numpy_view(packed, "packed")
-    refuse_no_ternary_byte(view)
-    return like_first(reference.unpack_ternary(view, count), packed)

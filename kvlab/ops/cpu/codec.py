@@ -14,14 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import ArrayT, dtype_name, like_first, numpy_dtype, to_numpy_view
+from kvlab.ops import codebooks
 from kvlab.ops.bits import pack, pack_ternary, unpack, unpack_ternary
 from kvlab.ops.codec import Quantized, refuse_unrepresentable
-from kvlab.ops.codec_layout import FLOATS, Layout
+from kvlab.ops.codec_layout import CODECS, FLOATS, Layout, half_levels
 from kvlab.ops.cpu.bits import contiguous_blocks
-from kvlab.reference import codebooks
-from kvlab.reference import codec as reference
 
-__all__ = ["dequantize", "dequantize_reference", "quantize", "quantize_reference"]
+__all__ = ["dequantize", "pack_codes", "quantize", "unpack_codes", "views_of"]
 
 _NO_BITS, _NO_FLOATS = np.empty(0, np.uint16), np.empty(0, np.float32)
 
@@ -34,7 +33,7 @@ def quantize(x: ArrayT, layout: Layout, nan: str) -> tuple[ArrayT, ArrayT, Array
     else:
         turned, axis = layout.turned, layout.axis
         packed, words, bad = _quantize_in_place(np.moveaxis(view, axis, -1), turned)
-        packed = _pack_codes(np.moveaxis(_unpack_codes(packed, turned, "cpu"), -1, axis), layout, "cpu")
+        packed = pack_codes(np.moveaxis(unpack_codes(packed, turned, "cpu"), -1, axis), layout, "cpu")
         words = np.ascontiguousarray(np.moveaxis(words, -1, axis + 1))
     if bad and nan == "raise":
         refuse_unrepresentable(view)
@@ -47,11 +46,11 @@ def _quantize_in_place(x: NDArray[Any], layout: Layout) -> tuple[NDArray[np.uint
     from kvlab.numba_kernels.cpu.codec import quantize_rows
     from kvlab.numba_kernels.cpu.columns import quantize_columns
 
-    codec, bits = reference.CODECS.index(layout.codec), int(layout.bits)
+    codec, bits = CODECS.index(layout.codec), int(layout.bits)
     packed = np.empty(layout.packed_shape, np.uint8)
     words = np.empty((2 if layout.codec == "affine" else 1, *layout.scale_shape), np.uint16)
     book = _codebook(bits if layout.codec == "hadamard" else 1)
-    half_levels, bad = reference.half_levels(bits), 0
+    half, bad = half_levels(bits), 0
     if x.size == 0:
         return packed, words, bad
     for index, block in contiguous_blocks(x, len(layout.shape) - layout.axis):
@@ -61,9 +60,9 @@ def _quantize_in_place(x: NDArray[Any], layout: Layout) -> tuple[NDArray[np.uint
         source = _elements(block)
         how = codec, bits, layout.group_size
         if layout.along_rows:
-            bad += quantize_rows(*source, layout.shape[-1], *how, *book, half_levels, *outputs)
+            bad += quantize_rows(*source, layout.shape[-1], *how, *book, half, *outputs)
         else:
-            bad += quantize_columns(*source, _columns(block.size, layout), *how, half_levels, *outputs)
+            bad += quantize_columns(*source, _columns(block.size, layout), *how, half, *outputs)
     return packed, words, bad
 
 
@@ -77,12 +76,12 @@ def _codebook(bits: int) -> tuple[np.float32, NDArray[np.int8], NDArray[np.uint8
 
 def dequantize(quantized: Quantized[ArrayT], layout: Layout, dtype: str, check: bool) -> ArrayT:
     """Launcher of backend "cpu": the values, saturated."""
-    packed, scale, offset = _views(quantized)
+    packed, scale, offset = views_of(quantized)
     if layout.along_rows or layout.codec in ("affine", "symmetric"):
         out = _dequantize_in_place(packed, scale, offset, layout, numpy_dtype(dtype))
     else:
         turned, axis = layout.turned, layout.axis
-        packed = _pack_codes(np.moveaxis(_unpack_codes(packed, layout, "cpu"), axis, -1), turned, "cpu")
+        packed = pack_codes(np.moveaxis(unpack_codes(packed, layout, "cpu"), axis, -1), turned, "cpu")
         out = _dequantize_in_place(packed, np.moveaxis(scale, axis, -1), None, turned, numpy_dtype(dtype))
         out = np.ascontiguousarray(np.moveaxis(out, -1, axis))
     return like_first(out, quantized.packed)
@@ -98,7 +97,7 @@ def _dequantize_in_place(
     from kvlab.numba_kernels.cpu.codec import dequantize_rows
     from kvlab.numba_kernels.cpu.columns import dequantize_columns
 
-    codec, bits = reference.CODECS.index(layout.codec), int(layout.bits)
+    codec, bits = CODECS.index(layout.codec), int(layout.bits)
     levels = codebooks.levels(bits) if layout.codec == "hadamard" else _NO_FLOATS
     out = np.empty(layout.shape, dtype)
     if out.size == 0:
@@ -135,40 +134,22 @@ def _columns(size: int, layout: Layout) -> tuple[int, int, int, int]:
     return size // (length * inner * count), length, inner, count
 
 
-def quantize_reference(x: ArrayT, layout: Layout, nan: str) -> tuple[ArrayT, ArrayT, ArrayT | None]:
-    """Launcher of backend "reference"; see `quantize`."""
-    view = to_numpy_view(x, "x")
-    codes, scale, offset = reference.quantize(view, int(layout.bits), **layout.reference_options)
-    if nan == "raise" and (scale.view(np.uint16) == reference.NAN_WORD).any():
-        refuse_unrepresentable(view)
-    packed = _pack_codes(codes, layout, "reference")
-    return like_first(packed, x), like_first(scale, x), None if offset is None else like_first(offset, x)
-
-
-def dequantize_reference(quantized: Quantized[ArrayT], layout: Layout, dtype: str, check: bool) -> ArrayT:
-    """Launcher of backend "reference"; see `dequantize`."""
-    packed, scale, offset = _views(quantized)
-    codes = _unpack_codes(packed, layout, "reference")
-    values = reference.dequantize(codes, scale, offset, int(layout.bits), **layout.reference_options)
-    return like_first(reference.saturate(values, numpy_dtype(dtype)), quantized.packed)
-
-
-def _views(quantized: Quantized[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
+def views_of(quantized: Quantized[Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
     """Packed codes, scale and offset as arrays of NumPy."""
     offset = None if quantized.offset is None else to_numpy_view(quantized.offset, "quantized.offset")
     packed = to_numpy_view(quantized.packed, "quantized.packed")
     return packed, to_numpy_view(quantized.scale, "quantized.scale"), offset
 
 
-def _pack_codes(codes: NDArray[Any], layout: Layout, backend: str) -> NDArray[np.uint8]:
+def pack_codes(codes: NDArray[Any], layout: Layout, backend: str) -> NDArray[np.uint8]:
     """Pack codes as `Quantized` has them."""
     if layout.codec == "ternary":
         return pack_ternary(codes, backend=backend)
     return pack(codes, int(layout.bits), backend=backend)
 
 
-def _unpack_codes(packed: NDArray[np.uint8], layout: Layout, backend: str) -> NDArray[Any]:
-    """Undo `_pack_codes`."""
+def unpack_codes(packed: NDArray[np.uint8], layout: Layout, backend: str) -> NDArray[Any]:
+    """Undo `pack_codes`."""
     if layout.codec == "ternary":
         return unpack_ternary(packed, layout.shape[-1], backend=backend)
     return unpack(packed, int(layout.bits), layout.shape[-1], backend=backend)

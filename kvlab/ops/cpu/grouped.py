@@ -1,4 +1,4 @@
-"""Attention of groups of queries on the CPU, and gradients: launchers of "cpu" and "reference".
+"""Attention of groups of queries on the CPU, and gradients: launchers of the backend "cpu".
 
 One call of the kernel for all groups. Listed, each (sequence, group) is a sequence of its own. Paired, the
 rows of all groups of a sequence are one sequence, in the order of the keys that they see: so 192 rows that
@@ -16,21 +16,20 @@ from kvlab.arrays import like_first, to_numpy_view
 from kvlab.ops.cpu.attention import Views, attend_places, bounds_of, worth_sharing
 from kvlab.ops.cpu.attention import attend as attend_one
 from kvlab.ops.cpu.attention_backward import attend_backward as differentiate_one
-from kvlab.reference import grouped as reference
 
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
     from kvlab.ops.grouped_backward import Results
 
-__all__ = ["attend", "attend_backward", "attend_backward_reference", "attend_reference"]
+__all__ = ["attend", "attend_backward", "keys_of", "lengths_of"]
 
 
-def _lengths_of(
+def lengths_of(
     call: GroupedCall, arrays: GroupedArrays
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64], list[NDArray[np.int64]]]:
     """Return bounds of the rows of each group and of the keys, and prefixes; refuses what does not fit."""
     longest_q, longest_k = call.longest
-    total_k = len(_keys_of(call, arrays)[0])
+    total_k = len(keys_of(call, arrays)[0])
     cu_k = bounds_of("cu_seqlens_k", arrays.cu_k, longest_k, total_k)
     cu_q, lens = [], []
     for g, (bounds, prefix) in enumerate(zip(arrays.cu_q, arrays.prefix_lens, strict=True)):
@@ -46,7 +45,7 @@ def _lengths_of(
     return cu_q, cu_k, lens
 
 
-def _keys_of(call: GroupedCall, arrays: GroupedArrays) -> tuple[NDArray[Any], NDArray[Any]]:
+def keys_of(call: GroupedCall, arrays: GroupedArrays) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return k and v with the keys of each sequence in a row: as they are, or copied out of segments."""
     k, v = to_numpy_view(arrays.k, "k"), to_numpy_view(arrays.v, "v")
     if call.segment_len is None:
@@ -69,28 +68,11 @@ def _keys_of(call: GroupedCall, arrays: GroupedArrays) -> tuple[NDArray[Any], ND
     return k[own], v[own]
 
 
-def attend_reference(
-    call: GroupedCall, arrays: GroupedArrays, _addresses: Any
-) -> tuple[list[Any], list[Any]]:
-    """Launcher of backend "reference"; arguments as `attend`."""
-    views = [to_numpy_view(q, f"q_groups[{g}]") for g, q in enumerate(arrays.q_groups)]
-    cu_q, cu_k, lens = _lengths_of(call, arrays)
-    outs, lses = reference.grouped_attention_varlen(
-        views, *_keys_of(call, arrays), cu_seqlens_q_groups=cu_q,
-        cu_seqlens_k=cu_k, prefix_lens=lens, causal=call.scores.right == 0, scale=call.scores.scale,
-    )  # fmt: skip
-    first = arrays.q_groups[0]
-    return (
-        [like_first(out.astype(views[0].dtype), first) for out in outs],
-        [like_first(lse.astype(np.float32), first) for lse in lses],
-    )
-
-
 def attend(call: GroupedCall, arrays: GroupedArrays, _addresses: Any) -> tuple[list[Any], list[Any]]:
     """Launcher of backend "cpu": outs and lses, lists with one array a group."""
     views = [to_numpy_view(q, f"q_groups[{g}]") for g, q in enumerate(arrays.q_groups)]
-    cu_q, cu_k, lens = _lengths_of(call, arrays)
-    k, v = _keys_of(call, arrays)
+    cu_q, cu_k, lens = lengths_of(call, arrays)
+    k, v = keys_of(call, arrays)
     if call.implementation == "separate":
         results = [
             attend_one(q, k, v, _sequences_of(call, own, cu_k, prefix), call.scores)
@@ -134,7 +116,7 @@ def attend_backward(
     float32_dkv: bool,
 ) -> tuple[list[Any], Any, Any]:
     """Launcher of backend "cpu": dq of each group, dk and dv."""
-    cu_q, cu_k, lens = _lengths_of(call, arrays)
+    cu_q, cu_k, lens = lengths_of(call, arrays)
     dq_groups = []
     sums = [np.zeros((call.sizes["total_k"], call.sizes["Hk"], call.sizes["D"]), np.float32) for _ in "kv"]
     for g, (q, dout, out, lse) in enumerate(zip(arrays.q_groups, *results, strict=True)):
@@ -148,35 +130,6 @@ def attend_backward(
     dtype = np.dtype(np.float32) if float32_dkv else to_numpy_view(arrays.k, "k").dtype
     dk, dv = (like_first(x.astype(dtype, copy=False), results.douts[0]) for x in sums)
     return dq_groups, dk, dv
-
-
-def attend_backward_reference(
-    call: GroupedCall,
-    arrays: GroupedArrays,
-    _addresses: Any,
-    results: Results,
-    _deterministic: bool,
-    float32_dkv: bool,
-) -> tuple[list[Any], Any, Any]:
-    """Launcher of backend "reference"; arguments as `attend_backward`."""
-    cu_q, cu_k, lens = _lengths_of(call, arrays)
-    views = [
-        [to_numpy_view(x, f"{name}[{g}]") for g, x in enumerate(given)]
-        for name, given in (*results._asdict().items(), ("q_groups", arrays.q_groups))
-    ]
-    douts, outs, lses, q_groups = views
-    dq_groups, dk, dv = reference.grouped_attention_varlen_backward(
-        douts, q_groups, to_numpy_view(arrays.k, "k"), to_numpy_view(arrays.v, "v"), outs, lses,
-        cu_seqlens_q_groups=cu_q, cu_seqlens_k=cu_k, prefix_lens=lens, causal=call.scores.right == 0,
-        scale=call.scores.scale,
-    )  # fmt: skip
-    first, dtype = results.douts[0], q_groups[0].dtype
-    wide = np.dtype(np.float32) if float32_dkv else dtype
-    return (
-        [like_first(dq.astype(dtype), first) for dq in dq_groups],
-        like_first(dk.astype(wide), first),
-        like_first(dv.astype(wide), first),
-    )
 
 
 def _sequences_of(

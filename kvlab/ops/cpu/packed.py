@@ -1,4 +1,4 @@
-"""Packed attention on the CPU: the kernels for a few query rows and for many, and the float64 oracle.
+"""Packed attention on the CPU: the kernels for a few query rows and for many.
 
 This module lays out queries, page tables with addresses, and windows of rows for the kernels. Partial results
 of a row are merged in order, so the result has the same bits for any number of threads.
@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
 from kvlab.ops.packed import Layout, PackedAttention, Pages, Window
-from kvlab.reference import packed as reference
-from kvlab.reference.codec import hadamard_block
 from kvlab.threads import share
 
-__all__ = ["attend", "attend_into", "attend_reference", "mass", "mass_reference"]
+__all__ = ["attend", "attend_into", "mass"]
 
 ROWS_AT_ONCE = 4
 """Query rows that one expansion of a page serves on the CPU: what its registers hold."""
@@ -30,32 +28,6 @@ FEW_ROWS = 16
 _ITEMS = 64
 _PAGES_PER_ITEM = 4
 _WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
-
-
-def attend_reference(
-    q: ArrayT, pages: Pages, group: int, scale: float, softcap: float, keep_scores: int, window: Window | None
-) -> PackedAttention[ArrayT]:
-    """Launcher of backend "reference" for `kvlab.ops.packed.packed_attention`."""
-    queries = to_numpy_view(q, "q")
-    seen: dict[str, Any] = {}
-    if window:
-        first = to_numpy_view(window.first, "first_position")
-        seen = {"window": (window.left, -1), "first_position": first}
-    out, lse, scores = reference.packed_attention(
-        queries, pages, scale=scale, softcap=softcap, keep_scores=keep_scores, **seen
-    )
-    kept = like_first(scores.astype(np.float32), q) if keep_scores else None
-    return PackedAttention(
-        like_first(out.astype(queries.dtype), q), like_first(lse.astype(np.float32), q), kept
-    )
-
-
-def mass_reference(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
-    """Launcher of backend "reference" for `kvlab.ops.packed.mass_from_scores`."""
-    entries = np.arange(pages.rung.shape[2])[:, None]
-    used = (entries < pages.num_pages[..., None, None]) & (np.arange(64) < pages.count[..., None])
-    mass = reference.mass_from_scores(to_numpy_view(scores, "scores"), to_numpy_view(lse, "lse"))
-    return like_first(np.where(used, mass, 0).astype(np.float32), scores)
 
 
 @lru_cache(maxsize=64)
@@ -173,7 +145,7 @@ def attend_into(
     )
     index = index.view(np.uint32)
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
-    block = hadamard_block(head_dim)
+    block = head_dim & -head_dim  # of the rotation: the largest power of two that divides it
     base, lowest = np.zeros((pairs, 0), np.uint16), np.zeros((batch, seqlen_q), np.int64)
     if window:
         base = np.ascontiguousarray(pages.base).reshape(pairs, entries).view(np.uint16)

@@ -18,9 +18,10 @@ import numpy as np
 from kvlab.arrays import ArrayT, cuda_view, dtype_name, empty
 from kvlab.jit.launch import cuda_kernel, numba_kernel
 from kvlab.jit.structs import Struct
+from kvlab.ops import codebooks
 from kvlab.ops.bits import refuse_no_ternary_byte
 from kvlab.ops.codec import Quantized, refuse_unrepresentable
-from kvlab.ops.codec_layout import FLOATS, Layout
+from kvlab.ops.codec_layout import CODECS, FLOATS, Layout
 from kvlab.ops.cuda import bits as bits_cuda
 from kvlab.ops.device_arrays import (
     Flag,
@@ -31,8 +32,6 @@ from kvlab.ops.device_arrays import (
     pointer,
     to_host,
 )
-from kvlab.reference import codebooks
-from kvlab.reference import codec as reference
 
 __all__ = ["dequantize", "dequantize_numba", "quantize", "quantize_numba"]
 
@@ -166,7 +165,7 @@ def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
         lane = values * (2 if dtype != "float32" else 4) + 16 + values * int(layout.bits) // 8
         book = [_book(name, layout)]
         return _RowsCall(kernel, shape, False, book, blocks, 32 * warps, 32 * warps * lane)
-    macros |= {"CODEC": reference.CODECS.index(layout.codec), "LANES": group // 32}
+    macros |= {"CODEC": CODECS.index(layout.codec), "LANES": group // 32}
     kernel = cuda_kernel("codec/rows", f"{name}_rows", tuple(macros.items()), device)
     return _RowsCall(kernel, shape, True, [], -(-count // _BLOCK), 256)
 
@@ -222,7 +221,7 @@ def _columns(layout: Layout, dtype: str, width: int) -> tuple[dict[str, int], An
     shape = _SHAPE.pack(chunks=chunks, length=length, columns=columns, group=layout.group_size, groups=groups)
     macros = {
         "DTYPE": FLOATS.index(dtype),
-        "CODEC": reference.CODECS.index(layout.codec),
+        "CODEC": CODECS.index(layout.codec),
         "CODE_BITS": int(layout.bits),
     }
     return macros, shape, chunks
@@ -320,7 +319,7 @@ def _launch_groups(
         kernel = numba_kernel("codec", entry, tuple(options.items()), device)
         shape, book = [np.int64(rows), np.int64(n), np.int64(group)], []
     else:
-        macros = (("DTYPE", FLOATS.index(dtype)), ("CODEC", reference.CODECS.index(layout.codec)))
+        macros = (("DTYPE", FLOATS.index(dtype)), ("CODEC", CODECS.index(layout.codec)))
         kernel = cuda_kernel("codec/groups", entry, macros, device)
         shape = [_GROUPS.pack(rows=rows, n=n, group=group, bits=bits)]
         book = [_book(entry.removesuffix("_groups"), layout)]
