@@ -31,6 +31,7 @@ LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 MAY_IMPORT_FRAMEWORKS = (
     "kvlab.integrations.",
     "kvlab.parallel.collectives",
+    "kvlab.engine.prompt",
     "kvlab.engine.weights",
     "kvlab.lab.",
 )

@@ -18,6 +18,7 @@ from kvlab.cache.options import check_device
 from kvlab.engine.cpu import CpuExecutor
 from kvlab.engine.geometry import Geometry
 from kvlab.engine.gpu import GpuExecutor
+from kvlab.engine.gpu_packed import PackedGpuExecutor
 from kvlab.engine.ids import is_flat, on_host, rows_of
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Weights, from_model, from_seed, load_model
@@ -47,6 +48,7 @@ class Decoder:
         "cpu", the default, or "cuda", "cuda:1", ...: a GPU of compute capability 9.0.
     cache_budget : float, int, str, optional
         Budget of the KV cache, as of `kvlab.MixedPrecisionCache`; by default keys and values stay in 16 bits.
+        On a GPU this takes torch.
     bits : str, int or sequence
         Widths of a cache with a budget.
 
@@ -56,14 +58,14 @@ class Decoder:
     device : str
     batch, max_seqlen : int
     cache : MixedPrecisionCache or None
-        On a GPU None: keys and values lie in plain arrays there.
+        On a GPU None without a budget: keys and values lie in plain arrays there.
 
     Raises
     ------
     ValueError, TypeError
         If an argument is none of those.
     NotImplementedError
-        On a GPU of another compute capability, or with a budget there.
+        On a GPU of another compute capability.
     OutOfMemory
         If weights, keys and values do not fit the GPU.
 
@@ -95,22 +97,20 @@ class Decoder:
         check_device(device)
         self.device = device or "cpu"
         self.cache: MixedPrecisionCache | None = None
-        self._executor: CpuExecutor | GpuExecutor
-        if self.device != "cpu":
-            if cache_budget is not None:
-                raise NotImplementedError(
-                    f"cache_budget={cache_budget!r} is not supported on a GPU yet; leave it out, or use "
-                    "kvlab.quantized with transformers there"
-                )
-            index = int(self.device.partition(":")[2] or 0)
+        self._executor: CpuExecutor | GpuExecutor | PackedGpuExecutor
+        index = int(self.device.partition(":")[2] or 0)
+        if self.device != "cpu" and cache_budget is None:
             self._executor = GpuExecutor(weights, self.batch, self.max_seqlen, index)
             return
         self.cache = MixedPrecisionCache(
             geometry.layers, geometry.heads_q, geometry.heads_kv, geometry.head_dim,
             batch=self.batch, budget=cache_budget, bits=16 if cache_budget is None else bits,
-            max_seqlen=self.max_seqlen, plan_length=self.max_seqlen, dtype=weights.dtype,
+            max_seqlen=self.max_seqlen, plan_length=self.max_seqlen, dtype=weights.dtype, device=self.device,
         )  # fmt: skip
-        self._executor = CpuExecutor(weights, self.cache)
+        if self.device == "cpu":
+            self._executor = CpuExecutor(weights, self.cache)
+        else:
+            self._executor = PackedGpuExecutor(weights, self.cache, self.max_seqlen, index)
 
     @classmethod
     def from_pretrained(

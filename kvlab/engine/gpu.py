@@ -3,14 +3,19 @@
 The graph holds `embed`, `token` and `choose` (kernels/cuda/engine). Token numbers and positions lie on the
 device, so a replay goes on where the last one ended and the host need not be asked; chosen tokens arrive in a
 list in the host's memory. A greedy stream keeps one token ahead of who reads it, so the device does not wait
-for the host; who asks for logits meanwhile has the last token that was read run again. Prompts take the same
-kernel, 16 tokens of a row at a launch: with 0 as stride from row to row its tokens are neighbours of one
-sequence, which see each other because keys and values are stored before attention.
+for the host; who asks for logits meanwhile has the last token that was read run again.
+
+Short prompts take the same kernel, 16 tokens of a row at a launch: with 0 as stride from row to row its
+tokens are neighbours of one sequence, which see each other because keys and values are stored before
+attention. Long ones go through a layer together (prompt.py), and the kernel has only the head to do.
+
+`kvlab.engine.gpu_packed` has keys and values in a packed cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,21 +25,25 @@ from kvlab.device import translated_out_of_memory
 from kvlab.engine.cpu import rotation
 from kvlab.engine.kernels import matrix_table, prepare_choose, prepare_embed, prepare_token
 from kvlab.engine.packing import rotary_pairs
+from kvlab.engine.prompt import MOST_TOKENS, Attend, Prompts, load_torch, on_torch
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.token_kernel import TokenKernel
-from kvlab.engine.weights import Matrix, Weights
+from kvlab.engine.weights import Layer, Matrix, Weights
 from kvlab.errors import needs_extra
+from kvlab.ops.attention import attention
 from kvlab.ops.device_arrays import multiprocessors
 
-__all__ = ["GpuExecutor"]
+__all__ = ["Decoding", "GpuExecutor", "Token"]
 
 CHUNK = 16
 """Tokens of a prompt at a launch."""
+LAYER_SECONDS = 0.9e-3
+"""What the products of a layer take at least: the host launches some fifty kernels of torch."""
 _EMPTY = -1  # in the list of chosen tokens
 
 
-class GpuExecutor:
-    """Carries out the tokens of a `kvlab.engine.Decoder` on a GPU of compute capability 9.0.
+class Decoding:
+    """What decoding on a GPU is, wherever keys and values lie.
 
     Attributes
     ----------
@@ -42,12 +51,18 @@ class GpuExecutor:
         Tokens of each row so far.
     """
 
+    runs_ahead = False
+    """Whether a greedy stream may run a token that nobody has asked for yet."""
+
     def __init__(self, weights: Weights, batch: int, max_seqlen: int, device: int) -> None:
         with needs_extra("cu13", "a decoder on a GPU"):
             import cupy
         self._cupy, self._device = cupy, device
         self.geometry, self._batch = weights.geometry, batch
         self.lengths = np.zeros(batch, np.int64)
+        self._on_torch: Any = None
+        self._prompts: Prompts | None = None
+        self._ahead: NDArray[np.int64] | None = None  # the tokens of `lengths`, if the device has later ones
         with cupy.cuda.Device(device), translated_out_of_memory("the decoder"):
             self._stream = cupy.cuda.Stream(non_blocking=True)
             with self._stream:
@@ -55,18 +70,12 @@ class GpuExecutor:
             self._stream.synchronize()
 
     def _load(self, weights: Weights, max_seqlen: int) -> None:
-        geometry, cupy = self.geometry, self._cupy
-        count, bfloat16 = multiprocessors(self._device), weights.dtype == "bfloat16"
-        kernels = [TokenKernel.fitting(geometry, n, bfloat16, count) for n in (self._batch, CHUNK)]
-        model = self._model = _Model(weights, cupy)
-        angles = np.stack(
-            rotation(np.arange(max_seqlen + CHUNK), weights.inverse_frequencies, weights.rotary_scale), -1
-        )
-        shape = (geometry.layers, self._batch, geometry.heads_kv, max_seqlen + CHUNK, geometry.head_dim)
-        self._kv = cupy.zeros((2, *shape), np.uint16)
-        common = model, int(model.upload(angles).data.ptr), self._kv, self._device, count, cupy
-        self._decode = _Token(kernels[0], *common, neighbours=False)
-        self._prompt = _Token(kernels[1], *common, neighbours=True)
+        cupy, count = self._cupy, multiprocessors(self._device)
+        angles = np.concatenate(
+            rotation(np.arange(max_seqlen + CHUNK), weights.inverse_frequencies, weights.rotary_scale), 1
+        ).swapaxes(1, 2)  # (positions, rotary_dim / 2, 2)
+        model = self._model = Model(weights, angles, cupy)
+        self._decode = self._make_token(model, max_seqlen, weights.dtype == "bfloat16", count)
         self._history = _pinned(cupy, (max_seqlen + 1, self._batch), np.int32)
         self._best, self._arrivals = cupy.zeros(self._batch, np.uint64), cupy.zeros(self._batch, np.int32)
         arrays = self._decode.arrays
@@ -80,20 +89,30 @@ class GpuExecutor:
             },
             self._device,
         )
-        self._graph: Any = None
-        self._ahead: NDArray[np.int64] | None = None  # the tokens of `lengths`, if the device has later ones
+
+    def _make_token(self, model: Model, max_seqlen: int, bfloat16: bool, count: int) -> Token:
+        """Take memory for keys and values, and return the launches of a token of every row."""
+        raise NotImplementedError
+
+    def _replay(self) -> None:
+        """One token of every row, and the choice of the next."""
+        raise NotImplementedError
+
+    def _read_long(self, rows: Sequence[NDArray[np.int64]]) -> None:
+        """Take prompts through the model."""
+        raise NotImplementedError
 
     # ---- what a decoder asks -------------------------------------------------------------------------------
 
     @property
     def logits(self) -> NDArray[np.float32]:
         """Of each row's newest token, (batch, vocabulary); waits for the device."""
-        return self._read("logits")[:, : self.geometry.vocabulary]
+        return self._fetched("logits")[:, : self.geometry.vocabulary]
 
     @property
     def hidden(self) -> NDArray[np.float32]:
         """What the last layer left of each row's newest token, (batch, hidden); waits for the device."""
-        return self._read("hidden")
+        return self._fetched("hidden")
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -102,26 +121,13 @@ class GpuExecutor:
     def read(self, rows: Sequence[NDArray[np.int64]]) -> None:
         """Take new tokens, at least one for each row, through the model."""
         self._ahead = None
-        with self._cupy.cuda.Device(self._device), self._stream:
+        with self._current():
             if all(len(row) == 1 for row in rows):
                 self._decode.set(ids=np.array([row[0] for row in rows]), positions=self.lengths)
                 self._replay()
                 self.lengths += 1
             else:
-                for i, row in enumerate(rows):
-                    self._read_row(i, row)
-
-    def layer_outputs(self, ids: NDArray[np.int64]) -> list[NDArray[np.float32]]:
-        """Run one row from its beginning; what each layer leaves of its tokens, (tokens, hidden)."""
-        found = []
-        with self._cupy.cuda.Device(self._device), self._stream:
-            for depth in range(1, self.geometry.layers + 1):
-                chunks: list[NDArray[np.float32]] = []
-                self.reset()
-                self._prompt.run_layers(depth)
-                self._read_row(0, ids, chunks)
-                found.append(np.concatenate(chunks)[: len(ids)])
-        return found
+                self._read_long(rows)
 
     def tokens(self, sampling: Sampling, most: int) -> Iterator[NDArray[np.int64]]:
         """Choose up to `most` tokens for each row, one after the other; all but the last are run."""
@@ -136,51 +142,73 @@ class GpuExecutor:
 
     # ---- launches ------------------------------------------------------------------------------------------
 
-    def _replay(self) -> None:
-        """One token of every row, and the choice of the next."""
-        if self._graph is None:
-            self._stream.synchronize()
-            self._stream.begin_capture()
-            self._decode.launch(self._stream.ptr)
-            self._choose(self._stream.ptr)
-            self._graph = self._stream.end_capture()
-        self._graph.launch(self._stream)
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Inside, CuPy and, if it is used, torch launch on the stream of this decoder."""
+        with ExitStack() as stack:
+            stack.enter_context(self._cupy.cuda.Device(self._device))
+            stack.enter_context(self._stream)
+            if self._on_torch is not None:
+                stack.enter_context(self._on_torch.cuda.stream(self._torch_stream))
+            yield
 
-    def _read_row(
-        self, row: int, ids: NDArray[np.int64], hidden: list[NDArray[np.float32]] | None = None
-    ) -> None:
-        """Run tokens of a row; what the last layer leaves of every chunk goes to `hidden`."""
-        prompt = self._prompt
-        prompt.take_row(self._kv, row)
-        for start in range(0, len(ids), CHUNK):
-            part = ids[start : start + CHUNK]
-            # What fills the last chunk up comes to positions that later tokens write again.
-            prompt.set(
-                ids=np.pad(part, (0, CHUNK - len(part))), positions=self.lengths[row] + np.arange(CHUNK)
-            )
-            prompt.launch(self._stream.ptr)
-            self.lengths[row] += len(part)
-            if hidden is not None:
-                hidden.append(self._cupy.asnumpy(prompt.arrays["hidden"]))
-        for name in ("hidden", "logits"):
-            self._decode.arrays[name][row] = prompt.arrays[name][len(part) - 1]
+    def _use_torch(self) -> Any:
+        """Torch, which from now on launches on this decoder's stream inside `_current`."""
+        if self._on_torch is None:
+            self._on_torch = load_torch()
+            self._torch_stream = self._on_torch.cuda.ExternalStream(self._stream.ptr, device=self._device)
+        return self._on_torch
+
+    def _run_prompts(
+        self, rows: Sequence[NDArray[np.int64]], attend_of: Callable[[NDArray[np.int64]], Attend],
+        watch: Callable[[Any], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Take prompts through the layers, and the last token of each through the head.
+
+        `attend_of(counts)` gives the `Attend` of so many tokens of each row; `watch` as of `Prompts.run`.
+        """
+        torch = self._use_torch()
+        with self._current():
+            if self._prompts is None:
+                self._prompts = self._model.prompts()
+            width, step = max(len(row) for row in rows), max(MOST_TOKENS // len(rows), 1)
+            hidden = on_torch(self._decode.arrays["hidden"], "float32")
+            for begin in range(0, width, step):  # a row ends where the longest ends
+                spans = [np.clip(np.array([begin, begin + step]) + len(row) - width, 0, None) for row in rows]
+                parts = [row[first:end] for row, (first, end) in zip(rows, spans, strict=True)]
+                counts = np.array([len(part) for part in parts])
+                positions = np.concatenate(
+                    [first + np.arange(count) for first, count in zip(self.lengths, counts, strict=True)]
+                )
+                ids, positions = (
+                    torch.from_numpy(x).to(hidden.device) for x in (np.concatenate(parts), positions)
+                )
+                x = self._prompts.run(ids, positions, attend_of(counts), watch)
+                self.lengths += counts
+                present = torch.from_numpy(counts > 0).to(hidden.device)
+                hidden[present] = x[torch.from_numpy(np.cumsum(counts)).to(hidden.device)[present] - 1]
+            groups = hidden.unflatten(1, (-1, 16))  # what norms merge, as the kernel leaves it
+            mean = groups.mean(-1, keepdim=True)
+            squares = (groups - mean).square().sum(-1, keepdim=True)
+            on_torch(self._decode.arrays["statistics"], "float32")[...] = torch.cat([mean, squares], -1)
+            self._decode.launch_head(self._stream.ptr)
 
     def _likeliest(self, most: int) -> Iterator[NDArray[np.int64]]:
         ids = None
         for i in range(most):
-            with self._cupy.cuda.Device(self._device), self._stream:
+            with self._current():
                 if i == 0:
                     self._settle()
                     self._decode.set(positions=self.lengths - 1)
                     self._expect(0)
                     self._choose(self._stream.ptr)
                 else:  # the device has the tokens and their positions
-                    self.lengths += 1
                     if self._ahead is None:
-                        self._expect(0)
+                        self._expect(1)
                         self._replay()
+                    self.lengths += 1
                     self._ahead = None
-                    if i < most - 1:
+                    if self.runs_ahead and i < most - 1:
                         self._expect(1)
                         self._replay()
                         self._ahead = ids
@@ -208,55 +236,179 @@ class GpuExecutor:
                 break
         return found.astype(np.int64)
 
-    def _read(self, name: str) -> NDArray[np.float32]:
-        with self._cupy.cuda.Device(self._device), self._stream:
+    def _fetched(self, name: str) -> NDArray[np.float32]:
+        with self._current():
             self._settle()
             found: NDArray[np.float32] = self._cupy.asnumpy(self._decode.arrays[name])
         return found
 
 
-class _Model:
-    """Weights on the device: a table of matrices and what it points to."""
+class GpuExecutor(Decoding):
+    """Carries out the tokens of a `kvlab.engine.Decoder` on a GPU of compute capability 9.0.
 
-    def __init__(self, weights: Weights, cupy: Any) -> None:
-        self._cupy, self._held = cupy, []  # type: Any, list[Any]
-        table: list[tuple[int, int, int, int]] = []
-        norms, order = [], rotary_pairs(weights.geometry.head_dim, weights.geometry.rotary_dim)
+    Keys and values lie in plain arrays: what a token leaves behind `lengths` is written again.
+    """
+
+    runs_ahead = True
+
+    def _make_token(self, model: Model, max_seqlen: int, bfloat16: bool, count: int) -> Token:
+        geometry = self.geometry
+        kernels = [TokenKernel.fitting(geometry, n, bfloat16, count) for n in (self._batch, CHUNK)]
+        shape = (geometry.layers, self._batch, geometry.heads_kv, max_seqlen + CHUNK, geometry.head_dim)
+        self._kv = self._cupy.zeros((2, *shape), np.uint16)
+        common = model, self._kv, self._device, count
+        self._prompt = Token(kernels[1], *common, neighbours=True)
+        self._graph: Any = None
+        return Token(kernels[0], *common)
+
+    def layer_outputs(self, ids: NDArray[np.int64]) -> list[NDArray[np.float32]]:
+        """Run one row from its beginning; what each layer leaves of its tokens, (tokens, hidden)."""
+        found = []
+        with self._current():
+            for depth in range(1, self.geometry.layers + 1):
+                chunks: list[NDArray[np.float32]] = []
+                self.reset()
+                self._prompt.run_layers(depth)
+                self._read_row(0, ids, chunks)
+                found.append(np.concatenate(chunks)[: len(ids)])
+        return found
+
+    def _replay(self) -> None:
+        if self._graph is None:
+            self._stream.synchronize()
+            self._stream.begin_capture()
+            self._decode.launch(self._stream.ptr)
+            self._choose(self._stream.ptr)
+            self._graph = self._stream.end_capture()
+        self._graph.launch(self._stream)
+
+    def _read_long(self, rows: Sequence[NDArray[np.int64]]) -> None:
+        geometry, chunks = self.geometry, sum(-(-len(row) // CHUNK) for row in rows)
+        launch = 2 * geometry.parameters / 3.4e12 + 12e-6 * geometry.layers  # seconds, as an H200 takes
+        if chunks * launch > LAYER_SECONDS * geometry.layers:
+            self._run_prompts(rows, self._attend)
+        else:
+            for i, row in enumerate(rows):
+                self._read_row(i, row)
+
+    def _attend(self, counts: NDArray[np.int64]) -> Attend:
+        """Store keys and values of so many tokens of each row and attend, row by row."""
+        kv, first, ends = on_torch(self._kv, self._model.dtype), self.lengths.copy(), np.cumsum(counts)
+
+        def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
+            out = q.new_empty(q.shape)
+            for row in np.flatnonzero(counts):
+                part, end = slice(ends[row] - counts[row], ends[row]), first[row] + counts[row]
+                for stored, new in zip(kv[:, layer, row], (k, v), strict=True):
+                    stored[:, first[row] : end] = new[part].transpose(0, 1)
+                keys, values = kv[:, layer, row, :, :end].transpose(1, 2)[:, None]
+                out[part] = attention(q[None, part], keys, values, causal=True)[0]
+            return out
+
+        return attend
+
+    def _read_row(
+        self, row: int, ids: NDArray[np.int64], hidden: list[NDArray[np.float32]] | None = None
+    ) -> None:
+        """Run tokens of a row; what the last layer leaves of every chunk goes to `hidden`."""
+        prompt = self._prompt
+        prompt.take_row(self._kv, row)
+        for start in range(0, len(ids), CHUNK):
+            part = ids[start : start + CHUNK]
+            # What fills the last chunk up comes to positions that later tokens write again.
+            prompt.set(
+                ids=np.pad(part, (0, CHUNK - len(part))), positions=self.lengths[row] + np.arange(CHUNK)
+            )
+            prompt.launch(self._stream.ptr)
+            self.lengths[row] += len(part)
+            if hidden is not None:
+                hidden.append(self._cupy.asnumpy(prompt.arrays["hidden"]))
+        for name in ("hidden", "logits"):
+            self._decode.arrays[name][row] = prompt.arrays[name][len(part) - 1]
+
+
+class Model:
+    """A model on the device: the table of its matrices and what that points to.
+
+    Attributes
+    ----------
+    matrices, head_norms, embedding, angles : int
+        Addresses; `head_norms` is 0 without.
+    dtype : {"float16", "bfloat16"}
+    """
+
+    def __init__(self, weights: Weights, angles: NDArray[np.float32], cupy: Any) -> None:
+        self._cupy, self._weights, self.dtype = cupy, weights, weights.dtype
+        order = rotary_pairs(weights.geometry.head_dim, weights.geometry.rotary_dim)
+        self._layers: list[Layer] = []
+        norms = []
         for layer in weights.layers:
-            table += [self._row(matrix) for matrix in layer.products]
+            self._layers.append(Layer(tuple(map(self._on_device, layer.products))))
             if layer.head_norms is not None:
                 norms.append(layer.head_norms[:, order])
-        table.append(self._row(weights.head()))
-        self.matrices = self._address(matrix_table(table))
-        self.head_norms = self._address(np.stack(norms)) if norms else 0
-        self.embedding = self._address(weights.embedding)
+        head = self._on_device(weights.head())
+        self._head_norms = self._uploaded(np.stack(norms)) if norms else None
+        self._embedding, self._angles = self._uploaded(weights.embedding), self._uploaded(angles)
+        products = [matrix for layer in self._layers for matrix in layer.products]
+        table = matrix_table([self._addresses(matrix) for matrix in (*products, head)])
+        self._table, self._head = self._uploaded(table.view(np.uint8)), head
+        self.matrices, self.embedding = _address(self._table), _address(self._embedding)
+        self.head_norms, self.angles = _address(self._head_norms), _address(self._angles)
 
-    def upload(self, array: NDArray[Any]) -> Any:
+    def prompts(self) -> Prompts:
+        """The same weights for prompts."""
+
+        def matrix(x: Matrix) -> Matrix:
+            half, bias = self.dtype, None if x.bias is None else on_torch(x.bias, "float32")
+            norms = (None if y is None else on_torch(y, half).float() for y in (x.norm_weight, x.norm_bias))
+            return Matrix(on_torch(x.packed, half), bias, *norms)
+
+        norms = None if self._head_norms is None else on_torch(self._head_norms, self.dtype).float()
+        layers = [
+            Layer(tuple(map(matrix, layer.products)), None if norms is None else norms[i])
+            for i, layer in enumerate(self._layers)
+        ]
+        embedding = on_torch(self._embedding, self.dtype)
+        return Prompts(self._weights, layers, embedding, on_torch(self._angles, "float32"))
+
+    def _uploaded(self, array: NDArray[Any]) -> Any:
         """A copy on the device: of 16-bit types their bits."""
         raw = np.ascontiguousarray(array)
-        self._held.append(self._cupy.asarray(raw.view(np.uint16) if raw.itemsize == 2 else raw))
-        return self._held[-1]
+        return self._cupy.asarray(raw.view(np.uint16) if raw.itemsize == 2 else raw)
 
-    def _address(self, array: NDArray[Any] | None) -> int:
-        if array is None:
-            return 0
-        raw = np.ascontiguousarray(array)
-        return int(self.upload(raw.view(np.uint8) if raw.dtype.names else raw).data.ptr)
+    def _on_device(self, matrix: Matrix) -> Matrix:
+        parts = (matrix.packed, matrix.bias, matrix.norm_weight, matrix.norm_bias)
+        uploaded: Any = (None if part is None else self._uploaded(part) for part in parts)
+        return Matrix(*uploaded)
 
-    def _row(self, matrix: Matrix) -> tuple[int, int, int, int]:
+    @staticmethod
+    def _addresses(matrix: Matrix) -> tuple[int, int, int, int]:
         return (
-            self._address(matrix.packed), self._address(matrix.bias), self._address(matrix.norm_weight),
-            self._address(matrix.norm_bias),
+            _address(matrix.packed), _address(matrix.bias), _address(matrix.norm_weight),
+            _address(matrix.norm_bias),
         )  # fmt: skip
 
 
-class _Token:
-    """The launches of one token of a batch, and the arrays that they share."""
+class Token:
+    """The launches of one token of a batch, and the arrays that they share.
+
+    Parameters
+    ----------
+    kernel : TokenKernel
+    model : Model
+    kv : uint16 array, (2, layers, batch, heads_kv, positions, head_dim)
+        Keys and values; of a packed cache, of one layer and position: those of the new tokens.
+    device, count : int
+        Ordinal and multiprocessors of the device.
+    neighbours : bool
+        The tokens are of one sequence, at positions one after the other.
+    """
 
     def __init__(
-        self, kernel: TokenKernel, model: _Model, angles: int, kv: Any, device: int, count: int, cupy: Any,
-        *, neighbours: bool,
+        self, kernel: TokenKernel, model: Model, kv: Any, device: int, count: int, *, neighbours: bool = False
     ) -> None:  # fmt: skip
+        import cupy
+
         self.kernel, self._cupy = kernel, cupy
         sizes = {"float32": np.float32, "int32": np.int32, "float16": np.uint16, "bfloat16": np.uint16}
         self.arrays = {
@@ -265,6 +417,8 @@ class _Token:
         self.arrays["ids"] = cupy.zeros(kernel.batch, np.int32)
         at = {name: int(array.data.ptr) for name, array in self.arrays.items()}
         strides = [stride // 2 for stride in kv.strides[1:4]]
+        if kernel.packed:
+            strides[0] = 0
         if neighbours:
             strides[1] = 0
         own = {name: at[name] for name in kernel.workspace(count)}
@@ -275,9 +429,10 @@ class _Token:
         )
         shared = ("ids", "positions", "hidden", "statistics", "rotation")
         self._embed = prepare_embed(
-            kernel, {"embedding": model.embedding, "angles": angles, **{name: at[name] for name in shared}},
+            kernel,
+            {"embedding": model.embedding, "angles": model.angles, **{name: at[name] for name in shared}},
             device,
-        )  # fmt: skip
+        )
 
     def set(self, **values: NDArray[Any]) -> None:
         """Write ids and positions on the device."""
@@ -292,11 +447,32 @@ class _Token:
         """Let launches run the first so many layers; logits are made with all of them alone."""
         whole = depth == self.kernel.geometry.layers
         self._call["layers"], self._call["vocabulary"] = depth, self.kernel.vocabulary if whole else 16
+        self._call["end_phase"] = depth * self.kernel.phases + 1
 
     def launch(self, stream: int) -> None:
         """Embed the tokens and run them."""
-        self._embed(stream)
+        self.launch_embed(stream)
         self._token(stream)
+
+    def launch_embed(self, stream: int) -> None:
+        """Embed the tokens."""
+        self._embed(stream)
+
+    def launch_phases(self, first: int, end: int, stream: int) -> None:
+        """Run phases `first` to `end` - 1 of `TokenKernel.phases` a layer."""
+        before = int(self._call["first_phase"][0]), int(self._call["end_phase"][0])
+        self._call["first_phase"], self._call["end_phase"] = first, end
+        self._token(stream)
+        self._call["first_phase"], self._call["end_phase"] = before
+
+    def launch_head(self, stream: int) -> None:
+        """Make logits of hidden states that are there with their statistics."""
+        last = self.kernel.geometry.layers * self.kernel.phases
+        self.launch_phases(last, last + 1, stream)
+
+
+def _address(array: Any) -> int:
+    return 0 if array is None else int(array.data.ptr)
 
 
 def _pinned(cupy: Any, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

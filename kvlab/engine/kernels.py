@@ -28,10 +28,10 @@ _CHOOSING_BLOCKS = 16  # of a row: 50,000 logits take 2 us
 MATRIX = Struct(**dict.fromkeys(("weights", "bias", "norm_weight", "norm_bias"), ADDRESS))
 CALL = Struct(
     matrices=ADDRESS,
-    **dict.fromkeys(("layers", "vocabulary", "split_ctas"), "i"),
+    **dict.fromkeys(("layers", "vocabulary", "split_ctas", "first_phase", "end_phase"), "i"),
     **dict.fromkeys(("hidden", "statistics", "partials", "arrivals", "barrier", "q", "k", "v"), ADDRESS),
     **dict.fromkeys(_STRIDES, "q"),
-    **dict.fromkeys(("rotation", "positions", "activation", "logits"), ADDRESS),
+    **dict.fromkeys(("rotation", "positions", "attended", "activation", "logits"), ADDRESS),
     **dict.fromkeys(("head_norms", "raw_heads", "kv_parts", "kv_arrivals"), ADDRESS),
     eps="f",
 )
@@ -140,6 +140,8 @@ def _call(
         "layers": geometry.layers,
         "vocabulary": kernel.vocabulary,
         "split_ctas": multiprocessors // kernel.splits * kernel.splits,
+        "first_phase": 0,
+        "end_phase": geometry.layers * kernel.phases + 1,
         "eps": geometry.eps,
     }
     return _filled(CALL, {**pointers, **sizes, **dict(zip(_STRIDES, kv_strides, strict=True))})

@@ -38,6 +38,9 @@ class TokenKernel:
         Warps that multiply, of a block.
     adder_groups : int
         Tiles whose sums are added up at a time.
+    packed : bool
+        Keys and values are in a packed cache, whose own launches attend: a launch has the phases from one
+        layer's attention to the next.
 
     Raises
     ------
@@ -51,6 +54,7 @@ class TokenKernel:
     splits: int = 4
     warps: int = 8
     adder_groups: int = 4
+    packed: bool = False
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -79,7 +83,9 @@ class TokenKernel:
             )
 
     @classmethod
-    def fitting(cls, geometry: Geometry, batch: int, bfloat16: bool, multiprocessors: int) -> TokenKernel:
+    def fitting(
+        cls, geometry: Geometry, batch: int, bfloat16: bool, multiprocessors: int, *, packed: bool = False
+    ) -> TokenKernel:
         """Choose how to specialise the kernel for a decoder.
 
         Eight warps and as many adders as leave a thread 96 registers or more; the fewest splits that deal
@@ -94,7 +100,7 @@ class TokenKernel:
         found = []
         for splits in _divisors(geometry):
             try:
-                kernel = cls(geometry, batch, bfloat16, splits, adder_groups=groups)
+                kernel = cls(geometry, batch, bfloat16, splits, adder_groups=groups, packed=packed)
             except ValueError:
                 continue
             tiles = geometry.hidden // 16 * splits
@@ -130,6 +136,11 @@ class TokenKernel:
         return self._fixed_bytes() + 1024 * self.slot_blocks * self.slots
 
     @property
+    def phases(self) -> int:
+        """Phases of a layer, of which the second is attention; behind those of all layers comes the head."""
+        return 3 if self.geometry.parallel else 5
+
+    @property
     def vocabulary(self) -> int:
         """Rows of the head as they are packed."""
         return -(-self.geometry.vocabulary // 16) * 16
@@ -150,6 +161,7 @@ class TokenKernel:
             "LAYER_NORM": int(geometry.layer_norm),
             "GATED_MLP": int(geometry.gated),
             "HEAD_NORMS": int(geometry.head_norms),
+            "PACKED": int(self.packed),
             "SPLITS": self.splits,
             "WARPS": self.warps,
             "ADDER_GROUPS": self.adder_groups,
@@ -175,7 +187,8 @@ class TokenKernel:
             "q": ((batch, geometry.heads_q, geometry.head_dim), half),
             "rotation": ((batch, geometry.rotary_dim // 2, 2), "float32"),
             "positions": ((batch,), "int32"),
-            "activation": ((batch, geometry.attended + geometry.ffn), half),
+            "attended": ((batch, geometry.attended), half),
+            "activation": ((batch, geometry.ffn), half),
             "logits": ((batch, self.vocabulary), "float32"),
             "raw_heads": ((batch, heads if geometry.head_norms else 0, geometry.head_dim), "float32"),
             "kv_parts": ((multiprocessors, 2, self._heads_of_pass(), geometry.head_dim + 2), "float32"),

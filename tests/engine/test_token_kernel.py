@@ -28,7 +28,9 @@ from kvlab.reference.decoder import Model as Decoder
 
 Array = NDArray[Any]
 
-PYTHIA, LLAMA, QWEN = (published(name)[0] for name in ("pythia-2.8b", "llama-3.2-1b", "qwen3-0.6b"))
+PYTHIA, LLAMA, LLAMA_8B, QWEN = (
+    published(name)[0] for name in ("pythia-2.8b", "llama-3.2-1b", "llama-3.1-8b", "qwen3-0.6b")
+)
 SMALL = Geometry(1, 32, 64, 2, 2, 32, 8, 192, parallel=True, layer_norm=True, gated=False)
 SMALL_GATED = Geometry(1, 32, 64, 4, 2, 32, 32, 128)
 WIDE = Geometry(1, 32, 8192, 64, 64, 128, 128, 32768)
@@ -37,8 +39,10 @@ CTAS = 132
 
 def test_the_gate_builds_what_is_launched() -> None:
     declared = {item.macros for item in specialisations() if item.name == "engine/token.cu"}
-    for geometry, batch in ((PYTHIA, 1), (PYTHIA, 8), (LLAMA, 1), (LLAMA, 16), (QWEN, 1)):
-        macros = TokenKernel.fitting(geometry, batch, False, CTAS).macros()
+    plain = ((PYTHIA, 1), (PYTHIA, 8), (LLAMA, 1), (LLAMA, 16), (QWEN, 1))
+    packed = ((LLAMA_8B, 1), (LLAMA_8B, 16), (PYTHIA, 1), (QWEN, 2))
+    for geometry, batch, is_packed in (*((*x, False) for x in plain), *((*x, True) for x in packed)):
+        macros = TokenKernel.fitting(geometry, batch, False, CTAS, packed=is_packed).macros()
         assert tuple(sorted((name, str(value)) for name, value in macros.items())) in declared, macros
 
 
@@ -55,7 +59,7 @@ def test_the_structs_are_those_of_the_kernels() -> None:
             for part in line.split(",")
         ]
         assert list(struct.dtype.names or ()) == fields
-    assert [struct.size for _, struct in of_source.values()] == [184, 32, 56, 56]
+    assert [struct.size for _, struct in of_source.values()] == [200, 32, 56, 56]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -13,7 +13,10 @@ from kvlab.device import compute_capability
 from kvlab.engine import Decoder
 from kvlab.engine.geometry import Geometry, published
 from kvlab.engine.gpu import GpuExecutor
+from kvlab.engine.gpu_packed import PackedGpuExecutor
+from kvlab.engine.packing import unpack
 from kvlab.engine.weights import draw
+from kvlab.errors import BudgetError
 from kvlab.jit.launch import PreparedLaunch
 from kvlab.reference.decoder import KeysValues, token_logits
 from tests.engine.unpacked import oracle_of
@@ -174,6 +177,182 @@ def test_a_grid_that_is_not_on_the_device_as_a_whole_is_refused() -> None:
         larger(0)
 
 
-def test_a_budget_is_refused_on_a_gpu() -> None:
-    with pytest.raises(NotImplementedError, match="cache_budget"):
-        decoder(PIECES["head-96"], "cuda", cache_budget=0.5)
+# ---- prompts of many tokens
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", PIECES)
+def test_a_long_prompt_is_that_of_the_oracle(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths in products, on top of tokens that are there, and a token behind them."""
+    monkeypatch.setattr("kvlab.engine.gpu.LAYER_SECONDS", 0.0)
+    geometry = PIECES[name]
+    rows = texts(geometry, 180, 40)
+    on_gpu = decoder(geometry, "cuda", dtype, batch=2)
+    on_gpu.prefill([row[:5] for row in rows])
+    got = [on_gpu.prefill([row[5:-1] for row in rows]), on_gpu.step([row[-1] for row in rows])]
+    executor = on_gpu._executor
+    assert isinstance(executor, GpuExecutor)
+    assert executor._prompts is not None
+    for i, row in enumerate(rows):
+        want = of_oracle(geometry, dtype, row)
+        for have, expected in zip(got, want[-2:], strict=True):
+            assert_close(have[i], expected, dtype)
+            assert np.abs(have[i] - want[-3]).max() > 0.1 * np.abs(expected).max(), "a shift is not seen"
+    assert on_gpu.lengths.tolist() == [180, 40]
+
+
+@pytest.mark.parametrize("name", ["parallel-80", "gated-group-4", "head-norms"])
+def test_products_give_the_prompt_of_the_token_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry, rows = PIECES[name], texts(PIECES[name], 500, 77, 130)
+    found = []
+    for seconds in (0.0, 1.0):
+        monkeypatch.setattr("kvlab.engine.gpu.LAYER_SECONDS", seconds)
+        monkeypatch.setattr("kvlab.engine.gpu.MOST_TOKENS", 3 * 100)  # five passes, of which rows have some
+        on_gpu = decoder(geometry, "cuda", batch=3)
+        found.append([on_gpu.prefill([row[:-1] for row in rows]), on_gpu.hidden])
+        found[-1].append(on_gpu.step([row[-1] for row in rows]))
+        again = decoder(geometry, "cuda", batch=3)
+        assert np.array_equal(again.prefill([row[:-1] for row in rows]), found[-1][0])
+    for have, expected in zip(*found, strict=True):
+        assert_close(have, expected, "float16")
+
+
+def test_unpacked_rows_are_those_that_were_packed() -> None:
+    import torch
+
+    geometry = WIDTHS["pythia-2.8b", 1]
+    weights = draw(geometry, 1e4, 1, "float16")
+    on_gpu = decoder(geometry, "cuda")
+    executor = on_gpu._executor
+    assert isinstance(executor, GpuExecutor)
+    with executor._current():
+        prompts = executor._model.prompts()
+        for matrix, shape, packed in zip(
+            prompts._layers[0].products,
+            geometry.products().values(),
+            next(weights.layers).products,
+            strict=True,
+        ):
+            rows = prompts._unpacked(matrix)
+            torch.cuda.synchronize()
+            assert np.array_equal(rows.cpu().numpy(), unpack(packed.packed, shape[0]))
+
+
+# ---- a packed cache
+
+
+PACKED = [name for name in PIECES if PIECES[name].head_dim in (64, 80, 96, 128, 256)]
+EXACT: dict[str, Any] = {"cache_budget": "1GiB", "bits": 16}
+BUDGET: dict[str, Any] = {"cache_budget": 0.4, "bits": (2, 3, 4, 8)}
+
+
+def packed_executor(one: Decoder) -> PackedGpuExecutor:
+    assert isinstance(one._executor, PackedGpuExecutor)
+    return one._executor
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", PACKED)
+def test_pages_of_16_bits_are_the_oracle(name: str, dtype: str) -> None:
+    """Prompts of different lengths, and steps of which the later ones are replayed."""
+    geometry, rows = PIECES[name], texts(PIECES[name], 70, 53)
+    on_gpu = decoder(geometry, "cuda", dtype, batch=2, **EXACT)
+    got = [on_gpu.prefill([row[:-40] for row in rows])]
+    got += [on_gpu.step([row[i] for row in rows]) for i in range(-40, 0)]
+    assert any(packed_executor(on_gpu)._recorded.values()), "no step was replayed"
+    for i, row in enumerate(rows):
+        want = of_oracle(geometry, dtype, row)
+        for have, expected in zip(got, want[-41:], strict=True):
+            assert_close(have[i], expected, dtype)
+        assert np.abs(got[-1][i] - want[-2]).max() > 0.1 * np.abs(want[-1]).max(), "a shift is not seen"
+    assert on_gpu.lengths.tolist() == [70, 53]
+    assert on_gpu.cache is not None
+    assert on_gpu.cache.seqlen == 70
+
+
+@pytest.mark.parametrize("name", ["parallel-80", "gated-group-4"])
+def test_a_budget_on_a_gpu_is_that_of_the_cpu(name: str) -> None:
+    """The same cache: they differ by less than half of what its widths cost."""
+    geometry, rows = PIECES[name], texts(PIECES[name], 400, 390)
+
+    def run(device: str, **options: Any) -> tuple[list[NDArray[np.float32]], Decoder]:
+        one = decoder(geometry, device, batch=2, max_seqlen=512, **options)
+        logits = [one.prefill([row[:60] for row in rows])]  # what the CPU takes at a time
+        logits += [one.step([row[i] for row in rows]) for i in range(60, 390)]
+        return logits[-100:], one
+
+    (exact, _), (cpu, of_cpu), (gpu, of_gpu) = (
+        run(device, **options) for device, options in (("cpu", {}), ("cpu", BUDGET), ("cuda", BUDGET))
+    )
+    cost, apart = (np.sqrt(np.mean(np.square(np.array(a) - np.array(cpu)))) for a in (exact, gpu))
+    assert 0 < apart < 0.5 * cost, (apart, cost)
+    for one in (of_cpu, of_gpu):
+        assert one.cache is not None
+        assert one.cache.budget_nbytes is not None
+        assert one.cache.nbytes <= one.cache.budget_nbytes
+
+
+@pytest.mark.parametrize("name", ["parallel-80", "gated-group-4"])
+def test_replayed_tokens_have_the_bits_of_launched_ones(name: str) -> None:
+    geometry, rows = PIECES[name], texts(PIECES[name], 90, 30)
+    replayed, launched = (decoder(geometry, "cuda", batch=2, **BUDGET) for _ in range(2))
+    executor: Any = launched._executor
+    executor._replay = executor._step
+    for one in (replayed, launched):
+        one.prefill(rows)
+    for i in range(100):
+        ids = [i % geometry.vocabulary, 3 * i % geometry.vocabulary]
+        assert np.array_equal(replayed.step(ids), launched.step(ids)), i
+    assert len([graph for graph in packed_executor(replayed)._recorded.values() if graph]) >= 2
+    for name in ("arrivals", "barrier"):
+        assert not packed_executor(replayed)._decode.arrays[name].any()
+
+
+def test_texts_from_a_packed_cache() -> None:
+    """A text in one stream, in two, again, and after a reset; drawn ones, too."""
+    geometry, rows = PIECES["gated-group-4"], texts(PIECES["gated-group-4"], 30, 9)
+    whole = decoder(geometry, "cuda", batch=2, **BUDGET)
+    found = whole.generate(rows, 80)
+    assert whole.generate(rows, 80) == found
+    parts = decoder(geometry, "cuda", batch=2, **BUDGET)
+    parts.prefill(rows)
+    stream = parts.stream(80)
+    first = [next(stream) for _ in range(5)]
+    stream.close()
+    assert parts.lengths.tolist() == [34, 13]
+    parts.step([tokens[-1] for tokens in zip(*first, strict=True)])
+    rest = [*first, *parts.stream(75)]
+    assert [list(row) for row in zip(*rest, strict=True)] == found
+    drawn = whole.generate(rows, 20, temperature=1.0, seed=2)
+    assert drawn == whole.generate(rows, 20, temperature=1.0, seed=2) != [row[:20] for row in found]
+
+
+def test_first_tokens_need_no_prompt() -> None:
+    geometry, (text,) = PIECES["gated-group-4"], texts(PIECES["gated-group-4"], 30)
+    on_gpu = decoder(geometry, "cuda", **EXACT)
+    for turn in range(2):
+        for token, want in zip(text, of_oracle(geometry, "float16", text), strict=True):
+            assert_close(on_gpu.step(token)[0], want, "float16")
+        on_gpu.reset()
+        assert on_gpu.lengths.tolist() == [0], turn
+
+
+def test_layers_with_a_packed_cache_are_those_of_the_cpu() -> None:
+    geometry, (text,) = PIECES["parallel-80"], texts(PIECES["parallel-80"], 50)
+    on_gpu, on_cpu = decoder(geometry, "cuda", **EXACT), decoder(geometry, "cpu")
+    for have, want in zip(on_gpu.layer_outputs(text), on_cpu.layer_outputs(text), strict=True):
+        assert_close(have, want, "float16")
+    assert on_gpu.lengths.tolist() == [0]
+
+
+def test_what_a_packed_cache_cannot_hold_is_refused() -> None:
+    geometry = PIECES["head-96"]
+    with pytest.raises(BudgetError):
+        decoder(geometry, "cuda", cache_budget="1KiB")
+    with pytest.raises(ValueError, match="head_dim"):
+        decoder(PIECES["sequential"], "cuda", **BUDGET)
+    on_gpu = decoder(geometry, "cuda", max_seqlen=64, **EXACT)
+    want = on_gpu.prefill(texts(geometry, 64)[0])
+    with pytest.raises(ValueError, match="would have 65 tokens"):
+        on_gpu.step([1])
+    assert np.array_equal(packed_executor(on_gpu).logits, want)

@@ -30,7 +30,7 @@ constexpr float LOWEST = -1e30f;
 static_assert(HEAD_DIM % 16 == 0 && KEYS >= 1 && CHUNK >= 1, "a key has up to 32 lanes, a slot has a key");
 
 // KiB of weights that a CTA could take in while attention waits for QKV, merges and tells the others.
-constexpr u32 KIB_OF_WAITS = 300;
+constexpr u32 KIB_OF_WAITS = PACKED ? 0 : 300;
 
 // Who attends what: a function of positions, the same in all CTAs.
 struct Chunks {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void count_chunks(const Call& call, Chunks& chunks) {
 #pragma unroll
     for (int n = 0; n < BATCH; ++n) {
         // With 0 from a sequence to the next, tokens are neighbours, whose keys this launch makes.
-        const int old = __ldg(call.positions + n) - (call.kv_batch ? 0 : n);
+        const int old = PACKED ? 0 : __ldg(call.positions + n) - (call.kv_batch ? 0 : n);
         if (threadIdx.x % 32 == 0) chunks.old[n] = old, chunks.before[n] = before;
         keys += old, before += max(1, (old + CHUNK - 1) / CHUNK);
     }
@@ -331,7 +331,7 @@ __device__ __forceinline__ void attend(const Call& call, int layer, const Chunks
         return call.kv_parts + (2 * cta + begins) * HEADS * MERGED_ROW;
     };
     const auto out_of = [&](const Segment& segment) {
-        return call.activation + segment.n * (Q_COLS + FFN) + first_head(segment) * HEAD_DIM;
+        return call.attended + segment.n * Q_COLS + first_head(segment) * HEAD_DIM;
     };
     Segment segment;
     for (Walk walk(chunks); !walk.done();) {
@@ -376,7 +376,7 @@ __device__ __forceinline__ void attend(const Call& call, int layer, const Chunks
             const int reader = segment.n * READERS + segment.reader;
             const int chunk = chunks.before[segment.n] * READERS + segment.reader * segment.chunks;
             own.first_cta = cta_of_chunk(chunks, chunk);
-            own.out = segment.n * (Q_COLS + FFN) + first_head(segment) * HEAD_DIM;
+            own.out = segment.n * Q_COLS + first_head(segment) * HEAD_DIM;
             const int parts = cta_of_chunk(chunks, chunk + segment.chunks - 1) - own.first_cta + 1;
             u32* const counter = call.kv_arrivals + reader;
             u32 before;
@@ -397,7 +397,7 @@ __device__ __forceinline__ void attend(const Call& call, int layer, const Chunks
         const Merged m = merge_rows(own.parts, channel % HEAD_DIM, [&](int p, int at) {
             return __ldcg(part_of(own.first_cta + p, p == 0) + channel / HEAD_DIM * MERGED_ROW + at);
         });
-        call.activation[own.out + channel] = round_element(m.value / m.total);
+        call.attended[own.out + channel] = round_element(m.value / m.total);
     }
     sync_threads(OF_MMA, MMA_THREADS);  // `shared` has been read, all is written
 }

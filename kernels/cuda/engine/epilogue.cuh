@@ -100,7 +100,7 @@ __device__ __forceinline__ void add_up(const Call& call, const Matrix m, int pha
         } else if (takes_part) {
             if constexpr (KIND == HEAD) *(float2*)(call.logits + (i64)at.n * call.vocabulary + at.row()) = y;
             if constexpr (KIND == QKV) store_qkv(call, layer, at, y);
-            u16* const to = call.activation + at.n * (Q_COLS + FFN) + Q_COLS;
+            u16* const to = call.activation + at.n * FFN;
             if constexpr (KIND == UP) *(u32*)(to + at.row()) = pack_pair(gelu(y.x), gelu(y.y));
             if constexpr (KIND == GATED) to[at.row() / 2] = round_element(silu(y.x) * y.y);
         }

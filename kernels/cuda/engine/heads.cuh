@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_head(const Call& call, int layer, int n, i
         const bool is_key = head < HEADS_Q + HEADS_KV;
         const i64 kv_head = head - HEADS_Q - (is_key ? 0 : HEADS_KV);
         to = (is_key ? call.k : call.v) + layer * call.kv_layer + n * call.kv_batch + kv_head * call.kv_head +
-             __ldg(call.positions + n) * HEAD_DIM;
+             (PACKED ? 0 : __ldg(call.positions + n) * HEAD_DIM);
     }
     to[first] = round_element(y.x), to[second] = round_element(y.y);
 }

@@ -2,8 +2,8 @@
 //
 // Macros: BATCH tokens of 16-bit type BF16; HIDDEN, HEADS_Q, HEADS_KV, HEAD_DIM, ROTARY_DIM, FFN of the
 // model, and its pieces: PARALLEL (attention and MLP read the same x), LAYER_NORM (else RMS norms), GATED_MLP
-// (else GELU), HEAD_NORMS (of queries and keys); SPLITS, WARPS, ADDER_GROUPS, SLOTS, SLOT_BLOCKS
-// as in engine/token.cu.
+// (else GELU), HEAD_NORMS (of queries and keys); PACKED: keys and values are those of a packed cache, whose
+// own launches attend and store; SPLITS, WARPS, ADDER_GROUPS, SLOTS, SLOT_BLOCKS as in engine/token.cu.
 #pragma once
 
 #include "common/words.cuh"
@@ -73,16 +73,17 @@ struct Call {
     const Matrix* matrices;  // [layers][PRODUCTS], then the head
     int layers, vocabulary;
     int split_ctas;                   // CTAs with columns of OUT, O and DOWN: a multiple of SPLITS
+    int first_phase, end_phase;       // phases of this launch, of PHASES a layer and one for the head
     float* hidden;                    // [BATCH][HIDDEN]
     float2* statistics;               // [BATCH][GROUPS] mean and squared deviations
     float* partials;                  // [SPLITS][tiles][BATCH][16]
     u32* arrivals;                    // [tiles][ADDERS], 0 between launches
     u32* barrier;                     // [3][32] arrivals, of QKV alone, exits of CTAs; 0 between launches
-    u16 *q, *k, *v;                   // q [BATCH][heads][HEAD_DIM]
+    u16 *q, *k, *v;                   // q [BATCH][heads][HEAD_DIM]; PACKED: k and v of the new tokens alone
     i64 kv_layer, kv_batch, kv_head;  // strides; 0 from a token to the next: tokens of one sequence
     const float2* rotation;           // [BATCH][ROTARY_DIM / 2]
     const int* positions;             // [BATCH]
-    u16* activation;                  // [BATCH][Q_COLS + FFN]
+    u16 *attended, *activation;       // [BATCH][Q_COLS], [BATCH][FFN]
     float* logits;                    // [BATCH][vocabulary]
     const u16* head_norms;  // HEAD_NORMS: [layers][2][HEAD_DIM], channels in the order of packed rows
     float* raw_heads;  // HEAD_NORMS: [BATCH][HEADS_Q + HEADS_KV][HEAD_DIM] before their norms, so ordered
@@ -90,4 +91,4 @@ struct Call {
     u32* kv_arrivals;  // [BATCH][HEADS_KV][PASSES], 0 between launches
     float eps;
 };
-static_assert(sizeof(Call) == 184, "CALL of kvlab/engine/kernels.py");
+static_assert(sizeof(Call) == 200, "CALL of kvlab/engine/kernels.py");

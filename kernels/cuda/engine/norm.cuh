@@ -111,11 +111,14 @@ template <Kind KIND>
 __device__ __forceinline__ void copy_x(const Call& call, char* x) {
     using S = Shape<KIND>;
     constexpr int PIECES = S::COLS / 8;  // of 16 bytes
-    const u16* from = call.activation + (KIND == DOWN ? Q_COLS : 0) + blockIdx.x % SPLITS * S::COLS;
-#pragma unroll 4
+    const int first = blockIdx.x % SPLITS * S::COLS;
+    const u16* const base = (KIND == DOWN ? call.activation : call.attended) + first;
+#pragma unroll(KIND == OUT ? 2 : 4)
     for (int i = threadIdx.x; i < BATCH * PIECES; i += MMA_THREADS) {
         const int n = i / PIECES, piece = i % PIECES;
-        *(uint4*)(x + n * S::PITCH + piece * 16) =
-            __ldcg((const uint4*)(from + (i64)n * (Q_COLS + FFN)) + piece);
+        const u16* from = base + n * (KIND == DOWN ? FFN : Q_COLS) + 8 * piece;
+        if (KIND == OUT && first + 8 * piece >= Q_COLS)
+            from = call.activation + n * FFN + first + 8 * piece - Q_COLS;
+        *(uint4*)(x + n * S::PITCH + piece * 16) = __ldcg((const uint4*)from);
     }
 }

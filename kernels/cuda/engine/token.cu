@@ -1,4 +1,5 @@
-// One token of a decoder in one launch: every weight is read once, by a stream that no dependency stops.
+// One token of a decoder in one launch (PACKED: in one a layer): every weight is read once, by a stream that
+// no dependency stops.
 //
 // A CTA on every SM stays for all phases (QKV and UP, attention, OUT of parallel layers; QKV, attention, O,
 // GATED or UP, DOWN of others; the head). One of its warps has the copy engine bring the CTA's weights, of
@@ -27,6 +28,10 @@
 // ADDER_GROUPS tiles, 80 * WARPS * BATCH bytes each; SLOTS slots of SLOT_BLOCKS KiB for weights; 16 bytes of
 // barriers a slot. kvlab/engine/kernels.py computes the same sizes.
 //
+// Keys and values of a packed cache (PACKED) are attended and stored by the cache's own launches. Then a
+// launch has the phases from one layer's attention to the next: OUT, or O, the MLP, and QKV of the next
+// layer.
+//
 // CTAs wait for each other: all must be on the device, which a cooperative launch guarantees or refuses.
 #include "engine/attend.cuh"
 #include "engine/epilogue.cuh"
@@ -45,7 +50,7 @@ __device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks
     const int split_cta = cta < call.split_ctas ? cta : 1 << 30;
     const u32 arrivals = ctas * ADDERS * ADDER_GROUPS;
     const int of_qkv = chunks.qkv_ctas;  // CTAs
-    for (int phase = 0; phase <= call.layers * PHASES; ++phase) {
+    for (int phase = call.first_phase; phase < call.end_phase; ++phase) {
         const int layer = phase / PHASES, kind = phase % PHASES;
         const Matrix* m = call.matrices + layer * PRODUCTS;
         if (layer == call.layers) {
@@ -62,8 +67,10 @@ __device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks
             visit.expect(0, of_qkv);
 #endif
         } else if (kind == 1) {
+#if !PACKED  // a launch ends before it
             visit.attention(layer);
             visit.expect(chunks.attending, 0);
+#endif
 #if PARALLEL
         } else {
             visit.template product<OUT>(m[2], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
@@ -207,9 +214,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
 }
 
 // clang-format off
-// gate: BATCH=1 BF16=0,1 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=230528 registers<=128 arch=sm_90a
-// gate: BATCH=8 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 SPLITS=2 WARPS=8 ADDER_GROUPS=3 SLOTS=11 SLOT_BLOCKS=10 SHARED_BYTES=230912 registers<=128 arch=sm_90a
-// gate: BATCH=1 BF16=0,1 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=215680 registers<=128 arch=sm_90a
-// gate: BATCH=16 BF16=1,0 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 SPLITS=2 WARPS=8 ADDER_GROUPS=2 SLOTS=4 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=96 arch=sm_90a
-// gate: BATCH=1 BF16=0,1 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=13 SLOT_BLOCKS=16 SHARED_BYTES=223872 registers<=128 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=230528 registers<=128 arch=sm_90a
+// gate: BATCH=8 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=3 SLOTS=11 SLOT_BLOCKS=10 SHARED_BYTES=230912 registers<=128 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=215680 registers<=128 arch=sm_90a
+// gate: BATCH=16 BF16=1,0 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=2 SLOTS=4 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=96 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=13 SLOT_BLOCKS=16 SHARED_BYTES=223872 registers<=128 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=14336 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=1 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=227968 registers<=128 arch=sm_90a
+// gate: BATCH=16 BF16=0 HIDDEN=4096 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=14336 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=1 SPLITS=4 WARPS=8 ADDER_GROUPS=2 SLOTS=4 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=96 arch=sm_90a
+// gate: BATCH=1 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=1 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=230528 registers<=128 arch=sm_90a
+// gate: BATCH=2 BF16=0 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 PACKED=1 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=13 SLOT_BLOCKS=16 SHARED_BYTES=226432 registers<=128 arch=sm_90a
 // clang-format on
