@@ -221,7 +221,8 @@ def flash_attn_varlen_func(
     ----------
     q : tensor, (total_q, nheads, headdim)
     k, v : tensor, (total_k, nheads_k, headdim)
-        With a block_table (num_blocks, page_block_size, nheads_k, headdim); pages are gathered first.
+        With a block_table (num_blocks, page_block_size, nheads_k, headdim). When pages are read in place,
+        and when copied first, `flash_attn_with_kvcache` says.
     cu_seqlens_q, cu_seqlens_k : int32 tensor, (batch + 1,)
         Prefix sums; as in `kvlab.attention_varlen` a GPU does not check their values.
     max_seqlen_q, max_seqlen_k : int
@@ -371,7 +372,9 @@ def flash_attn_with_kvcache(
 
     Notes
     -----
-    Reads a contiguous cache in place; chosen rows (cache_batch_idx) and pages are gathered first.
+    Reads a contiguous cache in place. Pages and chosen rows (cache_batch_idx) are read in place on compute
+    capability 9.0 in 16 bits if page_block_size or, without pages, seqlen_cache is a multiple of 16, best of
+    128, and there is no cache_leftpad, window or softcap; else they are copied first.
 
     On a GPU the values of cache_seqlens, cache_leftpad, cache_batch_idx and block_table are not checked,
     since the host would have to wait for them. Values out of range are moved to the nearest one in range: so

@@ -2,7 +2,9 @@
 
 Rows of a cache hold different numbers of tokens within one block of memory. Variable-length attention sees
 this block as one long array of keys. The gaps in it are sequences without queries, which no kernel reads. So
-a contiguous cache is attended in place, and lengths stay on the device.
+a contiguous cache is attended in place, and lengths stay on the device. Where grouped attention reads keys in
+segments (`_can_read_pages`) all caches are attended in place, by a kernel that also divides long rows;
+elsewhere pages and chosen rows are copied together.
 
 Lengths and indices are those that flash_attn_cache_checks.py returns, so all are in range.
 """
@@ -15,9 +17,11 @@ import torch
 
 import kvlab
 from kvlab.arguments import LONGEST, whole_number
+from kvlab.arrays import cuda_view
 from kvlab.integrations.flash_attn_arguments import check_index, check_tensor
 from kvlab.integrations.flash_attn_cache_checks import CacheRows, can_look, check_pages
 from kvlab.integrations.torch_autograd import with_contiguous_rows
+from kvlab.ops.attention_arguments import can_be_mapped, is_aligned
 from kvlab.ops.attention_call import BOUNDS, RAGGED_Q, Signature, call_of
 from kvlab.shapes import match_shapes
 
@@ -26,6 +30,7 @@ __all__ = ["attend_cache", "attend_paged", "rotate_new", "write_new"]
 Tensor = torch.Tensor
 
 _OF_PAGES = ("num_blocks", "page_block_size", "Hk", "D")
+_PAGE_STEP = 16  # tokens; a kernel copies a page in parts of so many, or of more that divide it
 _PAGED = Signature("attention", q=RAGGED_Q, k=_OF_PAGES, v=_OF_PAGES, **BOUNDS)
 
 
@@ -49,17 +54,22 @@ def attend_cache(
     lse : float32 tensor, (batch, heads, seqlen_q)
     """
     batch, seqlen, heads, head_dim = q.shape
-    if rows.pages is not None:
-        k, v = _gather_pages(k_cache, rows.pages), _gather_pages(v_cache, rows.pages)
-    elif rows.chosen is not None:
-        k, v = k_cache[rows.chosen], v_cache[rows.chosen]
-    else:
-        k, v = k_cache[:batch], v_cache[:batch]
     bounds_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen
+    of_q = q.reshape(-1, heads, head_dim), bounds_q, seqlen
     lengths = rows.lengths + rows.num_new if rows.num_new else rows.lengths
-    out, lse = _attend_ragged(
-        q.reshape(-1, heads, head_dim), bounds_q, seqlen, k, v, lengths, rows.starts, options
-    )
+    pages = rows.pages
+    if pages is None:  # a row of the cache is a page, too
+        every = torch.arange(batch, device=q.device) if rows.chosen is None else rows.chosen
+        pages = every[:, None]
+    if rows.starts is None and _can_read_pages(q, k_cache, v_cache, pages, options):
+        out, lse = _attend_pages(*of_q, k_cache, v_cache, pages, lengths, options)
+    else:
+        if rows.pages is not None:
+            k, v = _gather_pages(k_cache, pages), _gather_pages(v_cache, pages)
+        else:
+            chosen: Any = slice(batch) if rows.chosen is None else rows.chosen
+            k, v = k_cache[chosen], v_cache[chosen]
+        out, lse = _attend_ragged(*of_q, k, v, lengths, rows.starts, options)
     return out.view(q.shape), lse.view(heads, batch, seqlen).transpose(0, 1).contiguous()
 
 
@@ -99,6 +109,8 @@ def attend_paged(
         else:
             lengths, cu_seqlens_q = lengths.clamp(0, capacity), cu_seqlens_q.clamp(0, len(q))
         pages = check_pages(pages, None, lengths, k)
+        if _can_read_pages(q, k, v, pages, options):
+            return _attend_pages(q, cu_seqlens_q, longest_q, k, v, pages, lengths, options)
         k, v = _gather_pages(k, pages), _gather_pages(v, pages)
         return _attend_ragged(q, cu_seqlens_q, longest_q, k, v, lengths, None, options)
 
@@ -112,6 +124,45 @@ def _check_bounds(cu_seqlens_k: Tensor, lengths: Tensor, longest: int, capacity:
         )
 
 
+def _attend_pages(
+    q: Tensor, cu_seqlens_q: Tensor, longest: int, k: Tensor, v: Tensor, pages: Tensor, lengths: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend to pages where they lie: k, v (num_blocks, page_block_size, ...); q (total_q, ...)."""
+    page_size, (batch, most_pages) = k.shape[1], pages.shape
+    capacity = most_pages * page_size
+    bounds = torch.arange(0, (batch + 1) * capacity, capacity, dtype=torch.int32, device=q.device)
+    outs, lses = kvlab.grouped_attention_varlen(
+        [q], k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q_groups=[cu_seqlens_q], cu_seqlens_k=bounds,
+        prefix_lens=[lengths], causal=options["causal"], scale=options["scale"], return_lse=True,
+        max_seqlen_q=longest, max_seqlen_k=capacity, segment_table=pages.int(), segment_len=page_size,
+    )  # fmt: skip
+    return outs[0], lses[0]
+
+
+def _can_read_pages(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, options: dict[str, Any]) -> bool:
+    """Whether a kernel reads pages where they lie: on Hopper, in 16 bits, pages of a multiple of 16 tokens
+    that follow each other in memory, without a window and a soft cap.
+
+    q is (..., heads, head_dim), its rows one behind the other.
+    """
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device) == (9, 0)
+        and q.element_size() == 2
+        and k.shape[1] % _PAGE_STEP == 0
+        and 0 not in (q.numel(), k.numel(), pages.numel())
+        and q.is_contiguous()
+        and options["window"] == (-1, -1)
+        and options["softcap"] == 0
+        and (options["scale"] is None or options["scale"] > 0)
+        and all(len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v))
+        and q.shape[-1] % 8 == 0
+        and all(is_aligned(view) and can_be_mapped(view) for view in (cuda_view(k, "k"), cuda_view(v, "v")))
+        and q.data_ptr() % 16 == 0
+    )
+
+
 def _attend_ragged(
     q: Tensor, cu_seqlens_q: Tensor, longest: int, k: Tensor, v: Tensor, lengths: Tensor,
     starts: Tensor | None, options: dict[str, Any],
@@ -121,7 +172,7 @@ def _attend_ragged(
     first = torch.arange(batch, dtype=torch.int32, device=q.device) * capacity
     # A gap before each sequence, and one behind the last.
     bounds_k = torch.full((2 * batch + 2,), batch * capacity, dtype=torch.int32, device=q.device)
-    bounds_k[0] = 0
+    bounds_k[:1].zero_()  # an assignment of a number would wait for the GPU
     bounds_k[1:-1:2] = first if starts is None else first + starts
     bounds_k[2::2] = first + lengths
     bounds_q = cu_seqlens_q[:, None].expand(-1, 2).flatten()

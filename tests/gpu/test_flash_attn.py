@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import kvlab
 from kvlab import device
 from kvlab.integrations import flash_attn, torch_autograd
 from kvlab.reference import attention as reference
+from tests.compare import assert_accurate, low_precision_attention
 from tests.gradients import assert_gradients, exact_gradients, low_precision_gradients
 
 
@@ -124,6 +126,75 @@ def test_a_cache_is_read_in_place_and_its_lengths_on_the_device() -> None:
         expected = reference.attention(to_numpy(q[b : b + 1]), to_numpy(keys), to_numpy(values), causal=True)
         assert np.abs(to_numpy(out[b : b + 1]).astype(np.float64) - expected).max() < 0.03
         assert torch.equal(cache[0, b, length : length + 4], k[b])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "heads", "seqlen"),
+    [
+        (16, 128, (8, 2), 1), (16, 256, (4, 4), 9), (48, 64, (8, 1), 70), (64, 96, (4, 2), 3),
+        (128, 128, (32, 8), 130), (256, 64, (8, 2), 1), (256, 256, (8, 1), 40), (20, 128, (8, 2), 5),
+    ],
+)  # fmt: skip
+def test_pages_are_read_where_they_lie(
+    page_size: int, head_dim: int, heads: tuple[int, int], seqlen: int, causal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All but the tokens of the rows is NaN; pages lie in any order. Only pages of 20 tokens are copied."""
+    if page_size % 16 == 0:
+        monkeypatch.delattr("kvlab.integrations.flash_attn_cache._gather_pages")
+    rng = np.random.default_rng(page_size + head_dim)
+    lengths = [5, 0, 1300, 16 * page_size - seqlen]
+    table = rng.permutation(100)[:64].reshape(4, 16)
+    caches = torch.full((2, 100, page_size, heads[1], head_dim), torch.nan, device="cuda").bfloat16()
+    lengths = [min(length, 16 * page_size - seqlen) for length in lengths]
+    old = draw(2, 4, 16 * page_size, heads[1], head_dim)
+    for b, length in enumerate(lengths):
+        rows = torch.from_numpy(table[b]).cuda().repeat_interleave(page_size) * page_size
+        rows = (rows + torch.arange(len(rows), device="cuda") % page_size)[:length]
+        caches.view(2, -1, heads[1], head_dim)[:, rows] = old[:, b, :length]
+    q, *new = (draw(4, seqlen, number, head_dim) for number in (heads[0], heads[1], heads[1]))
+    blocks = torch.from_numpy(table).int().cuda()
+    for b, length in enumerate(lengths):
+        blocks[b, -(-(length + seqlen) // page_size) :] = 1 << 30
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, *caches, *new, cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+        block_table=blocks, causal=causal, return_softmax_lse=True,
+    )  # fmt: skip
+    for b, length in enumerate(lengths):
+        keys, values = (
+            to_numpy(torch.cat([o[b, :length], n[b]])[None]) for o, n in zip(old, new, strict=True)
+        )
+        query = to_numpy(q[b : b + 1])
+        expected, expected_lse = reference.attention(query, keys, values, causal=causal, return_lse=True)
+        low = low_precision_attention(query, keys, values, causal=causal)
+        assert_accurate(to_numpy(out[b : b + 1]), expected, low[0])
+        assert np.abs(lse[b].cpu().numpy() - expected_lse[0]).max() < 1e-3
+
+
+def test_variable_lengths_in_pages_are_those_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sequences in a row; all other tokens of the pages are NaN."""
+    monkeypatch.delattr("kvlab.integrations.flash_attn_cache._gather_pages")
+    torch.manual_seed(3)
+    rows, keys, page_size = [40, 3, 0, 170], [700, 0, 64, 190], 64
+    cu_q, cu_k = (torch.tensor(np.cumsum([0, *x]), dtype=torch.int32, device="cuda") for x in (rows, keys))
+    q, k, v = draw(sum(rows), 8, 128), draw(sum(keys), 2, 128), draw(sum(keys), 2, 128)
+    table = torch.randperm(60)[:48].int().cuda().view(4, 12)
+    pages = torch.full((2, 60, page_size, 2, 128), torch.nan, device="cuda").bfloat16()
+    for b, (first, last) in enumerate(itertools.pairwise(cu_k.tolist())):
+        places = torch.arange(last - first, device="cuda")
+        places = table[b].long()[places // page_size] * page_size + places % page_size
+        pages.view(2, -1, 2, 128)[:, places] = torch.stack([k, v])[:, first:last]
+    for causal in (False, True):
+        found = flash_attn.flash_attn_varlen_func(
+            q, *pages, cu_q, cu_k, 170, 700, causal=causal, block_table=table, return_attn_probs=True
+        )
+        expected = flash_attn.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, 170, 700, causal=causal, return_attn_probs=True
+        )
+        assert float((found[0].float() - expected[0].float()).abs().max()) < 0.01
+        assert torch.allclose(found[1], expected[1], atol=1e-4)
+        assert not found[0][40:43].any()  # these see no key
 
 
 @pytest.mark.parametrize("paged", [False, True])
