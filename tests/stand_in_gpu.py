@@ -20,6 +20,7 @@ from kvlab.jit import launch
 from kvlab.jit.cubin import read_resources
 from kvlab.jit.launch import Kernel
 from kvlab.ops import array_kinds, attention_call
+from kvlab.ops import attention as operation
 from kvlab.ops.cuda import attention, attention_backward, attention_sm90, tile_list
 
 STREAM = 7
@@ -35,12 +36,13 @@ class Launch(NamedTuple):
 
 
 class StandInGpu:
-    """Keeps launches in `launches`; `is_capturing` is what streams answer; `is_full`: CuPy has no memory."""
+    """Keeps launches in `launches`; `is_capturing` is what streams answer; `is_full`: CuPy has no memory;
+    `is_behind`: what was recorded has not come to pass yet."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bindings = pytest.importorskip("cuda.bindings.driver")
         self.launches: list[Launch] = []
-        self.is_capturing = self.is_full = False
+        self.is_capturing = self.is_full = self.is_behind = False
         self._kernels: list[Kernel] = []
         driver = SimpleNamespace(
             launchKernel=self._launch, funcSetAttribute=lambda *_: None, CUDADriverError=RuntimeError
@@ -56,8 +58,15 @@ class StandInGpu:
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(bindings, "cuTensorMapEncodeTiled", self._encode)
         monkeypatch.setattr(bindings, "cuLaunchKernelEx", self._launch_early)
+        for name, answer in (
+            ("cuMemsetD32Async", ()), ("cuEventCreate", ("event",)), ("cuEventRecord", ()),
+            ("cuThreadExchangeStreamCaptureMode", ("mode",)),
+        ):  # fmt: skip
+            monkeypatch.setattr(bindings, name, lambda *_, answer=answer: (0, *answer))
+        monkeypatch.setattr(bindings, "cuEventQuery", lambda event: (600 * self.is_behind,))
         monkeypatch.setattr(array_kinds, "device_of_torch", lambda device, name: Device("cuda", 0))
-        monkeypatch.setattr(attention_call, "requirements_of", lambda device: {"compute_capability": (9, 0)})
+        for name in ("kvlab.ops.attention_call.requirements_of", "kvlab.ops.attention.requirements_of"):
+            monkeypatch.setattr(name, lambda device: {"compute_capability": (9, 0)})
         for module in (attention, attention_backward, launch):
             monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
         for module in (attention_sm90, attention_backward, tile_list):
@@ -76,7 +85,8 @@ class StandInGpu:
     def forget(self) -> None:
         """Let go of all that was remembered of calls."""
         remembered = (
-            attention_call._call_of, attention._prepare, attention._plan, attention_backward._prepare,
+            attention_call._call_of, operation._row_into, attention._prepare_into, attention._prepare,
+            attention._plan, attention_backward._prepare,
             attention_backward._plan, launch._driver_error, tile_list._runtime,
         )  # fmt: skip
         for function in remembered:

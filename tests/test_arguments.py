@@ -25,6 +25,7 @@ WRONG: dict[str, list[Any]] = {
     "word": ["nonsense", 1, [1], {}, b"x", True],
     "array": ["a", 1.5, None, [1.0], object(), {}],
     "arrays": ["a", 1.5, None, [], {}, [1.0]],
+    "results": ["a", 1.5, [], {}, [1.0], [1.0, 2.0], (None, None)],
     "mask": ["a", 1.5, [True], object(), {}, np.ones((1, 8))],
     "rows": ["a", 1.5, None, [0], np.array([0.5]), np.array([[0]]), np.array([7]), np.array([-1])],
     "budget": ["a", [1], True, -1, 0, NAN, 1j, {}, b"x", "1GB?"],
@@ -140,7 +141,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
         {"quantized": (kvlab.quantize(K, 4), "quantized"), "dtype": (None, "word"), "check": (True, "flag")},
     ),
     "attention": (kvlab.attention, QKV | MASKS | WANTS_LSE | MARGIN),
-    "attention_varlen": (kvlab.attention_varlen, FLAT | BOUNDS | LONGEST | MASKS | WANTS_LSE | MARGIN),
+    "attention_varlen": (
+        kvlab.attention_varlen,
+        FLAT | BOUNDS | LONGEST | MASKS | WANTS_LSE | MARGIN | {"into": ((OUT[0], LSE[0]), "results")},
+    ),
     "attention_backward": (
         kvlab.attention_backward,
         GRADIENT | QKV | MASKS | FIXED_ORDER | FLOAT32_GRADIENTS | MARGIN,

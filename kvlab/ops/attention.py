@@ -9,6 +9,7 @@ and merged with no error but rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from kvlab.arguments import LONGEST, flag, whole_number
@@ -19,13 +20,14 @@ from kvlab.ops.attention_call import (
     OF_Q,
     RAGGED_K,
     RAGGED_Q,
+    Call,
     Options,
     Signature,
     call_of,
     checked_options,
     longest_of,
 )
-from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of
+from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of, rows
 from kvlab.shapes import match_shapes
 
 __all__ = ["attention", "attention_varlen", "merge_attention"]
@@ -47,6 +49,12 @@ register(
     Implementation("attention", "reference", "kvlab.ops.reference.attention:attend", REFERENCE_REQUIREMENTS),
     Implementation("attention", "cuda", "kvlab.ops.cuda.attention:attend", CUDA_REQUIREMENTS),
     Implementation("attention", "numba", "kvlab.ops.numba.attention:attend", NUMBA_REQUIREMENTS),
+    Implementation(
+        "attention_into",
+        "cuda",
+        "kvlab.ops.cuda.attention:attend_into",
+        {"dtype": _FLOATS[:2], "head_dim": range(1, 257), "compute_capability": ((9, 0),)},
+    ),
     Implementation("merge_attention", "cpu", "kvlab.ops.cpu.attention:merge", {"dtype": _FLOATS}),
     Implementation(
         "merge_attention", "cuda", "kvlab.ops.cuda.attention_merge:merge", {"dtype": _FLOATS} | ON_CUDA
@@ -57,6 +65,10 @@ register(
 
 _FIXED = Signature("attention", q=OF_Q, k=OF_K, v=OF_K)
 _VARLEN = Signature("attention", q=RAGGED_Q, k=RAGGED_K, v=RAGGED_K, **BOUNDS)
+_INTO = Signature(
+    "attention", q=RAGGED_Q, k=RAGGED_K, v=RAGGED_K,
+    **dict(zip(("into[0]", "into[1]"), _LAYOUTS[3], strict=True)), **BOUNDS,
+)  # fmt: skip
 
 
 def attention(
@@ -162,6 +174,7 @@ def attention_varlen(
     softcap: float = 0.0,
     return_lse: bool = False,
     sm_margin: int = 0,
+    into: tuple[ArrayT, ArrayT] | None = None,
     backend: str | None = None,
 ) -> ArrayT | tuple[ArrayT, ArrayT]:
     """Scaled dot-product attention over sequences of different lengths, laid end to end.
@@ -179,11 +192,16 @@ def attention_varlen(
         At least the longest length.
     causal, scale, window, softcap, return_lse, sm_margin, backend
         As in `attention`, as are dtypes.
+    into : (out, lse), optional
+        Results of these queries over other keys, float32, (total_q, num_heads_q, head_dim) and (num_heads_q,
+        total_q), writable. What these keys give is merged into them in place, as `merge_attention` does, and
+        they are what is returned. Where lse is -inf, no key has been seen yet and what out holds is not
+        read. On compute capability 9.0 in 16 bits the kernel of attention does it, without a soft cap.
 
     Returns
     -------
     out : array, (total_q, num_heads_q, head_dim)
-    lse : float32 array, (num_heads_q, total_q), only if return_lse
+    lse : float32 array, (num_heads_q, total_q), only if return_lse or into
 
     Raises
     ------
@@ -205,13 +223,64 @@ def attention_varlen(
     >>> kvlab.attention_varlen(q, k, v, *bounds, 1, 2)[:, 0]
     array([[2., 3., 4., 5.],
            [0., 0., 0., 0.]], dtype=float32)
+
+    Keys come in two parts, of one key and of two: the first row sees a key of each.
+
+    >>> out, lse = np.zeros((2, 1, 4), np.float32), np.full((1, 2), -np.inf, np.float32)
+    >>> for keys, bounds_k in ((slice(1), [0, 1, 1, 1]), (slice(1, 3), [0, 1, 1, 2])):
+    ...     lengths = bounds[0], np.array(bounds_k, np.int32), 1, 1
+    ...     out, lse = kvlab.attention_varlen(q, k[keys], v[keys], *lengths, into=(out, lse))
+    >>> out[:, 0, 0], np.exp(lse).round()
+    (array([2., 8.], dtype=float32), array([[2., 1.]], dtype=float32))
     """
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     arrays = q, k, v, cu_seqlens_q, cu_seqlens_k
+    if into is not None:
+        flag(return_lse, "return_lse")
+        _attend_into(into, arrays, longest, options, sm_margin, backend)
+        return into
     result: ArrayT | tuple[ArrayT, ArrayT] = _attend(
         _VARLEN, arrays, longest, options, return_lse, sm_margin, backend
     )
     return result
+
+
+def _attend_into(
+    into: tuple[Any, Any],
+    arrays: tuple[Any, ...],
+    longest: tuple[int, int],
+    options: Options,
+    sm_margin: int,
+    backend: str | None,
+) -> None:
+    """Merge attention into results over other keys, by one kernel where there is one."""
+    if not isinstance(into, tuple | list) or len(into) != 2:
+        raise TypeError(f"into must be a tuple of two arrays, out and lse, got {type(into).__name__}")
+    sm_margin = whole_number(sm_margin, "sm_margin", 0, LONGEST)
+    all_arrays = *arrays[:3], *into, *arrays[3:]
+    call, addresses = call_of(_INTO, all_arrays, backend, options, longest, sm_margin)
+    row = _row_into(call)
+    if row is not None and row.launch(call, addresses):
+        return
+    found = _attend(_VARLEN, arrays, longest, options, True, sm_margin, backend)
+    kind = call.row.backend if call.row.backend in ("reference", "cpu", "cuda") else None
+    merged = merge_attention((into[0], _float32(found[0])), (into[1], _float32(found[1])), backend=kind)
+    for x, new in zip(into, merged, strict=True):
+        x[...] = new
+
+
+@lru_cache(maxsize=4096)
+def _row_into(call: Call) -> Implementation | None:
+    """Find what attends and merges at once; None where two launchers do it one after the other."""
+    facts = {"dtype": call.dtype, "head_dim": call.sizes["D"], **requirements_of(call.device)}
+    for row in rows("attention_into"):
+        if (row.backend, row.device_kind) == (call.row.backend, call.device.kind):
+            return None if row.unsupported(facts) else row
+    return None
+
+
+def _float32(x: Any) -> Any:
+    return x.float() if hasattr(x, "float") else x.astype("float32")
 
 
 def _attend(

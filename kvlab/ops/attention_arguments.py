@@ -180,11 +180,18 @@ class TensorMaps:
         The argument; see `words_of`.
     *encoders : function
         What `encoder_of` returned for each array.
+    places : sequence of int, optional
+        Which of the argument's maps is each array's; the first ones if not given.
     """
 
-    def __init__(self, words: memoryview, *encoders: Callable[[int], list[int]]) -> None:
+    def __init__(
+        self,
+        words: memoryview,
+        *encoders: Callable[[int], list[int]],
+        places: Sequence[int] | None = None,
+    ) -> None:
         self._words, self._encoders = words, encoders
-        self._begins = range(0, MAP_WORDS * len(encoders), MAP_WORDS)
+        self._begins = [MAP_WORDS * place for place in places or range(len(encoders))]
         self._begin_with_address: bool | None = None  # not known before the first call
 
     def point_to(self, addresses: Sequence[int]) -> None:

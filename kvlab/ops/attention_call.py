@@ -43,7 +43,10 @@ OF_Q, OF_K = ("B", "Sq", "Hq", "D"), ("B", "Sk", "Hk", "D")
 RAGGED_Q, RAGGED_K = ("total_q", "Hq", "D"), ("total_k", "Hk", "D")
 BOUNDS = {"cu_seqlens_q": ("batch + 1",), "cu_seqlens_k": ("batch + 1",)}
 
-_DTYPE_OF = {"lse": "float32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32"}
+_DTYPE_OF = {
+    "lse": "float32", "cu_seqlens_q": "int32", "cu_seqlens_k": "int32", "into[0]": "float32",
+    "into[1]": "float32",
+}  # fmt: skip
 """Arrays that have a dtype of their own; all others have that of q."""
 
 FLOAT32_DK_DV, SM_MARGIN = 2, 4

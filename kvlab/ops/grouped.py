@@ -102,7 +102,7 @@ class GroupedCall:
     """What follows from the arguments of a call apart from addresses; equal calls are one object.
 
     `implementation` is None where the caller leaves the choice; `longest`, the longest sequence of any group
-    and of k, are totals where he does not know.
+    and of k, are totals where he does not know. Without `return_lse` launchers may return no lses.
     """
 
     row: Implementation
@@ -116,6 +116,7 @@ class GroupedCall:
     longest: tuple[int, int]
     sm_margin: int
     segment_len: int | None
+    return_lse: bool
 
     @property
     def rows(self) -> list[int]:
@@ -241,6 +242,7 @@ def grouped_attention_varlen(
         _FORWARD, arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"),
         implementation, (max_seqlen_q, max_seqlen_k), whole_number(sm_margin, "sm_margin", 0, LONGEST),
         backend, None if segment_len is None else whole_number(segment_len, "segment_len", 1, LONGEST),
+        return_lse,
     )  # fmt: skip
     with call.memory:
         outs, lses = call.row.launch(call, arrays, addresses)
@@ -257,6 +259,7 @@ def call_of(
     sm_margin: int,
     backend: str | None,
     segment_len: int | None = None,
+    return_lse: bool = True,
 ) -> tuple[GroupedCall, list[int]]:
     """Check a call, and choose who computes it; also return the addresses of arrays on a GPU."""
     for name, given in (
@@ -273,8 +276,9 @@ def call_of(
     kinds, addresses = kinds_of(*arrays.named())
     groups = len(arrays.q_groups)
     return _checked(
-        operation, kinds, groups, causal, scale, implementation, longest, sm_margin, backend, segment_len
-    ), addresses
+        operation, kinds, groups, causal, scale, implementation, longest, sm_margin, backend, segment_len,
+        return_lse,
+    ), addresses  # fmt: skip
 
 
 def check_groups(name: str, given: Any, q_groups: Any) -> None:
@@ -307,6 +311,7 @@ def _checked(
     sm_margin: int,
     backend: str | None,
     segment_len: int | None,
+    return_lse: bool,
 ) -> GroupedCall:
     shapes, devices = {}, {}
     dtype = dtype_of_kind(kinds[0], "q_groups[0]")
@@ -354,6 +359,7 @@ def _checked(
         (most[0], most[1]),
         sm_margin,
         segment_len,
+        return_lse,
     )
 
 

@@ -52,12 +52,13 @@ def empty_result(q: Any) -> tuple[Any, Any]:
 def attend(result: tuple[Any, Any], q: Any, k: Any, v: Any, parts: Sequence[Part], options: Options) -> None:
     """Merge attention of q over parts of k and v into `result`, out and lse, in place."""
     for part in parts:
-        lengths = _lengths(part, q)
-        found = attention_varlen(
+        own = _rows_of_result(result, part.q_rows)
+        attention_varlen(
             _wide(rows_of(q, part.q_rows)), _wide(rows_of(k, part.k_rows)), _wide(rows_of(v, part.k_rows)),
-            *lengths, causal=part.causal, scale=options.scale, window=options.window, return_lse=True,
+            *_lengths(part, q), causal=part.causal, scale=options.scale, window=options.window, into=own,
         )  # fmt: skip
-        _merge(result, part.q_rows, found)
+        if not isinstance(part.q_rows, slice):
+            _put_result(result, part.q_rows, own)
 
 
 def attend_prefixes(
@@ -75,16 +76,22 @@ def attend_prefixes(
         segment_len=prefixes.segment_len,
     )  # fmt: skip
     for rows, *found in zip(prefixes.q_rows, outs, lses, strict=True):
-        _merge(result, rows, found)
+        before = _rows_of_result(result, rows)
+        new = merge_attention((before[0], found[0].float()), (before[1], found[1]))
+        _put_result(result, rows, new)
 
 
-def _merge(result: tuple[Any, Any], rows: Rows, found: Sequence[Any]) -> None:
-    """Merge out and lse of some rows over more keys into those of all, in place."""
+def _rows_of_result(result: tuple[Any, Any], rows: Rows) -> tuple[Any, Any]:
+    """Out and lse of some rows: views for a slice, else copies."""
     out, lse = result
-    before = rows_of(out, rows), rows_of(lse.T, rows).T.contiguous()
-    new = merge_attention((before[0], found[0].float()), (before[1], found[1]))
-    _put(out, rows, new[0])
-    _put(lse.T, rows, new[1].T)
+    if isinstance(rows, slice):
+        return out[rows], lse[:, rows]
+    return rows_of(out, rows), rows_of(lse.T, rows).T.contiguous()
+
+
+def _put_result(result: tuple[Any, Any], rows: Rows, new: tuple[Any, Any]) -> None:
+    _put(result[0], rows, new[0])
+    _put(result[1].T, rows, new[1].T)
 
 
 def add_gradients(

@@ -28,6 +28,7 @@ from tests.gpu.attention_cases import (
     poison,
     to_numpy,
 )
+from tests.variable_parts import expected_of_parts, make_parts
 
 
 def check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -55,9 +56,12 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(attention_cuda, "HOPPER", request.param != "portable")
     if "long" in request.param:
         monkeypatch.setattr(attention_sm90, "SHORT", -1)
-    attention_cuda._prepare.cache_clear()
+    prepared = attention_cuda._prepare, attention_cuda._prepare_into
+    for one in prepared:
+        one.cache_clear()
     yield
-    attention_cuda._prepare.cache_clear()
+    for one in prepared:
+        one.cache_clear()
 
 
 @pytest.mark.usefixtures("_kernel")
@@ -92,6 +96,46 @@ def test_variable_length_grid(dtype: str, seed: int) -> None:
         arrays = [to_numpy(x) for x in (q, k, v)]
         expected = reference.attention_varlen(*arrays, *bounds, *longest, return_lse=True, **options)
         compare(out, lse, expected, each_sequence(low_precision_attention, *arrays, *bounds, **options))
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_merged_into_results_in_place(dtype: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out and lse are a part of wider memory, of which nothing else changes; out begins as NaN."""
+    rng = np.random.default_rng(seed)
+    for head_dim in HEAD_DIMS:
+        heads = HEADS[int(rng.integers(len(HEADS)))]
+        case = make_parts(rng, DTYPES[dtype], heads, head_dim, most=int(rng.choice([5, 300])))
+        shape = *case.q.shape[:2], head_dim
+        wide = torch.full((shape[0] + 2, shape[1] + 2, head_dim + 8), 7.0, device="cuda")
+        wide_lse = torch.full((shape[1] + 2, shape[0] + 2), 7.0, device="cuda")
+        out, lse = wide[1:-1, 1:-1, :head_dim], wide_lse[1:-1, 1:-1]
+        out[:], lse[:] = torch.nan, -torch.inf
+        q = in_nan(case.q, dtype)
+        with monkeypatch.context() as patch:
+            if attention_cuda.HOPPER and head_dim % 8 == 0 and torch.cuda.get_device_capability() == (9, 0):
+                patch.delattr("kvlab.ops.attention.merge_attention")
+            for (k, v, *lengths), options in case.calls():
+                bounds = [torch.from_numpy(x).cuda() for x in lengths[:2]]
+                keys = in_nan(k, dtype), in_nan(v, dtype), *bounds, *lengths[2:]
+                if 0 not in keys[0].shape:  # without keys there is nothing to map
+                    kvlab.attention_varlen(q, *keys, into=(out, lse), **options)
+                    assert kvlab.last_backend() == "cuda"
+        if bool(out.isnan().any()):  # no part had keys
+            assert all(0 in k.shape for k, *_ in case.parts)
+            continue
+        compare(out, lse, *expected_of_parts(case))
+        for x, part in ((wide, out), (wide_lse, lse)):
+            part[:] = 7
+            assert bool((x == 7).all())
+
+
+def in_nan(x: np.ndarray, dtype: str) -> torch.Tensor:
+    """The array, on the device, as a view into NaN."""
+    memory = torch.full((*x.shape[:-1], x.shape[-1] + 8), torch.nan, device="cuda")
+    view = memory.to(getattr(torch, dtype))[..., : x.shape[-1]]
+    return view.copy_(torch.from_numpy(x.astype(np.float32)))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -166,6 +210,36 @@ def test_variable_lengths_in_a_graph_are_read_when_it_is_replayed() -> None:
         bounds[0].copy_(torch.tensor(lengths))
         graph.replay()
         assert torch.equal(out, call())
+
+
+def test_calls_of_a_graph_read_one_list_side_by_side_and_beside_calls_outside() -> None:
+    """Each has a semaphore of its own: two branches of a graph, another graph, a call outside."""
+    torch.manual_seed(4)
+    q, k, v = (torch.randn(2, 700, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+    expected = kvlab.attention(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    graphs, outs = [], []
+    for _ in range(2):
+        graph, branch = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph):
+            branch.wait_stream(torch.cuda.current_stream())
+            outs.append(kvlab.attention(q, k, v, causal=True))
+            with torch.cuda.stream(branch):
+                outs.append(kvlab.attention(q, k, v, causal=True))
+            torch.cuda.current_stream().wait_stream(branch)
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(20):
+        for out in outs:
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        outside = kvlab.attention(q, k, v, causal=True)
+        torch.cuda.synchronize()
+        for out in (*outs, outside):
+            assert torch.equal(out, expected)
 
 
 LEFT_BEHIND = [

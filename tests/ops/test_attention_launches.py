@@ -76,13 +76,54 @@ def test_variable_length_and_captured_calls_make_their_lists(gpu: StandInGpu) ->
         call = call_in(made, tile_list._CALL)
         assert (call["cu_q"], call["cu_k"]) == (lengths[0].data_ptr(), lengths[1].data_ptr())
         assert call["list"] == hopper_call(run)["list"]
-        assert (made.early, run.early) == (False, True)
+        assert (made.early, run.early) == (True, True)
         assert hopper_call(run)["lse"] == 0  # not wanted
     gpu.is_capturing = True
-    q, k, v = arrays()
     for _ in range(2):
-        kvlab.attention(q, k, v)
+        kvlab.attention_varlen(q, k, v, *lengths)
+        kvlab.attention(*arrays())
+        assert [launch.name for launch in gpu.launches[-4:]] == ["make_tile_list", "attend"] * 2
+
+
+def test_results_are_merged_into_those_of_other_keys_by_one_kernel(gpu: StandInGpu) -> None:
+    (q, k, v), lengths = flat()
+    out, lse = torch.zeros(BATCH * TOKENS, 2 * HEADS, DIM), torch.zeros(2 * HEADS, BATCH * TOKENS + 8)
+    into = out[:, HEADS:], lse[HEADS:, 8:]
+    for _ in range(2):
+        found: Any = kvlab.attention_varlen(q, k, v, *lengths, into=into)
+        assert found is into
         assert [launch.name for launch in gpu.launches[-2:]] == ["make_tile_list", "attend"]
+        run = gpu.launches[-1]
+        assert maps_in(run, 3) == [x.data_ptr() for x in (q, k, v)]
+        layout = attention_sm90._MERGING_CALL
+        call = np.frombuffer(run.parameters[0][384:][: layout.size], layout.dtype)[0]
+        assert (call["out"], call["lse"]) == tuple(x.data_ptr() for x in into)
+        assert (call["out_position"], call["out_head"]) == (2 * HEADS * DIM, DIM)
+        assert (call["lse_batch"], call["lse_head"]) == (0, BATCH * TOKENS + 8)
+
+
+def test_captured_calls_read_a_list_that_is_complete_with_semaphores_of_their_own(
+    gpu: StandInGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_list, "_SEMAPHORES", 3)
+    q, k, v = arrays()
+    kvlab.attention(q, k, v)
+    gpu.is_capturing = gpu.is_behind = True
+    kvlab.attention(q, k, v)
+    assert [launch.name for launch in gpu.launches] == ["make_tile_list", "attend"] * 2
+    gpu.is_behind = False
+    for _ in range(3):
+        kvlab.attention(q, k, v)
+    eager, _, *captured = [hopper_call(launch) for launch in gpu.launches if launch.name == "attend"]
+    assert {int(call["list"]) for call in captured} == {int(eager["list"])}
+    assert len({int(call["semaphore"]) for call in (eager, *captured)}) == 4
+    assert len(gpu.launches) == 7
+    kvlab.attention(q, k, v)  # no semaphore is left
+    assert [launch.name for launch in gpu.launches[-2:]] == ["make_tile_list", "attend"]
+    gpu.is_capturing = False
+    kvlab.attention(q, k, v)
+    assert int(hopper_call(gpu.launches[-1])["semaphore"]) == int(eager["semaphore"])
+    assert len(gpu.launches) == 10
 
 
 def test_without_memory_to_keep_a_list_every_call_makes_its_own(gpu: StandInGpu) -> None:

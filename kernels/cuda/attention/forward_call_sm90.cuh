@@ -1,7 +1,11 @@
 // Attention forward for Hopper: what a call is, its sizes, and what a warpgroup has of a tile.
 //
-// Needs HEAD_DIM, BLOCK_N, GROUPS, Q_SLOTS; QUERY_GROUPS if calls have more than one group of queries.
+// Needs HEAD_DIM, BLOCK_N, GROUPS, Q_SLOTS; QUERY_GROUPS if calls have more than one group of queries; MERGE
+// = 1 if results are merged into those over other keys.
 #pragma once
+#ifndef MERGE
+#define MERGE 0
+#endif
 #ifndef QUERY_GROUPS
 #define QUERY_GROUPS 1
 #endif
@@ -27,6 +31,10 @@ static_assert(KV_BLOCK % 1024 == 0, "swizzled blocks begin at multiples of 1024"
 struct Call {
     float* lse;  // [batch, heads_q, seqlen_q], or [heads_q, total_q]; null: not wanted
     i64 lse_batch, lse_head;
+#if MERGE
+    float* out;  // [total_q, heads_q, dim]
+    i64 out_position, out_head;
+#endif
 #if QUERY_GROUPS > 1
     float* parts;         // workspace of tiles split over keys
     int* arrivals;        // 0 between launches
@@ -44,6 +52,9 @@ struct Call {
 };
 
 struct Arguments {
-    TensorMap q[QUERY_GROUPS], k, v, out;
+    TensorMap q[QUERY_GROUPS], k, v;
+#if !MERGE
+    TensorMap out;
+#endif
     Call call;
 };

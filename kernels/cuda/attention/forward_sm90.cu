@@ -8,6 +8,7 @@
 //   warp 0   a thread loads tiles of BLOCK_N keys and values, two stages of each.
 //   warp 1   a thread takes the tiles and loads Q, one tile ahead where shared memory has two slots for it.
 //   warps 2, 3   a thread each stores out from where Q was. These four warps give their registers away.
+//          Where results are merged into others, float32 in memory, the computing warpgroups do that.
 //   warps 4-7, 8-11 ...   a warpgroup each has its 64 rows, all keys, all channels; 16 rows a warp, laid out
 //   as
 //          attention/softmax.cuh says. P goes from registers into the product with V.
@@ -26,7 +27,8 @@
 // Macros: HEAD_DIM, 64, 96, 128 or 256, that the channels are filled up to with zeros; BF16; BLOCK_N; SOFTCAP
 // as in attention/forward.cu; GROUPS, warpgroups that compute; Q_SLOTS, 1 or 2; QUERY_GROUPS, most groups of
 // queries of a call (1 if it is not given): with more, warpgroups have entries of their own in a tile, tiles
-// may be split over keys, and keys may lie in segments.
+// may be split over keys, and keys may lie in segments; MERGE (0 if it is not given), 1: results are merged
+// into out, float32, and lse over other keys.
 #include "attention/softmax.cuh"
 #include "attention/products_sm90.cuh"
 #include "attention/forward_sm90.cuh"
@@ -112,6 +114,47 @@ __device__ __forceinline__ bool has_query(const Tile& t, const Rows& rows, const
     return own < call.positions && rows.position + own < t.q_length;
 }
 
+#if MERGE
+// Merges what these keys give into out and lse of other keys, in place. What out holds where lse is -inf is
+// not read; it becomes 0 where these keys are not seen either.
+__device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[SUMS_O], const Tile& t,
+                                            const Rows& rows, const Call& call, u32, int row,
+                                            float scale_log2) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = softmax.row_sum[half] + __shfl_xor_sync(ALL_LANES, softmax.row_sum[half], 1);
+        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        const int own_row = row + 8 * half;
+        int own;
+        const bool present = has_query(t, rows, call, own_row, own), seen = sum != 0.f;
+        const int head = t.head_q + own_row - own * call.pack;
+        const i64 position = out_start(t, call) + rows.position + own;
+        float* const lse = call.lse + head * call.lse_head + position;
+        float* const out = call.out + position * call.out_position + head * call.out_head + 2 * (lane % 4);
+        const float there = present ? *lse * LOG2E : -INFINITE;
+        const bool merges = seen && there != -INFINITE, writes = present && (seen || there == -INFINITE);
+        float2 old[HEAD_DIM / 8];
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; ++n)
+            old[n] = merges && 8 * n < call.dim ? *(const float2*)(out + 8 * n) : make_float2(0.f, 0.f);
+        const float here = softmax.row_max[half] * scale_log2 + __log2f(sum);
+        const float highest = fmaxf(here, there);
+        const float own_weight = power_of_2(here - highest), old_weight = power_of_2(there - highest);
+        const float total = own_weight + old_weight;
+        const float own_factor = seen ? own_weight / (total * sum) : 0.f;
+        const float old_factor = merges ? old_weight / total : 0.f;
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; ++n)
+            if (writes && 8 * n < call.dim)
+                *(float2*)(out + 8 * n) =
+                    make_float2(fmaf(old[n].x, old_factor, o[4 * n + 2 * half] * own_factor),
+                                fmaf(old[n].y, old_factor, o[4 * n + 2 * half + 1] * own_factor));
+        __syncwarp();  // all lanes of a row have read its lse
+        if (writes && seen && lane % 4 == 0) *lse = (highest + __log2f(total)) * LN2;
+    }
+}
+#else
 // Writes lse, if it is wanted, and leaves out, in `to`, where Q was.
 __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[SUMS_O], const Tile& t,
                                             const Rows& rows, const Call& call, u32 to, int row,
@@ -141,6 +184,7 @@ __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[S
         store_matrices(to + n / 8 * Q_BLOCK + ((n % 8 + lane / 16) ^ lane % 8) * 16, x);
     }
 }
+#endif
 
 __device__ __forceinline__ void compute(const Shared& m, const Call& call, int group) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
@@ -261,7 +305,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     __shared__ int complete[SLOTS];
     const Shared m = make_shared(memory, barriers, info, complete);
     if (threadIdx.x == 0) {
-        prefetch_map(a.q), prefetch_map(&a.k), prefetch_map(&a.v), prefetch_map(&a.out);
+        prefetch_map(a.q), prefetch_map(&a.k), prefetch_map(&a.v);
+#if !MERGE
+        prefetch_map(&a.out);
+#endif
         init_barriers(m);
     }
     __syncthreads();  // barriers are initialised
@@ -270,7 +317,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
         if (threadIdx.x == 0) load_keys(m, &a.k, &a.v, a.call);
         if (threadIdx.x == 32) load_queries(m, a.q, a.call);
-        if (threadIdx.x >= 64 && threadIdx.x % 32 == 0) store_tiles(m, &a.out, a.call, threadIdx.x / 32 - 2);
+#if MERGE
+        const TensorMap* const out = nullptr;
+#else
+        const TensorMap* const out = &a.out;
+#endif
+        if (threadIdx.x >= 64 && threadIdx.x % 32 == 0) store_tiles(m, out, a.call, threadIdx.x / 32 - 2);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
@@ -289,4 +341,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 // gate: HEAD_DIM=96 BF16=1,0 BLOCK_N=112 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 QUERY_GROUPS=16 registers<=128 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=2 Q_SLOTS=2 QUERY_GROUPS=16 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 SOFTCAP=0 GROUPS=2 Q_SLOTS=1 QUERY_GROUPS=16 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 MERGE=1 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=64 SOFTCAP=0 GROUPS=4 Q_SLOTS=2 MERGE=1 registers<=96 arch=sm_90a
+// gate: HEAD_DIM=96 BF16=1,0 BLOCK_N=112 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 MERGE=1 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=2 Q_SLOTS=2 MERGE=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 SOFTCAP=0 GROUPS=2 Q_SLOTS=1 MERGE=1 registers<=168 arch=sm_90a
 // clang-format on

@@ -223,7 +223,8 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
     }
 }
 
-// Two threads that store out, of every other warpgroup from `first` on, from where Q was.
+// Two threads that store out, of every other warpgroup from `first` on, from where Q was; nothing where
+// warpgroups merge.
 __device__ __forceinline__ void store_tiles(const Shared& m, const TensorMap* map, const Call& call,
                                             int first) {
     PipelineState q = {0, 0}, info = {0, 0};
@@ -237,7 +238,7 @@ __device__ __forceinline__ void store_tiles(const Shared& m, const TensorMap* ma
             const TmaCoord rows = coord_of(call, t.sequence, out_start(t, call), t.q_length);
             const int position = position_of(t, call, group), head = t.head_q;
             wait_barrier(m.full_out + 8 * slot, q.parity);
-            const bool complete = !GROUPED || m.complete[slot];
+            const bool complete = !MERGE && (!GROUPED || m.complete[slot]);
 #pragma unroll
             for (int block = 0; block < COLUMN_BLOCKS; ++block)
                 if (complete && 64 * block < call.dim)

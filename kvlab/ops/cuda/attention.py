@@ -7,7 +7,7 @@ dtype, whether rows can be copied 16 bytes at a time, and whether scores are cap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
@@ -32,7 +32,7 @@ from kvlab.ops.cuda.attention_sm90 import HopperAttention
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Call
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_into"]
 
 _CALL = Struct(
     **dict.fromkeys(("q", "k", "v", "out"), TENSOR),
@@ -79,6 +79,39 @@ def attend(call: Call, addresses: Sequence[int], return_lse: bool) -> tuple[Any,
         As `kvlab.ops.cpu.attention.attend`; lse is None unless it was asked for.
     """
     return _prepare(call, HOPPER)(addresses, return_lse)
+
+
+def attend_into(call: Call, addresses: Sequence[int]) -> bool:
+    """Launcher of backend "cuda" of attention that is merged into results over other keys; whether it ran.
+
+    It does not for arrays that tensor copies cannot read, and for capped scores.
+
+    Parameters
+    ----------
+    call : Call
+    addresses : sequence of int
+        Of q, k, v, out, lse and cu_seqlens.
+    """
+    prepared = _prepare_into(call) if HOPPER else None
+    if prepared is None:
+        return False
+    launch, stream = prepared
+    q, k, v, out, lse, *bounds = addresses
+    launch((q, k, v, *bounds), out, lse, stream())
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _prepare_into(call: Call) -> tuple[HopperAttention, Callable[[], int]] | None:
+    """Prepare calls of one kind; None where no kernel merges results."""
+    q, k, v, out, lse = call.views[:5]
+    suits = (
+        not is_capped(call.scores)
+        and all(map(is_aligned, (q, k, v, out)))
+        and all(map(can_be_mapped, (q, k, v)))
+        and (lse.strides[1] == 1 or lse.shape[1] == 1)
+    )
+    return (HopperAttention(call, merges=True), stream_of(call.kinds[0])) if suits else None
 
 
 class _Prepared:

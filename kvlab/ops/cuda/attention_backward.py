@@ -40,7 +40,7 @@ from kvlab.ops.attention_arguments import (
 )
 from kvlab.ops.attention_call import FLOAT32_DK_DV, SM_MARGIN
 from kvlab.ops.cuda.attention_backward_split import CLUSTER, divide, steps_of
-from kvlab.ops.cuda.tile_list import SEMAPHORE_OFFSET, ListBuilder, TileLists, Tiling
+from kvlab.ops.cuda.tile_list import ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
@@ -228,8 +228,8 @@ class _Prepared:
                 self._words[word] = address
             self._maps.point_to(addresses[:4])
             if self._lists:
-                _kept, at, _ = self._lists.get(addresses[:5:-1], stream)  # cu_seqlens_k, cu_seqlens_q
-                self._words[_LIST], self._words[_SEMAPHORE] = at, at + SEMAPHORE_OFFSET
+                _kept, at, semaphore, _ = self._lists.get(addresses[:5:-1], stream)  # cu_seqlens_k, _q
+                self._words[_LIST], self._words[_SEMAPHORE] = at, semaphore
             for launch in self._launches:
                 launch(stream)
         # The workspace goes; what takes its memory comes after these launches on the stream.

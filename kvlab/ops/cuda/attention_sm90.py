@@ -28,7 +28,6 @@ from kvlab.ops.attention_arguments import (
 )
 from kvlab.ops.cuda.tile_list import (
     ROWS,
-    SEMAPHORE_OFFSET,
     ListBuilder,
     TileLists,
     Tiling,
@@ -50,14 +49,14 @@ CAPPED_SHAPES = {64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 256: (80, 2
 SHORT_SHAPES = SHAPES | {64: (64, 4, 2)}
 SHORT = 2048
 
-_ARGUMENT_BYTES = 640  # four tensor maps, the call, and what fills it up to a multiple of 64
-
-_CALL = Struct(
-    lse=ADDRESS, lse_batch="q", lse_head="q", list=ADDRESS, semaphore=ADDRESS,
+_LSE = {"lse": ADDRESS, "lse_batch": "q", "lse_head": "q"}
+_REST = {
+    "list": ADDRESS, "semaphore": ADDRESS,
     **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
-)  # fmt: skip
-_LSE, _LIST, _SEMAPHORE = (4 * MAP_WORDS + _CALL.word(name) for name in ("lse", "list", "semaphore"))
+}  # fmt: skip
+_CALL = Struct(**_LSE, **_REST)
+_MERGING_CALL = Struct(**_LSE, out=ADDRESS, out_position="q", out_head="q", **_REST)
 
 
 def shape_of(dim: int, capped: bool, longest_k: int) -> tuple[int, int, int, int]:
@@ -74,9 +73,17 @@ def shared_bytes(head_dim: int, block_n: int, groups: int, q_slots: int) -> int:
 
 
 class HopperAttention:
-    """All calls of one kind, of arrays that tensor copies can read; `call.extra` is their sm_margin."""
+    """All calls of one kind, of arrays that tensor copies can read; `call.extra` is their sm_margin.
 
-    def __init__(self, call: Call) -> None:
+    Parameters
+    ----------
+    call : Call
+        Of arrays q, k, v, then out and lse if they are merged into, and cu_seqlens of variable lengths last.
+    merges : bool
+        Whether results are merged into out, float32, and lse over other keys.
+    """
+
+    def __init__(self, call: Call, merges: bool = False) -> None:
         q, k, v = call.views[:3]
         lengths, scores, variable = lengths_of(call), call.scores, call.longest is not None
         fields = fields_of(q, k, lengths, scores)
@@ -92,22 +99,36 @@ class HopperAttention:
             4 * k.shape[0] * (1 if variable else k.shape[1]) * heads_kv * dim, variable, q.device,
         )  # fmt: skip
         self._lists = TileLists(builder, variable, call.kinds[0])
-        argument = np.zeros(_ARGUMENT_BYTES // 8, np.uint64)
-        of_call = _CALL.array(
+        encoders = [encoder_of(q, positions, pack), encoder_of(k, block_n), encoder_of(v, block_n)]
+        of_lse = {"lse_batch": 0 if variable else heads * rows[-1], "lse_head": rows[-1]}
+        struct = _CALL
+        if merges:
+            out, lse = call.views[3:5]
+            of_out = strides_of("out", out)
+            of_lse = {"lse_batch": 0, "lse_head": lse.strides[0]}
+            of_lse |= {"out_position": of_out[1], "out_head": of_out[2]}
+            struct = _MERGING_CALL
+        else:
+            out = CudaView(0, q.shape, (*contiguous_strides(q.shape)[4 - len(q.shape) :], 1), *q[3:])
+            encoders.append(encoder_of(out, positions, pack))
+        of_call = struct.array(
             fields
             | {"variable": int(variable), "pack": pack, "positions": positions}
             | {"reciprocal": -(-65536 // pack)}
-            | {"lse_batch": 0 if variable else heads * rows[-1], "lse_head": rows[-1]}
+            | of_lse
         )
-        argument[4 * MAP_WORDS :][: _CALL.size // 8] = of_call.view(np.uint64)
+        first_word = MAP_WORDS * len(encoders)
+        argument = np.zeros(-(-(8 * first_word + struct.size) // 64) * 8, np.uint64)
+        argument[first_word:][: struct.size // 8] = of_call.view(np.uint64)
         self._words = words_of(argument)
-        out = CudaView(0, q.shape, (*contiguous_strides(q.shape)[4 - len(q.shape) :], 1), *q[3:])
-        self._maps = TensorMaps(
-            self._words, encoder_of(q, positions, pack), encoder_of(k, block_n), encoder_of(v, block_n),
-            encoder_of(out, positions, pack),
-        )  # fmt: skip
+        self._lse, self._list, self._semaphore = (
+            first_word + struct.word(name) for name in ("lse", "list", "semaphore")
+        )
+        self._out = first_word + struct.word("out") if merges else None
+        self._maps = TensorMaps(self._words, *encoders)
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": groups, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": int(is_capped(scores))}
+        macros |= {"MERGE": 1} if merges else {}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=q.device)
         blocks = min(builder.capacity, max(1, multiprocessors(q.device) - call.extra))
         bytes_of_block = shared_bytes(head_dim, block_n, groups, q_slots)
@@ -131,6 +152,9 @@ class HopperAttention:
         q, k, v, *bounds = addresses
         with self._lock:
             self._maps.point_to((q, k, v, out))
-            _, at, is_new = self._lists.get(bounds, stream)
-            self._words[_LSE], self._words[_LIST], self._words[_SEMAPHORE] = lse, at, at + SEMAPHORE_OFFSET
+            _kept, at, semaphore, is_new = self._lists.get(bounds, stream)
+            words = self._words
+            words[self._lse], words[self._list], words[self._semaphore] = lse, at, semaphore
+            if self._out is not None:
+                words[self._out] = out
             (self._launch_behind_list if is_new else self._launch)(stream)

@@ -69,8 +69,9 @@ _CALL = Struct(
     **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
 )  # fmt: skip
-_NUM_MAPS = _MOST_GROUPS + 3  # q of each group, k, v, out
+_NUM_MAPS = _MOST_GROUPS + 3  # q of each group that has rows, behind 16 of these k, v, out
 _ARGUMENT_BYTES = -(-(8 * MAP_WORDS * _NUM_MAPS + _CALL.size) // 64) * 64
+_LIST_WORD = _LIST_CALL.word("list")
 _FIRST_WORD = MAP_WORDS * _NUM_MAPS
 _LSE, _PARTS, _ARRIVALS, _SEGMENTS, _LIST, _SEMAPHORE = (
     _FIRST_WORD + _CALL.word(name) for name in ("lse", "parts", "arrivals", "segments", "list", "semaphore")
@@ -152,8 +153,10 @@ class ListedCall:
             )
         of_head = sum((rows[g] + sequences * (tile - 1)) // tile for g in present)
         blocks = max(1, multiprocessors(device) - call.sm_margin)
-        tiles = of_head * heads_kv * (group // pack)
-        self.split_blocks = blocks if head_dim <= SPLIT_DIM and tiles <= 2 * blocks else 0
+        units = heads_kv * (group // pack)
+        tiles, fewest = of_head * units, -(-sum(rows) // tile) * units
+        may_split = head_dim <= SPLIT_DIM and tiles <= 2 * blocks and 2 * fewest < 3 * blocks
+        self.split_blocks = blocks if may_split else 0
         most_parts = 2 * self.split_blocks
         self.capacity = tiles + most_parts
         sizes = (
@@ -161,21 +164,26 @@ class ListedCall:
             4 * entries * of_head, 24 * tiles,
         )  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
-        self._begins = begins[:5]  # of the list, arrivals, bases, order, places
+        *self._begins, self._parts_begin = begins  # of the list, arrivals, bases, order, places, parts
         kind = call.kinds[0]
-        self._new_list = allocator((begins[5],), "uint8", kind)
-        self._new_parts = allocator((most_parts * entries * 128 * (head_dim // 2 + 4),), "float32", kind)
+        bytes_of_parts = 4 * most_parts * entries * 128 * (head_dim // 2 + 4)
+        self._new_list = allocator((begins[5] + bytes_of_parts,), "uint8", kind)
         total = (sum(rows), heads, dim)
         self._new_out = allocator(total, first.dtype, kind)
-        self._new_lse = allocator((heads, sum(rows)), "float32", kind)
+        self._new_lse = allocator((heads, sum(rows)), "float32", kind) if call.return_lse else None
         self._stream = stream_of(kind)
         starts = np.cumsum([0, *rows]).tolist()
         self._spans = [slice(*starts[g : g + 2]) for g in range(count)]
 
         # Places of addresses among those of a call: q, k, v; cu_seqlens, prefixes.
-        self._mapped = [*present, *present[:1] * (_MOST_GROUPS - len(present)), count, count + 1]
+        self._mapped = [*present, count, count + 1]
         self._num_lengths = 3 * count + 3  # a table of segments comes behind
-        self._lengths = [count + 2 + g for g in present], [2 * count + 2 + g for g in present]
+        cu_q, lens = (range(_LIST_CALL.word(name), _LIST_CALL.size) for name in ("cu_q0", "prefix_lens0"))
+        self._lengths = [
+            *zip(cu_q, (count + 2 + g for g in present), strict=False),
+            *zip(lens, (2 * count + 2 + g for g in present), strict=False),
+            (_LIST_CALL.word("cu_k"), self._num_lengths - 1),
+        ]
         pairs = sequences * heads_kv
         bytes_of_keys = 4 * k.shape[0] * heads_kv * dim
         self.sections = 1 if self.split_blocks else num_sections(pairs, bytes_of_keys, tiles, blocks)
@@ -202,9 +210,10 @@ class ListedCall:
         argument[_FIRST_WORD:][: _CALL.size // 8] = of_call.view(np.uint64)
         self._words = words_of(argument)
         out = CudaView(0, total, (*contiguous_strides(total)[1:], 1), *first[3:])
-        of_q = [encoder_of(call.views[place], positions, pack) for place in self._mapped[:_MOST_GROUPS]]
+        of_q = [encoder_of(q, positions, pack) for q in q_groups]
         of_keys = [encoder_of(x, box) for x in (k, v)]
-        self._maps = TensorMaps(self._words, *of_q, *of_keys, encoder_of(out, positions, pack))
+        places = [*range(len(present)), *range(_MOST_GROUPS, _NUM_MAPS)]
+        self._maps = TensorMaps(self._words, *of_q, *of_keys, encoder_of(out, positions, pack), places=places)
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(first.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": _MOST_GROUPS}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=device)
@@ -216,30 +225,32 @@ class ListedCall:
 
     def __call__(self, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Launch on the current stream of the arrays' library, given their addresses."""
-        (out, out_at), (lse, lse_at) = self._new_out(), self._new_lse()
+        out, out_at = self._new_out()
+        lse, lse_at = self._new_lse() if self._new_lse else (None, 0)
         stream = self._stream()
         with self._lock:
-            made = self._launch_list(addresses, stream)
-            parts, parts_at = self._new_parts() if self.split_blocks else (None, 0)
-            self._maps.point_to([*(addresses[place] for place in self._mapped), out_at])
-            at = made[1] + self._begins[0]
+            made, at = self._launch_list(addresses, stream)
+            self._maps.point_to([*[addresses[place] for place in self._mapped], out_at])
             words = self._words
-            words[_LSE], words[_PARTS], words[_ARRIVALS] = lse_at, parts_at, made[1] + self._begins[1]
+            words[_LSE], words[_PARTS], words[_ARRIVALS] = (
+                lse_at,
+                at + self._parts_begin,
+                at + self._begins[1],
+            )
             words[_SEGMENTS] = sum(addresses[self._num_lengths :])
             words[_LIST], words[_SEMAPHORE] = at, at + SEMAPHORE_OFFSET
             self._attend(stream)
-        del made, parts  # stream-ordered: what reuses the memory comes after these launches
-        return [out[span] for span in self._spans], [lse[:, span] for span in self._spans]
+        del made  # stream-ordered: what reuses the memory comes after these launches
+        lses = [] if lse is None else [lse[:, span] for span in self._spans]
+        return [out[span] for span in self._spans], lses
 
     def _launch_list(self, addresses: Sequence[int], stream: int) -> tuple[Any, int]:
-        """Make a list on a stream, in new memory."""
+        """Make a list on a stream, in new memory that begins with it and ends with the workspace of parts."""
         made = self._new_list()
-        words = self._list_words
-        for name, places in zip(("cu_q0", "prefix_lens0"), self._lengths, strict=True):
-            for word, place in enumerate(places, _LIST_CALL.word(name)):
-                words[word] = addresses[place]
-        words[_LIST_CALL.word("cu_k")] = addresses[self._num_lengths - 1]
-        for word, begin in enumerate(self._begins, _LIST_CALL.word("list")):
-            words[word] = made[1] + begin
+        words, at = self._list_words, made[1]
+        for word, place in self._lengths:
+            words[word] = addresses[place]
+        for word, begin in enumerate(self._begins, _LIST_WORD):
+            words[word] = at + begin
         self._make_list(stream)
         return made

@@ -47,10 +47,11 @@ def attend_with(
     for q, (cu_q, cu_k) in zip(arrays.q_groups, _separate_sequences(call, addresses), strict=True):
         found: Any = attention_varlen(
             q, arrays.k, arrays.v, cu_q, cu_k, *call.longest, causal=call.scores.right == 0,
-            scale=call.scores.scale, return_lse=True, sm_margin=call.sm_margin, backend=backend,
+            scale=call.scores.scale, return_lse=call.return_lse, sm_margin=call.sm_margin, backend=backend,
         )  # fmt: skip
-        outs.append(found[0])
-        lses.append(found[1])
+        outs.append(found[0] if call.return_lse else found)
+        if call.return_lse:
+            lses.append(found[1])
     return outs, lses
 
 

@@ -21,6 +21,7 @@ from kvlab.ops.device_arrays import multiprocessors
 
 __all__ = [
     "HEAD_BYTES",
+    "SEMAPHORE_OFFSET",
     "TILES_OF_BLOCK",
     "TILE_BYTES",
     "ListBuilder",
@@ -43,6 +44,7 @@ _SECTION_BYTES = 24 << 20  # of K and V, which half of an H100's L2 holds
 TILES_OF_BLOCK = 4  # in a section, at least
 
 _MAX_STREAMS = 16  # for which a list is kept
+_SEMAPHORES = 1024  # of launches in graphs that read one list; launches beyond make their own
 
 _CALL = Struct(
     cu_q=ADDRESS, cu_k=ADDRESS, list=ADDRESS,
@@ -166,7 +168,7 @@ class ListBuilder:
         })  # fmt: skip
         self._words = words_of(argument)
         kernel = cuda_kernel("attention/tile_list", "make_tile_list", (), device)
-        self._launch = PreparedLaunch(kernel, (sections,), (_THREADS,), argument)
+        self._launch = PreparedLaunch(kernel, (sections,), (_THREADS,), argument, early=True)
 
     def build(self, address: int, bounds: Sequence[int], stream: int) -> None:
         """Make a list at this address, on this stream; not by two threads at once.
@@ -182,9 +184,10 @@ class ListBuilder:
 class TileLists:
     """The lists of calls of one kind.
 
-    Where lengths are not variable, a list is made once for each stream, by the first call there. Each call of
-    variable length makes its own, and so does a call that a CUDA graph captures, as graphs may be replayed
-    when no list of ours is left.
+    Where lengths are not variable, a list is made once for each stream, by the first call there, and calls
+    that a CUDA graph captures read the first of these, if it is complete: with a semaphore of their own, as
+    graphs may be replayed at any time. Other captured calls make their own list, and so does each call of
+    variable length.
 
     Parameters
     ----------
@@ -200,10 +203,11 @@ class TileLists:
         self._new = allocator((builder.nbytes,), "uint8", kind)
         self._device = device_of_kind(kind, "q").index
         self._kept: dict[tuple[int, int], tuple[Any, int]] = {}
+        self._shared: _SharedList | None = None
 
-    def get(self, bounds: Sequence[int], stream: int) -> tuple[Any, int, bool]:
-        """Return the array that holds the list of a call, its address, and whether the call before on the
-        stream is the one that makes it; not in two threads at once.
+    def get(self, bounds: Sequence[int], stream: int) -> tuple[Any, int, int, bool]:
+        """Return the array that holds the list of a call, its address, the address of a semaphore, and
+        whether the call before on the stream is the one that makes the list; not in two threads at once.
 
         Parameters
         ----------
@@ -214,9 +218,11 @@ class TileLists:
         """
         key = stream, get_ident()  # one handle means another stream in every thread
         capturing = _is_capturing(stream)
+        if capturing and self._shared is not None and (semaphore := self._shared.take_semaphore()):
+            return *self._shared.made, semaphore, False
         kept = None if capturing else self._kept.get(key)
         if kept is not None:
-            return *kept, False
+            return *kept, kept[1] + SEMAPHORE_OFFSET, False
         to_keep = None if capturing or self._variable else self._memory_to_keep(stream)
         made = self._new() if to_keep is None else to_keep
         self._builder.build(made[1], bounds, stream)
@@ -224,12 +230,15 @@ class TileLists:
             if len(self._kept) >= _MAX_STREAMS:
                 self._kept.clear()
             self._kept[key] = made
+            if self._shared is None:
+                self._shared = _SharedList(made, made[1] + self._builder.nbytes, self._device, stream)
         elif capturing and not hasattr(made[0], "new_empty"):  # torch keeps a graph's memory, CuPy does not
             _CAPTURED.append(made)
-        return *made, True
+        return *made, made[1] + SEMAPHORE_OFFSET, True
 
     def _memory_to_keep(self, stream: int) -> tuple[Any, int] | None:
-        """Return memory for a list that outlives its call, None if the device has no more.
+        """Return memory for a list that outlives its call and for semaphores of graphs, None if the device
+        has no more.
 
         It is CuPy's for all: what torch gives may belong to a CUDA graph that torch is about to capture
         (``torch.compile`` does so), and must not be kept.
@@ -242,10 +251,60 @@ class TileLists:
             streams.from_external(_External(stream)) if stream else streams.null,
         ):
             try:
-                made = cupy.empty(self._builder.nbytes, np.uint8)
+                made = cupy.empty(self._builder.nbytes + 4 * _SEMAPHORES, np.uint8)
             except cupy.cuda.memory.OutOfMemoryError:
                 return None
         return made, made.data.ptr
+
+
+class _SharedList:
+    """A kept list that graphs read, and words of zeros, of which each captured launch takes one for good.
+
+    Parameters
+    ----------
+    made : (array, int)
+        The list and its address; it is being made on the stream.
+    semaphores : int
+        Address of the words, which are cleared here.
+    device, stream : int
+    """
+
+    def __init__(self, made: tuple[Any, int], semaphores: int, device: int, stream: int) -> None:
+        import cupy
+        from cuda.bindings import driver
+
+        self.made = made
+        self._semaphores = iter(range(semaphores, semaphores + 4 * _SEMAPHORES, 4))
+        self._is_complete = False
+        with cupy.cuda.Device(device):
+            _checked(driver.cuMemsetD32Async(semaphores, 0, _SEMAPHORES, stream))
+            (self._event,) = _checked(driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+            _checked(driver.cuEventRecord(self._event, stream))
+
+    def take_semaphore(self) -> int | None:
+        """Return the address of a semaphore for one more launch; None where there is none left, or the list
+        may not be complete yet: the graph may be replayed before it is."""
+        if not self._is_complete:
+            from cuda.bindings import driver
+
+            # While a stream captures, a thread may ask for events only in this mode.
+            relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            (mode,) = _checked(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+            (error,) = driver.cuEventQuery(self._event)
+            _checked(driver.cuThreadExchangeStreamCaptureMode(mode))
+            if error:
+                return None
+            self._is_complete = True
+            _CAPTURED.append(self.made)
+        return next(self._semaphores, None)
+
+
+def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what a function of the driver gives behind its error, which there must not be."""
+    error, *rest = answer
+    if error:
+        raise RuntimeError(f"the CUDA driver answered {error.name} to a request for a list of tiles")
+    return tuple(rest)
 
 
 class _External:
@@ -259,7 +318,7 @@ class _External:
 
 
 _CAPTURED: list[Any] = []
-"""Lists that graphs of CuPy arrays make when they are replayed."""
+"""Lists that graphs read, and those that graphs of CuPy arrays make when they are replayed."""
 
 
 def _is_capturing(stream: int) -> bool:
