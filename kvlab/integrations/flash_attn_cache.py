@@ -3,8 +3,8 @@
 Rows of a cache hold different numbers of tokens within one block of memory. Variable-length attention sees
 this block as one long array of keys. The gaps in it are sequences without queries, which no kernel reads. So
 a contiguous cache is attended in place, and lengths stay on the device. Where grouped attention reads keys in
-segments (`_can_read_pages`) all caches are attended in place, by a kernel that also divides long rows;
-elsewhere pages and chosen rows are copied together.
+segments (`_can_read_pages`) pages and chosen rows are attended in place, too, by a kernel that divides long
+rows over blocks, and so are caches whose rows are too few for all blocks; elsewhere they are copied together.
 
 Lengths and indices are those that flash_attn_cache_checks.py returns, so all are in range.
 """
@@ -23,6 +23,7 @@ from kvlab.integrations.flash_attn_cache_checks import CacheRows, can_look, chec
 from kvlab.integrations.torch_autograd import with_contiguous_rows
 from kvlab.ops.attention_arguments import can_be_mapped, is_aligned
 from kvlab.ops.attention_call import BOUNDS, RAGGED_Q, Signature, call_of
+from kvlab.ops.device_arrays import multiprocessors
 from kvlab.shapes import match_shapes
 
 __all__ = ["attend_cache", "attend_paged", "rotate_new", "write_new"]
@@ -31,6 +32,7 @@ Tensor = torch.Tensor
 
 _OF_PAGES = ("num_blocks", "page_block_size", "Hk", "D")
 _PAGE_STEP = 16  # tokens; a kernel copies a page in parts of so many, or of more that divide it
+_TILE_ROWS = 128  # (position, head) pairs of a tile, about
 _PAGED = Signature("attention", q=RAGGED_Q, k=_OF_PAGES, v=_OF_PAGES, **BOUNDS)
 
 
@@ -58,14 +60,15 @@ def attend_cache(
     of_q = q.reshape(-1, heads, head_dim), bounds_q, seqlen
     lengths = rows.lengths + rows.num_new if rows.num_new else rows.lengths
     pages = rows.pages
-    if pages is None:  # a row of the cache is a page, too
-        every = torch.arange(batch, device=q.device) if rows.chosen is None else rows.chosen
-        pages = every[:, None]
-    if rows.starts is None and _can_read_pages(q, k_cache, v_cache, pages, options):
+    if pages is None and rows.chosen is not None:
+        pages = rows.chosen[:, None]  # a row of the cache is a page, too
+    elif pages is None and q.is_cuda and _leaves_blocks_idle(q, k_cache):
+        pages = torch.arange(batch, device=q.device)[:, None]
+    if pages is not None and rows.starts is None and _can_read_pages(q, k_cache, v_cache, pages, options):
         out, lse = _attend_pages(*of_q, k_cache, v_cache, pages, lengths, options)
     else:
         if rows.pages is not None:
-            k, v = _gather_pages(k_cache, pages), _gather_pages(v_cache, pages)
+            k, v = _gather_pages(k_cache, rows.pages), _gather_pages(v_cache, rows.pages)
         else:
             chosen: Any = slice(batch) if rows.chosen is None else rows.chosen
             k, v = k_cache[chosen], v_cache[chosen]
@@ -138,6 +141,14 @@ def _attend_pages(
         max_seqlen_q=longest, max_seqlen_k=capacity, segment_table=pages.int(), segment_len=page_size,
     )  # fmt: skip
     return outs[0], lses[0]
+
+
+def _leaves_blocks_idle(q: Tensor, k_cache: Tensor) -> bool:
+    """Whether there are fewer tiles than blocks, so that a kernel that divides rows over blocks is faster."""
+    batch, seqlen, heads, _ = q.shape
+    heads_kv = k_cache.shape[2]
+    tiles = batch * heads_kv * -(-seqlen * heads // heads_kv // _TILE_ROWS)
+    return tiles < multiprocessors(q.device.index)
 
 
 def _can_read_pages(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, options: dict[str, Any]) -> bool:

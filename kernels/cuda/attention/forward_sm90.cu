@@ -13,9 +13,11 @@
 //   as
 //          attention/softmax.cuh says. P goes from registers into the product with V.
 //
-// A warpgroup begins S of keys j and, behind it, O += P V of keys j - 1, and computes P of keys j while that
-// product runs. Warpgroups begin their products in turns, so that the exponentials of one run beside the
-// products of the others. In the meantime the other warps load the next tile and store the last.
+// A warpgroup goes from the last tile of keys to the first: the first keys, which all tiles of the list see,
+// are then those that L2 got last. It begins S of a tile of keys and, behind it, O += P V of the tile before,
+// and computes P while that product runs. Warpgroups begin their products in turns, so that the exponentials
+// of one run beside the products of the others. In the meantime the other warps load the next tile and store
+// the last.
 //
 // Rows without a query (there are fewer than 64, or the sequence ends) have a row_max of infinity: shared
 // memory may hold anything there, and they must not make the rows of their warp rescale.
@@ -235,15 +237,31 @@ __device__ __forceinline__ void compute(const Shared& m, const Call& call, int g
         };
 #pragma unroll
         for (int i = 0; i < SUMS_O; ++i) o[i] = 0.f;
-        if (first < last) {
+        const int num_tiles = (max(last - first, 0) + BLOCK_N - 1) / BLOCK_N;
+#if QUERY_GROUPS > 1
+        // Keys that only other warpgroups see.
+        const int num_loaded = (max(t.loaded_keys - first, 0) + BLOCK_N - 1) / BLOCK_N;
+        for (int i = num_loaded - 1; i >= num_tiles; --i) {
+            wait_barrier(m.full_k + 8 * k.stage, k.parity);
+            if (i > 0) {
+                wait_turn(group);
+                pass_turn((group + 1) % GROUPS);
+            }
+            release_k();
+            wait_barrier(m.full_v + 8 * v.stage, v.parity);
+            release_v();
+        }
+#endif
+        if (num_tiles > 0) {
+            int key = first + (num_tiles - 1) * BLOCK_N;
             wait_barrier(m.full_k + 8 * k.stage, k.parity);
             begin_products();
             multiply_keys(s, q_operand, k_operand + k.stage * (TILE_BYTES / 16));
             wait_products<0>(s);
             release_k();
-            softmax_of(first);
+            softmax_of(key);
             pack();
-            for (int key = first + BLOCK_N; key < last; key += BLOCK_N) {
+            for (key -= BLOCK_N; key >= first; key -= BLOCK_N) {
                 wait_barrier(m.full_k + 8 * k.stage, k.parity);
                 wait_turn(group);
                 begin_products();
@@ -265,18 +283,6 @@ __device__ __forceinline__ void compute(const Shared& m, const Call& call, int g
             release_v();
         }
 #if QUERY_GROUPS > 1
-        // Keys that only other warpgroups see.
-        for (int key = first + (max(last - first, 0) + BLOCK_N - 1) / BLOCK_N * BLOCK_N; key < t.loaded_keys;
-             key += BLOCK_N) {
-            wait_barrier(m.full_k + 8 * k.stage, k.parity);
-            if (key > first) {
-                wait_turn(group);
-                pass_turn((group + 1) % GROUPS);
-            }
-            release_k();
-            wait_barrier(m.full_v + 8 * v.stage, v.parity);
-            release_v();
-        }
         bool complete = true;
         if (SPLIT && t.num_parts > 1)
             complete = merge_parts(call, t, softmax, o, m.complete + slot, group, scale_log2);

@@ -210,10 +210,11 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
                          64 * block, key, head);
         };
         if (first >= last) arrive(m.nearly_loaded);
+        const int num_tiles = (max(last - first, 0) + BLOCK_N - 1) / BLOCK_N;
 #pragma unroll 1
-        for (int key = first; key < last; key += BLOCK_N) {
-            if (last - key <= 4 * BLOCK_N && (last - key > 3 * BLOCK_N || key == t.first_key))
-                arrive(m.nearly_loaded);
+        for (int i = num_tiles - 1; i >= 0; --i) {
+            if (i == min(num_tiles - 1, 3)) arrive(m.nearly_loaded);
+            const int key = first + i * BLOCK_N;
             load(m.full_k, m.empty_k, m.k, k_map, key);
             load(m.full_v, m.empty_v, m.v, v_map, key);
             kv.next<STAGES>();
