@@ -68,6 +68,18 @@ def recorded_ms(executor: Any, work: Callable[[], None], repeats: int = 20) -> f
     return statistics.median(times)
 
 
+def unread_ms(executor: Any, tokens: int = 32) -> float:
+    """Milliseconds of a token that nobody waits for, mean: what the host's part costs a stream."""
+    with executor._current():
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(tokens):
+            executor._replay()
+            executor.lengths += 1
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin) / tokens
+
+
 def engine_alone(executor: Any) -> Callable[[], None]:
     token, stream = executor._decode, executor._stream.ptr
     layers, phases = executor.geometry.layers, executor._decode.kernel.phases
@@ -104,6 +116,7 @@ def decode(weights: Callable[[], Weights], kind: str, batch: int, tokens: int, s
         "bits_per_element": cache.bits_per_element, "reserved_bytes": cache.reserved_nbytes,
     }  # fmt: skip
     found["GB/s"] = nbytes / found["ms_mean"] / 1e6
+    found["ms_unread"] = unread_ms(executor)
     found["ms_engine_alone"] = recorded_ms(executor, engine_alone(executor))
     return found
 
