@@ -65,7 +65,8 @@ class Decoder:
     ValueError, TypeError
         If an argument is none of those.
     NotImplementedError
-        On a GPU of another compute capability.
+        On a GPU of another compute capability, or with a budget and a head_dim that packed caches do not take
+        there.
     OutOfMemory
         If weights, keys and values do not fit the GPU.
 

@@ -272,7 +272,7 @@ def test_pages_of_16_bits_are_the_oracle(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["parallel-80", "gated-group-4"])
 def test_a_budget_on_a_gpu_is_that_of_the_cpu(name: str) -> None:
-    """The same cache: they differ by less than half of what its widths cost."""
+    """The same cache: they differ by less than what its widths cost, which is 2 to 3 in 1,000."""
     geometry, rows = PIECES[name], texts(PIECES[name], 400, 390)
 
     def run(device: str, **options: Any) -> tuple[list[NDArray[np.float32]], Decoder]:
@@ -285,7 +285,7 @@ def test_a_budget_on_a_gpu_is_that_of_the_cpu(name: str) -> None:
         run(device, **options) for device, options in (("cpu", {}), ("cpu", BUDGET), ("cuda", BUDGET))
     )
     cost, apart = (np.sqrt(np.mean(np.square(np.array(a) - np.array(cpu)))) for a in (exact, gpu))
-    assert 0 < apart < 0.5 * cost, (apart, cost)
+    assert 0 < apart < cost < 0.01 * np.std(exact), (apart, cost)
     for one in (of_cpu, of_gpu):
         assert one.cache is not None
         assert one.cache.budget_nbytes is not None
@@ -349,7 +349,7 @@ def test_what_a_packed_cache_cannot_hold_is_refused() -> None:
     geometry = PIECES["head-96"]
     with pytest.raises(BudgetError):
         decoder(geometry, "cuda", cache_budget="1KiB")
-    with pytest.raises(ValueError, match="head_dim"):
+    with pytest.raises(NotImplementedError, match="head_dim=32"):
         decoder(PIECES["sequential"], "cuda", **BUDGET)
     on_gpu = decoder(geometry, "cuda", max_seqlen=64, **EXACT)
     want = on_gpu.prefill(texts(geometry, 64)[0])
