@@ -396,8 +396,8 @@ class Token:
     ----------
     kernel : TokenKernel
     model : Model
-    kv : uint16 array, (2, layers, batch, heads_kv, positions, head_dim)
-        Keys and values; of a packed cache, of one layer and position: those of the new tokens.
+    kv : uint16 array, (2, layers, batch, heads_kv, positions, head_dim), optional
+        Keys and values; without one, those of the new tokens alone are there, in ``newest``.
     device, count : int
         Ordinal and multiprocessors of the device.
     neighbours : bool
@@ -416,14 +416,12 @@ class Token:
         }
         self.arrays["ids"] = cupy.zeros(kernel.batch, np.int32)
         at = {name: int(array.data.ptr) for name, array in self.arrays.items()}
-        strides = [stride // 2 for stride in kv.strides[1:4]]
-        if kernel.packed:
-            strides[0] = 0
+        strides = [0] * 3 if kv is None else [stride // 2 for stride in kv.strides[1:4]]
         if neighbours:
             strides[1] = 0
         own = {name: at[name] for name in kernel.workspace(count)}
-        others = {"matrices": model.matrices, "head_norms": model.head_norms,
-                  "k": int(kv[0].data.ptr), "v": int(kv[1].data.ptr)}  # fmt: skip
+        k, v = (0, 0) if kv is None else (int(one.data.ptr) for one in kv)
+        others = {"matrices": model.matrices, "head_norms": model.head_norms, "k": k, "v": v}
         self._token, self._call = prepare_token(
             kernel, {**own, **others}, strides, device=device, multiprocessors=count
         )

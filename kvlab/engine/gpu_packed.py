@@ -45,10 +45,9 @@ class PackedGpuExecutor(Decoding):
     def _make_token(self, model: Model, max_seqlen: int, bfloat16: bool, count: int) -> Token:
         geometry = self.geometry
         kernel = TokenKernel.fitting(geometry, self._batch, bfloat16, count, packed=True)
-        self._kv = self._cupy.zeros((2, 1, self._batch, geometry.heads_kv, 1, geometry.head_dim), np.uint16)
         self._use_torch()
-        token = Token(kernel, model, self._kv, self._device, count)
-        arrays = (token.arrays["q"], self._kv[0], self._kv[1], token.arrays["attended"])
+        token = Token(kernel, model, None, self._device, count)
+        arrays = (token.arrays["q"], *token.arrays["newest"], token.arrays["attended"])
         shape = self._batch, 1, -1, geometry.head_dim
         self._q, self._k, self._v, self._out = (on_torch(x, model.dtype).reshape(shape) for x in arrays)
         self._halves = [self._cache.decode(layer) for layer in range(geometry.layers)]

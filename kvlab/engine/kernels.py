@@ -29,10 +29,11 @@ MATRIX = Struct(**dict.fromkeys(("weights", "bias", "norm_weight", "norm_bias"),
 CALL = Struct(
     matrices=ADDRESS,
     **dict.fromkeys(("layers", "vocabulary", "split_ctas", "first_phase", "end_phase"), "i"),
-    **dict.fromkeys(("hidden", "statistics", "partials", "arrivals", "barrier", "q", "k", "v"), ADDRESS),
+    **dict.fromkeys(("hidden", "statistics", "partials", "claims", "barrier"), ADDRESS),
+    **dict.fromkeys(("q", "k", "v", "newest"), ADDRESS),
     **dict.fromkeys(_STRIDES, "q"),
     **dict.fromkeys(("rotation", "positions", "attended", "activation", "logits"), ADDRESS),
-    **dict.fromkeys(("head_norms", "raw_heads", "kv_parts", "kv_arrivals"), ADDRESS),
+    **dict.fromkeys(("head_norms", "raw_heads", "kv_parts"), ADDRESS),
     eps="f",
 )
 EMBED = Struct(

@@ -173,26 +173,26 @@ class TokenKernel:
     def workspace(self, multiprocessors: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the arrays of a launch, but for weights, keys and values.
 
-        ``arrivals``, ``kv_arrivals`` and ``barrier`` are 0 before the first launch; launches leave them at 0.
+        ``partials``, ``kv_parts``, ``claims`` and ``barrier`` are 0 before the first launch; launches
+        leave them at 0.
         """
         geometry, batch, half = self.geometry, self.batch, "bfloat16" if self.bfloat16 else "float16"
-        heads, group = geometry.heads_q + geometry.heads_kv, geometry.heads_q // geometry.heads_kv
-        readers = batch * geometry.heads_kv * (group // self._heads_of_pass())
+        heads = geometry.heads_q + geometry.heads_kv
         return {
             "hidden": ((batch, geometry.hidden), "float32"),
             "statistics": ((batch, geometry.hidden // 16, 2), "float32"),
-            "partials": ((self.splits, geometry.hidden // 16, batch, 16), "float32"),
-            "arrivals": ((geometry.hidden // 16, self._adders()), "int32"),
+            "partials": ((self.splits - 1, geometry.hidden // 16, batch, 32), "float32"),
+            "claims": ((geometry.layers * self.phases + 1, max(self.splits, 2)), "int32"),
             "barrier": ((3, 32), "int32"),
             "q": ((batch, geometry.heads_q, geometry.head_dim), half),
+            "newest": ((2, batch, geometry.heads_kv, geometry.head_dim), half),
             "rotation": ((batch, geometry.rotary_dim // 2, 2), "float32"),
             "positions": ((batch,), "int32"),
             "attended": ((batch, geometry.attended), half),
             "activation": ((batch, geometry.ffn), half),
             "logits": ((batch, self.vocabulary), "float32"),
             "raw_heads": ((batch, heads if geometry.head_norms else 0, geometry.head_dim), "float32"),
-            "kv_parts": ((multiprocessors, 2, self._heads_of_pass(), geometry.head_dim + 2), "float32"),
-            "kv_arrivals": ((readers,), "int32"),
+            "kv_parts": ((multiprocessors, self._heads_of_pass(), geometry.head_dim, 4), "float32"),
         }
 
     def _adders(self) -> int:
@@ -218,10 +218,11 @@ class TokenKernel:
         return found
 
     def _fixed_bytes(self) -> int:
-        """Bytes of x, or of attention's merged sums, and of the sums of tiles, as in engine/model.cuh."""
-        pitch = _up128(2 * max(self._columns().values())) + 64
-        merged = self.warps * self._heads_of_warp() * (self.geometry.head_dim + 2) * 4
-        return _up128(max(self.batch * pitch, merged)) + _up128(
+        """Bytes of x, or of a segment at attention, and of the sums of tiles, as in engine/model.cuh."""
+        pitch, head_dim = _up128(2 * max(self._columns().values())) + 64, self.geometry.head_dim
+        newest = (self._heads_of_pass() + 2) * head_dim * 2
+        segment = newest + self.warps * self._heads_of_warp() * (head_dim + 2) * 4
+        return _up128(max(self.batch * pitch, segment)) + _up128(
             self.adder_groups * self.warps * self.batch * 80
         )
 

@@ -77,16 +77,23 @@ def test_each_byte_of_the_weights_is_copied_once_to_the_block_that_needs_it(spli
     weight = np.arange(rows * columns, dtype=np.uint32).astype(np.uint16).reshape(rows, columns)
     packed = packing.pack(weight)
     in_order, blocks = packed.reshape(-1, 512), columns // 32 // splits
-    seen = np.zeros(len(in_order), int)
-    for cta in range(ctas):
-        for tile in range(cta, rows // 16 * splits, ctas):
-            for start in range(blocks // slot):
-                first = (tile * (blocks // slot) + start) * slot  # the address, in KiB
-                assert tile % splits == cta % splits  # the columns of x that the block has
-                column = cta % splits * blocks + start * slot
-                wanted = packed[tile // splits, column : column + slot].reshape(slot, -1)
-                assert np.array_equal(in_order[first : first + slot], wanted)
-                seen[first : first + slot] += 1
+    seen, rng = np.zeros(len(in_order), int), np.random.default_rng(ctas)
+    claims = np.zeros(splits, int)
+    at_work = {cta: cta for cta in range(min(ctas, rows // 16 * splits))}
+    while at_work:
+        cta = int(rng.choice(list(at_work)))  # the next block to be done with a tile
+        tile = at_work.pop(cta)
+        for start in range(blocks // slot):
+            first = (tile * (blocks // slot) + start) * slot  # the address, in KiB
+            assert tile % splits == cta % splits  # the columns of x that the block has
+            column = cta % splits * blocks + start * slot
+            wanted = packed[tile // splits, column : column + slot].reshape(slot, -1)
+            assert np.array_equal(in_order[first : first + slot], wanted)
+            seen[first : first + slot] += 1
+        claimed = (ctas // splits + claims[cta % splits]) * splits + cta % splits
+        claims[cta % splits] += 1
+        if claimed < rows // 16 * splits:
+            at_work[cta] = claimed
     assert (seen == 1).all()
 
 
@@ -114,7 +121,7 @@ def test_a_launch_has_what_the_kernel_reads() -> None:
     pointers = dict.fromkeys(addresses, 1)
     call = kernels._call(kernel, pointers, (1, 2, 3), 133)[0]
     assert (call["split_ctas"], call["matrices"], call["kv_head"]) == (132, 1, 3)
-    assert kernel.workspace(133)["kv_parts"][0] == (133, 2, 1, 82)
+    assert kernel.workspace(133)["kv_parts"][0] == (133, 1, 80, 4)
     with pytest.raises(ValueError, match="multiprocessors=3: at least 4"):
         kernels._call(kernel, pointers, (1, 2, 3), 3)
 
@@ -149,18 +156,24 @@ def test_merged_statistics_are_those_of_two_passes(seed: int, offset: float) -> 
 
 
 def product(packed: Array, rows: int, x: Array, warps: int, splits: int = 1) -> Array:
-    """W x: blocks of 32 columns of a warp in turn, then warps, then splits."""
+    """W x: blocks of 32 columns of a warp in turn, each half apart, then warps, then splits.
+
+    Slots have two blocks; side s of the warps has every `sides`-th slot from s on.
+    """
     weight, x = packing.unpack(packed, rows).astype(np.float32), x.astype(np.float32)
     blocks = len(x) // 32 // splits
+    sides = next(n for n in (4, 2, 1) if blocks // 2 % n == 0 and warps % n == 0)
     y = np.zeros(rows, np.float32)
     for split in range(splits):
-        parts = np.zeros((warps, rows), np.float32)
+        parts = np.zeros((warps, 2, rows), np.float32)
         for block in range(blocks):
-            columns = slice(32 * (split * blocks + block), 32 * (split * blocks + block + 1))
-            parts[block % warps] += weight[:, columns] @ x[columns]
+            warp = block // 2 % sides * (warps // sides) + block % 2 % (warps // sides)
+            for half in range(2):
+                first = 32 * (split * blocks + block) + 16 * half
+                parts[warp, half] += weight[:, first : first + 16] @ x[first : first + 16]
         whole = np.zeros(rows, np.float32)
         for part in parts:
-            whole += part
+            whole += part[0] + part[1]
         y += whole
     return y
 

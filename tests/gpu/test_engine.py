@@ -159,8 +159,31 @@ def test_launches_have_the_same_bits_and_leave_counters_at_zero() -> None:
     executor = on_gpu._executor
     assert isinstance(executor, GpuExecutor)
     for token in (executor._decode, executor._prompt):
-        for name in ("arrivals", "barrier", "kv_arrivals"):
+        for name in ("partials", "kv_parts", "claims", "barrier"):
             assert not token.arrays[name].any()
+
+
+@pytest.mark.parametrize(("name", "batch"), [("pythia-2.8b", 1), ("pythia-2.8b", 8), ("llama-3.2-1b", 16)])
+def test_a_thousand_replays_have_the_same_bits(name: str, batch: int) -> None:
+    """Blocks claim tiles as they come to them, so who has which differs from replay to replay."""
+    geometry = WIDTHS[name, batch]
+    on_gpu = decoder(geometry, "cuda", batch=batch)
+    on_gpu.prefill(texts(geometry, *range(30, 30 + batch)))
+    executor: Any = on_gpu._executor
+    token, cupy = executor._decode, executor._cupy
+    ids, positions, first, same = np.arange(batch), on_gpu.lengths, None, True
+    with executor._stream:
+        for _ in range(1000):
+            token.set(ids=ids, positions=positions)
+            executor._replay()
+            bits = token.arrays["logits"].view(np.uint32)
+            first = bits.copy() if first is None else first
+            same = same & (bits == first).all()
+        assert bool(same)
+        token.set(ids=ids + 1, positions=positions)
+        executor._replay()
+        assert not bool((bits == first).all()), "other tokens are not seen"
+    assert cupy.isfinite(token.arrays["logits"]).all()
 
 
 def test_a_grid_that_is_not_on_the_device_as_a_whole_is_refused() -> None:
@@ -304,7 +327,7 @@ def test_replayed_tokens_have_the_bits_of_launched_ones(name: str) -> None:
         ids = [i % geometry.vocabulary, 3 * i % geometry.vocabulary]
         assert np.array_equal(replayed.step(ids), launched.step(ids)), i
     assert len([graph for graph in packed_executor(replayed)._recorded.values() if graph]) >= 2
-    for name in ("arrivals", "barrier"):
+    for name in ("partials", "claims", "barrier"):
         assert not packed_executor(replayed)._decode.arrays[name].any()
 
 

@@ -3,26 +3,30 @@
 // Keys and values of earlier launches wait for nothing, so the copy engine brings them right behind QKV: a
 // slot of the ring has a chunk of keys and then their values. Chunks of all tokens and KV heads, one after
 // the other, are dealt out evenly: a CTA has a run of them, in up to a few segments, each of one KV head of
-// one token. Only keys of this launch, of the token and of its neighbours before it, are read from memory
-// when QKV is done.
+// one token. Only keys of this launch, of the token and of its neighbours before it, come when QKV is done.
 //
 // In a CTA a team of warps has HEADS_OF_WARP query heads, and TEAMS of them the heads of a pass over the
 // keys. A key is read by LANES lanes, 8 channels each; KEYS keys are side by side in a warp (head_dim 80: 10
-// lanes a key, 3 keys, 30 lanes at work), and a team's warps take KEYS of a slot in turns. Each key's lanes
-// keep maximum, sum and weighted values of what they saw (online softmax); they are merged in the warp, then
-// in shared memory. Segments that are not all of a head leave their sums in memory, and the CTA that comes
-// last merges them, in their order.
+// lanes a key, 3 keys, 30 lanes at work), and the warps of a side of a team take KEYS of a slot in turns.
+// Each key's lanes keep maximum, sum and weighted values of what they saw (online softmax); they are merged
+// in the warp, then in shared memory. Segments that go on with a head leave their sums to the CTA that begins
+// with it, which adds them to its own, in their order.
 #pragma once
 
+#include "common/async_copies.cuh"
 #include "common/pairs.cuh"
 
 #include "common/hopper.cuh"
+#include "engine/grid.cuh"
 #include "engine/norm.cuh"
 #include "engine/ring.cuh"
 
 constexpr int LANES = HEAD_DIM / 8, KEYS = 32 / LANES;
-constexpr int TEAM_WARPS = WARPS / TEAMS, ROUND = TEAM_WARPS * KEYS;  // keys that a team takes at a time
 constexpr int KEY_BYTES = 2 * HEAD_DIM, CHUNK = SLOT_BYTES / (2 * KEY_BYTES);
+// The warps of a team take two slots at a time where one gives them too little to do.
+constexpr int TEAM_WARPS = WARPS / TEAMS,
+              SIDES = TEAM_WARPS % 2 == 0 && CHUNK <= 2 * TEAM_WARPS * KEYS ? 2 : 1;
+constexpr int SIDE_WARPS = TEAM_WARPS / SIDES, ROUND = SIDE_WARPS * KEYS;  // keys taken together
 constexpr int MOST_STEPS = BATCH > 8 ? 1 : 4;
 constexpr int STEPS = CHUNK > (MOST_STEPS - 1) * ROUND ? MOST_STEPS : (CHUNK + ROUND - 1) / ROUND;
 constexpr int READERS = HEADS_KV * PASSES;  // of a token: passes over a KV head's keys
@@ -43,7 +47,6 @@ struct Chunks {
 // Chunks [begin, end) of a reader of token n, which has `chunks`.
 struct Segment {
     int n, reader, begin, end, chunks;
-    __device__ __forceinline__ bool whole() const { return begin == 0 && end == chunks; }
 };
 
 // The number of CTAs whose QKV, keys and values take as long as UP takes the others. All lanes of a warp.
@@ -52,8 +55,8 @@ __device__ __forceinline__ int balance(int old_keys) {
     const u32 ctas = gridDim.x, key_kib = (float)old_keys * READERS * KEY_BYTES * 2 / 1024;
     u32 best = ~0u;
     for (u32 n = 1 + threadIdx.x % 32; n < ctas; n += 32) {
-        const u32 qkv = (QKV_TILES + n - 1) / n * TILE_KIB + key_kib / n + KIB_OF_WAITS;
-        const u32 up = (UP_TILES + ctas - n - 1) / (ctas - n) * TILE_KIB;
+        const u32 qkv = (QKV_TILES * TILE_KIB + key_kib) / n + KIB_OF_WAITS;
+        const u32 up = UP_TILES * TILE_KIB / (ctas - n);
         best = min(best, min(max(qkv, up), (1u << 22) - 1) << 10 | n);
     }
     return __reduce_min_sync(ALL_LANES, best) & 1023;
@@ -169,14 +172,14 @@ __device__ __forceinline__ void unpack_eight(const uint4& packed, float* x) {
     }
 }
 
-// Takes `count` keys of a team: load_key(i) and load_value(i) give 8 channels of key and value i. What is
-// behind the end is read at the end and not counted.
+// Takes `count` keys of a side of a team: load_key(i) and load_value(i) give 8 channels of key and value i.
+// What is behind the end is read at the end and not counted.
 template <class LoadKey, class LoadValue>
 __device__ __forceinline__ void take_keys(Running (&running)[HEADS_OF_WARP],
                                           const float (&q)[HEADS_OF_WARP][8], int count,
                                           const LoadKey& load_key, const LoadValue& load_value) {
     const int lane = threadIdx.x % 32, j = lane % LANES;
-    const int own = threadIdx.x / 32 % TEAM_WARPS * KEYS + lane / LANES;
+    const int own = threadIdx.x / 32 % SIDE_WARPS * KEYS + lane / LANES;
     const bool idle = lane >= KEYS * LANES;
 #pragma unroll 1
     for (int from = 0; from < count; from += STEPS * ROUND) {
@@ -224,29 +227,50 @@ struct Merged {
     float value, maximum, total;
 };
 
-// One channel of `count` rows, merged in their order. Row r is where at(r) points.
-template <class At>
-__device__ __forceinline__ Merged merge_rows(int count, int channel, const At& at) {
-    constexpr int AT_ONCE = BATCH > 8 ? 2 : 4;  // rows whose loads are under way together
+constexpr int ROWS = BATCH > 8 ? 2 : 4;  // whose loads are under way together
+
+// Adds `count` rows of up to ROWS in their order; what is behind the count is not counted.
+__device__ __forceinline__ void merge(Merged& m, int count, const float (&value)[ROWS],
+                                      const float (&maximum)[ROWS], const float (&total)[ROWS]) {
+    float highest = m.maximum;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) highest = i < count ? fmaxf(highest, maximum[i]) : highest;
+    const float factor = exp2f(m.maximum - highest);
+    m = {m.value * factor, highest, m.total * factor};
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const float weight = i < count ? exp2f(maximum[i] - highest) : 0.f;
+        m.value += weight * value[i], m.total += weight * total[i];
+    }
+}
+
+// One channel of what the warps of a team have left, `row` floats from one to the next.
+__device__ __forceinline__ Merged merge_warps(const float* first, int row, int channel) {
     Merged m = {0.f, LOWEST, 0.f};
-    for (int begin = 0; begin < count; begin += AT_ONCE) {
-        float value[AT_ONCE], maximum[AT_ONCE], total[AT_ONCE], highest = m.maximum;
+    for (int begin = 0; begin < TEAM_WARPS; begin += ROWS) {
+        float value[ROWS], maximum[ROWS], total[ROWS];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int r = min(begin + i, count - 1);
-            value[i] = at(r, channel), maximum[i] = at(r, HEAD_DIM), total[i] = at(r, HEAD_DIM + 1);
+        for (int i = 0; i < ROWS; ++i) {
+            const float* const from = first + min(begin + i, TEAM_WARPS - 1) * row;
+            value[i] = from[channel], maximum[i] = from[HEAD_DIM], total[i] = from[HEAD_DIM + 1];
         }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) highest = fmaxf(highest, maximum[i]);
-        const float factor = exp2f(m.maximum - highest);
-        m = {m.value * factor, highest, m.total * factor};
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const float weight = begin + i < count ? exp2f(maximum[i] - highest) : 0.f;
-            m.value += weight * value[i], m.total += weight * total[i];
-        }
+        merge(m, TEAM_WARPS - begin, value, maximum, total);
     }
     return m;
+}
+
+// Adds one channel of `count` parts that other CTAs leave, at(0) the first.
+template <class At>
+__device__ __forceinline__ void merge_parts(Merged& m, int count, const At& at) {
+    for (int begin = 0; begin < count; begin += ROWS) {
+        float2 values[ROWS], maxima[ROWS];
+        float value[ROWS], maximum[ROWS], total[ROWS];
+        take_numbers<ROWS>(values, maxima, count - begin, [&](int i) { return at(begin + i); });
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            value[i] = values[i].x, maximum[i] = maxima[i].x, total[i] = values[i].y;
+        merge(m, count - begin, value, maximum, total);
+    }
 }
 
 // Leaves what a warp's lanes have in a row of shared memory for each of its heads.
@@ -272,41 +296,64 @@ __device__ __forceinline__ void leave_row(Running& r, float* row) {
     if (lane == 0) row[HEAD_DIM] = r.maximum, row[HEAD_DIM + 1] = r.total;
 }
 
-constexpr int HEADS = TEAMS * HEADS_OF_WARP;  // of a pass
-
 __device__ __forceinline__ int first_head(const Segment& segment) {
     return segment.reader / PASSES * GROUP + segment.reader % PASSES * HEADS;
 }
 
+// Of a segment's key or value head, among all heads of a token.
+__device__ __forceinline__ int kv_head(const Segment& segment, bool of_values) {
+    return HEADS_Q + of_values * HEADS_KV + segment.reader / PASSES;
+}
+
+// Brings what this launch made for a segment: the queries of a pass, the newest key, the newest value.
+__device__ __forceinline__ void copy_newest(const Call& call, const Segment& segment, u16* newest) {
+    constexpr int ROW = HEAD_DIM / 8;  // pieces of 16 bytes
+    for (int i = threadIdx.x; i < (HEADS + 2) * ROW; i += MMA_THREADS) {
+        const int row = i / ROW;
+        const int head = row < HEADS ? first_head(segment) + row : kv_head(segment, row > HEADS);
+        copy_async(newest + 8 * i, head_of(call, segment.n, head) + i % ROW * 8);
+    }
+}
+
 // A segment; the warp's sums go to its HEADS_OF_WARP rows.
-__device__ __forceinline__ void attend_segment(const Call& call, int layer, const Chunks& chunks,
-                                               const Segment& segment, Ring& ring, float* rows) {
+__device__ __forceinline__ void attend_segment(const Call& call, const Chunks& chunks, const Segment& segment,
+                                               const u16* newest, Ring& ring, float* rows) {
     const int n = segment.n, warp = threadIdx.x / 32, j = threadIdx.x % 32 % LANES;
     const int team = min(warp / TEAM_WARPS, TEAMS - 1);  // warps that no team needs repeat the last one's
+    const int side = warp % TEAM_WARPS / SIDE_WARPS;
     const float scale = LOG2E * rsqrtf((float)HEAD_DIM);
+    const u32 own = shared_address(newest) + 16 * j;
     float q[HEADS_OF_WARP][8];
     Running running[HEADS_OF_WARP];
 #pragma unroll
     for (int g = 0; g < HEADS_OF_WARP; ++g) {
-        const int head = first_head(segment) + team * HEADS_OF_WARP + g;
-        unpack_eight(__ldcg((const uint4*)(call.q + (n * HEADS_Q + head) * HEAD_DIM) + j), q[g]);
+        unpack_eight(load_shared(own + (team * HEADS_OF_WARP + g) * KEY_BYTES), q[g]);
 #pragma unroll
         for (int c = 0; c < 8; ++c) q[g][c] *= scale;
         running[g] = {LOWEST, 0.f, {}};
     }
-    if (segment.end == segment.chunks) {
-        const i64 base = keys_of(call, layer, segment) + (i64)chunks.old[n] * HEAD_DIM + 8 * j;
-        take_keys(
-            running, q, call.kv_batch ? 1 : n + 1,
-            [&](int i) { return __ldcg((const uint4*)(call.k + base + i * HEAD_DIM)); },
-            [&](int i) { return __ldcg((const uint4*)(call.v + base + i * HEAD_DIM)); });
+    if (segment.end == segment.chunks && side == 0) {
+        if (call.kv_batch) {
+            take_keys(
+                running, q, 1, [&](int) { return load_shared(own + HEADS * KEY_BYTES); },
+                [&](int) { return load_shared(own + (HEADS + 1) * KEY_BYTES); });
+        } else {
+            const auto load = [&](int i, bool of_values) {
+                return __ldcg((const uint4*)head_of(call, i, kv_head(segment, of_values)) + j);
+            };
+            take_keys(
+                running, q, n + 1, [&](int i) { return load(i, false); },
+                [&](int i) { return load(i, true); });
+        }
     }
+    int slot = 0;
     visit_slots(chunks, segment, [&](int, int count) {
         wait_barrier(ring.full + 8 * ring.slot, ring.parity);
         const u32 keys = ring.slots + ring.slot * SLOT_BYTES + 16 * j, values = keys + CHUNK * KEY_BYTES;
-        take_keys(
-            running, q, count, [&](int i) { return load_shared(keys + i * KEY_BYTES); },
-            [&](int i) { return load_shared(values + i * KEY_BYTES); });
+        if (slot++ % SIDES == side)
+            take_keys(
+                running, q, count, [&](int i) { return load_shared(keys + i * KEY_BYTES); },
+                [&](int i) { return load_shared(values + i * KEY_BYTES); });
         __syncwarp();  // all lanes have read
         if (threadIdx.x % 32 == 0) arrive(ring.empty + 8 * ring.slot);
         ring.advance();
@@ -315,89 +362,72 @@ __device__ __forceinline__ void attend_segment(const Call& call, int layer, cons
     for (int g = 0; g < HEADS_OF_WARP; ++g) leave_row(running[g], rows + g * MERGED_ROW);
 }
 
-// A head whose parts are all there: how many, the first's CTA, and where its channels go. Else parts is 0.
-struct Shared {
-    int parts, first_cta, out;
-};
-
-// All segments of this CTA, by all multiplying warps. `rows` has room for X_BYTES.
-__device__ __forceinline__ void attend(const Call& call, int layer, const Chunks& chunks, Ring& ring,
-                                       float* rows) {
-    constexpr int WARP_ROWS = HEADS_OF_WARP * MERGED_ROW, ROOM = X_BYTES / (4 * WARPS * WARP_ROWS);
+// All segments of this CTA, by all multiplying warps. `x` has room for X_BYTES.
+__device__ __forceinline__ void attend(const Call& call, const Chunks& chunks, Ring& ring, char* x) {
+    constexpr int WARP_ROWS = HEADS_OF_WARP * MERGED_ROW, ROOM = X_BYTES / SEGMENT_BYTES;
     constexpr int AT_ONCE = ROOM < 8 ? ROOM : 8;  // segments
+    u16* const newest = (u16*)x;
+    float* const rows = (float*)(x + AT_ONCE * NEWEST_BYTES);
     __shared__ Segment segments[AT_ONCE];
-    // A CTA has up to two segments that are parts: one goes on with a head, one begins with a head.
-    const auto part_of = [&](int cta, bool begins) {
-        return call.kv_parts + (2 * cta + begins) * HEADS * MERGED_ROW;
-    };
-    const auto out_of = [&](const Segment& segment) {
-        return call.attended + segment.n * Q_COLS + first_head(segment) * HEAD_DIM;
-    };
-    Segment segment;
+    // Of a segment that goes on with a head: value and sum, maximum and sum of each channel.
+    const auto part_of = [&](int cta) { return call.kv_parts + cta * HEADS * HEAD_DIM * 2; };
     for (Walk walk(chunks); !walk.done();) {
         int count = 0;
 #pragma unroll 1
         for (; count < AT_ONCE && !walk.done(); ++count) {
-            segment = walk.next(chunks);
+            const Segment segment = walk.next(chunks);
             if (threadIdx.x == 0) segments[count] = segment;
-            float* const own = rows + (count * WARPS + threadIdx.x / 32) * WARP_ROWS;
-            attend_segment(call, layer, chunks, segment, ring, own);
+            copy_newest(call, segment, newest + count * (NEWEST_BYTES / 2));
         }
+        wait_copies();
+        sync_threads(OF_MMA, MMA_THREADS);  // segments and what is new of them are there
+#pragma unroll 1
+        for (int c = 0; c < count; ++c)
+            attend_segment(call, chunks, segments[c], newest + c * (NEWEST_BYTES / 2), ring,
+                           rows + (c * WARPS + threadIdx.x / 32) * WARP_ROWS);
         sync_threads(OF_MMA, MMA_THREADS);  // all warps' sums are there
 #pragma unroll 1
         for (int c = 0; c < count; ++c) {
-            segment = segments[c];
+            const Segment segment = segments[c];
+            const int chunk = chunks.before[segment.n] * READERS + segment.reader * segment.chunks;
+            const int last_cta = cta_of_chunk(chunks, chunk + segment.chunks - 1);
+            u16* const out = call.attended + segment.n * Q_COLS + first_head(segment) * HEAD_DIM;
 #pragma unroll 1
             for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += MMA_THREADS) {
                 const int head = i / HEAD_DIM, channel = i % HEAD_DIM;
                 const float* const first = rows +
                                            (c * WARPS + head / HEADS_OF_WARP * TEAM_WARPS) * WARP_ROWS +
                                            head % HEADS_OF_WARP * MERGED_ROW;
-                const Merged m =
-                    merge_rows(TEAM_WARPS, channel, [&](int w, int at) { return first[w * WARP_ROWS + at]; });
-                if (segment.whole()) {
-                    out_of(segment)[i] = round_element(m.value / m.total);
+                Merged m = merge_warps(first, WARP_ROWS, channel);
+                if (segment.begin > 0) {
+                    const float sum = fmaxf(m.total, 1e-30f);  // 0 where all scores are -inf: no flag
+                    leave_numbers(part_of(blockIdx.x) + 2 * i, {m.value, sum}, {m.maximum, sum});
                 } else {
-                    float* const row = part_of(blockIdx.x, segment.begin == 0) + head * MERGED_ROW;
-                    row[channel] = m.value;
-                    if (channel == 0) row[HEAD_DIM] = m.maximum, row[HEAD_DIM + 1] = m.total;
+                    merge_parts(m, last_cta - (int)blockIdx.x,
+                                [&](int p) { return part_of(blockIdx.x + 1 + p) + 2 * i; });
+                    out[i] = round_element(m.value / m.total);
                 }
             }
         }
         sync_threads(OF_MMA, MMA_THREADS);  // the sums of warps have been read, all is written
     }
+}
 
-    // Thread 0 for the segment that goes on with a head, thread 1 for the one that begins with a head.
-    Shared* const shared = (Shared*)rows;
-    if (threadIdx.x < 2) {
-        Shared own = {0, 0, 0};
-        if (threadIdx.x == 0) segment = Walk(chunks).next(chunks);
-        if (!segment.whole() && (threadIdx.x == 0) == (segment.begin > 0)) {
-            const int reader = segment.n * READERS + segment.reader;
-            const int chunk = chunks.before[segment.n] * READERS + segment.reader * segment.chunks;
-            own.first_cta = cta_of_chunk(chunks, chunk);
-            own.out = segment.n * Q_COLS + first_head(segment) * HEAD_DIM;
-            const int parts = cta_of_chunk(chunks, chunk + segment.chunks - 1) - own.first_cta + 1;
-            u32* const counter = call.kv_arrivals + reader;
-            u32 before;
-            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-                         : "=r"(before)
-                         : "l"(counter)
-                         : "memory");
-            if (before == parts - 1) *(volatile u32*)counter = 0, own.parts = parts;
+// Leaves the newest keys and values of this CTA's segments to the next launches. Memory takes microseconds
+// for pages that nobody has read yet, so none of this launch waits for them.
+__device__ __forceinline__ void keep_newest(const Call& call, int layer, const Chunks& chunks) {
+    constexpr int ROW = HEAD_DIM / 8;  // pieces of 16 bytes
+    int count = 0;
+    for (Walk walk(chunks); !walk.done();) {
+        const Segment segment = walk.next(chunks);
+        if (segment.end < segment.chunks || segment.reader % PASSES) continue;
+        if (count++ % WARPS != threadIdx.x / 32) continue;
+        const i64 at = keys_of(call, layer, segment) + (i64)__ldg(call.positions + segment.n) * HEAD_DIM;
+        for (int i = threadIdx.x % 32; i < 2 * ROW; i += 32) {
+            const bool of_values = i >= ROW;
+            const u16* const from = head_of(call, segment.n, kv_head(segment, of_values));
+            const int piece = (i - of_values * ROW) * 8;
+            *(uint4*)((of_values ? call.v : call.k) + at + piece) = __ldcg((const uint4*)(from + piece));
         }
-        shared[threadIdx.x] = own;
     }
-    sync_threads(OF_MMA, MMA_THREADS);  // whether all parts are there is known
-#pragma unroll 1
-    for (int i = threadIdx.x; i < 2 * HEADS * HEAD_DIM; i += MMA_THREADS) {
-        const Shared own = shared[i / (HEADS * HEAD_DIM)];
-        if (!own.parts) continue;
-        const int channel = i % (HEADS * HEAD_DIM);
-        const Merged m = merge_rows(own.parts, channel % HEAD_DIM, [&](int p, int at) {
-            return __ldcg(part_of(own.first_cta + p, p == 0) + channel / HEAD_DIM * MERGED_ROW + at);
-        });
-        call.attended[own.out + channel] = round_element(m.value / m.total);
-    }
-    sync_threads(OF_MMA, MMA_THREADS);  // `shared` has been read, all is written
 }

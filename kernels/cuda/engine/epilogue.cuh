@@ -4,6 +4,7 @@
 #include "common/pairs.cuh"
 
 #include "common/hopper.cuh"
+#include "engine/grid.cuh"
 #include "engine/heads.cuh"
 #include "engine/norm.cuh"
 #include "engine/ring.cuh"
@@ -33,12 +34,21 @@ __device__ __forceinline__ float2 load_pair(const float* from) {
     return __ldcg((const float2*)from);
 }
 
-__device__ __forceinline__ void store_qkv(const Call& call, int layer, const Element& at, float2 y) {
+__device__ __forceinline__ void store_qkv(const Call& call, const Element& at, float2 y) {
     const int head = at.row() / HEAD_DIM, channel = at.row() % HEAD_DIM;
     if (HEAD_NORMS && head < HEADS_Q + HEADS_KV)
         *(float2*)(call.raw_heads + (at.n * (HEADS_Q + HEADS_KV) + head) * HEAD_DIM + channel) = y;
     else
-        store_head(call, layer, at.n, head, channel, y);
+        store_head(call, at.n, head, channel, y);
+}
+
+// Adds the COUNT pairs, `apart` words from one to the next, that other CTAs leave.
+template <int COUNT>
+__device__ __forceinline__ void add_pairs(u64* from, i64 apart, float2& y) {
+    float2 first[COUNT], second[COUNT];
+    take_numbers<COUNT>(first, second, COUNT, [&](int s) { return from + s * apart; });
+#pragma unroll
+    for (int s = 0; s < COUNT; ++s) y.x += first[s].x, y.y += second[s].x;
 }
 
 // 8 neighbouring lanes have the 16 rows of a tile and a token. All lanes of a warp.
@@ -52,18 +62,19 @@ __device__ __forceinline__ void store_hidden(const Call& call, const Element& at
 
 // The adders' part of a phase: every ADDER_GROUPS-th tile of this CTA.
 template <Kind KIND>
-__device__ __forceinline__ void add_up(const Call& call, const Matrix m, int phase, Sums& sums, int tiles,
-                                       int ctas, int cta) {
+__device__ __forceinline__ void add_up(const Call& call, const Matrix m, Sums& sums, const Queue& queue,
+                                       int split_tile) {
     using S = Shape<KIND>;
-    const int thread = (threadIdx.x - MMA_THREADS) % (32 * ADDERS), lane = thread % 32, adder = thread / 32;
-    const int group = (threadIdx.x - MMA_THREADS) / (32 * ADDERS), layer = phase / PHASES;
+    const int thread = (threadIdx.x - MMA_THREADS) % (32 * ADDERS), lane = thread % 32;
+    const int group = (threadIdx.x - MMA_THREADS) / (32 * ADDERS);
     const bool takes_part = thread < 8 * BATCH;
     Element at = {0, lane % 8, min(thread / 8, BATCH - 1)};
-    for (int split_tile = cta; split_tile < tiles; split_tile += ctas, ++sums.tile) {
+    for (; split_tile != NONE; split_tile = queue.after(sums.tile++)) {
         if (sums.tile % ADDER_GROUPS != group) continue;
         at.tile = split_tile / S::PARTS;
+        const int part = split_tile % S::PARTS;
         float2 offset = m.bias ? *(const float2*)(m.bias + at.row()) : make_float2(0.f, 0.f);
-        if constexpr (adds_to_hidden(KIND)) {
+        if (adds_to_hidden(KIND) && part == 0) {
             const float2 h = load_pair(call.hidden + at.n * HIDDEN + at.row());
             offset.x += h.x, offset.y += h.y;
         }
@@ -72,34 +83,19 @@ __device__ __forceinline__ void add_up(const Call& call, const Matrix m, int pha
         __syncwarp();
         if (lane == 0) arrive(sums.read + 8 * group);
         if constexpr (S::PARTS > 1) {
-            constexpr i64 SPLIT = HIDDEN * BATCH;
-            float* const partial = call.partials + ((i64)at.tile * BATCH + at.n) * 16 + 2 * at.j;
-            if (takes_part) *(float2*)(partial + split_tile % S::PARTS * SPLIT) = y;
+            u64* const first = call.partials + ((i64)at.tile * BATCH + at.n) * 16 + 2 * at.j;  // of part 1
+            constexpr i64 PART = HIDDEN * BATCH;
+            if (part && takes_part) leave_numbers(first + (part - 1) * PART, {y.x, FLAG}, {y.y, FLAG});
+            if (part) continue;
+            if (takes_part) add_pairs<S::PARTS - 1>(first, PART, y);
             __syncwarp();
-            u32 before = 0;
-            if (lane == 0) {
-                u32* const counter = call.arrivals + at.tile * ADDERS + adder;
-                asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-                             : "=r"(before)
-                             : "l"(counter)
-                             : "memory");
-                if (before == S::PARTS - 1) *(volatile u32*)counter = 0;
-            }
-            before = __shfl_sync(ALL_LANES, before, 0);
-            if (before != S::PARTS - 1) continue;
-            float2 parts[S::PARTS];
-#pragma unroll
-            for (int s = 0; s < S::PARTS; ++s) parts[s] = load_pair(partial + s * SPLIT);
-            y = {0.f, 0.f};
-#pragma unroll
-            for (int s = 0; s < S::PARTS; ++s) y.x += parts[s].x, y.y += parts[s].y;
         }
         y.x += offset.x, y.y += offset.y;
         if constexpr (adds_to_hidden(KIND)) {
             store_hidden(call, at, y, takes_part);
         } else if (takes_part) {
             if constexpr (KIND == HEAD) *(float2*)(call.logits + (i64)at.n * call.vocabulary + at.row()) = y;
-            if constexpr (KIND == QKV) store_qkv(call, layer, at, y);
+            if constexpr (KIND == QKV) store_qkv(call, at, y);
             u16* const to = call.activation + at.n * FFN;
             if constexpr (KIND == UP) *(u32*)(to + at.row()) = pack_pair(gelu(y.x), gelu(y.y));
             if constexpr (KIND == GATED) to[at.row() / 2] = round_element(silu(y.x) * y.y);

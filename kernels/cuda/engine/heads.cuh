@@ -5,25 +5,15 @@
 
 #include "engine/norm.cuh"
 
-// Channels `channel` and the next, as packed, of a query, key or value head of token n: rotated, to q or to
-// the keys and values.
-__device__ __forceinline__ void store_head(const Call& call, int layer, int n, int head, int channel,
-                                           float2 y) {
+// Channels `channel` and the next, as packed, of a query, key or value head of token n, rotated.
+__device__ __forceinline__ void store_head(const Call& call, int n, int head, int channel, float2 y) {
     int first = channel, second = channel + 1;
     if (head < HEADS_Q + HEADS_KV && channel < ROTARY_DIM) {
         first = channel / 2, second = first + ROTARY_DIM / 2;
         const float2 turn = __ldg(call.rotation + n * (ROTARY_DIM / 2) + first);
         y = {y.x * turn.x - y.y * turn.y, y.y * turn.x + y.x * turn.y};
     }
-    u16* to;
-    if (head < HEADS_Q) {
-        to = call.q + (n * HEADS_Q + head) * HEAD_DIM;
-    } else {
-        const bool is_key = head < HEADS_Q + HEADS_KV;
-        const i64 kv_head = head - HEADS_Q - (is_key ? 0 : HEADS_KV);
-        to = (is_key ? call.k : call.v) + layer * call.kv_layer + n * call.kv_batch + kv_head * call.kv_head +
-             (PACKED ? 0 : __ldg(call.positions + n) * HEAD_DIM);
-    }
+    u16* const to = head_of(call, n, head);
     to[first] = round_element(y.x), to[second] = round_element(y.y);
 }
 
@@ -46,6 +36,6 @@ __device__ __forceinline__ void norm_head(const Call& call, int layer, int n, in
         const int pair = lane + 32 * i;
         if (pair >= PAIRS) break;
         const float2 w = unpack_pair(__ldg(weights + pair));
-        store_head(call, layer, n, head, 2 * pair, {y[i].x * scale * w.x, y[i].y * scale * w.y});
+        store_head(call, n, head, 2 * pair, {y[i].x * scale * w.x, y[i].y * scale * w.y});
     }
 }

@@ -17,6 +17,10 @@ constexpr int N_TILES = (BATCH + 7) / 8;
 constexpr int SUM_PITCH = 20, SUMS = WARPS * BATCH * SUM_PITCH;  // floats of a tile
 constexpr int GROUPS = HIDDEN / 16;
 
+// Tiles that a CTA's producer has claimed and its adders have not read: slots, twice the groups, and the one
+// at work.
+constexpr int QUEUE = SLOTS + 2 * ADDER_GROUPS + 4;
+
 enum Kind { QKV, UP, OUT, O, GATED, DOWN, HEAD };
 
 constexpr int OF_MMA = 1;                            // named barrier
@@ -44,9 +48,14 @@ template <Kind KIND>
 struct Shape {
     static constexpr int COLS = columns_of(KIND), BLOCKS = COLS / 32, STAGES = BLOCKS / SLOT_BLOCKS;
     static constexpr int PITCH = pitch_of(COLS);
+    // Slots that the warps multiply at a time, each the work of WARPS / SIDES of them.
+    static constexpr int SIDES = STAGES % 4 == 0 && WARPS % 4 == 0   ? 4
+                                 : STAGES % 2 == 0 && WARPS % 2 == 0 ? 2
+                                                                     : 1;
     static constexpr int PARTS = adds_to_hidden(KIND) ? SPLITS : 1;
     static_assert(COLS % 32 == 0 && BLOCKS % SLOT_BLOCKS == 0, "slots are full");
 };
+constexpr int CLASSES = larger(SPLITS, 2);  // of CTAs that claim tiles from each other
 constexpr int WIDEST =
     PARALLEL ? larger(columns_of(OUT), HIDDEN) : larger(larger(columns_of(O), columns_of(DOWN)), HIDDEN);
 constexpr int GROUP = HEADS_Q / HEADS_KV;
@@ -59,9 +68,12 @@ __host__ __device__ constexpr int largest_divisor(int number, int most) {
     return found;
 }
 constexpr int TEAMS = largest_divisor(GROUP / HEADS_OF_WARP, WARPS), PASSES = GROUP / HEADS_OF_WARP / TEAMS;
-constexpr int MERGED_ROW = HEAD_DIM + 2;  // channels, maximum, sum
-constexpr int X_BYTES =
-    (larger(BATCH * pitch_of(WIDEST), WARPS * HEADS_OF_WARP * MERGED_ROW * 4) + 127) / 128 * 128;
+constexpr int HEADS = TEAMS * HEADS_OF_WARP;  // of a pass
+constexpr int MERGED_ROW = HEAD_DIM + 2;      // channels, maximum, sum
+// At attention, of a segment: queries of a pass, newest key and value; what warps have summed.
+constexpr int NEWEST_BYTES = (HEADS + 2) * HEAD_DIM * 2;
+constexpr int SEGMENT_BYTES = NEWEST_BYTES + WARPS * HEADS_OF_WARP * MERGED_ROW * 4;
+constexpr int X_BYTES = (larger(BATCH * pitch_of(WIDEST), SEGMENT_BYTES) + 127) / 128 * 128;
 
 struct Matrix {
     const char* weights;
@@ -76,10 +88,11 @@ struct Call {
     int first_phase, end_phase;       // phases of this launch, of PHASES a layer and one for the head
     float* hidden;                    // [BATCH][HIDDEN]
     float2* statistics;               // [BATCH][GROUPS] mean and squared deviations
-    float* partials;                  // [SPLITS][tiles][BATCH][16]
-    u32* arrivals;                    // [tiles][ADDERS], 0 between launches
+    u64* partials;                    // [SPLITS - 1][tiles][BATCH][16] sums and flags, 0 between launches
+    u32* claims;                      // [phases][CLASSES] of tiles, 0 between launches
     u32* barrier;                     // [3][32] arrivals, of QKV alone, exits of CTAs; 0 between launches
-    u16 *q, *k, *v;                   // q [BATCH][heads][HEAD_DIM]; PACKED: k and v of the new tokens alone
+    u16 *q, *k, *v;                   // q [BATCH][heads][HEAD_DIM]
+    u16* newest;                      // [2][BATCH][HEADS_KV][HEAD_DIM] keys and values of this token
     i64 kv_layer, kv_batch, kv_head;  // strides; 0 from a token to the next: tokens of one sequence
     const float2* rotation;           // [BATCH][ROTARY_DIM / 2]
     const int* positions;             // [BATCH]
@@ -87,8 +100,14 @@ struct Call {
     float* logits;                    // [BATCH][vocabulary]
     const u16* head_norms;  // HEAD_NORMS: [layers][2][HEAD_DIM], channels in the order of packed rows
     float* raw_heads;  // HEAD_NORMS: [BATCH][HEADS_Q + HEADS_KV][HEAD_DIM] before their norms, so ordered
-    float* kv_parts;   // [CTAs][2][TEAMS * HEADS_OF_WARP][MERGED_ROW]
-    u32* kv_arrivals;  // [BATCH][HEADS_KV][PASSES], 0 between launches
+    u64* kv_parts;     // [CTAs][HEADS][HEAD_DIM][2], 0 between launches
     float eps;
 };
 static_assert(sizeof(Call) == 200, "CALL of kvlab/engine/kernels.py");
+
+// A query, key or value head of token n that this launch makes.
+__device__ __forceinline__ u16* head_of(const Call& call, int n, int head) {
+    if (head < HEADS_Q) return call.q + (n * HEADS_Q + head) * HEAD_DIM;
+    const int of_values = head >= HEADS_Q + HEADS_KV, kv_head = head - HEADS_Q - of_values * HEADS_KV;
+    return call.newest + ((of_values * BATCH + n) * HEADS_KV + kv_head) * HEAD_DIM;
+}

@@ -5,6 +5,7 @@
 // hidden state twice.
 #pragma once
 
+#include "common/async_copies.cuh"
 #include "common/pairs.cuh"
 
 #include "common/hopper.cuh"
@@ -45,7 +46,8 @@ __device__ __forceinline__ void merge_statistics(const Call& call, float2* momen
 }
 
 constexpr int QUADS = HIDDEN / 4, PER_THREAD = (QUADS + MMA_THREADS - 1) / MMA_THREADS;
-constexpr int AHEAD = BATCH < 2 ? BATCH : 2;  // tokens loaded before their statistics are there
+constexpr int LOADS = BATCH * PER_THREAD;  // of 16 bytes, to norm all tokens
+constexpr int MOST_AHEAD = BATCH > 8 ? 3 : 4, AHEAD = LOADS < MOST_AHEAD ? LOADS : MOST_AHEAD;
 
 struct NormWeights {
     uint2 weight[PER_THREAD], bias[PER_THREAD];
@@ -75,7 +77,7 @@ __device__ __forceinline__ u32 normed_pair(float x, float y, float2 moments, u32
 
 __device__ __forceinline__ void norm_x(const Call& call, const NormWeights& held, char* x, float2* moments) {
     constexpr int PITCH = pitch_of(HIDDEN);
-    float4 ahead[AHEAD][PER_THREAD];
+    float4 ahead[AHEAD];
     const auto load = [&](int n, int i) {
         const int quad = threadIdx.x + i * MMA_THREADS;
         return QUADS % MMA_THREADS && quad >= QUADS
@@ -92,19 +94,14 @@ __device__ __forceinline__ void norm_x(const Call& call, const NormWeights& held
         *(uint2*)(x + n * PITCH + quad * 8) = pair;
     };
 #pragma unroll
-    for (int n = 0; n < AHEAD; ++n)
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) ahead[n][i] = load(n, i);
+    for (int a = 0; a < AHEAD; ++a) ahead[a] = load(a % BATCH, a / BATCH);
     merge_statistics(call, moments);
     sync_threads(OF_MMA, MMA_THREADS);  // moments are there
 #pragma unroll
-    for (int n = 0; n < AHEAD; ++n)
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) store(n, i, ahead[n][i]);
-#pragma unroll 2
-    for (int n = AHEAD; n < BATCH; ++n)
-#pragma unroll
-        for (int i = 0; i < PER_THREAD; ++i) store(n, i, load(n, i));
+    for (int a = 0; a < LOADS; ++a) {
+        store(a % BATCH, a / BATCH, ahead[a % AHEAD]);
+        if (a + AHEAD < LOADS) ahead[a % AHEAD] = load((a + AHEAD) % BATCH, (a + AHEAD) / BATCH);
+    }
 }
 
 template <Kind KIND>
@@ -113,12 +110,13 @@ __device__ __forceinline__ void copy_x(const Call& call, char* x) {
     constexpr int PIECES = S::COLS / 8;  // of 16 bytes
     const int first = blockIdx.x % SPLITS * S::COLS;
     const u16* const base = (KIND == DOWN ? call.activation : call.attended) + first;
-#pragma unroll(KIND == OUT ? 2 : 4)
+#pragma unroll 2
     for (int i = threadIdx.x; i < BATCH * PIECES; i += MMA_THREADS) {
         const int n = i / PIECES, piece = i % PIECES;
         const u16* from = base + n * (KIND == DOWN ? FFN : Q_COLS) + 8 * piece;
         if (KIND == OUT && first + 8 * piece >= Q_COLS)
             from = call.activation + n * FFN + first + 8 * piece - Q_COLS;
-        *(uint4*)(x + n * S::PITCH + piece * 16) = __ldcg((const uint4*)from);
+        copy_async(x + n * S::PITCH + piece * 16, from);
     }
+    wait_copies();
 }

@@ -24,18 +24,76 @@ __device__ __forceinline__ void copy_bytes_once(u32 to, const void* from, u32 by
         : "memory");
 }
 
+constexpr int NONE = -1;
+
+// The tiles of a product that a CTA has. The first is dealt; the next ones its producer claims, so CTAs that
+// memory serves faster have more. Claims are in the order of tiles, among the CTAs with the same columns of
+// x.
 template <Kind KIND>
-__device__ __forceinline__ void produce(Ring& ring, const char* weights, int tiles, int ctas, int cta) {
+struct Share {
+    static constexpr int PARTS = Shape<KIND>::PARTS;
+    u32* claims;
+    int tiles, ctas, cta;
+    __device__ __forceinline__ Share(const Call& call, int phase, int tiles, int ctas, int cta)
+        : claims(call.claims + phase * CLASSES + (PARALLEL && KIND == UP ? 1 : cta % PARTS)),
+          tiles(tiles),
+          ctas(ctas),
+          cta(cta) {}
+    __device__ __forceinline__ int first() const { return cta < tiles ? cta : NONE; }
+    __device__ __forceinline__ u32 claim() const {
+        if (ctas >= tiles) return 0;
+        u32 before;
+        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(claims) : "memory");
+        return before;
+    }
+    __device__ __forceinline__ int claimed(u32 before) const {
+        const int tile = (ctas / PARTS + (int)before) * PARTS + cta % PARTS;
+        return tile < tiles ? tile : NONE;
+    }
+};
+
+// From the producer to the other warps: what comes after tile number `index` of this CTA, over all phases.
+// A word has the lower bits of its index, so who sees them has the tile.
+struct Queue {
+    u32 words;
+    __device__ __forceinline__ void put(int index, int tile) const {
+        asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(words + index % QUEUE * 4),
+                     "r"((u32)index << 20 | (u32)(tile + 1))
+                     : "memory");
+    }
+    __device__ __forceinline__ int after(int index) const {  // all lanes of a warp
+        u32 word;
+        for (;;) {
+            asm volatile("ld.volatile.shared.u32 %0, [%1];"
+                         : "=r"(word)
+                         : "r"(words + index % QUEUE * 4)
+                         : "memory");
+            if (word >> 20 == (index & 0xfff)) break;
+            __nanosleep(32);
+        }
+        __syncwarp();
+        return (int)(word & 0xfffff) - 1;
+    }
+};
+
+template <Kind KIND>
+__device__ __forceinline__ void produce(Ring& ring, const Queue& queue, int& index, const char* weights,
+                                        const Share<KIND>& share) {
     using S = Shape<KIND>;
-    for (int first = 0; first + cta < tiles; first += ctas) {
-        const char* from = weights + (i64)(first + cta) * S::STAGES * SLOT_BYTES;
+    constexpr int CLAIM_AT = S::STAGES > 3 ? S::STAGES - 3 : 0;  // it comes back while the last slots go
+    for (int tile = share.first(); tile != NONE;) {
+        const char* from = weights + (i64)tile * S::STAGES * SLOT_BYTES;
+        u32 before = 0;
         for (int s = 0; s < S::STAGES; ++s) {
+            if (s == CLAIM_AT) before = share.claim();
             wait_barrier(ring.empty + 8 * ring.slot, ring.parity ^ 1);
             expect_bytes(ring.full + 8 * ring.slot, SLOT_BYTES);
             copy_bytes_once(ring.slots + ring.slot * SLOT_BYTES, from, SLOT_BYTES, ring.full + 8 * ring.slot);
             from += SLOT_BYTES;
             ring.advance();
         }
+        tile = share.claimed(before);
+        queue.put(index++, tile);
     }
 }
 
@@ -57,7 +115,7 @@ struct Sums {
 };
 
 // A tile's sums of this warp to shared memory.
-__device__ __forceinline__ void leave_sums(float* sums, const float (&c)[N_TILES][4]) {
+__device__ __forceinline__ void leave_sums(float* sums, const float (&c)[2][N_TILES][4]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     float* mine = sums + threadIdx.x / 32 * (BATCH * SUM_PITCH);
 #pragma unroll
@@ -65,37 +123,59 @@ __device__ __forceinline__ void leave_sums(float* sums, const float (&c)[N_TILES
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int n = 8 * i + 2 * t + k % 2;
-            if (n < BATCH) mine[n * SUM_PITCH + g + 8 * (k / 2)] = c[i][k];
+            if (n < BATCH) mine[n * SUM_PITCH + g + 8 * (k / 2)] = c[0][i][k] + c[1][i][k];
         }
 }
 
+// Blocks of a slot: every SIDE_WARPS-th from `weights` on. Loads of a few are under way together, and the two
+// halves of a block have sums of their own, so products wait less for each other.
+template <int SIDE_WARPS>
+__device__ __forceinline__ void multiply_slot(float (&c)[2][N_TILES][4], u32 weights, u32 x_lane, u32 x_upper,
+                                              int first) {
+    constexpr int MINE = (SLOT_BLOCKS + SIDE_WARPS - 1) / SIDE_WARPS, AT_ONCE = N_TILES == 2 ? 1 : 2;
+#pragma unroll(N_TILES == 2 ? 2 : MINE)
+    for (int begin = 0; begin < MINE; begin += AT_ONCE) {
+        uint4 a[AT_ONCE][2], b[AT_ONCE][N_TILES];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int block = first + (begin + i) * SIDE_WARPS;
+            if (begin + i >= MINE || block >= SLOT_BLOCKS) continue;
+            a[i][0] = load_shared(weights + block * BLOCK_BYTES);
+            a[i][1] = load_shared(weights + block * BLOCK_BYTES + 512);
+            b[i][0] = load_shared(x_lane + block * 64);
+            if constexpr (N_TILES == 2) b[i][1] = load_shared(x_upper + block * 64);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            if (begin + i >= MINE || first + (begin + i) * SIDE_WARPS >= SLOT_BLOCKS) continue;
+            const u32 upper[4] = {a[i][0].x, a[i][0].y, a[i][0].z, a[i][0].w};
+            const u32 lower[4] = {a[i][1].x, a[i][1].y, a[i][1].z, a[i][1].w};
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n) {
+                mma(c[0][n], upper, b[i][n].x, b[i][n].y);
+                mma(c[1][n], lower, b[i][n].z, b[i][n].w);
+            }
+        }
+    }
+}
+
 template <Kind KIND>
-__device__ __forceinline__ void multiply(Ring& ring, Sums& sums, const char* x, int tiles, int ctas,
-                                         int cta) {
+__device__ __forceinline__ void multiply(Ring& ring, Sums& sums, const Queue& queue, const char* x,
+                                         bool takes_part) {
     using S = Shape<KIND>;
+    constexpr int SIDES = S::SIDES, SIDE_WARPS = WARPS / SIDES;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 x_lane = shared_address(x) + min(lane / 4, BATCH - 1) * S::PITCH + lane % 4 * 16;
     const u32 x_upper = shared_address(x) + min(lane / 4 + 8, BATCH - 1) * S::PITCH + lane % 4 * 16;
-    float c[N_TILES][4] = {};
-    for (int tile = cta; tile < tiles; tile += ctas) {
-        int block = warp;  // of the tile
-        for (int end = SLOT_BLOCKS; end <= S::BLOCKS; end += SLOT_BLOCKS) {
+    float c[2][N_TILES][4] = {};
+    while (takes_part) {
+#pragma unroll 1
+        for (int s = 0; s < S::STAGES; ++s) {
             wait_barrier(ring.full + 8 * ring.slot, ring.parity);
-            const u32 weights =
-                ring.slots + ring.slot * SLOT_BYTES + lane * 16 - (end - SLOT_BLOCKS) * BLOCK_BYTES;
-            for (; block < end; block += WARPS) {
-                const uint4 a0 = load_shared(weights + block * BLOCK_BYTES),
-                            a1 = load_shared(weights + block * BLOCK_BYTES + 512);
-                const uint4 b = load_shared(x_lane + block * 64);
-                const u32 first[4] = {a0.x, a0.y, a0.z, a0.w}, second[4] = {a1.x, a1.y, a1.z, a1.w};
-                mma(c[0], first, b.x, b.y);
-                mma(c[0], second, b.z, b.w);
-                if constexpr (N_TILES == 2) {
-                    const uint4 upper = load_shared(x_upper + block * 64);
-                    mma(c[1], first, upper.x, upper.y);
-                    mma(c[1], second, upper.z, upper.w);
-                }
-            }
+            if (s % SIDES == warp / SIDE_WARPS)
+                multiply_slot<SIDE_WARPS>(c, ring.slots + ring.slot * SLOT_BYTES + lane * 16,
+                                          x_lane + s * (SLOT_BLOCKS * 64), x_upper + s * (SLOT_BLOCKS * 64),
+                                          warp % SIDE_WARPS);
             __syncwarp();  // all lanes have read
             if (lane == 0) arrive(ring.empty + 8 * ring.slot);
             ring.advance();
@@ -105,8 +185,10 @@ __device__ __forceinline__ void multiply(Ring& ring, Sums& sums, const char* x, 
         leave_sums(sums.floats + group * SUMS, c);
         __syncwarp();
         if (lane == 0) arrive(sums.there + 8 * group);
-        ++sums.tile;
+        takes_part = queue.after(sums.tile++) != NONE;
 #pragma unroll
-        for (int i = 0; i < N_TILES; ++i) c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.f;
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int i = 0; i < N_TILES; ++i) c[h][i][0] = c[h][i][1] = c[h][i][2] = c[h][i][3] = 0.f;
     }
 }

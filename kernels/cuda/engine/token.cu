@@ -9,10 +9,13 @@
 // be gone before the next wait, or the ring is full when that begins and covers nothing of it.
 //
 // Threads and data
-//   CTA    tiles of 16 rows: tile w * ctas + cta in wave w. With SPLITS > 1 a tile of OUT, O and DOWN has
-//          COLS = columns / SPLITS, and the CTA that comes last adds up the splits, in their order.
-//   warp   of WARPS: every WARPS-th block of 16 rows by 32 columns of a tile, multiplied by mma.m16n8k16:
-//          weights are A, in the order of kvlab/engine/packing.py, x is B, a token a column of it.
+//   CTA    tiles of 16 rows: one is dealt to it, the next ones its last warp claims. With SPLITS > 1 a tile
+//   of
+//          OUT, O and DOWN has COLS = columns / SPLITS, and the CTA of the first columns adds the others'
+//          sums to its own, in their order.
+//   warp   of WARPS, which multiply SIDES slots at a time: of every SIDES-th slot of a tile every WARPS /
+//          SIDES-th block, 16 rows by 32 columns, multiplied by mma.m16n8k16: weights are A, in the order of
+//          kvlab/engine/packing.py, x is B, a token a column of it.
 //   warp   of ADDERS in each of ADDER_GROUPS: adds the sums of the warps in their order for every
 //          ADDER_GROUPS-th tile; lane has rows 2 j and 2 j + 1 of token n, j = lane % 8,
 //          n = 4 adder + lane / 8. What follows (bias, rotation, GELU, residual) is its work, and as many
@@ -24,9 +27,9 @@
 // The order of every sum follows from WARPS, SPLITS, positions and the number of CTAs, so GPUs of one kind
 // give the same bits.
 //
-// Shared memory, at most 227 KiB: x, BATCH * pitch bytes (attention merges its warps there, too); sums of
-// ADDER_GROUPS tiles, 80 * WARPS * BATCH bytes each; SLOTS slots of SLOT_BLOCKS KiB for weights; 16 bytes of
-// barriers a slot. kvlab/engine/kernels.py computes the same sizes.
+// Shared memory, at most 227 KiB: x, BATCH * pitch bytes (attention has its queries and sums there, too);
+// sums of ADDER_GROUPS tiles, 80 * WARPS * BATCH bytes each; SLOTS slots of SLOT_BLOCKS KiB for weights; 16
+// bytes of barriers a slot. kvlab/engine/token_kernel.py computes the same sizes.
 //
 // Keys and values of a packed cache (PACKED) are attended and stored by the cache's own launches. Then a
 // launch has the phases from one layer's attention to the next: OUT, or O, the MLP, and QKV of the next
@@ -93,9 +96,11 @@ struct Producer {
     const Call& call;
     const Chunks& chunks;
     Ring ring;
+    Queue queue;
+    int index;  // of the next tile of this CTA
     template <Kind KIND>
-    __device__ __forceinline__ void product(const Matrix m, int, int tiles, int ctas, int cta) {
-        produce<KIND>(ring, m.weights, tiles, ctas, cta);
+    __device__ __forceinline__ void product(const Matrix m, int phase, int tiles, int ctas, int cta) {
+        produce(ring, queue, index, m.weights, Share<KIND>(call, phase, tiles, ctas, cta));
     }
     __device__ __forceinline__ void head_norms(int, int) {}
     __device__ __forceinline__ void attention(int layer) { produce_keys(call, layer, chunks, ring); }
@@ -105,12 +110,13 @@ struct Producer {
 struct Adder {
     const Call& call;
     Sums sums;
+    Queue queue;
     u32 opened, parity;  // a barrier that completes when the CTA may read what the phase before has written
     template <Kind KIND>
-    __device__ __forceinline__ void product(const Matrix m, int phase, int tiles, int ctas, int cta) {
+    __device__ __forceinline__ void product(const Matrix m, int, int tiles, int, int cta) {
         wait_barrier(opened, parity);
         parity ^= 1;
-        add_up<KIND>(call, m, phase, sums, tiles, ctas, cta);
+        add_up<KIND>(call, m, sums, queue, cta < tiles ? cta : NONE);
         __syncwarp();
         if (KIND != HEAD && threadIdx.x % 32 == 0) arrive_grid(call.barrier + (KIND == QKV ? OF_QKV : 0));
     }
@@ -125,6 +131,7 @@ struct Multiplier {
     Ring ring;
     char* x;
     Sums sums;
+    Queue queue;
     float2* moments;
     u32 opened;
     u32 arrivals, of_qkv;  // expected so far
@@ -142,7 +149,7 @@ struct Multiplier {
         sync_threads(OF_MMA, MMA_THREADS);
     }
     template <Kind KIND>
-    __device__ __forceinline__ void product(const Matrix m, int, int tiles, int ctas, int cta) {
+    __device__ __forceinline__ void product(const Matrix m, int, int tiles, int, int cta) {
         NormWeights held;
         if constexpr (!adds_to_hidden(KIND)) held = load_norm_weights(m);
         open(false);
@@ -152,7 +159,7 @@ struct Multiplier {
         else
             norm_x(call, held, x, moments);
         sync_threads(OF_MMA, MMA_THREADS);  // x is there
-        multiply<KIND>(ring, sums, x, tiles, ctas, cta);
+        multiply<KIND>(ring, sums, queue, x, cta < tiles);
     }
     __device__ __forceinline__ void head_norms(int layer, int ctas) {
         if (blockIdx.x >= ctas) return;
@@ -166,8 +173,9 @@ struct Multiplier {
     __device__ __forceinline__ void attention(int layer) {
         if ((int)blockIdx.x >= chunks.attending) return;
         open(true);
-        attend(call, layer, chunks, ring, (float*)x);
+        attend(call, chunks, ring, x);
         if (threadIdx.x == 0) arrive_grid(call.barrier);
+        keep_newest(call, layer, chunks);
     }
 };
 
@@ -175,11 +183,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
     extern __shared__ __align__(128) char memory[];
     __shared__ float2 moments[BATCH];
     __shared__ Chunks chunks;
+    __shared__ u32 claimed[QUEUE];
+    __shared__ bool is_last;
     __shared__ u64 barriers[2 * SLOTS + 2 * ADDER_GROUPS + 1];
     char* const x = memory;
     const u32 full = shared_address(barriers), there = full + 16 * SLOTS, opened = there + 16 * ADDER_GROUPS;
     const Ring ring = {shared_address(memory + X_BYTES + SUM_BYTES), full, full + 8 * SLOTS, 0, 0};
     const Sums sums = {(float*)(memory + X_BYTES), there, there + 8 * ADDER_GROUPS, 0};
+    const Queue queue = {shared_address(claimed)};
+    for (int i = threadIdx.x; i < QUEUE; i += THREADS) claimed[i] = ~0u;
     if (threadIdx.x == 0) {
         for (int i = 0; i < SLOTS; ++i)
             init_barrier(ring.full + 8 * i, 1), init_barrier(ring.empty + 8 * i, WARPS);
@@ -191,14 +203,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
     if (threadIdx.x < 32) count_chunks(call, chunks);
     __syncthreads();
     if (threadIdx.x < MMA_THREADS) {
-        Multiplier multiplier = {call, chunks, ring, x, sums, moments, opened, 0, 0};
+        Multiplier multiplier = {call, chunks, ring, x, sums, queue, moments, opened, 0, 0};
         visit_all(call, chunks, multiplier);
     } else if (threadIdx.x < MMA_THREADS + ADD_THREADS) {
-        Adder adder = {call, sums, opened, 0};
+        Adder adder = {call, sums, queue, opened, 0};
         visit_all(call, chunks, adder);
     } else {
         if (threadIdx.x == MMA_THREADS + ADD_THREADS) {
-            Producer producer = {call, chunks, ring};
+            Producer producer = {call, chunks, ring, queue, 0};
             visit_all(call, chunks, producer);
         }
         __syncwarp();
@@ -206,11 +218,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
     __syncthreads();  // all of this CTA have passed the last barrier; the last CTA leaves counters at 0
     if (threadIdx.x == 0) {
         __threadfence();
-        if (atomicAdd(call.barrier + EXITS, 1u) == gridDim.x - 1) {
-            __threadfence();
-            call.barrier[0] = call.barrier[OF_QKV] = call.barrier[EXITS] = 0;
-        }
+        is_last = atomicAdd(call.barrier + EXITS, 1u) == gridDim.x - 1;
+        __threadfence();
+        if (is_last) call.barrier[0] = call.barrier[OF_QKV] = call.barrier[EXITS] = 0;
     }
+    __syncthreads();  // whether this CTA is the last is known
+    if (is_last)
+        for (int i = call.first_phase * CLASSES + threadIdx.x; i < call.end_phase * CLASSES; i += THREADS)
+            call.claims[i] = 0;
 }
 
 // clang-format off
@@ -218,9 +233,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
 // gate: BATCH=8 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=3 SLOTS=11 SLOT_BLOCKS=10 SHARED_BYTES=230912 registers<=128 arch=sm_90a
 // gate: BATCH=1 BF16=0,1 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=215680 registers<=128 arch=sm_90a
 // gate: BATCH=16 BF16=1,0 HIDDEN=2048 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=64 ROTARY_DIM=64 FFN=8192 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=2 SLOTS=4 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=96 arch=sm_90a
-// gate: BATCH=1 BF16=0,1 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=13 SLOT_BLOCKS=16 SHARED_BYTES=223872 registers<=128 arch=sm_90a
+// gate: BATCH=1 BF16=0,1 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=13 SLOT_BLOCKS=16 SHARED_BYTES=224896 registers<=128 arch=sm_90a
 // gate: BATCH=1 BF16=0,1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=14336 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=1 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=227968 registers<=128 arch=sm_90a
 // gate: BATCH=16 BF16=0 HIDDEN=4096 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=14336 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=1 SPLITS=4 WARPS=8 ADDER_GROUPS=2 SLOTS=4 SLOT_BLOCKS=16 SHARED_BYTES=218112 registers<=96 arch=sm_90a
 // gate: BATCH=1 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=1 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=21 SLOT_BLOCKS=10 SHARED_BYTES=230528 registers<=128 arch=sm_90a
-// gate: BATCH=2 BF16=0 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 PACKED=1 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=13 SLOT_BLOCKS=16 SHARED_BYTES=226432 registers<=128 arch=sm_90a
+// gate: BATCH=2 BF16=0 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 PACKED=1 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=13 SLOT_BLOCKS=16 SHARED_BYTES=227456 registers<=128 arch=sm_90a
 // clang-format on
