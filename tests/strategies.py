@@ -300,7 +300,15 @@ class CodecCase:
 
 CODECS = ("affine", "symmetric", "hadamard", "ternary")
 
-CODEC_CONTENTS = ("normal", "any scale", "bit patterns", "constant", "few values", "far from zero")
+CODEC_CONTENTS = (
+    "normal",
+    "any scale",
+    "bit patterns",
+    "constant",
+    "few values",
+    "far from zero",
+    "least numbers",
+)
 """What an array to be quantised may hold; "bit patterns" has NaN and infinities among them."""
 
 
@@ -343,5 +351,7 @@ def codec_content(
         x = rng.integers(-3, 4, shape) * rng.choice([0.0, 1.0, 6e-8, 1e-5, 65504 / 3, 1e30], rows)
     elif content == "far from zero":
         x = 10 + 1e-3 * x
+    elif content == "least numbers":
+        x = rng.integers(-9, 10, shape) * float(ml_dtypes.finfo(dtype).smallest_subnormal)
     largest = float(np.finfo(np.float16).max) if dtype == np.float16 else 2.0**126
     return np.clip(x, -largest, largest).astype(dtype)

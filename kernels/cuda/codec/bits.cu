@@ -2,9 +2,8 @@
 //
 // Flat kernels: rows that end on byte borders follow each other in the stream without gaps, so they are one
 // run of codes. A warp takes a tile of 1,024 codes: two 16-byte accesses a lane on the side of the codes,
-// and on the side of the stream one access of CODE_BITS words a lane, or CODE_BITS accesses of one word where
-// CODE_BITS is no power of two. Memory: 1 KiB of shared memory a warp; no barrier but those among the lanes
-// of a warp.
+// CODE_BITS accesses of one word on the side of the stream. Memory: 1,152 bytes of shared memory a warp; no
+// barrier but those among the lanes of a warp.
 //
 // Row kernels: any row length, any alignment. A thread takes 8 codes of a row and their CODE_BITS bytes, one
 // access a byte.
@@ -14,57 +13,54 @@
 // Macros: CODE_BITS.
 #include "codec/bit_stream.cuh"
 
-constexpr int WARPS = 8;
+constexpr int WARPS = 8, PIECES = TILE / 16 / 32;  // of 16 codes, a lane
 constexpr u32 TOO_LARGE = ~low_bits(CODE_BITS, 8);
-
-__device__ __forceinline__ void report(bool wrong, i32* bad) {
-    if (wrong && bad) *bad = 1;
-}
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     pack_flat(const u8* __restrict__ codes, i64 count, u8* __restrict__ packed, i32* bad) {
-    __shared__ __align__(16) u8 tiles[WARPS][TILE];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 first = ((i64)blockIdx.x * WARPS + warp) * TILE;
+    __shared__ Tile tiles[WARPS];
+    Tile& tile = tiles[threadIdx.x / 32];
+    const int lane = threadIdx.x % 32;
+    const i64 first = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * TILE;
     if (first >= count) return;
     const int here = (int)min((i64)TILE, count - first);
-    uint4* tile = (uint4*)tiles[warp];
     u32 large = 0;
-    if (here == TILE) {
-        uint4 part[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) part[i] = ((const uint4*)(codes + first))[32 * i + lane];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            large |= (part[i].x | part[i].y | part[i].z | part[i].w) & TOO_LARGE;
-            tile[32 * i + lane] = part[i];
-        }
-    } else {
-        for (int i = lane; i < TILE; i += 32) {
-            const u8 code = i < here ? codes[first + i] : 0;
-            large |= code & TOO_LARGE;
-            tiles[warp][i] = code;
+    for (int i = 0; i < PIECES; ++i) {
+        const int at = 16 * (32 * i + lane);
+        if (at + 16 <= here) {
+            const uint4 piece = *(const uint4*)(codes + first + at);
+            large |= (piece.x | piece.y | piece.z | piece.w) & TOO_LARGE;
+            *(uint4*)tile.at(at) = piece;
+        } else {
+            for (int k = at; k < at + 16; ++k) {
+                const u8 code = k < here ? codes[first + k] : 0;
+                large |= code & TOO_LARGE & 0xff;
+                *tile.at(k) = code;
+            }
         }
     }
-    report(large != 0, bad);
-    store_tile<CODE_BITS>(tiles[warp], here, packed + first / 8 * CODE_BITS, lane);
+    if (large && bad) *bad = 1;
+    store_tile<CODE_BITS>(tile, here, packed + first / 8 * CODE_BITS, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     unpack_flat(const u8* __restrict__ packed, i64 count, u8* __restrict__ codes) {
-    __shared__ __align__(16) u8 tiles[WARPS][TILE];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 first = ((i64)blockIdx.x * WARPS + warp) * TILE;
+    __shared__ Tile tiles[WARPS];
+    Tile& tile = tiles[threadIdx.x / 32];
+    const int lane = threadIdx.x % 32;
+    const i64 first = ((i64)blockIdx.x * WARPS + threadIdx.x / 32) * TILE;
     if (first >= count) return;
     const int here = (int)min((i64)TILE, count - first);
-    load_tile<CODE_BITS>(packed + first / 8 * CODE_BITS, here, tiles[warp], lane);
-    if (here == TILE) {
+    load_tile<CODE_BITS>(packed + first / 8 * CODE_BITS, here, tile, lane);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            ((uint4*)(codes + first))[32 * i + lane] = ((const uint4*)tiles[warp])[32 * i + lane];
+    for (int i = 0; i < PIECES; ++i) {
+        const int at = 16 * (32 * i + lane);
+        if (at + 16 <= here) {
+            *(uint4*)(codes + first + at) = *(const uint4*)tile.at(at);
+        } else {
+            for (int k = at; k < here; ++k) codes[first + k] = *tile.at(k);
         }
-    } else {
-        for (int i = lane; i < here; i += 32) codes[first + i] = tiles[warp][i];
     }
 }
 
@@ -99,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(256)
         large |= code & TOO_LARGE;
         stream |= (u64)code << (CODE_BITS * i);
     }
-    report((large & 0xff) != 0, bad);
+    if ((large & 0xff) && bad) *bad = 1;
 #pragma unroll
     for (int i = 0; i < CODE_BITS; ++i) {
         if (i < part.bytes) packed[part.byte + i] = (u8)(stream >> (8 * i));

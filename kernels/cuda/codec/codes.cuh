@@ -1,16 +1,36 @@
-// Codecs: from values to codes and from codes to values, bit for bit as kvlab/reference/codec.py.
+// From values to codes and from codes to values, bit for bit as kvlab/reference/codec.py.
+//
+// Hadamard codes: the integer below a value in units, its cell, has one code (kvlab/reference/codebooks.py).
+// Blocks keep the codes of all cells up to the last border as a table of bytes in shared memory.
 #pragma once
-#include "codec/words.cuh"
+#include "codec/scales.cuh"
 
-constexpr float MAGIC = 12582912.f;  // 3 2^22: adding it rounds to an integer,
-                                     // which then is the low byte
-constexpr u32 MAGIC_BITS = 0x4b400000u;
+constexpr float MAGIC = 12582912.f;  // 3 2^22: adding it rounds to an integer, which then is the low byte
+constexpr i32 MAGIC_BITS = 0x4b400000;
+constexpr float SMALL = 0x1p-66f, RAISED = 0x1p60f, LOWERED = 0x1p-60f;
 
-// What codes of equally spaced values are made with: scale and offset, and values, are multiplied by
-// `factor`, a power of two that keeps inverse and remainders from overflow and underflow. `inverse` is about
-// 1 / s, or 0 for a group without a scale, which makes all its codes 0.
-struct __align__(16) Spacing {
-    float s, o, factor, inverse;
+// The codebook of the Hadamard codec: cells from -reach to below it, units of a scale, 2^CODE_BITS - 1
+// borders in units, and levels, both ascending.
+struct Codebook {
+    i32 reach;
+    float units;
+    i32 borders[255];
+    float levels[256];
+};
+
+// 1 / sqrt(block), correctly rounded; block is a power of two.
+__device__ __forceinline__ float rotation_of(int block) {
+    float r = __clz(block) % 2 ? 1.f : .70710678118654752440f;
+    for (; block >= 4; block /= 4) r *= .5f;
+    return r;
+}
+
+// What makes codes of the values of a group. Scale, offset and values are multiplied by `factor`, a power of
+// two that keeps inverse and remainders from overflow and underflow; scales of float16 elements need none.
+struct Encoder {
+    float s, o, factor;
+    float inverse;  // about 1 / s; of HADAMARD units, 0 where s is 0; of TERNARY the border s / 2
+    u32 highest;    // code; 0 for a group that cannot be represented, all of whose codes are 0
 };
 
 __device__ __forceinline__ float rough_inverse(float x) {
@@ -19,90 +39,81 @@ __device__ __forceinline__ float rough_inverse(float x) {
     return r;
 }
 
-__device__ __forceinline__ Spacing spacing_of(float s, float o, bool known) {
-    // Scales of float16 elements need no factor.
-    const float factor = DTYPE == FLOAT16        ? 1.f
-                         : s > 1e20f             ? 1.f / (1ll << 60)
-                         : s < 1e-20f && s > 0.f ? (float)(1ll << 60)
-                                                 : 1.f;
-    s = __fmul_rn(s, factor);
-    return {s, __fmul_rn(o, factor), factor, known && s > 0.f ? rough_inverse(s) : 0.f};
+// `whole`: the units of a scale times the rotation; HADAMARD.
+__device__ __forceinline__ Encoder encoder_of(const Scale& scale, float whole = 0.f) {
+    Encoder r;
+    r.factor = DTYPE == FLOAT16                        ? 1.f
+               : scale.s < SMALL                       ? RAISED
+               : scale.s > 1e20f && CODEC <= SYMMETRIC ? LOWERED
+                                                       : 1.f;
+    r.s = __fmul_rn(scale.s, r.factor), r.o = __fmul_rn(scale.o, r.factor);
+    r.highest = scale.known ? TOP_CODE : 0;
+    if (CODEC == TERNARY) {
+        r.inverse = scale.known ? __fmul_rn(scale.s, .5f) : __uint_as_float(0x7f800000u);
+    } else if (CODEC == HADAMARD) {
+        r.inverse = scale.known && r.s > 0.f ? __fdiv_rn(whole, r.s) : 0.f;
+    } else {
+        // A scale of 0: all values are equal, or multiples up to 127 of 2^-149, the least float32, above o.
+        r.inverse = r.s == 0.f ? TOP * 0x1p89f : rough_inverse(r.s);
+    }
+    return r;
 }
 
 // The code of x above MAGIC_BITS: (x - o) / s, rounded to nearest and then to nearest even; it may exceed the
-// highest code by one. The quotient is that of `divided`, since scales have at most 11 significant bits.
-__device__ __forceinline__ u32 spaced_code(float x, const Spacing& spacing) {
-    const float d = DTYPE == FLOAT16 ? __fsub_rn(x, spacing.o) : __fmaf_rn(x, spacing.factor, -spacing.o);
-    const float first = __fmul_rn(d, spacing.inverse);
-    const float code = __fmaf_rn(__fmaf_rn(-first, spacing.s, d), spacing.inverse, first);
+// highest code by one. Scales have at most 11 significant bits: with an inverse that is good to two units in
+// the last place the corrected quotient is as near to the true one as 2^-21 of a unit of its own last place,
+// and no true one is nearer than 2^-12 of that unit to the middle between two numbers (nor at it).
+__device__ __forceinline__ u32 spaced_code(float x, const Encoder& to) {
+    const float d = DTYPE == FLOAT16 ? __fsub_rn(x, to.o) : __fmaf_rn(x, to.factor, -to.o);
+    const float first = __fmul_rn(d, to.inverse);
+    float code = __fmaf_rn(__fmaf_rn(-first, to.s, d), to.inverse, first);
+    if (DTYPE == FLOAT32 && CODEC == SYMMETRIC) code = fmaxf(code, 0.f);  // negative where s is 0
     return __float_as_uint(__fadd_rn(code, MAGIC));
 }
 
-// The highest codes of two groups, in halves; 0 for a group without a scale, of which codes may be NaN.
-__device__ __forceinline__ u32 highest_codes(const Spacing& low, const Spacing& high, u32 top) {
-    return (low.inverse > 0.f ? top : 0) | (high.inverse > 0.f ? top << 16 : 0);
-}
-
-// Two codes that stand in the low halves of words, none above `highest`.
-__device__ __forceinline__ u32 pair_of_codes(u32 low, u32 high, u32 highest) {
-    return __vminu2(__byte_perm(low, high, 0x5410), highest);
-}
-
-// Whether the codes of one load are packed in registers: then they are whole bytes that a store can write.
-template <int BITS>
-constexpr bool PACKS_LOADS = CODEC != TERNARY && is_power_of_2(BITS) && BITS * PER_LOAD >= 8;
-
-// How the codes of a load are packed in registers, WIDTH bits each: words of 2 IN_HALF codes. Code i of a
-// word and code i + IN_HALF come together, as halves; so shifts and additions fill both halves of a word at a
-// time.
-template <int WIDTH>
-struct Packing {
-    static constexpr int IN_HALF = 16 / WIDTH < PER_LOAD / 2 ? 16 / WIDTH : PER_LOAD / 2;
-    static constexpr int WORDS = PER_LOAD / (2 * IN_HALF),
-                         USED = IN_HALF * WIDTH;  // bits of a half
-
-    // The first code of pair i of a load, i < PER_LOAD / 2; its word; its bit there.
-    static __device__ constexpr int first(int i) { return i / IN_HALF * 2 * IN_HALF + i % IN_HALF; }
-    static __device__ constexpr int word(int i) { return i / IN_HALF; }
-    static __device__ constexpr int bit(int i) { return i % IN_HALF * WIDTH; }
-
-    // Closes the gap between the halves of the words, and writes them.
-    static __device__ __forceinline__ void store(const u32 (&words)[WORDS], u8* to) {
-        if constexpr (USED == 16) {
-            copy_words<WORDS>(words, (u32*)to);
-        } else {
-            const u32 word = (words[0] & low_bits(USED, 32)) | words[0] >> (16 - USED);
-            if (USED == 8) *(u16*)to = (u16)word;
-            if (USED == 4) *to = (u8)word;
-        }
-    }
-};
-
-// Byte k of a word as a number: the low byte of 2^23 and it.
-__device__ __forceinline__ float byte_number(u32 word, int k) {
-    return __fsub_rn(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + k)), 8388608.f);
-}
-
-// The value of the code in byte k of a word. The product is exact: it has at most 19 significant bits.
-__device__ __forceinline__ float spaced_value(u32 codes, int k, const Scale& scale) {
-    return __fmaf_rn(byte_number(codes, k), scale.s, scale.o);
+// The code of a rotated value: `cells` is the table, of 2 `reach` cells. A product that is rounded down has
+// its cell in the low bits; far from the borders another cell serves as well; NaN has that of 0.
+__device__ __forceinline__ u32 rotated_code(float y, const Encoder& to, const u8* cells, int reach) {
+    float cell = __fmaf_rd(DTYPE == FLOAT16 ? y : __fmul_rn(y, to.factor), to.inverse, MAGIC);
+    if (DTYPE != FLOAT16) cell = cell == cell ? fmaxf(cell, 0.f) : MAGIC;  // those of float16 are in range
+    return cells[__viaddmin_s32_relu(__float_as_int(cell), reach - MAGIC_BITS, 2 * reach - 1)];
 }
 
 // The digit of x: 0, 1, 2 for -1, 0, 1.
-__device__ __forceinline__ u32 ternary_digit(float x, float s) {
-    const float border = __fmul_rn(s, .5f);
-    return 1u + (x > border) - (x < -border);
+__device__ __forceinline__ u32 digit(float x, const Encoder& to) {
+    return 1u + (x > to.inverse) - (x < -to.inverse);
 }
 
-// The bits of the largest 16-bit element that is not above `border`, which is not negative.
-__device__ __forceinline__ u32 border_bits(float border) {
-    return DTYPE == BFLOAT16 ? __float_as_uint(border) >> 16 : __half_as_ushort(__float2half_rd(border));
+// Codes of two values, of HADAMARD rotated ones, in the halves of a word.
+__device__ __forceinline__ u32 pair_of_codes(float a, float b, const Encoder& of_a, const Encoder& of_b,
+                                             const u8* cells, int reach) {
+    if (CODEC == TERNARY) return digit(a, of_a) | digit(b, of_b) << 16;
+    const u32 highest = of_a.highest | of_b.highest << 16;
+    if (CODEC == HADAMARD)
+        return (rotated_code(a, of_a, cells, reach) | rotated_code(b, of_b, cells, reach) << 16) & highest;
+    return __vminu2(__byte_perm(spaced_code(a, of_a), spaced_code(b, of_b), 0x5410), highest);
 }
 
-// The digits of two 16-bit elements, in halves: magnitudes compare as their bits do. The halves of `borders`
-// are minus those bits.
-__device__ __forceinline__ u32 digits_of_pair(u32 raw, u32 borders) {
-    const u32 beyond = __viaddmin_s16x2_relu(raw & 0x7fff7fffu, borders, 0x00010001u);
-    const u32 negative = select_bytes(raw, 0, 0xbb99) & beyond;
-    return 0x00010001u + beyond - 2 * negative;
+// Fills the table of codes by all threads of the block; it is there behind the next barrier of the block.
+__device__ __forceinline__ void fill_cells(const Codebook& book, u8* cells) {
+    for (int code = threadIdx.x; code <= TOP_CODE; code += blockDim.x) {
+        const int first = code ? book.borders[code - 1] : -book.reach;
+        const int end = code < TOP_CODE ? book.borders[code] : book.reach;
+        for (int cell = first; cell < end; ++cell) cells[book.reach + cell] = (u8)code;
+    }
+}
+
+// ---- From codes to values
+
+__device__ __forceinline__ void fill_levels(const Codebook& book, float* levels) {
+    for (int code = threadIdx.x; code <= TOP_CODE; code += blockDim.x) levels[code] = book.levels[code];
+}
+
+// What a code stands for, of HADAMARD before the rotation; ternary codes are digits. The products of codes
+// and scales are exact: they have at most 19 significant bits.
+__device__ __forceinline__ float value_of(u32 code, const Scale& scale, const float* levels) {
+    if (CODEC == HADAMARD) return __fmul_rn(levels[code], scale.s);
+    const float number = __fsub_rn(__uint_as_float(0x4b000000u | code), 8388608.f);  // 2^23 + code
+    if (CODEC == TERNARY) return __fmul_rn(__fsub_rn(number, 1.f), scale.s);
+    return __fmaf_rn(number, scale.s, scale.o);
 }

@@ -195,6 +195,8 @@ def quantize_groups(dtype, codec, bits, shared, unit=0.0, borders=()):
                     quotient = (value - o) / s
                     quotient = min(max(quotient, _ZERO), top)
                     code = bits_of(quotient + _ROUNDER) & 255
+                elif value > o:
+                    code = int64(top)
                 codes[start + i] = code_type(code if known else 0)
             if me == 0:
                 scale[index] = uint16((s_word | (WIDE if wide else 0)) if known else NAN_WORD)

@@ -25,8 +25,8 @@ from kvlab.ops.device_arrays import (
 __all__ = ["pack", "pack_ternary", "unpack", "unpack_ternary"]
 
 _THREADS = 256
-_FLAT_BLOCK = 8 * 1024  # codes of a block of the flat kernels: 8 warps, a tile each
-_UNIT, _UNITS, _TERNARY_WARPS = 80, 32, 8  # ternary values of a lane; lanes of a tile; tiles of a block
+_TILE, _WARPS = 1024, 8  # codes of a warp of the tiled kernels; warps of a block
+_TERNARY_PART = 1020  # ternary values that a warp takes of a longer row
 
 
 def pack(codes: ArrayT, bits: int, check: bool, backend: str = "cuda") -> ArrayT:
@@ -80,7 +80,7 @@ def _launch(
     if backend == "cuda" and (rows == 1 or n * bits % 8 == 0):
         kernel = cuda_kernel("codec/bits", f"{name}_flat", (("CODE_BITS", bits),), device)
         arguments = [*before, np.int64(rows * n), *after]
-        launch(kernel, -(-rows * n // _FLAT_BLOCK), (_THREADS,), arguments, result)
+        launch(kernel, -(-rows * n // (_TILE * _WARPS)), (32 * _WARPS,), arguments, result)
         return
     if backend == "cuda":
         kernel = cuda_kernel("codec/bits", f"{name}_rows", (("CODE_BITS", bits),), device)
@@ -127,13 +127,9 @@ def _launch_ternary(name: str, source: Any, result: Any, rows: int, n: int, flag
     if n % 5 == 0:  # rows follow each other without gaps: one long row
         rows, n = 1, rows * n
         arguments[1:3] = np.int64(rows), np.int64(n)
-    rows_a_tile = _UNITS // -(-n // _UNIT)
-    if rows_a_tile > 4:
-        rows_a_tile -= rows_a_tile % 4  # tiles of bytes begin on a word
-    tiles = -(-rows // rows_a_tile) if rows_a_tile else rows * -(-n // (_UNIT * _UNITS))
-    arguments.insert(3, np.int32(rows_a_tile))
+    tiles = -(-rows // (_TILE // n)) if n <= _TILE else rows * -(-n // _TERNARY_PART)
     kernel = cuda_kernel("codec/ternary", name, (), device)
-    launch(kernel, -(-tiles // _TERNARY_WARPS), (32 * _TERNARY_WARPS,), arguments, result)
+    launch(kernel, -(-tiles // _WARPS), (32 * _WARPS,), arguments, result)
 
 
 def pack_numba(codes: ArrayT, bits: int, check: bool) -> ArrayT:

@@ -1,7 +1,6 @@
 """Codecs on a GPU: which kernel serves which layout, for backends "cuda" and "numba".
 
-- ``codec/rows.cu``, ``codec/hadamard.cu``, ``codec/quantize_ternary.cu``: groups of 32 to 1,024 elements, a
-  power of two, along rows of whole groups. One pass.
+- ``codec/rows.cu``: groups of 32 to 1,024 elements, a power of two, along rows of whole groups. One pass.
 - ``codec/columns.cu``: affine and symmetric groups of up to 128 rows, one scale a column. One pass.
 - ``codec/groups.cu`` and its Numba counterpart: groups of any size along rows, to codes of one byte, which
   another launch packs. Any other axis is turned to the end by the caller's library first, and back.
@@ -11,11 +10,11 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, cuda_view, dtype_name, empty
+from kvlab.arrays import ArrayT, cuda_view, dtype_name, empty, numpy_dtype
 from kvlab.jit.launch import cuda_kernel, numba_kernel
 from kvlab.jit.structs import Struct
 from kvlab.ops import codebooks
@@ -33,17 +32,19 @@ from kvlab.ops.device_arrays import (
     to_host,
 )
 
-__all__ = ["dequantize", "dequantize_numba", "quantize", "quantize_numba"]
+__all__ = ["codebook", "dequantize", "dequantize_numba", "quantize", "quantize_numba"]
 
-_TILE = 1024  # elements of a warp of codec/rows.cu, and of a part of codec/quantize_ternary.cu
-_BLOCK, _TERNARY_BLOCK = 8 * _TILE, 4 * 2 * _TILE  # elements of a block
+_TILE, _WARPS = 1024, 8  # elements of a tile of codec/rows.cu; tiles of a block at a time
+_TILES_BY_TABLE = 4  # tiles that a warp takes one after the other where the block fills a table first
+_COLUMN_WARPS, _COLUMN_ROWS = 2, 64  # of a block of codec/columns.cu; rows of a warp that dequantises
 _MAX_COLUMN_GROUP = 128
 _SHARED_FLOATS = 8 * 1024  # of a group of codec/groups.cu; larger ones stand in global memory
 _SCRATCH_FLOATS = 2**26
 _SCRATCH_BLOCKS = 512
-_SHAPE = Struct(chunks="q", length="q", columns="q", group="q", groups="q")
-_GROUPS = Struct(rows="q", n="q", group="q", bits="i")
-_BOOKS = {"quantize": Struct(numbers="256i"), "dequantize": Struct(numbers="128f")}
+_BLOCKS_A_MULTIPROCESSOR = 32  # of codec/groups.cu
+_SHAPE = Struct(units="q", length="q", columns="q", group="q", groups="q")
+_GROUPS = Struct(rows="q", n="q", group="q")
+_BOOK = Struct(reach="i", units="f", borders="255i", levels="256f")
 
 
 def quantize(
@@ -112,68 +113,33 @@ def _takes_rows(layout: Layout) -> bool:
 
 
 def _quantize_rows(x: Any, packed: Any, words: list[Any], layout: Layout, flag: Flag) -> None:
-    call = _rows_call("quantize", x, layout, dtype_name(x))
-    arguments = [pointer(x), *call.shape, pointer(packed), *call.addresses(words), flag.pointer, *call.book]
-    launch(call.kernel, call.blocks, (call.threads,), arguments, x, call.shared)
+    arguments = [pointer(packed), *_addresses(words), flag.pointer]
+    _launch_rows("quantize_rows", x, arguments, layout, dtype_name(x))
 
 
 def _dequantize_rows(packed: Any, words: list[Any], out: Any, layout: Layout, dtype: str, flag: Flag) -> None:
-    call = _rows_call("dequantize", packed, layout, dtype)
-    last = [flag.pointer] if layout.codec == "ternary" else call.book
-    arguments = [pointer(packed), *call.shape, *call.addresses(words), pointer(out), *last]
-    launch(call.kernel, call.blocks, (call.threads,), arguments, out, call.shared)
+    arguments = [*_addresses(words), pointer(out), flag.pointer]
+    _launch_rows("dequantize_rows", packed, arguments, layout, dtype)
 
 
-class _RowsCall(NamedTuple):
-    """A kernel of rows.cu, hadamard.cu or quantize_ternary.cu, and what it is launched with."""
-
-    kernel: Any
-    shape: list[Any]
-    has_offset: bool
-    book: list[Any]
-    blocks: int
-    threads: int
-    shared: int = 0
-
-    def addresses(self, words: list[Any]) -> list[int]:
-        """Return those of scales and, where the kernel has an argument for them, of offsets or null."""
-        given = [pointer(array) for array in words]
-        return [*given, 0] if self.has_offset and len(given) == 1 else given
+def _launch_rows(name: str, source: Any, addresses: list[int], layout: Layout, dtype: str) -> None:
+    count, (book, table) = math.prod(layout.shape), _book_of(layout)
+    macros = (*_macros(layout, dtype), ("LANES", layout.group_size // 32))
+    kernel = cuda_kernel("codec/rows", name, macros, cuda_view(source, "x").device)
+    blocks = -(-count // (_TILE * _WARPS * (_TILES_BY_TABLE if layout.codec == "hadamard" else 1)))
+    shared = table if name == "quantize_rows" else 0
+    arguments = [pointer(source), np.int64(count), np.int32(layout.shape[-1]), *addresses, book]
+    launch(kernel, blocks, (32 * _WARPS,), arguments, source, shared)
 
 
-def _rows_call(name: str, like: Any, layout: Layout, dtype: str) -> _RowsCall:
-    count, group, device = math.prod(layout.shape), layout.group_size, cuda_view(like, "x").device
-    macros = {"DTYPE": FLOATS.index(dtype)}
-    shape: list[Any] = [np.int64(count)]
-    if layout.codec == "ternary":
-        macros["LANES"] = group // 32
-        kernel = cuda_kernel("codec/quantize_ternary", f"{name}_ternary", tuple(macros.items()), device)
-        shape.append(np.int32(layout.shape[-1]))
-        return _RowsCall(kernel, shape, False, [], -(-count // _TERNARY_BLOCK), 128)
-    macros["CODE_BITS"] = int(layout.bits)
-    if layout.codec == "hadamard":
-        values = min(group, 32 if (name, dtype) == ("dequantize", "float32") else 64)  # of a lane
-        macros |= {"GROUP": group, "VALUES": values}
-        kernel = cuda_kernel("codec/hadamard", f"{name}_hadamard", tuple(macros.items()), device)
-        turns, warps = 4, 2  # tiles of a warp, warps of a block
-        if name == "quantize":
-            if layout.bits > 4:
-                warps = 8
-                turns = _even_turns(-(-count // (32 * values)), 16 * multiprocessors(device))
-            shape.append(np.int32(turns))
-        blocks = -(-count // (32 * warps * values * turns))
-        lane = values * (2 if dtype != "float32" else 4) + 16 + values * int(layout.bits) // 8
-        book = [_book(name, layout)]
-        return _RowsCall(kernel, shape, False, book, blocks, 32 * warps, 32 * warps * lane)
-    macros |= {"CODEC": CODECS.index(layout.codec), "LANES": group // 32}
-    kernel = cuda_kernel("codec/rows", f"{name}_rows", tuple(macros.items()), device)
-    return _RowsCall(kernel, shape, True, [], -(-count // _BLOCK), 256)
+def _addresses(words: list[Any]) -> list[int]:
+    """Return the addresses of scales and of offsets, or null."""
+    return [pointer(words[0]), pointer(words[1]) if len(words) > 1 else 0]
 
 
-def _even_turns(tiles: int, warps: int) -> int:
-    """Return how many tiles a warp takes, about 24, for `warps` warps at a time to end together."""
-    waves = max(1, round(tiles / (warps * 24)))
-    return max(1, -(-tiles // (warps * waves)))
+def _macros(layout: Layout, dtype: str) -> tuple[tuple[str, int], ...]:
+    codec = CODECS.index(layout.codec)
+    return ("DTYPE", FLOATS.index(dtype)), ("CODEC", codec), ("CODE_BITS", _bits(layout))
 
 
 def _bits(layout: Layout) -> int:
@@ -181,21 +147,37 @@ def _bits(layout: Layout) -> int:
     return 2 if layout.codec == "ternary" else int(layout.bits)
 
 
-def _book(name: str, layout: Layout) -> Any:
-    return _book_of(name, int(layout.bits) if layout.codec == "hadamard" else 0)
+@cache
+def codebook(bits: int) -> dict[str, Any]:
+    """Return what kernels take of the codebook of a width: borders and levels, and where the last border is.
+
+    Examples
+    --------
+    >>> book = codebook(4)
+    >>> book["reach"], book["borders"][12:16]
+    (121, array([ 72,  92, 120,   0], dtype=int32))
+    """
+    borders, levels = codebooks.borders(bits), codebooks.levels(bits)
+    padded = np.zeros(255, np.int32), np.zeros(256, np.float32)
+    for table, numbers in zip(padded, (borders, levels), strict=True):
+        table[: len(numbers)] = numbers
+    return {
+        "reach": int(borders[-1]) + 1,
+        "units": codebooks.units(bits),
+        "borders": padded[0],
+        "levels": padded[1],
+    }
 
 
 @cache
-def _book_of(name: str, bits: int) -> Any:
-    """Return what kernels take of a codebook; zeros for 0 bits.
+def _book(bits: int) -> tuple[Any, int]:
+    """Return the codebook as an argument of kernels and the bytes of their table of codes; 0 bits: none."""
+    book = codebook(bits) if bits else {"reach": 0}
+    return _BOOK.pack(**book), 2 * book["reach"]
 
-    To quantise, its borders: 256 int32; to dequantise, its positive levels: 128 float32.
-    """
-    numbers = np.zeros(256, np.int32) if name == "quantize" else np.zeros(128, np.float32)
-    if bits:
-        given = codebooks.borders(bits) if name == "quantize" else codebooks.levels(bits)[2 ** (bits - 1) :]
-        numbers[: len(given)] = given
-    return _BOOKS[name].pack(numbers=numbers)
+
+def _book_of(layout: Layout) -> tuple[Any, int]:
+    return _book(int(layout.bits) if layout.codec == "hadamard" else 0)
 
 
 def _numba_codebook(entry: str, bits: int) -> dict[str, Any]:
@@ -213,42 +195,30 @@ def _takes_columns(layout: Layout, largest: int) -> bool:
     return fits and layout.shape[-1] % 32 == 0 and layout.group_size <= largest
 
 
-def _columns(layout: Layout, dtype: str, width: int) -> tuple[dict[str, int], Any, int]:
-    """Return macros, the shape as kernels take it, and how many chunks of `width` columns there are."""
-    length, columns = layout.shape[layout.axis], math.prod(layout.shape[layout.axis + 1 :])
-    groups = -(-length // layout.group_size)
-    chunks = math.prod(layout.shape[: layout.axis]) * groups * columns // width
-    shape = _SHAPE.pack(chunks=chunks, length=length, columns=columns, group=layout.group_size, groups=groups)
-    macros = {
-        "DTYPE": FLOATS.index(dtype),
-        "CODEC": CODECS.index(layout.codec),
-        "CODE_BITS": int(layout.bits),
-    }
-    return macros, shape, chunks
-
-
 def _quantize_columns(x: Any, packed: Any, words: list[Any], layout: Layout, flag: Flag) -> None:
-    dtype = dtype_name(x)
-    width = 8 if layout.bits == 3 else 4
-    macros, shape, chunks = _columns(layout, dtype, width)
-    kernel = cuda_kernel("codec/columns", "quantize_columns", tuple(macros.items()), cuda_view(x, "x").device)
-    codes = {2: 0, 4: 0, 8: 0, 3: 24}.get(int(layout.bits), 68)  # bytes of a row of codes on the way
-    shared = 2 * layout.group_size * (64 * (4 if dtype == "float32" else 2) + codes)
-    addresses = [pointer(packed), pointer(words[0]), pointer(words[1]) if len(words) > 1 else 0]
-    blocks = -(-chunks * width // 128)
-    launch(kernel, blocks, (64,), [pointer(x), shape, *addresses, flag.pointer], x, shared)
+    addresses = [pointer(packed), *_addresses(words), flag.pointer]
+    _launch_columns("quantize_columns", x, addresses, layout, dtype_name(x), None)
 
 
 def _dequantize_columns(packed: Any, words: list[Any], out: Any, layout: Layout, dtype: str) -> None:
-    macros, shape, chunks = _columns(layout, dtype, 4 if dtype == "float32" else 8)
-    blocks = -(-chunks // 32)
-    device = cuda_view(packed, "packed").device
-    kernel = cuda_kernel("codec/columns", "dequantize_columns", tuple(macros.items()), device)
-    warps = min(-(-layout.group_size // 8), 8)
-    row_blocks = -(-layout.group_size // (8 * warps))
-    addresses = [pointer(words[0]), pointer(words[1]) if len(words) > 1 else 0, pointer(out)]
-    arguments = [pointer(packed), shape, np.int64(row_blocks), *addresses]
-    launch(kernel, blocks * row_blocks, (32, warps), arguments, out)
+    parts = -(-layout.group_size // _COLUMN_ROWS)
+    _launch_columns("dequantize_columns", packed, [*_addresses(words), pointer(out)], layout, dtype, parts)
+
+
+def _launch_columns(
+    name: str, source: Any, addresses: list[int], layout: Layout, dtype: str, parts: int | None
+) -> None:
+    """Launch a warp for two units, or `parts` of them; a unit is 32 columns of a group."""
+    length, columns = layout.shape[layout.axis], math.prod(layout.shape[layout.axis + 1 :])
+    groups = -(-length // layout.group_size)
+    units = math.prod(layout.shape[: layout.axis]) * groups * columns // 32
+    shape = _SHAPE.pack(units=units, length=length, columns=columns, group=layout.group_size, groups=groups)
+    kernel = cuda_kernel("codec/columns", name, _macros(layout, dtype), cuda_view(source, "x").device)
+    blocks = -(-(-(-units // 2) * (parts or 1)) // _COLUMN_WARPS)
+    arguments = [pointer(source), shape, *([] if parts is None else [np.int64(parts)]), *addresses]
+    threads = 32 * _COLUMN_WARPS
+    kept = 0 if parts else threads * layout.group_size * 2 * numpy_dtype(dtype).itemsize
+    launch(kernel, blocks, (threads,), arguments, source, kept)
 
 
 # ---- Groups of any size, codes of one byte between two launches
@@ -319,9 +289,9 @@ def _launch_groups(
         kernel = numba_kernel("codec", entry, tuple(options.items()), device)
         shape, book = [np.int64(rows), np.int64(n), np.int64(group)], []
     else:
-        macros = (("DTYPE", FLOATS.index(dtype)), ("CODEC", CODECS.index(layout.codec)))
-        kernel = cuda_kernel("codec/groups", entry, macros, device)
-        shape = [_GROUPS.pack(rows=rows, n=n, group=group, bits=bits)]
-        book = [_book(entry.removesuffix("_groups"), layout)]
+        kernel = cuda_kernel("codec/groups", entry, _macros(layout, dtype), device)
+        shape, (argument, table) = [_GROUPS.pack(rows=rows, n=n, group=group)], _book_of(layout)
+        book, shared = [argument], shared + table
+        blocks = min(blocks, _BLOCKS_A_MULTIPROCESSOR * multiprocessors(device))
     arguments = [pointer(source), *shape, *addresses, pointer(scratch), np.int64(pitch), *book]
     launch(kernel, blocks, (threads,), arguments, source, shared)

@@ -58,6 +58,13 @@ def test_the_bits_of_the_reference(case: CodecCase, dtype: np.dtype[Any]) -> Non
 
 
 @pytest.mark.parametrize("codec", CODECS)
+def test_values_so_small_that_the_scale_is_0(codec: str) -> None:
+    x = codec_content(np.random.default_rng(0), (3, 40), "least numbers", FLOATS[2])
+    bits = 1.6 if codec == "ternary" else 6
+    assert_bits_of_the_reference(CodecCase(x, bits, {"axis": 1, "group_size": 4, "codec": codec}), FLOATS[2])
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_values_of_large_groups_stand_in_global_memory(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec_cuda, "_SHARED_FLOATS", 16)
     monkeypatch.setattr(codec_cuda, "_SCRATCH_BLOCKS", 2)
