@@ -65,7 +65,7 @@ def accelerate(model: Model, *, max_seqlen: int | None = None) -> Iterator[Model
     Weights are packed once, at the beginning of the block, and the model keeps its own: a block takes as much
     memory on the host as the model has weights, and on a GPU as much there, too. Keys and values take
     ``4 * layers * heads_kv * head_dim`` bytes a row and token of `max_seqlen` on a GPU. When the number of
-    rows changes, the GPU gets both anew. Weights that change inside the block are not seen.
+    rows changes, the GPU gets both again. Weights that change inside the block are not seen.
 
     Parameters
     ----------

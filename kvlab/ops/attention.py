@@ -272,10 +272,10 @@ def _attend_into(
 @lru_cache(maxsize=4096)
 def _row_into(call: Call) -> Implementation | None:
     """Find what attends and merges at once; None where two launchers do it one after the other."""
-    facts = {"dtype": call.dtype, "head_dim": call.sizes["D"], **requirements_of(call.device)}
+    requirements = {"dtype": call.dtype, "head_dim": call.sizes["D"], **requirements_of(call.device)}
     for row in rows("attention_into"):
         if (row.backend, row.device_kind) == (call.row.backend, call.device.kind):
-            return None if row.unsupported(facts) else row
+            return None if row.unsupported(requirements) else row
     return None
 
 

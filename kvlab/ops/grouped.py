@@ -367,14 +367,14 @@ def _row_of(
     operation: str, device: Device, dtype: str, head_dim: int, implementation: str | None, backend: str | None
 ) -> Implementation:
     """Choose who computes a call: if no implementation is asked for, by the first that a row has."""
-    facts = {"dtype": dtype, "head_dim": head_dim, **requirements_of(device)}
+    requirements = {"dtype": dtype, "head_dim": head_dim, **requirements_of(device)}
     words = IMPLEMENTATIONS if implementation is None else (implementation,)
     for word in words[:-1]:
         for row in rows(operation):
             if (
                 row.device_kind == device.kind
                 and backend in (None, row.backend)
-                and not row.unsupported(facts | {"implementation": word})
+                and not row.unsupported(requirements | {"implementation": word})
             ):
                 return row
-    return choose(operation, device.kind, backend, implementation=words[-1], **facts)
+    return choose(operation, device.kind, backend, implementation=words[-1], **requirements)
