@@ -32,6 +32,8 @@ MAY_IMPORT_FRAMEWORKS = (
     "kvlab.integrations.",
     "kvlab.parallel.collectives",
     "kvlab.engine.prompt",
+    "kvlab.parallel.copy_engines",
+    "kvlab.parallel.lanes",
     "kvlab.engine.weights",
     "kvlab.lab.",
 )

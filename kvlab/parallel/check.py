@@ -42,30 +42,34 @@ def main(arguments: list[str] | None = None) -> int:
     with process_group(datetime.timedelta(seconds=options.timeout)) as (rank, size, device):
         dtype = options.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
         chunk = max(1, options.tokens // 2)  # of which a rank holds two, and a third is of the first sequence
-        lengths = (chunk // 3 * 2 * size, (chunk - chunk // 3) * 2 * size)
-        total = sum(lengths)
+        parts = (chunk // 3 * 2 * size, (chunk - chunk // 3) * 2 * size)
         heads_q, heads_kv = options.heads
-        shapes = [(total, heads, options.head_dim) for heads in (heads_q, heads_kv, heads_kv, heads_q)]
+        shapes = [(sum(parts), heads, options.head_dim) for heads in (heads_q, heads_kv, heads_kv, heads_q)]
         arrays = random_inputs(shapes, dtype, device)
-        wanted = _whole(arrays, lengths)
         limits = (LIMITS[dtype][0], *[LIMITS[dtype][1]] * 3)
         fine = True
-        for function in FUNCTIONS:
-            errors = largest(_errors(function, arrays, wanted, lengths, rank, size), device)
-            right = all(error <= limit for error, limit in zip(errors, limits, strict=True))
-            fine &= right
-            if rank == 0:
-                found = ", ".join(f"{name} {error:.1e}" for name, error in zip(RESULTS, errors, strict=True))
-                print(f"{function:14}{'right' if right else 'WRONG'}: errors {found}", flush=True)
+        for lengths in ((sum(parts),), parts):
+            wanted = _whole(arrays, lengths)
+            for function in FUNCTIONS:
+                errors = largest(_errors(function, arrays, wanted, lengths, rank, size), device)
+                right = all(error <= limit for error, limit in zip(errors, limits, strict=True))
+                fine &= right
+                if rank == 0:
+                    found = ", ".join(
+                        f"{name} {error:.1e}" for name, error in zip(RESULTS, errors, strict=True)
+                    )
+                    verdict = f"{function:14}{'right' if right else 'WRONG'}: errors {found}"
+                    print(f"{verdict}, {len(lengths)} sequences", flush=True)
         if rank == 0:
-            print(f"{size} ranks, {total} tokens, {dtype}: {'all right' if fine else 'WRONG'}", flush=True)
+            verdict = "all right" if fine else "WRONG"
+            print(f"{size} ranks, {sum(parts)} tokens, {dtype}: {verdict}", flush=True)
     return 0 if fine else 1
 
 
 def _whole(arrays: list[Any], lengths: tuple[int, ...]) -> list[Any]:
     """Out, dq, dk and dv of all tokens on one device."""
     q, k, v, dout = arrays
-    bounds = on_device(Shard(lengths, 0, 1, zigzag=False).cu_seqlens, q)
+    bounds = on_device(Shard(lengths, 0, 1, zigzag=False).cu_seqlens, q.device)
     sizes = (bounds, bounds, max(lengths), max(lengths))
     out, lse = attention_varlen(q, k, v, *sizes, causal=True, return_lse=True)
     return [out, *attention_varlen_backward(dout, q, k, v, out, lse, *sizes, causal=True)]
@@ -91,7 +95,7 @@ def _errors(
             q, k, v, bounds // size, bounds, longest // size, longest, 1, causal=True
         )
     elif function == "llama3":
-        like = on_device(bounds, q)
+        like = on_device(bounds, q.device)
         prepared = parallel.llama3_flash_attn_prepare_cu_seqlens(like, True, rank, size)
         out = parallel.llama3_flash_attn_varlen_func(q, k, v, *prepared[:4], 1, prepared[4], causal=True)
     else:

@@ -1,18 +1,18 @@
 """What ranks tell each other, through torch.distributed alone (NCCL on GPUs, gloo on CPUs).
 
-Each function starts a transfer and returns something to wait for, so that a rank computes meanwhile. A rank
-that died, or that does not answer within the timeout of its process group, ends the call on all others with
-`RankError`, which names the transfer.
+Each function starts a transfer and returns something to wait for, so that a rank computes meanwhile. `swap`
+goes by copy engines where it can (kvlab/parallel/copy_engines.py), for they leave all multiprocessors to
+attention. A rank that died, or that does not answer within the timeout of its process group, ends the call on
+all others with `RankError`, which names the transfer; where a GPU waits for it, it ends their processes.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,19 +22,21 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from kvlab.errors import RankError
+from kvlab.parallel.copy_engines import mailbox
 
 __all__ = [
     "Pending",
-    "all_gather",
     "exchange",
     "filled",
     "group_of",
+    "joined",
     "largest",
     "on_device",
     "place_of",
     "process_group",
+    "put_sum",
     "random_inputs",
-    "reduce_scatter",
+    "swap",
     "with_gradients",
 ]
 
@@ -42,12 +44,17 @@ Tensor = torch.Tensor
 
 
 class Pending(NamedTuple):
-    """A transfer under way: `result` holds its outcome once `wait` has returned it."""
+    """A transfer under way: `result` holds its outcome once `wait` has returned it.
+
+    The outcome of `swap` is to be given back by `free` when all work that reads it is on the current stream.
+    """
 
     result: Any
-    works: tuple[Any, ...]
+    works: list[Any]
     what: str
     keeps: Any  # tensors that the transfer reads
+    free: Callable[[], None] = lambda: None
+    is_over: bool = False  # once the host has waited, as on CPUs: on a GPU every stream that reads it waits
 
     def wait(self) -> Any:
         """Return the outcome; on a GPU the current stream waits for it, not the host.
@@ -59,6 +66,8 @@ class Pending(NamedTuple):
         """
         for work in self.works:
             _told(work.wait, self.what)
+        if self.is_over:
+            self.works.clear()
         return self.result
 
 
@@ -79,10 +88,10 @@ def process_group(timeout: datetime.timedelta) -> Iterator[tuple[int, int, str]]
 
 
 def random_inputs(shapes: Sequence[tuple[int, ...]], dtype: str, device: str) -> list[Tensor]:
-    """Return normally distributed tensors, the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
+    """Return normally distributed tensors, the same on every rank with a GPU of the same model."""
+    generator = torch.Generator(device).manual_seed(0)
     kind = getattr(torch, dtype)
-    return [torch.randn(shape, generator=generator).to(device, kind) for shape in shapes]
+    return [torch.randn(shape, generator=generator, device=device).to(kind) for shape in shapes]
 
 
 def largest(values: Sequence[float], device: str) -> list[float]:
@@ -129,15 +138,57 @@ def place_of(group: Any) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def all_gather(x: Tensor, out: Tensor, group: Any) -> Pending:
-    """Gather x of all ranks into out, (ranks * len(x), ...), rank after rank; both contiguous."""
-    return _start(lambda: _quiet(dist.all_gather_into_tensor, out, x, group), out, "all-gather", x)
+def swap(
+    outgoing: Sequence[Sequence[Tensor]],
+    incoming: Sequence[int],
+    begins: Sequence[int],
+    most: int,
+    group: Any,
+    what: str,
+) -> Pending:
+    """Send rows to every rank and take rows from every rank.
 
+    Parameters
+    ----------
+    outgoing : sequence of sequences of tensors
+        For each array, such as keys and values of equal shape, rows for each rank, maybe none.
+    incoming : sequence of int
+        Rows of each array that come from each rank.
+    begins : sequence of int
+        Where in the buffer of each rank this rank's rows begin.
+    most : int
+        Rows of the largest buffer of any rank.
+    group : process group, or None
+    what : str
+        Its name in errors.
 
-def reduce_scatter(x: Tensor, group: Any) -> Pending:
-    """Add x of all ranks, (ranks * rows, ...), and give each rank its rows of the sum."""
-    out = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
-    return _start(lambda: _quiet(dist.reduce_scatter_tensor, out, x, group), out, "reduce-scatter", x)
+    Returns
+    -------
+    Pending
+        Of a buffer for each array that holds what came, rank after rank.
+    """
+    box = mailbox(outgoing[0][0], group, what)
+    if box is not None:
+        return Pending(*box.swap(outgoing, incoming, begins, most, what))
+    rank, _ = place_of(group)
+    ends = np.cumsum(incoming).tolist()
+    buffers, operations, keeps = [], [], []
+    for pieces in outgoing:
+        buffer = pieces[0].new_empty(ends[-1], *pieces[0].shape[1:])
+        buffers.append(buffer)
+        for other, (piece, end, rows) in enumerate(zip(pieces, ends, incoming, strict=True)):
+            into = buffer[end - rows : end]
+            if other == rank:
+                into.copy_(piece)
+                continue
+            at = other if group is None else dist.get_global_rank(group, other)
+            if len(piece):
+                keeps.append(piece.contiguous())
+                operations.append(dist.P2POp(dist.isend, keeps[-1], at, group))
+            if rows:
+                operations.append(dist.P2POp(dist.irecv, into, at, group))
+    begin = partial(dist.batch_isend_irecv, operations) if operations else list
+    return _start(begin, tuple(buffers), what, keeps)
 
 
 def exchange(tensors: tuple[Tensor, ...], group: Any) -> Pending:
@@ -154,14 +205,7 @@ def exchange(tensors: tuple[Tensor, ...], group: Any) -> Pending:
 
 def _start(begin: Callable[[], Any], result: Any, what: str, keeps: Any) -> Pending:
     works = _told(begin, what)
-    return Pending(result, tuple(works) if isinstance(works, list) else (works,), what, keeps)
-
-
-def _quiet(function: Callable[..., Any], out: Tensor, x: Tensor, group: Any) -> Any:
-    """Call a collective under the name that all supported versions of torch have."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return function(out, x, group=group, async_op=True)
+    return Pending(result, works, what, keeps, is_over=not result[0].is_cuda)
 
 
 def _told(call: Callable[[], Any], what: str) -> Any:
@@ -180,14 +224,28 @@ def _copy_on_device(data: bytes, dtype: str, device: torch.device) -> Tensor:
         return torch.from_numpy(np.frombuffer(data, dtype).copy()).to(device)
 
 
-def on_device(numbers: NDArray[Any], like: Tensor) -> Tensor:
-    """Return indices or prefix sums on the device of a tensor; the same numbers are copied there once."""
-    return _copy_on_device(numbers.tobytes(), numbers.dtype.str, like.device)
+def on_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """Return indices or prefix sums on a device; the same numbers are copied there once."""
+    return _copy_on_device(numbers.tobytes(), numbers.dtype.str, device)
 
 
 def filled(shape: tuple[int, ...], value: float, like: Tensor) -> Tensor:
     """Return a float32 tensor of one value on the device of another tensor."""
     return torch.full(shape, value, dtype=torch.float32, device=like.device)
+
+
+def joined(pieces: Sequence[Tensor], axis: int) -> Tensor:
+    """Return pieces side by side: a single one as it is, else a copy."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), axis)
+
+
+def put_sum(result: Tensor, x: Tensor, rows: slice, addend: Tensor) -> None:
+    """Write x, with something added to some rows, into a tensor that may be of another dtype."""
+    first, last, _ = rows.indices(len(x))
+    torch.add(x[first:last], addend, out=result[first:last])
+    for rest in (slice(0, first), slice(last, len(x))):
+        if rest.start < rest.stop:
+            result[rest] = x[rest]
 
 
 @cache

@@ -6,6 +6,7 @@ same way. `extract_local` takes a rank's tokens out of a whole sequence, `positi
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def extract_local(x: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = 
     """
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
     _check_total(x, "x", sum(shard.lengths))
-    return x.index_select(0, on_device(shard.rows, x))
+    return x.index_select(0, on_device(shard.rows, x.device))
 
 
 def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = True) -> Any:
@@ -91,13 +92,13 @@ def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None,
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
     _check_total(whole, "whole", sum(shard.lengths))
     _check_total(local, "local", len(shard.rows))
-    return whole.index_copy_(0, on_device(shard.rows, whole), local)
+    return whole.index_copy_(0, on_device(shard.rows, whole.device), local)
 
 
 def position_ids(cu_seqlens: Any, like: Any, *, group: Any = None, zigzag: bool = True) -> Any:
     """Return the position of each of this rank's tokens in its sequence, int64, on the device of `like`."""
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
-    return on_device(shard.position_ids, like)
+    return on_device(shard.position_ids, like.device)
 
 
 # ---- keys and values are gathered
@@ -127,7 +128,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         0
     ]
     longest = [int((bounds[1:] - bounds[:-1]).max(initial=0)) for bounds in (part.cu_q, part.cu_k)]
-    bounds = [on_device(b, cu_seqlens) for b in (part.cu_q, part.cu_k)]
+    bounds = [on_device(b, cu_seqlens.device) for b in (part.cu_q, part.cu_k)]
     return bounds[0], bounds[1], longest[0], longest[1], part.k_rows  # type: ignore[return-value]
 
 
@@ -185,9 +186,12 @@ def llama3_flash_attn_varlen_func(
     refuse_unsupported(dropout_p, alibi_slopes)
     bounds = (_bounds(cu_seqlens_q, "cu_seqlens_q"), _bounds(cu_seqlens_k, "cu_seqlens_k"))
     part = Part(slice(None), local_k_slice, *bounds, flag(causal, "causal"))
-    plan = Plan((slice(None),), (), (part,))
+    rank, size = place_of(group)
+    plan = Plan(np.full((size, size), len(q)), (), (part,))
     options = _options(softmax_scale, window_size, deterministic)
-    return _gathered(plan, q, k, v, heads_k_stride, group, options, return_attn_probs)
+    stride = whole_number(heads_k_stride, "heads_k_stride", 1, LONGEST)
+    call = GatheredAttention(plan, group_of(group), rank, stride, options)
+    return _attend(call, q, k, v, return_attn_probs)
 
 
 def zigzag_llama3_flash_attn_varlen_func(
@@ -252,25 +256,52 @@ def zigzag_llama3_flash_attn_varlen_func(
         If another rank does not answer.
     """
     refuse_unsupported(dropout_p, alibi_slopes)
-    word = _implementation(implementation, use_triton_grouped, use_grouped_attention)
-    options = _options(softmax_scale, window_size, deterministic)._replace(implementation=word)
+    options = _options(softmax_scale, window_size, deterministic)
+    options = options._replace(
+        implementation=_implementation(implementation, use_triton_grouped, use_grouped_attention)
+    )
+    word = options.implementation
     if word not in (None, "separate") and (options.window != NO_WINDOW or not causal):
         raise NotImplementedError(
             f"implementation={word!r}: one call for both chunks needs causal=True and no window; leave it out"
         )
-    shard = _shard(_lengths(cu_seqlens_k, "cu_seqlens_k"), group, True)
+    call = _zigzag_llama3_call(
+        _numbers(cu_seqlens_q, "cu_seqlens_q"), _numbers(cu_seqlens_k, "cu_seqlens_k"), max_seqlen_q,
+        max_seqlen_k, local_k_slice and (local_k_slice.start, local_k_slice.stop, local_k_slice.step),
+        flag(causal, "causal"), options, heads_k_stride, group_of(group), place_of(group),
+    )  # fmt: skip
+    return _attend(call, q, k, v, return_attn_probs)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _zigzag_llama3_call(
+    cu_seqlens_q: tuple[int, ...],
+    cu_seqlens_k: tuple[int, ...],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    local_k_slice: tuple[Any, ...] | None,
+    causal: bool,
+    options: Options,
+    stride: int,
+    group: Any,
+    place: tuple[int, int],
+) -> GatheredAttention:
+    """Check and plan what does not depend on tensors; a model calls with the same again and again."""
+    shard = Shard(_lengths(cu_seqlens_k, "cu_seqlens_k"), *place)
     mine, total = shard.cu_seqlens, sum(shard.lengths)
     given = _bounds(cu_seqlens_q, "cu_seqlens_q")
     if given.tolist() != mine.tolist():
         raise ValueError(
             f"cu_seqlens_q={given.tolist()}: on {shard.world_size} ranks cu_seqlens_k means {mine.tolist()}"
         )
-    if local_k_slice is not None and local_k_slice.indices(total) != (0, total, 1):
-        raise ValueError(f"local_k_slice={local_k_slice}: zigzag chunks need all keys; pass None")
+    if local_k_slice is not None and slice(*local_k_slice).indices(total) != (0, total, 1):
+        raise ValueError(f"local_k_slice={slice(*local_k_slice)}: zigzag chunks need all keys; pass None")
     _local_lengths(mine, max_seqlen_q, "max_seqlen_q")
     _local_lengths(cu_seqlens_k, max_seqlen_k, "max_seqlen_k")
-    plan = zigzag_llama3_plan(shard, flag(causal, "causal"), options.window)
-    return _gathered(plan, q, k, v, heads_k_stride, group, options, return_attn_probs)
+    plan = zigzag_llama3_plan(shard, causal, options.window)
+    return GatheredAttention(
+        plan, group, place[0], whole_number(stride, "heads_k_stride", 1, LONGEST), options
+    )
 
 
 # ---- keys and values go round
@@ -421,7 +452,7 @@ def _ring(
         )
     rank, world_size = place_of(group)
     shard = Shard(tuple(n * world_size for n in local_lengths), rank, world_size, zigzag)
-    _check_tokens(q, k, v, int(shard.cu_seqlens[-1]))
+    _check_tokens(q.shape, k.shape, v.shape, int(shard.cu_seqlens[-1]))
     call = RingAttention(shard, group_of(group), flag(causal, "causal"), options)
     return _answer(with_gradients(call, q, k, v), return_lse)
 
@@ -429,12 +460,9 @@ def _ring(
 # ---- arguments
 
 
-def _gathered(
-    plan: Plan, q: Any, k: Any, v: Any, stride: int, group: Any, options: Options, return_lse: bool
-) -> Any:
-    _check_tokens(q, k, v, sum(int(part.cu_q[-1]) for part in plan.local) or None)
-    stride = whole_number(stride, "heads_k_stride", 1, max(1, k.shape[1]))
-    call = GatheredAttention(plan, group_of(group), place_of(group)[1], stride, options)
+def _attend(call: GatheredAttention, q: Any, k: Any, v: Any, return_lse: bool) -> Any:
+    _check_tokens(q.shape, k.shape, v.shape, call.tokens)
+    whole_number(call.stride, "heads_k_stride", 1, max(1, k.shape[1]))
     return _answer(with_gradients(call, q, k, v), return_lse)
 
 
@@ -464,25 +492,40 @@ def _implementation(implementation: str | None, triton_grouped: bool, grouped_at
     return next(iter(words), None)
 
 
+@lru_cache(maxsize=256)
 def _check_tokens(q: Any, k: Any, v: Any, total: int | None) -> None:
+    """Check the shapes of a rank's tensors."""
     keys = ("total_q", "Hk", "D")  # a rank has as many keys as queries
-    match_shapes({"q": (q.shape, ("total_q", "Hq", "D")), "k": (k.shape, keys), "v": (v.shape, keys)})
+    match_shapes({"q": (q, ("total_q", "Hq", "D")), "k": (k, keys), "v": (v, keys)})
     if total is not None:
-        _check_total(q, "q", total)
+        _check_length(q[0], "q", total)
 
 
 def _check_total(x: Any, name: str, total: int) -> None:
-    if len(x) != total:
-        raise ValueError(f"{name} has {len(x)} tokens; the lengths add up to {total}")
+    _check_length(len(x), name, total)
+
+
+def _check_length(tokens: int, name: str, total: int) -> None:
+    if tokens != total:
+        raise ValueError(f"{name} has {tokens} tokens; the lengths add up to {total}")
 
 
 def _shard(lengths: tuple[int, ...], group: Any, zigzag: bool) -> Shard:
     return Shard(lengths, *place_of(group), zigzag=flag(zigzag, "zigzag"))
 
 
+def _numbers(cu_seqlens: Any, name: str) -> tuple[int, ...]:
+    """Prefix sums on the host, not checked yet."""
+    numbers = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens
+    try:
+        return tuple(numbers)
+    except TypeError:
+        raise TypeError(f"{name}={numbers!r}: it must be one row of numbers that rise from 0") from None
+
+
 def _bounds(cu_seqlens: Any, name: str) -> NDArray[np.int32]:
     """Prefix sums on the host."""
-    values = np.array(cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else list(cu_seqlens), np.int64)
+    values = np.array(_numbers(cu_seqlens, name), np.int64)
     if values.ndim != 1 or not len(values) or values[0] or (np.diff(values) < 0).any():
         raise ValueError(f"{name}={values.tolist()}: it must be one row of numbers that rise from 0")
     return values.astype(np.int32)

@@ -1,34 +1,47 @@
 """Attention of a sequence over several ranks that gathers keys and values: zigzag-llama3 and llama3.
 
-KV heads go in strides: while a rank computes with the heads of one stride, those of the next are under way.
-What a rank sees of its own keys is computed before the first gather is waited for. Backward gathers again,
-adds dk and dv of all ranks in float32 where they lie, and sends each rank the sum of its own (reduce-scatter)
-while the next stride is computed.
+KV heads go in strides, two of which are under way at a time; where these are all heads, the forward takes
+them together. What a rank sees of its own keys is computed before the first gather is waited for. Backward
+gathers again and sends each rank what its keys got here, in float32, while it computes with its own keys, or
+with the next stride; a rank adds what comes to its own dk and dv.
 
-Memory beside the result: the keys and values of all ranks for two strides of heads, and backward as many
-gradients in float32.
+Memory beside the result: the keys and values of all ranks for two strides of heads, or four by copy engines,
+and backward as many gradients of two strides, twice, in float32.
 
 Sources: Llama Team, "The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.2; Zhu, ring-flash-attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
-from kvlab.parallel.collectives import Pending, all_gather, filled, reduce_scatter
-from kvlab.parallel.layout import Plan
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.parallel.collectives import Pending, filled, joined, put_sum, swap
+from kvlab.parallel.lanes import Lanes
+from kvlab.parallel.layout import Part, Plan
 from kvlab.parallel.parts import (
     Options,
-    add_gradients,
     add_rows,
     attend,
     attend_prefixes,
+    attention_of,
     empty_result,
-    rows_of,
+    gradients,
+    merged,
 )
 
 __all__ = ["GatheredAttention"]
+
+_AHEAD = 2
+"""Strides whose keys are under way at a time."""
+
+_Sent = tuple[Pending, Any, Any]
+"""A transfer of gradients, a rank's own sums, and where they are to be in the end."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class GatheredAttention:
     ----------
     plan : Plan
     group : process group, or None
-    world_size : int
+    rank : int
     stride : int
         KV heads that are gathered at once.
     options : Options
@@ -47,88 +60,195 @@ class GatheredAttention:
 
     plan: Plan
     group: Any
-    world_size: int
+    rank: int
     stride: int
     options: Options
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return out, dtype of q, and lse of a rank's queries."""
-        out, lse = empty_result(q)
-        pending = self._gather(k, v, 0)
-        for first in range(0, k.shape[1], self.stride):
-            heads, queries = self._heads(first, q, k)
-            result = out[:, queries], lse[queries]
-            attend(result, q[:, queries], k[:, heads], v[:, heads], self.plan.local, self.options)
-            now, pending = pending, self._gather(k, v, first + self.stride)
-            keys, values = (_wait(one) for one in now)
+        outs, lses = [], []
+        stride = self.forward_stride(k.shape[1])
+        strides = range(0, k.shape[1], stride)
+        gathers = [self.gather(k, v, first, stride) for first in strides[:_AHEAD]]
+        for step, first in enumerate(strides):
+            heads, queries = _heads(first, stride, q, k)
+            mine, pending = q[:, queries], gathers[step]
+            lanes = Lanes(q.device, len(self.plan.gathered))
+            result = attend(None, mine, k[:, heads], v[:, heads], self.plan.local, self.options)
             if self.options.implementation in (None, "separate"):
-                attend(result, q[:, queries], keys, values, self.plan.gathered, self.options)
+                result = self._attend_gathered(result, mine, pending, lanes)
             elif self.plan.prefixes:
-                attend_prefixes(result, q[:, queries], keys, values, self.plan.prefixes, self.options)
-        return out.to(q.dtype), lse
+                keys, values = pending.wait()
+                result = attend_prefixes(result, mine, keys, values, self.plan.prefixes, self.options)
+            pending.wait()
+            pending.free()
+            later = strides[step + _AHEAD : step + _AHEAD + 1]
+            gathers += [self.gather(k, v, first, stride) for first in later]
+            out, lse = result or empty_result(mine)
+            outs.append(out)
+            lses.append(lse)
+        return joined(outs, 1).to(q.dtype), joined(lses, 0)
+
+    def forward_stride(self, heads: int) -> int:
+        """KV heads that a forward gathers at once: all where its strides would be under way together."""
+        return heads if heads <= _AHEAD * self.stride else self.stride
+
+    def _attend_gathered(self, result: Any, q: Any, pending: Pending, lanes: Lanes) -> Any:
+        """Merge attention over the keys of others into `result`."""
+        parts, found = self.plan.gathered, []
+        for part, lane in zip(parts, lanes, strict=True):
+            with lane:
+                keys, values = pending.wait()
+                found.append(attention_of(q, keys, values, part, self.options))
+        lanes.join()
+        for part, one in zip(parts, found, strict=True):
+            result = merged(result, part.q_rows, one, q)
+        return result
 
     def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, Any, Any]:
         """Return dq, dk and dv of a rank's tokens, dtype of q."""
-        dq, dk, dv = (filled(tuple(x.shape), 0.0, x) for x in (q, k, v))
-        pending = self._gather(k, v, 0)
-        sent: list[tuple[Any, list[Pending]]] = []
-        for first in range(0, k.shape[1], self.stride):
-            heads, queries = self._heads(first, q, k)
-            mine = dout[:, queries], q[:, queries]
-            rest = out[:, queries], lse[queries]
-            sums = dq[:, queries], dk[:, heads], dv[:, heads]
-            add_gradients(sums, (*mine, k[:, heads], v[:, heads], *rest), self.plan.local, self.options)
-            now, pending = pending, self._gather(k, v, first + self.stride)
-            keys, values = (_wait(one) for one in now)
-            gathered = filled(tuple(keys.shape), 0.0, q), filled(tuple(values.shape), 0.0, q)
-            add_gradients(
-                (dq[:, queries], *gathered), (*mine, keys, values, *rest), self.plan.gathered, self.options
-            )
-            _take(sent, self.plan)
-            sent = [
-                (total, [reduce_scatter(x, self.group) for x in self._pieces(sums_of_all)])
-                for total, sums_of_all in zip(sums[1:], gathered, strict=True)
-            ]
-        _take(sent, self.plan)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        strides = range(0, k.shape[1], self.stride)
+        gathers = [self.gather(k, v, first, self.stride) for first in strides[:_AHEAD]]
+        sent: _Sent | None = None
+        for step, first in enumerate(strides):
+            heads, queries = _heads(first, self.stride, q, k)
+            of = partial(self._gradients, dout[:, queries], q[:, queries], out[:, queries], lse[queries])
 
-    def _heads(self, first: int, q: Any, k: Any) -> tuple[slice, slice]:
-        """The KV heads of a stride, and the query heads that read them."""
-        group = q.shape[1] // k.shape[1]
-        last = min(first + self.stride, k.shape[1])
-        return slice(first, last), slice(first * group, last * group)
+            # Own keys come first while the first keys of others are awaited, else last: what is sent is on
+            # its way meanwhile.
+            pending, lanes = gathers[step], Lanes(q.device, len(self.plan.gathered))
+            own = of(self.plan.local, k[:, heads], v[:, heads]) if step == 0 else None
+            theirs = []
+            for part, lane in zip(self.plan.gathered, lanes, strict=True):
+                with lane:
+                    keys, values = pending.wait()
+                    theirs += of((part,), keys, values)
+            with lanes.behind_all():
+                sending = self._send(theirs, k[:0, heads])
+            if own is None:
+                own = of(self.plan.local, k[:, heads], v[:, heads])
+            lanes.join()
+            pending.wait()
+            pending.free()
+            later = strides[step + _AHEAD : step + _AHEAD + 1]
+            gathers += [self.gather(k, v, first, self.stride) for first in later]
+            self._put_dq(dq[:, queries], own + theirs)
+            if sent:
+                self._take(*sent)
+            sums = own[0][1:] if own else (filled(tuple(x.shape), 0.0, x) for x in (k[:, heads], v[:, heads]))
+            sent = sending, tuple(sums), (dk[:, heads], dv[:, heads])
+        if sent:
+            self._take(*sent)
+        return dq, dk, dv
 
-    def _gather(self, k: Any, v: Any, first: int) -> tuple[list[Pending], ...]:
-        """Start to gather the heads of a stride; nothing behind the last."""
-        if first >= k.shape[1]:
-            return ()
-        return tuple(self._gather_one(x[:, first : first + self.stride]) for x in (k, v))
+    def _gradients(
+        self, dout: Any, q: Any, out: Any, lse: Any, parts: Sequence[Part], k: Any, v: Any
+    ) -> list[tuple[Any, Any, Any]]:
+        return [gradients(dout, q, out, lse, k, v, part, self.options) for part in parts]
 
-    def _gather_one(self, x: Any) -> list[Pending]:
-        parts = [rows_of(x, rows).contiguous() for rows in self.plan.sends]
-        total = sum(len(part) for part in parts) * self.world_size
-        buffer = x.new_empty(total, *x.shape[1:])
-        return [
-            all_gather(part, out, self.group)._replace(result=buffer)
-            for part, out in zip(parts, self._pieces(buffer), strict=True)
-        ]
+    @cached_property
+    def tokens(self) -> int | None:
+        """Of this rank, where its plan says so."""
+        return sum(int(part.cu_q[-1]) for part in self.plan.local) or None
 
-    def _pieces(self, buffer: Any) -> list[Any]:
-        """The parts of a buffer of all ranks that one gather fills, and one reduce-scatter sends."""
-        pieces = len(self.plan.sends)
-        rows = len(buffer) // pieces
-        return [buffer[n * rows : (n + 1) * rows] for n in range(pieces)]
+    @cached_property
+    def _incoming(self) -> _Counts:
+        return _counts(self.plan.takes, self.rank)
+
+    @cached_property
+    def _outgoing(self) -> _Counts:
+        return _counts(self.plan.takes.T, self.rank)
+
+    def gather(self, k: Any, v: Any, first: int, stride: int) -> Pending:
+        """Start to gather the heads of a stride."""
+        heads = slice(first, first + stride)
+        pieces = [[x[:rows, heads] for rows in self._outgoing.rows] for x in (k, v)]
+        taken = self._incoming
+        return swap(pieces, taken.rows, taken.begins, taken.most, self.group, "gather of keys and values")
+
+    def _send(self, theirs: list[Any], keys: Any) -> Pending:
+        """Start to send every rank the gradients of its keys."""
+        rows, back = self._incoming.rows, self._outgoing
+        pieces = [_blocks(rows, self.plan.gathered, [found[n] for found in theirs], keys) for n in (1, 2)]
+        return swap(pieces, back.rows, back.begins, back.most, self.group, "exchange of gradients")
+
+    def _put_dq(self, dq: Any, found: list[tuple[Any, Any, Any]]) -> None:
+        """Write the sum of dq of all parts, own and gathered."""
+        parts = [*self.plan.local, *self.plan.gathered]
+        rows, gradients = [part.q_rows for part in parts], [one[0] for one in found]
+        if self.plan.local:
+            rows, (total, *gradients) = rows[1:], gradients
+        else:
+            total = filled(tuple(dq.shape), 0.0, dq)
+        *first, last = zip(rows, gradients, strict=True) if rows else [(slice(0, 0), total[:0])]
+        for some, addend in first:
+            add_rows(total, some, addend)
+        if isinstance(last[0], slice):
+            put_sum(dq, total, *last)
+        else:
+            add_rows(total, *last)
+            dq.copy_(total)
+
+    def _take(self, sending: Pending, sums: Any, results: Any) -> None:
+        """Add what has come to a rank's own gradients."""
+        rows = self._outgoing.rows
+        for total, buffer, result in zip(sums, sending.wait(), results, strict=True):
+            *first, last = buffer.split(rows)
+            for piece in first:
+                total[: len(piece)] += piece
+            put_sum(result, total, slice(0, len(last)), last)
+        sending.free()
 
 
-def _wait(pending: list[Pending]) -> Any:
-    """Wait for the gathers of one buffer; return it."""
-    for one in pending:
-        buffer = one.wait()
-    return buffer
+class _Counts(NamedTuple):
+    """What a rank gets in a swap.
+
+    Attributes
+    ----------
+    rows : list of int
+        From each rank.
+    begins : list of int
+        Where in the buffer of each rank what this one sends begins.
+    most : int
+        Rows of the largest buffer of any rank.
+    """
+
+    rows: list[int]
+    begins: list[int]
+    most: int
 
 
-def _take(sent: list[tuple[Any, list[Pending]]], plan: Plan) -> None:
-    """Add the sums that have come to a rank's own gradients."""
-    for total, pending in sent:
-        for rows, one in zip(plan.sends, pending, strict=True):
-            add_rows(total, rows, one.wait())
+def _heads(first: int, stride: int, q: Any, k: Any) -> tuple[slice, slice]:
+    """The KV heads of a stride, and the query heads that read them."""
+    group = q.shape[1] // k.shape[1]
+    last = min(first + stride, k.shape[1])
+    return slice(first, last), slice(first * group, last * group)
+
+
+def _counts(takes: NDArray[np.int64], rank: int) -> _Counts:
+    """What a rank gets if rank r takes takes[r, s] rows from rank s."""
+    return _Counts(takes[rank].tolist(), takes[:, :rank].sum(1).tolist(), int(takes.sum(1).max()))
+
+
+def _blocks(counts: list[int], parts: Sequence[Part], found: list[Any], like: Any) -> list[Any]:
+    """Gradients of the rows of the buffer, rank by rank: views where one part has all that a rank gets."""
+    ends = np.cumsum(counts).tolist()
+    spans = [slice(end - rows, end) for end, rows in zip(ends, counts, strict=True)]
+    views: list[Any] = []
+    for span in spans:
+        for part, x in zip(parts, found, strict=True):
+            keys = part.k_rows
+            if isinstance(keys, slice) and (keys.start or 0) <= span.start < span.stop <= keys.stop:
+                views.append(x[span.start - (keys.start or 0) : span.stop - (keys.start or 0)])
+                break
+        else:
+            if span.start < span.stop:
+                break
+            views.append(filled((0, *like.shape[1:]), 0.0, like))
+    if len(views) == len(spans):
+        return views
+    total = filled((ends[-1], *like.shape[1:]), 0.0, like)
+    for part, x in zip(parts, found, strict=True):
+        add_rows(total, part.k_rows, x)
+    return [total[span] for span in spans]

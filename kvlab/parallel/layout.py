@@ -13,20 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Part", "Plan", "Prefixes", "Rows", "Shard", "llama3_plan", "ring_parts", "zigzag_llama3_plan"]
+__all__ = [
+    "ALL",
+    "Part",
+    "Plan",
+    "Prefixes",
+    "Rows",
+    "Shard",
+    "llama3_plan",
+    "ring_parts",
+    "zigzag_llama3_plan",
+]
 
 Rows = slice | NDArray[np.int64]
 """Rows of an array: a slice where they lie side by side, else their indices."""
 ALL = slice(None)
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Part:
     """Queries of a rank and keys of one buffer, as one variable-length call takes them."""
 
     q_rows: Rows
@@ -35,19 +46,31 @@ class Part(NamedTuple):
     cu_k: NDArray[np.int32]
     causal: bool
 
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Most queries and keys of a sequence."""
+        longest_q, longest_k = (int(np.diff(bounds).max(initial=0)) for bounds in (self.cu_q, self.cu_k))
+        return longest_q, longest_k
+
+    @cached_property
+    def is_one(self) -> bool:
+        """Whether this is a single sequence."""
+        return len(self.cu_q) == 2
+
 
 class Prefixes(NamedTuple):
     """Queries of a rank, group by group, and the prefixes of gathered keys that they see, for one call.
 
-    `kvlab.grouped_attention_varlen` says what the fields are; keys lie in segments of the buffer.
+    `kvlab.grouped_attention_varlen` says what the fields are. Keys of several sequences lie in segments of
+    the buffer, those of one in order.
     """
 
     q_rows: tuple[Rows, ...]
     cu_q: NDArray[np.int32]  # of each group
     prefix_lens: tuple[NDArray[np.int32], ...]
     cu_k: NDArray[np.int32]
-    segment_table: NDArray[np.int32]
-    segment_len: int
+    segment_table: NDArray[np.int32] | None = None
+    segment_len: int | None = None
 
 
 class Plan(NamedTuple):
@@ -55,9 +78,8 @@ class Plan(NamedTuple):
 
     Attributes
     ----------
-    sends : tuple of Rows
-        Rows that each rank sends, one gather each. The buffer holds gather behind gather, in each rank 0's
-        rows first.
+    takes : int64 array, (ranks, ranks)
+        takes[r, s]: how many of the first rows of rank s rank r takes. Its buffer holds them rank after rank.
     local : tuple of Part
         Over the rank's own keys: what needs no communication.
     gathered : tuple of Part
@@ -66,7 +88,7 @@ class Plan(NamedTuple):
         The same as `gathered`, for one call; None where parts see no prefixes.
     """
 
-    sends: tuple[Rows, ...]
+    takes: NDArray[np.int64]
     local: tuple[Part, ...]
     gathered: tuple[Part, ...]
     prefixes: Prefixes | None = None
@@ -155,9 +177,12 @@ class Shard:
 def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1, -1)) -> Plan:
     """Gathered keys, zigzag chunks.
 
-    Late chunks are gathered before early ones, so they lie in falling order and the early ones behind them in
-    rising order: what a chunk of a single sequence sees before itself is one slice. Without a window a
-    chunk's own keys, its diagonal, come from the rank itself.
+    With a causal mask a rank attends its own keys as one sequence: its late chunk sees its early one. Of
+    others all its queries see the early chunks of the ranks before it, and its late chunk both chunks of the
+    ranks behind it; so these keys are disjoint, no mask is needed, and a rank takes no others. A rank takes
+    the early chunk alone where there is one sequence, of which it is the first half of a rank's rows.
+
+    With a window keys are taken from all ranks and read in the order of the sequence.
 
     Parameters
     ----------
@@ -167,46 +192,62 @@ def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1
     window : (int, int)
         Keys before and after its own position that a row sees; -1 means no limit.
     """
-    world, size = shard.world_size, shard.chunk_lengths
-    total, offsets = int(size.sum()), _bounds(size)[:-1].astype(np.int64)
-    place = [world + c if c < world else shard.pieces - 1 - c for c in range(shard.pieces)]  # in the buffer
+    world, rank, size, mine = shard.world_size, shard.rank, shard.chunk_lengths, shard.cu_seqlens
+    total, offsets = int(mine[-1]), mine[:-1].astype(np.int64)
+    takes = np.full((world, world), total)
+    if window == (-1, -1):
+        np.fill_diagonal(takes, 0)
+        if causal and len(size) == 1:
+            takes[np.tril_indices(world, -1)] = total // 2
+    begins = np.cumsum(takes[rank]) - takes[rank]
 
-    def part(which: int, first: int, last: int, *, diagonal: bool) -> Part:
-        """Queries of a half, keys of the chunks from first up to last: in order where a mask needs it."""
-        chunks = range(first, last) if diagonal else sorted(range(first, last), key=place.__getitem__)
-        keys = [(place[c] * total + o, n) for o, n in zip(offsets, size, strict=True) for c in chunks]
-        return Part(shard.half(which), _as_rows(keys), _bounds(size), _bounds(size * len(chunks)), diagonal)
+    def chunk(holder: int, sequence: int, which: int) -> tuple[int, int]:
+        """Where in the buffer the early or late chunk of a rank begins, and its tokens."""
+        return int(begins[holder] + offsets[sequence] + which * size[sequence]), int(size[sequence])
 
-    sends = (shard.half(1), shard.half(0))
+    def part(q_rows: Rows, cu_q: NDArray[np.int32], chunks: list[tuple[int, int]], *, mask: bool) -> Part:
+        """Queries that see chunks (rank, which) of every sequence."""
+        keys = [chunk(holder, b, which) for b in range(len(size)) for holder, which in chunks]
+        return Part(q_rows, _as_rows(keys), cu_q, _bounds(size * len(chunks)), mask)
+
     if window != (-1, -1):
         left, right = window
-        parts = []
-        for which, chunk in enumerate(shard.chunks):
-            back = -(-left // max(1, int(size.min(initial=left)))) if left >= 0 else shard.pieces
-            if not causal and right != 0:
-                raise NotImplementedError(
-                    f"window={window} without causal: keys behind a chunk would have to be masked by "
-                    "position; pass causal=True"
-                )
-            parts.append(part(which, max(0, chunk - back), chunk + 1, diagonal=True))
-        return Plan(sends, (), tuple(parts))
+        if not causal and right != 0:
+            raise NotImplementedError(
+                f"window={window} without causal: keys behind a chunk would have to be masked by "
+                "position; pass causal=True"
+            )
+        back = -(-left // max(1, int(size.min(initial=left)))) if left >= 0 else shard.pieces
+        order = [(c, 0) if c < world else (shard.pieces - 1 - c, 1) for c in range(shard.pieces)]
+        parts = (
+            part(shard.half(which), _bounds(size), order[max(0, c - back) : c + 1], mask=True)
+            for which, c in enumerate(shard.chunks)
+        )
+        return Plan(takes, (), tuple(parts))
+    before, behind = (
+        [(holder, w) for holder in ranks for w in (0, 1)] for ranks in (range(rank), range(rank + 1, world))
+    )
+    local = (Part(ALL, ALL, mine, mine, causal),)
     if not causal:
-        return Plan(sends, (), tuple(part(w, 0, shard.pieces, diagonal=False) for w in (0, 1)))
-    bounds = _bounds(np.repeat(size, 2))
-    early, late = shard.chunks
-    gathered = (part(0, 0, early, diagonal=False), part(1, 0, late, diagonal=False))
-    seen = tuple(p for p in gathered if p.cu_k[-1])
+        return Plan(takes, local, (part(ALL, mine, before + behind, mask=False),) if world > 1 else ())
+    before = before[::2]
+    early, late = shard.half(0), shard.half(1)
+    gathered = part(ALL, mine, before, mask=False), part(late, _bounds(size), behind, mask=False)
     prefixes = None
-    if seen:
-        length = int(np.gcd.reduce(size))
-        table = np.zeros((len(size), shard.pieces * int(size.max()) // length), np.int32)
-        for row, start, n in zip(table, offsets, size, strict=True):
-            firsts = [(place[c] * total + start) // length for c in range(shard.pieces)]
-            row[: shard.pieces * n // length] = np.add.outer(firsts, np.arange(n // length)).ravel()
-        lens = tuple((size * chunk).astype(np.int32) for chunk in shard.chunks if chunk)
-        rows = tuple(p.q_rows for p in seen)
-        prefixes = Prefixes(rows, _bounds(size), lens, _bounds(shard.lengths), table, length)
-    return Plan(sends, (Part(ALL, ALL, bounds, bounds, True),), seen, prefixes)
+    if world > 1 and total:
+        seen = before + behind
+        groups = [(rows, count) for rows, count in ((early, len(before)), (late, len(seen))) if count]
+        lens = tuple((size * count).astype(np.int32) for _, count in groups)
+        prefixes = Prefixes(tuple(rows for rows, _ in groups), _bounds(size), lens, _bounds(size * len(seen)))
+        if len(size) > 1:
+            length = int(np.gcd.reduce(size))
+            table = np.zeros((len(size), len(seen) * int(size.max()) // length), np.int32)
+            for b, row in enumerate(table):
+                firsts = [chunk(holder, b, which)[0] // length for holder, which in seen]
+                places = np.add.outer(firsts, np.arange(size[b] // length)).ravel()
+                row[: len(places)] = places
+            prefixes = prefixes._replace(segment_table=table, segment_len=length)
+    return Plan(takes, local, tuple(p for p in gathered if p.cu_k[-1]), prefixes)
 
 
 @lru_cache(maxsize=256)
@@ -266,7 +307,8 @@ def llama3_plan(lengths: tuple[int, ...], rank: int, world_size: int, causal: bo
     stops = np.minimum(ends, last) if causal else ends
     cu_q = _bounds(np.minimum(ends, last) - np.maximum(starts, first))
     keys = slice(int(starts[0]), int(stops[-1])) if len(mine) else slice(0, 0)
-    return Plan((ALL,), (), (Part(ALL, keys, cu_q, _bounds(stops - starts), causal),))
+    takes = np.full((world_size, world_size), last - first)
+    return Plan(takes, (), (Part(ALL, keys, cu_q, _bounds(stops - starts), causal),))
 
 
 def _bounds(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:

@@ -8,15 +8,17 @@ rounding them to 16 bits after every part would let the error grow with the numb
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.ops.attention import attention_varlen, merge_attention
-from kvlab.ops.attention_backward import attention_varlen_backward
+from kvlab.ops.attention import attention, attention_varlen, merge_attention
+from kvlab.ops.attention_backward import attention_backward, attention_varlen_backward
+from kvlab.ops.cuda.attention_merge import merge_rows
 from kvlab.ops.grouped import grouped_attention_varlen
 from kvlab.parallel.collectives import filled, on_device
-from kvlab.parallel.layout import Part, Prefixes, Rows
+from kvlab.parallel.layout import ALL, Part, Prefixes, Rows
 
 __all__ = [
     "Options",
@@ -24,7 +26,10 @@ __all__ = [
     "add_rows",
     "attend",
     "attend_prefixes",
+    "attention_of",
     "empty_result",
+    "gradients",
+    "merged",
     "rows_of",
 ]
 
@@ -40,7 +45,11 @@ class Options(NamedTuple):
 
 def rows_of(x: Any, rows: Rows) -> Any:
     """Rows of a tensor: a view for a slice, else a copy."""
-    return x[rows] if isinstance(rows, slice) else x.index_select(0, on_device(rows, x))
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, on_device(rows, x.device))
+
+
+def _columns_of(lse: Any, rows: Rows) -> Any:
+    return lse[:, rows] if isinstance(rows, slice) else lse.index_select(1, on_device(rows, lse.device))
 
 
 def empty_result(q: Any) -> tuple[Any, Any]:
@@ -49,83 +58,95 @@ def empty_result(q: Any) -> tuple[Any, Any]:
     return filled(tuple(q.shape), 0.0, q), filled((heads, total), -float("inf"), q)
 
 
-def attend(result: tuple[Any, Any], q: Any, k: Any, v: Any, parts: Sequence[Part], options: Options) -> None:
-    """Merge attention of q over parts of k and v into `result`, out and lse, in place."""
+def attend(
+    result: tuple[Any, Any] | None, q: Any, k: Any, v: Any, parts: Sequence[Part], options: Options
+) -> tuple[Any, Any] | None:
+    """Merge attention of q over parts of k and v into `result`, out and lse, in place; return it.
+
+    Where there is no result yet, the first part of all queries is.
+    """
     for part in parts:
-        own = _rows_of_result(result, part.q_rows)
-        attention_varlen(
-            _wide(rows_of(q, part.q_rows)), _wide(rows_of(k, part.k_rows)), _wide(rows_of(v, part.k_rows)),
-            *_lengths(part, q), causal=part.causal, scale=options.scale, window=options.window, into=own,
-        )  # fmt: skip
-        if not isinstance(part.q_rows, slice):
-            _put_result(result, part.q_rows, own)
+        result = merged(result, part.q_rows, attention_of(q, k, v, part, options), q)
+    return result
+
+
+def attention_of(q: Any, k: Any, v: Any, part: Part, options: Options) -> tuple[Any, Any]:
+    """Return out and lse of the queries of a part."""
+    q, k, v = _wide(rows_of(q, part.q_rows)), *(_wide(rows_of(x, part.k_rows)) for x in (k, v))
+    mask: dict[str, Any] = {"causal": part.causal, "scale": options.scale, "window": options.window}
+    if part.is_one:
+        out, lse = attention(q[None], k[None], v[None], **mask, return_lse=True)
+        return out[0], lse[0]
+    out, lse = attention_varlen(q, k, v, *_lengths(part, q.device), **mask, return_lse=True)
+    return out, lse
 
 
 def attend_prefixes(
-    result: tuple[Any, Any], q: Any, k: Any, v: Any, prefixes: Prefixes, options: Options
-) -> None:
+    result: tuple[Any, Any] | None, q: Any, k: Any, v: Any, prefixes: Prefixes, options: Options
+) -> tuple[Any, Any] | None:
     """Merge attention of groups of q over prefixes of k and v into `result`, as `attend`, by one call."""
-    cu_q, longest = on_device(prefixes.cu_q, q), np.diff(prefixes.cu_q).max(initial=0)
+    table = prefixes.segment_table
+    cu_q, longest = on_device(prefixes.cu_q, q.device), np.diff(prefixes.cu_q).max(initial=0)
     outs, lses = grouped_attention_varlen(
         [_wide(rows_of(q, rows)) for rows in prefixes.q_rows], _wide(k), _wide(v),
-        cu_seqlens_q_groups=[cu_q] * len(prefixes.q_rows), cu_seqlens_k=on_device(prefixes.cu_k, q),
-        prefix_lens=[on_device(lens, q) for lens in prefixes.prefix_lens], causal=False,
+        cu_seqlens_q_groups=[cu_q] * len(prefixes.q_rows), cu_seqlens_k=on_device(prefixes.cu_k, q.device),
+        prefix_lens=[on_device(lens, q.device) for lens in prefixes.prefix_lens], causal=False,
         scale=options.scale, return_lse=True, implementation=options.implementation,
         max_seqlen_q=int(longest), max_seqlen_k=int(np.diff(prefixes.cu_k).max(initial=0)),
-        segment_table=on_device(prefixes.segment_table, q).view(prefixes.segment_table.shape),
+        segment_table=None if table is None else on_device(table, q.device).view(table.shape),
         segment_len=prefixes.segment_len,
     )  # fmt: skip
     for rows, *found in zip(prefixes.q_rows, outs, lses, strict=True):
-        before = _rows_of_result(result, rows)
-        new = merge_attention((before[0], found[0].float()), (before[1], found[1]))
-        _put_result(result, rows, new)
+        result = merged(result, rows, found, q)
+    return result
 
 
-def _rows_of_result(result: tuple[Any, Any], rows: Rows) -> tuple[Any, Any]:
-    """Out and lse of some rows: views for a slice, else copies."""
+def merged(result: tuple[Any, Any] | None, rows: Rows, found: Sequence[Any], q: Any) -> tuple[Any, Any]:
+    """Merge out and lse of some rows over more keys into those of all, in place; return these."""
+    if result is None:
+        if isinstance(rows, slice) and rows == ALL:
+            return found[0], found[1]
+        result = empty_result(q)
     out, lse = result
-    if isinstance(rows, slice):
-        return out[rows], lse[:, rows]
-    return rows_of(out, rows), rows_of(lse.T, rows).T.contiguous()
+    if out.is_cuda:
+        merge_rows(out, lse, rows if isinstance(rows, slice) else on_device(rows, out.device), *found)
+        return result
+    before = rows_of(out, rows), _columns_of(lse, rows)
+    new = merge_attention((before[0], found[0].to(out.dtype)), (before[1], found[1]))
+    _put(out, rows, new[0])
+    _put(lse.T, rows, new[1].T)
+    return result
 
 
-def _put_result(result: tuple[Any, Any], rows: Rows, new: tuple[Any, Any]) -> None:
-    _put(result[0], rows, new[0])
-    _put(result[1].T, rows, new[1].T)
+def gradients(
+    dout: Any, q: Any, out: Any, lse: Any, k: Any, v: Any, part: Part, options: Options
+) -> tuple[Any, Any, Any]:
+    """Return dq of the queries of a part, and dk and dv of its keys, float32; `lse` is that over all keys."""
+    dout, q, out = (_wide(rows_of(x, part.q_rows)) for x in (dout, q, out))
+    k, v = (_wide(rows_of(x, part.k_rows)) for x in (k, v))
+    arrays = dout, q, k, v, out, _columns_of(lse, part.q_rows)
+    given: dict[str, Any] = {"causal": part.causal, "scale": options.scale, "window": options.window}
+    given |= {"deterministic": options.deterministic, "float32_dk_dv": q.is_cuda}
+    if part.is_one:
+        dq, dk, dv = attention_backward(*(x[None] for x in arrays), **given)
+        return dq[0], dk[0], dv[0]
+    return attention_varlen_backward(*arrays, *_lengths(part, q.device), **given)
 
 
 def add_gradients(
-    sums: tuple[Any, Any, Any], arrays: tuple[Any, Any, Any, Any, Any, Any], parts: Sequence[Part],
-    options: Options,
-) -> None:  # fmt: skip
-    """Add gradients of parts to `sums`, float32 dq, dk and dv, in place.
-
-    Parameters
-    ----------
-    sums : tuple of float32 tensors
-        Shapes of q, k and v.
-    arrays : tuple of tensors
-        dout, q, k, v, out and lse; out and lse over all keys.
-    parts, options
-        As in `attend`.
-    """
-    dout, q, k, v, out, lse = arrays
+    sums: tuple[Any, Any, Any], arrays: Sequence[Any], parts: Sequence[Part], options: Options
+) -> None:
+    """Add gradients of parts to `sums`, float32 dq, dk and dv, in place; `arrays` as `gradients` has them."""
     for part in parts:
-        part_dout, part_q, part_out = (_wide(rows_of(x, part.q_rows)) for x in (dout, q, out))
-        part_k, part_v = (_wide(rows_of(x, part.k_rows)) for x in (k, v))
-        part_lse = rows_of(lse.T, part.q_rows).T.contiguous()
-        found = attention_varlen_backward(
-            part_dout, part_q, part_k, part_v, part_out, part_lse, *_lengths(part, q), causal=part.causal,
-            scale=options.scale, window=options.window, deterministic=options.deterministic,
-        )  # fmt: skip
+        dout, q, out, lse, k, v = arrays
+        found = gradients(dout, q, out, lse, k, v, part, options)
         for total, rows, new in zip(sums, (part.q_rows, part.k_rows, part.k_rows), found, strict=True):
-            add_rows(total, rows, new.float())
+            add_rows(total, rows, new)
 
 
-def _lengths(part: Part, like: Any) -> tuple[Any, Any, int, int]:
-    longest = (int((bounds[1:] - bounds[:-1]).max(initial=0)) for bounds in (part.cu_q, part.cu_k))
-    max_q, max_k = longest
-    return on_device(part.cu_q, like), on_device(part.cu_k, like), max_q, max_k
+@lru_cache(maxsize=1024)
+def _lengths(part: Part, device: Any) -> tuple[Any, Any, int, int]:
+    return on_device(part.cu_q, device), on_device(part.cu_k, device), *part.longest
 
 
 def _wide(x: Any) -> Any:
@@ -137,7 +158,7 @@ def _put(x: Any, rows: Rows, values: Any) -> None:
     if isinstance(rows, slice):
         x[rows] = values
     else:
-        x.index_copy_(0, on_device(rows, x), values)
+        x.index_copy_(0, on_device(rows, x.device), values)
 
 
 def add_rows(x: Any, rows: Rows, values: Any) -> None:
@@ -145,4 +166,4 @@ def add_rows(x: Any, rows: Rows, values: Any) -> None:
     if isinstance(rows, slice):
         x[rows] += values
     else:
-        x.index_add_(0, on_device(rows, x), values)
+        x.index_add_(0, on_device(rows, x.device), values.to(x.dtype))

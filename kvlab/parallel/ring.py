@@ -60,7 +60,7 @@ class RingAttention:
         for step, source in enumerate(self._sources(), 1):
             pending = exchange(held, self.group) if step < self.shard.world_size else None
             parts = ring_parts(self.shard, source, self.causal)
-            add_gradients((dq, dk, dv), (dout, q, *held, out, lse), parts, self.options)
+            add_gradients((dq, dk, dv), (dout, q, out, lse, *held), parts, self.options)
             held = pending.wait() if pending else held
             if self.shard.world_size > 1:
                 dk, dv = exchange((dk, dv), self.group).wait()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab import reference
 from kvlab.ops.cuda.attention_merge import merge_rows
+from kvlab.reference import attention as reference
 from tests.compare import assert_accurate, low_precision_merge
 from tests.gpu.attention_cases import to_numpy
 

@@ -17,7 +17,7 @@ def test_two_ranks_from_torchrun() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "2 ranks, 96 tokens, float32: all right" in result.stdout
-    assert result.stdout.count("right: errors") == 4
+    assert result.stdout.count("right: errors") == 8
 
 
 def test_a_wrong_function_is_seen(

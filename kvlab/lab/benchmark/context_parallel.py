@@ -6,7 +6,8 @@ Every rank holds the same number of tokens. A *share* is the time of the whole a
 all ranks are busy with it, over ranks times the time of all ranks together: 1 is N times the speed of one.
 *Hidden* is the part of the time of all gathers alone by which the forward is not longer than without
 communication. Times are those of the slowest rank, medians of rounds in which contestants take turns.
-ring-flash-attn runs beside, over kvlab's attention, where it is installed.
+Beside them run, on GPUs, torch's context_parallel over
+cuDNN and, where it is installed, ring-flash-attn over kvlab's attention.
 
 ``--model`` computes instead what `step_seconds` says of larger groups.
 """
@@ -19,13 +20,16 @@ import importlib.util
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from kvlab import parallel
 from kvlab.lab.results import provenance
@@ -39,23 +43,26 @@ from kvlab.parallel.parts import Options
 
 __all__ = ["SETS", "lengths_of", "main", "step_seconds"]
 
-SETS: dict[str, tuple[tuple[float, ...], ...]] = {
-    "fixed": ((1.0,),),
-    "variable": ((1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (0.25, 0.25, 0.25, 0.25)),
+SETS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "fixed": ((8192,),),
+    "variable": ((8192,), (256, 7392, 544), (4096, 4096), (3104, 3200, 1600, 160, 128)),
 }
-"""Patterns of the lengths of sequences, as parts of all tokens."""
+"""Patterns of the lengths of sequences, as they add up to 8192; the variable ones are ring-flash-attn's."""
 
 
-def lengths_of(pattern: tuple[float, ...], tokens: int, ranks: int) -> tuple[int, ...]:
+PEERS = ("ring-flash-attn", "torch")
+
+
+def lengths_of(pattern: tuple[int, ...], tokens: int, ranks: int) -> tuple[int, ...]:
     """Return lengths of sequences that fit the pattern and can be cut for zigzag ranks.
 
     Examples
     --------
-    >>> lengths_of((0.7, 0.2, 0.1), 1024, 2)
-    (1432, 408, 208)
+    >>> lengths_of((256, 7392, 544), 1024, 2)
+    (64, 1848, 136)
     """
     total, unit = tokens * ranks, 2 * ranks
-    found = [int(part * total) // unit * unit for part in pattern[:-1]]
+    found = [part * total // sum(pattern) // unit * unit for part in pattern[:-1]]
     return (*found, total // unit * unit - sum(found))
 
 
@@ -115,12 +122,22 @@ def step_seconds(
     return seconds, work / seconds
 
 
+@dataclass(frozen=True)
 class _Silent(GatheredAttention):
     """The forward of a call whose keys of other ranks are there before it begins."""
 
-    def _gather_one(self, x: Any) -> list[Pending]:
-        rows = sum(len(x[part]) for part in self.plan.sends) * self.world_size
-        return [Pending(x.new_zeros(rows, *x.shape[1:]), (), "", None)]
+    buffers: tuple[Any, ...] = ()
+
+    def gather(self, k: Any, v: Any, first: int, stride: int) -> Pending:
+        heads = slice(0, min(stride, k.shape[1] - first))
+        return Pending(tuple(x[:, heads] for x in self.buffers), [], "", None)
+
+
+class _Contestant(NamedTuple):
+    """A call that is timed, and the context that it is to be made in."""
+
+    call: Callable[[], Any]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class _Case:
@@ -151,64 +168,116 @@ class _Case:
     def one_device(self, *, backward: bool) -> None:
         """The whole attention on this device."""
         q, k, v, dout = self.whole
-        bounds = on_device(self.cu, q)
+        bounds = on_device(self.cu, q.device)
         sizes = (bounds, bounds, self.longest, self.longest)
         out, lse = attention_varlen(q, k, v, *sizes, causal=True, return_lse=True)
         if backward:
             attention_varlen_backward(dout, q, k, v, out, lse, *sizes, causal=True)
 
-    def silent(self) -> None:
+    def silent(self) -> Callable[[], Any]:
         """The forward without communication."""
         options = Options(None, NO_WINDOW, False, self.options.implementation)
         q, k, v = (x.detach() for x in self.mine)
-        _Silent(self.plan, None, self.shard.world_size, self.options.stride, options).forward(q, k, v)
+        rows = int(self.plan.takes[self.shard.rank].sum())
+        buffers = tuple(x[:rows].contiguous() for x in self.whole[1:3])
+        call = _Silent(self.plan, None, self.shard.rank, self.options.stride, options, buffers)
+        return lambda: call.forward(q, k, v)
 
     def gathers(self) -> None:
         """All gathers of a forward, and nothing else."""
         call = GatheredAttention(
-            self.plan, None, self.shard.world_size, self.options.stride, Options(None, NO_WINDOW, False)
+            self.plan, None, self.shard.rank, self.options.stride, Options(None, NO_WINDOW, False)
         )
         k, v = (x.detach() for x in self.mine[1:])
-        for first in range(0, k.shape[1], self.options.stride):
-            for x in (k, v):
-                for one in call._gather_one(x[:, first : first + self.options.stride]):
-                    one.wait()
+        stride = call.forward_stride(k.shape[1])
+        for first in range(0, k.shape[1], stride):
+            one = call.gather(k, v, first, stride)
+            one.wait()
+            one.free()
 
-    def calls(self) -> dict[str, Callable[[], Any]]:
+    def calls(self) -> dict[str, _Contestant]:
         """What is timed, by name."""
-        found: dict[str, Callable[[], Any]] = {
+        calls: dict[str, Callable[[], Any]] = {
             "one device, forward": lambda: self.one_device(backward=False),
             "one device, both": lambda: self.one_device(backward=True),
             "forward": lambda: self.together().detach(),
             "both": lambda: torch.autograd.grad(self.together(), self.mine, self.dout),
-            "forward without communication": self.silent,
+            "forward without communication": self.silent(),
             "gathers alone": self.gathers,
         }
-        peer = importlib.util.find_spec("ring_flash_attn") and len(self.shard.lengths) == 1
-        if peer and self.shard.world_size > 1:
-            attend, batched = _ring_flash_attn(), [x.detach()[None].requires_grad_() for x in self.mine]
-            found["ring-flash-attn, forward"] = lambda: attend(*batched, causal=True).detach()
-            found["ring-flash-attn, both"] = lambda: torch.autograd.grad(
-                attend(*batched, causal=True), batched, self.dout[None]
-            )
+        found = {name: _Contestant(call) for name, call in calls.items()}
+        if self.shard.world_size == 1:
+            return found
+        peers = self.options.peers
+        if "ring-flash-attn" in peers and importlib.util.find_spec("ring_flash_attn"):
+            self._add_peer(found, "ring-flash-attn", self._ring(), self.mine, self.dout)
+        if "torch" in peers and self.device.startswith("cuda") and len(self.shard.lengths) == 1:
+            batched = [x.detach().transpose(0, 1)[None].contiguous() for x in (*self.mine, self.dout)]
+            leaves = [x.requires_grad_() for x in batched[:3]]
+            attend, context = self._torch()
+            self._add_peer(found, "torch", attend, leaves, batched[3], context)
         return found
 
+    @staticmethod
+    def _add_peer(
+        found: dict[str, _Contestant], name: str, attend: Any, leaves: Any, dout: Any,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:  # fmt: skip
+        found[f"{name}, forward"] = _Contestant(lambda: attend(*leaves).detach(), context)
+        found[f"{name}, both"] = _Contestant(
+            lambda: torch.autograd.grad(attend(*leaves), leaves, dout), context
+        )
 
-def _ring_flash_attn() -> Any:
-    """ring-flash-attn's zigzag ring over kvlab's attention."""
-    from transformers import modeling_flash_attention_utils as utils
+    def _ring(self) -> Callable[..., Any]:
+        """ring-flash-attn's zigzag ring over kvlab's attention."""
+        from transformers import modeling_flash_attention_utils as utils
 
-    from kvlab.integrations import flash_attn
+        from kvlab.integrations import flash_attn
 
-    flash_attn.install()
-    # transformers has dropped a name that ring-flash-attn 0.1.8 imports for an adapter that is not used here.
-    utils.__dict__.setdefault("is_flash_attn_greater_or_equal_2_10", None)
-    return import_module("ring_flash_attn").zigzag_ring_flash_attn_func
+        flash_attn.install()
+        # transformers has dropped a name that ring-flash-attn 0.1.8 imports for an adapter that is not used.
+        utils.__dict__.setdefault("is_flash_attn_greater_or_equal_2_10", None)
+        ring = import_module("ring_flash_attn")
+        if len(self.shard.lengths) == 1:
+            one = ring.zigzag_ring_flash_attn_func
+            return lambda *mine: one(*(x[None] for x in mine), causal=True)[0]
+        size = self.shard.world_size
+        cu, longest = on_device(self.cu // size, self.dout.device), self.longest // size
+        return lambda *mine: ring.zigzag_ring_flash_attn_varlen_func(*mine, cu, longest, causal=True)
+
+    def _torch(self) -> tuple[Callable[..., Any], Callable[[], AbstractContextManager[Any]]]:
+        """torch's context_parallel over cuDNN, which gathers, and the context to call it in."""
+        from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        set_rotate_method("allgather")
+        mesh = init_device_mesh("cuda", (self.shard.world_size,))
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            attention = torch.nn.functional.scaled_dot_product_attention  # which the context replaces
+            return attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            divided = torch.zeros(
+                2 * self.shard.world_size, device=self.device
+            )  # it wants something to divide
+            with (
+                context_parallel(mesh, buffers=[divided], buffer_seq_dims=[0]),
+                sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+            ):
+                yield
+
+        return attend, context
 
 
-def _seconds(call: Callable[[], Any], device: str, least: float) -> float:
-    """Time of a call on the slowest rank, in a loop of at least so many seconds."""
+def _seconds(contestant: _Contestant, device: str, least: float) -> tuple[float, float]:
+    """Times of a call on the slowest rank, in a loop of at least so many seconds: its own, and the host's."""
+    with contestant.context():
+        return _seconds_of(contestant.call, device, least)
 
+
+def _seconds_of(call: Callable[[], Any], device: str, least: float) -> tuple[float, float]:
     def wait() -> None:
         if device.startswith("cuda"):
             torch.cuda.synchronize()
@@ -220,30 +289,41 @@ def _seconds(call: Callable[[], Any], device: str, least: float) -> float:
         start = time.perf_counter()
         for _ in range(times):
             call()
+        host = time.perf_counter() - start
         wait()
-        seconds = largest([time.perf_counter() - start], device)[0]
+        seconds, host = largest([time.perf_counter() - start, host], device)
         if seconds >= least:
-            return seconds / times
+            return seconds / times, host / times
         times = max(2 * times, int(1.2 * least / seconds * times))
 
 
 def _measure(case: _Case, repeats: int, least: float) -> dict[str, float]:
     """Median milliseconds by name, and shares."""
     calls, rounds = case.calls(), []
-    for call in calls.values():
-        call()
+    for contestant in calls.values():
+        with contestant.context():
+            contestant.call()
     for _ in range(repeats):
-        rounds.append({name: _seconds(call, case.device, least) for name, call in calls.items()})
-    median = {name: statistics.median(one[name] for one in rounds) for name in calls}
-    ranks = case.shard.world_size
-    found = {f"{name}, ms": 1e3 * seconds for name, seconds in median.items()}
+        rounds.append({name: _seconds(one, case.device, least) for name, one in calls.items()})
+    found: dict[str, float] = {}
+    for name in calls:
+        for n, what in enumerate(("", ", host")):
+            found[f"{name}{what}, ms"] = 1e3 * statistics.median(one[name][n] for one in rounds)
+    if case.shard.world_size > 1:
+        longer = found["forward, ms"] - found["forward without communication, ms"]
+        found["hidden"] = 1 - longer / found["gathers alone, ms"]
+    return found | _shares([found], case.shard.world_size)
+
+
+def _shares(cases: list[dict[str, float]], ranks: int) -> dict[str, float]:
+    """Of several cases together: how much of the speed of so many devices each contestant keeps."""
+    found = {}
     for what in ("forward", "both"):
-        for name in (what, f"ring-flash-attn, {what}"):
-            if name in median:
-                found[f"{name}, share"] = median[f"one device, {what}"] / ranks / median[name]
-    if ranks > 1:
-        longer = median["forward"] - median["forward without communication"]
-        found["hidden"] = 1 - longer / median["gathers alone"]
+        for peer in ("", *(f"{peer}, " for peer in PEERS)):
+            name = f"{peer}{what}, ms"
+            if all(name in case for case in cases):
+                one = sum(case[f"one device, {what}, ms"] for case in cases)
+                found[f"{peer}{what}, share"] = one / ranks / sum(case[name] for case in cases)
     return found
 
 
@@ -265,6 +345,11 @@ def _print_model(options: argparse.Namespace) -> None:
                     f"{'both' if backward else 'forward'} {1e3 * seconds:.2f} ms, share {share:.2f}"
                 )
             print(f"{tokens} tokens on each of {ranks} ranks: {'; '.join(shares)}")
+
+
+def _print(head: str, found: dict[str, Any]) -> None:
+    numbers = (f"  {name}: {value:.3g}\n" for name, value in found.items() if isinstance(value, float))
+    print(f"{head}:\n{''.join(numbers)}", end="", flush=True)
 
 
 def _positive(text: str) -> int:
@@ -292,6 +377,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--implementation", choices=("separate", "listed", "paired"), help="see the function")
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="bfloat16 on GPUs, else float32"
+    )
+    parser.add_argument(
+        "--peers",
+        choices=PEERS,
+        nargs="*",
+        default=PEERS,
+        help=f"run beside, where they can ({' '.join(PEERS)})",
     )
     parser.add_argument("--repeats", type=_positive, default=3, help="rounds (3)")
     parser.add_argument("--seconds", type=float, default=0.2, help="of a loop, at least (0.2)")
@@ -322,23 +414,29 @@ def main(arguments: list[str] | None = None) -> int:
         _print_model(options)
         return 0
     results: list[dict[str, Any]] = []
+    sets: list[dict[str, Any]] = []
     with process_group(datetime.timedelta(seconds=options.timeout)) as (rank, ranks, device):
         options.dtype = options.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
-        for tokens in options.tokens:
-            for pattern in (pattern for name in options.sets for pattern in SETS[name]):
+        for tokens, name in ((tokens, name) for tokens in options.tokens for name in options.sets):
+            of_set = []
+            for pattern in SETS[name]:
                 lengths = lengths_of(pattern, tokens, ranks)
                 found = _measure(
                     _Case(lengths, options, rank, ranks, device), options.repeats, options.seconds
                 )
+                of_set.append(found)
                 results.append({"ranks": ranks, "lengths": lengths, **found})
                 if rank == 0:
-                    print(f"{ranks} ranks, sequences of {', '.join(map(str, lengths))} tokens:")
-                    print(
-                        "".join(f"  {name}: {value:.3g}\n" for name, value in found.items()),
-                        end="",
-                        flush=True,
-                    )
-        if rank == 0 and options.output:
-            document = {"provenance": provenance(), "results": results}
-            options.output.write_text(json.dumps(document, indent=1) + "\n")
+                    _print(f"{ranks} ranks, sequences of {', '.join(map(str, lengths))} tokens", found)
+            sets.append({"ranks": ranks, "tokens": tokens, "set": name, **_shares(of_set, ranks)})
+            if rank == 0 and len(of_set) > 1:
+                _print(f"{ranks} ranks, {tokens} tokens of a rank, {name} lengths together", sets[-1])
+            if rank == 0 and options.output:
+                settings = {
+                    "stride": options.stride,
+                    "heads": str(options.heads),
+                    "head_dim": options.head_dim,
+                }
+                document = {"provenance": provenance(**settings), "results": results, "sets": sets}
+                options.output.write_text(json.dumps(document, indent=1) + "\n")
     return 0

@@ -1,0 +1,259 @@
+"""Rows that ranks of one host send each other by copy engines, which take no multiprocessor.
+
+Attention fills a GPU, and the kernels of a collective would wait until it leaves them room. So a rank writes
+into memory of another by a copy on a stream of its own, and then raises a flag there, which the other's
+stream waits for: neither takes a kernel. A *mailbox* is what a rank receives into, memory that all ranks of
+a group have mapped. It has two slots, which uses take in turn. A rank writes into a slot when its owner has
+said that it has read what came the last time.
+
+A wait on a stream cannot end by itself. So a thread watches the transfers of a process and ends it, with the
+name of the transfer, when one is not complete within the timeout of its group.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Mailbox", "mailbox"]
+
+Tensor = torch.Tensor
+_cuda: Any = torch.cuda
+
+COPY_ENGINES = True
+"""Whether to use them; tests and benchmarks of collectives turn it off."""
+
+_SLOTS = 2
+_ALIGNMENT = 512
+_COME, _READ = 0, 1  # kinds of flags
+_POLL_SECONDS = 0.2
+
+_mailboxes: dict[tuple[Any, ...], Mailbox | None] = {}
+
+
+def mailbox(like: Tensor, group: Any, what: str) -> Mailbox | None:
+    """Return the mailbox of a group for one kind of transfer; None where collectives are to be used.
+
+    These are needed where a rank has another host or no access to the memory of others, for captured graphs,
+    whose flags would be those of the capture, and on CPUs. All ranks of a group decide the same.
+    """
+    if not (COPY_ENGINES and like.is_cuda) or dist.get_world_size(group) == 1:
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    group = group or dist.group.WORLD
+    key = group, like.device, what
+    if key not in _mailboxes:
+        _mailboxes[key] = Mailbox(group, like.device) if _can_reach_all(group, like.device) else None
+    return _mailboxes[key]
+
+
+def _can_reach_all(group: Any, device: torch.device) -> bool:
+    """Whether all ranks of a group are processes of one host with a GPU each that reaches all others."""
+    if dist.get_backend(group) != "nccl":
+        return False
+    mine = platform.node(), _boot_id(), str(torch.cuda.get_device_properties(device).uuid)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    here = {str(torch.cuda.get_device_properties(n).uuid): n for n in range(torch.cuda.device_count())}
+    reached = all(
+        other[:2] == mine[:2]
+        and other[2] in here
+        and (other == mine or torch.cuda.can_device_access_peer(device, here[other[2]]))
+        for other in everyone
+    ) and len(set(everyone)) == len(everyone)
+    agreed = torch.tensor([reached], dtype=torch.int32, device=device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    return bool(agreed.item())
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _check(outcome: tuple[Any, ...]) -> None:
+    if outcome[0]:
+        raise RuntimeError(f"copy engines: the driver says {outcome[0]!r}")
+
+
+class Mailbox:
+    """What a rank receives into, and its places in the mailboxes of others.
+
+    Parameters
+    ----------
+    group : process group
+    device : torch.device
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._stream = _cuda.Stream(device)
+        self._copy = _driver().CUDA_MEMCPY2D()
+        memory = _driver().CUmemorytype.CU_MEMORYTYPE_DEVICE
+        self._copy.srcMemoryType = self._copy.dstMemoryType = memory
+        self._timeout = group._get_backend(device).options._timeout.total_seconds()
+        # Flags count uses: what has come from each rank, and what each rank has read, for each slot.
+        self._uses = 0
+        self._flags, self._flags_of = self._shared(4 * 2 * _SLOTS * self._size)
+        self._nbytes = 0  # of a slot
+        self._memory, self._places = self._flags, self._flags_of
+
+    def _shared(self, nbytes: int) -> tuple[Tensor, list[int]]:
+        """Return new memory that all ranks have mapped, zeros, and where it is on each rank."""
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        made = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._device)
+        handle = symmetric_memory.rendezvous(made, self._group)
+        made.zero_()
+        _cuda.synchronize(self._device)
+        dist.barrier(group=self._group)
+        _cuda.synchronize(self._device)
+        return made, list(handle.buffer_ptrs)
+
+    def swap(
+        self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[int], begins: Sequence[int], most: int,
+        what: str,
+    ) -> tuple[Any, list[Any], str, Any, Callable[[], None]]:  # fmt: skip
+        """Start what `kvlab.parallel.collectives.swap` says; return the fields of its `Pending`."""
+        like, driver, rank = outgoing[0][0], _driver(), self._rank
+        row_bytes = like.element_size() * math.prod(like.shape[1:])
+        nbytes = -(-most * row_bytes // _ALIGNMENT) * _ALIGNMENT  # of an array, the same on all ranks
+        self._make_room(len(outgoing) * nbytes)
+        slot, use = self._uses % _SLOTS, self._uses // _SLOTS + 1
+        self._uses += 1
+        begin, others = slot * self._nbytes, [n for n in range(self._size) if n != rank]
+        self._stream.wait_stream(_cuda.current_stream(self._device))
+        stream = self._stream.cuda_stream
+        pieces = [[_dense(piece) for piece in array] for array in outgoing]
+        for step in range(self._size):
+            other = (rank + step) % self._size  # so that ranks write to different ones
+            if step:
+                _check(driver.cuStreamWaitValue32(stream, self._flag(rank, _READ, slot, other), use - 1, 0))
+            for n, array in enumerate(pieces):
+                if len(array[other]):
+                    to = self._places[other] + begin + n * nbytes + begins[other] * row_bytes
+                    self._push(array[other], to, row_bytes, stream)
+            if step:
+                _check(driver.cuStreamWriteValue32(stream, self._flag(other, _COME, slot, rank), use, 0))
+        for other in others:
+            _check(driver.cuStreamWaitValue32(stream, self._flag(rank, _COME, slot, other), use, 0))
+        over = _cuda.Event()  # what was to come has come, and what was to be sent may be overwritten
+        over.record(self._stream)
+        _watch(over, self._timeout, what)
+        shape = (sum(incoming), *like.shape[1:])
+        starts = [begin + n * nbytes for n in range(len(pieces))]
+        buffers = tuple(
+            self._memory[start : start + shape[0] * row_bytes].view(like.dtype).view(shape)
+            for start in starts
+        )
+
+        def free() -> None:
+            current = _cuda.current_stream(self._device).cuda_stream
+            for other in others:
+                _check(driver.cuStreamWriteValue32(current, self._flag(other, _READ, slot, rank), use, 0))
+
+        return (
+            buffers,
+            [_Work(lambda: _cuda.current_stream(self._device).wait_event(over))],
+            what,
+            pieces,
+            free,
+        )
+
+    def _push(self, piece: Tensor, to: int, row_bytes: int, stream: int) -> None:
+        """Copy rows to an address."""
+        copy, pitch, rows = self._copy, piece.stride(0) * piece.element_size(), len(piece)
+        if pitch == row_bytes:  # all rows are one
+            pitch, row_bytes, rows = rows * row_bytes, rows * row_bytes, 1
+        copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = piece.data_ptr(), pitch, to, row_bytes
+        copy.WidthInBytes, copy.Height = row_bytes, rows
+        _check(_driver().cuMemcpy2DAsync(copy, stream))
+
+    def _flag(self, of: int, kind: int, slot: int, other: int) -> int:
+        """Address of a flag of a rank."""
+        return self._flags_of[of] + 4 * ((2 * slot + kind) * self._size + other)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Make slots as large as this, on all ranks at once; this waits for the GPU."""
+        if nbytes <= self._nbytes:
+            return
+        _cuda.synchronize(self._device)
+        dist.barrier(group=self._group)
+        _cuda.synchronize(self._device)
+        self._memory, self._places = self._shared(_SLOTS * nbytes)
+        self._nbytes = nbytes
+
+
+class _Work(NamedTuple):
+    """What `Pending` waits for."""
+
+    wait: Callable[[], None]
+
+
+def _dense(piece: Tensor) -> Tensor:
+    """Rows that are contiguous, each by itself."""
+    dense = tuple(math.prod(piece.shape[axis + 1 :]) for axis in range(1, piece.dim()))
+    return piece if piece.stride()[1:] == dense else piece.contiguous()
+
+
+# ---- the watch over waits that cannot end by themselves
+
+_watched: deque[tuple[Any, float, str]] = deque()
+_is_watched = threading.Event()
+
+
+def _watch(done: Any, timeout: float, what: str) -> None:
+    _start_to_watch()
+    _watched.append((done, time.monotonic() + timeout, what))
+    _is_watched.set()
+
+
+@cache
+def _start_to_watch() -> None:
+    threading.Thread(target=_keep_watch, name="kvlab-copy-engines", daemon=True).start()
+
+
+def _keep_watch() -> None:
+    # A query of an event must not disturb a capture of a graph by another thread.
+    relaxed = _driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _check(_driver().cuThreadExchangeStreamCaptureMode(relaxed))
+    while True:
+        _is_watched.wait()
+        _is_watched.clear()
+        while _watched:
+            done, deadline, what = _watched[0]
+            if done.query():
+                _watched.popleft()
+                continue
+            if time.monotonic() > deadline:
+                print(
+                    f"kvlab.errors.RankError: {what}: a rank of the group died or did not answer within the "
+                    "group's timeout (init_process_group(timeout=...)); this process ends",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+            time.sleep(_POLL_SECONDS)
