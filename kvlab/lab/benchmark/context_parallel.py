@@ -82,8 +82,8 @@ def step_seconds(
     """Return the time of a causal zigzag-llama3 step, and its share of the ranks' speed, by a model.
 
     A stride of heads is computed while the keys of the next are gathered; the first gather hides behind a
-    rank's own keys, 1 / (2 ranks) of a stride's work. The backward computes 2.5 times as much, gathers again,
-    and sends gradients in float32, twice the bytes of keys, the last of them behind all work.
+    rank's own keys, 1 / ranks of a stride's work. The backward computes 2.5 times as much, gathers again, and
+    sends gradients in float32, twice the bytes of keys, the last of them behind a stride's own keys.
 
     Parameters
     ----------
@@ -111,13 +111,14 @@ def step_seconds(
 
     def overlapped(work: float, sent: float) -> float:
         """Seconds of strides whose transfers run beside the work of the stride before."""
-        first = max(sent / strides - work / strides / (2 * ranks), 0.0)
+        first = max(sent / strides - work / strides / ranks, 0.0)
         return first + work + max(sent - work, 0.0) * (strides - 1) / strides
 
     seconds = overlapped(work, gather)
     if backward:
         behind = 2.5 * work * tflops / backward_tflops
-        seconds += overlapped(behind, 3 * gather) + 2 * gather / strides
+        last = max(2 * gather / strides - behind / strides / ranks, 0.0)
+        seconds += overlapped(behind, 3 * gather) + last
         work += behind
     return seconds, work / seconds
 
