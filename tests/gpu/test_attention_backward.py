@@ -5,6 +5,7 @@ Inputs lie in memory full of NaN, results and the workspace are allocated where 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import kvlab
 from kvlab.ops.cuda import attention_backward as attention_backward_cuda
+from kvlab.ops.cuda.attention_backward_split import num_sections
 from tests.gpu.attention_cases import (
     DTYPES,
     HEAD_DIMS,
@@ -240,6 +242,30 @@ def test_multiprocessors_left_to_others(dim: int, deterministic: bool) -> None:
     exact = slice(None if deterministic else 1, None)
     for found in others[1:]:  # without a margin clusters may share keys, and sum in another order
         assert all(torch.equal(x, y) for x, y in zip(found[exact], first[exact], strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_sections_of_many_sequences_have_the_bits_of_one(dim: int, causal: bool) -> None:
+    """A margin keeps short calls from sharing keys, which would sum in another order."""
+    rng = np.random.default_rng(dim)
+    bounds = np.cumsum([0, *rng.integers(1, 1200, 20)]).astype(np.int32)
+    pairs, blocks = 20 * 8, torch.cuda.get_device_properties(0).multi_processor_count
+    assert num_sections(pairs, 1200 // 128, dim, blocks, causal, True) > 1
+    q, k, v, dout = (
+        torch.from_numpy(rng.standard_normal((bounds[-1], h, dim), np.float32)).cuda().bfloat16()
+        for h in (24, 8, 8, 24)
+    )
+    options = {"causal": causal, "deterministic": True, "sm_margin": 1}
+    cu, longest = torch.from_numpy(bounds).cuda(), int(np.diff(bounds).max())
+    sequences = cu, cu, longest, longest
+    out, lse = kvlab.attention_varlen(q, k, v, *sequences, causal=causal, return_lse=True)
+    got = kvlab.attention_varlen_backward(dout, q, k, v, out, lse, *sequences, **options)
+    for low, high in itertools.pairwise(bounds.tolist()):
+        own = [x[None, low:high] for x in (dout, q, k, v, out)]
+        alone = kvlab.attention_backward(*own, lse[None, :, low:high].contiguous(), **options)
+        for x, y in zip(got, alone, strict=True):
+            assert torch.equal(x[low:high], y[0])
 
 
 @pytest.mark.usefixtures("_kernel")

@@ -119,16 +119,18 @@ def test_blocks_are_done_within_one_tile(number: int, seed: int) -> None:
     lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=0, max_size=5),
     heads_kv=st.integers(1, 3),
     window=st.tuples(st.sampled_from([0, 7, FAR]), st.sampled_from([0, 5, FAR])),
+    sections=st.integers(1, 4),
 )
 def test_tiles_of_keys_wait_only_for_earlier_ones(
-    lengths: list[tuple[int, int]], heads_kv: int, window: tuple[int, int]
+    lengths: list[tuple[int, int]], heads_kv: int, window: tuple[int, int], sections: int
 ) -> None:
     """Backward: rows and keys exchanged, in order; a block adds to dq behind all with lower keys."""
     block_m, block_n = 16, 32
     q_lengths, k_lengths = np.array(lengths, np.int64).reshape(-1, 2).T
     tiles = tile_list(
         k_lengths, q_lengths, heads_kv, 1,
-        pack=1, positions=block_n, block_n=block_m, sections=1, window=window[::-1], in_order=True,
+        pack=1, positions=block_n, block_n=block_m, sections=min(sections, max(1, len(lengths) * heads_kv)),
+        window=window[::-1], in_order=True,
     )  # fmt: skip
     assert (covered(tiles, 1, block_n, heads_kv, int(k_lengths.sum())) == 1).all()
     added: dict[tuple[int, int, int], list[int]] = {}

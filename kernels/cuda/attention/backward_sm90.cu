@@ -21,6 +21,7 @@
 // S and dP read shared memory as fast as it is. So nothing else is read or stored beside them that anyone
 // waits for: lse_log2 is read while dK of the step before runs. With LAG a warpgroup takes dQ of the step
 // before, so that it need not wait for dS of the other: one's exponentials run beside the other's products.
+// With HOLD_V it has its part of V in registers, so that dP reads shared memory half as much.
 //
 // A deterministic call has its tiles in the order of keys. The addition of dQ waits until the CTAs before it
 // in the order of keys have made theirs.
@@ -33,11 +34,13 @@
 // Macros: HEAD_DIM, 64, 96 or 128, that the channels are filled up to with zeros; BF16; SOFTCAP as in
 // attention/forward.cu; CLUSTER_SPLIT, 1, 2, 4 or 8.
 constexpr int INFO_STAGES = 2;
-constexpr int RUN = 4;  // steps of a query head in a row, in a deterministic call
 constexpr bool LAG = HEAD_DIM == 128, LATE_DV = !LAG && !SOFTCAP;  // dV begins behind dS
+constexpr bool HOLD_V = HEAD_DIM == 96 && !SOFTCAP;                // others have no registers to spare
+constexpr int V_STEPS = HOLD_V ? HEAD_DIM / 16 : 1;
 
 #include "attention/products_sm90.cuh"
 #include "attention/backward_sm90.cuh"
+#include "attention/backward_steps_sm90.cuh"
 
 static_assert(M_BLOCKS * D_BLOCKS == 2, "a warpgroup has one block of dQ");
 constexpr int REGISTERS = 232, LOADER_REGISTERS = 40;
@@ -78,39 +81,6 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Signals& b)
         init_barrier(b.empty_dq + 8 * i, 1);
     }
     fence_async();
-}
-
-// The steps of a CTA in a tile: a run of rows of every query head of the group, then the next run. In a
-// deterministic call runs are short, RUN steps, from the last rows on: all CTAs that add to a head begin with
-// the same rows, and one whose keys fewer rows see need not wait for the others at every head. Otherwise a
-// run is all rows: CTAs that add to the same rows of dq at the same time slow each other down.
-struct Steps {
-    int head, row, left;     // of the next step; steps that are left
-    int first, end, last;    // rows of a run's first step, behind its last, and behind the last run's last
-    int stride, first_head;  // rows from one step to the next
-    __device__ __forceinline__ void next(const Call& call) {
-        --left, row += stride;
-        if (row != end) return;
-        if (++head == first_head + call.group)
-            head = first_head, first = end, end = max(end + RUN * stride, last);
-        row = first;
-    }
-};
-
-__device__ __forceinline__ Steps find_steps(const Call& call, const TileInfo& t) {
-    const int tiles = t.num_tiles_of_keys, head = t.head_kv * call.group, left = tiles * call.group;
-    const int low = t.first_key, high = low + tiles * BLOCK_M;
-    Steps s = {head, low, left, low, high, high, BLOCK_M, head};
-    if (call.deterministic) {
-        s = {head, high - BLOCK_M, left, high - BLOCK_M, low - BLOCK_M, low - BLOCK_M, -BLOCK_M, head};
-        if (CLUSTER_SPLIT == 1) s.end = max(s.first - RUN * BLOCK_M, s.last);
-    }
-    if (CLUSTER_SPLIT > 1 && tiles) {
-        const int split = blockIdx.x % CLUSTER, begin = split * left / CLUSTER_SPLIT;
-        s.left = (split + 1) * left / CLUSTER_SPLIT - begin;
-        s.head += begin / tiles, s.row += begin % tiles * s.stride;
-    }
-    return s;
 }
 
 // Calls visit(tile) for every tile that the CTA has taken.
@@ -230,6 +200,30 @@ __device__ __forceinline__ void multiply_channels(float (&c)[SCORES], u64 keys, 
                        rows + (step / 4 * ROW_BLOCK + step % 4 * 32) / 16, step > 0);
     commit_products();
 }
+// c[64 x 64] += a[64 x 16] b[16 x 64] (without keep: =), a in registers, b an operand of rows.
+__device__ __forceinline__ void multiply_held(float (&c)[32], const u32 (&a)[4], u64 b, bool keep) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; " KVLAB_WGMMA(
+                     64) " {" KVLAB_NUMBERS0 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+                 : KVLAB_SUMS32(c, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)keep));
+}
+// Scores with keys in registers, as load_held has left them.
+template <int COUNT>
+__device__ __forceinline__ void multiply_channels(float (&c)[COUNT], const u32 (&keys)[V_STEPS][4],
+                                                  u64 rows) {
+#pragma unroll
+    for (int step = 0; step < V_STEPS; ++step)
+        multiply_held(c, keys[step], rows + (step / 4 * ROW_BLOCK + step % 4 * 32) / 16, step > 0);
+    commit_products();
+}
+// A warp's 16 keys, from `key` on, as the first operand.
+__device__ __forceinline__ void load_held(u32 (&keys)[V_STEPS][4], u32 from, int key) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < V_STEPS; ++step)
+        load_matrices(keys[step], from + step / 4 * KEY_BLOCK + (key + lane % 16) * 128 +
+                                      ((step % 4 * 2 + lane / 16) ^ lane % 8) * 16);
+}
 // dK or dV: 64 keys by HEAD_DIM, contracted over rows.
 __device__ __forceinline__ void multiply_rows(float (&c)[SUMS], const u32 (&keys)[SCORES / 2], u64 rows) {
 #pragma unroll
@@ -287,6 +281,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
     for_tiles<32>(b, [&](const TileInfo& t) {
         float dk[SUMS], dv[SUMS], dq[32];
         float4 stats[AHEAD];
+        u32 values[V_STEPS][4];  // with HOLD_V
         const RowRange rows = find_row_range(call, sequence_of(call, t), t.position);
         PipelineState<2> before = state;
         bool has_dq = !LAG;
@@ -317,6 +312,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
         if (any) {
             wait_barrier(m.full_keys, keys_parity);
             keys_parity ^= 1;
+            if (HOLD_V) load_held(values, m.v, own_keys);
             read_lse();
         }
 #pragma unroll 1
@@ -332,7 +328,10 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
             multiply_channels(scores, k, q + rows_at);
             wait_barrier(m.full_dout + 8 * stage, state.parity);
             begin_products();
-            multiply_channels(dp, v, dout + rows_at);
+            if constexpr (HOLD_V)
+                multiply_channels(dp, values, dout + rows_at);
+            else
+                multiply_channels(dp, v, dout + rows_at);
             wait_products<1>(scores);
             if (SOFTCAP) {
                 wait_products<0>(dp);

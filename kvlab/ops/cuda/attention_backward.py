@@ -39,7 +39,7 @@ from kvlab.ops.attention_arguments import (
     strides_of,
 )
 from kvlab.ops.attention_call import FLOAT32_DK_DV, SM_MARGIN
-from kvlab.ops.cuda.attention_backward_split import CLUSTER, divide, steps_of
+from kvlab.ops.cuda.attention_backward_split import CLUSTER, divide, num_sections, steps_of
 from kvlab.ops.cuda.tile_list import ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
 
@@ -207,11 +207,12 @@ class _Prepared:
         )
         blocks, self._lists = 0, None
         if number:
-            builder = _list_builder(call, tiles, fields)
+            persistent = plan.persistent and cluster_split == 1
+            builder = _list_builder(call, tiles, fields, plan.head_dim if persistent else 0)
             blocks = builder.capacity * cluster_split * tiles[2]
             self._lists = TileLists(builder, call.longest is not None, kind)
-        if plan.persistent and cluster_split == 1:
-            blocks = min(blocks, max(1, multiprocessors(q.device) - sm_margin))
+            if persistent:
+                blocks = min(blocks, max(1, multiprocessors(q.device) - sm_margin))
         around = (aligned_rows // _PREPOST_ROWS, heads, number), (_PREPOST_THREADS,), of_call
         self._launches = (
             PreparedLaunch(plan.preprocess, *around),
@@ -239,13 +240,24 @@ class _Prepared:
 _prepare = lru_cache(maxsize=4096)(_Prepared)
 
 
-def _list_builder(call: Call, tiles: tuple[int, int, int], fields: dict[str, Any]) -> ListBuilder:
-    """Return what makes the list of tiles: the forward's with rows and keys exchanged, in one section."""
+def _list_builder(
+    call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], head_dim: int
+) -> ListBuilder:
+    """Return what makes the list of tiles: the forward's with rows and keys exchanged.
+
+    `head_dim` is that of a kernel of persistent blocks, 0 for others.
+    """
     k, (number, longest_q, longest_k) = call.views[1], lengths_of(call)
     block_m, block_n, _ = tiles
+    sections, deterministic = 1, bool(call.extra & 1)
+    if head_dim:
+        pairs, of_pair = number * k.shape[-2], -(-longest_k // block_n)
+        causal = fields["right"] < longest_k
+        sections = num_sections(pairs, of_pair, head_dim, multiprocessors(k.device), causal, deterministic)
     return ListBuilder(
         Tiling(1, block_n, block_m), (number, longest_k, longest_q), k.shape[0], k.shape[-2], 1,
-        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, bool(call.extra & 1),
+        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, deterministic,
+        sections,
     )  # fmt: skip
 
 

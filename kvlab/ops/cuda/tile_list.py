@@ -130,6 +130,8 @@ class ListBuilder:
     device : int
     in_order : bool
         Whether tiles come in the order of their positions, not the longest first.
+    sections : int, optional
+        Of the list; if not given, what `num_sections` says.
 
     Attributes
     ----------
@@ -151,6 +153,7 @@ class ListBuilder:
         variable: bool,
         device: int,
         in_order: bool = False,
+        sections: int | None = None,
     ) -> None:
         number, longest_q, longest_k = lengths
         pack, positions, block_n = tiling
@@ -160,7 +163,9 @@ class ListBuilder:
         self.capacity = blocks * heads_kv * (group // pack)
         self.nbytes = HEAD_BYTES + TILE_BYTES * self.capacity
         pairs = number * heads_kv
-        sections = num_sections(pairs, bytes_of_keys, self.capacity, TILES_OF_BLOCK * multiprocessors(device))
+        if sections is None:
+            fewest = TILES_OF_BLOCK * multiprocessors(device)
+            sections = num_sections(pairs, bytes_of_keys, self.capacity, fewest)
         argument = _CALL.array({
             "capacity": self.capacity, "sequences": number, "seqlen_q": longest_q, "seqlen_k": longest_k,
             "heads_kv": heads_kv, "group": group, **tiling._asdict(),
