@@ -13,7 +13,7 @@ the pages of one layer (`LayerPages`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -33,6 +33,7 @@ __all__ = [
     "decode_importance",
     "encode_importance",
     "new_pool",
+    "prepared_frames",
     "read_tokens",
     "rotate_vectors",
     "side_formats",
@@ -242,6 +243,17 @@ def _in_threads(
     return parallel(*arguments, threads)
 
 
+def prepared_frames(k_mean: NDArray[np.float16], k_shift: NDArray[np.uint8]) -> Any:
+    """Return frames of keys, (..., head_dim), as kernels take them: a `steps.Frames` of the CPU's."""
+    from kvlab.numba_kernels.cpu.steps import Frames, prepare_frames
+
+    mean = k_mean.astype(np.float32, order="C").reshape(-1, k_mean.shape[-1])
+    sums, most, powers = np.empty(mean.size, np.float32), np.empty(len(mean), np.float32), np.empty_like(mean)
+    frames = Frames(sums, most, powers.reshape(-1), np.empty(len(mean), np.bool_))
+    prepare_frames(mean, np.ascontiguousarray(k_shift).reshape(mean.shape), frames)
+    return frames
+
+
 def rotate_vectors(
     x: Floats, mean: NDArray[np.float16] | None = None, of_row: NDArray[np.int64] | None = None
 ) -> Floats:
@@ -252,16 +264,14 @@ def rotate_vectors(
     >>> rotate_vectors(np.ones((1, 16), np.float32))[0, :2]
     array([4., 0.], dtype=float32)
     """
-    from kvlab.numba_kernels.cpu.steps import prepare_means, rotate_rows
+    from kvlab.numba_kernels.cpu.steps import rotate_rows
 
     flat, out = np.ascontiguousarray(x, np.float32).reshape(-1), np.empty(x.shape, np.float32)
-    means, most = np.empty(0, np.float32), np.empty(0, np.float32)
-    if mean is not None:
-        means, most = np.empty(mean.size, np.float32), np.empty(len(mean), np.float32)
-        prepare_means(mean.astype(np.float32, order="C"), means, most)
+    means = np.empty((0, x.shape[1]), np.float16) if mean is None else mean
+    frames = prepared_frames(means, np.zeros(means.shape, np.uint8))
     which = np.empty(0, np.int64) if of_row is None else of_row
     share(
-        rotate_rows, np.zeros(1, np.int64), flat, x.shape[1], means, most, which, out.reshape(-1),
+        rotate_rows, np.zeros(1, np.int64), flat, x.shape[1], frames, which, out.reshape(-1),
         alone=len(x) < _PARALLEL_TOKENS,
     )  # fmt: skip
     return out
@@ -376,9 +386,11 @@ class LayerPages:
     base : uint16, (batch, num_heads_kv, entries)
     num_pages : int32, (batch, num_heads_kv)
     k_mean : float16, (batch, num_heads_kv, head_dim)
-        The key frame: keys below width 16 are stored as H(k - k_mean).
     dtype : {"float16", "bfloat16", "float32"}
         Of the cache.
+    k_shift : uint8, (batch, num_heads_kv, head_dim), optional
+        With `k_mean` the frame of keys: below width 16 they are stored as H((k - k_mean) / 2**k_shift).
+        Zeros if left out.
 
     Raises
     ------
@@ -395,6 +407,7 @@ class LayerPages:
     num_pages: NDArray[np.int32]
     k_mean: NDArray[np.float16]
     dtype: str
+    k_shift: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEMSIZE:
@@ -422,8 +435,12 @@ class LayerPages:
                 raise ValueError(f"{name} must be {dtype} {shape}, got {table.dtype} {table.shape}")
 
         frame = (*self.num_pages.shape, self.head_dim)
-        if self.k_mean.dtype != np.float16 or self.k_mean.shape != frame:
-            raise ValueError(f"k_mean must be float16 {frame}, got {self.k_mean.dtype} {self.k_mean.shape}")
+        if not self.k_shift.size:
+            object.__setattr__(self, "k_shift", np.zeros(frame, np.uint8))
+        for name, dtype in (("k_mean", "float16"), ("k_shift", "uint8")):
+            of_frame = getattr(self, name)
+            if of_frame.dtype != dtype or of_frame.shape != frame:
+                raise ValueError(f"{name} must be {dtype} {frame}, got {of_frame.dtype} {of_frame.shape}")
 
     @property
     def head_dim(self) -> int:

@@ -52,7 +52,7 @@ def assert_same(first: Any, second: Any) -> None:
     for name, counts in first.allocation().items():
         assert np.array_equal(counts, second.allocation()[name])
     for one, other in zip(pages_of(first), pages_of(second), strict=True):
-        for name in ("num_pages", "rung", "count", "base", "k_mean"):
+        for name in ("num_pages", "rung", "count", "base", "k_mean", "k_shift"):
             assert np.array_equal(getattr(one, name), getattr(other, name))
     assert contents_of(first) == contents_of(second)
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.arrays import dtype_name, numpy_dtype
+from kvlab.cache.frame import MOST_SHIFT
 from kvlab.cache.options import MOST
 from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore
 from kvlab.errors import FormatError
@@ -26,15 +27,16 @@ __all__ = ["Arrays", "contents_of", "fill"]
 
 Arrays = dict[str, NDArray[Any]]
 _TABLES = {"rung": np.uint8, "count": np.uint8, "base": np.uint16}
+_FRAMES = {"k_mean": "float16", "k_shift": "uint8", "asked": "float32"}
 _COUNTERS = ("seqlen", "since_collection", "room")
 
 
 def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
     """Copy what a cache holds to the host, layer by layer: counters and arrays. Waits for the device.
 
-    Arrays of layer i are named "i.num_pages", "i.k_mean", "i.has_mean", "i.open" and, one entry a live page,
-    "i.rung", "i.count", "i.base"; "i.pool0" and so on are the pages of each rung, behind those of the ladder
-    a rung for tokens that wait.
+    Arrays of layer i are named "i.num_pages", "i.k_mean", "i.k_shift", "i.asked", "i.has_mean", "i.open" and,
+    one entry a live page, "i.rung", "i.count", "i.base"; "i.pool0" and so on are the pages of each rung,
+    behind those of the ladder a rung for tokens that wait.
     """
     store, states, arrays = cache.store, [], Arrays()
     cache.flush(cache.executor.stream(cache.like))
@@ -45,7 +47,7 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
         live = np.arange(store.entries) < tables["num_pages"][..., None]
         arena = store.executor.to_host(store.arenas[number]).reshape(-1, UNIT)
         index = tables["index"].view(np.uint32).astype(np.int64)
-        mine: Arrays = {"num_pages": tables["num_pages"], "k_mean": tables["k_mean"], "open": tables["open"]}
+        mine: Arrays = {name: tables[name] for name in ("num_pages", *_FRAMES, "open")}
         mine["has_mean"] = tables["waits"] == 0
         for name, dtype in _TABLES.items():
             mine[name] = tables[name].view(dtype)[live]
@@ -113,7 +115,8 @@ def _laid_out(
     pages = int(num_pages.sum(dtype=np.int64))
     rung, count, base = (take(name, np.dtype(kind).name, (pages,)) for name, kind in _TABLES.items())
     has_mean, opened = take("has_mean", "bool", (batch,)), take("open", "int32", (batch, heads, OPEN_PAGES))
-    tables["k_mean"][...] = take("k_mean", "float16", (batch, heads, store.head_dim))
+    for name, dtype in _FRAMES.items():
+        tables[name][...] = take(name, dtype, (batch, heads, store.head_dim))
     pools = [
         take(f"pool{r}", "uint8", (int((rung == r).sum()), layout.nbytes)) for r, layout in enumerate(layouts)
     ]
@@ -123,6 +126,8 @@ def _laid_out(
     _check(store, number, (row, head, entry), rung, count, base, opened, has_mean, length, pools)
     if not np.isfinite(tables["k_mean"]).all():
         raise FormatError("k_mean is not finite")
+    if (tables["k_shift"] > MOST_SHIFT).any():
+        raise FormatError(f"k_shift is not within 0 to {MOST_SHIFT}")
     for name, x in (("rung", rung), ("count", count), ("base", base)):
         tables[name].view(x.dtype)[live] = x
     tables["num_pages"][...], tables["open"][...], tables["seqlen"][...] = num_pages, opened, length

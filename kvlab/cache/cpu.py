@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_dtype, to_numpy_view
 from kvlab.cache.cpu_rows import MergedTokens, NewRow, copy_pages, freeze_row, take_rows
+from kvlab.cache.frame import ASKING, LAST, add_queries
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
 from kvlab.cache.plan import Ladder, PlanShape, choose_on_host, optimum
 from kvlab.cache.store import UNIT, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
-from kvlab.pages import PageLayout, decode_importance, encode_importance, side_formats
+from kvlab.pages import PageLayout, decode_importance, encode_importance, prepared_frames, side_formats
 from kvlab.threads import share
 
 __all__ = ["CPU", "AppendCall", "AttendCall", "CpuExecutor", "CpuKernels", "Workspace", "levels_of"]
@@ -124,15 +125,10 @@ class CpuKernels:
     def _formats(self, layer: int) -> Any:
         return _formats(self.store.layouts(layer), self.store.stores[layer].dtype)
 
-    def _means(self, layer: int) -> Any:
-        """Key means as kernels take them, and empty ones for values."""
-        from kvlab.numba_kernels.cpu.steps import prepare_means
-
-        mean = self.store.tables["k_mean"][layer].astype(np.float32).reshape(-1, self.store.head_dim)
-        sums, most = np.empty(mean.size, np.float32), np.empty(len(mean), np.float32)
-        prepare_means(mean, sums, most)
-        nothing = np.empty(0, np.float32)
-        return (sums, nothing), (most, nothing)
+    def _frames(self, layer: int) -> Any:
+        """Frames of keys as kernels take them."""
+        tables = self.store.tables
+        return prepared_frames(tables["k_mean"][layer], tables["k_shift"][layer])
 
     def _fresh(self, layer: int, k: Any, v: Any, codes: Any, positions: Any) -> Any:
         """New tokens, rounded to the cache's dtype."""
@@ -212,7 +208,7 @@ class CpuKernels:
                 begins = np.flatnonzero(np.diff(moves[:, 1], prepend=np.int64(-1), append=np.int64(-1)))
                 share(
                     write_moves, np.zeros(1, np.int64), begins, moves, self.store.arenas[layer],
-                    self.tables(layer).rungs, self._formats(layer), *self._means(layer), new,
+                    self.tables(layer).rungs, self._formats(layer), self._frames(layer), new,
                     alone=len(moves) < _PARALLEL_MOVES,
                 )  # fmt: skip
             if steps:
@@ -259,6 +255,14 @@ class CpuKernels:
         found: NDArray[np.bool_] = (np.ones_like(waits), waits, ~waits)[rows]
         return found
 
+    def note_queries(self, layer: int, q: Any, valid: Any, rows: NDArray[np.bool_]) -> None:
+        """Add queries of some rows to what the frames of those that wait are made of."""
+        tables = {name: self.store.tables[name][layer] for name in ("waits", "count", "asked")}
+        for row in np.flatnonzero((tables["waits"] > 0) & rows):
+            waiting = int(tables["count"][row, 0, 0])
+            asking = np.flatnonzero(valid[row])[max(ASKING - waiting, 0) : max(LAST - waiting, 0)]
+            add_queries(tables["asked"][row], q[row, asking])
+
     def append(self, layer: int, k: Any, v: Any, valid: Any, codes: Any, rows: NDArray[np.bool_]) -> None:
         """Store new tokens of some rows in open pages: codes (batch, heads, steps) are their importance."""
         from kvlab.numba_kernels.cpu.cache_write import append_tokens
@@ -266,14 +270,14 @@ class CpuKernels:
         lengths = self.store.tables["seqlen"][layer]
         codes = np.ascontiguousarray(codes).reshape(-1, k.shape[1])
         positions = self._positions(0, k.shape[1], int(lengths[rows].max(initial=0)))
-        new, formats, means = (
+        new, formats, frames = (
             self._fresh(layer, k, v, codes, positions),
             self._formats(layer),
-            self._means(layer),
+            self._frames(layer),
         )
         waits = self.store.tables["waits"][layer] > 0
         for tables, mine in ((self.tables(layer), ~waits & rows), (self._whole_tables(layer), waits & rows)):
-            if mine.any() and not append_tokens(tables, formats, *means, new, valid & mine[:, None]):
+            if mine.any() and not append_tokens(tables, formats, frames, new, valid & mine[:, None]):
                 self.store.tables["status"][layer] |= 1
         lengths[rows] += k.shape[1]
 
@@ -287,7 +291,7 @@ class CpuKernels:
 
     def freeze_means(
         self, layer: int, new_tokens: Any, addresses: Sequence[int], before: int, stream: int, *,
-        lookahead: int, force: bool,
+        lookahead: int, force: bool, queries: CudaView | None = None,
     ) -> None:  # fmt: skip
         """`kvlab.ops.cuda.pages.freeze_means`."""
         batch, head_dim = self.store.batch, self.store.head_dim
@@ -304,8 +308,9 @@ class CpuKernels:
             k = k.astype(kind, copy=False).astype(np.float32, copy=False)
         valid = array_at(mask, (batch, steps), "bool") if mask else np.ones((batch, steps), bool)
         importance = array_at(codes, (batch, heads, steps), "uint8")
+        q = np.empty((batch, 0, heads, head_dim), np.float32) if queries is None else view_at(queries)
         for row in range(batch):
-            new = NewRow(k[row], v[row], valid[row], importance[row], int(new_tokens["first"]))
+            new = NewRow(k[row], v[row], q[row], valid[row], importance[row], int(new_tokens["first"]))
             freeze_row(self.store, layer, row, new, merged, lookahead, force)
 
     def crop_rows(self, end: int, stream: int) -> None:
@@ -420,6 +425,7 @@ class AppendCall:
             mass = self._finish(view_at(q), keys, values, mask, out, lse, stored, rows)
             if self._observed == OBSERVED_MASS:
                 codes = encode_importance(np.nan_to_num(mass))
+            self._kernels.note_queries(self._layer, view_at(q), mask, rows)
         self._kernels.append(self._layer, keys, values, mask, codes, rows)
 
     def _finish(

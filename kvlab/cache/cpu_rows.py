@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.frame import LAST, key_mean
+from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
 from kvlab.cache.store import UNIT, WAITING_PAGES, DeviceStore, PagesOfRows, RowMove
 from kvlab.pages import RAW, TOKENS_PER_PAGE, read_tokens, write_tokens
 
@@ -22,10 +22,14 @@ Ints = NDArray[np.int64]
 
 
 class NewRow(NamedTuple):
-    """New tokens of a row: k, v (steps, heads, head_dim), valid (steps,) bool, codes (heads, steps) uint8."""
+    """New tokens of a row: k, v (steps, heads, head_dim), valid (steps,) bool, codes (heads, steps) uint8.
+
+    q (steps or 0, query heads, head_dim): where there are none, there are no queries.
+    """
 
     k: Any
     v: Any
+    q: Any
     valid: NDArray[np.bool_]
     codes: NDArray[np.uint8]
     first: int
@@ -111,9 +115,13 @@ def freeze_row(
     goes = waits and (force or total >= LAST or first != last)
     if merged.valid is not None:
         _fill(merged, row, new, held if goes else [], goes or not waits)
+    if waits and len(new.q):
+        add_queries(tables["asked"][row], new.q[seen[max(ASKING - waiting, 0) : max(LAST - waiting, 0)]])
     for head, (_, _, k, _) in enumerate(held if goes else []):
         sample = np.concatenate([k, new.k[seen, head].astype(np.float32)])[:LAST]
-        tables["k_mean"][row, head] = key_mean(sample[:, None], narrow=store.stores[layer].is_narrow)[0]
+        mean = key_mean(sample[:, None], narrow=store.stores[layer].is_narrow)
+        shift = key_shift(sample[:, None], mean, tables["asked"][row, head, None])
+        tables["k_mean"][row, head], tables["k_shift"][row, head] = mean[0], shift[0]
     if waits and not goes:
         pages.keep(new, seen, waiting)
         segments = (first, first) if total else (end >> 16, last)
@@ -187,7 +195,7 @@ def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
         mine[name][:, :, :entries] = old[name] * live
     mine["index"][:, :, :entries] = (index * live).astype(np.uint32).view(np.int32)
     mine["entry_of"][at] = (bh * store.entries + np.arange(entries))[planned]
-    for name in ("num_pages", "k_mean", "waits", "open", "seqlen"):
+    for name in ("num_pages", "k_mean", "k_shift", "asked", "waits", "open", "seqlen"):
         mine[name][...] = old[name]
 
 

@@ -74,13 +74,13 @@ class GpuKernels:
 
     def freeze_means(
         self, layer: int, new: Any, addresses: Sequence[int], before: int, stream: int, *,
-        lookahead: int, force: bool,
+        lookahead: int, force: bool, queries: CudaView | None = None,
     ) -> None:  # fmt: skip
         """Take the means that are due; see `kvlab.ops.cuda.pages.freeze_means`."""
         batch = self.store.batch
         kernels.freeze_means(
             *self._of_store, self._states(layer), batch, new, addresses, before, stream,
-            lookahead=lookahead, force=force,
+            lookahead=lookahead, force=force, queries=queries,
         )  # fmt: skip
 
     def crop_rows(self, end: int, stream: int) -> None:

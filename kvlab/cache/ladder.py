@@ -200,8 +200,8 @@ class LayerFormat:
 
     @property
     def fixed_nbytes(self) -> int:
-        """Bytes that a row takes without any page: number of pages and key mean of each head."""
-        return self.num_heads_kv * (4 + 2 * self.head_dim)
+        """Bytes that a row takes without any page: number of pages and key frame of each head."""
+        return self.num_heads_kv * (4 + 3 * self.head_dim)
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,11 @@ __all__ = [
     "parse",
     "read",
     "upgraded",
+    "with_frames",
     "write",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_HEADER = 64 << 20
 _NAMES = {"uint8": "U8", "uint16": "U16", "uint32": "U32", "int32": "I32", "int64": "I64", "float16": "F16"}
 _NAMES |= {"bfloat16": "BF16", "float32": "F32", "bool": "BOOL"}
@@ -148,9 +149,9 @@ def _parse(data: bytes) -> tuple[dict[str, Any], Arrays]:
     if expected != len(body):
         raise FormatError("bytes behind the last entry")
     description = json.loads(text)
-    if description["version"] not in (1, FORMAT_VERSION):
+    if description["version"] not in range(1, FORMAT_VERSION + 1):
         raise FormatError(
-            f"format version {description['version']}; this kvlab reads versions 1 and {FORMAT_VERSION}"
+            f"format version {description['version']}; this kvlab reads versions 1 to {FORMAT_VERSION}"
         )
     return description, arrays
 
@@ -172,7 +173,18 @@ def check_sizes(description: dict[str, Any], arrays: Arrays) -> None:
         raise FormatError(f"0.num_pages has shape {arrays['0.num_pages'].shape}, not {(rows, heads)}")
 
 
-# ---- files of version 1 ------------------------------------------------------------------------------------
+# ---- files of versions 1 and 2 -----------------------------------------------------------------------------
+
+
+def with_frames(arrays: Arrays, layers: int) -> Arrays:
+    """Return what a file before version 3 holds, with frames that scale nothing."""
+    found = dict(arrays)
+    for name in (f"{number}.k_mean" for number in range(layers)):
+        shape = arrays[name].shape
+        found[name.replace("k_mean", "k_shift")] = np.zeros(shape, np.uint8)
+        found[name.replace("k_mean", "asked")] = np.zeros(shape, np.float32)
+    return found
+
 
 Layouts = tuple[PageLayout, ...]
 

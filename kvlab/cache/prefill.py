@@ -75,7 +75,7 @@ def step(
         cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
     if received is not None:  # behind what a user's function says of new tokens: if it fails, nothing changed
         _score_stored(cache, layer, *received, steps, stream)
-    _enqueue(cache, layer, *new, codes, row_budget, memory, stream)
+    _enqueue(cache, layer, *new, codes, row_budget, memory, stream, views[0])
     cache.count(layer, steps, collects)
     if layer == len(cache.layers) - 1:
         cache.calls.forget()
@@ -254,6 +254,7 @@ def _enqueue(
     row_budget: int | None,
     memory: _Memory,
     stream: int,
+    queries: CudaView | None = None,
 ) -> None:
     """Plan and write new keys and values of one layer."""
     steps, length = views[0].shape[1], cache.lengths[layer]
@@ -266,7 +267,7 @@ def _enqueue(
     if counts is not None:
         if merged is not None:
             put_new(merged, new[0], new[1], codes)
-        cache.freeze(layer, new_tokens, merged, 1, stream)
+        cache.freeze(layer, new_tokens, merged, 1, stream, queries=queries)
         cache.waiting.add(layer, length + steps, counts)
         cache.waiting.frozen(layer, length + steps + 1)
         if merged is not None:

@@ -19,7 +19,7 @@ from kvlab.cache.cuda import GPU
 from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.options import MOST, CacheOptions, Limit
-from kvlab.cache.persistence import FORMAT_VERSION, upgraded
+from kvlab.cache.persistence import FORMAT_VERSION, upgraded, with_frames
 from kvlab.cache.plan import smallest_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.step import DeviceCache, Settings
@@ -434,12 +434,18 @@ class Runner:
         if version == 1:
             layouts = [*map(self._device.store.layouts, range(len(self._layers)))]
             states, arrays = upgraded(self._layers, layouts, row_budget, states, arrays)
+        if version < 3:
+            arrays = with_frames(arrays, len(self._layers))
         fill(self._device, states, arrays)
-        used = self._device.used()
-        if row_budget is not None:
-            most = row_budget * self._options.batch
-            if any(self._device.store.nbytes(i, pages) > most for i, pages in enumerate(used)):
-                raise FormatError("the budget does not hold what it has stored")
+        if row_budget is not None and version < 3 and not self._fits(row_budget):
+            self._device.crop(length, row_budget)  # drops no token, but makes room for what frames take
+        if row_budget is not None and not self._fits(row_budget):
+            raise FormatError("the budget does not hold what it has stored")
+
+    def _fits(self, row_budget: int) -> bool:
+        """Whether every layer keeps to the bytes of its rows."""
+        device, most = self._device, row_budget * self._options.batch
+        return all(device.store.nbytes(i, pages) <= most for i, pages in enumerate(device.used()))
 
     def clear(self) -> None:
         """Forget everything."""

@@ -168,15 +168,25 @@ class DeviceState:
         self.reallocator.synchronize()
 
     def freeze(
-        self, layer: int, new: Any, merged: Merged | None, lookahead: int, stream: int, *, force: bool = False
+        self,
+        layer: int,
+        new: Any,
+        merged: Merged | None,
+        lookahead: int,
+        stream: int,
+        *,
+        queries: CudaView | None = None,
+        force: bool = False,
     ) -> None:
-        """Take the means that are due, and see to tokens that wait: see `kernels.freeze_means`."""
+        """Take the frames that are due, and see to tokens that wait: see `kernels.freeze_means`."""
         addresses, pointer = [0] * 5, self.executor.pointer
         if merged is not None:
             arrays = merged.k, merged.v, merged.valid, merged.importance, merged.positions
             addresses = [0 if x is None else pointer(x) for x in arrays]
         before, force = 0 if merged is None else merged.before, force or not self.waiting.holds[layer]
-        self.kernels.freeze_means(layer, new, addresses, before, stream, lookahead=lookahead, force=force)
+        self.kernels.freeze_means(
+            layer, new, addresses, before, stream, lookahead=lookahead, force=force, queries=queries
+        )
         self.repeated[layer] = None
 
 

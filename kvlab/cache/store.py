@@ -64,11 +64,24 @@ class DevicePages:
     base: Any
     num_pages: Any
     k_mean: Any
+    k_shift: Any
     dtype: str
     unit: int = UNIT
 
 
-MOVED = ("rung", "count", "index", "base", "num_pages", "k_mean", "waits", "open", "seqlen")
+MOVED = (
+    "rung",
+    "count",
+    "index",
+    "base",
+    "num_pages",
+    "k_mean",
+    "k_shift",
+    "asked",
+    "waits",
+    "open",
+    "seqlen",
+)
 """Tables that say what a row holds."""
 
 
@@ -233,6 +246,8 @@ class DeviceStore:
             "base": (table, "int16"),
             "num_pages": (pairs, "int32"),
             "k_mean": ((*pairs, self.head_dim), "float16"),
+            "k_shift": ((*pairs, self.head_dim), "uint8"),
+            "asked": ((*pairs, self.head_dim), "float32"),
             "waits": ((self.batch,), "int32"),
             "open": ((*pairs, OPEN_PAGES), "int32"),
             "seqlen": (pairs, "int32"),
@@ -319,6 +334,7 @@ class DeviceStore:
             base=tables["base"][layer],
             num_pages=tables["num_pages"][layer],
             k_mean=tables["k_mean"][layer],
+            k_shift=tables["k_shift"][layer],
             dtype=store.dtype,
         )
 
@@ -331,7 +347,9 @@ class DeviceStore:
         to_host = self.executor.to_host
         arena = to_host(self.arenas[layer]).reshape(-1, UNIT)
         tables = {name: to_host(self.tables[name][layer]).view(dtype) for name, dtype in names.items()}
-        num_pages, k_mean = (to_host(self.tables[name][layer]) for name in ("num_pages", "k_mean"))
+        num_pages, k_mean, k_shift = (
+            to_host(self.tables[name][layer]) for name in ("num_pages", "k_mean", "k_shift")
+        )
         full = (np.arange(self.entries) < num_pages[..., None]) & (tables["count"] > 0)
         order, held = np.argsort(~full, axis=2, kind="stable"), full.sum(2).astype(np.int32)
         most = int(held.max(initial=0))
@@ -348,7 +366,13 @@ class DeviceStore:
             pools.append(pool)
             taken["index"][mine] = np.arange(len(first), dtype=np.uint32)
         return LayerPages(
-            layouts, tuple(pools), **taken, num_pages=held, k_mean=k_mean, dtype=self.stores[layer].dtype
+            layouts,
+            tuple(pools),
+            **taken,
+            num_pages=held,
+            k_mean=k_mean,
+            k_shift=k_shift,
+            dtype=self.stores[layer].dtype,
         )
 
     def nbytes(self, layer: int, used: NDArray[np.int32]) -> int:

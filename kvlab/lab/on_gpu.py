@@ -80,5 +80,6 @@ def to_gpu(pages: LayerPages) -> SimpleNamespace:
         count=copy(pages.count),
         num_pages=copy(pages.num_pages),
         k_mean=copy(pages.k_mean),
+        k_shift=copy(pages.k_shift),
         dtype=pages.dtype,
     )

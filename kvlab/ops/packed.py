@@ -94,6 +94,8 @@ class Pages(Protocol):
     @property
     def k_mean(self) -> Any: ...
     @property
+    def k_shift(self) -> Any: ...
+    @property
     def dtype(self) -> str: ...
 
 
@@ -271,6 +273,7 @@ def _check(q: Any, pages: Pages, softcap: float, keep_scores: int) -> int:
             "q": (q.shape, ("B", "Sq", "Hq", "D")),
             "pages.rung": (pages.rung.shape, ("B", "Hkv", "pages")),
             "pages.k_mean": (pages.k_mean.shape, ("B", "Hkv", head_dim)),
+            "pages.k_shift": (pages.k_shift.shape, ("B", "Hkv", head_dim)),
         }
     )
     if sizes["D"] != head_dim:

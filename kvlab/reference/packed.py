@@ -2,9 +2,9 @@
 
 A page table says, for every (row, KV head), which pages hold its tokens (`kvlab.pages.LayerPages`).
 Stored tokens are all older than the queries, so every query sees every token that its window reaches back
-to, and their order does not matter. Keys below width 16 are stored as H(k - k_mean), values below width 16 as
-H v, where H is the orthonormal block Hadamard matrix, its own inverse, and k_mean is a vector of the (row, KV
-head).
+to, and their order does not matter. Keys below width 16 are stored as H((k - k_mean) / 2**k_shift), values as
+H v, where H is the orthonormal block Hadamard matrix, its own inverse; k_mean and k_shift are vectors of the
+(row, KV head), the frame of its keys.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def stored_tokens(pages: Any, row: int, head: int) -> list[tuple[Float64, Float6
         k, v = page.k[:count].astype(np.float64), page.v[:count].astype(np.float64)
         rotation = hadamard_matrix(layout.head_dim)
         if layout.bits_k < 16:
-            k = k @ rotation + pages.k_mean[row, head].astype(np.float64)
+            scale = np.exp2(pages.k_shift[row, head].astype(np.float64))
+            k = k @ rotation * scale + pages.k_mean[row, head].astype(np.float64)
         if layout.bits_v < 16:
             v = v @ rotation
         tokens.append((k, v))

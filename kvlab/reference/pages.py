@@ -57,6 +57,7 @@ __all__ = [
     "is_searched",
     "narrow",
     "rotate",
+    "rotate_keys",
     "search_step",
     "widen",
 ]
@@ -229,6 +230,23 @@ def rotate(x: NDArray[np.float32], mean: NDArray[Any] | None = None) -> NDArray[
     rotated = _times_power(_to_units(sums / np.float32(4)) * factor, exponent + 2 - (log + 1) // 2)
     rotated[~fine] = np.nan
     return rotated
+
+
+def rotate_keys(
+    k: NDArray[np.float32], mean: NDArray[np.float16], shift: NDArray[np.uint8], dtype: str
+) -> NDArray[np.float32]:
+    """Rotate keys (n, head_dim) in their frame: divided by 2**shift, in the cache's dtype, and less the mean.
+
+    Examples
+    --------
+    >>> k, shift = np.array([[9, 8, 0, 0]], np.float32), np.array([3, 3, 0, 0], np.uint8)
+    >>> rotate_keys(k, np.zeros(4, np.float16), shift, "float16")
+    array([[1.0625, 0.0625, 1.0625, 0.0625]], dtype=float32)
+    """
+    power = np.ldexp(np.float32(1), -shift.astype(np.int32))
+    with np.errstate(invalid="ignore"):
+        scaled = widen(narrow(k * power, dtype), dtype)
+    return rotate(scaled, mean.astype(np.float32) * power)
 
 
 def grid_codes(x: NDArray[np.float32], step: NDArray[np.float32], bits: int) -> NDArray[np.float32]:

@@ -41,7 +41,8 @@ def held(cache, layer, row):
         mine = listed.rung == r
         head = listed.head[mine]
         k, v = read_tokens(pages.pools[r], rung, pages.dtype, listed.index[mine], listed.slot[mine])
-        k = k if rung.bits_k == 16 else hadamard(k) + pages.k_mean[row, head]
+        if rung.bits_k < 16:
+            k = np.ldexp(hadamard(k), pages.k_shift[row, head]) + pages.k_mean[row, head]
         v = v if rung.bits_v == 16 else hadamard(v)
         for h, position, key, value in zip(head, listed.position[mine], k, v, strict=True):
             assert position not in found[h], "a token is stored twice"
@@ -72,7 +73,7 @@ def live_nbytes(cache):
                 for p in range(pages.num_pages[row, head]):
                     total += pages.layouts[pages.rung[row, head, p]].nbytes
                     total += sum(t.itemsize for t in (pages.rung, pages.count, pages.index, pages.base))
-        total += pages.num_pages.nbytes + pages.k_mean.nbytes
+        total += pages.num_pages.nbytes + pages.k_mean.nbytes + pages.k_shift.nbytes
     return total
 
 

@@ -142,6 +142,8 @@ def rewritten(path, change):
         lambda d, a: a.pop("0.pool0"),
         lambda d, a: a.update({"0.pool0": a["0.pool0"][:1]}),
         lambda d, a: a.update({"0.k_mean": a["0.k_mean"].astype(np.float32)}),
+        lambda d, a: a.update({"0.k_shift": a["0.k_shift"].astype(np.int32)}),
+        lambda d, a: a.pop("0.asked"),
         lambda d, a: a.update({"extra": np.zeros(3, np.uint8)}),
     ],
 )
@@ -161,6 +163,7 @@ def test_contents_that_do_not_fit(small, tmp_path, change):
         lambda d, a: d["layers"][0].update(since_collection=1 << 63),
         lambda d, a: a["0.k_mean"].fill(np.nan),
         lambda d, a: a["0.k_mean"].fill(np.inf),
+        lambda d, a: a["0.k_shift"].fill(15),
         lambda d, a: d["layers"][0].update(room=-1),
         lambda d, a: d["layers"][0].pop("tidy"),
         lambda d, a: a["0.pool4"].fill(255),  # positions of the window

@@ -66,7 +66,9 @@ def stored(cache: MixedPrecisionCache) -> tuple[np.ndarray, np.ndarray]:
     pages = cache.pages(0)
     tokens, layout = tokens_in(pages, 0), pages.layouts[0]
     k, v = read_tokens(pages.pools[0], layout, pages.dtype, tokens.index, tokens.slot)
-    k = k if layout.bits_k == 16 else (hadamard(k) + pages.k_mean[0, tokens.head]).astype(np.float32)
+    if layout.bits_k < 16:
+        k = np.ldexp(hadamard(k), pages.k_shift[0, tokens.head]) + pages.k_mean[0, tokens.head]
+        k = k.astype(np.float32)
     v = v if layout.bits_v == 16 else hadamard(v).astype(np.float32)
     order = np.lexsort((tokens.head, tokens.position))
     shape = (1, LENGTH, HEADS, DIM)

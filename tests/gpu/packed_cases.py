@@ -46,6 +46,7 @@ class DevicePages:
     base: torch.Tensor
     num_pages: torch.Tensor
     k_mean: torch.Tensor
+    k_shift: torch.Tensor
     dtype: str
 
 
@@ -58,7 +59,8 @@ def on_device(pages: LayerPages) -> DevicePages:
         put(pages.base.view(np.int16)),
         put(pages.num_pages),
     )
-    return DevicePages(pages.layouts, tuple(map(put, pages.pools)), *tables, put(pages.k_mean), pages.dtype)
+    frame = put(pages.k_mean), put(pages.k_shift)
+    return DevicePages(pages.layouts, tuple(map(put, pages.pools)), *tables, *frame, pages.dtype)
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
@@ -152,7 +154,13 @@ def draw_pages(
         lengths.astype(np.int32),
         mean,
         dtype,
+        draw_shifts(rng, mean.shape),
     )
+
+
+def draw_shifts(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Binary orders by which a few channels of keys are scaled down."""
+    return (rng.integers(1, 3, shape) * (rng.random(shape) < 0.1)).astype(np.uint8)
 
 
 def draw_queries(seed: int, dtype: str, batch: int, seqlen: int, heads: int, head_dim: int) -> np.ndarray:

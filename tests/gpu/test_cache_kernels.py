@@ -14,13 +14,13 @@ import torch
 
 from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import GPU
-from kvlab.cache.frame import LAST, key_mean
+from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
 from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.store import UNIT, DeviceStore
 from kvlab.ops.cuda import pages as kernels
 from kvlab.pages import PageLayout, encode_importance
 from kvlab.reference.codec import hadamard
-from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narrow, rotate, widen
+from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narrow, rotate, rotate_keys, widen
 from tests.gpu.packed_cases import DTYPES, to_numpy, to_torch
 
 BATCH, HEADS, GROUP = 2, 2, 4
@@ -45,8 +45,21 @@ def device_store(bits: str, head_dim: int, dtype: str, capacity: int = 512) -> D
     arena = rng.integers(0, 256, device.arenas[0].shape, np.uint8)
     device.arenas[0][...] = to_device(arena, like)
     mean = rng.standard_normal((1, BATCH, HEADS, head_dim)).astype(np.float16)
+    shift = rng.integers(1, 15, mean.shape) * (
+        rng.random(mean.shape) < [[0], [0.5]]
+    )  # heads without and with
     device.tables["k_mean"][...] = to_device(mean, like)
+    device.tables["k_shift"][...] = to_device(shift.astype(np.uint8), like)
     return device
+
+
+def frames_of(device: DeviceStore, head_dim: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Mean and shift of the keys of each pair."""
+    tables = (to_numpy(device.tables[name])[0].reshape(-1, head_dim) for name in ("k_mean", "k_shift"))
+    return list(zip(*tables, strict=True))
+
+
+Frame = tuple[np.ndarray, np.ndarray]
 
 
 class Record:
@@ -82,14 +95,14 @@ class Record:
         at = self.layout.positions + 2 * slot
         return slice(at, at + 2), self.layout.importance + slot
 
-    def write(self, slot: int, sides: dict[str, np.ndarray], mean: np.ndarray, dtype: str) -> None:
+    def write(self, slot: int, sides: dict[str, np.ndarray], frame: Frame, dtype: str) -> None:
         """Store raw vectors, float32."""
         for side, x in sides.items():
             bits = self._side(side)[0]
             if bits == 16:
                 self.put(side, slot, narrow(x, dtype), 0)
             else:
-                rotated = rotate(x[None], mean if side == "k" else None)
+                rotated = rotate_keys(x[None], *frame, dtype) if side == "k" else rotate(x[None])
                 code, step = encode(rotated, bits)
                 self.put(side, slot, code[0], int(step[0]))
 
@@ -142,7 +155,7 @@ def test_moves(bits: str, head_dim: int, dtype: str) -> None:
         for at in (layouts[r].k_steps, layouts[r].v_steps):
             record[at : at + 64] = rng.integers(0x50, 0xA0, 64)
     device.arenas[0][...] = to_device(before, device.like)
-    mean = to_numpy(device.tables["k_mean"])[0].astype(np.float32).reshape(-1, head_dim)
+    frames = frames_of(device, head_dim)
     rows, after = [], before.copy()
     sources, targets = places[: len(places) // 2], places[len(places) // 2 :]
     for _, r, to in targets:
@@ -155,7 +168,7 @@ def test_moves(bits: str, head_dim: int, dtype: str) -> None:
                 row, head = divmod(int(pair), HEADS)
                 rows.append((pair, to, 0, slot, NEW, r, row * steps + step))
                 raw = {"k": k[row, step, head].astype(np.float32), "v": v[row, step, head].astype(np.float32)}
-                record.write(slot, raw, mean[pair], dtype)
+                record.write(slot, raw, frames[pair], dtype)
                 position, code = record.tail(slot)
                 record.bytes[position] = np.array([(1 << 16) - 3 + step], np.uint32).view(np.uint8)[:2]
                 record.bytes[code] = importance[pair, step]
@@ -166,7 +179,7 @@ def test_moves(bits: str, head_dim: int, dtype: str) -> None:
                 _, source, address = fits[rng.integers(len(fits))]
                 old, at = Record(before, address, layouts[source]), rng.integers(64)
                 rows.append((address, to, at, slot, source, r, pair))
-                move_reference(old, at, record, slot, mean[pair], dtype)
+                move_reference(old, at, record, slot, frames[pair], dtype)
                 for part_old, part_new in zip(old.tail(at), record.tail(slot), strict=True):
                     record.bytes[part_new] = old.bytes[part_old]
     run_moves(device, rows, k, v, importance, steps, (1 << 16) - 3)
@@ -177,20 +190,23 @@ def test_moves(bits: str, head_dim: int, dtype: str) -> None:
     assert (to_numpy(device.tables["seqlen"]) == (1 << 16) - 3 + steps).all()
 
 
-def move_reference(old: Record, at: int, new: Record, slot: int, mean: np.ndarray, dtype: str) -> None:
+def move_reference(old: Record, at: int, new: Record, slot: int, frame: Frame, dtype: str) -> None:
     for side in "kv":
         code, step = old.get(side, at)
         bits_old, bits_new = (record._side(side)[0] for record in (old, new))
         if bits_old == bits_new:
             new.put(side, slot, code, step)
             continue
-        offset = mean if side == "k" else np.float32(0)
         if bits_old == 16:
-            x = rotate(widen(code, dtype)[None], mean if side == "k" else None)[0]
+            raw = widen(code, dtype)[None]
+            x = (rotate_keys(raw, *frame, dtype) if side == "k" else rotate(raw))[0]
         else:
             x = grid_values(code, STEPS[step], bits_old)
         if bits_new == 16:
-            new.put(side, slot, narrow(hadamard(x) + offset, dtype), 0)
+            raw = hadamard(x)
+            if side == "k":
+                raw = np.ldexp(raw, frame[1]) + frame[0].astype(np.float32)
+            new.put(side, slot, narrow(raw, dtype), 0)
             continue
         codes, steps = encode(x[None], bits_new, bits_old < 16)
         new.put(side, slot, codes[0], int(steps[0]))
@@ -267,7 +283,7 @@ def test_append(top: str, head_dim: int, dtype: str, steps: int) -> None:
     after, counts = before.copy(), tables["count"].copy()
     out, lse, mass = exact(q, k, v, valid, out0, lse0)
     q[~valid] = np.nan  # padding: nobody's importance depends on it
-    mean = to_numpy(device.tables["k_mean"])[0].astype(np.float32).reshape(-1, head_dim)
+    frames = frames_of(device, head_dim)
     close = []
     for pair in range(pairs):
         row, head = divmod(pair, HEADS)
@@ -279,7 +295,7 @@ def test_append(top: str, head_dim: int, dtype: str, steps: int) -> None:
             record = Record(after, int(tables["index"][pair, entry]), layout)
             slot = int(counts[pair, entry])
             raw = {"k": k[row, step, head].astype(np.float32), "v": v[row, step, head].astype(np.float32)}
-            record.write(slot, raw, mean[pair], dtype)
+            record.write(slot, raw, frames[pair], dtype)
             position, code = record.tail(slot)
             record.bytes[position] = np.array([start + step], np.uint32).view(np.uint8)[:2]
             record.bytes[code] = encode_importance(mass[row, head, step])
@@ -352,9 +368,9 @@ def run_append(
 
 
 def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: int) -> list[np.ndarray]:
-    """Launch `freeze_means` for keys, values, mask and codes; the same and positions, for the plan."""
+    """Launch `freeze_means` for keys, values, mask, codes and queries; what the plan is given."""
     steps = part[0].shape[1]
-    k, v, mask, codes = (to_torch(x.view(np.uint8) if x.dtype == bool else x) for x in part)
+    k, v, mask, codes, q = (to_torch(x.view(np.uint8) if x.dtype == bool else x) for x in part)
     wide = [torch.zeros(BATCH, before + steps, HEADS, 64, dtype=k.dtype, device="cuda") for _ in range(2)]
     wide += [torch.zeros(n, before + steps, dtype=torch.uint8, device="cuda") for n in (BATCH, len(codes))]
     wide.append(torch.zeros(BATCH, before + steps, dtype=torch.int32, device="cuda"))
@@ -362,7 +378,7 @@ def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: 
     fresh = kernels.new_tokens(*views, mask.data_ptr(), codes.data_ptr(), steps, first)
     kernels.freeze_means(
         64, dtype, 0, device.states_pointer, BATCH, fresh, [x.data_ptr() for x in wide], before, 0,
-        lookahead=1, force=False,
+        lookahead=1, force=False, queries=cuda_view(q, "q"),
     )  # fmt: skip
     return [to_numpy(x) for x in wide]
 
@@ -378,13 +394,16 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
     total, rng = sum(parts), np.random.default_rng(len(parts))
     k, v = (rng.standard_normal((BATCH, total, HEADS, 64)).astype(DTYPES[dtype]) for _ in range(2))
     k[:, :, 0, 7] = 60000
+    q = rng.standard_normal((BATCH, total, HEADS * GROUP, 64)).astype(DTYPES[dtype])
+    k[:, :, 1, [3, 35]] *= 45
+    q[:, :, GROUP:, [3, 35]] /= 45
     codes = rng.integers(0, 256, (BATCH * HEADS, total), np.uint8)
     valid = np.ones((BATCH, total), bool)
     valid[1] = rng.random(total) < 0.8
     waits, first = [True] * BATCH, 0
     for steps in parts:
         now, before = slice(first, first + steps), 128 if first else 0
-        part = [np.ascontiguousarray(x[:, now]) for x in (k, v, valid, codes)]
+        part = [np.ascontiguousarray(x[:, now]) for x in (k, v, valid, codes, q)]
         got_k, got_v, got_valid, got_codes, positions = freeze(device, dtype, part, first, before)
         tables = {name: to_numpy(table)[0] for name, table in device.tables.items()}
         assert (tables["seqlen"] == first + steps).all()
@@ -403,8 +422,16 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
                 assert np.array_equal(positions[row, before:], np.arange(first, first + steps))
             if goes:
                 tokens = np.flatnonzero(valid[row])[:LAST]
-                wanted = key_mean(k[row, tokens].astype(np.float32), narrow=store.is_narrow)
+                wanted, asked = (
+                    key_mean(k[row, tokens].astype(np.float32), narrow=store.is_narrow),
+                    np.zeros((HEADS, 64), np.float32),
+                )
                 assert np.array_equal(tables["k_mean"][row], wanted)
+                add_queries(asked, q[row, tokens[ASKING:]])
+                assert np.array_equal(tables["asked"][row], asked)
+                shift = key_shift(k[row, tokens].astype(np.float32), wanted, asked)
+                assert np.array_equal(tables["k_shift"][row], shift)
+                assert np.flatnonzero(shift[1]).tolist() == [3, 35]
             waits[row] &= not goes
             assert tables["waits"][row] == waits[row]
             assert (tables["num_pages"][row] == 2 * waits[row]).all()

@@ -17,6 +17,7 @@ from tests.gpu.test_cache_kernels import (
     Record,
     device_store,
     draw_vectors,
+    frames_of,
     run_moves,
 )
 
@@ -37,6 +38,7 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtyp
     mean[1] *= 100
     mean[2] = 0
     device.tables["k_mean"][...] = to_device(mean.reshape(1, BATCH, HEADS, head_dim), device.like)
+    frames = frames_of(device, head_dim)
     before, slab = to_numpy(device.arenas[0]), device.slab[0] // UNIT
     after, rows = before.copy(), []
     for s in range(12):
@@ -49,7 +51,7 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtyp
             for slot, step in zip(slots, rng.choice(steps, len(slots), replace=False), strict=True):
                 rows.append((pair, to, 0, slot, NEW, r, row * steps + step))
                 raw = {"k": k[row, step, head].astype(np.float32), "v": v[row, step, head].astype(np.float32)}
-                record.write(slot, raw, mean[pair], dtype)
+                record.write(slot, raw, frames[pair], dtype)
                 position, code = record.tail(slot)
                 record.bytes[position] = np.array([step], np.uint16).view(np.uint8)
                 record.bytes[code] = importance[pair, step]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlab.arrays import dtype_name
 from kvlab.cache.cpu import CPU
 from kvlab.cache.store import MOVED, DeviceStore, move_rows, reorder_rows
 from tests.gpu.packed_cases import to_torch
@@ -14,7 +15,19 @@ from tests.gpu.test_cache import draw, make, step
 from tests.held import check_store, contents_of
 
 ROWS = [[3, 2, 1, 0], [0, 0, 1, 2], [1, 1, 1, 1], [2, 0, 0, 3], [0, 1, 2, 3], [3, 3, 0, 0]]
-TABLES = ("used", "slab_count", "num_free", "slab_slot", "num_pages", "open", "waits", "k_mean", "seqlen")
+TABLES = (
+    "used",
+    "slab_count",
+    "num_free",
+    "slab_slot",
+    "num_pages",
+    "open",
+    "waits",
+    "k_mean",
+    "k_shift",
+    "asked",
+    "seqlen",
+)
 
 
 def on_host(store: DeviceStore) -> DeviceStore:
@@ -49,6 +62,10 @@ def filled(batch: int = 4, **options: Any) -> Any:
         valid = np.ones((batch, steps), bool)
         valid[1::2] = rng.random((len(valid[1::2]), steps)) < 0.1
         step(cache, rng, steps, valid, compared=False)
+    store = cache._runner._device.store
+    for name, most in (("k_shift", 3), ("asked", 1000)):
+        table = rng.integers(0, most, tuple(store.tables[name].shape))
+        store.executor.overwrite(store.tables[name], table.astype(dtype_name(store.tables[name])))
     return cache
 
 

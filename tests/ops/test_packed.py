@@ -89,8 +89,9 @@ def make_pages(
                 fill_side(rng, pools[r][page], layout, side, dtype, int(tokens))
     mean = rng.standard_normal((*num_pages.shape, head_dim)).astype(np.float16)
     base = rng.integers(0, 2**16, table, np.uint16)
+    shift = (rng.integers(1, 3, mean.shape) * (rng.random(mean.shape) < 0.1)).astype(np.uint8)
     return LayerPages(
-        layouts, tuple(pools), rung, count, index, base, num_pages.astype(np.int32), mean, dtype
+        layouts, tuple(pools), rung, count, index, base, num_pages.astype(np.int32), mean, dtype, shift
     )
 
 
@@ -253,9 +254,12 @@ def wrong_pages(pages: LayerPages) -> dict[str, LayerPages]:
             pools.append(copy)
         return dataclasses.replace(pages, pools=tuple(pools))
 
-    swapped = {name: getattr(pages, name)[:, ::-1].copy() for name in ("rung", "count", "index", "k_mean")}
+    swapped = {
+        name: getattr(pages, name)[:, ::-1].copy() for name in ("rung", "count", "index", "k_mean", "k_shift")
+    }
     return {
         "key mean left out": dataclasses.replace(pages, k_mean=np.zeros_like(pages.k_mean)),
+        "channels of keys not scaled": dataclasses.replace(pages, k_shift=np.zeros_like(pages.k_shift)),
         "KV heads swapped": dataclasses.replace(pages, **swapped),
         "last slot missed": dataclasses.replace(pages, count=pages.count - np.uint8(1)),
         "last page missed": dataclasses.replace(pages, num_pages=pages.num_pages - np.int32(1)),
@@ -336,7 +340,8 @@ def test_batch_mates_and_splitting_the_queries_do_not_matter() -> None:
     whole = call(case)
     pages = case.pages
     only = {
-        name: getattr(pages, name)[1:] for name in ("rung", "count", "index", "base", "num_pages", "k_mean")
+        name: getattr(pages, name)[1:]
+        for name in ("rung", "count", "index", "base", "num_pages", "k_mean", "k_shift")
     }
     alone = packed_attention(case.q[1:, 1:], dataclasses.replace(pages, **only))
     np.testing.assert_allclose(alone.out[0, 0], whole.out[1, 1], rtol=2e-5, atol=1e-6)

@@ -19,6 +19,7 @@ struct Call {
     const u32* index;      // [pairs, entries]
     const int* num_pages;  // [pairs]
     const __half* k_mean;  // [pairs, HEAD_DIM]
+    const u8* k_shift;     // [pairs, HEAD_DIM]
     const u16* q;          // [batch, seqlen_q, heads_q, HEAD_DIM] by strides
     u16* out;              // [batch, seqlen_q, heads_q, HEAD_DIM]
     float* lse;            // [batch, heads_q, seqlen_q]

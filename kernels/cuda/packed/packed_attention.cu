@@ -59,11 +59,12 @@ constexpr int MAX_STAGES = 8;
 
 static_assert(WARPS >= 8, "a warp for each query row");
 
-// A query row of a sequence and the mean of its keys, as they are in memory: pairs lane, lane + 32, ... of
+// A query row of a sequence and the frame of its keys, as they are in memory: pairs lane, lane + 32, ... of
 // row `warp`.
 struct RawQuery {
     u32 q[PAIRS_OF_LANE];
     __half2 mean[PAIRS_OF_LANE];
+    u16 shifts[PAIRS_OF_LANE];
 };
 
 __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, int warp, int lane,
@@ -71,16 +72,18 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
     if (warp >= s.rows) return;
     const u32* q = (const u32*)q_row(call, s, warp);
     const __half2* mean = (const __half2*)(call.k_mean + (u64)s.pair * HEAD_DIM);
+    const u16* shifts = (const u16*)(call.k_shift + (u64)s.pair * HEAD_DIM);
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         raw.q[i] = q[lane + 32 * i];
         raw.mean[i] = mean[lane + 32 * i];
+        raw.shifts[i] = shifts[lane + 32 * i];
     }
 }
 
-// Brings a query row into the basis of coded keys, scaled: `x` [ROW_FLOATS], behind the row its largest
-// magnitude and what the mean of the keys adds to its scores.
+// Brings a query row into the frame and basis of coded keys, scaled: `x` [ROW_FLOATS], behind the row its
+// largest magnitude and what the mean of the keys adds to its scores.
 __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_log2, float* x, int lane) {
     float bias = 0.f, amax = 0.f;
     float2 pairs[PAIRS_OF_LANE];
@@ -89,7 +92,8 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_lo
         pairs[i] = {0.f, 0.f};
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         const float2 pair = unpack_pair(raw.q[i]), m = __half22float2(raw.mean[i]);
-        pairs[i] = {pair.x * (NORM * scale_log2), pair.y * (NORM * scale_log2)};
+        const float low = exp2_exact(raw.shifts[i] & 255), high = exp2_exact(raw.shifts[i] >> 8);
+        pairs[i] = {pair.x * low * (NORM * scale_log2), pair.y * high * (NORM * scale_log2)};
         bias += pair.x * m.x + pair.y * m.y;
     }
     hadamard_row(pairs, lane);

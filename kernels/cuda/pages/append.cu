@@ -148,14 +148,16 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
                              : n.v + at.row * n.v_batch + at.step * n.v_step + at.head * n.v_head;
     const int2 open = ((const int2*)call.layer.open)[at.pair];
     u32 raw[PER_LANE];
+    int shift[PER_LANE];
     float mean[PER_LANE], x[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int channel = lane + 32 * j;
         raw[j] = is_there(lane, j) ? from[channel] : 0;
-        mean[j] = is_key && BITS < 16 && is_there(lane, j)
-                      ? __half2float(call.layer.k_mean[(u64)at.pair * HEAD_DIM + channel])
-                      : 0.f;
+        const bool framed = is_key && BITS < 16 && is_there(lane, j);
+        const u64 of_pair = (u64)at.pair * HEAD_DIM + channel;
+        mean[j] = framed ? __half2float(call.layer.k_mean[of_pair]) : 0.f;
+        shift[j] = framed ? call.layer.k_shift[of_pair] : 0;
     }
     const OpenPage first = open_page(call.layer, at.pair, open.x);
     const OpenPage second = open_page(call.layer, at.pair, open.y);
@@ -163,7 +165,14 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     for (int j = 0; j < PER_LANE; ++j) x[j] = raw_value(raw[j]);
     u32 best = 0, byte = 0, codes[PER_LANE];
     if constexpr (BITS < 16) {
-        const Rotated rotated = rotate_integers(x, mean);
+        float scaled[PER_LANE];
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) {
+            const float power = power_of_two(-shift[j]);
+            mean[j] *= power;
+            scaled[j] = BF16 ? x[j] * power : __half2float(__float2half(x[j] * power));
+        }
+        const Rotated rotated = rotate_integers(scaled, mean);
         const Range range = range_of(rotated, BITS);
         Magnitudes magnitudes;
         if constexpr (BITS < 8) to_magnitudes(rotated, range, magnitudes, lane);
@@ -206,6 +215,22 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         store(slot.page, 2);
     else
         store(slot.page + K_BYTES, 8);
+}
+
+// Adds queries of tokens that wait to what the frame of their keys is made of, as freeze_means does; a thread
+// has a channel.
+__device__ __forceinline__ void note_queries(const Append& call, int pair, const Slot* slots) {
+    const int row = pair / call.layer.heads, head = pair - row * call.layer.heads;
+    float* const asked = call.layer.asked + (u64)pair * HEAD_DIM + threadIdx.x;
+    float sum = *asked;
+#pragma unroll 1
+    for (int t = 0; t < call.new_tokens.steps; ++t) {
+        if (slots[t].entry != 0 || slots[t].number < ASKING) continue;
+        const u16* q = call.q + row * call.q_batch + t * call.q_step + head * call.group * call.q_head;
+#pragma unroll 1
+        for (int g = 0; g < call.group; ++g) sum += fabsf(raw_value(q[g * call.q_head + threadIdx.x]));
+    }
+    *asked = sum;
 }
 
 // Finishes one query row and leaves the probabilities of the new tokens, [MAX_STEPS]. Padding gets 0, and
@@ -318,6 +343,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     __syncthreads();  // slots and probabilities are whole; nobody looks at counts and length any more
     __syncthreads();  // nothing more: racecheck misses the one before where only one vector's warps met at
                       // its own
+    if (TOP_K == 16 && call.q && layer.waits[row] && threadIdx.x < HEAD_DIM) note_queries(call, pair, slots);
     if (call.observed == MASS) {
 #pragma unroll 1
         for (int t = warp; t < steps; t += WARPS) {

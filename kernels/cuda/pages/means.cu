@@ -1,17 +1,18 @@
-// The mean that is taken off the keys of a row before they are packed, and its first tokens, which wait for
-// it.
+// The frame of the keys of a row, in which they are packed, and its first tokens, which wait for it.
 //
-// The mean is that of the valid tokens FIRST to LAST - 1 of a row, whatever calls they come in (key_mean in
-// kvlab/cache/frame.py). Until a row has LAST valid tokens they wait unchanged, in pages of width 16 that
-// attention reads like any others and that no plan sees. Then they are new tokens of the plan that follows.
+// The frame, a mean and a power of 2 a channel, is that of the valid tokens FIRST to LAST - 1 of a row,
+// whatever calls they come in, and of the last queries of these (kvlab/cache/frame.py). Until a row has LAST
+// valid tokens they wait unchanged, in pages of width 16 that attention reads like any others and that no
+// plan sees. Then they are new tokens of the plan that follows.
 //
 // freeze_means  grid (batch): a CTA has a row with all its heads. It lists the valid new tokens. If there are
-//               enough, it writes the mean and copies waiting tokens to arrays in front of the new ones; else
-//               it copies new tokens to the waiting pages. A warp copies a vector, a thread sums a channel.
+//               enough, it writes the frame and copies waiting tokens to arrays in front of the new ones;
+//               else it copies new tokens to the waiting pages. A warp copies a vector, a thread sums a
+//               channel.
 // crop_rows     grid (batch, layers): rows get another length, and waiting pages, whose tokens stand in the
 //               order of their positions, forget those beyond it. A thread has a (head, page). Plans drop the
 //               tokens of other pages.
-// Memory: shared 0.4 KB.
+// Memory: shared 8.5 KB.
 //
 // Macros: HEAD_DIM; BF16.
 #include "pages/encode.cuh"
@@ -20,6 +21,9 @@
 
 constexpr int THREADS = 512, WARPS = THREADS / 32, PAGE = 64;
 constexpr int FIRST = 4, LAST = 64, FEWEST = 16;  // fewer tokens than FEWEST make the mean 0
+constexpr int MOST_SHIFT = 14;
+constexpr double LEAST = 9., LEAST_ALONE = 64.;  // ratios of sizes; see key_shift
+#define INFINITE __longlong_as_double(0x7ff0000000000000)
 
 struct Freeze {
     const LayerState* layer;
@@ -30,7 +34,9 @@ struct Freeze {
     u8* valid;       // [batch][before + steps]
     u8* importance;  // [pairs][before + steps]
     int* positions;  // [batch][before + steps]
-    int before, lookahead,
+    const u16* q;    // [batch][steps][num_heads_q][HEAD_DIM] by strides, of the call, or null
+    long long q_batch, q_step, q_head;
+    int num_heads_q, before, lookahead,
         force;  // room: tokens that may come until the next call; force: no row waits any longer
 };
 
@@ -121,29 +127,101 @@ __device__ void fill_arrays(const Freeze& call, const WaitingTokens& waiting, in
     }
 }
 
-// The mean over waiting and new tokens; a sum of 60 numbers of 16 bits is exact in double, but for bfloat16
-// numbers far apart. A channel that float16 cannot hold is left as it is, and, where the ladder has no width
-// of 8 for the first tokens, one whose mean makes the first key longer.
-__device__ void take_mean(const NewTokens& n, const WaitingTokens& waiting, int row, int seen,
-                          const int* listed) {
+// Adds queries to what frames are made of, one after the other; a thread has a channel of a head.
+__device__ void add_queries(const Freeze& call, const WaitingTokens& waiting, int row, int seen,
+                            const int* listed) {
     const LayerState& s = waiting.s;
-    const int num_waiting = waiting.tokens(), end = min(LAST, num_waiting + seen);
-    bool narrow = true;
-    for (int rung = 0; rung < s.num_rungs; ++rung) narrow = narrow && s.rungs[rung].bits_k != 8;
+    const int num_waiting = waiting.tokens(), end = min(LAST, num_waiting + seen),
+              group = call.num_heads_q / s.heads;
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.heads * HEAD_DIM; i += THREADS) {
         const int head = i / HEAD_DIM, channel = i - head * HEAD_DIM;
-        const u16* k = n.k + row * n.k_batch + head * n.k_head + channel;
-        const auto key = [&](int token) {
-            return (double)raw_value(token < num_waiting ? waiting.element(KEYS, head, token, channel)
-                                                         : k[listed[token - num_waiting] * n.k_step]);
-        };
-        double sum = 0.;
+        float* const asked = s.asked + (u64)waiting.first_pair * HEAD_DIM + i;
+        float sum = *asked;
+#pragma unroll 2
+        for (int token = max(ASKING, num_waiting); token < end; ++token) {
+            const u16* q = call.q + row * call.q_batch + listed[token - num_waiting] * call.q_step +
+                           head * group * call.q_head + channel;
 #pragma unroll 4
-        for (int token = FIRST; token < end; ++token) sum += key(token);
-        double mean = end - FIRST >= FEWEST ? sum / (end - FIRST) : 0.;
-        if (narrow && mean != 0. && !(mean * mean <= 2. * mean * key(0))) mean = 0.;
-        s.k_mean[(u64)waiting.first_pair * HEAD_DIM + i] = __double2half(fabs(mean) <= 65504. ? mean : 0.);
+            for (int g = 0; g < group; ++g) sum += fabsf(raw_value(q[g * call.q_head]));
+        }
+        *asked = sum;
+    }
+    __syncthreads();  // all of them are there
+}
+
+// The frame of keys over waiting and new tokens; `size` becomes that of a pair of channels. Sums of 60
+// numbers of 16 bits are exact in double, but for bfloat16 numbers far apart; they are added up in the order
+// of tokens.
+//
+// A thread has a channel of a head, and half of them then a pair of channels. A channel whose mean float16
+// cannot hold is left as it is, and, where the ladder has no width of 8 for the first tokens, one whose mean
+// makes the first key longer.
+__device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, int row, int seen,
+                            const int* listed) {
+    constexpr int AT_ONCE = THREADS / HEAD_DIM,
+                  HALF = HEAD_DIM / 2;  // heads; channels of the first of each pair
+    __shared__ double sizes[AT_ONCE][HEAD_DIM], energies[AT_ONCE][HEAD_DIM], middle[AT_ONCE];
+    __shared__ int has_queries[AT_ONCE];
+    const LayerState& s = waiting.s;
+    const NewTokens& n = call.new_tokens;
+    const int num_waiting = waiting.tokens(), end = min(LAST, num_waiting + seen);
+    const bool counts = end - FIRST >= FEWEST;
+    bool narrow = true;
+    for (int rung = 0; rung < s.num_rungs; ++rung) narrow = narrow && s.rungs[rung].bits_k != 8;
+#pragma unroll 1
+    for (int first = 0; first < s.heads; first += AT_ONCE) {
+        const int of = threadIdx.x / HEAD_DIM, channel = threadIdx.x % HEAD_DIM, head = first + of;
+        const bool there = of < AT_ONCE && head < s.heads;
+        const u64 place = (u64)(waiting.first_pair + head) * HEAD_DIM + channel;
+        if (there) {
+            const u16* k = n.k + row * n.k_batch + head * n.k_head + channel;
+            const auto key = [&](int token) {
+                return (double)raw_value(token < num_waiting ? waiting.element(KEYS, head, token, channel)
+                                                             : k[listed[token - num_waiting] * n.k_step]);
+            };
+            double sum = 0.;
+#pragma unroll 4
+            for (int token = FIRST; token < end; ++token) sum += key(token);
+            double mean = counts ? sum / (end - FIRST) : 0.;
+            if (narrow && mean != 0. && !(mean * mean <= 2. * mean * key(0))) mean = 0.;
+            const __half rounded = __double2half(fabs(mean) <= 65504. ? mean : 0.);
+            s.k_mean[place] = rounded;
+            mean = (double)__half2float(rounded);
+            double size = 0.;
+#pragma unroll 4
+            for (int token = FIRST; token < end; ++token) size += fabs(key(token) - mean);
+            sizes[of][channel] = size, energies[of][channel] = s.asked[place];
+        }
+        if (threadIdx.x < AT_ONCE) has_queries[threadIdx.x] = 0;
+        __syncthreads();  // what is known of all channels is there
+        const bool leads = there && channel < HALF;
+        double size = 0., energy = 0.;
+        if (leads) {
+            size = sizes[of][channel] + sizes[of][channel + HALF];
+            energy = energies[of][channel] + energies[of][channel + HALF];
+            if (energy > 0.) has_queries[of] = 1;
+        }
+        __syncthreads();  // sizes of channels have been read, and all queries been seen
+        const bool asks = leads && has_queries[of];
+        if (asks) size /= energy;
+        if (!(size < INFINITE)) size = INFINITE;
+        if (leads) sizes[of][channel] = size;
+        __syncthreads();  // those of pairs are there
+        if (leads) {
+            int below = 0;
+            for (int i = 0; i < HALF; ++i)
+                below += sizes[of][i] < size || (sizes[of][i] == size && i < channel);
+            if (below == (HALF - 1) / 2) middle[of] = size;
+        }
+        __syncthreads();  // the median is there
+        if (leads) {
+            double ratio = size / middle[of];
+            if (!asks) ratio = __dmul_rn(ratio, ratio) / 4.;
+            const bool large = counts && ratio >= (asks ? LEAST : LEAST_ALONE) && ratio < INFINITE;
+            const int orders = (int)(__double_as_longlong(ratio) >> 52) - 1022;  // floor(log2(2 ratio))
+            s.k_shift[place] = s.k_shift[place + HALF] = large ? (u8)min(orders >> 1, MOST_SHIFT) : 0;
+        }
     }
 }
 
@@ -186,7 +264,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __gr
     const int first = waiting.tokens() ? waiting.segment_of(0) : seen ? (n.first + listed[0]) >> 16 : last;
     const bool goes = waits && (call.force || tokens >= LAST || first != last);
     if (call.valid) fill_arrays(call, waiting, row, goes, waits);
-    if (goes) take_mean(n, waiting, row, seen, listed);
+    if (waits && call.q) add_queries(call, waiting, row, seen, listed);
+    if (goes) take_frames(call, waiting, row, seen, listed);
     if (waits && !goes) keep_tokens(n, waiting, row, seen, listed);
     __syncthreads();  // tables have been read
 #pragma unroll 1
@@ -227,4 +306,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) crop_rows(const LayerState
 static_assert(WAITING_PAGES == OPEN_PAGES && WAITING_PAGES * PAGE >= LAST,
               "waiting pages take the next tokens");
 
-// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=64
+// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=96

@@ -36,13 +36,13 @@ struct alignas(16) Page {
 struct alignas(128) WarpSpace {
     u32 words[LAST_BLOCK * TILES * 32];  // of codes that share words with those of other blocks
     u8 rows[ROWS * ROW_BYTES];           // raw, of the next block
-    RotatedMean mean;                    // or float16, of the next page
+    Frame frame;                         // its mean as float16 where it is of the next page
     uint4 moves[SLOTS];                  // and its moves, then its Details
     u32 ahead[2];                        // where the moves of the page after that begin and end
     int number, pages;                   // of this page; how many there are
     Page pages_of[2];                    // this one and the next, by stages
 };
-static_assert(sizeof(WarpSpace) == (28 * HEAD_DIM + ROWS * ROW_BYTES + 1728 + 127) / 128 * 128,
+static_assert(sizeof(WarpSpace) == (29 * HEAD_DIM + ROWS * ROW_BYTES + 1728 + 127) / 128 * 128,
               "as the host reserves");
 
 // Waits for the copies of all lanes.
@@ -98,7 +98,9 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
     page.steps[lane] = page.steps[lane + 32] = (int)move[0].token - first;
     const CacheRung& rung = s.rungs[move[0].to_rung];
     if (lane < HEAD_DIM / 8)
-        copy_async((uint4*)space.mean.sums + lane, s.k_mean + (u64)pair * HEAD_DIM + 8 * lane);
+        copy_async((uint4*)space.frame.sums + lane, s.k_mean + (u64)pair * HEAD_DIM + 8 * lane);
+    if (lane < HEAD_DIM / 16)
+        copy_async((uint4*)space.frame.shifts + lane, s.k_shift + (u64)pair * HEAD_DIM + 16 * lane);
     __syncwarp();  // no step is set but by what follows; moves have been read
     u32 mask[2] = {};
 #pragma unroll
@@ -262,9 +264,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 if (block == 0) {
                     const u32 layer = layer_again();
                     if (side == KEYS) {
-                        rotate_mean((const __half*)space.mean.sums, space.mean, lane);
+                        complete_frame((const __half*)space.frame.sums, space.frame, lane);
                         store_details(space, page, lane);
-                        __syncwarp();  // details have been read, the rotated mean is there
+                        __syncwarp();  // details have been read, the frame is there
                         if (more(1)) ask_for_moves(lists[layer], space, after, lane);
                     } else if (more(1)) {
                         prepare(layers[layer], new_tokens, space, after, lane);
@@ -288,14 +290,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                     continue;
                 }
                 Vectors x;
-                const Loaded loaded =
-                    load_raw<Rows>(space.rows, side == KEYS ? space.mean.largest : 0.f, x, lane);
+                const Frame* const frame = side == KEYS ? &space.frame : nullptr;
+                const Loaded loaded = load_raw<Rows>(space.rows, frame, x, lane);
                 ask_for_next();
                 Signs mine;
 #pragma unroll
                 for (int i = 0; i < 2; ++i) ((uint4*)&mine)[i] = signs[i][lane];
                 if (side == KEYS)
-                    rotate_integers(x, mine, &space.mean, loaded, lane);
+                    rotate_integers(x, mine, &space.frame, loaded, lane);
                 else
                     rotate_integers(x, mine, nullptr, loaded, lane);
                 KVLAB_FOR_WIDTH(bits, store_block<BITS>(side, page, space, x, loaded, block, lane));

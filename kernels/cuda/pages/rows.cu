@@ -189,8 +189,10 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
             const u32 number = s.slab_slot[slab] * s.rungs[r].per_slab + within / s.rungs[r].record;
             s.entry_of[(u64)r * s.max_pages + number] = (u32)(to + entry);
         });
-        for (int i = lane; i < call.head_dim; i += 32)
-            s.k_mean[(u64)bh * call.head_dim + i] = f.k_mean[(u64)source * call.head_dim + i];
+        for (int i = lane; i < call.head_dim; i += 32) {
+            const u64 to = (u64)bh * call.head_dim + i, from = (u64)source * call.head_dim + i;
+            s.k_mean[to] = f.k_mean[from], s.k_shift[to] = f.k_shift[from], s.asked[to] = f.asked[from];
+        }
         if (lane < OPEN_PAGES) s.open[bh * OPEN_PAGES + lane] = f.open[source * OPEN_PAGES + lane];
         if (lane == 0) {
             s.num_pages[bh] = f.num_pages[source];

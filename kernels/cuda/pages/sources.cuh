@@ -30,7 +30,7 @@ __device__ __forceinline__ bool is_new(const Move& move) {
 struct PageState {
     uint4 moves[SLOTS];           // Move
     uint4 halves[HEAD_DIM / 8];   // the mean of the keys of its pair, float16
-    RotatedMean mean;             // and rotated
+    Frame frame;                  // of these keys
     u32 importance_words[SLOTS];  // by move: what a new token's importance is a byte of
     u32 mask[2];                  // slots that are written
     u32 others;                   // whether a row comes from elsewhere than by a copy that was asked for
@@ -166,6 +166,8 @@ __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, con
     if (eight < HEAD_DIM / 8) {
         const u32 pair = is_new(first) ? first.from : first.token;
         copy_async(page.halves + eight, s.k_mean + (u64)pair * HEAD_DIM + 8 * eight);
+        if (eight < HEAD_DIM / 16)
+            copy_async((uint4*)page.frame.shifts + eight, s.k_shift + (u64)pair * HEAD_DIM + 16 * eight);
     }
     if (thread >= SLOTS) return;
     const Move move = (const Move&)page.moves[thread];

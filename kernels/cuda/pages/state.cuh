@@ -13,6 +13,7 @@ constexpr int CACHE_RUNGS = 16;
 constexpr u32 UNIT = 64;
 constexpr int OPEN_PAGES = 2;
 constexpr int WAITING_PAGES = 2;
+constexpr int ASKING = 48;     // the first token of a row whose queries count for the frame of its keys
 constexpr u8 NEW_TOKEN = 255;  // Move::from_rung
 
 struct CacheRung {
@@ -30,19 +31,21 @@ struct LayerState {
     u16* base;                     // [pairs][entries]: position >> 16 of its tokens
     int* num_pages;                // [pairs]
     __half* k_mean;                // [pairs][HEAD_DIM]
-    int* waits;                    // [batch]: 1 while the tokens of a row wait for the mean of its keys
-    int* open;                     // [pairs][OPEN_PAGES]: entries that take the next tokens in order, or -1
-    int* seqlen;                   // [pairs]: time steps so far, equal for all pairs
-    int* used;                     // [CACHE_RUNGS]: live pages
-    int* slab_count;               // [CACHE_RUNGS]
-    int* slabs;                    // [num_rungs][max_slabs]
-    int* free_slabs;               // [max_slabs], a stack: the last of num_free is taken next
-    int* num_free;                 // [1]
-    u32* entry_of;                 // [num_rungs][max_pages]: pair * entries + entry of a page by number
-    int* slab_slot;                // [max_slabs]: the place of a slab in `slabs` of its rung
-    long long* budget;             // [batch]: bytes that pages, tables and key means of a row may take
-    int* status;                   // [1]: 0, or a bit of PlanStatus that the host finds when it next looks
-    u8* waiting;  // [pairs][WAITING_PAGES] pages of rung num_rungs, which no plan sees; see means.cu
+    u8* k_shift;                   // [pairs][HEAD_DIM]: binary orders that keys are scaled down by
+    float* asked;       // [pairs][HEAD_DIM]: sizes of queries so far, of rows that wait; see means.cu
+    int* waits;         // [batch]: 1 while the tokens of a row wait for the mean of its keys
+    int* open;          // [pairs][OPEN_PAGES]: entries that take the next tokens in order, or -1
+    int* seqlen;        // [pairs]: time steps so far, equal for all pairs
+    int* used;          // [CACHE_RUNGS]: live pages
+    int* slab_count;    // [CACHE_RUNGS]
+    int* slabs;         // [num_rungs][max_slabs]
+    int* free_slabs;    // [max_slabs], a stack: the last of num_free is taken next
+    int* num_free;      // [1]
+    u32* entry_of;      // [num_rungs][max_pages]: pair * entries + entry of a page by number
+    int* slab_slot;     // [max_slabs]: the place of a slab in `slabs` of its rung
+    long long* budget;  // [batch]: bytes that pages, tables and key means of a row may take
+    int* status;        // [1]: 0, or a bit of PlanStatus that the host finds when it next looks
+    u8* waiting;        // [pairs][WAITING_PAGES] pages of rung num_rungs, which no plan sees; see means.cu
     int batch, heads, entries, num_rungs, max_slabs, max_pages, slab_units, evicts;
 };
 

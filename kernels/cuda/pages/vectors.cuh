@@ -82,25 +82,51 @@ struct Loaded {
     bool decoded;   // it comes from codes
 };
 
-// `least`: what counts as the largest element of a row if no other is larger, the size of the mean.
+// The frame of the keys of a pair: what they are scaled down by, and their mean, scaled and rotated.
+struct Frame {
+    alignas(16) float sums[HEAD_DIM];  // of the mean, times 2^exponent, counting 2^-26
+    alignas(16) u8 shifts[HEAD_DIM];   // by channel: binary orders
+    float largest;                     // of the mean
+    int exponent;
+    bool scales;  // whether any channel is scaled
+};
+
+// Scales channels down, as the frame says; numbers of float16 that become subnormal are rounded.
+__device__ __forceinline__ void scale_channels(Vectors& x, const Frame& frame, u32 lane) {
+    constexpr u32 ONE = BF16 ? 0x3f803f80u : 0x3c003c00u;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const u32 two = *(const u16*)(frame.shifts + 16 * t + 8 * half + 2 * (lane % 4));
+            const u32 power = ONE - (__byte_perm(two, 0, 0x4140) << (BF16 ? 7 : 10));
+#pragma unroll
+            for (int i = 2 * half; i < 2 * half + 2; ++i) x[t][i] = raw_product(x[t][i], power);
+        }
+}
+
+// Loads vectors into the frame of keys, if there is one. What counts as the largest element of a row if no
+// other is larger is that of the mean.
 template <class Rows>
-__device__ __forceinline__ Loaded load_raw(const u8* rows, float least, Vectors& x, u32 lane) {
+__device__ __forceinline__ Loaded load_raw(const u8* rows, const Frame* frame, Vectors& x, u32 lane) {
     const u32 from = shared_address(rows) + Rows::at(lane % 16, lane / 16 * 8);
     const u32 u = lane % 4;
     u32 most[2] = {};
 #pragma unroll
-    for (int t = 0; t < TILES; ++t) {
+    for (int t = 0; t < TILES; ++t)
         load_matrices(x[t], Rows::IS_SWIZZLED ? (from ^ 32 * (t % 4)) + t / 4 * 128 : from + 32 * t);
+    if (frame && frame->scales) scale_channels(x, *frame, lane);
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) most[i % 2] = larger_raw(most[i % 2], x[t][i]);
-    }
     u32 both = larger_raw(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
 #pragma unroll
     for (int h = 1; h <= 2; h *= 2) both = larger_raw(both, __shfl_xor_sync(ALL_LANES, both, h));
     const float2 magnitudes = unpack_pair(both);
     const float size = u % 2 ? magnitudes.y : magnitudes.x;
     const bool finite = size < power_of_two(TOO_LARGE);
-    const int exponent = rotation_exponent(fmaxf(finite ? size : 0.f, least));
+    const int exponent = rotation_exponent(fmaxf(finite ? size : 0.f, frame ? frame->largest : 0.f));
     const Two<u32> found =
         of_both(raw_power((BF16 ? -133 : -24) - min(exponent, 0)) | (u32)exponent << 16, lane);
     const u32 scale[2] = {twice(found.low), twice(found.high)};
@@ -121,21 +147,19 @@ __device__ __forceinline__ Loaded load_raw(const u8* rows, float least, Vectors&
     return {found, finite ? FACTOR * power_of_two(exponent + 2 - (LOG_BLOCK + 1) / 2) : 0.f, finite, false};
 }
 
-// The mean of the keys of a pair, rotated.
-struct RotatedMean {
-    alignas(16) float sums[HEAD_DIM];  // times 2^exponent, counting 2^-26
-    float largest;                     // of the mean
-    int exponent;
-};
-
-// Rotates a mean of float16, which may lie where the rotated one goes, a warp.
-__device__ __forceinline__ void rotate_mean(const __half* mean, RotatedMean& to, u32 lane) {
+// Completes a frame that has its shifts, a warp: scales and rotates a mean of float16, which may lie where
+// the sums go.
+__device__ __forceinline__ void complete_frame(const __half* mean, Frame& to, u32 lane) {
     constexpr int PER_LANE = (HEAD_DIM + 31) / 32;
     float x[PER_LANE], most = 0.f;
+    u32 shifts = 0;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int channel = lane + 32 * j;
-        x[j] = HEAD_DIM % 32 == 0 || channel < HEAD_DIM ? __half2float(mean[channel]) : 0.f;
+        const bool there = HEAD_DIM % 32 == 0 || channel < HEAD_DIM;
+        const u32 shift = there ? to.shifts[channel] : 0;
+        x[j] = there ? __half2float(mean[channel]) * power_of_two(-(int)shift) : 0.f;
+        shifts |= shift;
         most = fmaxf(most, fabsf(x[j]));
     }
     most = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(most)));
@@ -158,20 +182,20 @@ __device__ __forceinline__ void rotate_mean(const __half* mean, RotatedMean& to,
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j)
         if (HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM) to.sums[lane + 32 * j] = x[j] * power_of_two(-26);
-    if (lane == 0) to.largest = most, to.exponent = exponent;
+    const bool scales = __any_sync(ALL_LANES, shifts != 0);
+    if (lane == 0) to.largest = most, to.exponent = exponent, to.scales = scales;
 }
 
 // Takes the mean off four sums of tile t, columns 8 half + 2 u and the next of rows g and g + 8.
-__device__ __forceinline__ void take_mean_off(float* sums, const RotatedMean& mean, const float (&less)[2],
-                                              int t, int half, u32 lane) {
+__device__ __forceinline__ void take_mean_off(float* sums, const Frame& mean, const float (&less)[2], int t,
+                                              int half, u32 lane) {
     const float2 m = *(const float2*)(mean.sums + 16 * t + 8 * half + 2 * (lane % 4));
     sums[0] = fmaf(m.x, less[0], sums[0]), sums[1] = fmaf(m.y, less[0], sums[1]);
     sums[2] = fmaf(m.x, less[1], sums[2]), sums[3] = fmaf(m.y, less[1], sums[3]);
 }
 
 // What a rotated mean is multiplied by before it is added to sums.
-__device__ __forceinline__ void scale_of_mean(const RotatedMean& mean, const Loaded& loaded,
-                                              float (&less)[2]) {
+__device__ __forceinline__ void scale_of_mean(const Frame& mean, const Loaded& loaded, float (&less)[2]) {
     less[0] = -power_of_two(mean.exponent - ((int)loaded.rows.low >> 16));
     less[1] = -power_of_two(mean.exponent - ((int)loaded.rows.high >> 16));
 }
@@ -190,7 +214,7 @@ struct alignas(16) Signs {
 };
 
 // The Hadamard transform of integers, less that of the mean, rounded to 11 significant bits.
-__device__ __forceinline__ void rotate_integers(Vectors& x, const Signs& signs, const RotatedMean* mean,
+__device__ __forceinline__ void rotate_integers(Vectors& x, const Signs& signs, const Frame* mean,
                                                 const Loaded& loaded, u32 lane) {
     constexpr int SPANS = HEAD_DIM / SPAN, OF_SPAN = SPAN / 16;
     float less[2] = {};

@@ -129,7 +129,11 @@ __device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const 
             const int pair = element_of(lane, j) / 2;
             const float2 mean =
                 side == KEYS ? __half22float2(((const __half2*)page.halves)[pair]) : float2{0.f, 0.f};
-            if (turns_raw) ((u32*)row)[pair] = pack_pair(x[j] + mean.x, x[j + 1] + mean.y);
+            const u8* const shifts = page.frame.shifts + 2 * pair;
+            const auto raw = [&](float y, float m, int i) {
+                return side == KEYS ? __fadd_rn(y * power_of_two(shifts[i]), m) : y;
+            };
+            if (turns_raw) ((u32*)row)[pair] = pack_pair(raw(x[j], mean.x, 0), raw(x[j + 1], mean.y, 1));
         }
     }
 }
@@ -278,8 +282,8 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
         u8* const rows = both_rows + half * SLOTS * Rows::BYTES;
         wait_copies();
         if (side == KEYS && threadIdx.x >= SIDE_THREADS - 32) {
-            __syncwarp();  // the warp's own copies of the mean are there
-            rotate_mean((const __half*)page.halves, page.mean, threadIdx.x % 32);
+            __syncwarp();  // the warp's own copies of the frame are there
+            complete_frame((const __half*)page.halves, page.frame, threadIdx.x % 32);
         }
         __syncthreads();  // rows, means and moves are there; the page before is stored
         if (number + gridDim.x < pages)
@@ -302,8 +306,9 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
             const int slot = lane / 4 * 8 + 2 * block;
             Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
             Vectors x;
-            Loaded loaded = load_raw<Rows>(my_rows, side == KEYS ? page.mean.largest : 0.f, x, lane);
-            rotate_integers(x, pipeline.signs[lane], side == KEYS ? &page.mean : nullptr, loaded, lane);
+            const Frame* const frame = side == KEYS ? &page.frame : nullptr;
+            Loaded loaded = load_raw<Rows>(my_rows, frame, x, lane);
+            rotate_integers(x, pipeline.signs[lane], frame, loaded, lane);
             if (page.others) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) row[i] = row_at(page, slot + i);

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .cache_groups import NEW_TOKEN, PAGE, SEGMENT, TAIL, UNIT
-from .pages import decode, narrow, put_codes, take_codes, widen
+from .pages import FLOAT16, decode, narrow, put_codes, take_codes, widen
 from .simd import helper
 from .softmax import serial, take_number
-from .steps import DECODED, RAW, encode_vector, log_of_block, rotate_row
+from .steps import DECODED, RAW, encode_vector, log_of_block, rotate_row, scale_row
 
 CODES, SCALES, BITS, KIND = range(4)
 """Columns of `Formats.sides`: byte offsets in a page, bits stored for an element, what width 16 is."""
@@ -53,18 +53,20 @@ def _encode(words, arena, formats, r, side, address, slot, x, known, codes, size
 
 
 @helper
-def _store_raw(words, arena, formats, r, side, address, slot, raw, means, most, bh, x, codes, sizes):
-    """Store a vector as it is outside pages: less its mean and rotated where it is coded."""
+def _store_raw(words, arena, formats, r, side, address, slot, raw, frames, bh, x, codes, sizes):
+    """Store a vector as it is outside pages: in its frame and rotated where it is coded; `raw` may change."""
     if formats.sides[r, side, BITS] < 16:
         n = raw.size
-        rotate_row(raw, 0, n, log_of_block(n), means[side], most[side], bh if side == KEYS else -1, x)
+        if side == KEYS:
+            scale_row(raw, 0, n, frames, bh, formats.sides[r, side, KIND] == FLOAT16)
+        rotate_row(raw, 0, n, log_of_block(n), frames, bh if side == KEYS else -1, x)
         _encode(words, arena, formats, r, side, address, slot, x, RAW, codes, sizes)
     else:
         _encode(words, arena, formats, r, side, address, slot, raw, RAW, codes, sizes)
 
 
 @helper
-def _move_side(words, arena, formats, side, source, target, means, most, bh, raw, x, codes, sizes):
+def _move_side(words, arena, formats, side, source, target, frames, bh, raw, x, codes, sizes):
     """Move K or V of a stored token; source and target are (address, slot, rung)."""
     (origin, from_slot, a), (address, slot, b) = source, target
     before, start = formats.sides[a, side], origin * UNIT
@@ -80,7 +82,7 @@ def _move_side(words, arena, formats, side, source, target, means, most, bh, raw
         _encode(words, arena, formats, b, side, address, slot, x, DECODED, codes, sizes)
     else:
         widen(codes, before[KIND], raw, 0)
-        _store_raw(words, arena, formats, b, side, address, slot, raw, means, most, bh, x, codes, sizes)
+        _store_raw(words, arena, formats, b, side, address, slot, raw, frames, bh, x, codes, sizes)
 
 
 @helper
@@ -90,11 +92,11 @@ def _copy_row(x, row):
 
 
 @serial
-def write_moves(counter, begins, moves, arena, rungs, formats, means, most, new):
+def write_moves(counter, begins, moves, arena, rungs, formats, frames, new):
     """Carry out moves: what one thread does, taking pages from the counter until none is left.
 
     begins int64 (pages + 1,): where the moves to each page begin. moves uint32 (n, 4): as of
-    `cache_plan.plan_layer`. means, most: of keys, from `steps.prepare_means`, and empty ones for values.
+    `cache_plan.plan_layer`. frames: of keys, as `steps.Frames`.
     """
     words, shorts = arena.view(np.uint32), arena.view(np.uint16)
     head_dim, (_, tokens, heads, _) = formats.places.shape[3], new.k.shape
@@ -113,7 +115,7 @@ def write_moves(counter, begins, moves, arena, rungs, formats, means, most, new)
                 for side in range(2):
                     _copy_row((new.k if side == KEYS else new.v)[row, step, bh % heads], raw)
                     _store_raw(
-                        words, arena, formats, b, side, address, slot, raw, means, most, bh, x, codes, sizes
+                        words, arena, formats, b, side, address, slot, raw, frames, bh, x, codes, sizes
                     )
             else:
                 before = origin * UNIT + rungs[a, TAIL]
@@ -122,13 +124,13 @@ def write_moves(counter, begins, moves, arena, rungs, formats, means, most, new)
                 source, target = (origin, from_slot, a), (address, slot, b)
                 for side in range(2):
                     _move_side(
-                        words, arena, formats, side, source, target, means, most, token, raw, x, codes, sizes
+                        words, arena, formats, side, source, target, frames, token, raw, x, codes, sizes
                     )
         page = take_number(counter)
 
 
 @serial
-def append_tokens(tables, formats, means, most, new, valid):
+def append_tokens(tables, formats, frames, new, valid):
     """Store new tokens, valid bool (batch, tokens), in the open pages; return whether all found a place."""
     arena, top = tables.arena, len(tables.rungs) - 1
     words, shorts = arena.view(np.uint32), arena.view(np.uint16)
@@ -151,9 +153,7 @@ def append_tokens(tables, formats, means, most, new, valid):
             address, slot = np.int64(tables.addresses[bh, e]), np.int64(tables.counts[bh, e])
             for side in range(2):
                 _copy_row((new.k if side == KEYS else new.v)[row, step, bh % heads], raw)
-                _store_raw(
-                    words, arena, formats, top, side, address, slot, raw, means, most, bh, x, codes, sizes
-                )
+                _store_raw(words, arena, formats, top, side, address, slot, raw, frames, bh, x, codes, sizes)
             tail = address * UNIT + tables.rungs[top, TAIL]
             shorts[tail // 2 + slot] = position & 0xFFFF
             arena[tail + 2 * PAGE + slot] = new.codes[bh, step]

@@ -127,13 +127,14 @@ def _load_floats(builder, data, index):
 
 
 @serial
-def lay_out_queries(q, scale, mean, block, factor, coded, raw, bias):
+def lay_out_queries(q, scale, frame, block, factor, coded, raw, bias):
     """Write scale * q as patterns of `fragments`, for coded keys (rotated) and for raw ones.
 
     q (batch, positions, heads, head_dim) float32; coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4).
-    A coded key is H (k - mean), so <q, k> = <H q, coded key> + <q, mean>: mean (pairs, head_dim), and bias
-    (pairs, blocks, rows) receives the last term.
+    A coded key is H ((k - mean) / scales), so <q, k> = <H (q scales), coded key> + <q, mean>. frame: mean and
+    scales (pairs, head_dim); bias (pairs, blocks, rows) receives the last term.
     """
+    mean, scales = frame
     batch, positions, heads, head_dim = q.shape
     pairs, blocks, rows = bias.shape
     kv_heads = pairs // batch
@@ -152,6 +153,7 @@ def lay_out_queries(q, scale, mean, block, factor, coded, raw, bias):
             product = np.float32(0)
             for channel in range(head_dim):
                 product += line[channel] * mean[pair, channel]
+                line[channel] *= scales[pair, channel]
             bias[pair, own, row] = product
             hadamard_run(line, 0, head_dim, block)
             for channel in range(head_dim):

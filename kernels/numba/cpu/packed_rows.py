@@ -77,13 +77,15 @@ def _transpose(typing_context, source, first, stride, target):
 
 
 @serial
-def lay_out_panels(q, scale, mean, block, factor, coded, raw):
+def lay_out_panels(q, scale, frame, block, factor, coded, raw):
     """Write scale * q as panels, for coded keys (rotated) and for raw ones.
 
     q (batch, positions, heads, head_dim) float32; coded, raw (pairs, panels, (head_dim + 1) * PANEL),
-    channels as in `expand`. A coded key is H (k - mean), so <q, k> = <H q, coded key> + <q, mean>: mean
-    (pairs, head_dim); the last term is the channel behind the others, 0 for raw keys.
+    channels as in `expand`. A coded key is H ((k - mean) / scales), so <q, k> = <H (q scales), coded key> +
+    <q, mean>. frame: mean and scales (pairs, head_dim); the last term is the channel behind the others, 0 for
+    raw keys.
     """
+    mean, scales = frame
     batch, positions, heads, head_dim = q.shape
     pairs, panels, _ = coded.shape
     kv_heads = pairs // batch
@@ -102,6 +104,7 @@ def lay_out_panels(q, scale, mean, block, factor, coded, raw):
                     line[channel] = scale * query[channel]
                     own_raw[place_of(channel) * PANEL + lane] = line[channel]
                     product += line[channel] * mean[pair, channel]
+                    line[channel] *= scales[pair, channel]
                 hadamard_run(line, 0, head_dim, block)
             else:
                 for channel in range(head_dim):

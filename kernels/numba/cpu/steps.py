@@ -5,6 +5,8 @@ as long as they are at most 2**24: lanes and accumulators are free. Functions wo
 on, n a multiple of 16, of flat arrays.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .groups import hadamard_run
@@ -45,6 +47,15 @@ STEP_OF = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.floa
 """The step that each byte stands for."""
 
 
+class Frames(NamedTuple):
+    """Frames of keys, one a (row, KV head): see `kvlab.cache.frame`."""
+
+    sums: np.ndarray  # float32 (m * head_dim,), of `_sum_whole`: the transforms of the scaled means
+    most: np.ndarray  # float32 (m,), the largest magnitudes of these means
+    powers: np.ndarray  # float32 (m * head_dim,), what channels are multiplied by
+    scaled: np.ndarray  # bool (m,), whether any of them is not 1
+
+
 @helper
 def _power(exponent):
     """Return 2**exponent, for exponents from -126 to 127."""
@@ -83,22 +94,19 @@ def _sum_whole(x, start, n, log, exponent, sums):
 
 
 @helper
-def rotate_row(x, start, n, log, means, most, k, out):
-    """Rotate n elements from x[start] into out[start], less mean k if k is 0 or more.
-
-    `means` are sums of `_sum_whole`, `most` the largest magnitudes of what they are made of.
-    """
+def rotate_row(x, start, n, log, frames, k, out):
+    """Rotate n elements from x[start] into out[start], less the mean of frame k if k is 0 or more."""
     largest = _largest(x, start, n)
     if not largest < _TOO_LARGE:
         for i in range(start, start + n):
             out[i] = np.float32(np.nan)
         return
-    exponent = _unit_exponent(max(largest, most[k]) if k >= 0 else largest, log)
+    exponent = _unit_exponent(max(largest, frames.most[k]) if k >= 0 else largest, log)
     _sum_whole(x, start, n, log, exponent, out)
     if k >= 0:
-        by, behind = splat(_power(_unit_exponent(most[k], log) - exponent)), k * n - start
+        by, behind = splat(_power(_unit_exponent(frames.most[k], log) - exponent)), k * n - start
         for i in range(start, start + n, LANES):
-            store(out, i, load(out, i) - load(means, behind + i) * by)
+            store(out, i, load(out, i) - load(frames.sums, behind + i) * by)
     # Quarters of sums, whole and of 11 bits: as float16, where 1 stands for its least number.
     down, up = splat(_power(-26)), _power(26 + exponent - (log + 1) // 2)
     factor = splat(up * _ROOT_2 if log % 2 else up)
@@ -116,33 +124,45 @@ def log_of_block(head_dim):
 
 
 @helper
-def transform_means(mean, head_dim, log, means, most):
-    """Make of means, float32 (m * head_dim,), what `rotate_row` takes: their sums and largest magnitudes."""
-    for k in range(most.size):
-        most[k] = _largest(mean, k * head_dim, head_dim)
-        _sum_whole(mean, k * head_dim, head_dim, log, _unit_exponent(most[k], log), means)
+def scale_row(x, start, n, frames, k, halves):
+    """Scale n elements from x[start] down as frame k says; `halves`: they stay of the type float16."""
+    if not frames.scaled[k]:
+        return
+    for i in range(0, n, LANES):
+        scaled = load(x, start + i) * load(frames.powers, k * n + i)
+        store(x, start + i, through_half(scaled) if halves else scaled)
 
 
 @serial
-def prepare_means(mean, means, most):
-    """Make of key means, float32 (m, head_dim), what `rotate_row` takes of them."""
-    n = mean.shape[1]
-    transform_means(mean.reshape(-1), n, log_of_block(n), means, most)
+def prepare_frames(mean, shift, frames):
+    """Fill in frames of means, float32 (m, head_dim), which are scaled, and shifts, uint8 (m, head_dim)."""
+    flat, n = mean.reshape(-1), mean.shape[1]
+    log = log_of_block(n)
+    for k in range(len(mean)):
+        orders = np.uint8(0)
+        for i in range(n):
+            orders |= shift[k, i]
+            frames.powers[k * n + i] = _power(-np.int64(shift[k, i]))
+            flat[k * n + i] *= frames.powers[k * n + i]
+        frames.scaled[k] = orders != 0
+        frames.most[k] = _largest(flat, k * n, n)
+        _sum_whole(flat, k * n, n, log, _unit_exponent(frames.most[k], log), frames.sums)
 
 
 @serial
-def rotate_rows(counter, x, head_dim, means, most, of_row, out):
+def rotate_rows(counter, x, head_dim, frames, of_row, out):
     """Rotate the vectors of x into out, both float32 (n * head_dim,): `kvlab.reference.pages.rotate`.
 
-    What one thread does, taking runs of ROWS vectors from the counter until none is left. Vector i is less
-    vector of_row[i] of what `prepare_means` has made `means` and `most` of; if these are empty, nothing is
-    taken off.
+    What one thread does, taking runs of ROWS vectors from the counter until none is left. Vector i comes into
+    frame of_row[i], and is scaled where it lies; if there are no frames, it is only rotated.
     """
     log, n, run = log_of_block(head_dim), x.size // head_dim, take_number(counter)
     while run * ROWS < n:
         for row in range(run * ROWS, min(n, (run + 1) * ROWS)):
-            k = of_row[row] if most.size else -1
-            rotate_row(x, row * head_dim, head_dim, log, means, most, k, out)
+            k = of_row[row] if frames.most.size else -1
+            if k >= 0:
+                scale_row(x, row * head_dim, head_dim, frames, k, False)
+            rotate_row(x, row * head_dim, head_dim, log, frames, k, out)
         run = take_number(counter)
 
 

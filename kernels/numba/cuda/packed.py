@@ -110,8 +110,8 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     write_result = make_result(head_dim, rows, out_stride)
 
     def kernel(
-        memory, pools, unit, bits_k, bits_v, rung, count, index, num_pages, k_mean, q, q_batch, q_position,
-        q_head, partial, scores, shares, entries, query_rows, group, keep, scale, cap,
+        memory, pools, unit, bits_k, bits_v, rung, count, index, num_pages, k_mean, k_shift, q, q_batch,
+        q_position, q_head, partial, scores, shares, entries, query_rows, group, keep, scale, cap,
         base, first, left,
     ):  # fmt: skip
         exchange = cuda.shared.array(all_exchange, float32, alignment=ALIGNED)
@@ -147,8 +147,8 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
             head = head_kv * group + int64(at) - position * group
             source = batch * q_batch + position * q_position + head * q_head
             bring_row(
-                q, source, k_mean, int64(pair) * head_dim, scale, row, lane, raw_queries, query_pairs,
-                sums_of_h, exchange, own, terms,
+                q, source, k_mean, k_shift, int64(pair) * head_dim, scale, row, lane, raw_queries,
+                query_pairs, sums_of_h, exchange, own, terms,
             )  # fmt: skip
             if window and lane == 0:
                 lowest[row] = int64(first[batch]) + int64(position) - left
@@ -280,7 +280,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     arguments = (
         pointer(types.uint32), types.UniTuple(types.int64, MAX_RUNGS), whole, types.int64, types.int64,
         pointer(types.uint8), pointer(types.uint8), pointer(types.uint32), pointer(types.int32),
-        pointer(types.uint16), element, types.int64, types.int64, types.int64,
+        pointer(types.uint16), pointer(types.uint8), element, types.int64, types.int64, types.int64,
         pointer(types.float32), pointer(types.float32), whole, whole, whole, whole, whole,
         types.float32, types.float32, pointer(types.uint16), pointer(types.int32), whole,
     )  # fmt: skip

@@ -92,16 +92,17 @@ def make_queries(head_dim, dtype, rows, widths):
 
     @device
     def bring_row(
-        q, source, k_mean, mean_at, scale, row, lane, raw_queries, pairs, sums_of_h, exchange, own, terms
-    ):
+        q, source, k_mean, k_shift, frame_at, scale, row, lane, raw_queries, pairs, sums_of_h, exchange, own,
+        terms,
+    ):  # fmt: skip
         mean_sum, largest = float32(0), SMALLEST
         x = cuda.local.array(each, float32)
         for i in range(each):
             channel = lane + 32 * i
             if channel < head_dim:
                 x[i] = widen(q[source + channel]) * scale
-                exchange[own + channel] = x[i]
-                mean_sum += x[i] * from_float16(k_mean[mean_at + channel])
+                exchange[own + channel] = x[i] * float32(int32(1) << int32(k_shift[frame_at + channel]))
+                mean_sum += x[i] * from_float16(k_mean[frame_at + channel])
                 if raw:
                     raw_queries[query_place(channel, row, rows)] = x[i]
         cuda.syncwarp()  # the row is in shared memory

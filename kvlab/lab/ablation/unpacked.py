@@ -60,7 +60,12 @@ def page_nbytes(pages: LayerPages) -> int:
     """Bytes of the live pages of a layer, of their entries in the page table, and of its key frame."""
     live = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
     sizes = np.array([layout.nbytes + PAGE_TABLE_BYTES for layout in pages.layouts])
-    return int(sizes[pages.rung[live]].sum()) + pages.num_pages.nbytes + pages.k_mean.nbytes
+    return (
+        int(sizes[pages.rung[live]].sum())
+        + pages.num_pages.nbytes
+        + pages.k_mean.nbytes
+        + pages.k_shift.nbytes
+    )
 
 
 def _widened(bits: int) -> int:

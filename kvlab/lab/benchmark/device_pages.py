@@ -61,6 +61,7 @@ def draw_pages(shape: Shape, ladder: Mapping[int, float], device: str = "cuda") 
         count=torch.full(table, TOKENS_PER_PAGE, dtype=torch.uint8, device=device),
         num_pages=torch.full(table[:2], entries, dtype=torch.int32, device=device),
         k_mean=torch.randn(*table[:2], shape.head_dim, device=device, dtype=torch.float16),
+        k_shift=torch.zeros(*table[:2], shape.head_dim, device=device, dtype=torch.uint8),
         dtype="bfloat16",
     )
 
@@ -100,6 +101,7 @@ def relative_error(pages: SimpleNamespace, q: Any, out: Any, pair: int) -> float
         count=np.full((1, 1, len(rung)), TOKENS_PER_PAGE),
         num_pages=np.array([[len(rung)]]),
         k_mean=pages.k_mean[b, h].cpu().numpy()[None, None],
+        k_shift=pages.k_shift[b, h].cpu().numpy()[None, None],
         dtype=pages.dtype,
     )
     own = slice(h * group, (h + 1) * group)
@@ -121,7 +123,9 @@ def attended_apart(pages: SimpleNamespace, q: Any, backend: Any) -> Any:
     for b, h in itertools.product(range(batch), range(kv_heads)):
         own, heads = (slice(b, b + 1), slice(h, h + 1)), slice(h * group, (h + 1) * group)
         tables = {name: getattr(pages, name)[own] for name in ("rung", "index", "count", "num_pages")}
-        alone = SimpleNamespace(**vars(pages) | tables | {"k_mean": pages.k_mean[own]})
+        alone = SimpleNamespace(
+            **vars(pages) | tables | {name: getattr(pages, name)[own] for name in ("k_mean", "k_shift")}
+        )
         backend.attend(q[own[0], :, heads], alone, part, lse, workspace, scale=q.shape[3] ** -0.5)
         out[own[0], :, heads] = part
     return out

@@ -60,7 +60,7 @@ class _CpuCall(NamedTuple):
     """A call as the CPU kernels take it; pairs are batch * num_heads_kv, `rotation` a block and a factor."""
 
     queries: NDArray[np.float32]  # (batch, seqlen_q, num_heads_q, head_dim)
-    mean: NDArray[np.float32]  # (pairs, head_dim)
+    frame: tuple[NDArray[np.float32], NDArray[np.float32]]  # mean and scales of keys, (pairs, head_dim)
     table: tuple[NDArray[Any], ...]  # rung, count, index (pairs, pages); num_pages (pairs,)
     base: NDArray[np.uint16]  # (pairs, pages), or (pairs, 0) without a window
     lowest: NDArray[np.int64]  # (batch, seqlen_q): the first position that a query token sees
@@ -152,7 +152,10 @@ def attend_into(
         lowest += to_numpy_view(window.first, "first_position")[:, None] + np.arange(seqlen_q) - window.left
     call = _CpuCall(
         queries=np.ascontiguousarray(view, np.float32),
-        mean=np.asarray(pages.k_mean, np.float32).reshape(pairs, head_dim),
+        frame=(
+            np.asarray(pages.k_mean, np.float32).reshape(pairs, head_dim),
+            np.ldexp(np.float32(1), np.asarray(pages.k_shift, np.int32)).reshape(pairs, head_dim),
+        ),
         table=(rung, count, index, num_pages),
         base=base,
         lowest=lowest,
@@ -182,7 +185,7 @@ def _attend_few_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) 
     coded, raw = np.empty((2, pairs, blocks, head_dim // 16, 2, 2, rows, 4), np.float32)
     bias, lowest = np.empty((pairs, blocks, rows), np.float32), call.lowest_of_rows(pairs, blocks, rows)
     unit = np.float32(call.scale if call.softcap else call.scale * kernels.LOG2_E)
-    kernels.lay_out_queries(call.queries, unit, call.mean, *call.rotation, coded, raw, bias)
+    kernels.lay_out_queries(call.queries, unit, call.frame, *call.rotation, coded, raw, bias)
     splits = call.splits(pairs * blocks, _ITEMS, _PAGES_PER_ITEM)
     parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
     row_max, row_sum = np.empty((2, pairs, blocks, splits, rows), np.float32)
@@ -203,7 +206,7 @@ def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int)
     rows = min(panels, kernels.PANELS) * kernels.PANEL
     coded, raw = np.empty((2, pairs, panels, (head_dim + 1) * kernels.PANEL), np.float32)
     lowest = call.lowest_of_rows(pairs, panels, kernels.PANEL)
-    kernels.lay_out_panels(call.queries, np.float32(call.scale), call.mean, *call.rotation, coded, raw)
+    kernels.lay_out_panels(call.queries, np.float32(call.scale), call.frame, *call.rotation, coded, raw)
     # Two parts for each range of pages: those with coded values and those with raw ones.
     shape = (pairs, blocks, 2 * call.splits(pairs * blocks, _ITEMS // 4, 4 * _PAGES_PER_ITEM), rows)
     parts, (row_max, row_sum) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)

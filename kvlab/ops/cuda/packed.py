@@ -40,10 +40,11 @@ _MERGE_ROWS, _MAX_STAGES = 4, 8
 _SHIFT = 64  # where an item may begin in its slot; items are multiples of as much
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
 _INTEGERS = ("pairs", "heads_kv", "entries", "num_rungs", "rows", "group", "kept", "slot_bytes", "stages")
+_TABLES = ("rung", "count", "index", "num_pages", "k_mean", "k_shift")
 _RUNG = Struct(pool=ADDRESS, record="I", bits_k="H", bits_v="H")
 _CALL = Struct(
     rungs=(_RUNG, MAX_RUNGS),
-    **dict.fromkeys(("rung", "count", "index", "num_pages", "k_mean"), ADDRESS),
+    **dict.fromkeys(_TABLES, ADDRESS),
     **dict.fromkeys(("q", "out", "lse", "partial", "semaphores", "scores"), ADDRESS),
     **dict.fromkeys(("q_batch", "q_position", "q_head"), "q"),
     **dict.fromkeys(_INTEGERS, "i"),
@@ -200,7 +201,7 @@ def attend(
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         float16 or bfloat16, of the dtype of the cache; the last axis contiguous.
     pages : Pages
-        On the device of `q`; `k_mean` is float16. Tables contiguous.
+        On the device of `q`; `k_mean` is float16, `k_shift` uint8. Tables contiguous.
     out : array, shape and dtype of `q`, contiguous
     lse : float32 array, (batch, num_heads_q, seqlen_q), contiguous
     workspace : Workspace
@@ -267,7 +268,7 @@ class AttendCall:
             place["pool"], place["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes
             place["bits_k"], place["bits_v"] = layout.bits_k, layout.bits_v
         arrays = {
-            **{name: getattr(pages, name) for name in ("rung", "count", "index", "num_pages", "k_mean")},
+            **{name: getattr(pages, name) for name in _TABLES},
             "partial": workspace.partial,
             "semaphores": workspace.semaphores,
         } | ({} if scores is None else {"scores": scores})

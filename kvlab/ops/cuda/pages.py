@@ -51,8 +51,9 @@ RUNGS = 16
 
 _RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
 _POINTERS = (
-    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "waits", "open", "seqlen", "used",
-    "slab_count", "slabs", "free_slabs", "num_free", "entry_of", "slab_slot", "budget", "status", "waiting",
+    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "k_shift", "asked", "waits", "open",
+    "seqlen", "used", "slab_count", "slabs", "free_slabs", "num_free", "entry_of", "slab_slot", "budget",
+    "status", "waiting",
 )  # fmt: skip
 NUMBERS = ("batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts")
 STATE = np.dtype(
@@ -96,7 +97,9 @@ _FREEZE = np.dtype(
         ("layer", "u8"),
         ("fresh", NEW_TOKENS),
         *((name, "u8") for name in ("k", "v", "valid", "importance", "positions")),
-        *((name, "i4") for name in ("before", "room", "force")),
+        ("q", "u8"),
+        *((name, "i8") for name in ("q_batch", "q_step", "q_head")),
+        *((name, "i4") for name in ("num_heads_q", "before", "room", "force")),
     ],
     align=True,
 )
@@ -208,7 +211,7 @@ def write_tokens(
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
         kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device)
         row = -(-2 * head_dim // 128) * 128
-        each = -(-(28 * head_dim + 16 * row + 1728) // 128) * 128  # WarpSpace in pages/prefill.cu
+        each = -(-(29 * head_dim + 16 * row + 1728) // 128) * 128  # WarpSpace in pages/prefill.cu
         most = 8 if head_dim > 128 else {9: 20, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
         free = shared_memory_per_block(device) - kernel.resources.shared_bytes
         warps = min(most, free // each)
@@ -248,9 +251,9 @@ def copy_pages(
 
 def freeze_means(
     head_dim: int, dtype: str, device: int, state: int, batch: int, fresh: Any, addresses: Sequence[int],
-    before: int, stream: int, *, lookahead: int, force: bool,
+    before: int, stream: int, *, lookahead: int, force: bool, queries: CudaView | None = None,
 ) -> None:  # fmt: skip
-    """Take the mean of the keys of rows that have enough tokens, and keep the tokens of the others.
+    """Take the frame of the keys of rows that have enough tokens, and keep the tokens of the others.
 
     Parameters
     ----------
@@ -266,12 +269,17 @@ def freeze_means(
         Tokens that may come until the next call.
     force : bool
         No row waits any longer.
+    queries : CudaView, optional
+        (batch, steps, query heads, head_dim), of the tokens of the call.
     """
     call = np.zeros(1, _FREEZE)
     call["layer"], call["fresh"] = state, fresh
     for name, address in zip(("k", "v", "valid", "importance", "positions"), addresses, strict=True):
         call[name] = address
     call["before"], call["room"], call["force"] = before, lookahead, force
+    if queries is not None:
+        call["q"], call["num_heads_q"] = queries.pointer, queries.shape[2]
+        call["q_batch"], call["q_step"], call["q_head"] = queries.strides[:3]
     if batch:
         kernel = _kernel("pages/means", "freeze_means", head_dim, dtype, device)
         kernel((batch,), (_FREEZE_THREADS,), (call[0],), 0, stream)

@@ -151,7 +151,7 @@ def attend(
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         Of the dtype of the cache; the last axis contiguous.
     pages : Pages
-        On the device of `q`; `k_mean` is float16. Tables contiguous.
+        On the device of `q`; `k_mean` is float16, `k_shift` uint8. Tables contiguous.
     out : array, shape and dtype of `q`, contiguous
     lse : float32 array, (batch, num_heads_q, seqlen_q), contiguous
     workspace : Workspace
@@ -185,7 +185,7 @@ def attend(
     places, bits_k, bits_v = table_arguments(layouts, pools)
     tables = [
         cuda_view(getattr(pages, name), f"pages.{name}").pointer
-        for name in ("rung", "count", "index", "num_pages", "k_mean")
+        for name in ("rung", "count", "index", "num_pages", "k_mean", "k_shift")
     ]
     partial = cuda_view(workspace.partial, "workspace").pointer
     kept_scores = 0 if scores is None else cuda_view(scores, "scores").pointer

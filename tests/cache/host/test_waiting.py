@@ -69,7 +69,7 @@ def test_waiting_tokens_are_counted_and_exact(kernels: Kernels) -> None:
     step(cache, rng, 40)
     device = cache._runner._device
     page = device.store.widest.nbytes + 8
-    assert cache.nbytes == LAYERS * (2 * HEADS * page + HEADS * (4 + 2 * DIM))
+    assert cache.nbytes == LAYERS * (2 * HEADS * page + HEADS * (4 + 3 * DIM))
     assert sum(int(pages.sum()) for pages in cache.allocation().values()) == 0
     step(cache, rng, 30)
     assert sum(int(pages.sum()) for pages in cache.allocation().values()) > 0

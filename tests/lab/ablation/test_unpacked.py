@@ -57,7 +57,10 @@ def test_bytes_are_those_of_the_arrays_and_need_no_slack() -> None:
     live = int(pages.num_pages.sum())
     assert sum(len(pool) for pool in wide.pools) == live
     records = sum(pool.nbytes for pool in wide.pools)
-    assert page_nbytes(wide) == records + 8 * live + pages.k_mean.nbytes + pages.num_pages.nbytes
+    assert (
+        page_nbytes(wide)
+        == records + 8 * live + pages.k_mean.nbytes + pages.k_shift.nbytes + pages.num_pages.nbytes
+    )
     assert page_nbytes(wide) > 1.3 * page_nbytes(pages)
 
 

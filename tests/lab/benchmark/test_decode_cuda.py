@@ -33,7 +33,8 @@ def test_pages_are_full_and_each_is_in_one_table_once() -> None:
 
 def attended(pages: SimpleNamespace, q: torch.Tensor) -> torch.Tensor:
     arrays = {
-        name: getattr(pages, name).numpy() for name in ("rung", "index", "count", "num_pages", "k_mean")
+        name: getattr(pages, name).numpy()
+        for name in ("rung", "index", "count", "num_pages", "k_mean", "k_shift")
     }
     arrays["pools"] = [pool.numpy() for pool in pages.pools]
     own = SimpleNamespace(layouts=pages.layouts, dtype=pages.dtype, **arrays)
