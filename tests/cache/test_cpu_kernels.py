@@ -27,7 +27,7 @@ from kvlab.pages import (
     read_tokens,
     write_tokens,
 )
-from kvlab.reference.pages import rotate
+from kvlab.reference.pages import rotate, rotate_keys
 from tests.cache.host.noted import Kernels, view
 
 LADDERS = ("2,3,4,8", "k3v2,k4v2,8", "0,4", "4,16", "k2v4,k8v16")
@@ -57,27 +57,30 @@ class Page:
         self.layout.importance_in(self.record)[0, self.slot] = code
 
 
-def encoded(layout: Any, mean: Any, k: Any, v: Any) -> tuple[Any, Any]:
+def encoded(layout: Any, frame: Any, dtype: str, k: Any, v: Any) -> tuple[Any, Any]:
     k, v = k.astype(np.float32), v.astype(np.float32)
-    k = k if layout.bits_k == 16 else rotate(k[None], mean)[0]
+    k = k if layout.bits_k == 16 else rotate_keys(k[None], *frame, dtype)[0]
     return k, v if layout.bits_v == 16 else rotate(v[None])[0]
 
 
 def carry_out(store: DeviceStore, arena: np.ndarray, moves: np.ndarray, new: dict[str, Any]) -> None:
     """Moves one by one, all reads from what was there before any of them."""
-    before, means = arena.copy(), store.tables["k_mean"][0].reshape(-1, store.head_dim)
+    before, dtype = arena.copy(), store.stores[0].dtype
+    tables = (store.tables[name][0].reshape(-1, store.head_dim) for name in ("k_mean", "k_shift"))
+    frames = list(zip(*tables, strict=True))
     for source, to, slots, token in moves.tolist():
         from_slot, to_slot, a, b = slots & 255, slots >> 8 & 255, slots >> 16 & 255, slots >> 24
         target = Page(store, arena, to, b, to_slot)
         if a == 255:
             row, step = divmod(token, new["k"].shape[1])
             head = source - row * store.heads
-            x = encoded(target.layout, means[source], new["k"][row, step, head], new["v"][row, step, head])
+            k, v = (new[side][row, step, head] for side in "kv")
+            x = encoded(target.layout, frames[source], dtype, k, v)
             target.write(*x, (RAW, RAW), new["first"] + step, new["codes"][source, step])
             continue
         old = Page(store, before, source, a, from_slot)
         (k, v), present, wanted = old.read(), old.layout, target.layout
-        raw, scales = encoded(wanted, means[token], k, v), []
+        raw, scales = encoded(wanted, frames[token], dtype, k, v), []
         for had, has, first in (
             (present.bits_k, wanted.bits_k, present.k_steps),
             (present.bits_v, wanted.bits_v, present.v_steps),
@@ -172,6 +175,7 @@ def test_moves_are_those_of_tokens_one_by_one(
     rng = np.random.default_rng(seed)
     driver = Driver(kernels, bits, dim, dtype, budget_of(bits, dim, dtype, sum(lengths), share))
     driver.store.tables["k_mean"][...] = rng.standard_normal((HEADS, dim))
+    driver.store.tables["k_shift"][...] = rng.integers(0, 15, (HEADS, dim)) * (rng.random((HEADS, 1)) < 0.7)
     for n in lengths:
         assert np.array_equal(*driver.plan(driver.draw(rng, n)))
         assert np.array_equal(*driver.plan(None))
