@@ -61,12 +61,22 @@ def empty_result(q: Any) -> tuple[Any, Any]:
 def attend(
     result: tuple[Any, Any] | None, q: Any, k: Any, v: Any, parts: Sequence[Part], options: Options
 ) -> tuple[Any, Any] | None:
-    """Merge attention of q over parts of k and v into `result`, out and lse, in place; return it.
+    """Merge attention of q over parts of k and v into `result`, float32 out and lse, in place; return it.
 
-    Where there is no result yet, the first part of all queries is.
+    Where there is no result yet, the first part of all queries is, in its dtype.
     """
     for part in parts:
-        result = merged(result, part.q_rows, attention_of(q, k, v, part, options), q)
+        rows = part.q_rows
+        if result is None or not isinstance(rows, slice):
+            result = merged(result, rows, attention_of(q, k, v, part, options), q)
+            continue
+        mine, keys, values = (
+            _wide(rows_of(x, some)) for x, some in ((q, rows), (k, part.k_rows), (v, part.k_rows))
+        )
+        attention_varlen(
+            mine, keys, values, *_lengths(part, q.device), causal=part.causal, scale=options.scale,
+            window=options.window, into=(result[0][rows], result[1][:, rows]),
+        )  # fmt: skip
     return result
 
 
