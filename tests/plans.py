@@ -53,6 +53,7 @@ def planner_stories(draw: st.DrawFn) -> dict[str, object]:
         "by_position": draw(st.booleans()),
         "tight": draw(st.booleans()),
         "window": draw(st.sampled_from([0, 0, 30, 130])),
+        "floor": draw(st.sampled_from([0, 1, 40])) << 32,
         "choose": draw(st.sampled_from(sorted(CHOICES))),
         "seed": draw(st.integers(0, 2**32 - 1)),
     }
@@ -137,6 +138,7 @@ class Simulation:
     lookahead: int = 16
     fixed: int = 100
     window: int = 0
+    floor: int = 0
     choose: str = "greedy"
     held: Counter[tuple[int, int]] = field(default_factory=Counter)
 
@@ -149,7 +151,7 @@ class Simulation:
         change = plan(
             self.layer, ladder, new, sink=self.sink, recent=self.recent, lookahead=self.lookahead,
             fixed_nbytes=self.fixed, by_position=by_position, most_new_pages=most_new_pages,
-            window=self.window, choose=CHOICES[self.choose],
+            window=self.window, floor=self.floor, choose=CHOICES[self.choose],
         )  # fmt: skip
         self.carry_out(change, new)
         if new is not None and not change.status & RETRY:
@@ -280,7 +282,7 @@ class Simulation:
             for e in range(int(layer.num_pages[bh])):
                 if 0 < layer.count[bh, e] < PAGE:
                     partial[bh, int(layer.base[bh, e]), int(layer.rung[bh, e])] += 1
-        for (_, _, r), n in partial.items():
+        for (bh, _, r), n in partial.items():
             compact = bh // layer.heads in change.compact
             assert n <= 1 + (r == len(layer.rungs) - 1) + compact * len(layer.rungs)
 
@@ -328,7 +330,7 @@ def play(story: dict[str, Any], kind: type[Simulation]) -> None:
     layer = empty_layer(name, batch, heads, 3 * total // PAGE + 40, budget, slabs)
     layer.seqlen = story["first"]
     window = story["window"] if len(layer.rungs) > 1 else 0
-    simulation = kind(layer, name, window=window, choose=story["choose"])
+    simulation = kind(layer, name, window=window, floor=story["floor"], choose=story["choose"])
     for n in story["lengths"]:
         new = draw_tokens(rng, batch, heads, n, layer.seqlen, story["kind"])
         for _ in range(40):

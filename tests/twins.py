@@ -42,6 +42,7 @@ def options_of_twins(draw: st.DrawFn) -> dict[str, Any]:
         "allocator": draw(st.sampled_from(["greedy", "greedy", "dp", "uniform"])),
         "plan_length": draw(st.sampled_from([256, 512])),
         "recent": draw(st.sampled_from([0, 20, 128])),
+        "floor": draw(st.sampled_from([0, 0.5, 1, 40])),
         "realloc_every": draw(st.sampled_from([1, 4, 16])),
     }
 

@@ -53,7 +53,7 @@ class MixedPrecisionCache(CacheOptions):
         bytes, or None for no limit. A fraction never gives less than an empty cache takes.
     bits : str, int or sequence
         Widths in use, for example `(2, 3, 4, 8)`, `"k4v2"` or `"0-3:8,4-29:2+4"`; 16 is the cache's dtype
-        unchanged, 0 evicts.
+        unchanged, 0 evicts. Keys are worth more bits than values.
     importance : str or callable
         "attention", "forecast", "key_norm", "recency", "uniform", or an update function (see
         `kvlab.cache.importance`).
@@ -65,6 +65,10 @@ class MixedPrecisionCache(CacheOptions):
     sink, recent : int
         Number of first and of newest tokens that are kept at the highest width as long as other tokens can
         make room.
+    floor : float
+        What the importance of every token is more than what it collects, in even shares of attention: 1 adds
+        1 / length. With 0 widths follow attention alone, and what is asked later may be lost; the more, the
+        more alike are all widths.
     plan_length : int
         A relative budget counts a shorter sequence as this long.
     max_seqlen : int, optional
@@ -465,7 +469,7 @@ class MixedPrecisionCache(CacheOptions):
         description, arrays = persistence.read(path)
         try:
             persistence.check_sizes(description, arrays)
-            cache = cls(**description["arguments"], device=device)
+            cache = cls(**(persistence.EARLIER | description["arguments"]), device=device)
             cache._runner.fill(description["layers"], arrays, description["version"])
         except FormatError:
             raise

@@ -151,7 +151,7 @@ class CpuKernels:
         self, first: int, layers: int, workspace: Workspace, ladder: Ladder, stream: int, *, sink: int,
         recent: int, lookahead: int, fixed_nbytes: int, by_position: bool = False, cropped: bool = False,
         codes: int = 0, valid: int = 0, positions: int = 0, num_new: int = 0, first_position: int = 0,
-        window: int = 0, allocator: str = "greedy",
+        window: int = 0, floor: int = 0, allocator: str = "greedy",
     ) -> None:  # fmt: skip
         """`kvlab.cache.plan.launch_plan`: layers are planned side by side, always as if `cropped`."""
         from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
@@ -176,7 +176,7 @@ class CpuKernels:
                 rules = Rules(
                     store.heads, int(store.stores[layer].evicts), store.slab[layer] // UNIT,
                     workspace.shape.segments, seqlen, sink, recent, lookahead, by_position, fixed_nbytes,
-                    workspace.most_new_pages, window,
+                    workspace.most_new_pages, window, floor,
                 )  # fmt: skip
                 tables, levels, status = self.tables(layer), levels_of(ladder), 0
                 groups, weights, bytes_left = count_tokens(tables, levels, rules, new)

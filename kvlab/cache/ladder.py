@@ -25,10 +25,23 @@ from kvlab.pages import PAGE_TABLE_BYTES, PageLayout
 if TYPE_CHECKING:
     from kvlab.cache.importance import Policy
 
-__all__ = ["ERRORS", "EXACT", "WIDTHS", "Bits", "Ladder", "Layer", "LayerFormat", "Rung", "parse_bits"]
+__all__ = [
+    "BITS",
+    "ERRORS",
+    "EXACT",
+    "WIDTHS",
+    "Bits",
+    "Ladder",
+    "Layer",
+    "LayerFormat",
+    "Rung",
+    "parse_bits",
+]
 
 WIDTHS = (0, 2, 3, 4, 8, 16)
 Bits = str | int | Sequence["int | str"]
+BITS: Bits = (2, "k3v2", "k4v3", 8)
+"""The ladder of caches that name none: keys are worth more bits than values (docs/performance/quality.md)."""
 
 
 class Rung(NamedTuple):

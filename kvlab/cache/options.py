@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvlab.arguments import choice, number, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
 from kvlab.cache.importance import Importance
-from kvlab.cache.ladder import Bits
+from kvlab.cache.ladder import BITS, Bits
 from kvlab.errors import BudgetError
 from kvlab.ops.allocator import METHODS, Method
 from kvlab.sizes import parse_size
@@ -141,12 +141,13 @@ class CacheOptions:
     _: KW_ONLY
     batch: int = 1
     budget: float | int | str | None = 0.35
-    bits: Bits = (2, 3, 4, 8)
+    bits: Bits = BITS
     importance: Importance = "attention"
     allocator: Method = "greedy"
     residual: int = 0
     sink: int = 4
-    recent: int = 128
+    recent: int = 28
+    floor: float = 1.0
     plan_length: int = 2048
     max_seqlen: int | None = None
     realloc_every: int = 16
@@ -168,6 +169,7 @@ class CacheOptions:
         if isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
             self.bits = tuple(self.bits)
         self.ema_decay = number(self.ema_decay, "ema_decay", 0, 1)
+        self.floor = number(self.floor, "floor", 0, 1 << 20)
         choice(self.allocator, "allocator", METHODS)
         self.dtype = _name_of_dtype(self.dtype)
         choice(self.dtype, "dtype", DTYPES)

@@ -57,6 +57,10 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 Arrays = dict[str, NDArray[Any]]
 
 
+EARLIER = {"floor": 0.0}
+"""Options that files did not always have, and what was done then."""
+
+
 def write(path: str | os.PathLike[str], description: dict[str, Any], arrays: Arrays) -> None:
     """Write arrays and their description to a file, atomically."""
     entries: dict[str, Any] = {}

@@ -64,6 +64,7 @@ _CALL = np.dtype(
         ("cost", "i4", _RUNGS + 1),
         *((name, "u8") for name in ("layers", "codes", "valid", "positions", *_FIELDS)),
         ("fixed_bytes", "i8"),
+        ("floor", "u8"),
         *((name, "i4") for name in _NUMBERS),
     ],
     align=True,
@@ -458,6 +459,7 @@ def launch_plan(
     by_position: bool = False,
     cropped: bool = False,
     window: int = 0,
+    floor: int = 0,
     allocator: str = "greedy",
     codes: int = 0,
     valid: int = 0,
@@ -484,6 +486,8 @@ def launch_plan(
         Pages may hold tokens at or beyond the end of their rows, which the plan drops.
     window : int
         Newest positions that stay at the top rung, which is theirs alone.
+    floor : int
+        What the weights of all tokens have more than their importance, together, in units of 2**-32.
     allocator : {"greedy", "dp", "uniform"}
         "dp" chooses on the host, so that the call waits for the device.
     codes, valid, positions, num_new, first_position : int
@@ -507,7 +511,7 @@ def launch_plan(
     call["layers"], call["codes"], call["valid"] = states + first * state_nbytes, codes, valid
     call["positions"] = positions
     call["fixed_bytes"], call["num_new"], call["first_position"] = fixed_nbytes, num_new, first_position
-    call["cropped"] = cropped
+    call["cropped"], call["floor"] = cropped, floor
     call["sink"], call["recent"], call["lookahead"] = sink, recent, lookahead
     call["by_position"], call["window"], call["choice"] = by_position, window, _CHOICES.index(allocator)
     if layers not in workspace.launches:

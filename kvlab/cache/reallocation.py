@@ -74,6 +74,8 @@ class Reallocator:
         Importance is recency.
     window, allocator
         As for `kvlab.cache.plan.launch_plan`.
+    floor : float
+        Importance that all tokens of a head have more than they collect, together; attention is 1.
     takes_mean, holds_waiting : sequence of bool
         As for `DeviceStore`.
 
@@ -100,13 +102,14 @@ class Reallocator:
         lookahead: int,
         by_position: bool,
         window: int,
+        floor: float,
         allocator: str,
         takes_mean: Sequence[bool],
         holds_waiting: Sequence[bool],
     ) -> None:
         self._executor, self._longest, self.lookahead = executor, capacity + lookahead, lookahead
         self._rules: dict[str, Any] = {"sink": sink, "recent": recent, "by_position": by_position}
-        self._rules |= {"window": window, "allocator": allocator}
+        self._rules |= {"window": window, "floor": round(floor * 2**32), "allocator": allocator}
         self.ladders = [ladder_of(store) for store in stores]
 
         def spare(layer: int, slab: int) -> int:

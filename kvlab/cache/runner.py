@@ -316,6 +316,7 @@ class Runner:
             allocator=cache.allocator,
             realloc_every=cache.realloc_every,
             ema_decay=cache.ema_decay,
+            floor=cache.floor,
             importance="attention" if callable(cache.importance) else cache.importance,
             by_function=callable(cache.importance),
         )

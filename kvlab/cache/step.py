@@ -51,6 +51,7 @@ class Settings:
     realloc_every: int
     ema_decay: float
     importance: str
+    floor: float
     by_function: bool
 
 
@@ -116,6 +117,7 @@ class DeviceState:
             lookahead=min(often, MAX_LOOKAHEAD),
             by_position=settings.importance == "recency",
             window=settings.residual,
+            floor=settings.floor,
             allocator=settings.allocator,
             takes_mean=takes,
             holds_waiting=holds,

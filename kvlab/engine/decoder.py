@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.ladder import BITS
 from kvlab.cache.options import check_device
 from kvlab.engine.cpu import CpuExecutor
 from kvlab.engine.geometry import Geometry
@@ -87,7 +88,7 @@ class Decoder:
         max_seqlen: int | None = None,
         device: str | None = None,
         cache_budget: float | int | str | None = None,
-        bits: Any = (2, 3, 4, 8),
+        bits: Any = BITS,
     ) -> None:
         geometry = weights.geometry
         self.geometry: Geometry = geometry

@@ -11,11 +11,11 @@ from functools import partial, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvlab.cache.ladder import BITS, Bits
 from kvlab.errors import needs_extra
 from kvlab.integrations.patching import by_name, replaced
 
 if TYPE_CHECKING:
-    from kvlab.cache.ladder import Bits
     from kvlab.integrations.transformers import KVLabCache
 
 __all__ = ["cache_maker", "quantized"]
@@ -28,7 +28,7 @@ def quantized(
     model: Model,
     budget: float | int | str | None = 0.35,
     *,
-    bits: Bits = (2, 3, 4, 8),
+    bits: Bits = BITS,
     graph: bool = False,
     **options: Any,
 ) -> Iterator[Model]:

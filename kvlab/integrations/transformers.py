@@ -15,7 +15,7 @@ from typing import Any
 
 from kvlab.arguments import whole_number
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.ladder import Bits
+from kvlab.cache.ladder import BITS, Bits
 from kvlab.errors import needs_extra
 from kvlab.sizes import format_size
 
@@ -85,7 +85,7 @@ class KVLabCache(Cache):
         config: PreTrainedConfig,
         budget: float | int | str | None = 0.35,
         *,
-        bits: Bits = (2, 3, 4, 8),
+        bits: Bits = BITS,
         dtype: str | None = None,
         **options: Any,
     ) -> None:

@@ -168,6 +168,7 @@ class Rules:
     lookahead: int
     by_position: bool
     window: int
+    floor: int
 
 
 def chunk_tokens(g: Group, c: int) -> int:

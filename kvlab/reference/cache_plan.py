@@ -143,6 +143,7 @@ def plan(
     fixed_nbytes: int,
     by_position: bool = False,
     window: int = 0,
+    floor: int = 0,
     choose: Choose = by_price,
     most_new_pages: int = 1 << 30,
 ) -> Change:
@@ -164,6 +165,8 @@ def plan(
         Importance is 1 / age, whatever the codes say.
     window : int
         Newest positions that stay at the top rung, which only they have then, outside the choice.
+    floor : int
+        What the weights of all tokens have more than their importance, together, in units of 2**-32.
     choose : callable
         How levels are chosen: `by_price`, `uniform`, or any function of the same arguments.
     most_new_pages : int
@@ -171,9 +174,8 @@ def plan(
         ones are demoted as far as it goes, and the status says RETRY: carry it out and plan again.
     """
     change = Change()
-    rules = Rules(
-        new.first + new.code.shape[1] if new else layer.seqlen, sink, recent, lookahead, by_position, window
-    )
+    seqlen = new.first + new.code.shape[1] if new else layer.seqlen
+    rules = Rules(seqlen, sink, recent, lookahead, by_position, window, floor)
     groups = _count(layer, new, rules)
     for row in range(layer.batch):
         own = [g for g in groups if g.bh // layer.heads == row]
@@ -242,10 +244,10 @@ def _count(layer: Layer, new: Tokens | None, rules: Rules) -> list[Group]:
     return groups
 
 
-def _chunk_weights(blocks: list[tuple[int, Ints]]) -> NDArray[np.float32]:
+def _chunk_weights(blocks: list[tuple[int, Ints]], share: int) -> NDArray[np.float32]:
     """Weight of each chunk of a class: exact sums, rounded once; that of fewer tokens as if it had 64."""
     keys = np.sort(np.concatenate([key for _, key in blocks] or [np.empty(0, np.int64)]))
-    weights = _WEIGHT[keys[(keys >= 0) & (keys < WINDOW)]]
+    weights = _WEIGHT[keys[(keys >= 0) & (keys < WINDOW)]] + np.uint64(share)
     full = weights[: len(weights) // PAGE * PAGE].reshape(-1, PAGE)
     rest = weights[full.size :]
     found: NDArray[np.float32] = full.sum(1, dtype=np.uint64).astype(np.float32)
@@ -303,7 +305,8 @@ def _choose(
     levels = len(ladder.cost)
     highest = levels - 1 - (rules.window > 0)
     classes = [(g, c) for g in groups for c in range(len(g.chunks))]
-    weights = [_chunk_weights(g.blocks[c])[: g.chunks[c]] for g, c in classes]
+    share = rules.floor // max(rules.seqlen, 1)
+    weights = [_chunk_weights(g.blocks[c], share)[: g.chunks[c]] for g, c in classes]
     ceilings = [np.full(g.chunks[c], min(c + layer.evicts, highest)) for g, c in classes]
     weight, ceiling = np.concatenate(weights), np.concatenate(ceilings)
     chosen = choose(weight, ceiling, ladder, bytes_left)

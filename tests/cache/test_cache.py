@@ -403,7 +403,7 @@ def test_a_nan_token_spoils_its_row_only():
 
 def test_important_tokens_keep_their_width():
     """Tokens that every query attends must end up above tokens that none does."""
-    cache, rng = make(budget=0.3, sink=0, recent=0), np.random.default_rng(6)
+    cache, rng = make(budget=0.3, sink=0, recent=0, floor=0), np.random.default_rng(6)
     q, k, v = tokens(rng, 1, 256)
     k[0, 100:140] = 4 * np.abs(k[0, 100:140])
     q = np.abs(q)

@@ -148,7 +148,9 @@ def run_story(story: dict[str, Any]) -> int:
         layer = empty_layer(name, batch, heads, entries, budget, slabs)
         layer.seqlen = story["first"]
         window = story["window"] if len(layer.rungs) > 1 else 0
-        simulations.append(Simulation(layer, name, window=window, choose=story["choose"]))
+        simulations.append(
+            Simulation(layer, name, window=window, floor=story["floor"], choose=story["choose"])
+        )
     most = (
         batch * heads * entries if not story["tight_slabs"] else batch * heads * 24,
         batch * heads * entries,
@@ -160,7 +162,7 @@ def run_story(story: dict[str, Any]) -> int:
         device = Device([s.layer for s in simulations])
         by_position = story["by_position"]
         rules = {"by_position": by_position, "cropped": cropped, "window": simulations[0].window}
-        rules["allocator"] = story["choose"]
+        rules |= {"allocator": story["choose"], "floor": story["floor"]}
         found = device.plan(name, new, simulations[0], bounds, **rules)
         status = 0
         for number, simulation in enumerate(simulations):
@@ -210,11 +212,18 @@ def draw_story(seed: int) -> dict[str, Any]:
         "first": [0, 65536 - 70][seed // 15 % 2], "tight_slabs": bool(rng.integers(2)),
         "by_position": bool(rng.integers(2)), "tight": bool(rng.integers(2)),
         "window": int(rng.choice([0, 0, 30, 130])), "choose": str(rng.choice(["greedy", "uniform", "dp"])),
-        "seed": seed, "layers": 1,
+        "floor": int(rng.choice([0, 1, 40])) << 32, "seed": seed, "layers": 1,
     }  # fmt: skip
 
 
-PLAIN = {"tight_slabs": False, "tight": False, "choose": "greedy", "window": 0, "kind": "normal"}
+PLAIN = {
+    "tight_slabs": False,
+    "tight": False,
+    "choose": "greedy",
+    "window": 0,
+    "floor": 1 << 32,
+    "kind": "normal",
+}
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -30,8 +30,8 @@ __device__ __forceinline__ u64 token_weight(int key) {
     return key == 0 ? 128 : power >= 0 ? mantissa << power : mantissa >> -power;
 }
 
-// The weight of the `rank` least important tokens of a class.
-__device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weights, int rank) {
+// The weight of the `rank` least important tokens of a class; each has `share` more than its importance.
+__device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weights, u64 share, int rank) {
     int low = 0, high = KEYS;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
@@ -40,19 +40,21 @@ __device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weight
         else
             high = middle;
     }
-    return weights[low] + (u64)(rank - starts[low]) * token_weight(low);
+    return weights[low] + (u64)(rank - starts[low]) * (token_weight(low) + share);
 }
 
 // The weight of a chunk of a class of `movable` tokens: an exact sum, rounded once. That of fewer than 64
 // tokens is as if it had 64, and no less than that of the chunk before in spite of rounding.
-__device__ __forceinline__ float chunk_weight(const u32* starts, const u64* weights, int chunk, int movable) {
+__device__ __forceinline__ float chunk_weight(const u32* starts, const u64* weights, u64 share, int chunk,
+                                              int movable) {
     const int first = chunk * PAGE, n = min(PAGE, movable - first);
-    const u64 from = weight_below(starts, weights, first), to = weight_below(starts, weights, first + n);
+    const u64 from = weight_below(starts, weights, share, first);
+    const u64 to = weight_below(starts, weights, share, first + n);
     const float weight = __ull2float_rn(to - from);
     if (n == PAGE) return weight;
     const float scaled = __fmul_rn(weight, __fdiv_rn((float)PAGE, (float)n));
     if (chunk == 0) return scaled;
-    return fmaxf(scaled, __ull2float_rn(from - weight_below(starts, weights, first - PAGE)));
+    return fmaxf(scaled, __ull2float_rn(from - weight_below(starts, weights, share, first - PAGE)));
 }
 
 // Counts the tokens of 32 pages at most, entry `entry` of a lane: half a warp a page, a lane four slots.
@@ -138,20 +140,22 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
     }
     __syncthreads();  // all tokens are counted
     for (int i = threadIdx.x; i < p.s.num_rungs * 3; i += COUNT_THREADS) p.kinds(g, 0)[i] = (&kinds[0][0])[i];
+    const u64 share = call.floor / max(p.seqlen, 1);
     int before = 0;
     for (int c = 0; c < p.classes; ++c) {
         u32 total;
         u64 ignored;
         const u32 count = counts[c * KEYS + threadIdx.x];
         const u32 start = block_scan<COUNT_THREADS, u32>(count, total);
-        weights[threadIdx.x] = block_scan<COUNT_THREADS, u64>(count * token_weight(threadIdx.x), ignored);
+        const u64 weight = token_weight(threadIdx.x) + share;
+        weights[threadIdx.x] = block_scan<COUNT_THREADS, u64>(count * weight, ignored);
         counts[c * KEYS + threadIdx.x] = start;
         call.starts[(p.group(g) * p.classes + c) * KEYS + threadIdx.x] = start;
         __syncthreads();  // sums over the keys of this class are whole
         const int movable = counts[c * KEYS + WINDOW];
         for (int chunk = threadIdx.x; chunk < pages_of(movable); chunk += COUNT_THREADS)
             call.weight[p.group(g) * call.chunks + before + chunk] =
-                chunk_weight(counts + c * KEYS, weights, chunk, movable);
+                chunk_weight(counts + c * KEYS, weights, share, chunk, movable);
         before += pages_of(movable);
         if (threadIdx.x == 0) p.tokens(g)[c] = total;
         if (threadIdx.x < p.levels) p.chosen(g, c)[threadIdx.x] = 0;

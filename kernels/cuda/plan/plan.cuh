@@ -55,6 +55,7 @@ struct PlanCall {
     u32* begins[2];      // [most_new_pages + 1], [most_dropped * PAGE + 1]
     PageCopy* copies;    // [most_dropped]
     long long fixed_bytes;
+    u64 floor;  // what the weights of all tokens have more than their importance, in units of 2^-32
     int segments, chunks, most_new_pages, most_dropped;
     int num_new, first_position, sink, recent, lookahead, by_position, window, choice;
     int held;     // chunks of a row whose weights fit the shared memory of choose_rungs

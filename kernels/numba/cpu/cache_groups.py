@@ -80,6 +80,7 @@ class Rules(NamedTuple):
     fixed_nbytes: int
     most_new_pages: int
     window: int
+    floor: int
 
 
 class Groups(NamedTuple):

@@ -61,7 +61,7 @@ def count_tokens(tables, levels, rules, new):
     rungs, num_bh = len(tables.rungs), len(tables.num_pages)
     groups = new_groups(num_bh * rules.segments, rungs, rungs + rules.evicts)
     _count(tables, rules, new, groups)
-    weights = _weigh(groups)
+    weights = _weigh(groups, np.uint64(rules.floor // max(rules.seqlen, 1)))
     own, bytes_left = rules.heads * rules.segments, np.empty(len(tables.budget), np.int64)
     for row in range(len(bytes_left)):
         waits, available = tables.waits[row] != 0, tables.budget[row] - rules.fixed_nbytes
@@ -137,8 +137,10 @@ def _count(tables, rules, new, groups):
 
 
 @allocating
-def _weigh(groups):
+def _weigh(groups, share):
     """Return the weight of every chunk, exact sums rounded once; counts become starts.
+
+    Each token has `share` more than its importance.
 
     A class has a chunk more than 64 divide it if it has others; that weighs as if it had 64 tokens.
     """
@@ -162,7 +164,7 @@ def _weigh(groups):
                 before += n
                 while n > 0 and key < WINDOW:
                     part = min(n, left)
-                    weight += np.uint64(part) * _WEIGHT[key]
+                    weight += np.uint64(part) * (_WEIGHT[key] + share)
                     n, left = n - part, left - part
                     if left == 0:
                         weights[chunk] = np.float32(weight)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.cache.ladder import BITS, Bits
 from kvlab.errors import MissingExtraError, needs_extra
 from kvlab.lab.quality.measure import Case
 from kvlab.lab.quality.plan import CACHE_DTYPE
@@ -49,7 +50,7 @@ def held(
     config: PreTrainedConfig,
     budgets: Sequence[float] = BUDGETS,
     *,
-    bits: str = "2,3,4,8",
+    bits: Bits = BITS,
     importance: str = "attention",
 ) -> list[Case]:
     """Mixed widths whose budget holds at every length, not only at the last one."""
