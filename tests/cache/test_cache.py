@@ -415,6 +415,22 @@ def test_important_tokens_keep_their_width():
     assert listed.rung[wanted].mean() > listed.rung[~wanted].mean() + 0.5
 
 
+def test_a_floor_keeps_tokens_readable_that_nobody_attends():
+    """Bytes that would go to tokens with all the attention go to the others instead."""
+    lowest = []
+    for floor in (0, 1, 1000):
+        cache, rng = make(budget=0.3, sink=0, recent=0, floor=floor), np.random.default_rng(6)
+        q, k, v = tokens(rng, 1, 256)
+        k[0, 100:140] = 4 * np.abs(k[0, 100:140])
+        for start in range(0, 256, 64):
+            part = slice(start, start + 64)
+            cache.step(0, np.abs(q[:, part]), k[:, part], v[:, part])
+        lowest.append(int((tokens_in(cache.pages(0), 0).rung == 0).sum()))
+    assert lowest[0] > lowest[1] >= lowest[2]
+    with pytest.raises(ValueError, match="floor"):
+        make(floor=-1)
+
+
 def test_user_importance_is_called():
     seen = []
 
