@@ -93,6 +93,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "plan_length": (64, "count"),
     "max_seqlen": (None, "whole"),
     "realloc_every": (16, "count"),
+    "floor": (1.0, "number"),
     "ema_decay": (0.9, "number"),
     "device": (None, "word"),
     "dtype": ("float16", "word"),

@@ -1,6 +1,6 @@
 """Quality of a packed cache by its settings: many caches on one GPU, rows of several texts at once.
 
-    python benchmarks/quality/settings.py OUT.json [CASES.json] [--device cuda] [--processes 12]
+    python benchmarks/quality/settings.py OUT.json [CASES.json] [--device cuda] [--processes 4]
 
 SmolLM2-135M reads 16 windows of the King James Bible, 20 texts with ten numbers each, and windows of 2,048
 tokens. `CASES.json` lists options of `KVLabCache`, each with a `name` and, if not all, `tasks` (methods
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", type=Path, nargs="?")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=170)
     given = parser.parse_args()
     context, end = multiprocessing.get_context("spawn"), time.time() + given.seconds
