@@ -8,6 +8,7 @@ tokens of one chunk, which are not independent. Nothing here needs torch: result
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -119,7 +120,7 @@ def _join_one(scores: Sequence[Score]) -> Score:
         raise ValueError(f"scores of different caches do not join: {[score.name for score in scores]}")
     counts = [len(score.starts) for score in scores]
     total = sum(counts)
-    names = sorted({width for score in scores for width in score.widths}, key=float)
+    names = sorted({width for score in scores for width in score.widths}, key=_mean_bits)
 
     def mean(values: Sequence[float]) -> float:
         return sum(n * value for n, value in zip(counts, values, strict=True)) / total
@@ -135,6 +136,12 @@ def _join_one(scores: Sequence[Score]) -> Score:
         nll=[window for score in scores for window in score.nll],
         agreement=[window for score in scores for window in score.agreement],
     )
+
+
+def _mean_bits(rung: str) -> float:
+    """Bits an element of a rung, by its name: "4" or "k3v2"."""
+    widths = [int(width) for width in re.findall(r"\d+", rung)]
+    return sum(widths) / len(widths)
 
 
 def common_windows(scores: Sequence[Score], starts: Sequence[int]) -> list[Score]:
