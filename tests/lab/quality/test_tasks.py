@@ -11,6 +11,7 @@ import torch
 from scipy.special import log_softmax
 from transformers import DynamicCache
 
+from kvlab.cache.frame import LAST
 from kvlab.lab.quality.cases import held, opponents, uniform
 from kvlab.lab.quality.divergence import diverge, floor
 from kvlab.lab.quality.free_running import free_run
@@ -123,20 +124,27 @@ def test_recall_is_that_of_one_call_and_questions_do_not_see_each_other(subject:
         assert math.isclose(log_p, sum(float(logits[i - 1, ids[0, i]]) for i in at), rel_tol=1e-4)
 
 
-def test_stress_leaves_full_precision_and_costs_a_packed_cache(subject: Subject, windows: Windows) -> None:
+def test_stress_leaves_full_precision_and_packed_caches_bear_it(subject: Subject, windows: Windows) -> None:
     model, tokens = subject.model, torch.from_numpy(windows.tokens)
-    case = uniform(model.config, [4])
+    case, factors = uniform(model.config, [4]), {29: 45.0, 4: 11.0}
     (before,) = diverge(model, windows, case, SCHEDULE)
+
+    def cost() -> float:
+        (after,) = diverge(model, windows, case, SCHEDULE)
+        return float(np.mean(after.kl) / np.mean(before.kl))
+
     with torch.no_grad():
         plain, costs = model(tokens).logits, []
-        for change in (large_channels(model, {29: 45.0, 4: 11.0}), shifted_keys(model, [30, 62], 100.0)):
+        for change in (large_channels(model, factors), shifted_keys(model, [30, 62], 100.0)):
             with change:
                 torch.testing.assert_close(model(tokens).logits, plain, atol=2e-2, rtol=0)
-                (after,) = diverge(model, windows, case, SCHEDULE)
-            costs.append(np.mean(after.kl) / np.mean(before.kl))
+                costs.append(cost())
         torch.testing.assert_close(model(tokens).logits, plain, atol=0, rtol=0)
-    assert costs[0] > 2
+        with large_channels(model, factors, begin=LAST):  # behind the tokens that make the frame of keys
+            late = cost()
+    assert costs[0] < 1.5  # the frame of keys scales them down
     assert costs[1] < 1.1  # the mean of keys is taken off
+    assert late > 2
 
 
 def test_large_channels_may_begin_late(subject: Subject, windows: Windows) -> None:
