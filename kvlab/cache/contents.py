@@ -27,16 +27,16 @@ __all__ = ["Arrays", "contents_of", "fill"]
 
 Arrays = dict[str, NDArray[Any]]
 _TABLES = {"rung": np.uint8, "count": np.uint8, "base": np.uint16}
-_FRAMES = {"k_mean": "float16", "k_shift": "uint8", "asked": "float32"}
+_FRAMES = {"k_mean": "float16", "k_shift": "uint8"}
 _COUNTERS = ("seqlen", "since_collection", "room")
 
 
 def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
     """Copy what a cache holds to the host, layer by layer: counters and arrays. Waits for the device.
 
-    Arrays of layer i are named "i.num_pages", "i.k_mean", "i.k_shift", "i.asked", "i.has_mean", "i.open" and,
-    one entry a live page, "i.rung", "i.count", "i.base"; "i.pool0" and so on are the pages of each rung,
-    behind those of the ladder a rung for tokens that wait.
+    Arrays of layer i are named "i.num_pages", "i.k_mean", "i.k_shift", "i.has_mean", "i.open" and, one entry
+    a live page, "i.rung", "i.count", "i.base"; "i.pool0" and so on are the pages of each rung, behind those
+    of the ladder a rung for tokens that wait. "i.asked" has the rows of which tokens wait.
     """
     store, states, arrays = cache.store, [], Arrays()
     cache.flush(cache.executor.stream(cache.like))
@@ -49,6 +49,7 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
         index = tables["index"].view(np.uint32).astype(np.int64)
         mine: Arrays = {name: tables[name] for name in ("num_pages", *_FRAMES, "open")}
         mine["has_mean"] = tables["waits"] == 0
+        mine["asked"] = tables["asked"][~mine["has_mean"] & (tables["num_pages"] > 0).any(1)]
         for name, dtype in _TABLES.items():
             mine[name] = tables[name].view(dtype)[live]
         for r, layout in enumerate(store.layouts(number)):
@@ -117,6 +118,8 @@ def _laid_out(
     has_mean, opened = take("has_mean", "bool", (batch,)), take("open", "int32", (batch, heads, OPEN_PAGES))
     for name, dtype in _FRAMES.items():
         tables[name][...] = take(name, dtype, (batch, heads, store.head_dim))
+    waiting = ~has_mean & (num_pages > 0).any(1)
+    tables["asked"][waiting] = take("asked", "float32", (int(waiting.sum()), heads, store.head_dim))
     pools = [
         take(f"pool{r}", "uint8", (int((rung == r).sum()), layout.nbytes)) for r, layout in enumerate(layouts)
     ]

@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvlab.arguments import whole_number
+from kvlab.ops.cuda.pages import WAITING_PAGES
 from kvlab.pages import PAGE_TABLE_BYTES, PageLayout
 
 if TYPE_CHECKING:
@@ -215,6 +216,11 @@ class LayerFormat:
     def fixed_nbytes(self) -> int:
         """Bytes that a row takes without any page: number of pages and key frame of each head."""
         return self.num_heads_kv * (4 + 3 * self.head_dim)
+
+    @property
+    def waiting_page_bytes(self) -> int:
+        """Bytes that a page of tokens that wait counts, and its part of the sums of queries that do."""
+        return self.exact_layout.nbytes + PAGE_TABLE_BYTES + 4 * self.head_dim // WAITING_PAGES
 
 
 @dataclass(frozen=True)

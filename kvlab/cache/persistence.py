@@ -183,10 +183,11 @@ def check_sizes(description: dict[str, Any], arrays: Arrays) -> None:
 def with_frames(arrays: Arrays, layers: int) -> Arrays:
     """Return what a file before version 3 holds, with frames that scale nothing."""
     found = dict(arrays)
-    for name in (f"{number}.k_mean" for number in range(layers)):
-        shape = arrays[name].shape
-        found[name.replace("k_mean", "k_shift")] = np.zeros(shape, np.uint8)
-        found[name.replace("k_mean", "asked")] = np.zeros(shape, np.float32)
+    for number in range(layers):
+        shape, has_mean = arrays[f"{number}.k_mean"].shape, arrays[f"{number}.has_mean"]
+        waits = ~has_mean & (arrays[f"{number}.num_pages"] > 0).any(1)
+        found[f"{number}.k_shift"] = np.zeros(shape, np.uint8)
+        found[f"{number}.asked"] = np.zeros((int(waits.sum()), *shape[1:]), np.float32)
     return found
 
 

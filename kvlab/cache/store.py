@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
 from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_PAGES
-from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
+from kvlab.pages import TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 
 if TYPE_CHECKING:
     from kvlab.cache.ladder import LayerFormat
@@ -377,11 +377,10 @@ class DeviceStore:
 
     def nbytes(self, layer: int, used: NDArray[np.int32]) -> int:
         """Bytes of the live pages and tables of a layer, given how many pages each rung has."""
-        pages = sum(
-            int(n) * (layout.nbytes + PAGE_TABLE_BYTES)
-            for n, layout in zip(used, self.layouts(layer), strict=False)
-        )
-        return pages + self.batch * self.stores[layer].fixed_nbytes
+        store = self.stores[layer]
+        each = [*map(store.page_bytes, range(len(store.ladder))), store.waiting_page_bytes]
+        pages = sum(int(n) * size for n, size in zip(used, each, strict=False))
+        return pages + self.batch * store.fixed_nbytes
 
     def read(self, *names: str) -> list[NDArray[Any]]:
         """Copies of tables on the host; waits for the device."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView
 from kvlab.cache.frame import LAST
 from kvlab.ops.cuda import pages as kernels
-from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
+from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
     from kvlab.cache.ladder import Layer
@@ -38,9 +38,10 @@ CAPACITY = kernels.WAITING_PAGES * TOKENS_PER_PAGE
 
 def waits_within(layer: Layer, ladder: Ladder, row_budget: int | None) -> bool:
     """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""
-    store, widest = layer.store, layer.store.exact_layout.nbytes + PAGE_TABLE_BYTES
+    store = layer.store
     packed = kernels.WAITING_PAGES * ladder.cost[0] + 3 * ladder.cost[-1]
-    needed = store.num_heads_kv * max(kernels.WAITING_PAGES * widest, packed) + store.fixed_nbytes
+    most = max(kernels.WAITING_PAGES * store.waiting_page_bytes, packed)
+    needed = store.num_heads_kv * most + store.fixed_nbytes
     return layer.takes_mean and (row_budget is None or needed <= row_budget)
 
 

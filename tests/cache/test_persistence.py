@@ -49,6 +49,24 @@ def test_a_loaded_cache_goes_on_as_the_saved_one_would(tmp_path, options):
     assert [path.name for path in tmp_path.iterdir()] == ["cache"], "a temporary file was left"
 
 
+@pytest.mark.parametrize(("n", "waiting"), [(0, 0), (60, 2), (100, 1), (104, 0)])
+def test_all_that_a_file_holds_of_pages_and_frames_counts(tmp_path, n, waiting):
+    """Tokens that wait for the frame of their keys, and sums of queries that wait with them, too."""
+    rng, path = np.random.default_rng(0), tmp_path / "cache"
+    cache = MixedPrecisionCache(2, 4, 2, 32, batch=2, budget="1MiB")
+    q, k, v = (rng.standard_normal((2, n, heads, 32), dtype=np.float32) for heads in (4, 2, 2))
+    for layer in range(2):
+        cache.step(layer, q, k, v, valid=np.arange(n) >= np.array([[0], [min(n, 40)]]))
+    cache.save(path)
+    counted = (".num_pages", ".k_mean", ".k_shift", ".asked")
+    arrays = persistence.read(path)[1]
+    tables = sum(8 * x.size for name, x in arrays.items() if name.endswith(".rung"))
+    rest = sum(x.nbytes for name, x in arrays.items() if name.endswith(counted) or ".pool" in name)
+    assert cache.nbytes == tables + rest
+    assert len(arrays["0.asked"]) == waiting, "those of other rows are not needed any more"
+    assert arrays["0.asked"].any() == (waiting > 0)
+
+
 def test_an_empty_cache_too(tmp_path):
     MixedPrecisionCache(1, 2, 1, 16, batch=0).save(tmp_path / "cache")
     assert MixedPrecisionCache.load(tmp_path / "cache").nbytes == 0

@@ -68,7 +68,7 @@ def test_waiting_tokens_are_counted_and_exact(kernels: Kernels) -> None:
     cache, rng = make(batch=1), np.random.default_rng(2)
     step(cache, rng, 40)
     device = cache._runner._device
-    page = device.store.widest.nbytes + 8
+    page = device.store.widest.nbytes + 8 + 2 * DIM  # with half of the sums of queries
     assert cache.nbytes == LAYERS * (2 * HEADS * page + HEADS * (4 + 3 * DIM))
     assert sum(int(pages.sum()) for pages in cache.allocation().values()) == 0
     step(cache, rng, 30)
