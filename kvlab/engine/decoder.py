@@ -7,6 +7,7 @@ an executor's: `kvlab.engine.cpu` computes in Numba and NumPy, `kvlab.engine.gpu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.ladder import BITS
-from kvlab.cache.options import check_device
+from kvlab.cache.options import check_device, check_names
 from kvlab.engine.cpu import CpuExecutor
 from kvlab.engine.geometry import Geometry
 from kvlab.engine.gpu import GpuExecutor
@@ -28,6 +28,9 @@ __all__ = ["Decoder"]
 
 MOST_ROWS = 16
 _USUAL_SEQLEN = 4096
+_OPTIONS = ("batch", "max_seqlen", "device", "cache_budget")
+_CACHE_OPTIONS = ("bits", "residual", "sink", "recent", "floor", "importance", "allocator", "realloc_every",
+                  "ema_decay")  # fmt: skip
 
 
 class Decoder:
@@ -50,8 +53,9 @@ class Decoder:
     cache_budget : float, int, str, optional
         Budget of the KV cache, as of `kvlab.MixedPrecisionCache`; by default keys and values stay in 16 bits.
         On a GPU this takes torch.
-    bits : str, int or sequence
-        Widths of a cache with a budget.
+    **cache_options
+        Of a cache with a budget, as of `kvlab.MixedPrecisionCache`: bits, residual, sink, recent, floor,
+        importance, allocator, realloc_every, ema_decay.
 
     Attributes
     ----------
@@ -64,7 +68,9 @@ class Decoder:
     Raises
     ------
     ValueError, TypeError
-        If an argument is none of those.
+        If an argument is none of those, or options of a cache are given without a budget.
+    BudgetError
+        If the budget does not hold an empty cache.
     NotImplementedError
         On a GPU of another compute capability, or with a budget and a head_dim that packed caches do not take
         there.
@@ -88,8 +94,15 @@ class Decoder:
         max_seqlen: int | None = None,
         device: str | None = None,
         cache_budget: float | int | str | None = None,
-        bits: Any = BITS,
+        **cache_options: Any,
     ) -> None:
+        check_names(cache_options, (*_OPTIONS, *_CACHE_OPTIONS), "Decoder")
+        if cache_budget is None and cache_options:
+            name, value = next(iter(cache_options.items()))
+            raise ValueError(
+                f"{name}={value!r} is of a packed cache, and without cache_budget there is none: give "
+                f"cache_budget=0.3, or leave {name} out"
+            )
         geometry = weights.geometry
         self.geometry: Geometry = geometry
         self.batch = whole_number(batch, "batch", 1, MOST_ROWS)
@@ -104,11 +117,14 @@ class Decoder:
         if self.device != "cpu" and cache_budget is None:
             self._executor = GpuExecutor(weights, self.batch, self.max_seqlen, index)
             return
-        self.cache = MixedPrecisionCache(
-            geometry.layers, geometry.heads_q, geometry.heads_kv, geometry.head_dim,
-            batch=self.batch, budget=cache_budget, bits=16 if cache_budget is None else bits,
-            max_seqlen=self.max_seqlen, plan_length=self.max_seqlen, dtype=weights.dtype, device=self.device,
-        )  # fmt: skip
+        if cache_budget is None:
+            cache_options = {"bits": 16}
+        with _named("budget=", "cache_budget="):
+            self.cache = MixedPrecisionCache(
+                geometry.layers, geometry.heads_q, geometry.heads_kv, geometry.head_dim,
+                batch=self.batch, budget=cache_budget, max_seqlen=self.max_seqlen,
+                plan_length=self.max_seqlen, dtype=weights.dtype, device=self.device, **cache_options,
+            )  # fmt: skip
         if self.device == "cpu":
             self._executor = CpuExecutor(weights, self.cache)
         else:
@@ -331,3 +347,13 @@ class Decoder:
                 f"max_seqlen={self.max_seqlen}: a row would have {after} tokens; make the decoder with a "
                 "larger max_seqlen, or call reset"
             )
+
+
+@contextmanager
+def _named(theirs: str, ours: str) -> Iterator[None]:
+    """Let errors about an argument that is passed on have the name that the caller used."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        error.args = (str(error).replace(theirs, ours, 1), *error.args[1:])
+        raise

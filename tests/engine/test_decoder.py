@@ -13,6 +13,7 @@ from kvlab.engine import Decoder
 from kvlab.engine.geometry import PUBLISHED, Geometry, published
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Weights, draw
+from kvlab.errors import BudgetError
 from tests.engine.models import LLAMA, family, llama, neox
 
 SMALL = Geometry(2, 97, 64, 2, 1, 32, 32, 96, max_positions=200)
@@ -121,6 +122,13 @@ def test_a_budget_holds_and_costs_little() -> None:
     assert 0 < np.abs(got - want).max() < 0.3 * np.abs(want).max()
 
 
+def test_options_of_the_cache_reach_it() -> None:
+    given = {"bits": (2, 4), "recent": 8, "floor": 0.0, "sink": 2}
+    cache = small(cache_budget=0.5, **given).cache
+    assert cache is not None
+    assert {name: getattr(cache, name) for name in given} == given
+
+
 def test_a_model_keeps_its_weights_and_a_folder_is_read(tmp_path: Any) -> None:
     model = family("llama-scaled-tied")
     model.save_pretrained(tmp_path)
@@ -168,6 +176,15 @@ def test_weights_of_a_seed() -> None:
         (lambda: small(batch=17), ValueError, "batch=17"),
         (lambda: small(max_seqlen=201), ValueError, "max_seqlen=201"),
         (lambda: small(device="tpu"), ValueError, "device='tpu'"),
+        (lambda: small(cache_budget="x"), ValueError, "^cache_budget='x'"),
+        (lambda: small(cache_budget=[1]), TypeError, r"^cache_budget=\[1\]"),
+        (lambda: small(cache_budget="1B"), BudgetError, "^cache_budget='1B'"),
+        (lambda: small(cache_budget=0.4, bits=7), ValueError, "7"),
+        (lambda: small(cache_budget=0.4, recent=-1), ValueError, "recent=-1"),
+        (lambda: small(bits=4), ValueError, "bits=4 .* without cache_budget"),
+        (lambda: small(floor=0.5), ValueError, "floor=0.5 .* without cache_budget"),
+        (lambda: small(max_cache_len=9), TypeError, "max_cache_len=9 .* max_seqlen is meant"),
+        (lambda: Decoder.from_config("pythia-14m", batches=2), TypeError, "batches=2 .* batch is meant"),
         (lambda: small().prefill([]), ValueError, "at least one token"),
         (lambda: small().prefill([[1], [2]]), ValueError, "2 rows, the decoder has batch=1"),
         (lambda: small().prefill([97]), ValueError, "tokens 0 to 96"),
