@@ -21,9 +21,17 @@ from kvlab.jit.cubin import read_resources
 from kvlab.jit.launch import Kernel
 from kvlab.ops import array_kinds, attention_call
 from kvlab.ops import attention as operation
-from kvlab.ops.cuda import attention, attention_backward, attention_sm90, tile_list
+from kvlab.ops.cuda import attention, attention_backward, attention_sm90, gathered, tile_list
 
 STREAM = 7
+
+
+class _Pinned(bytearray):
+    """Memory of the host, with its address."""
+
+    @property
+    def ptr(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 
 class Launch(NamedTuple):
@@ -52,6 +60,7 @@ class StandInGpu:
             driver=driver, runtime=runtime, Device=nullcontext,
             Stream=SimpleNamespace(from_external=nullcontext),
             memory=SimpleNamespace(OutOfMemoryError=MemoryError),
+            alloc_pinned_memory=lambda nbytes: _Pinned(nbytes),
         )  # fmt: skip
         cupy = SimpleNamespace(cuda=cuda, empty=self._empty)
         for name, module in (("cupy", cupy), ("cupy.cuda", cuda)):
@@ -63,15 +72,19 @@ class StandInGpu:
             ("cuThreadExchangeStreamCaptureMode", ("mode",)),
         ):  # fmt: skip
             monkeypatch.setattr(bindings, name, lambda *_, answer=answer: (0, *answer))
+        monkeypatch.setattr(
+            bindings, "cuMemcpyHtoDAsync",
+            lambda to, source, nbytes, stream: (ctypes.memmove(to, source, nbytes) and 0,),
+        )  # fmt: skip
         monkeypatch.setattr(bindings, "cuEventQuery", lambda event: (600 * self.is_behind,))
         monkeypatch.setattr(array_kinds, "device_of_torch", lambda device, name: Device("cuda", 0))
         for name in ("kvlab.ops.attention_call.requirements_of", "kvlab.ops.attention.requirements_of"):
             monkeypatch.setattr(name, lambda device: {"compute_capability": (9, 0)})
-        for module in (attention, attention_backward, launch):
+        for module in (attention, attention_backward, gathered, launch):
             monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
-        for module in (attention_sm90, attention_backward, tile_list):
+        for module in (attention_sm90, attention_backward, gathered, tile_list):
             monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-        for module in (attention, attention_sm90, attention_backward):
+        for module in (attention, attention_sm90, attention_backward, gathered):
             monkeypatch.setattr(module, "load", self._load)
             if hasattr(module, "stream_of"):
                 monkeypatch.setattr(module, "stream_of", lambda kind: lambda: STREAM)
@@ -87,7 +100,7 @@ class StandInGpu:
         remembered = (
             attention_call._call_of, operation._row_into, attention._prepare_into, attention._prepare,
             attention._plan, attention_backward._prepare,
-            attention_backward._plan, launch._driver_error, tile_list._runtime,
+            attention_backward._plan, gathered._prepare, launch._driver_error, tile_list._runtime,
         )  # fmt: skip
         for function in remembered:
             function.cache_clear()

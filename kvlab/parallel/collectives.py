@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from kvlab.errors import RankError
+from kvlab.ops.cuda.gathered import Arrival
 from kvlab.parallel.copy_engines import mailbox
 
 __all__ = [
@@ -55,6 +56,7 @@ class Pending(NamedTuple):
     keeps: Any  # tensors that the transfer reads
     free: Callable[[], None] = lambda: None
     is_over: bool = False  # once the host has waited, as on CPUs: on a GPU every stream that reads it waits
+    arrival: Arrival | None = None  # where a kernel may wait for the outcome instead
 
     def wait(self) -> Any:
         """Return the outcome; on a GPU the current stream waits for it, not the host.
@@ -145,6 +147,7 @@ def swap(
     most: int,
     group: Any,
     what: str,
+    width: int | None = None,
 ) -> Pending:
     """Send rows to every rank and take rows from every rank.
 
@@ -161,6 +164,8 @@ def swap(
     group : process group, or None
     what : str
         Its name in errors.
+    width : int, optional
+        Of the arrays' second axis so much is sent at a time by copy engines; all if it is not given.
 
     Returns
     -------
@@ -169,7 +174,7 @@ def swap(
     """
     box = mailbox(outgoing[0][0], group, what)
     if box is not None:
-        return Pending(*box.swap(outgoing, incoming, begins, most, what))
+        return Pending(*box.swap(outgoing, incoming, begins, most, what, width or outgoing[0][0].shape[1]))
     rank, _ = place_of(group)
     ends = np.cumsum(incoming).tolist()
     buffers, operations, keeps = [], [], []

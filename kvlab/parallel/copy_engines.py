@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from kvlab.ops.cuda.gathered import Arrival
+
 __all__ = ["Mailbox", "mailbox"]
 
 Tensor = torch.Tensor
@@ -115,8 +117,8 @@ class Mailbox:
         memory = _driver().CUmemorytype.CU_MEMORYTYPE_DEVICE
         self._copy.srcMemoryType = self._copy.dstMemoryType = memory
         self._timeout = group._get_backend(device).options._timeout.total_seconds()
-        # Flags count uses: what has come from each rank, and what each rank has read, for each slot.
-        self._uses = 0
+        # Flags count for each slot the pieces that have come from each rank, and the uses it has read.
+        self._uses, self._pieces = 0, [0] * _SLOTS
         self._flags, self._flags_of = self._shared(4 * 2 * _SLOTS * self._size)
         self._nbytes = 0  # of a slot
         self._memory, self._places = self._flags, self._flags_of
@@ -135,36 +137,45 @@ class Mailbox:
 
     def swap(
         self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[int], begins: Sequence[int], most: int,
-        what: str,
-    ) -> tuple[Any, list[Any], str, Any, Callable[[], None]]:  # fmt: skip
+        what: str, width: int,
+    ) -> tuple[Any, list[Any], str, Any, Callable[[], None], bool, Arrival]:  # fmt: skip
         """Start what `kvlab.parallel.collectives.swap` says; return the fields of its `Pending`."""
         like, driver, rank = outgoing[0][0], _driver(), self._rank
         row_bytes = like.element_size() * math.prod(like.shape[1:])
         nbytes = -(-most * row_bytes // _ALIGNMENT) * _ALIGNMENT  # of an array, the same on all ranks
         self._make_room(len(outgoing) * nbytes)
         slot, use = self._uses % _SLOTS, self._uses // _SLOTS + 1
-        self._uses += 1
+        columns = like.shape[1]
+        cuts = range(0, columns, width)
+        first = self._pieces[slot] + 1
+        self._uses, self._pieces[slot] = self._uses + 1, self._pieces[slot] + len(cuts)
         begin, others = slot * self._nbytes, [n for n in range(self._size) if n != rank]
         self._stream.wait_stream(_cuda.current_stream(self._device))
         stream = self._stream.cuda_stream
-        pieces = [[_dense(piece) for piece in array] for array in outgoing]
-        for step in range(self._size):
-            other = (rank + step) % self._size  # so that ranks write to different ones
-            if step:
-                _check(driver.cuStreamWaitValue32(stream, self._flag(rank, _READ, slot, other), use - 1, 0))
-            for n, array in enumerate(pieces):
-                if len(array[other]):
-                    to = self._places[other] + begin + n * nbytes + begins[other] * row_bytes
-                    self._push(array[other], to, row_bytes, stream)
-            if step:
-                _check(driver.cuStreamWriteValue32(stream, self._flag(other, _COME, slot, rank), use, 0))
+        kept = [[_dense(piece) for piece in array] for array in outgoing]
+        for number, cut in enumerate(cuts):
+            pieces = kept if len(cuts) == 1 else [[x[:, cut : cut + width] for x in array] for array in kept]
+            for step in range(self._size):
+                other = (rank + step) % self._size  # so that ranks write to different ones
+                if step and not number:
+                    _check(
+                        driver.cuStreamWaitValue32(stream, self._flag(rank, _READ, slot, other), use - 1, 0)
+                    )
+                for n, array in enumerate(pieces):
+                    if len(array[other]):
+                        to = self._places[other] + begin + n * nbytes + begins[other] * row_bytes
+                        self._push(array[other], to + row_bytes // columns * cut, row_bytes, stream)
+                if step:
+                    flag = self._flag(other, _COME, slot, rank)
+                    _check(driver.cuStreamWriteValue32(stream, flag, first + number, 0))
         for other in others:
-            _check(driver.cuStreamWaitValue32(stream, self._flag(rank, _COME, slot, other), use, 0))
+            flag = self._flag(rank, _COME, slot, other)
+            _check(driver.cuStreamWaitValue32(stream, flag, self._pieces[slot], 0))
         over = _cuda.Event()  # what was to come has come, and what was to be sent may be overwritten
         over.record(self._stream)
         _watch(over, self._timeout, what)
         shape = (sum(incoming), *like.shape[1:])
-        starts = [begin + n * nbytes for n in range(len(pieces))]
+        starts = [begin + n * nbytes for n in range(len(kept))]
         buffers = tuple(
             self._memory[start : start + shape[0] * row_bytes].view(like.dtype).view(shape)
             for start in starts
@@ -179,17 +190,21 @@ class Mailbox:
             buffers,
             [_Work(lambda: _cuda.current_stream(self._device).wait_event(over))],
             what,
-            pieces,
+            kept,
             free,
+            False,
+            Arrival(self._flag(rank, _COME, slot, 0), first, width),
         )
 
     def _push(self, piece: Tensor, to: int, row_bytes: int, stream: int) -> None:
-        """Copy rows to an address."""
-        copy, pitch, rows = self._copy, piece.stride(0) * piece.element_size(), len(piece)
-        if pitch == row_bytes:  # all rows are one
-            pitch, row_bytes, rows = rows * row_bytes, rows * row_bytes, 1
+        """Copy rows to an address, from which rows are so many bytes long."""
+        copy, size = self._copy, piece.element_size()
+        pitch, rows, nbytes = piece.stride(0) * size, len(piece), piece[0].numel() * size
+        if pitch == row_bytes == nbytes:  # all rows are one
+            pitch = row_bytes = nbytes = rows * nbytes
+            rows = 1
         copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = piece.data_ptr(), pitch, to, row_bytes
-        copy.WidthInBytes, copy.Height = row_bytes, rows
+        copy.WidthInBytes, copy.Height = nbytes, rows
         _check(_driver().cuMemcpy2DAsync(copy, stream))
 
     def _flag(self, of: int, kind: int, slot: int, other: int) -> int:

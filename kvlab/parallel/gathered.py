@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.ops.cuda.gathered import attend_runs
 from kvlab.parallel.collectives import Pending, filled, joined, put_sum, swap
 from kvlab.parallel.lanes import Lanes
 from kvlab.parallel.layout import Part, Plan
@@ -73,13 +74,9 @@ class GatheredAttention:
         for step, first in enumerate(strides):
             heads, queries = _heads(first, stride, q, k)
             mine, pending = q[:, queries], gathers[step]
-            lanes = Lanes(q.device, len(self.plan.gathered))
-            result = attend(None, mine, k[:, heads], v[:, heads], self.plan.local, self.options)
-            if self.options.implementation in (None, "separate"):
-                result = self._attend_gathered(result, mine, pending, lanes)
-            elif self.plan.prefixes:
-                keys, values = pending.wait()
-                result = attend_prefixes(result, mine, keys, values, self.plan.prefixes, self.options)
+            result = self._attend_runs(mine, k[:, heads], v[:, heads], pending)
+            if result is None:
+                result = self._attend_parts(mine, k[:, heads], v[:, heads], pending)
             pending.wait()
             pending.free()
             later = strides[step + _AHEAD : step + _AHEAD + 1]
@@ -92,6 +89,24 @@ class GatheredAttention:
     def forward_stride(self, heads: int) -> int:
         """KV heads that a forward gathers at once: all where its strides would be under way together."""
         return heads if heads <= _AHEAD * self.stride else self.stride
+
+    def _attend_runs(self, q: Any, k: Any, v: Any, pending: Pending) -> Any:
+        """Attend own keys and those of others by one kernel, which waits for these; None if there is none."""
+        plan, options = self.plan, self.options
+        if plan.runs is None or pending.arrival is None or options.implementation is not None:
+            return None
+        return attend_runs(q, (k, v), pending.result, plan.runs, pending.arrival, options.scale)
+
+    def _attend_parts(self, q: Any, k: Any, v: Any, pending: Pending) -> Any:
+        """Attend own keys, then those of others, and merge; None if there are no keys."""
+        lanes = Lanes(q.device, len(self.plan.gathered))
+        result = attend(None, q, k, v, self.plan.local, self.options)
+        if self.options.implementation in (None, "separate"):
+            return self._attend_gathered(result, q, pending, lanes)
+        if self.plan.prefixes:
+            keys, values = pending.wait()
+            return attend_prefixes(result, q, keys, values, self.plan.prefixes, self.options)
+        return result
 
     def _attend_gathered(self, result: Any, q: Any, pending: Pending, lanes: Lanes) -> Any:
         """Merge attention over the keys of others into `result`."""
@@ -165,7 +180,8 @@ class GatheredAttention:
         heads = slice(first, first + stride)
         pieces = [[x[:rows, heads] for rows in self._outgoing.rows] for x in (k, v)]
         taken = self._incoming
-        return swap(pieces, taken.rows, taken.begins, taken.most, self.group, "gather of keys and values")
+        what = "gather of keys and values"
+        return swap(pieces, taken.rows, taken.begins, taken.most, self.group, what, self.stride)
 
     def _send(self, theirs: list[Any], keys: Any) -> Pending:
         """Start to send every rank the gradients of its keys."""

@@ -11,13 +11,15 @@ Attention of parts over disjoint keys is merged by the log-sum-exps, so one list
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvlab.ops.cuda.run_list import OWN, Runs
 
 __all__ = [
     "ALL",
@@ -86,12 +88,15 @@ class Plan(NamedTuple):
         Over the buffer.
     prefixes : Prefixes or None
         The same as `gathered`, for one call; None where parts see no prefixes.
+    runs : Runs or None
+        The same as `local` and `gathered` together, for one kernel; None as `prefixes`.
     """
 
     takes: NDArray[np.int64]
     local: tuple[Part, ...]
     gathered: tuple[Part, ...]
     prefixes: Prefixes | None = None
+    runs: Runs | None = None
 
 
 @dataclass(frozen=True)
@@ -247,7 +252,28 @@ def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1
                 places = np.add.outer(firsts, np.arange(size[b] // length)).ravel()
                 row[: len(places)] = places
             prefixes = prefixes._replace(segment_table=table, segment_len=length)
-    return Plan(takes, local, tuple(p for p in gathered if p.cu_k[-1]), prefixes)
+    runs = _runs(shard, chunk) if prefixes else None
+    return Plan(takes, local, tuple(p for p in gathered if p.cu_k[-1]), prefixes, runs)
+
+
+def _runs(shard: Shard, chunk: Callable[[int, int, int], tuple[int, int]]) -> Runs:
+    """Runs in the order in which a rank wants to read them, from the last to the first.
+
+    Its own come first, then those of the rank before it, which sends to it first, and so on round.
+    """
+    rank, world, sequences = shard.rank, shard.world_size, range(len(shard.lengths))
+    starts, size = shard.cu_seqlens[:-1].astype(np.int64), shard.chunk_lengths
+    others = [(rank + step) % world for step in range(1, world)]
+    early = [(holder, 0) for holder in others if holder < rank]
+    late = [(holder, which) for holder in others for which in ((0,) if holder < rank else (0, 1))]
+    places = np.zeros((2, len(sequences), len(late) + 2, 2), np.int32)
+    for group, seen in enumerate((early, late)):
+        for b in sequences:
+            own = [(starts[b] + which * size[b], OWN) for which in range(group + 1)]
+            runs = [(chunk(holder, b, which)[0], holder) for holder, which in seen] + own
+            places[group, b, : len(runs)] = runs
+    first_rows = np.stack([starts, starts + size]).astype(np.int32)
+    return Runs(size.astype(np.int32), first_rows, places, (len(early) + 1, len(late) + 2))
 
 
 @lru_cache(maxsize=256)

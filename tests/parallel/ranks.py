@@ -1,9 +1,10 @@
-"""Processes that stay for many tests, each a rank of a gloo group: torch takes seconds to import."""
+"""Processes that stay for many tests, each a rank of a group: torch takes seconds to import."""
 
 from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -14,13 +15,17 @@ from typing import Any
 TIMEOUT = 60.0
 
 
-def serve(rank: int, size: int, store: str, pipe: Connection, timeout: float) -> None:
+def serve(rank: int, size: int, store: str, pipe: Connection, timeout: float, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        said = os.open(f"{store}-said-by-{rank}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(said, 2)
     dist.init_process_group(
-        "gloo", f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
+        backend, f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
     )
     while True:
         work = pipe.recv()
@@ -42,9 +47,11 @@ class Ranks:
     size : int
     timeout : float
         Seconds that a collective waits for a rank.
+    backend : str
+        ``"gloo"``, or ``"nccl"`` for ranks with a GPU each, which leave what they say in files.
     """
 
-    def __init__(self, size: int, timeout: float = TIMEOUT) -> None:
+    def __init__(self, size: int, timeout: float = TIMEOUT, backend: str = "gloo") -> None:
         self.folder = tempfile.TemporaryDirectory()
         store = str(Path(self.folder.name, "store"))
         context = multiprocessing.get_context("forkserver")
@@ -52,7 +59,7 @@ class Ranks:
         pipes = [context.Pipe() for _ in range(size)]
         self.pipes = [mine for mine, _ in pipes]
         self.processes = [
-            context.Process(target=serve, args=(rank, size, store, other, timeout), daemon=True)
+            context.Process(target=serve, args=(rank, size, store, other, timeout, backend), daemon=True)
             for rank, (_, other) in enumerate(pipes)
         ]
         for process in self.processes:
@@ -79,6 +86,10 @@ class Ranks:
         failures = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(outcomes) if not fine]
         assert not failures, "\n".join(failures)
         return [result for _, result in outcomes]
+
+    def said_by(self, rank: int) -> str:
+        """Return what a rank with a GPU has said to stderr."""
+        return Path(self.folder.name, f"store-said-by-{rank}").read_text()
 
     def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):

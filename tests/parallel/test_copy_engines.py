@@ -139,10 +139,11 @@ class World:
         return True
 
 
-def send_and_read(world: World, uses: int, *, frees: bool = True) -> list[bool]:
+def send_and_read(world: World, uses: int, *, frees: bool = True, width: int = 3) -> list[bool]:
     """Swap different rows in every use, two under way at a time; whether each rank read what it should.
 
-    Rank s sends 3 rows to the ranks before it and 2 to those behind, as parts of wider rows.
+    Rank s sends 3 rows to the ranks before it and 2 to those behind, as parts of wider rows, `width` of their
+    3 columns at a time. What a counter says has come is read without a wait for the rest, too.
     """
     size, right = world.size, []
     counts = [
@@ -166,30 +167,62 @@ def send_and_read(world: World, uses: int, *, frees: bool = True) -> list[bool]:
                     for part in (slice(0, 3), slice(3, 6))
                 ]
                 most = max(map(sum, counts))
-                pending.append((use, world.boxes[rank].swap(arrays, counts[rank], begins, most, "rows")))
+                sent = world.boxes[rank].swap(arrays, counts[rank], begins, most, "rows", width)
+                pending.append((use, sent))
             if use > 0:
-                number, (buffers, works, _, _, free) = pending.popleft()
-                for work in works:
-                    work.wait()
+                number, (buffers, works, _, _, free, _, arrival) = pending.popleft()
                 expected = torch.cat([rows(s, number)[: counts[rank][s]] for s in range(size)])
 
-                def read(buffers: Any = buffers, expected: torch.Tensor = expected) -> None:
-                    right.append(torch.equal(torch.cat(buffers, 1), expected))
+                for cut in range(0, 3, width):
+                    for s in [s for s in range(size) if s != rank]:
+                        counter = arrival.counters + 4 * s
+                        Driver().cuStreamWaitValue32(stream, counter, arrival.first + cut // width, 0)
+                    columns = [c + n for n in (0, 3) for c in range(cut, min(3, cut + width))]
 
-                stream.do(read)
+                    def read(
+                        buffers: Any = buffers, expected: torch.Tensor = expected, columns: Any = columns
+                    ) -> None:
+                        right.append(torch.equal(torch.cat(buffers, 1)[:, columns], expected[:, columns]))
+
+                    stream.do(read)
+                for work in works:
+                    work.wait()
                 if frees:
                     free()
     return right
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_rank_reads_what_was_sent_for_this_use(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("width", "pieces"), [(3, 1), (2, 2), (1, 3)])
+def test_a_rank_reads_what_was_sent_for_this_use(
+    size: int, width: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seed in range(20):
         world = World(size, monkeypatch)
-        right = send_and_read(world, 7)
+        right = send_and_read(world, 7, width=width)
         assert world.run(seed)
-        assert len(right) == 7 * size
+        assert len(right) == 7 * size * pieces
         assert all(right)
+
+
+def test_calls_with_pieces_of_several_widths_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, monkeypatch)
+    rights = [send_and_read(world, 3, width=width) for width in (1, 3, 2)]
+    assert world.run(5)
+    assert [len(right) for right in rights] == [18, 6, 12]
+    assert all(map(all, rights))
+
+
+def test_a_counter_that_is_raised_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, monkeypatch)
+    monkeypatch.setattr(
+        Driver, "cuStreamWriteValue32",
+        lambda self, stream, address, value, _: (0, stream.do(
+            lambda: setattr(self._word(address), "value", value + 1))),
+    )  # fmt: skip
+    right = send_and_read(world, 7, width=1)
+    world.run(3)
+    assert not all(right)
 
 
 def test_a_rank_that_does_not_give_a_slot_back_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

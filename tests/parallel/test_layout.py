@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvlab.ops.cuda.run_list import OWN
 from kvlab.parallel.layout import (
     Part,
     Plan,
@@ -95,6 +96,38 @@ def test_a_window_loses_no_key_that_it_lets_see(world: int, chunks: list[int], l
             found += seen(part, shard.rows, gathered(plan, shard.rank, [s.rows for s in shards]))
     assert max(found.values()) == 1
     assert wanted(lengths, True, left) <= found <= wanted(lengths, True)
+
+
+@given(st.integers(2, 6), CHUNKS)
+def test_runs_of_one_kernel_compute_every_pair_once(world: int, chunks: list[int]) -> None:
+    lengths = tuple(n * world * 2 for n in chunks)
+    shards = [Shard(lengths, rank, world) for rank in range(world)]
+    found: Counter[tuple[int, int]] = Counter()
+    for shard in shards:
+        plan = zigzag_llama3_plan(shard, True)
+        assert (plan.runs is None) == (not sum(lengths))
+        if plan.runs is None:
+            continue
+        theirs = gathered(plan, shard.rank, [s.rows for s in shards])
+        holders = np.repeat(np.arange(world), plan.takes[shard.rank])
+        for g, b in np.ndindex(plan.runs.first_rows.shape):
+            n, first = int(plan.runs.lengths[b]), int(plan.runs.first_rows[g, b])
+            keys: list[int] = []
+            for row, source in plan.runs.places[g, b, : plan.runs.counts[g]].tolist():
+                keys += (shard.rows if source == OWN else theirs)[row : row + n].tolist()
+                assert source == OWN or set(holders[row : row + n].tolist()) <= {source}
+            for i, query in enumerate(shard.rows[first : first + n].tolist()):
+                found.update((query, key) for key in keys[: len(keys) - n + i + 1])
+    assert found == wanted(lengths, True)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_runs_of_others_are_read_in_the_order_in_which_they_come(rank: int) -> None:
+    runs = zigzag_llama3_plan(Shard((32,), rank, 4), True).runs
+    assert runs is not None
+    late = runs.places[1, 0, : runs.counts[1], 1][::-1].tolist()
+    assert late[:2] == [OWN, OWN]
+    assert list(dict.fromkeys(late[2:])) == [(rank - step) % 4 for step in (1, 2, 3)]
 
 
 @given(st.integers(1, 6), CHUNKS, st.booleans(), st.booleans())

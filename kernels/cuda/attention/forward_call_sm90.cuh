@@ -1,10 +1,13 @@
 // Attention forward for Hopper: what a call is, its sizes, and what a warpgroup has of a tile.
 //
 // Needs HEAD_DIM, BLOCK_N, GROUPS, Q_SLOTS; QUERY_GROUPS if calls have more than one group of queries; MERGE
-// = 1 if results are merged into those over other keys.
+// = 1 if results are merged into those over other keys; GATHERED = 1 if keys lie in runs.
 #pragma once
 #ifndef MERGE
 #define MERGE 0
+#endif
+#ifndef GATHERED
+#define GATHERED 0
 #endif
 #ifndef QUERY_GROUPS
 #define QUERY_GROUPS 1
@@ -36,10 +39,17 @@ struct Call {
     i64 out_position, out_head;
 #endif
 #if QUERY_GROUPS > 1
-    float* parts;         // workspace of tiles split over keys
-    int* arrivals;        // 0 between launches
+    float* parts;   // workspace of tiles split over keys
+    int* arrivals;  // 0 between launches
+#if GATHERED
+    const int2* runs;    // see attention/forward_gathered.cuh
+    const u32* arrived;  // [ranks], pieces that have come from each
+    int first_arrival;   // how many there are when the first piece of this call has come
+    int heads_of_piece;  // KV heads that come together
+#else
     const int* segments;  // [sequences, num_segments], null where the keys of a sequence lie in a row
     int num_segments, segment_len, box;
+#endif
     int first_row[QUERY_GROUPS];  // of out and lse of a group
     int unused;
 #endif
@@ -51,8 +61,10 @@ struct Call {
     float scale, softcap;
 };
 
+constexpr int KEY_MAPS = GATHERED ? 4 : 1;  // of K, and of V
+
 struct Arguments {
-    TensorMap q[QUERY_GROUPS], k, v;
+    TensorMap q[QUERY_GROUPS], k[KEY_MAPS], v[KEY_MAPS];
 #if !MERGE
     TensorMap out;
 #endif

@@ -5,6 +5,7 @@
 #include "attention/forward_call_sm90.cuh"
 #include "attention/softmax.cuh"
 
+#if !GATHERED
 // A tile of K or V out of segments, box by box; keys from `last` on are zeros.
 __device__ __forceinline__ void load_segments(u32 to, const TensorMap* map, u32 barrier, const int* segments,
                                               const Call& call, int key, int last, int head) {
@@ -23,6 +24,7 @@ __device__ __forceinline__ void load_segments(u32 to, const TensorMap* map, u32 
             copy_box(to + block * KV_BLOCK + i * 128, map, barrier, from, 64 * block, 0, head);
     }
 }
+#endif
 
 // Leaves a part's O, row_max and row_sum in the workspace; the last part of a tile to come adds all, in their
 // order, so that bits do not depend on which it is. Whether this is that part; `*complete` is shared memory.

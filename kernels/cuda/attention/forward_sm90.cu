@@ -30,7 +30,8 @@
 // as in attention/forward.cu; GROUPS, warpgroups that compute; Q_SLOTS, 1 or 2; QUERY_GROUPS, most groups of
 // queries of a call (1 if it is not given): with more, warpgroups have entries of their own in a tile, tiles
 // may be split over keys, and keys may lie in segments; MERGE (0 if it is not given), 1: results are merged
-// into out, float32, and lse over other keys.
+// into out, float32, and lse over other keys; GATHERED (0 if it is not given), 1: keys lie in runs, some of
+// which other ranks send meanwhile.
 #include "attention/softmax.cuh"
 #include "attention/products_sm90.cuh"
 #include "attention/forward_sm90.cuh"
@@ -311,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     __shared__ int complete[SLOTS];
     const Shared m = make_shared(memory, barriers, info, complete);
     if (threadIdx.x == 0) {
-        prefetch_map(a.q), prefetch_map(&a.k), prefetch_map(&a.v);
+        prefetch_map(a.q), prefetch_map(a.k), prefetch_map(a.v);
 #if !MERGE
         prefetch_map(&a.out);
 #endif
@@ -321,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     begin_early();
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-        if (threadIdx.x == 0) load_keys(m, &a.k, &a.v, a.call);
+        if (threadIdx.x == 0) load_keys(m, a.k, a.v, a.call);
         if (threadIdx.x == 32) load_queries(m, a.q, a.call);
 #if MERGE
         const TensorMap* const out = nullptr;
@@ -352,4 +353,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 // gate: HEAD_DIM=96 BF16=1,0 BLOCK_N=112 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 MERGE=1 registers<=128 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=2 Q_SLOTS=2 MERGE=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 SOFTCAP=0 GROUPS=2 Q_SLOTS=1 MERGE=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=2 Q_SLOTS=2 QUERY_GROUPS=16 GATHERED=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 SOFTCAP=0 GROUPS=2 Q_SLOTS=1 QUERY_GROUPS=16 GATHERED=1 registers<=168 arch=sm_90a
 // clang-format on

@@ -7,6 +7,9 @@
 #if QUERY_GROUPS > 1
 #include "attention/forward_grouped.cuh"
 #endif
+#if GATHERED
+#include "attention/forward_gathered.cuh"
+#endif
 
 // Addresses of shared memory, and the tiles that the block has taken.
 struct Shared {
@@ -191,13 +194,20 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
         if (t.sequence < 0) break;
         const TmaCoord keys = coord_of(call, t.sequence, t.k_start, GROUPED ? loaded_keys(t) : t.k_length);
         const int first = t.first_key, last = loaded_keys(t), head = t.head_kv;
-#if QUERY_GROUPS > 1
+#if GATHERED
+        const int2* const runs = call.runs + t.k_start;
+        int seen = -1;
+#elif QUERY_GROUPS > 1
         const int* const segments = call.segments ? call.segments + t.sequence * call.num_segments : nullptr;
 #endif
         const auto load = [&](u32 full, u32 empty, u32 to, const TensorMap* map, int key) {
             wait_barrier(empty + 8 * kv.stage, kv.parity);
             expect_bytes(full + 8 * kv.stage, TILE_BYTES);
-#if QUERY_GROUPS > 1
+#if GATHERED
+            load_runs(to + kv.stage * TILE_BYTES, map, full + 8 * kv.stage, runs, call, key, last, head,
+                      seen);
+            return;
+#elif QUERY_GROUPS > 1
             if (segments) {
                 load_segments(to + kv.stage * TILE_BYTES, map, full + 8 * kv.stage, segments, call, key, last,
                               head);

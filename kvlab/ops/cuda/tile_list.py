@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -186,6 +186,15 @@ class ListBuilder:
         self._launch(stream)
 
 
+class Builder(Protocol):
+    """What makes lists of `nbytes`."""
+
+    nbytes: int
+
+    def build(self, address: int, bounds: Sequence[int], stream: int) -> None:
+        """Make a list at an address, on a stream."""
+
+
 class TileLists:
     """The lists of calls of one kind.
 
@@ -196,14 +205,14 @@ class TileLists:
 
     Parameters
     ----------
-    builder : ListBuilder
+    builder : ListBuilder, or what has its `nbytes` and `build`
     variable : bool
-        Whether sequences have lengths of their own.
+        Whether lists differ from call to call, as sequences have lengths of their own.
     kind : Kind
         Of an array of the library from which memory comes that is not kept.
     """
 
-    def __init__(self, builder: ListBuilder, variable: bool, kind: Kind) -> None:
+    def __init__(self, builder: Builder, variable: bool, kind: Kind) -> None:
         self._builder, self._variable = builder, variable
         self._new = allocator((builder.nbytes,), "uint8", kind)
         self._device = device_of_kind(kind, "q").index
