@@ -90,6 +90,12 @@ class GatheredAttention:
         """KV heads that a forward gathers at once: all where its strides would be under way together."""
         return heads if heads <= _AHEAD * self.stride else self.stride
 
+    def backward_stride(self, heads: int) -> int:
+        """KV heads that a backward gathers at once: the same of several sequences, where the host, which has
+        as much to do for few heads, would be waited for; else a stride, beside which the next is sent."""
+        is_one = all(part.is_one for part in self.plan.local)
+        return self.stride if is_one else self.forward_stride(heads)
+
     def _attend_runs(self, q: Any, k: Any, v: Any, pending: Pending) -> Any:
         """Attend own keys and those of others by one kernel, which waits for these; None if there is none."""
         plan, options = self.plan, self.options
@@ -123,11 +129,12 @@ class GatheredAttention:
     def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> tuple[Any, Any, Any]:
         """Return dq, dk and dv of a rank's tokens, dtype of q."""
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        strides = range(0, k.shape[1], self.stride)
-        gathers = [self.gather(k, v, first, self.stride) for first in strides[:_AHEAD]]
+        stride = self.backward_stride(k.shape[1])
+        strides = range(0, k.shape[1], stride)
+        gathers = [self.gather(k, v, first, stride) for first in strides[:_AHEAD]]
         sent: _Sent | None = None
         for step, first in enumerate(strides):
-            heads, queries = _heads(first, self.stride, q, k)
+            heads, queries = _heads(first, stride, q, k)
             of = partial(self._gradients, dout[:, queries], q[:, queries], out[:, queries], lse[queries])
 
             # Own keys come first while the first keys of others are awaited, else last: what is sent is on
@@ -147,7 +154,7 @@ class GatheredAttention:
             pending.wait()
             pending.free()
             later = strides[step + _AHEAD : step + _AHEAD + 1]
-            gathers += [self.gather(k, v, first, self.stride) for first in later]
+            gathers += [self.gather(k, v, first, stride) for first in later]
             self._put_dq(dq[:, queries], own + theirs)
             if sent:
                 self._take(*sent)

@@ -238,6 +238,8 @@ def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1
     before = before[::2]
     early, late = shard.half(0), shard.half(1)
     gathered = part(ALL, mine, before, mask=False), part(late, _bounds(size), behind, mask=False)
+    if len(size) > 1:
+        gathered = _side_by_side(gathered, size, begins, before, behind)
     prefixes = None
     if world > 1 and total:
         seen = before + behind
@@ -254,6 +256,33 @@ def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1
             prefixes = prefixes._replace(segment_table=table, segment_len=length)
     runs = _runs(shard, chunk) if prefixes else None
     return Plan(takes, local, tuple(p for p in gathered if p.cu_k[-1]), prefixes, runs)
+
+
+def _side_by_side(
+    parts: tuple[Part, Part],
+    size: NDArray[np.int64],
+    begins: NDArray[np.int64],
+    before: list[tuple[int, int]],
+    behind: list[tuple[int, int]],
+) -> tuple[Part, Part]:
+    """Parts of several sequences in rows that lie side by side, where they can, so that none is copied.
+
+    Chunks that take no part are sequences of their own, with no keys or no rows: early chunks of queries that
+    only late ones attend for, late chunks of the keys of a single rank.
+    """
+    first, second = parts
+    if len(before) == 1:
+        begin, total, none = int(begins[before[0][0]]), int(2 * size.sum()), 0 * size
+        first = Part(
+            ALL, slice(begin, begin + total), _pairs(2 * size, none), _pairs(size, size), first.causal
+        )
+    second = Part(ALL, second.k_rows, _pairs(size, size), _pairs(0 * size, size * len(behind)), second.causal)
+    return first, second
+
+
+def _pairs(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Prefix sums of two lengths for each sequence."""
+    return _bounds(np.stack([first, second], 1).reshape(-1))
 
 
 def _runs(shard: Shard, chunk: Callable[[int, int, int], tuple[int, int]]) -> Runs:
