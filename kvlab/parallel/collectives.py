@@ -268,7 +268,7 @@ def _function() -> Any:
 
         @staticmethod
         def backward(ctx: Any, dout: Tensor, _: Tensor) -> Any:
-            return *ctx.call.backward(dout, *ctx.saved_tensors), None
+            return *ctx.call.backward(dout.contiguous(), *ctx.saved_tensors), None  # it may be one number
 
     return ContextParallelAttention
 

@@ -236,8 +236,10 @@ def zigzag_llama3_flash_attn_varlen_func(
     dropout_p, alibi_slopes, softmax_scale, causal, window_size, deterministic, return_attn_probs, group
         As in `llama3_flash_attn_varlen_func`.
     implementation : {"separate", "listed", "paired"}, optional
-        How the forward attends gathered keys: by a call for each chunk, the default, or by one call for both
-        (see `kvlab.grouped_attention_varlen`), which reads keys of several sequences where they lie.
+        How the forward attends gathered keys: by a call for each chunk, or by one call for both (see
+        `kvlab.grouped_attention_varlen`), which reads keys of several sequences where they lie. By default
+        one kernel for own and gathered keys where copy engines bring these (ranks of one host, compute
+        capability 9.0, 16 bits, causal, no window, chunks of a multiple of 8 tokens), else separate.
     use_triton_grouped, use_grouped_attention : bool
         Words of other callers for ``"paired"`` and ``"separate"``.
 

@@ -1,9 +1,11 @@
 """Attention of a sequence over several ranks that gathers keys and values: zigzag-llama3 and llama3.
 
 KV heads go in strides, two of which are under way at a time; where these are all heads, the forward takes
-them together. What a rank sees of its own keys is computed before the first gather is waited for. Backward
-gathers again and sends each rank what its keys got here, in float32, while it computes with its own keys, or
-with the next stride; a rank adds what comes to its own dk and dv.
+them together. By copy engines one kernel attends own keys and those of others, and waits for these itself
+(kvlab/ops/cuda/gathered.py); else what a rank sees of its own keys is computed before the first gather is
+waited for, and results are merged. Backward gathers again and sends each rank what its keys got here, in
+float32, while it computes with its own keys, or with the next stride; a rank adds what comes to its own dk
+and dv.
 
 Memory beside the result: the keys and values of all ranks for two strides of heads, or four by copy engines,
 and backward as many gradients of two strides, twice, in float32.
