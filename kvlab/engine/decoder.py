@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import whole_number
+from kvlab.arguments import choice, whole_number
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.options import check_device, check_names
 from kvlab.engine.cpu import CpuExecutor
 from kvlab.engine.geometry import Geometry
-from kvlab.engine.gpu import GpuExecutor
+from kvlab.engine.gpu import PLANS, GpuExecutor
 from kvlab.engine.gpu_packed import PackedGpuExecutor
 from kvlab.engine.ids import is_flat, on_host, rows_of
 from kvlab.engine.sampling import Sampling
@@ -28,7 +28,7 @@ __all__ = ["Decoder"]
 
 MOST_ROWS = 16
 _USUAL_SEQLEN = 4096
-_OPTIONS = ("batch", "max_seqlen", "device", "cache_budget")
+_OPTIONS = ("batch", "max_seqlen", "device", "plan", "cache_budget")
 _CACHE_OPTIONS = ("bits", "residual", "sink", "recent", "floor", "importance", "allocator", "realloc_every",
                   "ema_decay")  # fmt: skip
 
@@ -49,7 +49,10 @@ class Decoder:
     max_seqlen : int, optional
         Tokens that a row may have; by default what the model is made for, up to 4,096.
     device : str, optional
-        "cpu", the default, or "cuda", "cuda:1", ...: a GPU of compute capability 9.0.
+        "cpu", the default, or "cuda", "cuda:1", ...: a GPU of compute capability 8.0 or more.
+    plan : {"graph", "ops"}
+        How a GPU takes a token: in one CUDA graph, of one kernel on compute capability 9.0, or, to debug, in
+        a launch for each operation. They differ by rounding alone.
     cache_budget : float, int, str, optional
         Budget of the KV cache, as of `kvlab.MixedPrecisionCache`; by default keys and values stay in 16 bits.
         On a GPU this takes torch.
@@ -60,7 +63,7 @@ class Decoder:
     Attributes
     ----------
     geometry : Geometry
-    device : str
+    device, plan : str
     batch, max_seqlen : int
     cache : MixedPrecisionCache or None
         On a GPU None without a budget: keys and values lie in plain arrays there.
@@ -93,6 +96,7 @@ class Decoder:
         batch: int = 1,
         max_seqlen: int | None = None,
         device: str | None = None,
+        plan: str = "graph",
         cache_budget: float | int | str | None = None,
         **cache_options: Any,
     ) -> None:
@@ -111,11 +115,17 @@ class Decoder:
         self.max_seqlen = usual if max_seqlen is None else whole_number(max_seqlen, "max_seqlen", 1, longest)
         check_device(device)
         self.device = device or "cpu"
+        self.plan = choice(plan, "plan", PLANS)
+        if plan != "graph" and (self.device == "cpu" or cache_budget is not None):
+            raise NotImplementedError(
+                f"plan={plan!r}: the CPU and packed caches have the plan 'graph' alone; leave plan out, or "
+                "take device='cuda' and no cache_budget"
+            )
         self.cache: MixedPrecisionCache | None = None
         self._executor: CpuExecutor | GpuExecutor | PackedGpuExecutor
         index = int(self.device.partition(":")[2] or 0)
         if self.device != "cpu" and cache_budget is None:
-            self._executor = GpuExecutor(weights, self.batch, self.max_seqlen, index)
+            self._executor = GpuExecutor(weights, self.batch, self.max_seqlen, index, self.plan)
             return
         if cache_budget is None:
             cache_options = {"bits": 16}

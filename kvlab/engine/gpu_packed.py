@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.engine.gpu import Decoding, Model, Token
+from kvlab.engine.gpu import Decoding
 from kvlab.engine.prompt import Attend, on_torch
 from kvlab.engine.token_kernel import TokenKernel
+from kvlab.engine.token_launch import Model, Token
 from kvlab.engine.weights import Weights
 
 __all__ = ["PackedGpuExecutor"]

@@ -20,7 +20,16 @@ from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import PreparedLaunch, load
 from kvlab.jit.structs import ADDRESS, Struct
 
-__all__ = ["CALL", "MATRIX", "matrix_table", "prepare_choose", "prepare_embed", "prepare_token"]
+__all__ = [
+    "CALL",
+    "MATRIX",
+    "OPERATION",
+    "matrix_table",
+    "prepare_choose",
+    "prepare_embed",
+    "prepare_operations",
+    "prepare_token",
+]
 
 _STRIDES = ("kv_layer", "kv_batch", "kv_head")
 _CHOOSING_BLOCKS = 16  # of a row: 50,000 logits take 2 us
@@ -36,6 +45,7 @@ CALL = Struct(
     **dict.fromkeys(("head_norms", "raw_heads", "kv_parts"), ADDRESS),
     eps="f",
 )
+OPERATION = Struct(call=(CALL, 1), layer="i", product="i", normed=ADDRESS, sums=ADDRESS)
 EMBED = Struct(
     **dict.fromkeys(("embedding", "ids", "positions", "angles", "hidden", "statistics", "rotation"), ADDRESS)
 )
@@ -86,10 +96,60 @@ def prepare_token(
         If a pointer or stride lacks, or the device has too few multiprocessors.
     """
     call = _call(kernel, pointers, kv_strides, multiprocessors)
-    entry = _load("token", kernel.macros(), device)
+    entry = _load("token", kernel.macros(), device, of_hopper=True)
     return PreparedLaunch(
         entry, (multiprocessors,), (kernel.threads,), call, kernel.shared_bytes, cooperative=True
     ), call
+
+
+def prepare_operations(
+    kernel: TokenKernel,
+    pointers: Mapping[str, int],
+    kv_strides: Sequence[int],
+    *,
+    device: int,
+    multiprocessors: int,
+) -> tuple[dict[str, PreparedLaunch], NDArray[np.void]]:
+    """Compile ``engine/ops.cu`` and prepare its launches.
+
+    Parameters
+    ----------
+    kernel, kv_strides, device, multiprocessors
+        As of `prepare_token`; the device has compute capability 8.0 or more.
+    pointers : mapping of str to int
+        As of `prepare_token`, and ``normed`` and ``sums`` of `TokenKernel.between`.
+
+    Returns
+    -------
+    dict of PreparedLaunch, and the `OPERATION` that all of them read, (1,)
+
+    Raises
+    ------
+    NotImplementedError, ValueError
+        As `prepare_token`.
+    """
+    geometry, argument = kernel.geometry, np.zeros(1, OPERATION.dtype)
+    others = dict(pointers)
+    for name in ("normed", "sums"):
+        argument[name] = others.pop(name)
+    argument["call"][0] = _call(kernel, others, kv_strides, multiprocessors)
+    threads, head_dim = 32 * kernel.warps, geometry.head_dim
+    mlp = 2 * geometry.ffn if geometry.gated else geometry.ffn
+    rows = {"up" if name == "gated" else name: size for name, (size, _) in geometry.products().items()}
+    grids: dict[str, tuple[int, ...]] = {
+        "norm_tokens": (1,),
+        "rotate_heads": (rows["qkv"] // head_dim, kernel.batch),
+        "attend_tokens": (kernel.readers, kernel.batch),
+        "activate_rows": (-(-mlp // 2 // threads), kernel.batch),
+        "add_rows": (-(-geometry.hidden // 2 // threads), kernel.batch),
+        **{f"multiply_{name}": (size // 16,) for name, size in rows.items()},
+        "multiply_head": (kernel.vocabulary // 16,),
+    }
+    loaded = {name: _load("ops", kernel.macros(), device, entry=name) for name in grids}
+    return {
+        name: PreparedLaunch(loaded[name], grid, (32 if name == "rotate_heads" else threads,), argument)
+        for name, grid in grids.items()
+    }, argument
 
 
 def prepare_embed(kernel: TokenKernel, pointers: Mapping[str, int], device: int) -> PreparedLaunch:
@@ -106,14 +166,18 @@ def prepare_choose(kernel: TokenKernel, pointers: Mapping[str, int], device: int
     return PreparedLaunch(_load("choose", {}, device), (_CHOOSING_BLOCKS, kernel.batch), (512,), argument)
 
 
-def _load(name: str, macros: Mapping[str, int], device: int) -> Any:
+def _load(
+    name: str, macros: Mapping[str, int], device: int, *, entry: str = "", of_hopper: bool = False
+) -> Any:
+    """An entry of a source, by default that of its name."""
     capability = compute_capability(device)
-    if capability != (9, 0):
+    if capability < (8, 0) or (of_hopper and capability != (9, 0)):
         raise NotImplementedError(
-            f"device={device} has compute capability {capability[0]}.{capability[1]}; the decode engine runs "
-            "on 9.0 (H100, H200) and on the CPU, so take device='cpu' or use transformers"
+            f"device={device} has compute capability {capability[0]}.{capability[1]}; the decode engine "
+            f"needs {'9.0 (H100, H200) for this' if of_hopper else '8.0 or more'}, so take device='cpu' or "
+            "use transformers"
         )
-    return load(build(f"engine/{name}", macros, arch_of(*capability)), name, device=device)
+    return load(build(f"engine/{name}", macros, arch_of(*capability)), entry or name, device=device)
 
 
 def _filled(struct: Struct, values: Mapping[str, Any]) -> NDArray[np.void]:

@@ -195,6 +195,17 @@ class TokenKernel:
             "kv_parts": ((multiprocessors, self._heads_of_pass(), geometry.head_dim, 4), "float32"),
         }
 
+    def between(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of what lies between operations, in launches of their own: a norm, a product."""
+        pitch = _up128(2 * self.geometry.hidden) + 64
+        most = max(rows for rows, _ in self.geometry.products().values())
+        return {"normed": ((self.batch, pitch // 4), "int32"), "sums": ((self.batch, most), "float32")}
+
+    @property
+    def readers(self) -> int:
+        """Passes over the keys of a token: each KV head's, as often as its group needs."""
+        return self.geometry.heads_q // self._heads_of_pass()
+
     def _adders(self) -> int:
         return -(-self.batch // 4)
 

@@ -181,6 +181,8 @@ def test_weights_of_a_seed() -> None:
         (lambda: small(cache_budget="1B"), BudgetError, "^cache_budget='1B'"),
         (lambda: small(cache_budget=0.4, bits=7), ValueError, "7"),
         (lambda: small(cache_budget=0.4, recent=-1), ValueError, "recent=-1"),
+        (lambda: small(plan="fast"), ValueError, "plan='fast'.*ops"),
+        (lambda: small(plan="ops"), NotImplementedError, "plan='ops'.* device='cuda'"),
         (lambda: small(bits=4), ValueError, "bits=4 .* without cache_budget"),
         (lambda: small(floor=0.5), ValueError, "floor=0.5 .* without cache_budget"),
         (lambda: small(max_cache_len=9), TypeError, "max_cache_len=9 .* max_seqlen is meant"),

@@ -14,6 +14,7 @@ from kvlab.engine import Decoder
 from kvlab.engine.geometry import Geometry, published
 from kvlab.engine.gpu import GpuExecutor
 from kvlab.engine.gpu_packed import PackedGpuExecutor
+from kvlab.engine.operations import Operations
 from kvlab.engine.packing import unpack
 from kvlab.engine.weights import draw
 from kvlab.errors import BudgetError
@@ -77,6 +78,48 @@ def test_every_piece_is_that_of_the_oracle(name: str, dtype: str) -> None:
             assert_close(have[i], expected, dtype)
             assert np.abs(have[i] - want[-5]).max() > 0.1 * np.abs(expected).max(), "a shift is not seen"
     assert on_gpu.lengths.tolist() == [40, 23]
+
+
+@pytest.mark.parametrize("plan", ["ops", "operations in a graph"])
+@pytest.mark.parametrize("name", PIECES)
+def test_operations_give_the_bits_of_the_kernel(
+    name: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While all keys are new; behind others they are divided otherwise. In a graph, as on older GPUs, too."""
+    geometry, rows = PIECES[name], texts(PIECES[name], 12, 5)
+    whole = decoder(geometry, "cuda", batch=2)
+    if plan == "ops":
+        ops = decoder(geometry, "cuda", batch=2, plan="ops")
+    else:
+        monkeypatch.setattr("kvlab.engine.gpu.compute_capability", lambda _: (8, 0))
+        ops = decoder(geometry, "cuda", batch=2)
+    assert isinstance(ops._executor, GpuExecutor)
+    assert isinstance(ops._executor._decode, Operations)
+    logits = ops.prefill(rows)
+    assert np.array_equal(logits, whole.prefill(rows))
+    chosen = []
+    for _ in range(20):
+        chosen.append(logits.argmax(-1))
+        logits = ops.step(chosen[-1])
+    assert ops.generate(rows, 20) == np.array(chosen).T.tolist()
+    longer = texts(geometry, 300, 77)
+    for one in (ops, whole):
+        one.reset()
+    assert_close(ops.prefill(longer), whole.prefill(longer), "float16")
+    assert_close(ops.step([1, 2]), whole.step([1, 2]), "float16")
+    text = texts(geometry, 40)[0]
+    alone = [decoder(geometry, "cuda", plan=one).layer_outputs(text) for one in ("ops", "graph")]
+    for have, expected in zip(*alone, strict=True):
+        assert_close(have, expected, "float16")
+
+
+@pytest.mark.parametrize(("name", "batch"), WIDTHS)
+def test_operations_of_published_widths(name: str, batch: int) -> None:
+    geometry = WIDTHS[name, batch]
+    rows = texts(geometry, *range(7, 7 + batch))
+    ops, whole = (decoder(geometry, "cuda", batch=batch, plan=plan) for plan in ("ops", "graph"))
+    assert_close(ops.prefill(rows), whole.prefill(rows), "float16")
+    assert_close(ops.step([5] * batch), whole.step([5] * batch), "float16")
 
 
 @pytest.mark.parametrize(("name", "batch"), WIDTHS)

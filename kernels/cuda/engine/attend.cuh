@@ -315,9 +315,28 @@ __device__ __forceinline__ void copy_newest(const Call& call, const Segment& seg
     }
 }
 
-// A segment; the warp's sums go to its HEADS_OF_WARP rows.
+// Keys and their values in slots of the ring, which all warps wait for and free.
+struct RingKeys {
+    Ring& ring;
+    __device__ __forceinline__ void begin(int) const { wait_barrier(ring.full + 8 * ring.slot, ring.parity); }
+    __device__ __forceinline__ uint4 load(int i) const {
+        return load_shared(ring.slots + ring.slot * SLOT_BYTES + i * KEY_BYTES +
+                           threadIdx.x % 32 % LANES * 16);
+    }
+    __device__ __forceinline__ uint4 key(int i) const { return load(i); }
+    __device__ __forceinline__ uint4 value(int i) const { return load(CHUNK + i); }
+    __device__ __forceinline__ void end() const {
+        __syncwarp();  // all lanes have read
+        if (threadIdx.x % 32 == 0) arrive(ring.empty + 8 * ring.slot);
+        ring.advance();
+    }
+};
+
+// A segment; the warp's sums go to its HEADS_OF_WARP rows. `source` has key(i) and value(i) of a slot between
+// begin(first key) and end().
+template <class Source>
 __device__ __forceinline__ void attend_segment(const Call& call, const Chunks& chunks, const Segment& segment,
-                                               const u16* newest, Ring& ring, float* rows) {
+                                               const u16* newest, Source source, float* rows) {
     const int n = segment.n, warp = threadIdx.x / 32, j = threadIdx.x % 32 % LANES;
     const int team = min(warp / TEAM_WARPS, TEAMS - 1);  // warps that no team needs repeat the last one's
     const int side = warp % TEAM_WARPS / SIDE_WARPS;
@@ -347,16 +366,13 @@ __device__ __forceinline__ void attend_segment(const Call& call, const Chunks& c
         }
     }
     int slot = 0;
-    visit_slots(chunks, segment, [&](int, int count) {
-        wait_barrier(ring.full + 8 * ring.slot, ring.parity);
-        const u32 keys = ring.slots + ring.slot * SLOT_BYTES + 16 * j, values = keys + CHUNK * KEY_BYTES;
+    visit_slots(chunks, segment, [&](int key, int count) {
+        source.begin(key);
         if (slot++ % SIDES == side)
             take_keys(
-                running, q, count, [&](int i) { return load_shared(keys + i * KEY_BYTES); },
-                [&](int i) { return load_shared(values + i * KEY_BYTES); });
-        __syncwarp();  // all lanes have read
-        if (threadIdx.x % 32 == 0) arrive(ring.empty + 8 * ring.slot);
-        ring.advance();
+                running, q, count, [&](int i) { return source.key(i); },
+                [&](int i) { return source.value(i); });
+        source.end();
     });
 #pragma unroll
     for (int g = 0; g < HEADS_OF_WARP; ++g) leave_row(running[g], rows + g * MERGED_ROW);
@@ -383,7 +399,7 @@ __device__ __forceinline__ void attend(const Call& call, const Chunks& chunks, R
         sync_threads(OF_MMA, MMA_THREADS);  // segments and what is new of them are there
 #pragma unroll 1
         for (int c = 0; c < count; ++c)
-            attend_segment(call, chunks, segments[c], newest + c * (NEWEST_BYTES / 2), ring,
+            attend_segment(call, chunks, segments[c], newest + c * (NEWEST_BYTES / 2), RingKeys{ring},
                            rows + (c * WARPS + threadIdx.x / 32) * WARP_ROWS);
         sync_threads(OF_MMA, MMA_THREADS);  // all warps' sums are there
 #pragma unroll 1
@@ -413,21 +429,25 @@ __device__ __forceinline__ void attend(const Call& call, const Chunks& chunks, R
     }
 }
 
-// Leaves the newest keys and values of this CTA's segments to the next launches. Memory takes microseconds
-// for pages that nobody has read yet, so none of this launch waits for them.
-__device__ __forceinline__ void keep_newest(const Call& call, int layer, const Chunks& chunks) {
+// Leaves the newest key and value of a segment to the next launches; a warp.
+__device__ __forceinline__ void keep_segment(const Call& call, int layer, const Segment& segment) {
     constexpr int ROW = HEAD_DIM / 8;  // pieces of 16 bytes
+    const i64 at = keys_of(call, layer, segment) + (i64)__ldg(call.positions + segment.n) * HEAD_DIM;
+    for (int i = threadIdx.x % 32; i < 2 * ROW; i += 32) {
+        const bool of_values = i >= ROW;
+        const u16* const from = head_of(call, segment.n, kv_head(segment, of_values));
+        const int piece = (i - of_values * ROW) * 8;
+        *(uint4*)((of_values ? call.v : call.k) + at + piece) = __ldcg((const uint4*)(from + piece));
+    }
+}
+
+// The newest keys and values of this CTA's segments. Memory takes microseconds for pages that nobody has read
+// yet, so none of this launch waits for them.
+__device__ __forceinline__ void keep_newest(const Call& call, int layer, const Chunks& chunks) {
     int count = 0;
     for (Walk walk(chunks); !walk.done();) {
         const Segment segment = walk.next(chunks);
         if (segment.end < segment.chunks || segment.reader % PASSES) continue;
-        if (count++ % WARPS != threadIdx.x / 32) continue;
-        const i64 at = keys_of(call, layer, segment) + (i64)__ldg(call.positions + segment.n) * HEAD_DIM;
-        for (int i = threadIdx.x % 32; i < 2 * ROW; i += 32) {
-            const bool of_values = i >= ROW;
-            const u16* const from = head_of(call, segment.n, kv_head(segment, of_values));
-            const int piece = (i - of_values * ROW) * 8;
-            *(uint4*)((of_values ? call.v : call.k) + at + piece) = __ldcg((const uint4*)(from + piece));
-        }
+        if (count++ % WARPS == threadIdx.x / 32) keep_segment(call, layer, segment);
     }
 }

@@ -104,19 +104,22 @@ __device__ __forceinline__ void norm_x(const Call& call, const NormWeights& held
     }
 }
 
+// What OUT, O and DOWN multiply of token n, from a column on, 8 of which lie together.
+template <Kind KIND>
+__device__ __forceinline__ const u16* columns_from(const Call& call, int n, int column) {
+    if (KIND == OUT && column >= Q_COLS) return call.activation + n * FFN + column - Q_COLS;
+    return KIND == DOWN ? call.activation + n * FFN + column : call.attended + n * Q_COLS + column;
+}
+
 template <Kind KIND>
 __device__ __forceinline__ void copy_x(const Call& call, char* x) {
     using S = Shape<KIND>;
     constexpr int PIECES = S::COLS / 8;  // of 16 bytes
     const int first = blockIdx.x % SPLITS * S::COLS;
-    const u16* const base = (KIND == DOWN ? call.activation : call.attended) + first;
 #pragma unroll 2
     for (int i = threadIdx.x; i < BATCH * PIECES; i += MMA_THREADS) {
         const int n = i / PIECES, piece = i % PIECES;
-        const u16* from = base + n * (KIND == DOWN ? FFN : Q_COLS) + 8 * piece;
-        if (KIND == OUT && first + 8 * piece >= Q_COLS)
-            from = call.activation + n * FFN + first + 8 * piece - Q_COLS;
-        copy_async(x + n * S::PITCH + piece * 16, from);
+        copy_async(x + n * S::PITCH + piece * 16, columns_from<KIND>(call, n, first + 8 * piece));
     }
     wait_copies();
 }

@@ -127,11 +127,12 @@ __device__ __forceinline__ void leave_sums(float* sums, const float (&c)[2][N_TI
         }
 }
 
-// Blocks of a slot: every SIDE_WARPS-th from `weights` on. Loads of a few are under way together, and the two
-// halves of a block have sums of their own, so products wait less for each other.
-template <int SIDE_WARPS>
-__device__ __forceinline__ void multiply_slot(float (&c)[2][N_TILES][4], u32 weights, u32 x_lane, u32 x_upper,
-                                              int first) {
+// Blocks of a slot: every SIDE_WARPS-th from `first` on; load_weights(block, half) and load_x(block, n) give
+// a lane's 16 bytes of either. Loads of a few are under way together, and the two halves of a block have sums
+// of their own, so products wait less for each other.
+template <int SIDE_WARPS, class LoadWeights, class LoadX>
+__device__ __forceinline__ void multiply_slot(float (&c)[2][N_TILES][4], int first,
+                                              const LoadWeights& load_weights, const LoadX& load_x) {
     constexpr int MINE = (SLOT_BLOCKS + SIDE_WARPS - 1) / SIDE_WARPS, AT_ONCE = N_TILES == 2 ? 1 : 2;
 #pragma unroll(N_TILES == 2 ? 2 : MINE)
     for (int begin = 0; begin < MINE; begin += AT_ONCE) {
@@ -140,10 +141,9 @@ __device__ __forceinline__ void multiply_slot(float (&c)[2][N_TILES][4], u32 wei
         for (int i = 0; i < AT_ONCE; ++i) {
             const int block = first + (begin + i) * SIDE_WARPS;
             if (begin + i >= MINE || block >= SLOT_BLOCKS) continue;
-            a[i][0] = load_shared(weights + block * BLOCK_BYTES);
-            a[i][1] = load_shared(weights + block * BLOCK_BYTES + 512);
-            b[i][0] = load_shared(x_lane + block * 64);
-            if constexpr (N_TILES == 2) b[i][1] = load_shared(x_upper + block * 64);
+            a[i][0] = load_weights(block, 0), a[i][1] = load_weights(block, 1);
+            b[i][0] = load_x(block, 0);
+            if constexpr (N_TILES == 2) b[i][1] = load_x(block, 1);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
@@ -172,10 +172,16 @@ __device__ __forceinline__ void multiply(Ring& ring, Sums& sums, const Queue& qu
 #pragma unroll 1
         for (int s = 0; s < S::STAGES; ++s) {
             wait_barrier(ring.full + 8 * ring.slot, ring.parity);
-            if (s % SIDES == warp / SIDE_WARPS)
-                multiply_slot<SIDE_WARPS>(c, ring.slots + ring.slot * SLOT_BYTES + lane * 16,
-                                          x_lane + s * (SLOT_BLOCKS * 64), x_upper + s * (SLOT_BLOCKS * 64),
-                                          warp % SIDE_WARPS);
+            if (s % SIDES == warp / SIDE_WARPS) {
+                const u32 weights = ring.slots + ring.slot * SLOT_BYTES + lane * 16,
+                          at = s * SLOT_BLOCKS * 64;
+                multiply_slot<SIDE_WARPS>(
+                    c, warp % SIDE_WARPS,
+                    [&](int block, int half) {
+                        return load_shared(weights + block * BLOCK_BYTES + half * 512);
+                    },
+                    [&](int block, int n) { return load_shared((n ? x_upper : x_lane) + at + block * 64); });
+            }
             __syncwarp();  // all lanes have read
             if (lane == 0) arrive(ring.empty + 8 * ring.slot);
             ring.advance();

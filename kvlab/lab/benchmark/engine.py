@@ -19,7 +19,7 @@ from kvlab.engine.geometry import published
 from kvlab.engine.weights import Weights, draw, from_seed
 from kvlab.lab.results import Row
 
-__all__ = ["CASES", "NOTE", "benchmark_engine"]
+__all__ = ["CASES", "NOTE", "benchmark_engine", "check", "repeated"]
 
 NOTE = (
     "us: median from token to token of a greedy stream behind a prompt; GB/s: weights, keys and values that "
@@ -69,15 +69,16 @@ def benchmark_engine(cases: tuple[tuple[str, int, int], ...], *, device: str, to
     rows = []
     for (name, batch), group in itertools.groupby(cases, key=lambda case: case[:2]):
         contexts = [context for _, _, context in group]
-        weights = from_seed(name, 0, DTYPE) if device == "cpu" else _repeated(name)
+        weights = from_seed(name, 0, DTYPE) if device == "cpu" else repeated(name)
         decoder = Decoder(weights, batch=batch, device=device, max_seqlen=max(contexts) + tokens)
-        _check(decoder, name, min(contexts))
+        check(decoder, name, min(contexts))
         rows += [_time(decoder, name, context, tokens) for context in contexts]
         del decoder
     return rows
 
 
-def _repeated(name: str) -> Weights:
+def repeated(name: str) -> Weights:
+    """Random weights of a known size; every layer has those of the first one."""
     geometry, base = published(name)
     one = draw(dataclasses.replace(geometry, layers=1), base, 0, DTYPE)
     layer = next(one.layers)
@@ -89,7 +90,8 @@ def _prompt(decoder: Decoder, length: int) -> list[list[int]]:
     return [rng.integers(0, decoder.geometry.vocabulary, length).tolist() for _ in range(decoder.batch)]
 
 
-def _check(decoder: Decoder, name: str, length: int) -> None:
+def check(decoder: Decoder, name: str, length: int) -> None:
+    """Refuse a decoder to which a prompt in parts says something else than the whole."""
     rows = _prompt(decoder, length)
     whole = decoder.prefill(rows)
     decoder.reset()
