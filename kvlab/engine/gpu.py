@@ -1,9 +1,9 @@
 """A decoder on a GPU: a token is a few launches in one CUDA graph, whose choice feeds the next one.
 
-The graph holds `embed`, `token` and `choose` (kernels/cuda/engine). Token numbers and positions lie on the
-device, so a replay goes on where the last one ended and the host need not be asked; chosen tokens arrive in a
-list in the host's memory. A greedy stream keeps one token ahead of who reads it, so the device does not wait
-for the host; who asks for logits meanwhile has the last token that was read run again.
+The graph holds `embed`, `token` and `choose` or `draw` (kernels/cuda/engine). Token numbers and positions
+lie on the device, so a replay goes on where the last one ended and the host need not be asked; chosen tokens
+arrive in a list in the host's memory. A stream keeps one token ahead of who reads it, so the device does not
+wait for the host; who asks for logits meanwhile has the last token that was read run again.
 
 Short prompts take the same kernel, 16 tokens of a row at a launch: with 0 as stride from row to row its
 tokens are neighbours of one sequence, which see each other because keys and values are stored before
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.arguments import LONGEST
 from kvlab.device import compute_capability, translated_out_of_memory
 from kvlab.engine.cpu import rotation
-from kvlab.engine.kernels import prepare_choose
+from kvlab.engine.kernels import SETTINGS, prepare_choose, prepare_draw
 from kvlab.engine.operations import Operations
 from kvlab.engine.prompt import MOST_TOKENS, Attend, Prompts, load_torch, on_torch
 from kvlab.engine.sampling import Sampling
@@ -56,7 +57,7 @@ class Decoding:
     """
 
     runs_ahead = False
-    """Whether a greedy stream may run a token that nobody has asked for yet."""
+    """Whether a stream may run a token that nobody has asked for yet."""
 
     def __init__(self, weights: Weights, batch: int, max_seqlen: int, device: int) -> None:
         with needs_extra("cu13", "a decoder on a GPU"):
@@ -83,16 +84,18 @@ class Decoding:
         self._history = _pinned(cupy, (max_seqlen + 1, self._batch), np.int32)
         self._best, self._arrivals = cupy.zeros(self._batch, np.uint64), cupy.zeros(self._batch, np.int32)
         arrays = self._decode.arrays
-        self._choose = prepare_choose(
-            self._decode.kernel,
-            {
-                **{name: arrays[name].data.ptr for name in ("logits", "ids", "positions")},
-                "best": self._best.data.ptr,
-                "arrivals": self._arrivals.data.ptr,
-                "history": self._history.ctypes.data,
-            },
-            self._device,
-        )
+        self._settings = cupy.zeros(SETTINGS.size, np.uint8)
+        common = {
+            **{name: arrays[name].data.ptr for name in ("logits", "ids", "positions")},
+            "history": self._history.ctypes.data,
+        }
+        cells = {"best": self._best.data.ptr, "arrivals": self._arrivals.data.ptr}
+        settings = {"settings": self._settings.data.ptr}
+        self._choices = {
+            False: prepare_choose(self._decode.kernel, {**common, **cells}, self._device),
+            True: prepare_draw(self._decode.kernel, {**common, **settings}, self._device),
+        }
+        self._draws = False
 
     def _make_token(self, model: Model, max_seqlen: int, bfloat16: bool, count: int) -> Token:
         """Take memory for keys and values, and return the launches of a token of every row."""
@@ -135,14 +138,12 @@ class Decoding:
 
     def tokens(self, sampling: Sampling, most: int) -> Iterator[NDArray[np.int64]]:
         """Choose up to `most` tokens for each row, one after the other; all but the last are run."""
-        if sampling.temperature == 0:
-            yield from self._likeliest(most)
-            return
-        for i in range(most):
-            ids = sampling.choose(self.logits, self.lengths)
-            yield ids
-            if i < most - 1:
-                self.read(list(ids[:, None]))
+        with self._current():
+            self._settle()
+            self._draws = sampling.temperature > 0
+            if self._draws:
+                self._settings.set(settings_of(sampling), self._cupy.cuda.get_current_stream())
+        yield from self._fed_back(most)
 
     # ---- launches ------------------------------------------------------------------------------------------
 
@@ -197,7 +198,11 @@ class Decoding:
             on_torch(self._decode.arrays["statistics"], "float32")[...] = torch.cat([mean, squares], -1)
             self._decode.launch_head(self._stream.ptr)
 
-    def _likeliest(self, most: int) -> Iterator[NDArray[np.int64]]:
+    def _choose(self, stream: int) -> None:
+        """Let the device choose each row's next token, the likeliest or, if `tokens` said so, by a draw."""
+        self._choices[self._draws](stream)
+
+    def _fed_back(self, most: int) -> Iterator[NDArray[np.int64]]:
         ids = None
         for i in range(most):
             with self._current():
@@ -269,7 +274,7 @@ class GpuExecutor(Decoding):
         whole = self._plan == "graph" and compute_capability(self._device) == (9, 0)
         kind = Token if whole else Operations
         self._prompt = kind(kernels[1], *common, neighbours=True)
-        self._graph: Any = None
+        self._graphs: dict[bool, Any] = {}  # of greedy choices and of draws
         return kind(kernels[0], *common)
 
     def layer_outputs(self, ids: NDArray[np.int64]) -> list[NDArray[np.float32]]:
@@ -288,12 +293,12 @@ class GpuExecutor(Decoding):
         if self._plan == "ops":
             self._step()
             return
-        if self._graph is None:
+        if self._draws not in self._graphs:
             self._stream.synchronize()
             self._stream.begin_capture()
             self._step()
-            self._graph = self._stream.end_capture()
-        self._graph.launch(self._stream)
+            self._graphs[self._draws] = self._stream.end_capture()
+        self._graphs[self._draws].launch(self._stream)
 
     def _step(self) -> None:
         """Launch one token of every row and the choice of the next."""
@@ -343,6 +348,15 @@ class GpuExecutor(Decoding):
                 hidden.append(self._cupy.asnumpy(prompt.arrays["hidden"]))
         for name in ("hidden", "logits"):
             self._decode.arrays[name][row] = prompt.arrays[name][len(part) - 1]
+
+
+def settings_of(sampling: Sampling) -> NDArray[np.uint8]:
+    """What engine/draw.cu reads."""
+    found = np.zeros(1, SETTINGS.dtype)
+    found["inverse_temperature"] = min(1 / sampling.temperature, np.finfo(np.float32).max)
+    found["top_k"], found["top_p"] = min(sampling.top_k, LONGEST), sampling.top_p
+    found["seed"] = sampling.seed
+    return found.view(np.uint8)
 
 
 def _pinned(cupy: Any, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

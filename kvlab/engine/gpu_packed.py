@@ -72,6 +72,7 @@ class PackedGpuExecutor(Decoding):
         if not kind:  # the cache has not met its GPU
             self._step()
             return
+        kind = *kind, self._draws
         if kind not in recorded:
             # Graphs for memory that the cache has given back serve no step any more.
             self._recorded = {other: graph for other, graph in recorded.items() if other[:1] == kind[:1]}

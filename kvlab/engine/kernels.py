@@ -24,8 +24,10 @@ __all__ = [
     "CALL",
     "MATRIX",
     "OPERATION",
+    "SETTINGS",
     "matrix_table",
     "prepare_choose",
+    "prepare_draw",
     "prepare_embed",
     "prepare_operations",
     "prepare_token",
@@ -53,6 +55,12 @@ CHOOSE = Struct(
     logits=ADDRESS, vocabulary="i", pitch="i",
     **dict.fromkeys(("best", "arrivals", "ids", "positions", "history"), ADDRESS),
 )  # fmt: skip
+SETTINGS = Struct(inverse_temperature="f", top_k="u4", top_p="f8", seed="u8")
+DRAW = Struct(
+    logits=ADDRESS, vocabulary="i", pitch="i",
+    **dict.fromkeys(("settings", "ids", "positions", "history"), ADDRESS),
+)  # fmt: skip
+_DRAWING_BLOCKS = 8  # of a row: a cluster
 
 
 def matrix_table(rows: Sequence[tuple[int, int, int, int]]) -> NDArray[np.void]:
@@ -164,6 +172,17 @@ def prepare_choose(kernel: TokenKernel, pointers: Mapping[str, int], device: int
     sizes = {"vocabulary": kernel.geometry.vocabulary, "pitch": kernel.vocabulary}
     argument = _filled(CHOOSE, {**pointers, **sizes})
     return PreparedLaunch(_load("choose", {}, device), (_CHOOSING_BLOCKS, kernel.batch), (512,), argument)
+
+
+def prepare_draw(kernel: TokenKernel, pointers: Mapping[str, int], device: int) -> PreparedLaunch:
+    """Compile ``engine/draw.cu`` and prepare its launch; `pointers` are the addresses of `DRAW`.
+
+    ``settings`` is the address of `SETTINGS` on the device.
+    """
+    blocks = _DRAWING_BLOCKS if compute_capability(device) >= (9, 0) else 1
+    sizes = {"vocabulary": kernel.geometry.vocabulary, "pitch": kernel.vocabulary}
+    entry, argument = _load("draw", {"CTAS": blocks}, device), _filled(DRAW, {**pointers, **sizes})
+    return PreparedLaunch(entry, (blocks, kernel.batch), (1024,), argument, cluster=blocks)
 
 
 def _load(

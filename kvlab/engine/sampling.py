@@ -46,7 +46,7 @@ class Sampling:
         number(self.temperature, "temperature", 0)
         whole_number(self.top_k, "top_k", 0)
         number(self.top_p, "top_p", 0, 1)
-        whole_number(self.seed, "seed", 0)
+        whole_number(self.seed, "seed", 0, (1 << 64) - 1)
 
     def choose(self, logits: NDArray[np.float32], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Choose a token for each row.

@@ -197,6 +197,11 @@ def test_weights_of_a_seed() -> None:
         (lambda: next(small().stream(3)), ValueError, "call prefill"),
         (lambda: small().generate([1], 3, temperature=-1), ValueError, "temperature"),
         (lambda: small().generate([1], 3, top_p=1.5), ValueError, "top_p"),
+        (
+            lambda: small().generate([1], 3, temperature=1, seed=1 << 64),
+            ValueError,
+            "seed=18446744073709551616",
+        ),
         (lambda: Decoder.from_config("pythia-3b"), ValueError, "pythia-2.8b"),
         (lambda: Decoder.from_config("pythia-14m", dtype="float32"), ValueError, "float16"),
         (lambda: Decoder.from_pretrained("/nowhere/at/all"), OSError, "nowhere"),

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from kvlab.device import compute_capability
 from kvlab.engine import Decoder
 from kvlab.engine.geometry import Geometry, published
-from kvlab.engine.gpu import GpuExecutor
+from kvlab.engine.gpu import GpuExecutor, settings_of
 from kvlab.engine.gpu_packed import PackedGpuExecutor
 from kvlab.engine.operations import Operations
 from kvlab.engine.packing import unpack
+from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import draw
 from kvlab.errors import BudgetError
 from kvlab.jit.launch import PreparedLaunch
@@ -163,6 +164,64 @@ def test_texts_from_graphs_are_those_of_steps(name: str) -> None:
     assert (
         drawn == on_gpu.generate(rows, 20, temperature=1.0, top_p=0.9, seed=2) != [row[:20] for row in found]
     )
+
+
+SAMPLINGS = [
+    Sampling(temperature=1.0), Sampling(temperature=0.7, top_k=40), Sampling(temperature=1.3, top_p=0.9),
+    Sampling(temperature=0.9, top_k=1), Sampling(temperature=1e-6), Sampling(temperature=2.0, top_p=0.0),
+    Sampling(temperature=1.0, top_k=300, top_p=0.5, seed=123456789), Sampling(temperature=1.0, top_k=10**6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", [8, 1])
+@pytest.mark.parametrize("vocabulary", [131, 50_304, 151_936])
+def test_draws_are_those_of_the_host(vocabulary: int, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's random number falls into the interval of the device's token, within rounding."""
+    if blocks == 1:
+        monkeypatch.setattr("kvlab.engine.kernels._DRAWING_BLOCKS", 1)
+    geometry = dataclasses.replace(PIECES["head-96"], layers=1, vocabulary=vocabulary)
+    on_gpu = decoder(geometry, "cuda", batch=16)
+    executor: Any = on_gpu._executor
+    token, cupy = executor._decode, executor._cupy
+    rng = np.random.default_rng(3)
+    logits = (3 * rng.standard_normal((16, vocabulary))).astype(np.float32)
+    logits[3] = np.round(logits[3])  # many equals
+    logits[4] = 1.0
+    logits[5, rng.integers(vocabulary, size=vocabulary // 2)] = -np.inf
+    same, rows = 0, np.arange(16)
+    with executor._current():
+        token.arrays["logits"][:, :vocabulary] = cupy.asarray(logits)
+        for sampling in SAMPLINGS:
+            for position in range(1, 60, 7):
+                positions = position + rows
+                token.set(positions=positions - 1)
+                executor._settings.set(settings_of(sampling))
+                executor._choices[True](executor._stream.ptr)
+                executor._stream.synchronize()
+                got = executor._history[positions, rows]
+                assert np.array_equal(token.arrays["ids"].get(), got)
+                assert np.array_equal(token.arrays["positions"].get(), positions)
+                want = sampling.choose(logits, positions)
+                same += int((got == want).sum())
+                for row in np.flatnonzero(got != want):
+                    assert_neighbours(logits[row], sampling, int(row), int(positions[row]), int(got[row]))
+        assert same >= 0.95 * 16 * 9 * len(SAMPLINGS)
+
+
+def assert_neighbours(
+    logits: NDArray[Any], sampling: Sampling, row: int, position: int, token: int
+) -> None:  # fmt: skip
+    """A token whose interval is as good as that in which the random number lies."""
+    scaled = logits.astype(float) / sampling.temperature
+    order = np.argsort(-scaled, kind="stable")[: sampling.top_k or None]
+    total = np.cumsum(np.exp(scaled[order] - scaled[order[0]]))
+    total = total[: int(np.searchsorted(total, sampling.top_p * total[-1])) + 1]
+    drawn = np.random.Generator(np.random.Philox(key=[sampling.seed, row], counter=position)).random()
+    (at,) = np.flatnonzero(order == token)
+    slack = 1e-4 * total[-1]
+    assert at <= len(total), "a token that is not kept"
+    end = total[min(at, len(total) - 1)]
+    assert (total[at - 1] if at else 0) - slack <= drawn * total[-1] <= end + slack
 
 
 def test_a_stream_that_ends_early_leaves_the_decoder_where_it_was_read() -> None:
