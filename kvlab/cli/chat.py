@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -10,7 +12,13 @@ from kvlab.cli.options import Json, Output, emit_json
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of a model with its tokenizer; or a known size, for example pythia-2.8b, with "
+            "random weights: its tokens are bytes and numbers."
+        ),
+    ],
     budget: Annotated[
         str | None,
         typer.Option(help="Budget of the KV cache: 0.3, 4.25bpe, 6GiB; default: 16 bits."),
@@ -26,7 +34,7 @@ def command(
 ) -> None:
     """Answer what is typed, line by line, until the input ends or the talk is as long as it may be.
 
-    Below each answer a line says how fast it came and what the cache takes.
+    Below each answer a line says how fast it comes and what the cache takes; on a terminal it is live.
 
     Example: kvlab chat ./SmolLM2-135M-Instruct --budget 0.3
     """
@@ -39,10 +47,33 @@ def command(
         except typer.Abort:  # the end of the input
             break
         said = ""
-        for part in chat.answer(line, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
-            typer.echo(part, nl=False, err=as_json)
-            said += part
-        typer.echo(f"\n[{chat.summary()}]", err=as_json)
+        with _shown(err=as_json) as show:
+            for part in chat.answer(line, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
+                said += part
+                show(said, chat.summary())
         turns.append({"you": line, "answer": said, "summary": chat.summary()})
     typer.echo(err=as_json)
     emit_json({"model": model, "turns": turns}, as_json=as_json, output=output)
+
+
+@contextmanager
+def _shown(*, err: bool) -> Iterator[Callable[[str, str], None]]:
+    """Yields what shows a text as far as it has come and the line below it."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(stderr=err)
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=8, vertical_overflow="visible") as live:
+            yield lambda text, line: live.update(Group(Text(text), Text(f"[{line}]", style="dim")))
+        return
+    shown, last = 0, ""
+
+    def show(text: str, line: str) -> None:
+        nonlocal shown, last
+        typer.echo(text[shown:], nl=False, err=err)
+        shown, last = len(text), line
+
+    yield show
+    typer.echo(f"\n[{last}]", err=err)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -30,13 +31,20 @@ def check(
     dtype: Dtype = "float16",
     seed: Seed = 0,
     device: Device = "cpu",
+    dump: Annotated[
+        Path | None,
+        typer.Option(help="File .npz for what the layers compute: normed, q, k, v, rotated, attended, out."),
+    ] = None,
+    benchmark: Annotated[bool, typer.Option("--benchmark", help="Also time tokens behind the text.")] = False,
+    num_runs: Annotated[int, typer.Option(min=1, help="Tokens that --benchmark times.")] = 100,
     as_json: Json = False,
     output: Output = None,
 ) -> None:
     """Compare layers and logits with transformers in float64. Exit code 1 if one is worse than its 16 bits.
 
     "ratio" is the larger of two: the engine's largest and root mean square error, over those of transformers
-    with the same weights in 16 bits. Up to 1.1 passes.
+    with the same weights in 16 bits. Up to 1.1 passes. With --benchmark, tokens of the layers up to --layer
+    and the head are timed on the device, those of transformers in float32 on the CPU.
 
     Example: kvlab engine check --model pythia-2.8b --layer 0 --seq-len 128
     """
@@ -45,16 +53,20 @@ def check(
 
     if layer != "all" and not layer.isdecimal():
         raise typer.BadParameter(f"--layer {layer!r}: write the number of a layer, or all")
-    rows = compare(
+    if dump is not None and device != "cpu":
+        raise typer.BadParameter(f"--dump {dump}: values within a layer are kept with --device cpu alone")
+    rows, times = compare(
         model, layers=None if layer == "all" else [int(layer)], seq_len=seq_len, dtype=dtype, seed=seed,
-        device=device,
+        device=device, dump=dump, runs=num_runs if benchmark else 0,
     )  # fmt: skip
     passes = all(row["passes"] for row in rows)
     record = {**provenance(model=model, seq_len=seq_len, dtype=dtype, seed=seed, device=device),
-              "rows": rows, "passes": passes}  # fmt: skip
+              "rows": rows, "times": times, "passes": passes}  # fmt: skip
     emit_json(record, as_json=as_json, output=output)
     if not as_json:
         print_table(rows, f"{model}, {dtype}, {seq_len} tokens, engine on {device}")
+        if times:
+            print_table(times, f"tokens behind {seq_len}")
     raise typer.Exit(0 if passes else 1)
 
 

@@ -93,6 +93,12 @@ class CpuExecutor:
         logits = self._product(self._head, self._normed(x[newest], self._head))
         self.logits[present] = logits[:, : self.geometry.vocabulary]
 
+    def run_again(self) -> None:
+        """Read the newest token of each row again; to time it."""
+        self.cache.crop(1)
+        self.lengths -= 1
+        self.run(np.zeros((len(self.lengths), 1), np.int64), np.ones((len(self.lengths), 1), np.bool_))
+
     def layer_outputs(self, ids: NDArray[np.int64]) -> list[Floats]:
         """Run one row from its beginning; what each layer leaves of its tokens, (tokens, hidden)."""
         found: list[list[Floats]] = [[] for _ in self._layers]
@@ -106,6 +112,18 @@ class CpuExecutor:
             part = ids[None, first : first + _CHUNK]
             self.run(part, np.ones(part.shape, np.bool_), watch)
         return [np.concatenate(parts) for parts in found]
+
+    def layer_values(self, ids: NDArray[np.int64]) -> dict[str, Floats]:
+        """Run one row from its beginning; what every layer computes on the way, a token a row."""
+        found: dict[str, list[Floats]] = {}
+        self.reset()
+        for first in range(0, len(ids), _CHUNK):
+            part = ids[None, first : first + _CHUNK]
+            self.run(
+                part, np.ones(part.shape, np.bool_),
+                lambda layer, what, x: found.setdefault(f"{layer}.{what}", []).append(np.array(x)),
+            )  # fmt: skip
+        return {name: np.concatenate(parts) for name, parts in found.items()}
 
     def tokens(self, sampling: Sampling, most: int) -> Iterator[NDArray[np.int64]]:
         """Choose up to `most` tokens for each row, one after the other; all but the last are run."""

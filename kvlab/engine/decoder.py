@@ -223,14 +223,47 @@ class Decoder:
         ValueError, TypeError
             As of `prefill`.
         """
+        found = self._executor.layer_outputs(self._one_row(ids, "layer_outputs"))
+        self.reset()
+        return found
+
+    def layer_values(self, ids: Any) -> dict[str, NDArray[np.float32]]:
+        """Forget all tokens, read a row, and forget it again; to look at what layers compute on the way.
+
+        Parameters
+        ----------
+        ids
+            As of `prefill`, one row; a decoder of one row on the CPU.
+
+        Returns
+        -------
+        dict of float32 arrays, a token a row
+            By layer and name: "0.normed", "0.q", "0.k", "0.q_rotated", "0.k_rotated", "0.v", "0.attended" and
+            "0.out".
+
+        Raises
+        ------
+        NotImplementedError
+            On a GPU.
+        ValueError, TypeError
+            As of `prefill`.
+        """
+        if not isinstance(self._executor, CpuExecutor):
+            raise NotImplementedError(
+                f"device={self.device!r}: values within a layer are kept on the CPU alone; take device='cpu'"
+            )
+        found = self._executor.layer_values(self._one_row(ids, "layer_values"))
+        self.reset()
+        return found
+
+    def _one_row(self, ids: Any, of: str) -> NDArray[np.int64]:
+        """The row of a decoder of one, which has forgotten all others."""
         if self.batch > 1:
-            raise ValueError(f"batch={self.batch}: layer_outputs reads one row; make a decoder with batch=1")
+            raise ValueError(f"batch={self.batch}: {of} reads one row; make a decoder with batch=1")
         self.reset()
         (row,) = rows_of(ids, self.batch, self.geometry.vocabulary)
         self._check_room(np.array([len(row)]))
-        found = self._executor.layer_outputs(row)
-        self.reset()
-        return found
+        return row
 
     def reset(self) -> None:
         """Forget all tokens."""

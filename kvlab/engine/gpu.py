@@ -136,6 +136,13 @@ class Decoding:
             else:
                 self._read_long(rows)
 
+    def run_again(self) -> None:
+        """Launch the newest token of each row again, kernel by kernel; to time it."""
+        self._use_torch()
+        with self._current():
+            self._decode.set(positions=self.lengths - 1)
+            self._decode.launch(self._stream.ptr)
+
     def tokens(self, sampling: Sampling, most: int) -> Iterator[NDArray[np.int64]]:
         """Choose up to `most` tokens for each row, one after the other; all but the last are run."""
         with self._current():

@@ -54,7 +54,8 @@ def calls_of(part: str, device: str, times: int = 1) -> list[Call]:
     >>> [call.name for call in calls_of("ternary", "cpu")]
     ['pack_ternary', 'unpack_ternary']
     """
-    parts = {"attention": _attention, "packed": _packed, "ternary": _ternary, "grouped": _grouped}
+    parts = {"attention": _attention, "packed": _packed, "ternary": _ternary, "grouped": _grouped,
+             "engine": _engine}  # fmt: skip
     return parts[part](device, times)
 
 
@@ -139,6 +140,42 @@ def _ternary(device: str, times: int) -> list[Call]:
     ]
 
 
+def _engine(device: str, times: int) -> list[Call]:
+    from dataclasses import replace
+
+    from kvlab.engine import Decoder
+    from kvlab.engine.geometry import published
+    from kvlab.engine.weights import draw
+
+    name, layers = ("pythia-14m", 6) if device == "cpu" else ("pythia-2.8b", 2)
+    geometry, base = published(name)
+    geometry, context = replace(geometry, layers=layers), 500 * times
+    key = 2 * 2 * layers * geometry.heads_kv * geometry.head_dim
+    lanes = geometry.head_dim // 8
+    shape = (
+        f"{name}, {layers} layers, 1 row behind {context} tokens; {32 // lanes * lanes} of 32 lanes attend, "
+        "32 multiply"
+    )
+
+    def token(plan: str) -> Callable[[], object]:
+        decoder = Decoder(
+            draw(geometry, base, 0, "float16"), device=device, plan=plan, max_seqlen=context + 1
+        )
+        decoder.prefill(np.arange(context) % 999)
+
+        def launch() -> None:  # of the newest token, again and again
+            executor: Any = decoder._executor
+            executor.run_again()
+
+        return launch
+
+    return [
+        Call(f"token, plan {plan}", shape, token(plan), 2.0 * geometry.parameters,
+             2 * geometry.parameters + context * key)
+        for plan in (("graph",) if device == "cpu" else ("graph", "ops"))
+    ]  # fmt: skip
+
+
 def run(target: str, where: Machine, *, repeats: int = 10, release: bool = False) -> dict[str, Any]:
     """Profile the calls of a target.
 
@@ -167,7 +204,7 @@ def run(target: str, where: Machine, *, repeats: int = 10, release: bool = False
     counters: list[Row] = []
     skipped = {f"everything on {device}": reason for device, reason in where.skipped.items()}
     for device in where.devices:
-        for part in ("grouped",) if target == "grouped" else resolve(target):
+        for part in (target,) if target in ("grouped", "engine") else resolve(target):
             launched: list[Row] = []
             calls = (
                 call for times in ((1, 4) if release else (1,)) for call in calls_of(part, device, times)

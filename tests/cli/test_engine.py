@@ -29,6 +29,24 @@ def test_layers_are_checked(layer: str) -> None:
     assert all(0 < row["ratio"] <= 1.1 for row in rows)
 
 
+def test_what_layers_compute_is_dumped_and_timed(tmp_path: Any) -> None:
+    kept = tmp_path / "kept.npz"
+    options = ["--layer", "1", "--seq-len", "9", "--dump", str(kept), "--benchmark", "--num-runs", "3"]
+    found = run("check", "--model", "pythia-14m", *options, "--json")
+    assert found.exit_code == 0, found.output
+    times = json.loads(found.stdout)["times"]
+    assert [row["token of"] for row in times] == ["engine", "transformers"]
+    assert all(0 < row["least us"] <= row["median us"] <= row["most us"] for row in times)
+    with np.load(kept) as values:
+        names = ("normed", "q", "k", "q_rotated", "k_rotated", "v", "attended", "out")
+        assert sorted(values) == sorted(f"1.{name}" for name in names)
+        assert values["1.normed"].shape == values["1.out"].shape == (9, 128)
+        turned, straight = values["1.q_rotated"], values["1.q"]
+    assert np.array_equal(turned[0], straight[0]), "position 0 does not turn"
+    assert not np.array_equal(turned[1], straight[1])
+    assert np.array_equal(turned[..., 8:], straight[..., 8:]), "a quarter of the channels turns"
+
+
 def test_a_wrong_layer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Decoder.layer_outputs
 
@@ -90,6 +108,34 @@ def test_a_talk_remembers_what_was_said(folder: Any) -> None:
     assert "bits an element" in found.stdout
 
 
+def test_a_talk_with_random_weights() -> None:
+    command = ["chat", "pythia-14m", "--budget", "0.5", "--max-new-tokens", "5", "--max-seqlen", "40"]
+    found = CliRunner().invoke(app(), command, input="hello\n")
+    assert found.exit_code == 0, found.output
+    assert "5 tokens" in found.stdout
+    assert "bits an element" in found.stdout
+    wrong = CliRunner().invoke(app(), [*command[:3], "a lot"], input="hello\n")
+    assert "cache_budget='a lot'" in str(wrong.exception)
+
+
+def test_a_line_below_the_answer_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    command = ["chat", "pythia-14m", "--max-new-tokens", "5", "--max-seqlen", "40"]
+    found = CliRunner().invoke(app(), command, input="hello\n")
+    assert found.exit_code == 0, found.output
+    assert "5 tokens" in found.stdout
+
+
+def test_a_token_is_profiled() -> None:
+    found = CliRunner().invoke(app(), ["profile", "engine", "--device", "cpu", "--iterations", "2", "--json"])
+    assert found.exit_code == 0, found.output
+    (row,) = json.loads(found.stdout)["rows"]
+    assert row["call"] == "token, plan graph"
+    assert "32 of 32 lanes attend" in row["shape"]
+    assert row["ms"] > 0
+
+
 def test_a_talk_ends_where_it_is_as_long_as_it_may_be(folder: Any) -> None:
     found = CliRunner().invoke(app(), ["chat", str(folder), "--max-seqlen", "4"], input="w1 w2\nw3 w4\n")
     assert found.exit_code == 1
@@ -111,6 +157,7 @@ def test_characters_of_several_tokens_come_whole() -> None:
         (("check", "--model", "pythia-3b"), "pythia-2.8b"),
         (("check", "--layer", "first"), "number of a layer"),
         (("check", "--layer", "6"), "layers 0 to 5"),
+        (("check", "--dump", "x.npz", "--device", "cuda"), "within a layer"),
         (("generate", "--model", "/nowhere", "--prompt", "a"), "no folder"),
     ],
 )

@@ -235,6 +235,17 @@ def test_other_models_are_refused_by_name() -> None:
         Decoder.from_pretrained(large, dtype="float16")
 
 
+def test_values_within_layers_are_those_behind_them() -> None:
+    decoder = small()
+    values, outputs = decoder.layer_values(prompt(70)), decoder.layer_outputs(prompt(70))
+    for layer, out in enumerate(outputs):
+        assert np.array_equal(values[f"{layer}.out"], out)
+        assert values[f"{layer}.k_rotated"].shape == (70, SMALL.heads_kv, SMALL.head_dim)
+    assert decoder.lengths.tolist() == [0]
+    with pytest.raises(ValueError, match="batch=2: layer_values"):
+        small(batch=2).layer_values(prompt(3))
+
+
 def test_a_failed_prefill_changes_nothing() -> None:
     decoder = small()
     want = decoder.prefill(prompt(5))

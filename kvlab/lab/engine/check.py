@@ -6,7 +6,10 @@ neither its largest nor its root mean square error is more than 1.1 times theirs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +31,16 @@ Floats = NDArray[Any]
 
 
 def check(
-    name_or_path: str, *, layers: Sequence[int] | None, seq_len: int, dtype: str, seed: int, device: str
-) -> list[Row]:
+    name_or_path: str,
+    *,
+    layers: Sequence[int] | None,
+    seq_len: int,
+    dtype: str,
+    seed: int,
+    device: str,
+    dump: Path | None = None,
+    runs: int = 0,
+) -> tuple[list[Row], list[Row]]:
     """Compare what every layer leaves of a text, and the logits, with transformers.
 
     Parameters
@@ -45,11 +56,16 @@ def check(
         Of tokens and random weights.
     device : str
         Of the engine; transformers runs on the CPU.
+    dump : path, optional
+        Of an .npz that gets what the layers compute on the way (`Decoder.layer_values`); on the CPU alone.
+    runs : int
+        So many tokens of the layers that were checked, and those before them, are timed behind the text.
 
     Returns
     -------
     list of rows: layer, largest and root mean square error of the engine and of transformers in 16 bits, the
-    larger of their two ratios, whether it passes
+    larger of their two ratios, whether it passes; and of timed tokens, of the engine and of transformers in
+    float32 on the CPU, microseconds
     """
     depth = None if layers is None else max(layers) + 1
     model = load(name_or_path, dtype, depth, seed)
@@ -59,12 +75,53 @@ def check(
     ids = np.random.default_rng(seed).integers(0, model.config.vocab_size, seq_len)
     exact, low = _states(model, ids, "float64"), _states(model, ids, dtype)
     # The model is again what it was: 16-bit numbers survive both.
-    decoder = Decoder.from_pretrained(model.float(), dtype=dtype, device=device, max_seqlen=seq_len)
+    decoder = Decoder.from_pretrained(model.float(), dtype=dtype, device=device, max_seqlen=seq_len + runs)
     found = [*decoder.layer_outputs(ids), decoder.prefill(ids)]
     wanted = [*range(count)] if layers is None else list(layers)
     rows = [_row(str(i), found[i], exact[i], low[i]) for i in wanted]
     if layers is None:
         rows.append(_row("logits", found[-1], exact[-1][-1:], low[-1][-1:]))
+    if dump is not None:
+        values = decoder.layer_values(ids)
+        np.savez(
+            dump,
+            allow_pickle=False,
+            **{name: x for name, x in values.items() if int(name.split(".")[0]) in wanted},
+        )
+    return rows, _times(decoder, model, ids, runs) if runs else []
+
+
+def _times(decoder: Decoder, model: Any, ids: Floats, runs: int) -> list[Row]:
+    """Microseconds of tokens behind a text, one after the other."""
+    import torch
+
+    decoder.reset()
+    decoder.prefill(ids)
+
+    def theirs() -> Iterator[Callable[[], Any]]:
+        with torch.no_grad():
+            past = model(torch.from_numpy(ids)[None]).past_key_values
+        token = torch.tensor([[int(ids[-1])]])
+        while True:
+            yield lambda: model(token, past_key_values=past)
+
+    rows: list[Row] = []
+    for name, calls in (
+        ("engine", itertools.repeat(lambda: decoder.step([int(ids[-1])]))),
+        ("transformers", theirs()),
+    ):
+        times = []
+        for call in itertools.islice(calls, runs):
+            begin = time.perf_counter()
+            with torch.no_grad():
+                call()
+            times.append(1e6 * (time.perf_counter() - begin))
+        rows.append(
+            {
+                "token of": name, "runs": runs, "median us": float(np.median(times)), "least us": min(times),
+                "most us": max(times),
+            }
+        )  # fmt: skip
     return rows
 
 

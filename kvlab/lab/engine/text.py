@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvlab.engine import Decoder
+from kvlab.engine.geometry import PUBLISHED
 from kvlab.errors import needs_extra
 from kvlab.sizes import format_size
 
@@ -29,18 +31,35 @@ def continue_text(
     if not ids:
         raise ValueError(f"--prompt {prompt!r} has no token; write some text")
     decoder = Decoder.from_pretrained(
-        folder, device=device, cache_budget=budget, max_seqlen=len(ids) + max_new_tokens
+        folder, device=device, cache_budget=_budget(budget), max_seqlen=len(ids) + max_new_tokens
     )
     decoder.prefill(ids)
     return words(tokenizer, decoder.stream(max_new_tokens, stop=_ends(tokenizer), **sampling))
 
 
+class Letters:
+    """The tokenizer of random weights: a byte is a token; tokens that are no letters are shown as numbers."""
+
+    eos_token_id = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        """Tokens of a text."""
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        """Text of tokens."""
+        if all(token < 128 and chr(token).isprintable() for token in tokens):
+            return "".join(map(chr, tokens))
+        return "".join(f"<{token}>" for token in tokens)
+
+
 class Chat:
-    """A talk with the model of a folder; what was said stays in its cache.
+    """A talk with a model; what was said stays in its cache.
 
     Parameters
     ----------
-    folder : str
+    model : str
+        The folder of a model, or a known size with random weights, whose answers are numbers.
     device : str
     budget : str, optional
         Of the cache.
@@ -48,11 +67,11 @@ class Chat:
         Tokens of the whole talk.
     """
 
-    def __init__(self, folder: str, *, device: str, budget: str | None, max_seqlen: int) -> None:
-        self._tokenizer = _tokenizer(folder)
-        self._decoder = Decoder.from_pretrained(
-            folder, device=device, cache_budget=budget, max_seqlen=max_seqlen
-        )
+    def __init__(self, model: str, *, device: str, budget: str | None, max_seqlen: int) -> None:
+        is_known = model in PUBLISHED
+        self._tokenizer: Any = Letters() if is_known else _tokenizer(model)
+        make = Decoder.from_config if is_known else Decoder.from_pretrained
+        self._decoder = make(model, device=device, cache_budget=_budget(budget), max_seqlen=max_seqlen)
         self._unread: list[int] = []
         self._count, self._seconds = 0, 0.0
 
@@ -78,15 +97,15 @@ class Chat:
             stream = self._decoder.stream(min(max_new_tokens, room), stop=_ends(self._tokenizer), **sampling)
             for token, *_ in stream:
                 said.append(int(token or 0))
+                self._count, self._seconds = len(said), time.perf_counter() - begin
                 yield [token]
 
         yield from words(self._tokenizer, tokens())
-        self._count, self._seconds = len(said), time.perf_counter() - begin
         self._unread = said[-1:]  # the last token of a stream has not been read
 
     def summary(self) -> str:
-        """Speed of the last answer, and what the cache takes."""
-        speed = f"{self._count} tokens, {self._count / self._seconds:.1f} a second"
+        """Speed of the last answer, as far as it has come, and what the cache takes."""
+        speed = f"{self._count} tokens, {self._count / max(self._seconds, 1e-9):.1f} a second"
         cache = self._decoder.cache
         if cache is None:
             return speed
@@ -101,11 +120,20 @@ class Chat:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def _budget(text: str | None) -> float | str | None:
+    """A budget as it is typed: a fraction is a number, all else is left as it is."""
+    is_fraction = text is not None and re.fullmatch(r"\d*\.\d+", text.strip())
+    return float(text or 0) if is_fraction else text
+
+
 def _tokenizer(folder: str) -> Any:
     with needs_extra("hf", "text from a model"):
         from transformers import AutoTokenizer
     if not Path(folder).is_dir():
-        raise ValueError(f"{folder!r} is no folder; give that of a model and its tokenizer")
+        raise ValueError(
+            f"{folder!r} is no folder of a model with its tokenizer; known sizes, for kvlab chat alone, are "
+            f"{', '.join(PUBLISHED)}"
+        )
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return tokenizer
 
