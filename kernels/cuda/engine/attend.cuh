@@ -318,7 +318,7 @@ __device__ __forceinline__ void copy_newest(const Call& call, const Segment& seg
 // Keys and their values in slots of the ring, which all warps wait for and free.
 struct RingKeys {
     Ring& ring;
-    __device__ __forceinline__ void begin(int) const { wait_barrier(ring.full + 8 * ring.slot, ring.parity); }
+    __device__ __forceinline__ void begin() const { wait_barrier(ring.full + 8 * ring.slot, ring.parity); }
     __device__ __forceinline__ uint4 load(int i) const {
         return load_shared(ring.slots + ring.slot * SLOT_BYTES + i * KEY_BYTES +
                            threadIdx.x % 32 % LANES * 16);
@@ -333,7 +333,7 @@ struct RingKeys {
 };
 
 // A segment; the warp's sums go to its HEADS_OF_WARP rows. `source` has key(i) and value(i) of a slot between
-// begin(first key) and end().
+// begin() and end(), slot by slot.
 template <class Source>
 __device__ __forceinline__ void attend_segment(const Call& call, const Chunks& chunks, const Segment& segment,
                                                const u16* newest, Source source, float* rows) {
@@ -366,8 +366,8 @@ __device__ __forceinline__ void attend_segment(const Call& call, const Chunks& c
         }
     }
     int slot = 0;
-    visit_slots(chunks, segment, [&](int key, int count) {
-        source.begin(key);
+    visit_slots(chunks, segment, [&](int, int count) {
+        source.begin();
         if (slot++ % SIDES == side)
             take_keys(
                 running, q, count, [&](int i) { return source.key(i); },

@@ -116,16 +116,13 @@ extern "C" __global__ void __launch_bounds__(32) rotate_heads(const __grid_const
 
 // Keys and values of a segment, from memory.
 struct MemoryKeys {
-    const uint4 *keys, *values;  // this lane's channels of key 0
-    int first;
-    __device__ __forceinline__ void begin(int key) { first = key; }
-    __device__ __forceinline__ uint4 key(int i) const {
-        return __ldcg(keys + (i64)(first + i) * (HEAD_DIM / 8));
+    const uint4 *keys, *values;  // this lane's channels of the first one of a slot, or of the segment
+    __device__ __forceinline__ void begin() const {}
+    __device__ __forceinline__ uint4 key(int i) const { return __ldcg(keys + i * (HEAD_DIM / 8)); }
+    __device__ __forceinline__ uint4 value(int i) const { return __ldcg(values + i * (HEAD_DIM / 8)); }
+    __device__ __forceinline__ void end() {
+        keys += CHUNK * (HEAD_DIM / 8), values += CHUNK * (HEAD_DIM / 8);
     }
-    __device__ __forceinline__ uint4 value(int i) const {
-        return __ldcg(values + (i64)(first + i) * (HEAD_DIM / 8));
-    }
-    __device__ __forceinline__ void end() const {}
 };
 
 extern "C" __global__ void __launch_bounds__(MMA_THREADS)
@@ -144,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS)
     __syncthreads();  // what is new is there
     const i64 from = keys_of(call, op.layer, segment) + threadIdx.x % 32 % LANES * 8;
     attend_segment(call, chunks, segment, newest,
-                   MemoryKeys{(const uint4*)(call.k + from), (const uint4*)(call.v + from), 0},
+                   MemoryKeys{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
                    rows + threadIdx.x / 32 * WARP_ROWS);
     __syncthreads();  // all warps' sums are there
     for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += MMA_THREADS) {
