@@ -30,11 +30,14 @@ import numpy as np
 
 from kvlab.engine import Decoder
 from kvlab.engine.geometry import Geometry, published
+from kvlab.engine.gpu import settings_of
+from kvlab.engine.sampling import Sampling
 from kvlab.lab.benchmark.engine import check, repeated
 from kvlab.lab.results import provenance
 
 CEILING = {"NVIDIA H200": 4.70e12, "NVIDIA H100 80GB HBM3": 3.28e12}
 """Bytes a second that a plain read reaches: measured on the H200, the same share of the H100's 3.35."""
+DRAWS = Sampling(temperature=0.8, top_k=50, top_p=0.9)
 ROUNDS, REPLAYS, COMPILED_TOKENS = 5, 100, 40
 
 
@@ -78,8 +81,10 @@ def replays(decoder: Decoder, context: int) -> list[float]:
     return rounds
 
 
-def engine_rows(name: str, shapes: list[tuple[int, int]], lock: str | None) -> list[dict[str, Any]]:
-    """The engine's times of one model."""
+def engine_rows(
+    name: str, shapes: list[tuple[int, int]], lock: str | None, plan: str
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The engine's times of one model; with greedy choices, and with draws."""
     geometry, _ = published(name)
     gpu = provenance()["gpu"]["name"]
     one, rows = repeated(name), []
@@ -91,14 +96,19 @@ def engine_rows(name: str, shapes: list[tuple[int, int]], lock: str | None) -> l
         weights = replace(one, layers=iter([layer] * geometry.layers), head=lambda: head)
         with locked(lock):
             decoder = Decoder(
-                weights, batch=batch, device="cuda", max_seqlen=max(contexts) + REPLAYS + 2
+                weights, batch=batch, device="cuda", max_seqlen=max(contexts) + REPLAYS + 2, plan=plan
             )  # fmt: skip
             check(decoder, name, 32)
-            for context in contexts:
+            executor: Any = decoder._executor
+            with executor._current():
+                executor._settings.set(settings_of(DRAWS))
+            for context, draws in itertools.product(contexts, (False, True)):
+                executor._draws = draws
                 times = replays(decoder, context)
                 us, nbytes = statistics.median(times), nbytes_of(geometry, batch, context + REPLAYS // 2)
                 rows.append({
-                    "model": name, "batch": batch, "context": context, "us": us, "all": times,
+                    "model": name, "plan": plan, "draws": draws, "batch": batch, "context": context,
+                    "us": us, "all": times,
                     "tokens/s": 1e6 * batch / us, "GB/s": nbytes / us / 1e3,
                     **modelled_us(geometry, nbytes, gpu),
                 })  # fmt: skip
@@ -181,6 +191,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--cases", required=True, help="MODEL:BATCHxTOKENS, ... ")
     parser.add_argument("--compiled", action="store_true", help="transformers in place of the engine")
+    parser.add_argument("--plan", default="graph", help="of the engine")
     parser.add_argument("--lock", help="file that a process holds while it times")
     parser.add_argument("--device", default="cuda", help="of transformers: cuda, or cpu to try the script")
     given = parser.parse_args()
@@ -194,7 +205,7 @@ def main() -> None:
             if given.compiled:
                 record["rows"] += [compiled_row(name, *shape, given.lock, given.device) for shape in shapes]
             else:
-                record["rows"] += engine_rows(name, shapes, given.lock)
+                record["rows"] += engine_rows(name, shapes, given.lock, given.plan)
         except Exception:
             traceback.print_exc()
         for row in record["rows"]:
