@@ -192,7 +192,7 @@ def test_draws_are_those_of_the_host(vocabulary: int, blocks: int, monkeypatch: 
     with executor._current():
         token.arrays["logits"][:, :vocabulary] = cupy.asarray(logits)
         for sampling in SAMPLINGS:
-            for position in range(1, 60, 7):
+            for position in (1, 30):
                 positions = position + rows
                 token.set(positions=positions - 1)
                 executor._settings.set(settings_of(sampling))
@@ -205,7 +205,7 @@ def test_draws_are_those_of_the_host(vocabulary: int, blocks: int, monkeypatch: 
                 same += int((got == want).sum())
                 for row in np.flatnonzero(got != want):
                     assert_neighbours(logits[row], sampling, int(row), int(positions[row]), int(got[row]))
-        assert same >= 0.95 * 16 * 9 * len(SAMPLINGS)
+        assert same >= 0.95 * 16 * 2 * len(SAMPLINGS)
 
 
 def assert_neighbours(
