@@ -7,6 +7,7 @@ lengths, heads, head dimension, strides and options.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 import kvlab
+from kvlab.arrays import cuda_view
+from kvlab.ops.attention_arguments import encoder_of
 from kvlab.ops.cuda import attention as attention_cuda
 from kvlab.ops.cuda import attention_sm90
 from kvlab.reference import attention as reference
@@ -327,3 +330,11 @@ def test_what_a_gpu_does_not_do_is_refused() -> None:
     wide = torch.randn(1, 8, 2, 264, device="cuda", dtype=torch.float16)
     with pytest.raises(NotImplementedError, match="head_dim=264"):
         kvlab.attention(wide, wide, wide)
+
+
+def test_a_thread_that_has_not_used_cuda_describes_arrays() -> None:
+    """As backward's thread is, where nothing else comes first: the driver needs a context of the thread."""
+    q = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16, device="cuda")
+    encode = encoder_of(cuda_view(q, "q"), 64)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(encode, q.data_ptr()).result() == encode(q.data_ptr())
