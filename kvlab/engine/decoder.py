@@ -50,9 +50,11 @@ class Decoder:
         Tokens that a row may have; by default what the model is made for, up to 4,096.
     device : str, optional
         "cpu", the default, or "cuda", "cuda:1", ...: a GPU of compute capability 8.0 or more.
-    plan : {"graph", "ops"}
-        How a GPU takes a token: in one CUDA graph, of one kernel on compute capability 9.0, or, to debug, in
-        a launch for each operation. They differ by rounding alone.
+    plan : {"graph", "ops", "cluster", "cluster-1", ..., "cluster-16"}
+        How a GPU takes a token: in one CUDA graph, of one kernel on compute capability 9.0; to debug, in a
+        launch for each operation; or, to compare, with the attention block of a layer in a kernel that has a
+        cluster of 1, 2, 4, 8 or 16 blocks for each KV head, for one row from 9.0 on. They differ by rounding
+        alone.
     cache_budget : float, int, str, optional
         Budget of the KV cache, as of `kvlab.MixedPrecisionCache`; by default keys and values stay in 16 bits.
         On a GPU this takes torch.

@@ -35,9 +35,10 @@ from kvlab.errors import needs_extra
 from kvlab.ops.attention import attention
 from kvlab.ops.device_arrays import multiprocessors
 
-__all__ = ["PLANS", "Decoding", "GpuExecutor"]
+__all__ = ["CLUSTERS", "PLANS", "Decoding", "GpuExecutor"]
 
-PLANS = ("graph", "ops")
+CLUSTERS = {"cluster": 4, **{f"cluster-{size}": size for size in (1, 2, 4, 8, 16)}}
+PLANS = ("graph", "ops", *CLUSTERS)
 """How a token is launched; see `kvlab.engine.Decoder`."""
 
 CHUNK = 16
@@ -282,6 +283,8 @@ class GpuExecutor(Decoding):
         kind = Token if whole else Operations
         self._prompt = kind(kernels[1], *common, neighbours=True)
         self._graphs: dict[bool, Any] = {}  # of greedy choices and of draws
+        if self._plan in CLUSTERS:
+            return Operations(kernels[0], *common, cluster=CLUSTERS[self._plan])
         return kind(kernels[0], *common)
 
     def layer_outputs(self, ids: NDArray[np.int64]) -> list[NDArray[np.float32]]:

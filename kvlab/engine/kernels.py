@@ -47,7 +47,10 @@ CALL = Struct(
     **dict.fromkeys(("head_norms", "raw_heads", "kv_parts"), ADDRESS),
     eps="f",
 )
-OPERATION = Struct(call=(CALL, 1), layer="i", product="i", normed=ADDRESS, sums=ADDRESS)
+OPERATION = Struct(
+    call=(CALL, 1), layer="i", product="i",
+    **dict.fromkeys(("normed", "sums", "head_sums"), ADDRESS), first_column="i", takes_sums="i",
+)  # fmt: skip
 EMBED = Struct(
     **dict.fromkeys(("embedding", "ids", "positions", "angles", "hidden", "statistics", "rotation"), ADDRESS)
 )
@@ -117,6 +120,7 @@ def prepare_operations(
     *,
     device: int,
     multiprocessors: int,
+    cluster: int = 0,
 ) -> tuple[dict[str, PreparedLaunch], NDArray[np.void]]:
     """Compile ``engine/ops.cu`` and prepare its launches.
 
@@ -126,6 +130,8 @@ def prepare_operations(
         As of `prepare_token`; the device has compute capability 8.0 or more.
     pointers : mapping of str to int
         As of `prepare_token`, and ``normed`` and ``sums`` of `TokenKernel.between`.
+    cluster : int
+        Not 0: also that of ``engine/cluster.cu``, with so many blocks a cluster.
 
     Returns
     -------
@@ -154,10 +160,15 @@ def prepare_operations(
         "multiply_head": (kernel.vocabulary // 16,),
     }
     loaded = {name: _load("ops", kernel.macros(), device, entry=name) for name in grids}
-    return {
+    launches = {
         name: PreparedLaunch(loaded[name], grid, (32 if name == "rotate_heads" else threads,), argument)
         for name, grid in grids.items()
-    }, argument
+    }
+    if cluster:
+        macros, blocks = {**kernel.macros(), "CLUSTER": cluster}, geometry.heads_kv * cluster
+        entry = _load("cluster", macros, device, entry="attend_block", clusters=True)
+        launches["attend_block"] = PreparedLaunch(entry, (blocks,), (threads,), argument, cluster=cluster)
+    return launches, argument
 
 
 def prepare_embed(kernel: TokenKernel, pointers: Mapping[str, int], device: int) -> PreparedLaunch:
@@ -186,15 +197,22 @@ def prepare_draw(kernel: TokenKernel, pointers: Mapping[str, int], device: int) 
 
 
 def _load(
-    name: str, macros: Mapping[str, int], device: int, *, entry: str = "", of_hopper: bool = False
-) -> Any:
+    name: str, macros: Mapping[str, int], device: int, *, entry: str = "", of_hopper: bool = False,
+    clusters: bool = False,
+) -> Any:  # fmt: skip
     """An entry of a source, by default that of its name."""
     capability = compute_capability(device)
-    if capability < (8, 0) or (of_hopper and capability != (9, 0)):
+    needed = (
+        "9.0 (H100, H200) for this"
+        if of_hopper
+        else "9.0 or more for clusters"
+        if clusters
+        else "8.0 or more"
+    )
+    if capability < ((9, 0) if clusters else (8, 0)) or (of_hopper and capability != (9, 0)):
         raise NotImplementedError(
             f"device={device} has compute capability {capability[0]}.{capability[1]}; the decode engine "
-            f"needs {'9.0 (H100, H200) for this' if of_hopper else '8.0 or more'}, so take device='cpu' or "
-            "use transformers"
+            f"needs {needed}, so take another plan, device='cpu', or use transformers"
         )
     return load(build(f"engine/{name}", macros, arch_of(*capability)), entry or name, device=device)
 

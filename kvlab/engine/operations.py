@@ -1,26 +1,55 @@
-"""A token in a launch for each operation: for debugging, and for GPUs before Hopper.
+"""A token in a launch for each operation: to debug, for GPUs before Hopper, and to compare with clusters.
 
 `kernels/cuda/engine/ops.cu` has the operations. Between two of them all that they have made can be read from
 `Token.arrays`: the normed hidden state (``normed``), a product (``sums``), queries, keys and values (``q``,
-``newest``), what attention gives (``attended``).
+``newest``), what attention gives (``attended``). With `cluster`, the attention block of a layer is one launch
+of kernels/cuda/engine/cluster.cu.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.engine.kernels import prepare_operations
-from kvlab.engine.token_launch import Token
+from kvlab.engine.token_kernel import TokenKernel
+from kvlab.engine.token_launch import Model, Token
 
 __all__ = ["Operations"]
 
 
+class _Operation(NamedTuple):
+    """An entry of ops.cu, the product of the layer whose weights or biases it has, and what it adds up."""
+
+    name: str
+    product: int
+    takes_heads: bool = False
+    takes_sums: bool = True
+
+
 class Operations(Token):
-    """The launches of one token of a batch, one an operation; parameters as of `Token`."""
+    """The launches of one token of a batch, one an operation; parameters as of `Token`.
+
+    Parameters
+    ----------
+    cluster : int
+        Not 0: blocks of a cluster that has a KV head's attention block in one launch; for a batch of 1.
+    """
+
+    def __init__(
+        self, kernel: TokenKernel, model: Model, kv: Any, device: int, count: int, *,
+        neighbours: bool = False, cluster: int = 0,
+    ) -> None:  # fmt: skip
+        self._cluster = cluster
+        geometry = kernel.geometry
+        if cluster and (kernel.batch > 1 or geometry.head_norms or kernel.readers > geometry.heads_kv):
+            raise NotImplementedError(
+                f"plan='cluster': batch={kernel.batch}, head_norms={geometry.head_norms}: clusters have one "
+                "row and no norms of heads; take plan='graph'"
+            )
+        super().__init__(kernel, model, kv, device, count, neighbours=neighbours)
 
     def _prepare(
         self, pointers: dict[str, int], strides: list[int], device: int, count: int
@@ -30,9 +59,12 @@ class Operations(Token):
             self.arrays[name] = self._cupy.zeros(shape, sizes[dtype])
             pointers[name] = int(self.arrays[name].data.ptr)
         self._launches, self._argument = prepare_operations(
-            self.kernel, pointers, strides, device=device, multiprocessors=count
+            self.kernel, pointers, strides, device=device, multiprocessors=count, cluster=self._cluster
         )
-        self._depth = self.kernel.geometry.layers
+        geometry = self.kernel.geometry
+        shape = geometry.heads_kv, geometry.hidden
+        self.arrays["head_sums"] = self._cupy.zeros(shape if self._cluster else 0, np.float32)
+        self._depth = geometry.layers
         call: Any = self._argument["call"][0]
         return call  # type: ignore[no-any-return]
 
@@ -43,33 +75,48 @@ class Operations(Token):
     def launch(self, stream: int) -> None:
         """Embed the tokens and run them."""
         self.launch_embed(stream)
-        for _ in self.steps(stream):
-            pass
-
-    def steps(self, stream: int) -> Iterator[tuple[int, str]]:
-        """Launch the operations behind `launch_embed`, one for each step; gives layer and name of each."""
         for layer in range(self._depth):
-            for name, product in self._operations():
-                self._run(name, layer, product, stream)
-                yield layer, name
+            self.launch_layer(layer, stream)
         if self._depth == self.kernel.geometry.layers:
             self.launch_head(stream)
-            yield self._depth, "multiply_head"
+
+    def launch_layer(self, layer: int, stream: int, most: int | None = None) -> None:
+        """Launch the operations of a layer, or the first so many of them."""
+        for operation in self._operations()[:most]:
+            self._run(layer, operation, stream)
 
     def launch_head(self, stream: int) -> None:
         """Make logits of hidden states that are there with their statistics."""
         for name in ("norm_tokens", "multiply_head"):
-            self._run(name, self.kernel.geometry.layers, 0, stream)
+            self._run(self.kernel.geometry.layers, _Operation(name, 0), stream)
 
-    def _operations(self) -> tuple[tuple[str, int], ...]:
-        """Of a layer: entries of engine/ops.cu, and the product to which their weights or biases belong."""
-        first = (("norm_tokens", 0), ("multiply_qkv", 0), ("rotate_heads", 0), ("attend_tokens", 0))
-        if self.kernel.geometry.parallel:
-            return (*first, ("norm_tokens", 1), ("multiply_up", 1), ("activate_rows", 1),
-                    ("multiply_out", 2), ("add_rows", 2))  # fmt: skip
-        return (*first, ("multiply_o", 1), ("add_rows", 1), ("norm_tokens", 2), ("multiply_up", 2),
-                ("activate_rows", 2), ("multiply_down", 3), ("add_rows", 3))  # fmt: skip
+    def block_operations(self) -> int:
+        """How many operations of a layer that is not parallel are its attention block, residual included."""
+        return 2 if self._cluster else 6
 
-    def _run(self, name: str, layer: int, product: int, stream: int) -> None:
-        self._argument["layer"], self._argument["product"] = layer, product
-        self._launches[name](stream)
+    def _operations(self) -> tuple[_Operation, ...]:
+        parallel, cluster = self.kernel.geometry.parallel, bool(self._cluster)
+        names = ("norm_tokens", "multiply_qkv", "rotate_heads", "attend_tokens")
+        first = tuple(_Operation(name, 0) for name in names)
+        if cluster:
+            first = (_Operation("attend_block", 2 if parallel else 1, True),)
+        mlp = 1 if parallel else 2
+        mlp_in = tuple(_Operation(name, mlp) for name in ("norm_tokens", "multiply_up", "activate_rows"))
+        if parallel:
+            return (
+                *first,
+                *mlp_in,
+                _Operation("multiply_out", 2, cluster),
+                _Operation("add_rows", 2, cluster),
+            )
+        output = () if cluster else (_Operation("multiply_o", 1),)
+        after = _Operation("add_rows", 1, cluster, not cluster)
+        return (*first, *output, after, *mlp_in, _Operation("multiply_down", 3), _Operation("add_rows", 3))
+
+    def _run(self, layer: int, operation: _Operation, stream: int) -> None:
+        argument, heads = self._argument, self.arrays["head_sums"].data.ptr
+        argument["layer"], argument["product"] = layer, operation.product
+        argument["head_sums"] = heads if operation.takes_heads else 0
+        argument["first_column"] = self.kernel.geometry.attended if operation.takes_heads else 0
+        argument["takes_sums"] = operation.takes_sums
+        self._launches[operation.name](stream)

@@ -114,6 +114,31 @@ def test_operations_give_the_bits_of_the_kernel(
         assert_close(have, expected, "float16")
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", [name for name in PIECES if name != "head-norms"])
+def test_operations_of_clusters(name: str, size: int) -> None:
+    """Of every size within rounding of the kernel, with few keys and with many; the same bits again."""
+    geometry, (text,) = PIECES[name], texts(PIECES[name], 300)
+    whole, clusters = (decoder(geometry, "cuda", plan=plan) for plan in ("graph", f"cluster-{size}"))
+    for length in (1, 9, 300):
+        for one in (whole, clusters):
+            one.reset()
+            if length > 1:
+                one.prefill(text[: length - 1])
+        for token in (text[length - 1], 3, 4):
+            assert_close(clusters.step([token]), whole.step([token]), "float16")
+    assert np.abs(clusters.step([5]) - whole.step([6])).max() > 0.1 * np.abs(whole.step([6])).max()
+    found = clusters.generate(text[:20], 30)
+    assert clusters.generate(text[:20], 30) == found
+
+
+def test_what_clusters_do_not_have_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="batch=2"):
+        decoder(PIECES["head-96"], "cuda", batch=2, plan="cluster")
+    with pytest.raises(NotImplementedError, match="head_norms=True"):
+        decoder(PIECES["head-norms"], "cuda", plan="cluster")
+
+
 @pytest.mark.parametrize(("name", "batch"), WIDTHS)
 def test_operations_of_published_widths(name: str, batch: int) -> None:
     geometry = WIDTHS[name, batch]

@@ -5,14 +5,18 @@
 
 #include "engine/norm.cuh"
 
+// A pair of channels, as packed, rotated; they become the channels that it has.
+__device__ __forceinline__ float2 turned(const Call& call, int n, int& first, int& second, float2 y) {
+    if (first >= ROTARY_DIM) return y;
+    first /= 2, second = first + ROTARY_DIM / 2;
+    const float2 turn = __ldg(call.rotation + n * (ROTARY_DIM / 2) + first);
+    return {y.x * turn.x - y.y * turn.y, y.y * turn.x + y.x * turn.y};
+}
+
 // Channels `channel` and the next, as packed, of a query, key or value head of token n, rotated.
 __device__ __forceinline__ void store_head(const Call& call, int n, int head, int channel, float2 y) {
     int first = channel, second = channel + 1;
-    if (head < HEADS_Q + HEADS_KV && channel < ROTARY_DIM) {
-        first = channel / 2, second = first + ROTARY_DIM / 2;
-        const float2 turn = __ldg(call.rotation + n * (ROTARY_DIM / 2) + first);
-        y = {y.x * turn.x - y.y * turn.y, y.y * turn.x + y.x * turn.y};
-    }
+    if (head < HEADS_Q + HEADS_KV) y = turned(call, n, first, second, y);
     u16* const to = head_of(call, n, head);
     to[first] = round_element(y.x), to[second] = round_element(y.y);
 }

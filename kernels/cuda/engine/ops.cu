@@ -14,16 +14,7 @@
 // rows of a product. Shared memory: sums of warps.
 //
 // Macros: those of engine/model.cuh. Nothing here needs more than sm_80.
-#include "engine/attend.cuh"
-#include "engine/epilogue.cuh"
-
-struct Operation {
-    Call call;
-    int layer, product;  // of PRODUCTS; behind the last layer the head
-    char* normed;        // [BATCH], pitch_of(HIDDEN) apart
-    float* sums;         // [BATCH][rows] of the last product, without its bias
-};
-static_assert(sizeof(Operation) == sizeof(Call) + 24, "OPERATION of kvlab/engine/kernels.py");
+#include "engine/operation.cuh"
 
 __device__ __forceinline__ const Matrix& matrix_of(const Operation& op) {
     return op.call.matrices[op.layer * PRODUCTS + op.product];
@@ -42,9 +33,8 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS) norm_tokens(const __gr
 template <Kind KIND>
 __device__ __forceinline__ void multiply_tile(const Operation& op, int rows) {
     using S = Shape<KIND>;
-    constexpr int SIDE_WARPS = WARPS / S::SIDES;
     __shared__ __align__(16) float sums[SUMS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
     const Element at = {(int)blockIdx.x, lane % 8, min((int)threadIdx.x / 8, BATCH - 1)};
     const char* weights =
         matrix_of(op).weights + (i64)at.tile * (S::PARTS * S::STAGES * SLOT_BYTES) + lane * 16;
@@ -52,21 +42,14 @@ __device__ __forceinline__ void multiply_tile(const Operation& op, int rows) {
         const int token = min(lane / 4 + 8 * n, BATCH - 1);
         const void* from = op.normed + token * S::PITCH + 2 * column;
         if constexpr (adds_to_hidden(KIND)) from = columns_from<KIND>(op.call, token, column);
+        if (KIND == OUT && column < op.first_column) return make_uint4(0, 0, 0, 0);
         return __ldcg((const uint4*)from);
     };
     float2 y = {0.f, 0.f};
     for (int part = 0; part < S::PARTS; ++part, weights += S::STAGES * SLOT_BYTES) {
         float c[2][N_TILES][4] = {};
-        for (int s = warp / SIDE_WARPS; s < S::STAGES; s += S::SIDES)
-            multiply_slot<SIDE_WARPS>(
-                c, warp % SIDE_WARPS,
-                [&](int block, int half) {
-                    return __ldcg(
-                        (const uint4*)(weights + s * SLOT_BYTES + block * BLOCK_BYTES + half * 512));
-                },
-                [&](int block, int n) {
-                    return load_x(part * S::COLS + 32 * (s * SLOT_BLOCKS + block) + lane % 4 * 8, n);
-                });
+        multiply_part<KIND>(c, weights,
+                            [&](int column, int n) { return load_x(part * S::COLS + column, n); });
         leave_sums(sums, c);
         __syncthreads();  // all warps' sums are there
         const float2 sum = add_sums(sums, at);
@@ -113,17 +96,6 @@ extern "C" __global__ void __launch_bounds__(32) rotate_heads(const __grid_const
     __syncwarp();  // what is normed is in memory
     if (is_normed) norm_head(op.call, op.layer, n, head);
 }
-
-// Keys and values of a segment, from memory.
-struct MemoryKeys {
-    const uint4 *keys, *values;  // this lane's channels of the first one of a slot, or of the segment
-    __device__ __forceinline__ void begin() const {}
-    __device__ __forceinline__ uint4 key(int i) const { return __ldcg(keys + i * (HEAD_DIM / 8)); }
-    __device__ __forceinline__ uint4 value(int i) const { return __ldcg(values + i * (HEAD_DIM / 8)); }
-    __device__ __forceinline__ void end() {
-        keys += CHUNK * (HEAD_DIM / 8), values += CHUNK * (HEAD_DIM / 8);
-    }
-};
 
 extern "C" __global__ void __launch_bounds__(MMA_THREADS)
     attend_tokens(const __grid_constant__ Operation op) {
@@ -172,7 +144,11 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS) add_rows(const __grid_
     const int pair = blockIdx.x * MMA_THREADS + threadIdx.x, own = min(pair, HIDDEN / 2 - 1), n = blockIdx.y;
     const Element at = {own / 8, own % 8, n};
     const float2 before = load_pair(op.call.hidden + n * HIDDEN + at.row()), bias = bias_of(op, at.row());
-    float2 y = *(const float2*)(op.sums + n * HIDDEN + at.row());
+    float2 y = op.takes_sums ? *(const float2*)(op.sums + n * HIDDEN + at.row()) : make_float2(0.f, 0.f);
+    for (int head = 0; op.head_sums && head < HEADS_KV; ++head) {
+        const float2 sum = *(const float2*)(op.head_sums + head * HIDDEN + at.row());
+        y.x += sum.x, y.y += sum.y;
+    }
     y.x += bias.x + before.x, y.y += bias.y + before.y;
     store_hidden(op.call, at, y, pair < HIDDEN / 2);
 }
