@@ -38,7 +38,7 @@ __all__ = ["MAX_LOOKAHEAD", "Reallocator", "ladder_of"]
 
 MAX_LOOKAHEAD = 48
 """Tokens that a plan makes room for at most: with the 63 that a page may hold, they fit two pages."""
-NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 47  # below the 2**48 bytes that fit no row in kernels/cuda/plan/plan.cu
 MAX_PENDING_NBYTES = 64 << 20
 """Bytes of new tokens that may wait for the word that they were taken in, or that a rare plan works in."""
 
