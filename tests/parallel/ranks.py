@@ -99,3 +99,41 @@ class Ranks:
             process.join(5)
             process.kill()
         self.folder.cleanup()
+
+
+class StartedRanks:
+    """The group of the processes that torchrun started, of which this is one, used as `Ranks` is."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.found: list[tuple[bool, Any]] = []
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call ``function(rank, size, *arguments)`` on this rank, as the others do."""
+        import torch.distributed as dist
+
+        try:
+            mine = True, function(self.rank, self.size, *arguments)
+        except Exception as error:
+            mine = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        self.found = [(False, None)] * self.size
+        dist.all_gather_object(self.found, mine)
+
+    def outcomes(self) -> list[tuple[bool, Any]]:
+        """Return what ranks returned, or the text of what they raised."""
+        return self.found
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call ``function(rank, size, *arguments)`` on each rank; return the results by rank."""
+        self.start(function, *arguments)
+        failures = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(self.found) if not fine]
+        assert not failures, "\n".join(failures)
+        return [result for _, result in self.found]
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()

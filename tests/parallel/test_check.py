@@ -20,6 +20,22 @@ def test_two_ranks_from_torchrun() -> None:
     assert result.stdout.count("right: errors") == 8
 
 
+def test_the_tests_of_ranks_run_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/parallel/test_zigzag_llama3_grouped.py",
+    ]
+    command += ["-k", "large_inputs or under_way or windows or one_process_gives"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+    assert result.stdout.count("24 passed, 32 skipped") == 2
+
+
 def test_a_wrong_function_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

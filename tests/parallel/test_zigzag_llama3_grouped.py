@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -20,6 +21,10 @@ Tensor = torch.Tensor
 LENGTHS = (48, 16, 0, 64)
 FUNCTIONS = ("zigzag_llama3", "llama3", "ring", "zigzag_ring")
 WORLDS = (1, 2, 4)
+
+alone = pytest.mark.skipif(
+    "RANK" in os.environ, reason="torchrun has started ranks; this wants others or none"
+)
 
 
 def bounds(lengths: tuple[int, ...]) -> Tensor:
@@ -268,6 +273,7 @@ def dead_neighbour(rank: int, size: int, last_words: bool) -> str:
     return "no error"
 
 
+@alone
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_rank_that_dies_or_hangs_ends_the_others_in_time(dies: bool) -> None:
     import time
@@ -284,6 +290,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others_in_time(dies: bool) -> None:
         group.close()
 
 
+@alone
 def test_a_call_without_a_process_group_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"init_process_group first"):
         parallel.extract_local(torch.zeros(4), [0, 4])

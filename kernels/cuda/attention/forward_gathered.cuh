@@ -23,34 +23,45 @@ __device__ __forceinline__ void wait_arrival(const u32* counter, u32 number) {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// A tile of K or V out of runs; keys from `last` on are zeros. `seen` is the last rank that was waited for.
-__device__ __forceinline__ void load_runs(u32 to, const TensorMap* maps, u32 barrier, const int2* runs,
-                                          const Call& call, int key, int last, int head, int& seen) {
+// The run that keys [begin, end) lie in, its first row and the rank that it comes from.
+struct Run {
+    int begin, end, row, source;
+};
+
+// Finds the run of a key, and waits until it is there. `seen` is the last rank that was waited for.
+__device__ __forceinline__ Run find_run(const int2* runs, const Call& call, int key, int head, int& seen) {
+    const int length = runs->x, number = key / length;
+    const int2 place = runs[1 + number];
+    if (place.y >= 0 && place.y != seen) {
+        seen = place.y;
+        wait_arrival(call.arrived + seen, call.first_arrival + head / call.heads_of_piece);
+    }
+    return {number * length, (number + 1) * length, place.x, place.y};
+}
+
+// Where tensor copies find `rows` rows of a run from `key` on; they fill up with zeros.
+__device__ __forceinline__ TmaCoord coord_of(const Run& run, int key, int rows) {
     constexpr int END = 1 << 30;
-    const int length = runs->x;
-    int run = key / length, offset = key - run * length;
-    const bool is_one = offset + min(BLOCK_N, last - key) <= length;
-    const int step = is_one ? BLOCK_N : SHORT_BOX;
+    return {END - rows, run.row + key - run.begin + rows, END};
+}
+
+// The maps of the arrays that a run lies in.
+__device__ __forceinline__ const TensorMap* maps_of(const TensorMap* maps, const Run& run) {
+    return run.source >= 0 ? maps + 2 : maps;
+}
+
+// A tile of K or V that lies in several runs, eight keys at a time; keys from `last` on are zeros.
+__device__ __forceinline__ void load_runs(u32 to, const TensorMap* maps, u32 barrier, const int2* runs,
+                                          const Call& call, int key, int last, int head) {
+    int seen = -1;
+    Run run = {0, key, 0, 0};
 #pragma unroll 1
-    for (int i = 0; i < BLOCK_N; i += step) {
-        TmaCoord from = {END, 0, END};
-        const TensorMap* map = is_one ? maps : maps + 1;
-        if (key + i < last) {
-            const int2 place = runs[1 + run];
-            if (place.y >= 0) {
-                map += 2;
-                if (place.y != seen) {
-                    seen = place.y;
-                    wait_arrival(call.arrived + seen, call.first_arrival + head / call.heads_of_piece);
-                }
-            }
-            const int rows = min(length - offset, last - key - i);
-            from.position -= rows, from.row = place.x + offset + rows;
-        }
+    for (int i = 0; i < BLOCK_N; i += SHORT_BOX, key += SHORT_BOX) {
+        if (key == run.end && key < last) run = find_run(runs, call, key, head, seen);
+        const TmaCoord from = coord_of(run, key, max(0, min(run.end, last) - key));
 #pragma unroll
         for (int block = 0; block < COLUMN_BLOCKS; ++block)
-            copy_box(to + block * KV_BLOCK + i * 128, map, barrier, from, 64 * block, 0, head);
-        offset += step;
-        if (offset >= length) offset -= length, ++run;
+            copy_box(to + block * KV_BLOCK + i * 128, maps_of(maps, run) + 1, barrier, from, 64 * block, 0,
+                     head);
     }
 }

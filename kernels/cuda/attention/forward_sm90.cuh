@@ -197,17 +197,28 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
 #if GATHERED
         const int2* const runs = call.runs + t.k_start;
         int seen = -1;
+        Run run = {1 << 30, 0, 0, 0};
 #elif QUERY_GROUPS > 1
         const int* const segments = call.segments ? call.segments + t.sequence * call.num_segments : nullptr;
 #endif
         const auto load = [&](u32 full, u32 empty, u32 to, const TensorMap* map, int key) {
+#if GATHERED
+            const int rows = min(run.end, last) - key;
+            const TmaCoord from = coord_of(run, key, rows);
             wait_barrier(empty + 8 * kv.stage, kv.parity);
             expect_bytes(full + 8 * kv.stage, TILE_BYTES);
-#if GATHERED
-            load_runs(to + kv.stage * TILE_BYTES, map, full + 8 * kv.stage, runs, call, key, last, head,
-                      seen);
-            return;
-#elif QUERY_GROUPS > 1
+            if (rows < min(BLOCK_N, last - key)) {
+                load_runs(to + kv.stage * TILE_BYTES, map, full + 8 * kv.stage, runs, call, key, last, head);
+                return;
+            }
+#pragma unroll
+            for (int block = 0; block < COLUMN_BLOCKS; ++block)
+                copy_box(to + kv.stage * TILE_BYTES + block * KV_BLOCK, maps_of(map, run),
+                         full + 8 * kv.stage, from, 64 * block, 0, head);
+#else
+            wait_barrier(empty + 8 * kv.stage, kv.parity);
+            expect_bytes(full + 8 * kv.stage, TILE_BYTES);
+#if QUERY_GROUPS > 1
             if (segments) {
                 load_segments(to + kv.stage * TILE_BYTES, map, full + 8 * kv.stage, segments, call, key, last,
                               head);
@@ -218,6 +229,7 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
             for (int block = 0; block < COLUMN_BLOCKS; ++block)
                 copy_box(to + kv.stage * TILE_BYTES + block * KV_BLOCK, map, full + 8 * kv.stage, keys,
                          64 * block, key, head);
+#endif
         };
         if (first >= last) arrive(m.nearly_loaded);
         const int num_tiles = (max(last - first, 0) + BLOCK_N - 1) / BLOCK_N;
@@ -225,6 +237,9 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
         for (int i = num_tiles - 1; i >= 0; --i) {
             if (i == min(num_tiles - 1, 3)) arrive(m.nearly_loaded);
             const int key = first + i * BLOCK_N;
+#if GATHERED
+            if (key < run.begin) run = find_run(runs, call, key, head, seen);
+#endif
             load(m.full_k, m.empty_k, m.k, k_map, key);
             load(m.full_v, m.empty_v, m.v, v_map, key);
             kv.next<STAGES>();
