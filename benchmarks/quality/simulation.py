@@ -1,22 +1,22 @@
-"""Page formats that the cache does not have, simulated with its planner, pages and bytes; plain torch.
+"""Page formats that the cache does not have, simulated with its planner, its pages and its bytes.
 
     python benchmarks/quality/simulation.py OUT.json FORMATS.json [--seconds 160] [--windows 16] [--layers 30]
 
-SmolLM2-135M reads the windows and late questions of `settings.py` in float32. Keys and values are quantised and
-dequantised between RoPE and attention; which token lies in a page of which rung is decided as
-`kvlab.reference.cache_plan` does it, under a budget in bytes. No kernel of kvlab runs. All windows and layers
-go together. Not simulated: plans while a question is read, bits of importance below an eighth of an octave.
+SmolLM2-135M reads the windows and late questions of `settings.py` in plain torch, float32. Keys and values
+are quantised and dequantised between RoPE and attention. Which token lies in a page of which rung is decided
+as `kvlab.reference.cache_plan` does it, under a budget in bytes. No kernel of kvlab runs. Not
+simulated: plans while a question is read, and more than one plan in `step` single tokens.
 
-A format (a dictionary of FORMATS.json; what is left out is that of the cache) has
+A format (an entry of the list FORMATS.json; what is left out is that of the cache) has
 
-- `bits`: rungs, lowest first, each [K, V]; K is a width, or a list of four for blocks of 16 channels, whose
+- `bits`: rungs, lowest first, each [K, V]. K is a width, or a list of four for blocks of 16 channels, whose
   rotary pairs are sorted by the energy of keys times that of queries, with a frozen ratio of steps a block
 - `page`: tokens of a page; `ring`: newest tokens that have slots of 8 bits beside the pages, with the sinks
-- `frame`: tokens of the row that statistics come from (64), or "text", "random": other tokens, once for the
-  model; `mean`: the same for the mean of keys alone; `again`: lengths at which the frame is taken again
-- `budget`, `sink`, `recent`, `floor`, `norm` (importance adds up to 1 a head, sinks apart), `shares` (by layer),
-  `side` (bytes of steps, position and importance a token), `error` (of widths below 4, times that of the grid)
-- `step`: single tokens between two plans
+- `frame`: tokens of the row that statistics come from, or "text", "random": other tokens, once for the model;
+  `mean`: the same for the mean of keys alone; `again`: lengths at which the frame is taken again
+- `budget`, `sink`, `recent`, `floor`, `shares` of layers; `norm`: importance adds up to 1 a head;
+  `side`: bytes of steps, position and importance a token; `error`: that of widths below 4, times the grid's
+- `scale`: at most one in so many tokens is recent; `step`: single tokens between two plans
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ LOSS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.000304, 0.0
 DEFAULT: dict[str, Any] = {
     "bits": [[r.bits_k, r.bits_v] for r in parse_bits(BITS, 1)[0]],
     "page": 64, "ring": 0, "frame": 64, "sink": 4, "recent": 28, "floor": 1.0, "norm": False, "side": 5,
-    "error": 1.0, "step": 8, "again": [], "shares": None, "plan_length": 1, "tasks": ["single", "retrieval"],
+    "error": 1.0, "step": 8, "again": [], "shares": None, "scale": 1, "plan_length": 1,
+    "tasks": ["single", "retrieval"],
 }  # fmt: skip
 
 
@@ -71,8 +72,8 @@ class Model:
     def qkv(self, layer: int, x: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of (..., T, hidden): q (..., H, group, T, D), k and v (..., H, T, D); q is divided by sqrt(D)."""
         h = self.norm(x, f"layers.{layer}.input_layernorm")
-        q, k, v = (self.linear(h, layer, f"self_attn.{n}_proj").unflatten(-1, (-1, self.dim)).transpose(-2, -3)
-                   for n in "qkv")  # fmt: skip
+        q, k, v = (self.linear(h, layer, f"self_attn.{name}_proj") for name in "qkv")
+        q, k, v = (y.unflatten(-1, (-1, self.dim)).transpose(-2, -3) for y in (q, k, v))
         angle = (first + torch.arange(x.shape[-2], device=self.device))[:, None] * self.frequency
         cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
         half = self.dim // 2
@@ -145,7 +146,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_grid(x: torch.Tensor, widths: list[int], ratio: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (m, blocks, channels) on grids of one step a token, times a ratio (m, blocks): the best of 5 steps."""
+    """x (m, blocks, channels) on grids: one step a token, the best of 5, times a ratio (m, blocks)."""
     used = torch.tensor([w > 0 for w in widths], device=x.device)
     top = torch.tensor([2.0**w - 1 for w in widths], device=x.device)[:, None] / 2
     size = ratio * torch.tensor([STEP[w] for w in widths], device=x.device)
@@ -336,7 +337,7 @@ class Cache:
             rest = value * ((position >= form["sink"]) & (position < n - form["recent"]))
             value = value / rest.sum(-1, keepdim=True)
         value = value + form["floor"] / n
-        recent = position >= n - form["recent"]
+        recent = position >= n - min(form["recent"], n // form["scale"])
         if not form["ring"]:
             value = torch.where(recent, NEWEST, value)
             value = torch.where(position < form["sink"], SINKS, value)
@@ -352,23 +353,7 @@ class Cache:
         row_bytes = self._row_bytes(lookahead)
         left_bytes = (row_bytes * self.share).long() - self.fixed
         cost = torch.tensor(self.cost, device=rung.device)
-        chunks = count // page
-        for compact in (False, True):
-            if compact:
-                short = (needed + chunks.sum((-1, -2)) * cost[0]) > left_bytes
-                started = torch.where(left[..., -1] % page == 0, top, top + 1)
-                started = torch.where(
-                    (slots >= lookahead) & (lookahead > 0 and not form["ring"]), started, -1
-                )
-                apart = torch.arange(top + 2, device=rung.device) == started[..., None]
-                chunks = torch.where(short[:, None, None] & ~apart, -(-count // page), chunks)
-            left = (count - chunks * page).clamp_min(0)
-            open_ = left[..., -1] % page
-            open_ = torch.where(open_ == 0, left[..., -2] % page, open_)
-            slots = torch.where(open_ == 0, 0, page - open_)
-            extra = (slots < lookahead) if not form["ring"] else torch.zeros_like(slots, dtype=torch.bool)
-            pages = -(-left // page)
-            needed = (pages * cost[[*range(top + 1), top]]).sum((-1, -2)) + (extra * cost[top]).sum(-1)
+        chunks, needed = self._cut(count, left_bytes, lookahead)
 
         most = n // page + 1
         chunk = torch.div(rank, page, rounding_mode="floor")
@@ -412,6 +397,28 @@ class Cache:
             self._move(at, (moved & (after == r)).view(*shape, n), widths)
         self.rung[..., :n] = after.view(*shape, n)
 
+    def _cut(self, count: torch.Tensor, left_bytes: torch.Tensor, lookahead: int) -> tuple[torch.Tensor, ...]:
+        """Chunks of each class (groups, heads, classes), and bytes (groups,) of what is in none of them."""
+        page, top, ring = self.form["page"], self.top, self.form["ring"]
+        cost = torch.tensor(self.cost, device=count.device)
+
+        def rest(chunks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            left = (count - chunks * page).clamp_min(0)
+            opened = torch.where(left[..., -1] % page == 0, left[..., -2], left[..., -1]) % page
+            slots = torch.where(opened == 0, 0, page - opened)
+            extra = (slots < lookahead) & (not ring)
+            pages = (-(-left // page) * cost[[*range(top + 1), top]]).sum((-1, -2))
+            return pages + (extra * cost[top]).sum(-1), left, slots
+
+        chunks = count // page
+        needed, left, slots = rest(chunks)
+        short = (needed + chunks.sum((-1, -2)) * cost[0]) > left_bytes
+        started = torch.where(left[..., -1] % page == 0, top, top + 1)
+        started = torch.where((slots >= lookahead) & (lookahead > 0 and not ring), started, -1)
+        apart = torch.arange(top + 2, device=count.device) == started[..., None]
+        chunks = torch.where(short[:, None, None] & ~apart, -(-count // page), chunks)
+        return chunks, rest(chunks)[0]
+
     def _move(self, at: torch.Tensor, which: torch.Tensor | None, to: Any) -> None:
         """Bring tokens to widths; `at`, their positions, and `which` of them are (L, B, H, any)."""
         row = torch.arange(at.shape[:-1].numel(), device=at.device).view(at.shape[:-1])[..., None]
@@ -432,9 +439,9 @@ class Cache:
         return found
 
     def read(self, tokens: torch.Tensor, *, exact: bool, last: int) -> tuple[torch.Tensor, ...]:
-        """Read tokens (B, n, T), n rows behind each prompt: states, k, v, received by stored and new tokens.
+        """Read tokens (B, n, T), n rows behind each prompt: states, k, v, received by old and new tokens.
 
-        `exact`: tokens of the call see each other exactly, else as they land. `last`: rows that are collected.
+        `exact`: tokens of the call see each other exactly, else as they land. `last`: rows to collect.
         """
         model, n = self.model, self.n
         x, size = model.embed(tokens), tokens.shape[-1]
@@ -478,7 +485,7 @@ class Bench:
         self.tokens = torch.tensor(texts.tokens[:windows], device=device)
         self.exact = Exact(model, self.tokens[:, :WHOLE], PROMPT)
         stacks = [many_keys(subject.text[start:], subject.encode, TEXT, keys=KEYS, seed=seed)
-                  for seed, start in enumerate(texts.starts[: min(20, max(windows, 2))])]  # fmt: skip
+                  for seed, start in enumerate(texts.starts[:windows])]  # fmt: skip
         self.stacks = Exact(model, torch.tensor([s.tokens for s in stacks], device=device), TEXT)
         asked = [question for stack in stacks for question in stack.questions]
         longest = max(len(q.ask) + len(q.answer) for q in asked)
@@ -556,7 +563,7 @@ class Bench:
         return self.single(form, 64, SCORED // 2)
 
     def grow(self, form: dict[str, Any]) -> dict[str, Any]:
-        """The demo's protocol: chunks of 64, the second half scored, the bytes of the end from the first on."""
+        """The demo's protocol: chunks of 64, the second half scored, bytes that grow into their budget."""
         cache = Cache(self, form | {"plan_length": WHOLE + 1}, self.exact, WHOLE)
         found = self.parts(cache, 0, WHOLE, 64, PROMPT)
         return self.kl(found, PROMPT) | {"bits": 16 * cache.form["budget"] * cache.used}
