@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from functools import wraps
@@ -359,17 +360,23 @@ class Limit:
                 "token. Raise the budget or keep fewer rows",
                 needed_bytes=needed,
             )
-        low, high = 0, seqlen
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(middle, batch) else (low, middle)
-        budget = "budget" if self.budget.fraction is None else "budget or plan_length"
+        low, fraction, budget = self._longest(seqlen, batch), self.budget.fraction, "budget"
+        if fraction is not None:
+            enough = int(self.smallest_nbytes(seqlen) / (fraction * self._fp16_token)) + 1
+            budget = f"budget or plan_length (to {enough})"
         return BudgetError(
             f"{fault}budget gives {given}; the longest length that fits is {low}. Raise the {budget}, add a "
             f"lower width to bits (0 evicts) or shorten the sequence",
             needed_bytes=needed,
             longest_length=low,
         )
+
+    def _longest(self, seqlen: int, batch: int) -> int:
+        """The longest length up to one that fits; what a relative budget gives it bounds all shorter ones."""
+        while seqlen > 0 and not self.fits(seqlen, batch):
+            given = self.row_budget(seqlen, batch) or 0
+            seqlen = bisect_right(range(seqlen), given, key=self.smallest_nbytes) - 1
+        return seqlen
 
     def _holds_rows(self, batch: int) -> bool:
         """Whether rows without tokens fit."""

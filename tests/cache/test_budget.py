@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,20 @@ def test_an_empty_cache_fits_its_budget() -> None:
     assert_holds(short)
     with pytest.raises(BudgetError, match="Raise the budget or plan_length"):
         short.append(0, *new_tokens(np.random.default_rng(0), 1, 1)[1:])
+
+
+def test_a_relative_budget_names_the_longest_length_and_a_plan_length_that_does() -> None:
+    """A page takes the same bytes however full it is, so a longer sequence may fit where one does not."""
+    cache, (_, k, v) = make(budget=0.2, plan_length=1), new_tokens(np.random.default_rng(0), 1, 200)
+    fitting = [n for n in range(201) if cache._limit.fits(n, 1)]
+    refused = [n for n in range(201) if n not in fitting]
+    assert any(1 < n < max(refused) for n in fitting)
+    for n in refused:
+        error = cache._limit.refusal(n, 1)
+        assert error.longest_length == max(m for m in fitting if m < n)
+    found = re.search(r"plan_length \(to (\d+)\)", str(cache._limit.refusal(refused[-1], 1)))
+    assert found is not None
+    make(budget=0.2, plan_length=int(found[1])).append(0, k[:, : refused[-1]], v[:, : refused[-1]])
 
 
 BUDGETS = st.one_of(st.sampled_from([None, 0.2, 0.35, 0.7]), st.integers(392, 80_000))
