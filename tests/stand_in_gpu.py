@@ -21,7 +21,15 @@ from kvlab.jit.cubin import read_resources
 from kvlab.jit.launch import Kernel
 from kvlab.ops import array_kinds, attention_call
 from kvlab.ops import attention as operation
-from kvlab.ops.cuda import attention, attention_backward, attention_sm90, gathered, tile_list
+from kvlab.ops import grouped as grouped_operation
+from kvlab.ops.cuda import (
+    attention,
+    attention_backward,
+    attention_sm90,
+    gathered,
+    grouped_backward,
+    tile_list,
+)
 
 STREAM = 7
 
@@ -78,14 +86,16 @@ class StandInGpu:
         )  # fmt: skip
         monkeypatch.setattr(bindings, "cuEventQuery", lambda event: (600 * self.is_behind,))
         monkeypatch.setattr(array_kinds, "device_of_torch", lambda device, name: Device("cuda", 0))
-        for name in ("kvlab.ops.attention_call.requirements_of", "kvlab.ops.attention.requirements_of"):
-            monkeypatch.setattr(name, lambda device: {"compute_capability": (9, 0)})
+        for name in ("attention_call", "attention", "grouped"):
+            own = f"kvlab.ops.{name}.requirements_of"
+            monkeypatch.setattr(own, lambda device: {"compute_capability": (9, 0)})
         for module in (attention, attention_backward, gathered, launch):
             monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
-        for module in (attention_sm90, attention_backward, gathered, tile_list):
+        for module in (attention_sm90, attention_backward, gathered, grouped_backward, tile_list):
             monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-        for module in (attention, attention_sm90, attention_backward, gathered):
-            monkeypatch.setattr(module, "load", self._load)
+        for module in (attention, attention_sm90, attention_backward, gathered, grouped_backward):
+            if hasattr(module, "load"):
+                monkeypatch.setattr(module, "load", self._load)
             if hasattr(module, "stream_of"):
                 monkeypatch.setattr(module, "stream_of", lambda kind: lambda: STREAM)
         monkeypatch.setattr(
@@ -100,7 +110,8 @@ class StandInGpu:
         remembered = (
             attention_call._call_of, operation._row_into, attention._prepare_into, attention._prepare,
             attention._plan, attention_backward._prepare,
-            attention_backward._plan, gathered._prepare, launch._driver_error, tile_list._runtime,
+            attention_backward.plan_of, gathered._prepare, grouped_operation._checked,
+            grouped_backward._listed, launch._driver_error, tile_list._runtime,
         )  # fmt: skip
         for function in remembered:
             function.cache_clear()

@@ -79,7 +79,7 @@ GROUPS = {
     "segment_len": (8, "whole"),
     "sm_margin": (0, "count"),
 }
-ONLY_FORWARD = {"return_lse", "implementation", "segment_table", "segment_len"}
+ONLY_FORWARD = {"return_lse", "segment_table", "segment_len"}
 LAYER, MASK = {"layer": (0, "count")}, {"valid": (None, "mask")}
 OPTIONS: dict[str, tuple[Any, str]] = {
     "batch": (1, "count"),

@@ -18,6 +18,7 @@ from kvlab.errors import FormatError
 __all__ = ["Resources", "read_resources"]
 
 _FRAME_SIZE, _STACK_SIZE, _PARAMETER, _REGISTERS = 0x11, 0x12, 0x17, 0x2F  # EIATTR_* numbers
+_PARAMETER_OF_MANY = 0x45  # where all parameters together have more than 4 KiB
 _SIZED = (
     4  # record format whose 16-bit value is the length of a payload; in the others the value is all there is
 )
@@ -97,6 +98,9 @@ def _read(cubin: bytes) -> dict[str, Resources]:
             if attribute == _PARAMETER:
                 _, ordinal, _, flags = struct.unpack("<IHHI", payload)
                 parameters[ordinal] = flags >> 18
+            elif attribute == _PARAMETER_OF_MANY:
+                _, ordinal, _, size, _ = struct.unpack("<IHHHH", payload)
+                parameters[ordinal] = size
         found[name] = Resources(
             registers=values[_REGISTERS],
             shared_bytes=max(0, shared - reserved),

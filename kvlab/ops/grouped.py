@@ -38,6 +38,7 @@ from kvlab.shapes import match_shapes
 __all__ = [
     "CPU",
     "GPU",
+    "HOPPER",
     "IMPLEMENTATIONS",
     "MOST_GROUPS",
     "GroupedArrays",
@@ -53,7 +54,7 @@ MOST_GROUPS = 16
 _FLOATS = ("float16", "bfloat16", "float32")
 CPU: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1), "implementation": IMPLEMENTATIONS}
 GPU: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(1, 257), "implementation": ("separate",)}
-_HOPPER: dict[str, Any] = {
+HOPPER: dict[str, Any] = {
     "dtype": _FLOATS[:2], "head_dim": range(1, 257), "implementation": IMPLEMENTATIONS[:2],
     "compute_capability": ((9, 0),),
 }  # fmt: skip
@@ -65,7 +66,7 @@ register(
         _FORWARD, "reference", "kvlab.ops.reference.grouped:attend",
         CPU | {"dtype": (*_FLOATS, "float64")},
     ),
-    Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend", _HOPPER),
+    Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend", HOPPER),
     Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend_separately", GPU | ON_CUDA),
     Implementation(_FORWARD, "numba", "kvlab.ops.numba.grouped:attend_separately", GPU | ON_NUMBA),
 )  # fmt: skip

@@ -3,7 +3,8 @@
 A chunk is `positions` query positions of a group in a sequence; a tile is several chunks that read one KV
 head. Tiles of one group hold its neighbours. Paired tiles hold, of all groups, the chunks that see most keys,
 then the next: so few tiles of K and V are loaded, and each is loaded for as many rows as can be. Where there
-are fewer tiles than blocks could take, long tiles are split over their keys.
+are fewer tiles than blocks could take, long tiles are split over their keys. In the backward a tile is one of
+keys, with the rows of all groups, as attention/tile_list.cu makes it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ENTRY", "FEWEST_KEYS", "grouped_tiles", "tiles_of_keys"]
+from kvlab.reference.tile_list import TILE, section_of, tile_list
+
+__all__ = ["ENTRY", "FEWEST_KEYS", "KEYS_PART", "grouped_tiles", "tiles_of_backward", "tiles_of_keys"]
 
 ENTRY = np.dtype(
     [
@@ -144,3 +147,79 @@ def _split(tiles: NDArray[Any], block_n: int, blocks: int) -> NDArray[Any]:
         split["q_length"] > 0, np.minimum(split["last_key"], split["loaded_keys"]), split["first_key"]
     )
     return split
+
+
+KEYS_PART = np.dtype([*TILE.descr, ("group", np.int32), ("num_keys", np.int32), ("unused", np.int32, 2)])
+"""A group's part of a tile of keys: `q_*` are the prefix that the group sees, `k_*` its rows."""
+
+
+def tiles_of_backward(
+    q_lengths: ArrayLike,
+    prefix_lens: ArrayLike,
+    k_lengths: ArrayLike,
+    heads_kv: int,
+    *,
+    positions: int,
+    block_n: int,
+    sections: int,
+    causal: bool,
+    in_order: bool = False,
+) -> NDArray[Any]:
+    """Return the tiles of keys of the backward in order; of equally long ones as `tile_list` orders them.
+
+    Parameters
+    ----------
+    q_lengths, prefix_lens : int array, (groups, sequences)
+    k_lengths : int array, (sequences,)
+    heads_kv : int
+    positions, block_n : int
+        Keys of a tile, and rows that it is computed for at a time.
+    sections : int
+        Into which (sequence, KV head) pairs are divided.
+    causal : bool
+    in_order : bool
+        Whether tiles of a section come in the order of keys, not the longest first.
+
+    Returns
+    -------
+    structured array of `KEYS_PART`, (tiles, groups)
+        Of a tile those groups come first that see most keys.
+
+    Examples
+    --------
+    Two groups of 2 rows see 3 and 6 keys of 6; a tile has 2 keys.
+
+    >>> shape = {"positions": 2, "block_n": 1, "sections": 1, "causal": True, "in_order": True}
+    >>> tiles = tiles_of_backward([[2], [2]], [[3], [6]], [6], 1, **shape)
+    >>> tiles[["group", "position", "first_key", "last_key"]].tolist()  # doctest: +NORMALIZE_WHITESPACE
+    [[(1, 0, 0, 2), (0, 0, 0, 2)], [(1, 2, 0, 2), (0, 2, 1, 2)], [(1, 4, 0, 2), (0, 4, 0, 0)]]
+    """
+    rows_of, keys_of = (np.asarray(x, np.int64) for x in (q_lengths, prefix_lens))
+    lengths = np.asarray(k_lengths, np.int64)
+    far = 1 << 30
+    shape: dict[str, Any] = {
+        "pack": 1, "positions": positions, "block_n": block_n, "sections": sections
+    }  # fmt: skip
+    window = (0 if causal else far, far)
+    tiles = tile_list(lengths, 0 * lengths, heads_kv, 1, window=window, in_order=True, **shape)
+    parts = np.zeros((len(tiles), len(rows_of)), KEYS_PART)
+    for name in ("sequence", "head_q", "head_kv", "position", "q_start"):
+        parts[name] = tiles[name][:, None]
+    sequence = tiles["sequence"]
+    parts["num_keys"] = lengths[sequence, None]
+    for g, (rows, prefixes) in enumerate(zip(rows_of, np.minimum(keys_of, lengths), strict=True)):
+        own, keys, position = rows[sequence], prefixes[sequence], tiles["position"]
+        part, diagonal = parts[:, g], own - keys
+        last = np.clip(np.minimum(position + positions, keys) - 1 + diagonal + far + 1, 0, own)
+        first = np.minimum(np.maximum(position + diagonal - window[0], 0) // block_n * block_n, last)
+        seen = position < keys
+        part["group"], part["k_start"], part["k_length"] = g, (np.cumsum(rows) - rows)[sequence], own
+        part["q_length"], part["diagonal"] = keys, diagonal
+        part["first_key"], part["last_key"] = first * seen, last * seen
+        part["num_tiles_of_keys"] = -(-(last - first) // block_n) * seen
+    order = np.argsort(-parts["q_length"], axis=1, kind="stable")
+    parts = np.take_along_axis(parts, order, axis=1)
+    if in_order:
+        return parts
+    section = section_of(tiles, len(lengths) * heads_kv, heads_kv, sections)
+    return parts[np.lexsort((-parts["num_tiles_of_keys"].sum(1), section))]

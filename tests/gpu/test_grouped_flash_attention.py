@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,9 +98,50 @@ def test_tiles_split_over_keys(implementation: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(kind, one, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"),
+    [((8, 2), 64, "float16"), ((8, 2), 128, "bfloat16"), ((4, 4), 96, "float16"), ((8, 1), 256, "float16")],
+)
+@pytest.mark.parametrize("name", scenarios())
+def test_gradients(name: str, heads: tuple[int, int], head_dim: int, dtype: str) -> None:
+    """Of one launch and of separate calls; a deterministic call gives the same bits ten times."""
+    case = make_case(**scenarios(3)[name], heads=heads, head_dim=head_dim, dtype=DTYPES[dtype])
+    arrays, own = arguments(case)
+    outs, lses = attend(case)
+    douts = [on_gpu(x) for x in case.douts()]
+    expected, low = case.expected_gradients(case.douts()), case.low_precision_gradients(case.douts())
+    for options in ({}, {"deterministic": True}, {"implementation": "separate"}, {"sm_margin": 120}):
+        poison(torch.cat(arrays[0]))
+        call = partial(kvlab.grouped_attention_varlen_backward, douts, *arrays, outs, lses, **own, **options)
+        dq, dk, dv = call()
+        assert_gradients(tuple(to_numpy(x) for x in (torch.cat(dq), dk, dv)), expected, low)
+        for again in (call() for _ in range(10 if "deterministic" in options else 0)):
+            assert all(torch.equal(a, b) for a, b in zip((*dq, dk, dv), (*again[0], *again[1:]), strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_gradients_of_many_tiles(head_dim: int) -> None:
+    """More tiles than blocks, and steps that clusters share: one launch against separate calls."""
+    for shape in ({"heads": (8, 8), "sequences": 3}, {"heads": (4, 1), "sequences": 1}):
+        case = zigzag(4096, 4, 1, head_dim=head_dim, seed=2, **shape)
+        arrays, own = arguments(case)
+        outs, lses = attend(case)
+        douts = [on_gpu(x) for x in case.douts()]
+        for deterministic in (False, True):
+            found = [
+                kvlab.grouped_attention_varlen_backward(
+                    douts, *arrays, outs, lses, implementation=name, deterministic=deterministic,
+                    float32_dkv=True, **own,
+                )
+                for name in ("separate", "paired")
+            ]  # fmt: skip
+            for one, other in zip(*((torch.cat(x[0]), *x[1:]) for x in found), strict=True):
+                assert (one.float() - other.float()).norm() < 3e-3 * one.float().norm()
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["two groups of a zigzag rank", "unrelated prefixes", "an empty group"])
-def test_gradients(name: str, head_dim: int) -> None:
+def test_gradients_of_keys_in_float32(name: str, head_dim: int) -> None:
     case = make_case(**scenarios(3)[name], heads=(8, 2), head_dim=head_dim)
     arrays, own = arguments(case)
     outs, lses = attend(case)

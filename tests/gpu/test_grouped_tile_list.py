@@ -11,8 +11,8 @@ import torch
 from kvlab.ops import grouped as operation
 from kvlab.ops.cuda import grouped as grouped_cuda
 from kvlab.ops.cuda.attention_sm90 import SHAPES
-from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, heads_of_tile
-from kvlab.reference.grouped_tiles import ENTRY, grouped_tiles, tiles_of_keys
+from kvlab.ops.cuda.tile_list import HEAD_BYTES, MOST_GROUPS, ROWS, ListBuilder, Tiling, heads_of_tile
+from kvlab.reference.grouped_tiles import ENTRY, KEYS_PART, grouped_tiles, tiles_of_backward, tiles_of_keys
 from kvlab.reference.tile_list import section_of
 
 FIELDS = [name for name in ENTRY.names or () if name != "slot"]
@@ -85,3 +85,37 @@ def test_a_wrong_list_would_be_noticed() -> None:
     for change in ({"paired": True}, {"blocks": 0}):
         assert _sorted(tiles) != _sorted(grouped_tiles(rows, lens, keys, 1, 4, **shape, **same | change))
     assert _sorted(tiles) != _sorted(grouped_tiles(rows, lens - 1, keys, 1, 4, **shape, **same))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_lists_of_the_backward_are_those_of_the_reference(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    number, groups = int(rng.choice([1, 2, 7, 300])), int(rng.choice([1, 2, 3, 16]))
+    keys = rng.integers(1, 2 + 100_000 // number // 16, number)
+    lens = np.stack([rng.integers(0, keys + 1) for _ in range(groups)])
+    rows = np.stack([rng.integers(0, 1 + 50_000 // number // groups // 16, number) for _ in range(groups)])
+    heads_kv, causal, in_order = int(rng.choice([1, 2, 8])), bool(rng.integers(4)), bool(rng.integers(2))
+    most_rows = int((-(-rows // 64)).sum(0).max()) * 64
+    sections, far = int(rng.integers(1, 1 + number * heads_kv)), 1 << 30
+    builder = ListBuilder(
+        Tiling(1, 128, 64), (number, int(keys.max()), most_rows), int(keys.sum()), heads_kv, 1,
+        (0 if causal else far, far), 0, True, 0, in_order, sections, groups,
+    )  # fmt: skip
+    memory = torch.full((builder.nbytes,), 255, device="cuda", dtype=torch.uint8)
+    cu_k, *cu_q = (torch.from_numpy(np.cumsum([0, *x]).astype(np.int32)).cuda() for x in (keys, *rows))
+    prefixes = [torch.from_numpy(x.astype(np.int32)).cuda() for x in lens]
+    bounds = [x.data_ptr() for x in cu_q] + [0] * (MOST_GROUPS - groups) + [x.data_ptr() for x in prefixes]
+    builder.build(memory.data_ptr(), (cu_k.data_ptr(), 0, *bounds), torch.cuda.current_stream().cuda_stream)
+    stored = memory.cpu().numpy()
+    count, semaphore = stored[:8].view(np.int32)
+    expected = tiles_of_backward(
+        rows, lens, keys, heads_kv, positions=128, block_n=64, sections=sections, causal=causal,
+        in_order=in_order,
+    )  # fmt: skip
+    assert (count, semaphore) == (len(expected), 0)
+    size = KEYS_PART.itemsize * groups * count
+    tiles = stored[HEAD_BYTES : HEAD_BYTES + size].view(KEYS_PART).reshape(count, groups)
+    assert sorted(x.tobytes() for x in tiles) == sorted(x.tobytes() for x in expected)
+    if not in_order:
+        steps = [x["num_tiles_of_keys"].sum(1) for x in (tiles, expected)]
+        assert (steps[0] == steps[1]).all()

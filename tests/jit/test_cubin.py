@@ -32,6 +32,10 @@ extern "C" __global__ void nothing() {}
 extern "C" __global__ void parameters(float* y, const __grid_constant__ Map map, char c, short s, double d) {
   y[threadIdx.x] = map.opaque[3] + c + s + d + table[threadIdx.x];
 }
+struct Maps { Map of_group[40]; };
+extern "C" __global__ void many_parameters(float* y, const __grid_constant__ Maps maps, short s) {
+  y[threadIdx.x] = maps.of_group[39].opaque[3] + s;
+}
 extern "C" __global__ void shared_static(float* y, int n) {
   __shared__ float s[300];
   s[threadIdx.x] = y[threadIdx.x];
@@ -52,6 +56,7 @@ extern "C" __global__ void calls(float* y, int n) { y[threadIdx.x] = callee(y[th
 PARAMETERS = {
     "nothing": (),
     "parameters": (8, 128, 1, 2, 8),
+    "many_parameters": (8, 40 * 128, 2),
     "shared_static": (8, 4),
     "shared_both": (8, 4),
     "calls": (8, 4),

@@ -11,7 +11,12 @@ torch = pytest.importorskip("torch")
 
 import kvlab  # noqa: E402
 from kvlab.ops.cuda import attention as attention_cuda  # noqa: E402
-from kvlab.ops.cuda import attention_backward, attention_sm90, tile_list  # noqa: E402
+from kvlab.ops.cuda import (  # noqa: E402
+    attention_backward,
+    attention_sm90,
+    grouped_backward,
+    tile_list,
+)
 from tests.stand_in_gpu import Launch, StandInGpu  # noqa: E402
 
 BATCH, TOKENS, HEADS, HEADS_KV, DIM = 2, 96, 4, 2, 128
@@ -239,3 +244,50 @@ def test_gradients_leave_multiprocessors_to_others(gpu: StandInGpu) -> None:
         for margin, blocks in zip((0, 16, 1 << 20), expected, strict=True):
             kvlab.attention_backward(q, q, q, q, q, lse, causal=True, sm_margin=margin)
             assert gpu.launches[-2].grid == (blocks, 1, 1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_groups_are_three_launches_behind_a_list(gpu: StandInGpu, deterministic: bool) -> None:
+    rows, tokens = (300, 0, 4000), 5000
+    q = [torch.zeros(n, HEADS, DIM, dtype=torch.bfloat16) for n in rows]
+    k, v = (torch.zeros(tokens, HEADS_KV, DIM, dtype=torch.bfloat16) for _ in "kv")
+    lengths = [
+        torch.tensor(x, dtype=torch.int32) for x in ([0, 300], [0, 0], [0, 4000], [300], [0], [tokens])
+    ]
+    own = {
+        "cu_seqlens_q_groups": lengths[:3], "prefix_lens": lengths[3:],
+        "cu_seqlens_k": torch.tensor([0, tokens], dtype=torch.int32),
+    }  # fmt: skip
+    for _ in range(2):
+        outs, douts = ([torch.zeros_like(x) for x in q] for _ in "od")
+        lses = [torch.zeros(HEADS, n) for n in rows]
+        dq, dk, dv = kvlab.grouped_attention_varlen_backward(
+            douts, q, k, v, outs, lses, deterministic=deterministic, float32_dkv=True, **own
+        )
+        made, *launches = gpu.launches[-4:]
+        names = ["preprocess", "attend_backward", "postprocess"]
+        assert [launch.name for launch in (made, *launches)] == ["make_tile_list", *names]
+        of_list = call_in(made, tile_list._GROUPED_CALL)
+        assert (of_list["num_groups"], of_list["in_order"]) == (2, deterministic)
+        assert (of_list["cu_q"], of_list["cu_k"]) == (own["cu_seqlens_k"].data_ptr(), 0)
+        assert of_list["cu_rows1"] == lengths[2].data_ptr()
+        assert of_list["prefix_lens1"] == lengths[5].data_ptr()
+        calls = [call_in(launch, grouped_backward._CALL) for launch in launches]
+        assert len({call.tobytes() for call in calls}) == 1
+        call, groups = calls[0], calls[0]["groups"][:2]
+        assert (call["num_groups"], call["sequences"], call["float32_dk_dv"]) == (2, 1, 1)
+        assert call["list"] == of_list["list"]
+        assert (call["cu_q"], call["cu_k"]) == (lengths[0].data_ptr(), own["cu_seqlens_k"].data_ptr())
+        assert [x.dtype for x in (dk, dv)] == [torch.float32] * 2
+        for name, given in (("dout", douts), ("out", outs)):
+            assert groups[name]["address"].tolist() == [given[g].data_ptr() for g in (0, 2)]
+            assert groups[name]["strides"].tolist() == [[0, HEADS * DIM, DIM]] * 2
+        assert groups["lse"].tolist() == [lses[g].data_ptr() for g in (0, 2)]
+        assert groups["lse_head"].tolist() == [300, 4000]
+        assert groups["first_row"].tolist() == [0, 300]
+        assert groups["workspace_row"].tolist() == [0, 384]
+        maps = maps_in(launches[1], 34)
+        mapped = [q[0], q[2], k, v, douts[0], douts[2]]
+        assert [maps[i] for i in (0, 1, 16, 17, 18, 19)] == [x.data_ptr() for x in mapped]
+        assert (call["dq"]["address"], call["dk"]["address"]) == (dq[0].data_ptr(), dk.data_ptr())
+        assert [tuple(x.shape) for x in dq] == [tuple(x.shape) for x in q]

@@ -12,8 +12,15 @@ from numpy.typing import NDArray
 
 from kvlab.ops.cuda.attention_sm90 import SHAPES
 from kvlab.ops.cuda.grouped import ENTRY_BYTES
-from kvlab.ops.cuda.tile_list import ROWS, heads_of_tile
-from kvlab.reference.grouped_tiles import ENTRY, FEWEST_KEYS, grouped_tiles, tiles_of_keys
+from kvlab.ops.cuda.tile_list import PART_BYTES, ROWS, heads_of_tile
+from kvlab.reference.grouped_tiles import (
+    ENTRY,
+    FEWEST_KEYS,
+    KEYS_PART,
+    grouped_tiles,
+    tiles_of_backward,
+    tiles_of_keys,
+)
 from tests.reference.test_tile_list import BLOCKS, finish_times
 
 KEYS = 128
@@ -148,3 +155,65 @@ def test_a_part_that_is_missing_is_found() -> None:
     assert seen(tiles, 1, 4, True) == whole
     assert seen(tiles[1:], 1, 4, True) != whole
     assert seen(np.concatenate([tiles, tiles[:1]]), 1, 4, True) != whole
+
+
+def test_a_part_of_a_tile_of_keys_is_as_large_as_the_kernel_says() -> None:
+    assert KEYS_PART.itemsize == PART_BYTES
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40), st.integers(0, 40)), max_size=3),
+    prefixes=st.lists(st.tuples(*[st.integers(0, 60)] * 2), min_size=3, max_size=3),
+    causal=st.booleans(),
+    sections=st.integers(1, 3),
+)
+def test_every_pair_of_rows_and_keys_is_in_one_tile_of_keys(
+    lengths: list[tuple[int, int, int]], prefixes: list[tuple[int, int]], causal: bool, sections: int
+) -> None:
+    """And the tiles that add to rows of dq are, in the order of keys, 0, 1, 2 and so on, none left out."""
+    keys, *rows = np.array(lengths, np.int64).reshape(-1, 3).T
+    lens = np.minimum(np.array(prefixes, np.int64)[: len(keys)].reshape(-1, 2).T, keys)
+    shape: dict[str, Any] = {"positions": 8, "block_n": 4, "sections": sections, "causal": causal}
+    tiles, longest_first = (
+        tiles_of_backward(rows, lens, keys, 2, in_order=x, **shape) for x in (True, False)
+    )
+    assert sorted(map(str, tiles)) == sorted(map(str, longest_first))
+    steps = {pair: [np.zeros((rows[g][pair], keys[pair]), int) for g in (0, 1)] for pair in range(len(keys))}
+    added: dict[tuple[int, int, int, int], list[int]] = {}
+    for tile in tiles:
+        assert (np.diff(tile["q_length"]) <= 0).all()
+        assert sorted(tile["group"]) == [0, 1]
+        for part in tile:
+            b, g, first = part["sequence"], part["group"], part["position"]
+            assert part["num_tiles_of_keys"] == len(range(part["first_key"], part["last_key"], 4))
+            if part["head_kv"] == 0:
+                own = steps[b][g][part["first_key"] : part["last_key"], first : first + 8]
+                own += 1
+            for row in range(part["first_key"], part["last_key"], 4):
+                added.setdefault((b, g, part["head_kv"], row), []).append(first // 8)
+    assert all(blocks == list(range(len(blocks))) for blocks in added.values())
+    for b, of_groups in steps.items():
+        for g, met in enumerate(of_groups):
+            own = np.arange(rows[g][b])[:, None] + lens[g, b] - rows[g][b]
+            columns = np.arange(keys[b])
+            seen = (columns < lens[g, b]) & ((columns <= own) | (not causal))
+            assert (met[seen] == 1).all()
+            assert met.max(initial=0) <= 1
+
+
+def test_blocks_of_a_backward_of_two_groups_are_done_together() -> None:
+    """A rank of zigzag context parallelism: within 2 % of an even division, separate calls within 5 %."""
+    chunk, rank, ranks = 2048, 3, 8
+    lens = [(rank + 1) * chunk, (2 * ranks - rank) * chunk]
+    shape: dict[str, Any] = {"positions": 128, "block_n": 64, "sections": 1, "causal": True}
+    keys = [2 * ranks * chunk]
+    tiles = tiles_of_backward([[chunk]] * 2, [[n] for n in lens], keys, 8, **shape)
+    costs = 4.0 * tiles["num_tiles_of_keys"].sum(1) + 3
+    ends = finish_times(costs)
+    assert ends.max() < 1.02 * costs.sum() / BLOCKS
+    apart = 0.0
+    for n in lens:
+        own = tiles_of_backward([[chunk]], [[n]], keys, 8, **shape)
+        apart += finish_times(4.0 * own["num_tiles_of_keys"].sum(1) + 3).max()
+    assert ends.max() < apart

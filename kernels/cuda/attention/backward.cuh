@@ -11,12 +11,34 @@
 // channels, and of these first the warp's and then the lane's that has them in a product as mma and wgmma
 // leave it.
 //
-// Needs HEAD_DIM, BLOCK_M, BLOCK_N.
+// With QUERY_GROUPS, most groups of queries of a call, a tile has a part of every group: the rows of the
+// group that see its keys. Groups lie in the workspace one after the other.
+//
+// Needs HEAD_DIM, BLOCK_M, BLOCK_N; QUERY_GROUPS if calls have more than one group of queries.
 #pragma once
+#ifndef QUERY_GROUPS
+#define QUERY_GROUPS 1
+#endif
 #include "attention/call.cuh"
+#if QUERY_GROUPS == 1
 #include "attention/tiles.cuh"
+using KeyTile = TileInfo;
+#else
+#include "attention/grouped_tiles.cuh"
+using KeyTile = GroupedKeys;
+#endif
 
 constexpr int ALIGNED_ROWS = 128;  // a multiple of BLOCK_M and 64
+
+#if QUERY_GROUPS > 1
+struct QueryGroup {
+    Tensor dout, out;
+    const float* lse;
+    i64 lse_head;
+    const int* cu_q;
+    i64 first_row, workspace_row;  // of dq, and of the workspace of a head
+};
+#endif
 
 struct Call {
     Tensor q, k, v, dout, out, dq, dk, dv;  // [batch, seqlen, heads, dim], or with cu_* [total, heads, dim]
@@ -33,7 +55,19 @@ struct Call {
     int float32_dk_dv;     // dk and dv are float32 whatever q is
     const TileList* list;  // of tiles of keys
     int* semaphore;        // 0 between launches
+#if QUERY_GROUPS > 1
+    QueryGroup groups[QUERY_GROUPS];  // instead of dout, out and lse; cu_q is any, as lengths are variable
+    int num_groups, sequences;
+#endif
 };
+
+__device__ __forceinline__ int num_groups(const Call& call) {
+#if QUERY_GROUPS > 1
+    return call.num_groups;
+#else
+    return 1;
+#endif
+}
 
 // A sequence of the call.
 struct SeqInfo {
@@ -50,6 +84,7 @@ __device__ __forceinline__ i64 find_workspace_row(const Call& call, int sequence
     return blocks * ALIGNED_ROWS;
 }
 
+#if QUERY_GROUPS == 1
 __device__ __forceinline__ SeqInfo find_sequence(const Call& call, int z) {
     SeqInfo s;
     s.sequence = z, s.batch = call.cu_q ? 0 : z;
@@ -60,15 +95,27 @@ __device__ __forceinline__ SeqInfo find_sequence(const Call& call, int z) {
     s.workspace_row = find_workspace_row(call, z, s.q0, s.rows);
     return s;
 }
+#endif
 
 // Tile `index` of the list, null behind the last.
 __device__ __forceinline__ const TileInfo* find_tile(const Call& call, int index) {
     return index < call.list->num_tiles ? (const TileInfo*)(call.list + 1) + index : nullptr;
 }
-__device__ __forceinline__ i64 find_workspace_row(const Call& call, const TileInfo& t) {
-    return find_workspace_row(call, t.sequence, t.k_start, t.k_length);
+__device__ __forceinline__ int group_of(const KeyTile& t) {
+#if QUERY_GROUPS > 1
+    return t.group;
+#else
+    return 0;
+#endif
 }
-__device__ __forceinline__ SeqInfo sequence_of(const Call& call, const TileInfo& t) {
+__device__ __forceinline__ i64 find_workspace_row(const Call& call, const KeyTile& t) {
+    i64 first = 0;
+#if QUERY_GROUPS > 1
+    first = call.groups[t.group].workspace_row;
+#endif
+    return first + find_workspace_row(call, t.sequence, t.k_start, t.k_length);
+}
+__device__ __forceinline__ SeqInfo sequence_of(const Call& call, const KeyTile& t) {
     return {t.sequence,  call.cu_q ? 0 : t.sequence, t.k_start, t.q_start, t.k_length, t.q_length,
             -t.diagonal, find_workspace_row(call, t)};
 }

@@ -7,11 +7,13 @@
 //   CTA    8 warps, ROWS_OF_CTA query rows of one (sequence, query head): blockIdx x, z, y.
 //   row    LANES lanes of a warp, each 8 channels: ROWS_AT_ONCE rows a step.
 //
+// With QUERY_GROUPS > 1 blockIdx.z counts the sequences of every group, one group after the other.
+//
 // Memory: no shared memory; dout, out and the workspace are read or written once.
 //
 // Macros: HEAD_DIM, a multiple of 16; FLOAT32: 1 elements are float32, lse_log2 base e, 0 of the 16-bit type
-// that BF16 says; ALIGNED: 1 rows of dout and out can be read, and those of dq written, 16 bytes at a time, 0
-// element by element.
+// that BF16 says; QUERY_GROUPS, most groups of queries of a call (1 if it is not given); ALIGNED: 1 rows of
+// dout and out can be read, and those of dq written, 16 bytes at a time, 0 element by element.
 #include "common/pairs.cuh"
 
 constexpr int BLOCK_M = 64, BLOCK_N = 64;  // unused here
@@ -65,8 +67,38 @@ __device__ __forceinline__ void write_channels(Element* row, const float (&x)[8]
 #endif
 }
 
+// The sequence of a CTA, and the arrays of its group.
+struct Part {
+    SeqInfo s;
+    Tensor dout, out, dq;
+    const float* lse;
+    i64 lse_batch, lse_head;
+};
+
+__device__ __forceinline__ Part find_part(const Call& call) {
+#if QUERY_GROUPS > 1
+    const int g = blockIdx.z / call.sequences, sequence = blockIdx.z % call.sequences;
+    const QueryGroup& group = call.groups[g];
+    SeqInfo s = {sequence};
+    s.q0 = group.cu_q[sequence], s.rows = max(0, group.cu_q[sequence + 1] - s.q0);
+    s.workspace_row = group.workspace_row + find_workspace_row(call, sequence, s.q0, s.rows);
+    Tensor dq = call.dq;
+    dq.data += group.first_row * dq.position;
+    return {s, group.dout, group.out, dq, group.lse, 0, group.lse_head};
+#else
+    return {find_sequence(call, blockIdx.z),
+            call.dout,
+            call.out,
+            call.dq,
+            call.lse,
+            call.lse_batch,
+            call.lse_head};
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) preprocess(const __grid_constant__ Call call) {
-    const SeqInfo s = find_sequence(call, blockIdx.z);
+    const Part part = find_part(call);
+    const SeqInfo& s = part.s;
     const int head = blockIdx.y, lane = threadIdx.x % LANES, channel = 8 * lane;
     const int last = (s.rows + ALIGNED_ROWS - 1) / ALIGNED_ROWS * ALIGNED_ROWS;
     const i64 workspace_row = head * call.rows + s.workspace_row;
@@ -76,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) preprocess(const __grid_co
         float row_dpsum = 0.f;
         if (row < s.rows && channel < call.dim) {
             float x[8], y[8];
-            read_channels(x, row_of(call.dout, s, s.q0, row, head), channel, call.dim);
-            read_channels(y, row_of(call.out, s, s.q0, row, head), channel, call.dim);
+            read_channels(x, row_of(part.dout, s, s.q0, row, head), channel, call.dim);
+            read_channels(y, row_of(part.out, s, s.q0, row, head), channel, call.dim);
 #pragma unroll
             for (int j = 0; j < 8; ++j) row_dpsum = fmaf(x[j], y[j], row_dpsum);
         }
@@ -87,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) preprocess(const __grid_co
         if (lane == 0) {
             float row_lse = INFINITE;
             if (row < s.rows)
-                row_lse = call.lse[s.batch * call.lse_batch + head * call.lse_head + s.q0 + row] *
+                row_lse = part.lse[s.batch * part.lse_batch + head * part.lse_head + s.q0 + row] *
                           (FLOAT32 ? 1.f : LOG2E);
             const bool empty = row_lse == -INFINITE;
             call.lse_log2[workspace_row + stat_offset(row)] = empty ? INFINITE : row_lse;
@@ -103,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) preprocess(const __grid_co
 
 // A thread has 8 channels of rows r and r + 8, as they lie beside each other.
 extern "C" __global__ void __launch_bounds__(THREADS) postprocess(const __grid_constant__ Call call) {
-    const SeqInfo s = find_sequence(call, blockIdx.z);
+    const Part part = find_part(call);
+    const SeqInfo& s = part.s;
     const int head = blockIdx.y;
     const float* const accum = call.dq_accum + (head * call.rows + s.workspace_row) * HEAD_DIM;
     const float f = call.scale;
@@ -122,11 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) postprocess(const __grid_c
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (row + 8 * half < s.rows)
-                write_channels(row_of(call.dq, s, s.q0, row + 8 * half, head), x[half], channel, call.dim);
+                write_channels(row_of(part.dq, s, s.q0, row + 8 * half, head), x[half], channel, call.dim);
     }
 }
 
 // gate: HEAD_DIM=128 FLOAT32=0 BF16=1,0 ALIGNED=1 registers<=64
 // gate: HEAD_DIM=32,64,256 FLOAT32=0 BF16=1 ALIGNED=1,0 registers<=64
 // gate: HEAD_DIM=96,192 FLOAT32=0 BF16=1 ALIGNED=1 registers<=64
+// gate: HEAD_DIM=64,96,128 FLOAT32=0 BF16=1,0 ALIGNED=1 QUERY_GROUPS=16 registers<=64
 // gate: HEAD_DIM=64,256 FLOAT32=1 BF16=0 ALIGNED=0 registers<=64

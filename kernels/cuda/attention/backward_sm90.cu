@@ -2,7 +2,8 @@
 //
 // Threads and data
 //   CTA    one a multiprocessor; takes tiles from the list until none is left. A tile is BLOCK_N = 128 keys
-//          of one (sequence, KV head) and all rows that see them: attention/backward.cuh. Of a short call
+//          of one (sequence, KV head) and all rows that see them, those of one group of queries after those
+//          of another: attention/backward.cuh. Of a short call
 //          CLUSTER_SPLIT CTAs, a cluster, have one tile and share its rows evenly; dK and dV are added up at
 //          the end.
 //   warp 0   a thread takes the tiles and loads Q with its lse_log2, BLOCK_M rows at a time.
@@ -28,11 +29,12 @@
 //
 // Memory: shared, from a multiple of 1024 on, in blocks of 64 columns: K and V, 2 stages of Q and of dout, 2
 // of dS (BLOCK_M x BLOCK_N), dQ (2 x 64 x 64 floats); 2 stages of lse_log2 and dpsum; mbarriers, two
-// TileInfo. Sums of dK and dV for the cluster lie where K, V, Q and dout were. Registers at HEAD_DIM 128,
+// tiles. Sums of dK and dV for the cluster lie where K, V, Q and dout were. Registers at HEAD_DIM 128,
 // BLOCK_M 64: 64 of dK, 64 of dV, 32 of S, 32 of dP or dQ, 16 of P, 16 of dS, 16 of lse_log2 or dpsum.
 //
 // Macros: HEAD_DIM, 64, 96 or 128, that the channels are filled up to with zeros; BF16; SOFTCAP as in
-// attention/forward.cu; CLUSTER_SPLIT, 1, 2, 4 or 8.
+// attention/forward.cu; CLUSTER_SPLIT, 1, 2, 4 or 8; QUERY_GROUPS, most groups of queries of a call (1 if it
+// is not given).
 constexpr int INFO_STAGES = 2;
 constexpr bool LAG = HEAD_DIM == 128, LATE_DV = !LAG && !SOFTCAP;  // dV begins behind dS
 constexpr bool HOLD_V = HEAD_DIM == 96 && !SOFTCAP;                // others have no registers to spare
@@ -43,7 +45,7 @@ constexpr int V_STEPS = HOLD_V ? HEAD_DIM / 16 : 1;
 #include "attention/backward_steps_sm90.cuh"
 
 static_assert(M_BLOCKS * D_BLOCKS == 2, "a warpgroup has one block of dQ");
-constexpr int REGISTERS = 232, LOADER_REGISTERS = 40;
+constexpr int REGISTERS = QUERY_GROUPS == 1 ? 232 : 224, LOADER_REGISTERS = QUERY_GROUPS == 1 ? 40 : 56;
 static_assert(128 * LOADER_REGISTERS + COMPUTING * REGISTERS <= THREADS * 168,
               "setmaxnreg waits for registers that the CTA was not started with");
 
@@ -53,11 +55,11 @@ struct Signals {
     u32 full_info, empty_info;  // INFO_STAGES each
     u32 full_ds, empty_ds;      // LAG: SCORE_STAGES each
     u32 full_dq, empty_dq;      // for each warpgroup
-    TileInfo* info;
+    KeyTile* info;              // INFO_STAGES of QUERY_GROUPS
 };
 constexpr int SIGNALS = 1 + 2 * INFO_STAGES + 2 * SCORE_STAGES + 4;
 
-__device__ __forceinline__ Signals make_signals(u32 barriers, TileInfo* info) {
+__device__ __forceinline__ Signals make_signals(u32 barriers, KeyTile* info) {
     Signals b;
     b.empty_keys = barriers, b.full_info = barriers + 8, b.empty_info = b.full_info + 8 * INFO_STAGES;
     b.full_ds = b.empty_info + 8 * INFO_STAGES, b.empty_ds = b.full_ds + 8 * SCORE_STAGES;
@@ -83,15 +85,15 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Signals& b)
     fence_async();
 }
 
-// Calls visit(tile) for every tile that the CTA has taken.
+// Calls visit(tile) for every tile that the CTA has taken; `tile` has num_groups parts.
 template <int READER, typename Visit>
 __device__ __forceinline__ void for_tiles(const Signals& b, Visit visit) {
     PipelineState<INFO_STAGES> info = {0, 0};
     for (;;) {
         wait_barrier(b.full_info + 8 * info.stage, info.parity);
-        const TileInfo& t = b.info[info.stage];
-        if (t.sequence < 0) return;
-        visit(t);
+        const KeyTile* const tile = b.info + info.stage * QUERY_GROUPS;
+        if (tile->sequence < 0) return;
+        visit(tile);
         if (READER == 32) __syncwarp();
         if (READER == 1 || threadIdx.x % 32 == 0) arrive(b.empty_info + 8 * info.stage);
         info.next();
@@ -103,29 +105,33 @@ __device__ __forceinline__ void for_tiles(const Signals& b, Visit visit) {
 // fetch from the semaphore, so the fetch that returns num_tiles - 1 is the last, and sets it to 0 again.
 __device__ __forceinline__ void load_q(const Memory& m, const Signals& b, const Maps& maps,
                                        const Call& call) {
-    const TileInfo* const tiles = (const TileInfo*)(call.list + 1);
-    const int num_tiles = call.list->num_tiles;
+    const KeyTile* const tiles = (const KeyTile*)(call.list + 1);
+    const int num_tiles = call.list->num_tiles, groups = num_groups(call);
     PipelineState<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
     PipelineState<INFO_STAGES> info = {0, 1};
     for (int index = blockIdx.x / CLUSTER;;) {
         const u32 full = b.full_info + 8 * info.stage;
         wait_barrier(b.empty_info + 8 * info.stage, info.parity);
-        TileInfo& t = b.info[info.stage];
+        KeyTile* const tile = b.info + info.stage * QUERY_GROUPS;
         if (index >= num_tiles) {
-            t.sequence = -1;
+            tile->sequence = -1;
             arrive(full);
             return;
         }
-        expect_bytes(full, sizeof(TileInfo));
-        copy_bytes(shared_address(&t), tiles + index, sizeof(TileInfo), full);
+        expect_bytes(full, groups * sizeof(KeyTile));
+        copy_bytes(shared_address(tile), tiles + index * groups, groups * sizeof(KeyTile), full);
         wait_barrier(full, info.parity ^ 1);
-        const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
-        const i64 workspace_row = find_workspace_row(call, t);
 #pragma unroll 1
-        for (Steps at = find_steps(call, t); at.left; at.next(call), q.next())
-            load_rows(m.q + q.stage * ROW_BYTES, maps.q, m.lse_log2 + q.stage * STAT_BYTES,
-                      call.lse_log2 + at.head * call.rows + workspace_row + at.row, m.full_q + 8 * q.stage,
-                      m.empty_q + 8 * q.stage, q.parity, rows, {at.head, at.row});
+        for (int i = 0; i < groups; ++i) {
+            const KeyTile& t = tile[i];
+            const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
+            const i64 workspace_row = find_workspace_row(call, t);
+#pragma unroll 1
+            for (Steps at = find_steps(call, t); at.left; at.next(call), q.next())
+                load_rows(m.q + q.stage * ROW_BYTES, maps.q + group_of(t), m.lse_log2 + q.stage * STAT_BYTES,
+                          call.lse_log2 + at.head * call.rows + workspace_row + at.row,
+                          m.full_q + 8 * q.stage, m.empty_q + 8 * q.stage, q.parity, rows, {at.head, at.row});
+        }
         info.next();
         if (CLUSTER_SPLIT > 1) {
             index = num_tiles;  // a cluster has one tile
@@ -142,25 +148,36 @@ __device__ __forceinline__ void load_keys_and_dout(const Memory& m, const Signal
                                                    const Call& call) {
     PipelineState<DOUT_STAGES> dout = {0, 1};
     u32 keys_parity = 1;
-    for_tiles<1>(b, [&](const TileInfo& t) {
-        Steps at = find_steps(call, t);
-        if (!at.left) return;
-        wait_barrier(b.empty_keys, keys_parity);
-        keys_parity ^= 1;
-        const TmaCoord keys = key_coord_of(call, sequence_of(call, t));
-        expect_bytes(m.full_keys, 2 * KEY_BYTES);
-#pragma unroll
-        for (int block = 0; block < D_BLOCKS; ++block) {
-            copy_box(m.k + block * KEY_BLOCK, maps.k, m.full_keys, keys, 64 * block, t.position, t.head_kv);
-            copy_box(m.v + block * KEY_BLOCK, maps.v, m.full_keys, keys, 64 * block, t.position, t.head_kv);
-        }
-        const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
-        const i64 workspace_row = find_workspace_row(call, t);
+    for_tiles<1>(b, [&](const KeyTile* tile) {
+        bool any = false;
 #pragma unroll 1
-        for (; at.left; at.next(call), dout.next())
-            load_rows(m.dout + dout.stage * ROW_BYTES, maps.dout, m.dpsum + dout.stage * STAT_BYTES,
-                      call.dpsum + at.head * call.rows + workspace_row + at.row, m.full_dout + 8 * dout.stage,
-                      m.empty_dout + 8 * dout.stage, dout.parity, rows, {at.head, at.row});
+        for (int i = 0; i < num_groups(call); ++i) {
+            const KeyTile& t = tile[i];
+            Steps at = find_steps(call, t);
+            if (at.left && !any) {
+                any = true;
+                wait_barrier(b.empty_keys, keys_parity);
+                keys_parity ^= 1;
+                const TmaCoord keys = key_coord_of(call, sequence_of(call, *tile));  // that some group sees
+                expect_bytes(m.full_keys, 2 * KEY_BYTES);
+#pragma unroll
+                for (int block = 0; block < D_BLOCKS; ++block) {
+                    copy_box(m.k + block * KEY_BLOCK, maps.k, m.full_keys, keys, 64 * block, t.position,
+                             t.head_kv);
+                    copy_box(m.v + block * KEY_BLOCK, maps.v, m.full_keys, keys, 64 * block, t.position,
+                             t.head_kv);
+                }
+            }
+            const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
+            const i64 workspace_row = find_workspace_row(call, t);
+#pragma unroll 1
+            for (; at.left; at.next(call), dout.next())
+                load_rows(m.dout + dout.stage * ROW_BYTES, maps.dout + group_of(t),
+                          m.dpsum + dout.stage * STAT_BYTES,
+                          call.dpsum + at.head * call.rows + workspace_row + at.row,
+                          m.full_dout + 8 * dout.stage, m.empty_dout + 8 * dout.stage, dout.parity, rows,
+                          {at.head, at.row});
+        }
     });
 }
 
@@ -169,23 +186,27 @@ __device__ __forceinline__ void load_keys_and_dout(const Memory& m, const Signal
 __device__ __forceinline__ void add_dq(const Memory& m, const Signals& b, const Call& call, int group) {
     const u32 bytes = HEAD_DIM == 96 && group ? SUM_BYTES / 2 : SUM_BYTES;
     u32 parity = 0;
-    for_tiles<1>(b, [&](const TileInfo& t) {
-        const i64 first_row = find_workspace_row(call, t);
+    for_tiles<1>(b, [&](const KeyTile* tile) {
 #pragma unroll 1
-        for (Steps at = find_steps(call, t); at.left; at.next(call), parity ^= 1) {
-            const i64 workspace_row = at.head * call.rows + first_row + at.row;
-            u32* const semaphore = call.dq_semaphore + workspace_row / 16 + group;
-            if (call.deterministic)
-                wait_semaphore(semaphore,
-                               t.position / BLOCK_N - max(0, at.row - t.diagonal - call.left) / BLOCK_N);
-            wait_barrier(b.full_dq + 8 * group, parity);
-            add_floats(call.dq_accum + workspace_row * HEAD_DIM + group * 4096, m.dq + group * SUM_BYTES,
-                       bytes);
-            wait_additions_read();
-            arrive(b.empty_dq + 8 * group);
-            if (call.deterministic) {
-                wait_additions();
-                release_semaphore(semaphore);
+        for (int i = 0; i < num_groups(call); ++i) {
+            const KeyTile& t = tile[i];
+            const i64 first_row = find_workspace_row(call, t);
+#pragma unroll 1
+            for (Steps at = find_steps(call, t); at.left; at.next(call), parity ^= 1) {
+                const i64 workspace_row = at.head * call.rows + first_row + at.row;
+                u32* const semaphore = call.dq_semaphore + workspace_row / 16 + group;
+                if (call.deterministic)
+                    wait_semaphore(semaphore,
+                                   t.position / BLOCK_N - max(0, at.row - t.diagonal - call.left) / BLOCK_N);
+                wait_barrier(b.full_dq + 8 * group, parity);
+                add_floats(call.dq_accum + workspace_row * HEAD_DIM + group * 4096, m.dq + group * SUM_BYTES,
+                           bytes);
+                wait_additions_read();
+                arrive(b.empty_dq + 8 * group);
+                if (call.deterministic) {
+                    wait_additions();
+                    release_semaphore(semaphore);
+                }
             }
         }
     });
@@ -249,7 +270,7 @@ __device__ __forceinline__ void store_ds(u32 to, const u32 (&ds)[SCORES / 2], in
 }
 
 // dK and dV of CTAs that share keys. K, V, Q and dout are not needed any more: the sums take their place.
-__device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, const TileInfo& t,
+__device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, const KeyTile& t,
                                              const float (&dk)[SUMS], const float (&dv)[SUMS], int group) {
     constexpr u32 BYTES = BLOCK_N * HEAD_DIM * 4;
     static_assert(2 * BYTES <= 2 * KEY_BYTES + (Q_STAGES + DOUT_STAGES) * ROW_BYTES, "room for the sums");
@@ -257,7 +278,7 @@ __device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, 
     store_sums(m.k + group * BYTES / 2, dk);
     store_sums(m.k + BYTES + group * BYTES / 2, dv);
     sync_cluster();  // sums of all CTAs are in their shared memory
-    const SeqInfo s = sequence_of(call, t);
+    const SeqInfo s = all_keys_of(call, t);
     cluster_reduce(call.dk, call, s, t.head_kv, t.position, m.k, call.scale);
     cluster_reduce(call.dv, call, s, t.head_kv, t.position, m.k + BYTES, 1.f);
     sync_cluster();  // which must not go before the others have read it
@@ -278,13 +299,12 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
 
     PipelineState<2> state = {0, 0};
     u32 keys_parity = 0;
-    for_tiles<32>(b, [&](const TileInfo& t) {
+    for_tiles<32>(b, [&](const KeyTile* tile) {
         float dk[SUMS], dv[SUMS], dq[32];
         float4 stats[AHEAD];
         u32 values[V_STEPS][4];  // with HOLD_V
-        const RowRange rows = find_row_range(call, sequence_of(call, t), t.position);
         PipelineState<2> before = state;
-        bool has_dq = !LAG;
+        bool has_dq = !LAG, any = false;
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
 
@@ -307,97 +327,104 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
             multiply_keys(dq, ds_rows + of.stage * (SCORE_BYTES / 16), k_columns);
         };
 
-        Steps at = find_steps(call, t);
-        const bool any = at.left > 0;
-        if (any) {
-            wait_barrier(m.full_keys, keys_parity);
-            keys_parity ^= 1;
-            if (HOLD_V) load_held(values, m.v, own_keys);
-            read_lse();
-        }
 #pragma unroll 1
-        while (at.left) {
-            const int stage = state.stage, row = at.row;
-            const u64 rows_at = stage * ROW_BYTES / 16;
-            const u32 lse_log2 = m.lse_log2 + stage * STAT_BYTES + lane_stats;
-            const u32 dpsum = m.dpsum + stage * STAT_BYTES + lane_stats;
-            float scores[SCORES], dp[SCORES];
-            u32 p[SCORES / 2], ds[SCORES / 2];
-            at.next(call);
-            begin_products();
-            multiply_channels(scores, k, q + rows_at);
-            wait_barrier(m.full_dout + 8 * stage, state.parity);
-            begin_products();
-            if constexpr (HOLD_V)
-                multiply_channels(dp, values, dout + rows_at);
-            else
-                multiply_channels(dp, v, dout + rows_at);
-            wait_products<1>(scores);
-            if (SOFTCAP) {
-                wait_products<0>(dp);
-#pragma unroll
-                for (int c = 0; c < CHUNKS; ++c) {
-                    subtract_dpsum(dp, c, read_stats(dpsum + 64 * c));
-                    apply_softcap(scores, dp, c, call);
-                    __syncwarp();  // the next reads shall not take registers before
+        for (int i = 0; i < num_groups(call); ++i) {
+            const KeyTile& t = tile[i];
+            const RowRange rows = find_row_range(call, sequence_of(call, t), t.position);
+            Steps at = find_steps(call, t);
+            if (at.left) {
+                if (!any) {
+                    any = true;
+                    wait_barrier(m.full_keys, keys_parity);
+                    keys_parity ^= 1;
+                    if (HOLD_V) load_held(values, m.v, own_keys);
                 }
+                read_lse();
             }
-            if (row < rows.low || row + BLOCK_M - 1 > rows.high)
-                apply_mask(scores, call, sequence_of(call, t), t.position + own_keys + lane / 4, row);
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                const float4 now = stats[c % AHEAD];
-                if (c + AHEAD < CHUNKS)
-                    stats[c % AHEAD] = read_stats(lse_log2 + 64 * (c + AHEAD));
-                else if (!SOFTCAP)
-                    stats[c % AHEAD] = read_stats(dpsum + 64 * (c + AHEAD - CHUNKS));
-                exponentiate(scores, c, now, scale_log2);
-            }
-            const auto begin_dv = [&] {
-                pack_pairs(p, scores);
+#pragma unroll 1
+            while (at.left) {
+                const int stage = state.stage, row = at.row;
+                const u64 rows_at = stage * ROW_BYTES / 16;
+                const u32 lse_log2 = m.lse_log2 + stage * STAT_BYTES + lane_stats;
+                const u32 dpsum = m.dpsum + stage * STAT_BYTES + lane_stats;
+                float scores[SCORES], dp[SCORES];
+                u32 p[SCORES / 2], ds[SCORES / 2];
+                at.next(call);
                 begin_products();
-                multiply_rows(dv, p, dout_columns + rows_at);
-            };
-            if (!LATE_DV) begin_dv();
-            if (!SOFTCAP) {
-                wait_products<LATE_DV ? 0 : 1>(dp);
+                multiply_channels(scores, k, q + rows_at);
+                wait_barrier(m.full_dout + 8 * stage, state.parity);
+                begin_products();
+                if constexpr (HOLD_V)
+                    multiply_channels(dp, values, dout + rows_at);
+                else
+                    multiply_channels(dp, v, dout + rows_at);
+                wait_products<1>(scores);
+                if (SOFTCAP) {
+                    wait_products<0>(dp);
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; ++c) {
+                        subtract_dpsum(dp, c, read_stats(dpsum + 64 * c));
+                        apply_softcap(scores, dp, c, call);
+                        __syncwarp();  // the next reads shall not take registers before
+                    }
+                }
+                if (row < rows.low || row + BLOCK_M - 1 > rows.high)
+                    apply_mask(scores, call, sequence_of(call, t), t.position + own_keys + lane / 4, row);
 #pragma unroll
                 for (int c = 0; c < CHUNKS; ++c) {
                     const float4 now = stats[c % AHEAD];
-                    if (c + AHEAD < CHUNKS) stats[c % AHEAD] = read_stats(dpsum + 64 * (c + AHEAD));
-                    subtract_dpsum(dp, c, now);
+                    if (c + AHEAD < CHUNKS)
+                        stats[c % AHEAD] = read_stats(lse_log2 + 64 * (c + AHEAD));
+                    else if (!SOFTCAP)
+                        stats[c % AHEAD] = read_stats(dpsum + 64 * (c + AHEAD - CHUNKS));
+                    exponentiate(scores, c, now, scale_log2);
                 }
-            }
-            if (LATE_DV)
-                compute_ds(ds, scores, dp);
-            else
-                compute_ds(ds, p, dp);
-            if (LAG) wait_barrier(b.empty_ds + 8 * stage, state.parity ^ 1);
-            store_ds(m.scores + stage * SCORE_BYTES, ds, group);
-            if (LATE_DV) begin_dv();
-            fence_async();
-            if (LAG)
-                release(b.full_ds + 8 * stage);
-            else
-                sync_threads(1, COMPUTING);  // dS of all keys is in shared memory
-            begin_dq(LAG ? before : state);  // in the first step with LAG, of nothing
-            multiply_rows(dk, ds, q_columns + rows_at);
-            wait_products<1>(dq);
-            pin(dv);
-            release(m.empty_dout + 8 * stage);
-            if (has_dq) {
-                if (LAG) release(b.empty_ds + 8 * before.stage);
-                store_dq(LAG ? before : state);
-            }
-            before = state, state.next();
-            if (at.left) read_lse();
-            if (has_dq) {
+                const auto begin_dv = [&] {
+                    pack_pairs(p, scores);
+                    begin_products();
+                    multiply_rows(dv, p, dout_columns + rows_at);
+                };
+                if (!LATE_DV) begin_dv();
+                if (!SOFTCAP) {
+                    wait_products<LATE_DV ? 0 : 1>(dp);
+#pragma unroll
+                    for (int c = 0; c < CHUNKS; ++c) {
+                        const float4 now = stats[c % AHEAD];
+                        if (c + AHEAD < CHUNKS) stats[c % AHEAD] = read_stats(dpsum + 64 * (c + AHEAD));
+                        subtract_dpsum(dp, c, now);
+                    }
+                }
+                if (LATE_DV)
+                    compute_ds(ds, scores, dp);
+                else
+                    compute_ds(ds, p, dp);
+                if (LAG) wait_barrier(b.empty_ds + 8 * stage, state.parity ^ 1);
+                store_ds(m.scores + stage * SCORE_BYTES, ds, group);
+                if (LATE_DV) begin_dv();
                 fence_async();
-                release(b.full_dq + 8 * group);
+                if (LAG)
+                    release(b.full_ds + 8 * stage);
+                else
+                    sync_threads(1, COMPUTING);  // dS of all keys is in shared memory
+                begin_dq(LAG ? before : state);  // in the first step with LAG, of nothing
+                multiply_rows(dk, ds, q_columns + rows_at);
+                wait_products<1>(dq);
+                pin(dv);
+                release(m.empty_dout + 8 * stage);
+                if (has_dq) {
+                    if (LAG) release(b.empty_ds + 8 * before.stage);
+                    store_dq(LAG ? before : state);
+                }
+                before = state, state.next();
+                if (at.left) read_lse();
+                if (has_dq) {
+                    fence_async();
+                    release(b.full_dq + 8 * group);
+                }
+                has_dq = true;
+                wait_products<0>(dk);
+                release(m.empty_q + 8 * stage);
             }
-            has_dq = true;
-            wait_products<0>(dk);
-            release(m.empty_q + 8 * stage);
         }
         if (any) {
             if (LAG) {
@@ -412,25 +439,25 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
             release(b.empty_keys);
         }
         if (CLUSTER_SPLIT > 1) {
-            reduce_dk_dv(m, call, t, dk, dv, group);
+            reduce_dk_dv(m, call, *tile, dk, dv, group);
         } else {
-            const SeqInfo s = sequence_of(call, t);
-            const int key = t.position + own_keys + lane / 4;
-            write_keys(call.dk, call, s, t.head_kv, dk, key, 0, call.scale);
-            write_keys(call.dv, call, s, t.head_kv, dv, key, 0, 1.f);
+            const SeqInfo s = all_keys_of(call, *tile);
+            const int key = tile->position + own_keys + lane / 4;
+            write_keys(call.dk, call, s, tile->head_kv, dk, key, 0, call.scale);
+            write_keys(call.dv, call, s, tile->head_kv, dv, key, 0, 1.f);
         }
     });
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-    attend_backward(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-                    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap dout_map,
+    attend_backward(const __grid_constant__ RowMaps q_maps, const __grid_constant__ TensorMap k_map,
+                    const __grid_constant__ TensorMap v_map, const __grid_constant__ RowMaps dout_maps,
                     const __grid_constant__ Call call) {
     extern __shared__ unsigned char memory[];
     __shared__ __align__(16) float stats[STATS];
     __shared__ __align__(8) u64 barriers[BARRIERS + SIGNALS];
-    __shared__ TileInfo info[INFO_STAGES];
-    const Maps maps = {&q_map, &k_map, &v_map, &dout_map};
+    __shared__ KeyTile info[INFO_STAGES * QUERY_GROUPS];
+    const Maps maps = {q_maps.of_group, &k_map, &v_map, dout_maps.of_group};
     const Memory m = layout_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
                                    shared_address(barriers));
     const Signals b = make_signals(shared_address(barriers + BARRIERS), info);
@@ -454,3 +481,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 // gate: HEAD_DIM=64,96,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1,8 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 QUERY_GROUPS=16 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 QUERY_GROUPS=16 registers<=168 arch=sm_90a

@@ -48,9 +48,21 @@ __device__ __forceinline__ TmaCoord key_coord_of(const Call& call, const SeqInfo
     return coord_of(call.cu_k, s.sequence, s.k0, s.keys);
 }
 
-struct Maps {
-    const TensorMap *q, *k, *v, *dout;
+struct RowMaps {
+    TensorMap of_group[QUERY_GROUPS];
 };
+struct Maps {
+    const TensorMap *q, *k, *v, *dout;  // q, dout: of the first group
+};
+
+// The keys of the sequence of a tile, which no group may see.
+__device__ __forceinline__ SeqInfo all_keys_of(const Call& call, const KeyTile& t) {
+    SeqInfo s = sequence_of(call, t);
+#if QUERY_GROUPS > 1
+    s.keys = t.num_keys;
+#endif
+    return s;
+}
 
 // Loads a tile of rows of q or dout, and their lse_log2 or dpsum, when the stage is empty.
 __device__ __forceinline__ void load_rows(u32 to, const TensorMap* map, u32 stats_to, const float* stats,

@@ -1,5 +1,5 @@
-// Attention backward on Hopper: in which order a CTA takes the rows of its tile. Needs HEAD_DIM,
-// CLUSTER_SPLIT.
+// Attention backward on Hopper: in which order a CTA takes the rows of its tile, or of a part of it. Needs
+// HEAD_DIM, CLUSTER_SPLIT.
 #pragma once
 #include "attention/backward_cluster.cuh"
 

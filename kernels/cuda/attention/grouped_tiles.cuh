@@ -20,3 +20,12 @@ struct alignas(16) GroupedTile {
     int slot;             // of the first part in the workspace
 };
 static_assert(sizeof(GroupedTile) == 64, "ENTRY_BYTES in kvlab/ops/cuda/grouped.py");
+
+// A group's part of a tile of keys in the backward, where keys and rows change places: q_* are the prefix
+// that the group sees, k_* its rows. A tile has a part of every group, those that see most keys first.
+struct alignas(16) GroupedKeys : TileInfo {
+    int group;
+    int num_keys;  // of the sequence
+    int unused[2];
+};
+static_assert(sizeof(GroupedKeys) == 64, "PART_BYTES in kvlab/ops/cuda/tile_list.py");

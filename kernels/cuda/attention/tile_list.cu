@@ -4,6 +4,9 @@
 // number of (sequence, KV head) pairs in a row whose K and V fit into L2 together, come longest first, in any
 // order where they are equally long, or on request in the order of positions; sections in order.
 //
+// With QUERY_GROUPS, most groups of queries of a call, it is a list of tiles of keys for the backward: each
+// has a part of every group (attention/grouped_tiles.cuh), and all its rows count as its length.
+//
 // Threads and data
 //   CTA    a section: blockIdx.x. 1024 threads count the tiles of all earlier pairs, then the tiles of the
 //          section by length, then write each to where the shorter ones of its section begin; a thread with a
@@ -12,24 +15,69 @@
 //
 // Memory: shared, 1024 counters by length (rounded down where keys make more than 1023 tiles), 1025 first
 // tiles of sequences, 33 words of sums.
+#ifndef QUERY_GROUPS
+#define QUERY_GROUPS 1
+#endif
 #include "attention/list_items.cuh"
 #include "common/early_launch.cuh"
+#if QUERY_GROUPS > 1
+#include "attention/grouped_tiles.cuh"
+#endif
 
 struct Call {
+    TileList* list;
     const int* cu_q;  // [sequences + 1], null for sequences of one length
     const int* cu_k;
-    TileList* list;
+#if QUERY_GROUPS > 1
+    const int* cu_rows[QUERY_GROUPS];      // [sequences + 1]; cu_q is of keys, cu_k null
+    const int* prefix_lens[QUERY_GROUPS];  // [sequences]
+#endif
     int capacity;  // tiles that the list has memory for
     int sequences, seqlen_q, seqlen_k, heads_kv, group;
     int pack, positions, block_n;
     int left, right, longest;  // longest: tiles of keys
     int in_order;              // tiles come in the order of positions, not the longest first
+    int num_groups;            // of queries
 };
 
 __device__ __forceinline__ int blocks_of(const Call& call, int sequence) {
     const int length = length_of(call.cu_q, sequence, call.seqlen_q);
     return (max(length, 0) + call.positions - 1) / call.positions;
 }
+
+#if QUERY_GROUPS > 1
+__device__ __forceinline__ int prefix_of(const Call& call, int group, int sequence) {
+    return max(0, min(call.prefix_lens[group][sequence], length_of(call.cu_q, sequence, 0)));
+}
+
+// The rows of a group that see keys of a tile.
+__device__ __forceinline__ void find_rows(const Call& call, TileInfo& t, int group) {
+    t.k_start = start_of(call.cu_rows[group], t.sequence);
+    t.k_length = max(0, length_of(call.cu_rows[group], t.sequence, 0));
+    t.q_length = prefix_of(call, group, t.sequence);
+    find_keys(t, call.positions, call.block_n, call.left, call.right);
+    if (t.position >= t.q_length) t.first_key = t.last_key = t.num_tiles_of_keys = 0;
+}
+
+// Writes the parts of a tile, those of the groups that see most keys first.
+__device__ __forceinline__ void write_parts(const Call& call, GroupedKeys* to, const TileInfo& t) {
+    GroupedKeys part;
+    (TileInfo&)part = t;
+    part.num_keys = t.q_length;
+    part.unused[0] = part.unused[1] = 0;
+    for (int g = 0; g < call.num_groups; ++g) {
+        const int keys = prefix_of(call, g, t.sequence);
+        int before = 0;
+        for (int other = 0; other < call.num_groups; ++other) {
+            const int others = prefix_of(call, other, t.sequence);
+            before += others > keys || (others == keys && other < g);
+        }
+        part.group = g;
+        find_rows(call, part, g);
+        to[before] = part;
+    }
+}
+#endif
 
 // KV heads [first, last) of a sequence that pairs [begin, end) hold.
 __device__ __forceinline__ int2 heads_of(const Call& call, int sequence, int begin, int end) {
@@ -57,7 +105,16 @@ __device__ __forceinline__ void for_tiles(const Call& call, Shared& m, int begin
         t.k_start = start_of(call.cu_k, sequence);
         t.q_length = length_of(call.cu_q, sequence, call.seqlen_q);
         t.k_length = max(0, length_of(call.cu_k, sequence, call.seqlen_k));
+#if QUERY_GROUPS > 1
+        t.num_tiles_of_keys = 0;  // of rows here, of all groups
+        for (int g = 0; g < call.num_groups; ++g) {
+            TileInfo part = t;
+            find_rows(call, part, g);
+            t.num_tiles_of_keys += part.num_tiles_of_keys;
+        }
+#else
         find_keys(t, call.positions, call.block_n, call.left, call.right);
+#endif
         visit(t, call.in_order ? block : counter_of(t.num_tiles_of_keys, call.longest));
     });
 }
@@ -80,9 +137,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __gri
     if (begin > 0) scan(earlier, m.sums), base = m.sums[32];
     __syncthreads();  // counters are 0
 
-    TileInfo* const tiles = (TileInfo*)(call.list + 1);
     const auto write = [&](const TileInfo& t, int at) {
-        if (at < call.capacity) tiles[at] = t;
+        if (at >= call.capacity) return;
+#if QUERY_GROUPS > 1
+        write_parts(call, (GroupedKeys*)(call.list + 1) + (i64)at * call.num_groups, t);
+#else
+        ((TileInfo*)(call.list + 1))[at] = t;
+#endif
     };
     // Tiles of lower counters come first; a list in order takes THREADS counters at a time.
     const int counters = call.in_order ? (call.seqlen_q + call.positions - 1) / call.positions : THREADS;
@@ -116,3 +177,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __gri
 }
 
 // gate: registers<=64
+// gate: QUERY_GROUPS=16 registers<=64 arch=sm_90a

@@ -46,9 +46,18 @@ from kvlab.ops.device_arrays import multiprocessors
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Call
 
-__all__ = ["attend_backward"]
+__all__ = [
+    "ALIGNED_ROWS",
+    "FIELDS",
+    "PREPOST_ROWS",
+    "PREPOST_THREADS",
+    "Plan",
+    "attend_backward",
+    "plan_of",
+    "tiles_of",
+]
 
-_CALL = Struct(
+FIELDS: dict[str, str] = dict(
     **dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), TENSOR),
     **dict.fromkeys(("lse", "lse_log2", "dpsum", "dq_accum", "dq_semaphore", "cu_q", "cu_k"), ADDRESS),
     **dict.fromkeys(("lse_batch", "lse_head", "rows"), "q"),
@@ -59,6 +68,9 @@ _CALL = Struct(
     list=ADDRESS,
     semaphore=ADDRESS,
 )
+"""Of the struct that the kernels take."""
+
+_CALL = Struct(**FIELDS)
 _LIST, _SEMAPHORE = _CALL.word("list"), _CALL.word("semaphore")
 _ADDRESS_WORDS = [
     _CALL.word(name)
@@ -67,8 +79,8 @@ _ADDRESS_WORDS = [
         "dq_semaphore", "cu_q", "cu_k",
     )
 ]  # fmt: skip
-_ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence
-_PREPOST_ROWS, _PREPOST_THREADS = 32, 256  # of a block of the kernels before and after the main one
+ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence
+PREPOST_ROWS, PREPOST_THREADS = 32, 256  # of a block of the kernels before and after the main one
 
 
 class Shape(NamedTuple):
@@ -123,7 +135,7 @@ HOPPER_SHAPES = {
     128: HopperShape("attention/backward_sm90", 64, 128, 2, 2, 32 * 1024, 1),
     256: HopperShape("attention/backward_sm90_wide", 64, 64, 1, 4, 16 * 1024, 2),
 }
-_HOPPER_THREADS = 384
+HOPPER_THREADS = 384
 
 # The kernel for float32: by head dimension, keys and rows of a tile.
 FLOAT32_BLOCKS = {32: 32, 64: 32, 96: 32, 128: 32, 192: 16, 256: 16}
@@ -137,7 +149,9 @@ _LEAST_SHARED_BYTES = 99 * _KIB
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
+    """The kernels of a call."""
+
     preprocess: Kernel
     main: Kernel
     postprocess: Kernel
@@ -167,22 +181,22 @@ class _Prepared:
         deterministic, kind = bool(call.extra & 1), call.kinds[0]
         sm_margin = call.extra // SM_MARGIN
         wide = bool(call.extra & FLOAT32_DK_DV) and q.dtype != "float32"
-        aligned_rows = -(-longest_q // _ALIGNED_ROWS) * _ALIGNED_ROWS
+        aligned_rows = -(-longest_q // ALIGNED_ROWS) * ALIGNED_ROWS
         # What variable lengths take together follows from their number and total alone.
         rows = (
             number * aligned_rows
             if call.longest is None
-            else (q.shape[0] // _ALIGNED_ROWS + number) * _ALIGNED_ROWS
+            else (q.shape[0] // ALIGNED_ROWS + number) * ALIGNED_ROWS
         )
         aligned = all(map(is_aligned, (q, k, v, dout, out)))
         hopper = hopper and compute_capability(q.device) == (9, 0) and q.dtype != "float32"
         hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
         fields = fields_of(q, k, lengths, call.scores) | _strides_of_lse(lse)
-        tiles = _tiles(dim, q.dtype, hopper, q.device)
+        tiles = tiles_of(dim, q.dtype, hopper, q.device)
         largest = CLUSTER if hopper and not sm_margin else 1  # blocks of clusters do not persist
         cluster_split = _cluster_split(tiles, q, k, lengths, fields, largest)
         capped = is_capped(call.scores)
-        plan = _plan(dim, q.dtype, capped, aligned, hopper, cluster_split, q.device)
+        plan = plan_of(dim, q.dtype, capped, aligned, hopper, cluster_split, q.device)
         fields |= {
             name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))
         }
@@ -213,7 +227,7 @@ class _Prepared:
             self._lists = TileLists(builder, call.longest is not None, kind)
             if persistent:
                 blocks = min(blocks, max(1, multiprocessors(q.device) - sm_margin))
-        around = (aligned_rows // _PREPOST_ROWS, heads, number), (_PREPOST_THREADS,), of_call
+        around = (aligned_rows // PREPOST_ROWS, heads, number), (PREPOST_THREADS,), of_call
         self._launches = (
             PreparedLaunch(plan.preprocess, *around),
             PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
@@ -276,7 +290,7 @@ def _cluster_split(
     return divide(steps, k.shape[-2], number, multiprocessors(q.device), blocks, largest)
 
 
-def _tiles(dim: int, dtype: str, hopper: bool, device: int) -> tuple[int, int, int]:
+def tiles_of(dim: int, dtype: str, hopper: bool, device: int) -> tuple[int, int, int]:
     """Return rows of a step, keys that are worked on together, and by how many blocks."""
     if hopper:
         tiling = HOPPER_SHAPES[_stored_dim(dim, HOPPER_SHAPES)]
@@ -300,32 +314,41 @@ def _strides_of_lse(lse: CudaView) -> dict[str, int]:
 
 
 @lru_cache(maxsize=256)
-def _plan(
-    dim: int, dtype: str, capped: bool, aligned: bool, hopper: bool, cluster_split: int, device: int
-) -> _Plan:
-    """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout."""
+def plan_of(
+    dim: int,
+    dtype: str,
+    capped: bool,
+    aligned: bool,
+    hopper: bool,
+    cluster_split: int,
+    device: int,
+    groups: int = 1,
+) -> Plan:
+    """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout; only
+    these have more than one group of queries, `groups` at most."""
     capability = compute_capability(device)
     arch = arch_of(*capability)
     if dtype == "float32":
         return _float32_plan(dim, arch, device)
     head_dim = _stored_dim(dim, HOPPER_SHAPES if hopper else SHAPES)
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
+    macros |= {"QUERY_GROUPS": groups} if groups > 1 else {}
     prepost = build("attention/backward_pre_post", macros | {"ALIGNED": int(aligned), "FLOAT32": 0}, arch)
     preprocess, postprocess = (load(prepost, entry, device=device) for entry in ("preprocess", "postprocess"))
     macros["SOFTCAP"] = int(capped)
     if hopper:
         tiling = HOPPER_SHAPES[head_dim]
         main = load(build(tiling.source, macros | {"CLUSTER_SPLIT": cluster_split}, "sm_90a"), device=device)
-        sizes = tiling.block_n, _HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
-        return _Plan(preprocess, main, postprocess, head_dim, *sizes, tiling.cluster == 1)
+        sizes = tiling.block_n, HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
+        return Plan(preprocess, main, postprocess, head_dim, *sizes, tiling.cluster == 1)
     shape = shape_for(head_dim, capability)
     macros |= {"ALIGNED": int(aligned)} | {name.upper(): value for name, value in shape._asdict().items()}
     main = load(build("attention/backward", macros, arch), device=device)
     sizes = shape.block_n, 32 * shape.warps, shape.shared_bytes(head_dim), 0
-    return _Plan(preprocess, main, postprocess, head_dim, *sizes)
+    return Plan(preprocess, main, postprocess, head_dim, *sizes)
 
 
-def _float32_plan(dim: int, arch: str, device: int) -> _Plan:
+def _float32_plan(dim: int, arch: str, device: int) -> Plan:
     head_dim = _stored_dim(dim, FLOAT32_BLOCKS)
     block = FLOAT32_BLOCKS[head_dim]
     prepost = build(
@@ -335,7 +358,7 @@ def _float32_plan(dim: int, arch: str, device: int) -> _Plan:
     main = load(
         build("attention/backward_float32", {"HEAD_DIM": head_dim, "BLOCK": block}, arch), device=device
     )
-    return _Plan(preprocess, main, postprocess, head_dim, block, 4 * block, float32_shared_bytes(head_dim), 0)
+    return Plan(preprocess, main, postprocess, head_dim, block, 4 * block, float32_shared_bytes(head_dim), 0)
 
 
 def float32_shared_bytes(head_dim: int) -> int:

@@ -21,6 +21,8 @@ from kvlab.ops.device_arrays import multiprocessors
 
 __all__ = [
     "HEAD_BYTES",
+    "MOST_GROUPS",
+    "PART_BYTES",
     "SEMAPHORE_OFFSET",
     "TILES_OF_BLOCK",
     "TILE_BYTES",
@@ -31,7 +33,7 @@ __all__ = [
     "num_sections",
 ]
 
-HEAD_BYTES, TILE_BYTES = 16, 48
+HEAD_BYTES, TILE_BYTES, PART_BYTES = 16, 48, 64
 SEMAPHORE_OFFSET = 4
 
 ROWS = 64
@@ -46,16 +48,22 @@ TILES_OF_BLOCK = 4  # in a section, at least
 _MAX_STREAMS = 16  # for which a list is kept
 _SEMAPHORES = 1024  # of launches in graphs that read one list; launches beyond make their own
 
-_CALL = Struct(
-    cu_q=ADDRESS, cu_k=ADDRESS, list=ADDRESS,
-    **dict.fromkeys(
-        (
-            "capacity", "sequences", "seqlen_q", "seqlen_k", "heads_kv", "group", "pack", "positions",
-            "block_n", "left", "right", "longest", "in_order",
-        ),
-        "i",
+_ADDRESSES = dict.fromkeys(("list", "cu_q", "cu_k"), ADDRESS)
+_NUMBERS = dict.fromkeys(
+    (
+        "capacity", "sequences", "seqlen_q", "seqlen_k", "heads_kv", "group", "pack", "positions", "block_n",
+        "left", "right", "longest", "in_order", "num_groups",
     ),
+    "i",
 )  # fmt: skip
+_CALL = Struct(**_ADDRESSES, **_NUMBERS)
+MOST_GROUPS = 16
+"""Of queries, of a call."""
+_GROUPED_CALL = Struct(
+    **_ADDRESSES,
+    **{f"{name}{g}": ADDRESS for name in ("cu_rows", "prefix_lens") for g in range(MOST_GROUPS)},
+    **_NUMBERS,
+)
 
 
 class Tiling(NamedTuple):
@@ -132,6 +140,9 @@ class ListBuilder:
         Whether tiles come in the order of their positions, not the longest first.
     sections : int, optional
         Of the list; if not given, what `num_sections` says.
+    groups : int, optional
+        If given, queries of the call have groups, and the list is that of the backward: its rows are the keys
+        of all groups, and `lengths` ends with at least as many rows as all groups have of a sequence.
 
     Attributes
     ----------
@@ -154,6 +165,7 @@ class ListBuilder:
         device: int,
         in_order: bool = False,
         sections: int | None = None,
+        groups: int | None = None,
     ) -> None:
         number, longest_q, longest_k = lengths
         pack, positions, block_n = tiling
@@ -161,24 +173,27 @@ class ListBuilder:
         if variable:
             blocks = (total_q + number * (positions - 1)) // positions
         self.capacity = blocks * heads_kv * (group // pack)
-        self.nbytes = HEAD_BYTES + TILE_BYTES * self.capacity
+        self.nbytes = HEAD_BYTES + (PART_BYTES * groups if groups else TILE_BYTES) * self.capacity
         pairs = number * heads_kv
         if sections is None:
             fewest = TILES_OF_BLOCK * multiprocessors(device)
             sections = num_sections(pairs, bytes_of_keys, self.capacity, fewest)
-        argument = _CALL.array({
+        argument = (_GROUPED_CALL if groups else _CALL).array({
             "capacity": self.capacity, "sequences": number, "seqlen_q": longest_q, "seqlen_k": longest_k,
             "heads_kv": heads_kv, "group": group, **tiling._asdict(),
             "left": window[0], "right": window[1], "longest": -(-longest_k // block_n), "in_order": in_order,
+            "num_groups": groups or 1,
         })  # fmt: skip
         self._words = words_of(argument)
-        kernel = cuda_kernel("attention/tile_list", "make_tile_list", (), device)
+        macros = (("QUERY_GROUPS", MOST_GROUPS),) if groups else ()
+        kernel = cuda_kernel("attention/tile_list", "make_tile_list", macros, device)
         self._launch = PreparedLaunch(kernel, (sections,), (_THREADS,), argument, early=True)
 
     def build(self, address: int, bounds: Sequence[int], stream: int) -> None:
         """Make a list at this address, on this stream; not by two threads at once.
 
-        `bounds` are the addresses of cu_seqlens, none where lengths are not variable.
+        `bounds` are the addresses of cu_seqlens, none where lengths are not variable. Where there are groups,
+        they are that of the keys, 0, and for `MOST_GROUPS` groups those of the rows, then of the prefixes.
         """
         for word, value in enumerate(bounds, _CALL.word("cu_q")):
             self._words[word] = value

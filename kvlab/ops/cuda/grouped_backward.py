@@ -1,0 +1,268 @@
+"""Gradients of attention of groups of queries on Hopper: one list of tiles of keys, with rows of all groups.
+
+The three launches of ``attention_backward.py``, and before them the one that makes the list. A tile of keys
+goes through the rows of one group after the other, those of the group that sees most keys first, so dk and dv
+of all groups are summed in registers, and K and V are read once. What these kernels do not take is computed
+by separate calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvlab.jit.launch import PreparedLaunch
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, words_of
+from kvlab.ops.array_kinds import Kind, allocator, kinds_of, stream_of, view_of
+from kvlab.ops.attention_arguments import (
+    MAP_WORDS,
+    TensorMaps,
+    can_be_mapped,
+    contiguous_strides,
+    encoder_of,
+    fields_of,
+    is_aligned,
+    is_capped,
+    strides_of,
+)
+from kvlab.ops.cuda.attention_backward import (
+    ALIGNED_ROWS,
+    FIELDS,
+    PREPOST_ROWS,
+    PREPOST_THREADS,
+    plan_of,
+    tiles_of,
+)
+from kvlab.ops.cuda.attention_backward_split import CLUSTER, divide, num_sections, steps_of
+from kvlab.ops.cuda.grouped_separate import attend_backward as attend_separately
+from kvlab.ops.cuda.grouped_separate import check_lengths
+from kvlab.ops.cuda.tile_list import MOST_GROUPS, ListBuilder, TileLists, Tiling
+from kvlab.ops.device_arrays import multiprocessors
+
+if TYPE_CHECKING:
+    from kvlab.ops.grouped import GroupedArrays, GroupedCall
+    from kvlab.ops.grouped_backward import Results
+
+__all__ = ["MOST_CHANNELS", "attend_backward"]
+
+MOST_CHANNELS = 128
+"""Head dimension of the largest kernel."""
+
+_GROUP = Struct(
+    dout=TENSOR, out=TENSOR, lse=ADDRESS, lse_head="q", cu_q=ADDRESS, first_row="q", workspace_row="q"
+)
+_CALL = Struct(**FIELDS, groups=(_GROUP, MOST_GROUPS), num_groups="i", sequences="i")
+_NUM_MAPS = 2 * MOST_GROUPS + 2  # q of each group, behind 16 of these k, v, then dout of each
+_LIST, _SEMAPHORE = _CALL.word("list"), _CALL.word("semaphore")
+_NEW_WORDS = [
+    _CALL.word(name)
+    for name in ("dq", "dk", "dv", "lse_log2", "dpsum", "dq_accum", "dq_semaphore", "cu_q", "cu_k")
+]
+
+
+def attend_backward(
+    call: GroupedCall,
+    arrays: GroupedArrays,
+    addresses: Sequence[int],
+    results: Results,
+    deterministic: bool,
+    float32_dkv: bool,
+) -> tuple[list[Any], Any, Any]:
+    """Launcher of backend "cuda" for Hopper: dq of each group, dk and dv."""
+    names = tuple(f"{name}[{g}]" for name in results._fields for g in range(call.groups))
+    kinds, of_results = kinds_of([*results.douts, *results.outs, *results.lses], names)
+    listed = _listed(call, kinds, names, deterministic, float32_dkv)
+    if listed is None:
+        return attend_separately(call, arrays, addresses, results, deterministic, float32_dkv)
+    return listed(addresses, of_results)
+
+
+@lru_cache(maxsize=1024)
+def _listed(
+    call: GroupedCall, kinds: tuple[Kind, ...], names: tuple[str, ...], deterministic: bool, wide: bool
+) -> _ListedCall | None:
+    """Prepare a call; None if it is to be computed separately."""
+    count = call.groups
+    present = [g for g in range(count) if call.rows[g]]
+    of_results = [view_of(kind, name) for kind, name in zip(kinds, names, strict=True)]
+    mapped = [call.views[g] for g in present] + [*call.views[count : count + 2]]
+    if not present or mapped[-1].shape[0] == 0:
+        return None
+    mapped += [of_results[g] for g in present]
+    aligned = [*mapped, *(of_results[count + g] for g in present)]
+    suits = all(map(is_aligned, aligned)) and all(map(can_be_mapped, mapped)) and not is_capped(call.scores)
+    if suits:
+        return _ListedCall(call, of_results, present, deterministic, wide)
+    if call.implementation is None:
+        return None
+    raise NotImplementedError(
+        f"implementation={call.implementation!r}: the scale must be positive, and rows of all arrays must "
+        "begin at multiples of 16 bytes, in memory that no two elements share; pass copies, or "
+        "implementation='separate'"
+    )
+
+
+class _ListedCall:
+    """All calls of one kind, of arrays that tensor copies can read.
+
+    Parameters
+    ----------
+    call : GroupedCall
+    results : list of CudaView
+        douts, outs and lses of all groups.
+    present : list of int
+        The groups that have rows.
+    deterministic, wide : bool
+        Whether dq has the same bits every time, and dk and dv are float32.
+    """
+
+    def __init__(
+        self, call: GroupedCall, results: list[Any], present: list[int], deterministic: bool, wide: bool
+    ) -> None:
+        check_lengths(call)
+        count, rows, kind = call.groups, call.rows, call.kinds[0]
+        q_groups, (k, v) = [call.views[g] for g in present], call.views[count : count + 2]
+        douts, outs, lses = ([results[at + g] for g in present] for at in (0, count, 2 * count))
+        sequences, device = call.sizes["batch"], k.device
+        longest_q, longest_k = call.longest
+        first, heads = q_groups[0], q_groups[0].shape[1]
+        fields = fields_of(first, k, (sequences, longest_q, longest_k), call.scores)
+        block_m, block_n, _ = tiles_of(fields["dim"], first.dtype, True, device)
+        longest = [min(longest_q, rows[g]) for g in present]
+        cluster_split = self._divide(call, fields, longest, (block_m, block_n))
+        plan = plan_of(
+            fields["dim"], first.dtype, False, True, True, cluster_split, device, MOST_GROUPS
+        )  # fmt: skip
+
+        # The workspace has the rows of one group after the other.
+        in_workspace = [(rows[g] // ALIGNED_ROWS + sequences) * ALIGNED_ROWS for g in present]
+        all_rows, total = sum(in_workspace), (sum(rows), heads, fields["dim"])
+        starts, first_rows = np.cumsum([0, *in_workspace]).tolist(), np.cumsum([0, *rows]).tolist()
+        self._spans = [slice(*first_rows[g : g + 2]) for g in range(count)]
+        num_rows, semaphores = heads * all_rows, heads * all_rows // 16 if deterministic else 0
+        accum_nbytes = 4 * num_rows * plan.head_dim
+        self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
+        of_keys = "float32" if wide else first.dtype
+        workspace = (num_rows * (plan.head_dim + 2) + semaphores,)
+        self._new = [
+            allocator(shape, dtype, kind)
+            for shape, dtype in (
+                (total, first.dtype), (k.shape, of_keys), (v.shape, of_keys), (workspace, "float32"),
+            )
+        ]  # fmt: skip
+        self._stream, self._lock = stream_of(kind), Lock()
+
+        groups = np.zeros(MOST_GROUPS, _GROUP.dtype)
+        for i, (g, dout, out, lse) in enumerate(zip(present, douts, outs, lses, strict=True)):
+            groups[i]["dout"]["strides"] = strides_of(f"douts[{g}]", dout)
+            groups[i]["out"]["strides"] = strides_of(f"outs[{g}]", out)
+            groups[i]["lse_head"] = _head_stride(f"lses[{g}]", lse)
+            groups[i]["first_row"], groups[i]["workspace_row"] = first_rows[g], starts[i]
+        fields |= {"k": strides_of("k", k), "v": strides_of("v", v)}
+        new_shapes = {"dq": total, "dk": k.shape, "dv": v.shape}
+        fields |= {name: contiguous_strides(shape) for name, shape in new_shapes.items()}
+        fields |= dict.fromkeys(("dout", "out"), (0, 0, 0)) | dict.fromkeys(("lse_batch", "lse_head"), 0)
+        fields |= {
+            "rows": all_rows,
+            "deterministic": deterministic,
+            "float32_dk_dv": wide and first.dtype != "float32",
+        }
+        fields |= {"groups": groups, "num_groups": len(present), "sequences": sequences}
+        first_word = MAP_WORDS * _NUM_MAPS
+        argument = np.zeros(first_word + _CALL.size // 8, np.uint64)
+        argument[first_word:] = _CALL.array(fields).view(np.uint64)
+        of_call = argument[first_word:]
+        self._words = words_of(of_call)
+        of_rows = [[encoder_of(x, plan.box) for x in arrays] for arrays in (q_groups, douts)]
+        each = range(len(present))
+        self._maps = TensorMaps(
+            words_of(argument), *of_rows[0], encoder_of(k, plan.keys), encoder_of(v, plan.keys), *of_rows[1],
+            places=[*each, MOST_GROUPS, MOST_GROUPS + 1, *(MOST_GROUPS + 2 + i for i in each)],
+        )  # fmt: skip
+
+        # Places of addresses: of the call q, k, v; cu_seqlens, prefixes; of the results dout, out, lse.
+        self._mapped = [*present, count, count + 1]
+        self._douts = present
+        self._cu_q, self._prefixes = [count + 2 + g for g in present], [2 * count + 2 + g for g in present]
+        group_words = [_CALL.word("groups") + i * (_GROUP.size // 8) for i in each]
+        self._of_groups = [
+            (at + _GROUP.word(name), place)
+            for at, g in zip(group_words, present, strict=True)
+            for name, place in (("dout", g), ("out", count + g), ("lse", 2 * count + g))
+        ]
+        self._cu_q_words = [at + _GROUP.word("cu_q") for at in group_words]
+        self._padding = [0] * (MOST_GROUPS - len(present))
+
+        pairs, of_pair = sequences * k.shape[1], -(-longest_k // block_n)
+        causal, persistent = call.scores.right == 0, cluster_split == 1
+        sections = 1
+        if persistent:
+            blocks = multiprocessors(device)
+            sections = num_sections(pairs, of_pair, plan.head_dim, blocks, causal, deterministic)
+        most_rows = sum(-(-rows // block_m) * block_m for rows in longest)
+        builder = ListBuilder(
+            Tiling(1, block_n, block_m), (sequences, longest_k, most_rows), k.shape[0], k.shape[1], 1,
+            (fields["right"], fields["left"]), 0, True, device, deterministic, sections, len(present),
+        )  # fmt: skip
+        self._lists = TileLists(builder, True, kind)
+        blocks = builder.capacity * cluster_split
+        if persistent:
+            blocks = min(blocks, max(1, multiprocessors(device) - call.sm_margin))
+        aligned_rows = -(-longest_q // ALIGNED_ROWS) * ALIGNED_ROWS
+        around = (aligned_rows // PREPOST_ROWS, heads, len(present) * sequences), (PREPOST_THREADS,), of_call
+        self._launches = (
+            PreparedLaunch(plan.preprocess, *around),
+            PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
+            PreparedLaunch(plan.postprocess, *around),
+        )
+
+    @staticmethod
+    def _divide(
+        call: GroupedCall, fields: dict[str, Any], longest: list[int], tiling: tuple[int, int]
+    ) -> int:
+        """Divide tiles of keys among blocks as if every prefix were as long as the longest sequence."""
+        steps = [
+            steps_of(rows, call.longest[1], fields["left"], fields["right"], fields["group"], *tiling)
+            for rows in longest
+        ]
+        largest = 1 if call.sm_margin else CLUSTER  # blocks of clusters do not persist
+        heads_kv, device = call.sizes["Hk"], call.views[0].device
+        of_tile = [sum(x) for x in zip(*steps, strict=True)]
+        return divide(of_tile, heads_kv, call.sizes["batch"], multiprocessors(device), 1, largest)
+
+    def __call__(self, addresses: Sequence[int], results: Sequence[int]) -> tuple[list[Any], Any, Any]:
+        """Launch on the current stream of the arrays' library, given the addresses of both."""
+        new = [make() for make in self._new]
+        start, stream = new[3][1], self._stream()
+        cu_q = [addresses[place] for place in self._cu_q]
+        prefixes = [addresses[place] for place in self._prefixes]
+        made = [address for _, address in new[:3]], [start + x for x in self._offsets]
+        with self._lock:
+            words = self._words
+            for word, address in zip(_NEW_WORDS, chain(*made, (cu_q[0], addresses[-1])), strict=True):
+                words[word] = address
+            for word, place in self._of_groups:
+                words[word] = results[place]
+            for word, address in zip(self._cu_q_words, cu_q, strict=True):
+                words[word] = address
+            self._maps.point_to([*(addresses[i] for i in self._mapped), *(results[i] for i in self._douts)])
+            bounds = addresses[-1], 0, *cu_q, *self._padding, *prefixes
+            _kept, words[_LIST], words[_SEMAPHORE], _ = self._lists.get(bounds, stream)
+            for launch in self._launches:
+                launch(stream)
+        # The workspace goes; what takes its memory comes after these launches on the stream.
+        dq = new[0][0]
+        return [dq[span] for span in self._spans], new[1][0], new[2][0]
+
+
+def _head_stride(name: str, lse: Any) -> int:
+    if lse.shape[-1] > 1 and lse.strides[-1] != 1:
+        raise NotImplementedError(
+            f"{name} has strides {lse.strides}: its last axis must be contiguous on a GPU"
+        )
+    return int(lse.strides[0])
