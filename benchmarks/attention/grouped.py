@@ -1,0 +1,145 @@
+"""Grouped attention, one launch beside separate calls of the same kernels, from CUDA graphs of one call each.
+
+    python benchmarks/attention/grouped.py OUT.json [--only forward|backward] [--cases TEXT]
+
+Cases are ranks of 8 in zigzag context parallelism (two groups), and 2 to 16 groups of few rows whose prefixes
+end evenly spaced. Heads are query heads / KV heads, of 128 channels, in bfloat16 under a causal mask. Before
+gradients are timed they are compared with those of separate calls, and deterministic ones with themselves.
+Contestants take turns; medians of 5 turns count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvlab
+from kvlab.lab.guard import gpu_state
+from kvlab.lab.results import provenance
+from kvlab.lab.timing_gpu import recorded, time_by_events
+
+Calls = dict[str, Callable[[], Any]]
+Groups = list[tuple[int, int]]  # rows and prefix
+RANKS, HEAD_DIM, K = 8, 128, 1024
+
+
+def zigzag(tokens: int, rank: int) -> Groups:
+    chunk = tokens // (2 * RANKS)
+    return [(chunk, (rank + 1) * chunk), (chunk, (2 * RANKS - rank) * chunk)]
+
+
+def even(tokens: int, count: int, rows: int) -> Groups:
+    return [(rows, max(rows, tokens * (g + 1) // count)) for g in range(count)]
+
+
+CASES: dict[str, tuple[Groups, int, tuple[int, int]]] = {
+    **{
+        f"2 groups {tokens // K}K rank {rank} 32/8": (zigzag(tokens, rank), tokens, (32, 8))
+        for tokens, rank in ((8 * K, 3), (16 * K, 3), (32 * K, 3), (64 * K, 3), (8 * K, 0), (32 * K, 0))
+    },
+    **{f"32K rank {rank} 4/1": (zigzag(32 * K, rank), 32 * K, (4, 1)) for rank in range(RANKS)},
+    **{f"32K rank {rank} 8/2": (zigzag(32 * K, rank), 32 * K, (8, 2)) for rank in (0, 3, 7)},
+    **{
+        f"{count} groups of {rows} {tokens // K}K 32/8": (even(tokens, count, rows), tokens, (32, 8))
+        for tokens in (4 * K, 8 * K, 16 * K)
+        for count, rows in ((4, 512), (8, 256), (16, 64), (16, 1))
+    },
+    "100 on 100, 100 on 9,900 32/8": ([(100, 100), (100, 9900)], 9900, (32, 8)),
+}
+
+
+def arguments(groups: Groups, tokens: int, heads: tuple[int, int]) -> tuple[list[Any], dict[str, Any]]:
+    """Return q of each group, k and v, and the keyword arguments of a call."""
+    torch.manual_seed(0)
+    shapes = [*((rows, heads[0]) for rows, _ in groups), *[(tokens, heads[1])] * 2]
+    arrays = [torch.randn(*shape, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+
+    def whole(numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device="cuda")
+
+    return arrays, {
+        "cu_seqlens_q_groups": [whole([0, rows]) for rows, _ in groups],
+        "cu_seqlens_k": whole([0, tokens]),
+        "prefix_lens": [whole([keys]) for _, keys in groups],
+        "max_seqlen_q": max(rows for rows, _ in groups),
+        "max_seqlen_k": tokens,
+    }
+
+
+def forward(case: str) -> Calls:
+    (*q, k, v), own = arguments(*CASES[case])
+    return {
+        name: partial(kvlab.grouped_attention_varlen, q, k, v, implementation=name, **own)
+        for name in ("separate", "listed", "paired")
+    }
+
+
+def backward(case: str) -> Calls:
+    (*q, k, v), own = arguments(*CASES[case])
+    outs, lses = kvlab.grouped_attention_varlen(q, k, v, return_lse=True, **own)
+    douts = [torch.randn_like(x) for x in q]
+    calls: Calls = {
+        name + " deterministic" * deterministic: partial(
+            kvlab.grouped_attention_varlen_backward, douts, q, k, v, outs, lses, implementation=name,
+            deterministic=deterministic, **own,
+        )
+        for deterministic in (False, True)
+        for name in ("separate", "paired")
+    }  # fmt: skip
+    wanted = flat(calls["separate"]())
+    for name, call in calls.items():
+        for found, want in zip(flat(call()), wanted, strict=True):
+            error = float((found.float() - want.float()).norm() / want.float().norm())
+            if not error < 0.01:
+                raise RuntimeError(f"{case}, {name}: {error} of the norm away from separate calls")
+    first, second = (flat(calls["paired deterministic"]()) for _ in "ab")
+    if not all(map(torch.equal, first, second)):
+        raise RuntimeError(f"{case}: deterministic gradients differ between two calls")
+    return calls
+
+
+def flat(gradients: tuple[list[Any], Any, Any]) -> list[Any]:
+    return [*gradients[0], *gradients[1:]]
+
+
+def measure(kind: str, case: str) -> dict[str, Any]:
+    """Return medians, and how many times faster than separate calls of the same kind each is."""
+    calls, stream = {"forward": forward, "backward": backward}[kind](case), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graphs = {name: recorded(call, stream=stream) for name, call in calls.items()}
+    timings = time_by_events(graphs, repeats=5)
+    base = {name: timings["separate" + " deterministic" * ("deterministic" in name)] for name in timings}
+    return {
+        "kind": kind,
+        "case": case,
+        "ms": {name: 1e3 * timing.median for name, timing in timings.items()},
+        "x_separate": {name: timing.ratio_to(base[name]) for name, timing in timings.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", choices=("forward", "backward"))
+    parser.add_argument("--cases", default="", help="only those whose names hold this text")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for kind in ("backward", "forward"):
+        for case in CASES:
+            if options.only in (None, kind) and options.cases in case:
+                rows.append(measure(kind, case))
+                print(
+                    kind, case, *(f"{name} {x:.3f}" for name, x in rows[-1]["x_separate"].items()), flush=True
+                )
+    found = provenance() | {"gpu_state": gpu_state(), "rows": rows}
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
