@@ -133,7 +133,6 @@ def encoder_of(view: CudaView, rows: int, heads: int | None = None) -> Callable[
     heads : int, optional
         Heads of a copy; then axes 1 and 2 change places, so that rows are (position, head), heads fastest.
     """
-    import cupy
     from cuda.bindings import driver
 
     _, shape, strides, dtype, _ = view
@@ -161,6 +160,8 @@ def encoder_of(view: CudaView, rows: int, heads: int | None = None) -> Callable[
     def encode(address: int) -> list[int]:
         error, encoded = driver.cuTensorMapEncodeTiled(*before, address, *behind)
         if error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # the thread has not used CUDA yet
+            import cupy
+
             cupy.cuda.runtime.free(0)  # makes the context
             error, encoded = driver.cuTensorMapEncodeTiled(*before, address, *behind)
         if int(error) != 0:
