@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.arrays import dtype_name, numpy_dtype
-from kvlab.cache.frame import MOST_SHIFT
+from kvlab.cache.frame import MOST_SHIFT, awaiting
 from kvlab.cache.options import MOST
 from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore
 from kvlab.errors import FormatError
@@ -49,7 +49,7 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
         index = tables["index"].view(np.uint32).astype(np.int64)
         mine: Arrays = {name: tables[name] for name in ("num_pages", *_FRAMES, "open")}
         mine["has_mean"] = tables["waits"] == 0
-        mine["asked"] = tables["asked"][~mine["has_mean"] & (tables["num_pages"] > 0).any(1)]
+        mine["asked"] = tables["asked"][awaiting(mine["has_mean"], tables["num_pages"])]
         for name, dtype in _TABLES.items():
             mine[name] = tables[name].view(dtype)[live]
         for r, layout in enumerate(store.layouts(number)):
@@ -118,7 +118,7 @@ def _laid_out(
     has_mean, opened = take("has_mean", "bool", (batch,)), take("open", "int32", (batch, heads, OPEN_PAGES))
     for name, dtype in _FRAMES.items():
         tables[name][...] = take(name, dtype, (batch, heads, store.head_dim))
-    waiting = ~has_mean & (num_pages > 0).any(1)
+    waiting = awaiting(has_mean, num_pages)
     tables["asked"][waiting] = take("asked", "float32", (int(waiting.sum()), heads, store.head_dim))
     pools = [
         take(f"pool{r}", "uint8", (int((rung == r).sum()), layout.nbytes)) for r, layout in enumerate(layouts)

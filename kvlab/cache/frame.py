@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ASKING", "FIRST", "LAST", "MOST_SHIFT", "add_queries", "key_mean", "key_shift"]
+__all__ = ["ASKING", "FIRST", "LAST", "MOST_SHIFT", "add_queries", "awaiting", "key_mean", "key_shift"]
 
 FIRST, LAST = 4, 64
 """Tokens of a row, counted without padding, that make its mean; those before are sinks, not typical.
@@ -115,3 +115,19 @@ def key_shift(
         large = (ratio >= np.where(has_queries, LEAST, LEAST_ALONE)) & (ratio < np.inf)
     orders = np.frexp(2 * np.where(large, ratio, 1))[1] - 1  # half of them, to the nearest
     return np.tile(np.where(large, np.minimum(orders >> 1, MOST_SHIFT), 0), 2).astype(np.uint8)
+
+
+def awaiting(has_mean: NDArray[np.bool_], num_pages: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Say of which rows tokens wait for their frame.
+
+    Parameters
+    ----------
+    has_mean : bool, (batch,)
+    num_pages : int32, (batch, Hkv)
+
+    Examples
+    --------
+    >>> awaiting(np.array([True, False, False]), np.array([[2], [1], [0]], np.int32))
+    array([False,  True, False])
+    """
+    return ~has_mean & (num_pages > 0).any(axis=1)

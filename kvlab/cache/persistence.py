@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype
-from kvlab.cache.frame import LAST, key_mean
+from kvlab.cache.frame import LAST, awaiting, key_mean
 from kvlab.errors import FormatError
 from kvlab.ops.cuda.pages import OPEN_PAGES
 from kvlab.pages import TOKENS_PER_PAGE, PageLayout, encode_importance, rotate_vectors, write_tokens
@@ -185,7 +185,7 @@ def with_frames(arrays: Arrays, layers: int) -> Arrays:
     found = dict(arrays)
     for number in range(layers):
         shape, has_mean = arrays[f"{number}.k_mean"].shape, arrays[f"{number}.has_mean"]
-        waits = ~has_mean & (arrays[f"{number}.num_pages"] > 0).any(1)
+        waits = awaiting(has_mean, arrays[f"{number}.num_pages"])
         found[f"{number}.k_shift"] = np.zeros(shape, np.uint8)
         found[f"{number}.asked"] = np.zeros((int(waits.sum()), *shape[1:]), np.float32)
     return found

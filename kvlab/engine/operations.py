@@ -65,8 +65,8 @@ class Operations(Token):
         shape = geometry.heads_kv, geometry.hidden
         self.arrays["head_sums"] = self._cupy.zeros(shape if self._cluster else 0, np.float32)
         self._depth = geometry.layers
-        call: Any = self._argument["call"][0]
-        return call  # type: ignore[no-any-return]
+        call: NDArray[np.void] = self._argument["call"][0]
+        return call
 
     def run_layers(self, depth: int) -> None:
         """Let launches run the first so many layers; logits are made with all of them alone."""
