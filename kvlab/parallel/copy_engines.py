@@ -4,7 +4,8 @@ Attention fills a GPU, and the kernels of a collective would wait until it leave
 into memory of another by a copy on a stream of its own, and then raises a flag there, which the other's
 stream waits for: neither takes a kernel. A *mailbox* is what a rank receives into, memory that all ranks of
 a group have mapped. It has two slots, which uses take in turn. A rank writes into a slot when its owner has
-said that it has read what came the last time.
+said that it has read what came the last time; it says so at the beginning of its next use, on the stream of
+copies, so that the current stream goes from kernel to kernel.
 
 A wait on a stream cannot end by itself. So a thread watches the transfers of a process and ends it, with the
 name of the transfer, when one is not complete within the timeout of its group.
@@ -119,6 +120,7 @@ class Mailbox:
         self._timeout = group._get_backend(device).options._timeout.total_seconds()
         # Flags count for each slot the pieces that have come from each rank, and the uses it has read.
         self._uses, self._pieces = 0, [0] * _SLOTS
+        self._read: list[tuple[int, int, Any]] = []  # slots, their uses, and events behind what read them
         self._flags, self._flags_of = self._shared(4 * 2 * _SLOTS * self._size)
         self._nbytes = 0  # of a slot
         self._memory, self._places = self._flags, self._flags_of
@@ -152,6 +154,7 @@ class Mailbox:
         begin, others = slot * self._nbytes, [n for n in range(self._size) if n != rank]
         self._stream.wait_stream(_cuda.current_stream(self._device))
         stream = self._stream.cuda_stream
+        self._give_back(others, stream)
         kept = [[_dense(piece) for piece in array] for array in outgoing]
         for number, cut in enumerate(cuts):
             pieces = kept if len(cuts) == 1 else [[x[:, cut : cut + width] for x in array] for array in kept]
@@ -182,9 +185,9 @@ class Mailbox:
         )
 
         def free() -> None:
-            current = _cuda.current_stream(self._device).cuda_stream
-            for other in others:
-                _check(driver.cuStreamWriteValue32(current, self._flag(other, _READ, slot, rank), use, 0))
+            event = _cuda.Event()
+            event.record(_cuda.current_stream(self._device))
+            self._read.append((slot, use, event))
 
         return (
             buffers,
@@ -195,6 +198,15 @@ class Mailbox:
             False,
             Arrival(self._flag(rank, _COME, slot, 0), first, width),
         )
+
+    def _give_back(self, others: Sequence[int], stream: int) -> None:
+        """Tell the other ranks which slots have been read."""
+        for slot, use, event in self._read:
+            self._stream.wait_event(event)
+            for other in others:
+                flag = self._flag(other, _READ, slot, self._rank)
+                _check(_driver().cuStreamWriteValue32(stream, flag, use, 0))
+        self._read.clear()
 
     def _push(self, piece: Tensor, to: int, row_bytes: int, stream: int) -> None:
         """Copy rows to an address, from which rows are so many bytes long."""

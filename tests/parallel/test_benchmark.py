@@ -26,8 +26,10 @@ def test_two_ranks_from_torchrun(tmp_path: Path) -> None:
     for one in found:
         assert one["ranks"] == 2
         assert one["forward, share"] == pytest.approx(one["one device, forward, ms"] / 2 / one["forward, ms"])
-        longer = one["forward, ms"] - one["forward without communication, ms"]
-        assert one["hidden"] == pytest.approx(1 - longer / one["gathers alone, ms"])
+        longer, alone = (one[f"{name}, device, ms"] for name in ("longer by communication", "gathers alone"))
+        assert alone > 0
+        assert one["hidden"] == pytest.approx(1 - longer / alone)
+        assert one["hidden, error"] >= 0
 
 
 def test_one_call_for_both_chunks_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:

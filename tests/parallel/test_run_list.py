@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.ops.cuda.run_list import ENTRY, OWN, RunTiling, run_table, tiles_of_runs
+from kvlab.ops.cuda.run_list import ENTRY, OWN, RunTiling, even_order, run_table, tiles_of_runs
 from kvlab.parallel.layout import Shard, zigzag_llama3_plan
 from kvlab.reference import grouped_tiles as oracle
 
@@ -110,3 +110,30 @@ def test_the_comparison_sees_a_wrong_tile(planted: str) -> None:
     wrong = right.copy()
     wrong[planted][0] += 1
     assert sorted(right.tolist()) != sorted(wrong.tolist())
+
+
+def ends_of(work: NDArray[np.int64], blocks: int) -> list[int]:
+    """When each block is through, if a block that is free takes the next tile."""
+    ends = [0] * blocks
+    for cost in work.tolist():
+        ends[ends.index(min(ends))] += cost
+    return ends
+
+
+@given(st.lists(st.integers(1, 40), max_size=80), st.integers(1, 9))
+def test_blocks_end_no_later_in_the_even_order(work: list[int], blocks: int) -> None:
+    given_order = np.sort(np.array(work, np.int64))[::-1]
+    order = even_order(given_order, blocks)
+    assert sorted(order.tolist()) == list(range(len(work)))
+    assert max(ends_of(given_order[order], blocks)) <= max(ends_of(given_order, blocks))
+
+
+@pytest.mark.parametrize(("world", "rank"), [(2, 1), (4, 3), (4, 1)])
+def test_blocks_of_a_rank_without_short_tiles_end_together(world: int, rank: int) -> None:
+    runs = zigzag_llama3_plan(Shard((8192 * world,), rank, world), True).runs
+    assert runs is not None
+    tiles = tiles_of_runs(runs, 8, 4, RunTiling(4, 16, 2, 2))
+    work = -(-tiles["loaded_keys"][:, 0].astype(np.int64) // 128) + 1
+    before, after = (ends_of(work[order], 132) for order in (slice(None), even_order(work, 132)))
+    assert np.mean(before) < 0.992 * max(before)
+    assert np.mean(after) > 0.999 * max(after)

@@ -46,6 +46,7 @@ struct Call {
     const u32* arrived;  // [ranks], pieces that have come from each
     int first_arrival;   // how many there are when the first piece of this call has come
     int heads_of_piece;  // KV heads that come together
+    int last_piece;      // of this call, counted from 0
 #else
     const int* segments;  // [sequences, num_segments], null where the keys of a sequence lie in a row
     int num_segments, segment_len, box;
@@ -70,3 +71,12 @@ struct Arguments {
 #endif
     Call call;
 };
+
+// Keys up to which a tile is loaded: those of the warpgroup that sees most.
+__device__ __forceinline__ int loaded_keys(const Tile& t) {
+#if QUERY_GROUPS > 1
+    return t.loaded_keys;
+#else
+    return t.last_key;
+#endif
+}

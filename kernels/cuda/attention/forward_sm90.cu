@@ -312,7 +312,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     __shared__ int complete[SLOTS];
     const Shared m = make_shared(memory, barriers, info, complete);
     if (threadIdx.x == 0) {
-        prefetch_map(a.q), prefetch_map(a.k), prefetch_map(a.v);
+        prefetch_map(a.q);
+        for (int i = 0; i < KEY_MAPS; ++i) prefetch_map(a.k + i), prefetch_map(a.v + i);
 #if !MERGE
         prefetch_map(&a.out);
 #endif

@@ -117,15 +117,6 @@ __device__ __forceinline__ int position_of(const Tile& t, const Call& call, int 
     return GROUPED ? t.position : t.position + group * call.positions;
 }
 
-// Keys up to which a tile is loaded: those of the warpgroup that sees most.
-__device__ __forceinline__ int loaded_keys(const Tile& t) {
-#if QUERY_GROUPS > 1
-    return t.loaded_keys;
-#else
-    return t.last_key;
-#endif
-}
-
 // Copies a tile from the list to shared memory without registers, of which the thread has few.
 __device__ __forceinline__ void copy_info(Tile* to, const Tile* from) {
 #pragma unroll
@@ -188,6 +179,10 @@ __device__ __forceinline__ void load_queries(const Shared& m, const TensorMap* m
 __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_map, const TensorMap* v_map,
                                           const Call& call) {
     PipelineState info = {0, 0}, kv = {0, 1};
+#if GATHERED
+    __shared__ u32 here;  // see find_run; the thread has no register for it
+    here = 0;
+#endif
     for (;;) {
         wait_barrier(m.full_info + 8 * info.stage, info.parity);
         const Tile& t = tile_of(m, info.stage, 0);
@@ -195,9 +190,7 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
         const TmaCoord keys = coord_of(call, t.sequence, t.k_start, GROUPED ? loaded_keys(t) : t.k_length);
         const int first = t.first_key, last = loaded_keys(t), head = t.head_kv;
 #if GATHERED
-        const int2* const runs = call.runs + t.k_start;
-        int seen = -1;
-        Run run = {1 << 30, 0, 0, 0};
+        Run run = {1 << 30, 0, 0, false};
 #elif QUERY_GROUPS > 1
         const int* const segments = call.segments ? call.segments + t.sequence * call.num_segments : nullptr;
 #endif
@@ -208,7 +201,7 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
             wait_barrier(empty + 8 * kv.stage, kv.parity);
             expect_bytes(full + 8 * kv.stage, TILE_BYTES);
             if (rows < min(BLOCK_N, last - key)) {
-                load_runs(to + kv.stage * TILE_BYTES, map, full + 8 * kv.stage, runs, call, key, last, head);
+                load_runs(to + kv.stage * TILE_BYTES, map, full + 8 * kv.stage, t, call, key, here);
                 return;
             }
 #pragma unroll
@@ -238,7 +231,7 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
             if (i == min(num_tiles - 1, 3)) arrive(m.nearly_loaded);
             const int key = first + i * BLOCK_N;
 #if GATHERED
-            if (key < run.begin) run = find_run(runs, call, key, head, seen);
+            if (key < run.begin) run = find_run(t, call, key, here);
 #endif
             load(m.full_k, m.empty_k, m.k, k_map, key);
             load(m.full_v, m.empty_v, m.v, v_map, key);

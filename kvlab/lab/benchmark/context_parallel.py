@@ -5,9 +5,10 @@
 Every rank holds the same number of tokens. A *share* is the time of the whole attention on one device, while
 all ranks are busy with it, over ranks times the time of all ranks together: 1 is N times the speed of one.
 *Hidden* is the part of the time of all gathers alone by which the forward is not longer than without
-communication. Times are those of the slowest rank, medians of rounds in which contestants take turns.
-Beside them run, on GPUs, torch's context_parallel over
-cuDNN and, where it is installed, ring-flash-attn over kvlab's attention.
+communication; on GPUs by their own clocks, without the host, as the median of many differences, with its
+standard error. All other times are those of loops, the host's part among them. Times are those of the slowest
+rank, medians of rounds in which contestants take turns. Beside them run, on GPUs, torch's context_parallel
+over cuDNN and, where it is installed, ring-flash-attn over kvlab's attention.
 
 ``--model`` computes instead what `step_seconds` says of larger groups.
 """
@@ -282,48 +283,112 @@ class _Case:
         return attend, context
 
 
-def _seconds(contestant: _Contestant, device: str, least: float) -> tuple[float, float]:
-    """Times of a call on the slowest rank, in a loop of at least so many seconds: its own, and the host's."""
-    with contestant.context():
-        return _seconds_of(contestant.call, device, least)
-
-
-def _seconds_of(call: Callable[[], Any], device: str, least: float) -> tuple[float, float]:
-    def wait() -> None:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-
-    times = 1
-    while True:
-        dist.barrier()
-        wait()
+@contextmanager
+def _clock(device: str, host: float) -> Iterator[list[float]]:
+    """Time what is put on the current stream, without the host, which takes so many seconds for it."""
+    found: list[float] = []
+    if not device.startswith("cuda"):
         start = time.perf_counter()
-        for _ in range(times):
-            call()
-        host = time.perf_counter() - start
-        wait()
-        seconds, host = largest([time.perf_counter() - start, host], device)
-        if seconds >= least:
-            return seconds / times, host / times
-        times = max(2 * times, int(1.2 * least / seconds * times))
+        yield found
+        found.append(time.perf_counter() - start)
+        return
+    cuda: Any = torch.cuda
+    begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+    cuda._sleep(int(2e9 * host))
+    begin.record()
+    yield found
+    end.record()
+    cuda.synchronize()
+    found.append(begin.elapsed_time(end) / 1e3)
+
+
+class _Timer:
+    """Times of calls on the slowest rank.
+
+    Parameters
+    ----------
+    device : str
+    least : float
+        Seconds that a loop takes at least.
+    """
+
+    def __init__(self, device: str, least: float) -> None:
+        self.device, self.least = device, least
+        self._times: dict[str, int] = {}  # calls of a loop
+
+    def seconds(self, name: str, contestant: _Contestant) -> tuple[float, float]:
+        """Seconds of a call in a loop, and those that the host takes for it."""
+        with contestant.context():
+            return self._seconds(name, contestant.call)
+
+    def _seconds(self, name: str, call: Callable[[], Any]) -> tuple[float, float]:
+        while True:
+            times = self._times.setdefault(name, 1)
+            dist.barrier()
+            self._wait()
+            start = time.perf_counter()
+            for _ in range(times):
+                call()
+            host = time.perf_counter() - start
+            self._wait()
+            seconds, host = largest([time.perf_counter() - start, host], self.device)
+            if seconds >= 0.8 * self.least:
+                return seconds / times, host / times
+            self._times[name] = max(2 * times, int(1.2 * self.least / seconds * times))
+
+    def device_seconds(self, call: Callable[[], Any], host: float, times: int = 8) -> float:
+        """Seconds of a call on the device, for which the host takes so many."""
+        dist.barrier()
+        self._wait()
+        with _clock(self.device, 1.5 * times * host) as found:
+            for _ in range(times):
+                call()
+        return largest(found, self.device)[0] / times
+
+    def _wait(self) -> None:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
 
 
 def _measure(case: _Case, repeats: int, least: float) -> dict[str, float]:
-    """Median milliseconds by name, and shares."""
-    calls, rounds = case.calls(), []
+    """Median milliseconds by name, shares, and how much of the gathers is hidden."""
+    calls, rounds, timer = case.calls(), [], _Timer(case.device, least)
     for contestant in calls.values():
         with contestant.context():
             contestant.call()
     for _ in range(repeats):
-        rounds.append({name: _seconds(one, case.device, least) for name, one in calls.items()})
+        rounds.append({name: timer.seconds(name, one) for name, one in calls.items()})
     found: dict[str, float] = {}
     for name in calls:
         for n, what in enumerate(("", ", host")):
             found[f"{name}{what}, ms"] = 1e3 * statistics.median(one[name][n] for one in rounds)
     if case.shard.world_size > 1:
-        longer = found["forward, ms"] - found["forward without communication, ms"]
-        found["hidden"] = 1 - longer / found["gathers alone, ms"]
+        found |= _hidden(timer, calls, found, 3 * repeats)
     return found | _shares([found], case.shard.world_size)
+
+
+def _hidden(
+    timer: _Timer, calls: dict[str, _Contestant], found: dict[str, float], rounds: int
+) -> dict[str, float]:
+    """How much of the time of gathers does not make a forward longer."""
+    names = "forward", "forward without communication", "gathers alone"
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for n in range(rounds):
+        for name in names if n % 2 else names[::-1]:
+            host = found[f"{name}, host, ms"] / 1e3
+            times[name].append(1e3 * timer.device_seconds(calls[name].call, host))
+    alone, without = (statistics.median(times[name]) for name in names[:0:-1])
+    longer = [one - other for one, other in zip(times[names[0]], times[names[1]], strict=True)]
+    middle = statistics.median(longer)
+    # The standard error of a median is 1.25 times that of a mean; the deviation is that of the middle half.
+    deviation = 1.48 * statistics.median(abs(one - middle) for one in longer)
+    return {
+        "forward without communication, device, ms": without,
+        "gathers alone, device, ms": alone,
+        "longer by communication, device, ms": middle,
+        "hidden": 1 - middle / alone,
+        "hidden, error": 1.25 * deviation / rounds**0.5 / alone,
+    }
 
 
 def _shares(cases: list[dict[str, float]], ranks: int) -> dict[str, float]:

@@ -34,7 +34,7 @@ from kvlab.ops.attention_arguments import (
 )
 from kvlab.ops.attention_call import scores_of
 from kvlab.ops.cuda.attention_sm90 import CAPPED_SHAPES, shared_bytes
-from kvlab.ops.cuda.run_list import Runs, RunTiling, run_table, tiles_of_runs
+from kvlab.ops.cuda.run_list import OWN, Runs, RunTiling, even_order, run_table, tiles_of_runs
 from kvlab.ops.cuda.tile_list import (
     HEAD_BYTES,
     ROWS,
@@ -50,20 +50,23 @@ __all__ = ["Arrival", "attend_runs"]
 SHAPES = CAPPED_SHAPES  # with two warpgroups: what loads runs takes registers, too
 SHORT_BOX = 8  # rows of a copy where a tile of keys has several runs
 
+_WORK_OF_TILE = 1  # beside that for its keys, counted in tiles of keys
+_MOST_RANKS = 32  # a bit each
 _MOST_GROUPS = 16  # that the kernel has tensor maps for
 _KEY_MAPS = 4  # of K, and of V
 _CALL = Struct(
     lse=ADDRESS, lse_batch="q", lse_head="q", parts=ADDRESS, arrivals=ADDRESS, runs=ADDRESS, arrived=ADDRESS,
-    first_arrival="I", heads_of_piece="i", **{f"first_row{g}": "i" for g in range(_MOST_GROUPS)}, unused="i",
+    first_arrival="I", heads_of_piece="i", last_piece="i",
+    **{f"first_row{g}": "i" for g in range(_MOST_GROUPS)}, unused="i",
     list=ADDRESS, semaphore=ADDRESS,
     **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
 )  # fmt: skip
 _NUM_MAPS = _MOST_GROUPS + 2 * _KEY_MAPS + 1
 _FIRST_WORD = MAP_WORDS * _NUM_MAPS
-_LSE, _RUNS, _ARRIVED, _FIRST_ARRIVAL, _LIST, _SEMAPHORE = (
+_LSE, _RUNS, _ARRIVED, _FIRST_ARRIVAL, _LAST_PIECE, _LIST, _SEMAPHORE = (
     _FIRST_WORD + _CALL.word(name)
-    for name in ("lse", "runs", "arrived", "first_arrival", "list", "semaphore")
+    for name in ("lse", "runs", "arrived", "first_arrival", "last_piece", "list", "semaphore")
 )
 _NAMES = ("q", "k", "v", "keys of other ranks", "values of other ranks")
 
@@ -116,6 +119,7 @@ def _prepare(kinds: tuple[Kind, ...], runs: Runs, scale: float | None) -> _Prepa
         and all(map(can_be_mapped, views))
         and not is_capped(scores_of(views[0].shape[-1], (True, scale, -1, -1, 0.0)))
         and not (runs.lengths % SHORT_BOX).any()
+        and runs.places[..., 1].max(initial=OWN) < _MOST_RANKS
     )
     return _Prepared(kinds, views, runs, scale) if suits else None
 
@@ -138,7 +142,9 @@ class _Prepared:
         pack = heads_of_tile(group)
         positions = ROWS // pack
         tiling = RunTiling(pack, positions, entries, _sections(runs, heads_kv, group, dim, pack, device))
-        tiles = tiles_of_runs(runs, heads_kv, group, tiling)
+        tiles, blocks = tiles_of_runs(runs, heads_kv, group, tiling), multiprocessors(device)
+        work = -(-tiles["loaded_keys"][:, 0].astype(np.int64) // block_n) + _WORK_OF_TILE
+        tiles = tiles[even_order(work, blocks)]
         made = _MadeList(tiles, run_table(runs))
         self._table_begin, self._lists = made.table_begin, TileLists(made, False, kinds[0])
         self._new_out = allocator(q.shape, q.dtype, kinds[0])
@@ -148,7 +154,7 @@ class _Prepared:
         of_call = _CALL.array(
             {name: fields[name] for name in ("dim", "left", "right", "scale", "softcap")}
             | dict.fromkeys([f"first_row{g}" for g in range(_MOST_GROUPS)], 0)
-            | dict.fromkeys(("lse_batch", "first_arrival", "heads_of_piece", "unused"), 0)
+            | dict.fromkeys(("lse_batch", "first_arrival", "heads_of_piece", "last_piece", "unused"), 0)
             | {"lse_head": total, "variable": 1}
             | {"pack": pack, "positions": positions, "reciprocal": -(-65536 // pack)}
         )
@@ -162,7 +168,7 @@ class _Prepared:
         # Of K its own map, that of short copies, and both of the keys that come; then those of V.
         behind = [_MOST_GROUPS + n for n in (0, 1, 4, 5, 2, 3, 6, 7)]
         places = [*range(groups), *behind, _NUM_MAPS - 1]
-        self._groups = groups
+        self._groups, self._heads_kv = groups, heads_kv
         self._maps = TensorMaps(
             self._words, *[of_q] * groups, *of_keys, encoder_of(out, positions, pack), places=places
         )
@@ -170,7 +176,7 @@ class _Prepared:
         macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": _MOST_GROUPS}
         kernel = load(build("attention/forward_sm90", macros | {"GATHERED": 1}, "sm_90a"), device=device)
         self._launch = PreparedLaunch(
-            kernel, (min(len(tiles), multiprocessors(device)),), (128 + 128 * entries,), argument,
+            kernel, (min(len(tiles), blocks),), (128 + 128 * entries,), argument,
             shared_bytes(head_dim, block_n, entries, q_slots),
         )  # fmt: skip
         self._lock = Lock()
@@ -186,6 +192,7 @@ class _Prepared:
             words[_LSE], words[_RUNS], words[_ARRIVED] = lse_at, at + self._table_begin, arrival.counters
             words[_LIST], words[_SEMAPHORE] = at, semaphore
             words[_FIRST_ARRIVAL] = arrival.first % (1 << 32) | arrival.heads_of_piece << 32
+            words[_LAST_PIECE] = (self._heads_kv - 1) // arrival.heads_of_piece  # first_row0 behind it is 0
             self._launch(stream)
         return out, lse
 

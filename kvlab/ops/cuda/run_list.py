@@ -10,16 +10,19 @@ they are sent.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ENTRY", "OWN", "RunTiling", "Runs", "run_table", "tiles_of_runs"]
+__all__ = ["ENTRY", "OWN", "RunTiling", "Runs", "even_order", "run_table", "tiles_of_runs"]
 
 OWN = -1
 """In place of a rank: a run of the call's own arrays."""
+
+_LAST = 8  # tiles of a block, of which some are exchanged with those of another
 
 ENTRY = np.dtype(
     [
@@ -120,3 +123,49 @@ def tiles_of_runs(runs: Runs, heads_kv: int, group: int, tiling: RunTiling) -> N
     section = pair * sections // max(heads_kv * sequences, 1)
     order: NDArray[Any] = every[np.lexsort((-every["loaded_keys"][:, 0], section))]
     return order
+
+
+def even_order(work: NDArray[np.int64], blocks: int) -> NDArray[np.int64]:
+    """Return the order in which blocks, which take tiles in turn, end together.
+
+    A rank may have no short tiles, and after a last long one most blocks would idle. So tiles among the last
+    that a block would take in the order given are exchanged with such of another, as long as this makes the
+    block with most work and that with least more alike.
+
+    Parameters
+    ----------
+    work : int array, (tiles,)
+        Of each tile, in the order given.
+    blocks : int
+
+    Examples
+    --------
+    In the order given one block would have 9 + 8 + 7 + 7 and the other 9 + 8 + 7.
+
+    >>> work = np.array([9, 9, 8, 8, 7, 7, 7])
+    >>> work[even_order(work, 2)].tolist()
+    [9, 8, 7, 9, 7, 8, 7]
+    """
+    ends, taken = [(0, block) for block in range(blocks)], list[list[int]]([] for _ in range(blocks))
+    for tile, cost in enumerate(work.tolist()):
+        end, block = ends[0]
+        taken[block].append(tile)
+        heapq.heapreplace(ends, (end + cost, block))
+    total = np.zeros(blocks, np.int64)
+    total[[block for _, block in ends]] = [end for end, _ in ends]
+    while True:
+        most, least = int(total.argmax()), int(total.argmin())
+        gap = int(total[most] - total[least])
+        mine, other = taken[most][-_LAST:], taken[least][-_LAST:]
+        less = work[mine][:, None] - work[other]  # that an exchange takes from the one and gives the other
+        best = np.unravel_index(np.abs(2 * less - gap).argmin(), less.shape) if less.size else (0, 0)
+        if not less.size or abs(gap - 2 * int(less[best])) >= gap:
+            break
+        i, j = taken[most].index(mine[best[0]]), taken[least].index(other[best[1]])
+        taken[most][i], taken[least][j] = taken[least][j], taken[most][i]
+        total[[most, least]] += [-less[best], less[best]]
+    starts = np.zeros(len(work), np.int64)
+    for tiles in taken:
+        tiles[-_LAST:] = sorted(tiles[-_LAST:], key=lambda tile: (-work[tile], tile))
+        starts[tiles] = np.cumsum(work[tiles]) - work[tiles]
+    return np.argsort(starts, kind="stable")
