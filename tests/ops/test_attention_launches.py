@@ -150,17 +150,27 @@ def test_the_portable_kernels_get_all_addresses(
     monkeypatch.setattr(attention_cuda, "HOPPER", False)
     (q, k, v), lengths = flat(getattr(torch, dtype))
     out, lse = kvlab.attention_varlen(q, k, v, *lengths, return_lse=True)
-    (run,) = gpu.launches
+    made, run = gpu.launches
     call = call_in(run, attention_cuda._CALL)
+    of_list = call_in(made, tile_list._CALL)
+    assert (of_list["cu_q"], of_list["cu_k"]) == tuple(x.data_ptr() for x in lengths[:2])
+    assert (call["list"], call["variable"]) == (of_list["list"], 1)
+    assert [call[name] for name in ("pack", "positions")] == [of_list[name] for name in ("pack", "positions")]
+    assert run.grid[0] == of_list["capacity"]
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
         assert call[name]["address"] == x.data_ptr()
         assert call[name]["strides"].tolist() == [0, *x.stride()[:2]]
-    assert (call["lse"], call["cu_q"], call["cu_k"]) == tuple(x.data_ptr() for x in (lse, *lengths[:2]))
+    assert call["lse"] == lse.data_ptr()
     kvlab.attention_varlen(q, k, v, *lengths)
-    assert call_in(gpu.launches.pop(), attention_cuda._CALL)["lse"] == 0  # not wanted
+    assert call_in(gpu.launches[-1], attention_cuda._CALL)["lse"] == 0  # not wanted
+    assert [launch.name for launch in gpu.launches] == ["make_tile_list", "attend"] * 2
+    fixed = arrays(getattr(torch, dtype))
+    for _ in range(2):
+        kvlab.attention(*fixed)
+    assert [launch.name for launch in gpu.launches[4:]] == ["make_tile_list", "attend", "attend"]
     empty = torch.zeros(0, 3, HEADS, DIM, dtype=getattr(torch, dtype))
     assert kvlab.attention(empty, empty, empty).shape == empty.shape
-    assert len(gpu.launches) == 1  # a grid without blocks
+    assert len(gpu.launches) == 7  # a grid without blocks
 
 
 @pytest.mark.parametrize("hopper", [True, False])

@@ -1,9 +1,9 @@
 // Attention forward for sm_80 and later: mma.sync, cp.async, a running softmax over tiles of keys.
 //
 // Threads and data
-//   CTA    BLOCK_M = WARPS * 16 * M_TILES rows of one (sequence, KV head); a row is (query position, head of
-//          the group), heads fastest, so the heads that share K and V share its tiles. blockIdx: x block of
-//          rows, the last (under a causal mask the longest) first, y KV head, z sequence.
+//   CTA    a tile of a list, up to BLOCK_M = WARPS * 16 * M_TILES rows: attention/rows.cuh. Heads that share
+//   K
+//          and V share its tiles.
 //   warp   16 * M_TILES rows, all keys, all channels; warps meet only to hand over tiles.
 //   lane   g = lane / 4, u = lane % 4 of mma.m16n8k16: rows g and g + 8 of each 16, columns 2u and 2u + 1 of
 //          each 8. Scores leave the first product in the registers where the second one wants them.
@@ -40,7 +40,7 @@ __device__ __forceinline__ void apply_mask(float (&s)[COUNT], const Call& call, 
     asm volatile("" : "+r"(row));  // else what follows from it takes registers in tiles without a mask
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int position = (row + 8 * half) / call.group + w.behind;
+        const int position = (row + 8 * half) / call.pack + w.behind;
         const int first = position - call.left - key, last = min(position + call.right, w.keys - 1) - key;
 #pragma unroll
         for (int i = 0; i < COUNT / 2; ++i) {
@@ -51,6 +51,7 @@ __device__ __forceinline__ void apply_mask(float (&s)[COUNT], const Call& call, 
 }
 
 // Writes lse, and out as rows of PITCH elements to shared memory; `row` is the first of the 16.
+// The first head is read from the list again: it would take a register meanwhile.
 template <int COUNT>
 __device__ __forceinline__ void finish_rows(const Call& call, const Work& w, const Softmax& x,
                                             float (&o)[COUNT], u16* to, int row, float scale_log2) {
@@ -64,9 +65,9 @@ __device__ __forceinline__ void finish_rows(const Call& call, const Work& w, con
         for (int n = 0; n < COUNT; n += 4)
             *(u32*)(to + (g + 8 * half) * PITCH + 2 * n + 2 * u) =
                 pack_pair(o[n + 2 * half] * factor, o[n + 2 * half + 1] * factor);
-        const int own = row + g + 8 * half, position = own / call.group;
+        const int own = row + g + 8 * half, position = own / call.pack;
         if (call.lse && u == 0 && own < w.rows) {
-            const int head = blockIdx.y * call.group + own - position * call.group;
+            const int head = find_tile(call)->head_q + own - position * call.pack;
             call.lse[w.batch * call.lse_batch + head * call.lse_head + w.q0 + position] =
                 sum == 0.f ? -INFINITE : (x.row_max[half] * scale_log2 + log2f(sum)) * LN2;
         }
@@ -77,11 +78,11 @@ __device__ __forceinline__ void finish_rows(const Call& call, const Work& w, con
 template <int ROWS>
 __device__ __forceinline__ void copy_out(const Call& call, const Work& w, const u16* from, int row) {
     constexpr int PIECE = ALIGNED ? 8 : 1, PIECES = HEAD_DIM / PIECE;
-    Element* out = base_of(call.out, w, w.q0, blockIdx.y * call.group);
+    Element* out = base_of(call.out, w, w.q0, find_tile(call)->head_q);
     for (int at = threadIdx.x % 32; at < ROWS * PIECES; at += 32) {
         const int own = at / PIECES, channel = at % PIECES * PIECE;
         if (row + own >= w.rows || channel >= call.dim) continue;
-        u16* to = out + row_offset(call.out, row + own, call.group) + channel;
+        u16* to = out + row_offset(call.out, row + own, call.pack) + channel;
         if constexpr (ALIGNED)
             *(uint4*)to = *(const uint4*)(from + own * PITCH + channel);
         else
@@ -91,19 +92,19 @@ __device__ __forceinline__ void copy_out(const Call& call, const Work& w, const 
 
 // Copies the rows of q of this CTA, zeros beyond the last.
 __device__ __forceinline__ void copy_queries(u16* to, const Call& call, const Work& w, const RowCopier& c) {
-    const u16* from = base_of(call.q, w, w.q0, blockIdx.y * call.group);
+    const u16* from = base_of(call.q, w, w.q0, w.head_q);
     if constexpr (ALIGNED) {
         if (THREADS % RowCopier::CHUNKS && !c.takes_part) return;
 #pragma unroll 2
         for (int r = c.row; r < BLOCK_M; r += RowCopier::PASS)
             copy_async_if(shared_address(to + r * PITCH + c.channel),
-                          from + row_offset(call.q, min(w.row0 + r, w.rows - 1), call.group) + c.channel,
+                          from + row_offset(call.q, min(w.row0 + r, w.rows - 1), call.pack) + c.channel,
                           c.any && w.row0 + r < w.rows);
     } else {
         for (int at = threadIdx.x; at < BLOCK_M * HEAD_DIM; at += THREADS) {
             const int r = at / HEAD_DIM, channel = at % HEAD_DIM, row = w.row0 + r;
             to[r * PITCH + channel] = row < w.rows && channel < call.dim
-                                          ? from[row_offset(call.q, row, call.group) + channel]
+                                          ? from[row_offset(call.q, row, call.pack) + channel]
                                           : (u16)0;
         }
     }
@@ -153,15 +154,14 @@ __device__ __forceinline__ void multiply_values(float (&o)[M_TILES][4 * D_TILES]
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) u16 memory[];
     u16 *const q = memory, *const k = q + BLOCK_M * PITCH, *const v = k + BLOCK_N * PITCH;
-    const Work w = find_work<BLOCK_M, BLOCK_N>(call);
-    if (w.row0 >= w.rows) return;
+    const TileInfo* const tile = find_tile(call);
+    if (!tile) return;
+    const Work w = find_work(call, *tile);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const RowCopier c = RowCopier::of(call.dim);
     const i64 k_stride = call.k.position, v_stride = call.v.position;
-    const u16* next_k =
-        base_of(call.k, w, w.k0 + w.first + ALIGNED * c.row, blockIdx.y) + ALIGNED * c.channel;
-    const u16* next_v =
-        base_of(call.v, w, w.k0 + w.first + ALIGNED * c.row, blockIdx.y) + ALIGNED * c.channel;
+    const u16* next_k = base_of(call.k, w, w.k0 + w.first + ALIGNED * c.row, w.head_kv) + ALIGNED * c.channel;
+    const u16* next_v = base_of(call.v, w, w.k0 + w.first + ALIGNED * c.row, w.head_kv) + ALIGNED * c.channel;
     copy_queries(q, call, w, c);
     if (w.first < w.last) copy_rows<BLOCK_N>(k, next_k, k_stride, w.keys - w.first, c, call.dim);
     commit_copies();

@@ -2,7 +2,7 @@
 // keys.
 //
 // Threads and data
-//   CTA    BLOCK_M = 32 rows of one (sequence, KV head), as in attention/rows.cuh; 128 threads.
+//   CTA    a tile of a list, up to BLOCK_M = 32 rows: attention/rows.cuh; 128 threads.
 //   thread   y = thread / 8, x = thread % 8: rows 2y and 2y + 1; of scores the keys x + 8 j of a tile, of out
 //          the channels 4 x + 32 j to 4 x + 32 j + 3. The 8 threads of two rows are neighbours in a warp.
 //
@@ -25,7 +25,7 @@ constexpr int PITCH = HEAD_DIM + 4, P_PITCH = BLOCK_N + 4, PIECES = HEAD_DIM / 3
 // Copies rows of K or V, zeros for keys and channels that are not there.
 __device__ __forceinline__ void copy_keys(float* to, const Tensor& t, const Call& call, const Work& w,
                                           int key) {
-    const float* from = base_of(t, w, w.k0 + key, blockIdx.y);
+    const float* from = base_of(t, w, w.k0 + key, w.head_kv);
     for (int at = threadIdx.x; at < BLOCK_N * HEAD_DIM; at += THREADS) {
         const int row = at / HEAD_DIM, channel = at % HEAD_DIM;
         const bool present = key + row < w.keys && channel < call.dim;
@@ -34,12 +34,12 @@ __device__ __forceinline__ void copy_keys(float* to, const Tensor& t, const Call
 }
 
 __device__ __forceinline__ void copy_queries(float* to, const Call& call, const Work& w) {
-    const float* from = base_of(call.q, w, w.q0, blockIdx.y * call.group);
+    const float* from = base_of(call.q, w, w.q0, w.head_q);
     for (int at = threadIdx.x; at < BLOCK_M * HEAD_DIM; at += THREADS) {
         const int row = w.row0 + at / HEAD_DIM, channel = at % HEAD_DIM;
         const bool present = row < w.rows && channel < call.dim;
         to[at / HEAD_DIM * PITCH + channel] =
-            present ? from[row_offset(call.q, row, call.group) + channel] : 0.f;
+            present ? from[row_offset(call.q, row, call.pack) + channel] : 0.f;
     }
 }
 
@@ -65,8 +65,9 @@ __device__ __forceinline__ float score_of(const Call& call, float product) {
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) float memory[];
     float *const q = memory, *const kv = q + BLOCK_M * PITCH, *const p = kv + BLOCK_N * PITCH;
-    const Work w = find_work<BLOCK_M, BLOCK_N>(call);
-    if (w.row0 >= w.rows) return;
+    const TileInfo* const tile = find_tile(call);
+    if (!tile) return;
+    const Work w = find_work(call, *tile);
     const int x = threadIdx.x % 8, own = threadIdx.x / 8 * 2;
     float o[2][4 * PIECES], peak[2] = {LOWEST, LOWEST}, sum[2] = {0.f, 0.f};
 #pragma unroll
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_con
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int position = (w.row0 + own + r) / call.group + w.behind;
+            const int position = (w.row0 + own + r) / call.pack + w.behind;
             const int first = position - call.left - key;
             const int last = min(position + call.right, w.keys - 1) - key;
             float best = peak[r];
@@ -145,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_con
         const float total = over_keys(sum[r], false), factor = total == 0.f ? 0.f : 1.f / total;
         const int row = w.row0 + own + r;
         if (row >= w.rows) continue;
-        const int position = row / call.group, head = blockIdx.y * call.group + row - position * call.group;
+        const int position = row / call.pack, head = w.head_q + row - position * call.pack;
         float* const out = base_of(call.out, w, w.q0 + position, head);
 #pragma unroll
         for (int i = 0; i < 4 * PIECES; ++i) {

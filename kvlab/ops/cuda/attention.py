@@ -7,6 +7,7 @@ dtype, whether rows can be copied 16 bytes at a time, and whether scores are cap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,7 @@ from kvlab.ops.attention_arguments import (
     strides_of,
 )
 from kvlab.ops.cuda.attention_sm90 import HopperAttention
+from kvlab.ops.cuda.tile_list import ListBuilder, TileLists, Tiling, heads_of_tile
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Call
@@ -36,12 +38,12 @@ __all__ = ["attend", "attend_into"]
 
 _CALL = Struct(
     **dict.fromkeys(("q", "k", "v", "out"), TENSOR),
-    lse=ADDRESS, lse_batch="q", lse_head="q", cu_q=ADDRESS, cu_k=ADDRESS,
-    **dict.fromkeys(("seqlen_q", "seqlen_k", "group", "dim", "left", "right"), "i"),
+    lse=ADDRESS, lse_batch="q", lse_head="q", list=ADDRESS,
+    **dict.fromkeys(("variable", "pack", "positions", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
 )  # fmt: skip
 
-_ADDRESS_WORDS = [_CALL.word(name) for name in ("q", "k", "v", "out", "lse", "cu_q", "cu_k")]
+_ADDRESS_WORDS = [_CALL.word(name) for name in ("q", "k", "v", "out", "lse", "list")]
 
 # By head dimension: tiles of 16 rows a warp has, warps, keys of a tile, blocks on a multiprocessor. 32 rows a
 # warp halve what it reads of K and V in shared memory, as long as their output fits into registers.
@@ -57,7 +59,7 @@ SHAPES = {
 
 # The kernel for float32: head dimensions that there is one for.
 FLOAT32_DIMS = (32, 64, 96, 128, 192, 256)
-_FLOAT32_ROWS, _FLOAT32_THREADS = 32, 128
+_FLOAT32_ROWS, _FLOAT32_KEYS, _FLOAT32_THREADS = 32, 32, 128
 
 HOPPER = True
 """Whether to use the kernel for Hopper; tests and benchmarks of the other one turn it off."""
@@ -153,20 +155,31 @@ class _PortableAttention:
         *rows, heads, dim = q.shape
         lengths = lengths_of(call)
         fields = fields_of(q, k, lengths, call.scores)
+        variable, heads_kv, group = call.longest is not None, k.shape[-2], fields["group"]
+        plan = _plan(dim, q.dtype, is_capped(call.scores), aligned, q.device)
+        pack = heads_of_tile(group, plan.rows)
+        positions = plan.rows // pack
         fields |= {"k": strides_of("k", k), "v": strides_of("v", v), "out": contiguous_strides(q.shape)}
         fields |= {"lse_batch": heads * rows[-1], "lse_head": rows[-1]}
-        plan = _plan(dim, q.dtype, is_capped(call.scores), aligned, q.device)
+        fields |= {"variable": int(variable), "pack": pack, "positions": positions}
         argument = _CALL.array(fields)
         self._words = words_of(argument)
-        grid = -(-lengths[1] * fields["group"] // plan.rows), k.shape[-2], lengths[0]
-        self._launch = PreparedLaunch(plan.kernel, grid, (plan.threads,), argument, plan.shared_bytes)
+        blocks, self._lists = 0, None
+        if lengths[0]:
+            bytes_of_keys = 2 * math.prod(k.shape) * (4 if q.dtype == "float32" else 2)
+            builder = ListBuilder(
+                Tiling(pack, positions, plan.keys), lengths, rows[-1], heads_kv, group,
+                (fields["left"], fields["right"]), bytes_of_keys, variable, q.device,
+            )  # fmt: skip
+            blocks, self._lists = builder.capacity, TileLists(builder, variable, call.kinds[0])
+        self._launch = PreparedLaunch(plan.kernel, (blocks,), (plan.threads,), argument, plan.shared_bytes)
         self._lock = Lock()
 
     def __call__(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
+        q, k, v, *bounds = addresses
         with self._lock:
-            for word, address in zip(
-                _ADDRESS_WORDS, (*addresses[:3], out, lse, *addresses[3:]), strict=False
-            ):
+            _kept, at, _, _ = self._lists.get(bounds, stream) if self._lists else (None, 0, 0, False)
+            for word, address in zip(_ADDRESS_WORDS, (q, k, v, out, lse, at), strict=True):
                 self._words[word] = address
             self._launch(stream)
 
@@ -175,6 +188,7 @@ class _PortableAttention:
 class _Plan:
     kernel: Kernel
     rows: int  # query rows of a block
+    keys: int  # of a tile of keys
     threads: int
     shared_bytes: int
 
@@ -186,13 +200,13 @@ def _plan(dim: int, dtype: str, capped: bool, aligned: bool, device: int) -> _Pl
     if dtype == "float32":
         head_dim = min(size for size in FLOAT32_DIMS if size >= dim)
         kernel = load(build("attention/forward_float32", {"HEAD_DIM": head_dim}, arch), device=device)
-        return _Plan(kernel, _FLOAT32_ROWS, _FLOAT32_THREADS, float32_shared_bytes(head_dim))
+        return _Plan(kernel, _FLOAT32_ROWS, _FLOAT32_KEYS, _FLOAT32_THREADS, float32_shared_bytes(head_dim))
     macros = {"BF16": int(dtype == "bfloat16"), "SOFTCAP": int(capped), "ALIGNED": int(aligned)}
     head_dim = min(size for size in SHAPES if size >= dim)
     tiles, warps, keys, blocks = SHAPES[head_dim]
     macros |= {"HEAD_DIM": head_dim, "M_TILES": tiles, "WARPS": warps, "BLOCK_N": keys, "BLOCKS": blocks}
     kernel = load(build("attention/forward", macros, arch), device=device)
-    return _Plan(kernel, 16 * tiles * warps, 32 * warps, portable_shared_bytes(head_dim))
+    return _Plan(kernel, 16 * tiles * warps, keys, 32 * warps, portable_shared_bytes(head_dim))
 
 
 def portable_shared_bytes(head_dim: int) -> int:
@@ -203,4 +217,4 @@ def portable_shared_bytes(head_dim: int) -> int:
 
 def float32_shared_bytes(head_dim: int) -> int:
     """Q, K or V, rows 4 elements longer than head_dim; P, as much longer than the keys of a tile."""
-    return 4 * (2 * _FLOAT32_ROWS * (head_dim + 4) + _FLOAT32_ROWS * (_FLOAT32_ROWS + 4))
+    return 4 * ((_FLOAT32_ROWS + _FLOAT32_KEYS) * (head_dim + 4) + _FLOAT32_ROWS * (_FLOAT32_KEYS + 4))

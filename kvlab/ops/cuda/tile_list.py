@@ -39,7 +39,6 @@ SEMAPHORE_OFFSET = 4
 ROWS = 64
 """Rows of a warpgroup."""
 
-_FILLED = 60  # of them, that more heads in a tile may not leave fewer of
 _THREADS = 1024
 
 _SECTION_BYTES = 24 << 20  # of K and V, which half of an H100's L2 holds
@@ -74,18 +73,18 @@ class Tiling(NamedTuple):
     block_n: int  # keys that a tile is computed for at a time
 
 
-def heads_of_tile(group: int) -> int:
-    """Return how many query heads of a KV head to take into a tile, whose rows are 64 at most.
+def heads_of_tile(group: int, rows: int = ROWS) -> int:
+    """Return how many query heads of a KV head to take into so many rows.
 
-    The most that divide the group and fill the rows but for 4; where none do, those that fill most.
+    The most that divide the group and fill the rows but for a sixteenth; where none do, those that fill most.
 
     Examples
     --------
     >>> [heads_of_tile(group) for group in (1, 3, 8, 11, 128)]
     [1, 3, 8, 1, 64]
     """
-    divisors = [pack for pack in range(1, min(group, ROWS) + 1) if group % pack == 0]
-    return max(divisors, key=lambda pack: (ROWS // pack * pack >= _FILLED, pack))
+    divisors = [pack for pack in range(1, min(group, rows) + 1) if group % pack == 0]
+    return max(divisors, key=lambda pack: (rows // pack * pack >= rows - rows // 16, pack))
 
 
 def num_sections(pairs: int, bytes_of_keys: int, tiles: int, fewest: int) -> int:
