@@ -61,14 +61,12 @@ def rows_read(
     length = int(runs[0, 0])
     run, offset = divmod(key, length)
     is_one = offset + min(block_n, last - key) <= length
-    step, found = block_n if is_one else 8, list[tuple[int, int] | None]()
-    for i in range(0, block_n, step):
-        rows = min(length - offset, last - key - i)
-        if rows <= 0:
-            found += [None] * step
-        else:
-            row, source = runs[1 + run].tolist()
-            found += [(source, row + offset + j) if j < rows else None for j in range(step)]
+    found = list[tuple[int, int] | None]()
+    while len(found) < block_n:
+        rows = max(0, min(length - offset, last - key - len(found)))
+        step = block_n if is_one else 32 if rows not in range(1, 32) and len(found) + 32 <= block_n else 8
+        row, source = runs[1 + run].tolist() if rows else (0, 0)
+        found += [(source, row + offset + j) if j < rows else None for j in range(step)]
         offset += step
         if offset >= length:
             offset, run = offset - length, run + 1

@@ -62,7 +62,7 @@ struct Call {
     float scale, softcap;
 };
 
-constexpr int KEY_MAPS = GATHERED ? 4 : 1;  // of K, and of V
+constexpr int KEY_MAPS = GATHERED ? 6 : 1;  // of K, and of V
 
 struct Arguments {
     TensorMap q[QUERY_GROUPS], k[KEY_MAPS], v[KEY_MAPS];

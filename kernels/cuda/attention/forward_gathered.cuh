@@ -3,14 +3,14 @@
 // A row of `runs` says where the keys of a group of queries in a sequence lie: {their number in a run, 0},
 // then for each run its first row and the rank that it comes from (0 to 31), -1 for a run of the call's own
 // arrays. A tile's k_start is where its row begins. The maps of K and of V are those of the call's own array
-// and of what comes, of each one that copies BLOCK_N rows and one that copies 8: a run has a multiple of 8.
+// and of what comes, of each three that copy BLOCK_N rows, 32 and 8: a run has a multiple of 8.
 //
 // A rank sends the KV heads of a piece together, and then counts in `arrived`. Runs are read from the last to
 // the first, so what a rank has itself comes last in a row.
 #pragma once
 #include "attention/forward_call_sm90.cuh"
 
-constexpr int SHORT_BOX = 8;
+constexpr int LONG_BOX = 32, SHORT_BOX = 8;
 
 // Waits until a counter has reached a number, modulo 2^32; what was written before can then be copied. What
 // it has reached.
@@ -54,21 +54,25 @@ __device__ __forceinline__ TmaCoord coord_of(const Run& run, int key, int rows) 
 
 // The maps of the arrays that a run lies in.
 __device__ __forceinline__ const TensorMap* maps_of(const TensorMap* maps, const Run& run) {
-    return run.comes ? maps + 2 : maps;
+    return run.comes ? maps + KEY_MAPS / 2 : maps;
 }
 
-// A tile of K or V that lies in several runs, eight keys at a time; keys from `last` on are zeros.
+// A tile of K or V that lies in several runs, box by box; keys from `last` on are zeros.
 __device__ __forceinline__ void load_runs(u32 to, const TensorMap* maps, u32 barrier, const Tile& t,
                                           const Call& call, int key, u32& here) {
-    const int last = loaded_keys(t), head = t.head_kv;
+    const u32 end = to + BLOCK_N * 128;
     Run run = {0, key, 0, false};
 #pragma unroll 1
-    for (int i = 0; i < BLOCK_N; i += SHORT_BOX, key += SHORT_BOX) {
-        if (key == run.end && key < last) run = find_run(t, call, key, here);
-        const TmaCoord from = coord_of(run, key, max(0, min(run.end, last) - key));
+    while (to < end) {
+        if (key == run.end && key < loaded_keys(t)) run = find_run(t, call, key, here);
+        const int rows = max(0, min(run.end, loaded_keys(t)) - key);
+        const bool is_long = (rows >= LONG_BOX || rows == 0) && to + LONG_BOX * 128 <= end;
+        const TmaCoord from = coord_of(run, key, rows);
+        const TensorMap* const map = maps_of(maps, run) + (is_long ? 1 : 2);
 #pragma unroll
         for (int block = 0; block < COLUMN_BLOCKS; ++block)
-            copy_box(to + block * KV_BLOCK + i * 128, maps_of(maps, run) + 1, barrier, from, 64 * block, 0,
-                     head);
+            copy_box(to + block * KV_BLOCK, map, barrier, from, 64 * block, 0, t.head_kv);
+        const int step = is_long ? LONG_BOX : SHORT_BOX;
+        key += step, to += 128 * step;
     }
 }

@@ -48,12 +48,12 @@ from kvlab.ops.device_arrays import multiprocessors
 __all__ = ["Arrival", "attend_runs"]
 
 SHAPES = CAPPED_SHAPES  # with two warpgroups: what loads runs takes registers, too
-SHORT_BOX = 8  # rows of a copy where a tile of keys has several runs
+BOXES = 32, 8  # rows of copies where a tile of keys has several runs
 
 _WORK_OF_TILE = 1  # beside that for its keys, counted in tiles of keys
 _MOST_RANKS = 32  # a bit each
 _MOST_GROUPS = 16  # that the kernel has tensor maps for
-_KEY_MAPS = 4  # of K, and of V
+_KEY_MAPS = 2 * (1 + len(BOXES))  # of K, and of V
 _CALL = Struct(
     lse=ADDRESS, lse_batch="q", lse_head="q", parts=ADDRESS, arrivals=ADDRESS, runs=ADDRESS, arrived=ADDRESS,
     first_arrival="I", heads_of_piece="i", last_piece="i",
@@ -118,7 +118,7 @@ def _prepare(kinds: tuple[Kind, ...], runs: Runs, scale: float | None) -> _Prepa
         and all(map(is_aligned, views))
         and all(map(can_be_mapped, views))
         and not is_capped(scores_of(views[0].shape[-1], (True, scale, -1, -1, 0.0)))
-        and not (runs.lengths % SHORT_BOX).any()
+        and not (runs.lengths % BOXES[-1]).any()
         and runs.places[..., 1].max(initial=OWN) < _MOST_RANKS
     )
     return _Prepared(kinds, views, runs, scale) if suits else None
@@ -163,10 +163,10 @@ class _Prepared:
         self._words = words_of(argument)
         out = CudaView(0, q.shape, (*contiguous_strides(q.shape)[1:], 1), *q[3:])
         of_q = encoder_of(q, positions, pack)
-        of_keys = [encoder_of(x, rows) for x in views[1:] for rows in (block_n, SHORT_BOX)]
+        of_keys = [encoder_of(x, rows) for x in views[1:] for rows in (block_n, *BOXES)]
         groups = len(runs.counts)
-        # Of K its own map, that of short copies, and both of the keys that come; then those of V.
-        behind = [_MOST_GROUPS + n for n in (0, 1, 4, 5, 2, 3, 6, 7)]
+        # Of K its own maps, long boxes first, and those of the keys that come; then those of V.
+        behind = [_MOST_GROUPS + n for n in (0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11)]
         places = [*range(groups), *behind, _NUM_MAPS - 1]
         self._groups, self._heads_kv = groups, heads_kv
         self._maps = TensorMaps(
@@ -187,7 +187,9 @@ class _Prepared:
         q, *keys = addresses
         stream, words = self._stream(), self._words
         with self._lock:
-            self._maps.point_to([*[q] * self._groups, *(x for x in keys for _ in range(2)), out_at])
+            self._maps.point_to(
+                [*[q] * self._groups, *(x for x in keys for _ in range(_KEY_MAPS // 2)), out_at]
+            )
             _kept, at, semaphore, _ = self._lists.get((), stream)
             words[_LSE], words[_RUNS], words[_ARRIVED] = lse_at, at + self._table_begin, arrival.counters
             words[_LIST], words[_SEMAPHORE] = at, semaphore
