@@ -13,6 +13,7 @@ name of the transfer, when one is not complete within the timeout of its group.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import platform
@@ -249,7 +250,7 @@ def _dense(piece: Tensor) -> Tensor:
 # ---- the watch over waits that cannot end by themselves
 
 _watched: deque[tuple[Any, float, str]] = deque()
-_is_watched = threading.Event()
+_is_watched, _ends = threading.Event(), threading.Event()
 
 
 def _watch(done: Any, timeout: float, what: str) -> None:
@@ -260,14 +261,23 @@ def _watch(done: Any, timeout: float, what: str) -> None:
 
 @cache
 def _start_to_watch() -> None:
-    threading.Thread(target=_keep_watch, name="kvlab-copy-engines", daemon=True).start()
+    thread = threading.Thread(target=_keep_watch, name="kvlab-copy-engines", daemon=True)
+    thread.start()
+    atexit.register(_end_watch, thread)
+
+
+def _end_watch(thread: threading.Thread) -> None:
+    """Wait for the watch to end, as Python aborts where it stops a thread that is in C++."""
+    _ends.set()
+    _is_watched.set()
+    thread.join()
 
 
 def _keep_watch() -> None:
     # A query of an event must not disturb a capture of a graph by another thread.
     relaxed = _driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     _check(_driver().cuThreadExchangeStreamCaptureMode(relaxed))
-    while True:
+    while not _ends.is_set():
         _is_watched.wait()
         _is_watched.clear()
         while _watched:

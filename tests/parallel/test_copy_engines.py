@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -247,3 +249,22 @@ def test_rows_whose_parts_are_not_contiguous_are_copied() -> None:
 
 def test_tensors_on_a_cpu_have_no_mailbox() -> None:
     assert copy_engines.mailbox(torch.zeros(2), None, "rows") is None
+
+
+def test_the_watch_ends_with_the_process() -> None:
+    """Not before the last transfer is over, and its thread is gone before the interpreter goes."""
+    code = """
+import atexit, threading, types
+from kvlab.parallel import copy_engines
+driver = types.SimpleNamespace(
+    CUstreamCaptureMode=types.SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
+    cuThreadExchangeStreamCaptureMode=lambda _: (0,),
+)
+copy_engines._driver = lambda: driver
+asked = []
+done = types.SimpleNamespace(query=lambda: asked.append(1) or len(asked) > 2)
+atexit.register(lambda: print(len(asked), [thread.name for thread in threading.enumerate()]))
+copy_engines._watch(done, 60.0, "rows")
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "3 ['MainThread']\n"

@@ -38,7 +38,6 @@ from kvlab.ops.cuda.run_list import OWN, Runs, RunTiling, even_order, run_table,
 from kvlab.ops.cuda.tile_list import (
     HEAD_BYTES,
     ROWS,
-    TILES_OF_BLOCK,
     TileLists,
     heads_of_tile,
     num_sections,
@@ -141,7 +140,7 @@ class _Prepared:
         block_n, entries, q_slots = SHAPES[head_dim]
         pack = heads_of_tile(group)
         positions = ROWS // pack
-        tiling = RunTiling(pack, positions, entries, _sections(runs, heads_kv, group, dim, pack, device))
+        tiling = RunTiling(pack, positions, entries, _sections(runs, heads_kv, dim))
         tiles, blocks = tiles_of_runs(runs, heads_kv, group, tiling), multiprocessors(device)
         work = -(-tiles["loaded_keys"][:, 0].astype(np.int64) // block_n) + _WORK_OF_TILE
         tiles = tiles[even_order(work, blocks)]
@@ -224,11 +223,8 @@ class _MadeList:
             raise RuntimeError(f"the CUDA driver answered {error.name} to the copy of a list of tiles")
 
 
-def _sections(runs: Runs, heads_kv: int, group: int, dim: int, pack: int, device: int) -> int:
-    """Return into how many sections a list is divided, so that K and V of a section stay in L2."""
-    keys, rows = int(runs.lengths.sum()), int(runs.lengths.sum()) * len(runs.counts)
-    tiles = -(-rows * heads_kv * group // (ROWS * SHAPES[min(n for n in SHAPES if n >= dim)][1]))
-    return num_sections(
-        len(runs.lengths) * heads_kv, 4 * keys * max(runs.counts) * heads_kv * dim, tiles,
-        TILES_OF_BLOCK * multiprocessors(device),
-    )  # fmt: skip
+def _sections(runs: Runs, heads_kv: int, dim: int) -> int:
+    """Return into how many sections a list is divided, so that K and V of a section stay in L2, where what
+    comes is written, too. Sections may have few tiles, as blocks end together all the same."""
+    bytes_of_keys = 4 * int(runs.lengths.sum()) * max(runs.counts) * heads_kv * dim
+    return num_sections(len(runs.lengths) * heads_kv, 2 * bytes_of_keys, 1, 0)
