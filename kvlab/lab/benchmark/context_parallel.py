@@ -7,8 +7,8 @@ all ranks are busy with it, over ranks times the time of all ranks together: 1 i
 *Hidden* is the part of the time of all gathers alone by which the forward is not longer than without
 communication; on GPUs by their own clocks, without the host, as the median of many differences, with its
 standard error. All other times are those of loops, the host's part among them. Times are those of the slowest
-rank, medians of rounds in which contestants take turns. Beside them run, on GPUs, torch's context_parallel
-over cuDNN and, where it is installed, ring-flash-attn over kvlab's attention.
+rank, medians of rounds in which contestants take turns, back and forth. Beside them run, on GPUs, torch's
+context_parallel over cuDNN and, where it is installed, ring-flash-attn over kvlab's attention.
 
 ``--model`` computes instead what `step_seconds` says of larger groups.
 """
@@ -356,8 +356,10 @@ def _measure(case: _Case, repeats: int, least: float) -> dict[str, float]:
     for contestant in calls.values():
         with contestant.context():
             contestant.call()
-    for _ in range(repeats):
-        rounds.append({name: timer.seconds(name, one) for name, one in calls.items()})
+    turns = list(calls.items())
+    for _ in range(repeats):  # back and forth, as a chip that is hot from the one before is slower
+        rounds.append({name: timer.seconds(name, one) for name, one in turns})
+        turns.reverse()
     found: dict[str, float] = {}
     for name in calls:
         for n, what in enumerate(("", ", host")):
