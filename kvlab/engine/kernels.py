@@ -40,7 +40,7 @@ MATRIX = Struct(**dict.fromkeys(("weights", "bias", "norm_weight", "norm_bias"),
 CALL = Struct(
     matrices=ADDRESS,
     **dict.fromkeys(("layers", "vocabulary", "split_ctas", "first_phase", "end_phase"), "i"),
-    **dict.fromkeys(("hidden", "statistics", "partials", "claims", "barrier"), ADDRESS),
+    **dict.fromkeys(("hidden", "statistics", "partials", "barrier"), ADDRESS),
     **dict.fromkeys(("q", "k", "v", "newest"), ADDRESS),
     **dict.fromkeys(_STRIDES, "q"),
     **dict.fromkeys(("rotation", "positions", "attended", "activation", "logits"), ADDRESS),

@@ -173,8 +173,7 @@ class TokenKernel:
     def workspace(self, multiprocessors: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the arrays of a launch, but for weights, keys and values.
 
-        ``partials``, ``kv_parts``, ``claims`` and ``barrier`` are 0 before the first launch; launches
-        leave them at 0.
+        ``partials``, ``kv_parts`` and ``barrier`` are 0 before the first launch; launches leave them at 0.
         """
         geometry, batch, half = self.geometry, self.batch, "bfloat16" if self.bfloat16 else "float16"
         heads = geometry.heads_q + geometry.heads_kv
@@ -182,7 +181,6 @@ class TokenKernel:
             "hidden": ((batch, geometry.hidden), "float32"),
             "statistics": ((batch, geometry.hidden // 16, 2), "float32"),
             "partials": ((self.splits - 1, geometry.hidden // 16, batch, 32), "float32"),
-            "claims": ((geometry.layers * self.phases + 1, max(self.splits, 2)), "int32"),
             "barrier": ((3, 32), "int32"),
             "q": ((batch, geometry.heads_q, geometry.head_dim), half),
             "newest": ((2, batch, geometry.heads_kv, geometry.head_dim), half),

@@ -286,13 +286,12 @@ def test_launches_have_the_same_bits_and_leave_counters_at_zero() -> None:
     executor = on_gpu._executor
     assert isinstance(executor, GpuExecutor)
     for token in (executor._decode, executor._prompt):
-        for name in ("partials", "kv_parts", "claims", "barrier"):
+        for name in ("partials", "kv_parts", "barrier"):
             assert not token.arrays[name].any()
 
 
 @pytest.mark.parametrize(("name", "batch"), [("pythia-2.8b", 1), ("pythia-2.8b", 8), ("llama-3.2-1b", 16)])
 def test_a_thousand_replays_have_the_same_bits(name: str, batch: int) -> None:
-    """Blocks claim tiles as they come to them, so who has which differs from replay to replay."""
     geometry = WIDTHS[name, batch]
     on_gpu = decoder(geometry, "cuda", batch=batch)
     on_gpu.prefill(texts(geometry, *range(30, 30 + batch)))
@@ -454,7 +453,7 @@ def test_replayed_tokens_have_the_bits_of_launched_ones(name: str) -> None:
         ids = [i % geometry.vocabulary, 3 * i % geometry.vocabulary]
         assert np.array_equal(replayed.step(ids), launched.step(ids)), i
     assert len([graph for graph in packed_executor(replayed)._recorded.values() if graph]) >= 2
-    for name in ("partials", "claims", "barrier"):
+    for name in ("partials", "barrier"):
         assert not packed_executor(replayed)._decode.arrays[name].any()
 
 

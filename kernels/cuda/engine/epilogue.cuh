@@ -62,14 +62,13 @@ __device__ __forceinline__ void store_hidden(const Call& call, const Element& at
 
 // The adders' part of a phase: every ADDER_GROUPS-th tile of this CTA.
 template <Kind KIND>
-__device__ __forceinline__ void add_up(const Call& call, const Matrix m, Sums& sums, const Queue& queue,
-                                       int split_tile) {
+__device__ __forceinline__ void add_up(const Call& call, const Matrix m, Sums& sums, const Deal& deal) {
     using S = Shape<KIND>;
     const int thread = (threadIdx.x - MMA_THREADS) % (32 * ADDERS), lane = thread % 32;
     const int group = (threadIdx.x - MMA_THREADS) / (32 * ADDERS);
     const bool takes_part = thread < 8 * BATCH;
     Element at = {0, lane % 8, min(thread / 8, BATCH - 1)};
-    for (; split_tile != NONE; split_tile = queue.after(sums.tile++)) {
+    for (int split_tile = deal.first; split_tile < deal.tiles; split_tile += deal.ctas, ++sums.tile) {
         if (sums.tile % ADDER_GROUPS != group) continue;
         at.tile = split_tile / S::PARTS;
         const int part = split_tile % S::PARTS;

@@ -17,10 +17,6 @@ constexpr int N_TILES = (BATCH + 7) / 8;
 constexpr int SUM_PITCH = 20, SUMS = WARPS * BATCH * SUM_PITCH;  // floats of a tile
 constexpr int GROUPS = HIDDEN / 16;
 
-// Tiles that a CTA's producer has claimed and its adders have not read: slots, twice the groups, and the one
-// at work.
-constexpr int QUEUE = SLOTS + 2 * ADDER_GROUPS + 4;
-
 enum Kind { QKV, UP, OUT, O, GATED, DOWN, HEAD };
 
 constexpr int OF_MMA = 1;                            // named barrier
@@ -55,7 +51,6 @@ struct Shape {
     static constexpr int PARTS = adds_to_hidden(KIND) ? SPLITS : 1;
     static_assert(COLS % 32 == 0 && BLOCKS % SLOT_BLOCKS == 0, "slots are full");
 };
-constexpr int CLASSES = larger(SPLITS, 2);  // of CTAs that claim tiles from each other
 constexpr int WIDEST =
     PARALLEL ? larger(columns_of(OUT), HIDDEN) : larger(larger(columns_of(O), columns_of(DOWN)), HIDDEN);
 constexpr int GROUP = HEADS_Q / HEADS_KV;
@@ -89,7 +84,6 @@ struct Call {
     float* hidden;                    // [BATCH][HIDDEN]
     float2* statistics;               // [BATCH][GROUPS] mean and squared deviations
     u64* partials;                    // [SPLITS - 1][tiles][BATCH][16] sums and flags, 0 between launches
-    u32* claims;                      // [phases][CLASSES] of tiles, 0 between launches
     u32* barrier;                     // [3][32] arrivals, of QKV alone, exits of CTAs; 0 between launches
     u16 *q, *k, *v;                   // q [BATCH][heads][HEAD_DIM]
     u16* newest;                      // [2][BATCH][HEADS_KV][HEAD_DIM] keys and values of this token
@@ -103,7 +97,7 @@ struct Call {
     u64* kv_parts;     // [CTAs][HEADS][HEAD_DIM][2], 0 between launches
     float eps;
 };
-static_assert(sizeof(Call) == 200, "CALL of kvlab/engine/kernels.py");
+static_assert(sizeof(Call) == 192, "CALL of kvlab/engine/kernels.py");
 
 // A query, key or value head of token n that this launch makes.
 __device__ __forceinline__ u16* head_of(const Call& call, int n, int head) {

@@ -24,76 +24,24 @@ __device__ __forceinline__ void copy_bytes_once(u32 to, const void* from, u32 by
         : "memory");
 }
 
-constexpr int NONE = -1;
-
-// The tiles of a product that a CTA has. The first is dealt; the next ones its producer claims, so CTAs that
-// memory serves faster have more. Claims are in the order of tiles, among the CTAs with the same columns of
-// x.
-template <Kind KIND>
-struct Share {
-    static constexpr int PARTS = Shape<KIND>::PARTS;
-    u32* claims;
-    int tiles, ctas, cta;
-    __device__ __forceinline__ Share(const Call& call, int phase, int tiles, int ctas, int cta)
-        : claims(call.claims + phase * CLASSES + (PARALLEL && KIND == UP ? 1 : cta % PARTS)),
-          tiles(tiles),
-          ctas(ctas),
-          cta(cta) {}
-    __device__ __forceinline__ int first() const { return cta < tiles ? cta : NONE; }
-    __device__ __forceinline__ u32 claim() const {
-        if (ctas >= tiles) return 0;
-        u32 before;
-        asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(claims) : "memory");
-        return before;
-    }
-    __device__ __forceinline__ int claimed(u32 before) const {
-        const int tile = (ctas / PARTS + (int)before) * PARTS + cta % PARTS;
-        return tile < tiles ? tile : NONE;
-    }
-};
-
-// From the producer to the other warps: what comes after tile number `index` of this CTA, over all phases.
-// A word has the lower bits of its index, so who sees them has the tile.
-struct Queue {
-    u32 words;
-    __device__ __forceinline__ void put(int index, int tile) const {
-        asm volatile("st.volatile.shared.u32 [%0], %1;" ::"r"(words + index % QUEUE * 4),
-                     "r"((u32)index << 20 | (u32)(tile + 1))
-                     : "memory");
-    }
-    __device__ __forceinline__ int after(int index) const {  // all lanes of a warp
-        u32 word;
-        for (;;) {
-            asm volatile("ld.volatile.shared.u32 %0, [%1];"
-                         : "=r"(word)
-                         : "r"(words + index % QUEUE * 4)
-                         : "memory");
-            if (word >> 20 == (index & 0xfff)) break;
-            __nanosleep(32);
-        }
-        __syncwarp();
-        return (int)(word & 0xfffff) - 1;
-    }
+// The tiles of a product that a CTA has: every `ctas`-th one. With SPLITS > 1 CTAs are a multiple of SPLITS,
+// so all of a CTA's tiles have the same columns of x.
+struct Deal {
+    int first, ctas, tiles;
 };
 
 template <Kind KIND>
-__device__ __forceinline__ void produce(Ring& ring, const Queue& queue, int& index, const char* weights,
-                                        const Share<KIND>& share) {
+__device__ __forceinline__ void produce(Ring& ring, const char* weights, const Deal& deal) {
     using S = Shape<KIND>;
-    constexpr int CLAIM_AT = S::STAGES > 3 ? S::STAGES - 3 : 0;  // it comes back while the last slots go
-    for (int tile = share.first(); tile != NONE;) {
+    for (int tile = deal.first; tile < deal.tiles; tile += deal.ctas) {
         const char* from = weights + (i64)tile * S::STAGES * SLOT_BYTES;
-        u32 before = 0;
         for (int s = 0; s < S::STAGES; ++s) {
-            if (s == CLAIM_AT) before = share.claim();
             wait_barrier(ring.empty + 8 * ring.slot, ring.parity ^ 1);
             expect_bytes(ring.full + 8 * ring.slot, SLOT_BYTES);
             copy_bytes_once(ring.slots + ring.slot * SLOT_BYTES, from, SLOT_BYTES, ring.full + 8 * ring.slot);
             from += SLOT_BYTES;
             ring.advance();
         }
-        tile = share.claimed(before);
-        queue.put(index++, tile);
     }
 }
 
@@ -160,15 +108,14 @@ __device__ __forceinline__ void multiply_slot(float (&c)[2][N_TILES][4], int fir
 }
 
 template <Kind KIND>
-__device__ __forceinline__ void multiply(Ring& ring, Sums& sums, const Queue& queue, const char* x,
-                                         bool takes_part) {
+__device__ __forceinline__ void multiply(Ring& ring, Sums& sums, const char* x, const Deal& deal) {
     using S = Shape<KIND>;
     constexpr int SIDES = S::SIDES, SIDE_WARPS = WARPS / SIDES;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 x_lane = shared_address(x) + min(lane / 4, BATCH - 1) * S::PITCH + lane % 4 * 16;
     const u32 x_upper = shared_address(x) + min(lane / 4 + 8, BATCH - 1) * S::PITCH + lane % 4 * 16;
-    float c[2][N_TILES][4] = {};
-    while (takes_part) {
+    for (int tile = deal.first; tile < deal.tiles; tile += deal.ctas, ++sums.tile) {
+        float c[2][N_TILES][4] = {};
 #pragma unroll 1
         for (int s = 0; s < S::STAGES; ++s) {
             wait_barrier(ring.full + 8 * ring.slot, ring.parity);
@@ -191,10 +138,5 @@ __device__ __forceinline__ void multiply(Ring& ring, Sums& sums, const Queue& qu
         leave_sums(sums.floats + group * SUMS, c);
         __syncwarp();
         if (lane == 0) arrive(sums.there + 8 * group);
-        takes_part = queue.after(sums.tile++) != NONE;
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int i = 0; i < N_TILES; ++i) c[h][i][0] = c[h][i][1] = c[h][i][2] = c[h][i][3] = 0.f;
     }
 }

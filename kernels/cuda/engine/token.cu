@@ -9,10 +9,9 @@
 // be gone before the next wait, or the ring is full when that begins and covers nothing of it.
 //
 // Threads and data
-//   CTA    tiles of 16 rows: one is dealt to it, the next ones its last warp claims. With SPLITS > 1 a tile
-//   of
-//          OUT, O and DOWN has COLS = columns / SPLITS, and the CTA of the first columns adds the others'
-//          sums to its own, in their order.
+//   CTA    tiles of 16 rows, every so many-th one. With SPLITS > 1 a tile of OUT, O and DOWN has COLS =
+//          columns / SPLITS, and the CTA of the first columns adds the others' sums to its own, in their
+//          order.
 //   warp   of WARPS, which multiply SIDES slots at a time: of every SIDES-th slot of a tile every WARPS /
 //          SIDES-th block, 16 rows by 32 columns, multiplied by mma.m16n8k16: weights are A, in the order of
 //          kvlab/engine/packing.py, x is B, a token a column of it.
@@ -45,24 +44,26 @@ static_assert(X_BYTES + SUM_BYTES + SLOTS * SLOT_BYTES == SHARED_BYTES, "sizes o
 
 // ---- the order of phases, the same for all three kinds of warps
 
-// `visit.product<KIND>(matrix, phase, tiles, ctas, cta)`, `visit.attention(layer)`, and
+// `visit.product<KIND>(matrix, deal)`, `visit.attention(layer)`, and
 // `visit.expect(all, of_qkv)`: so many arrivals at the two counters are the end of the phase.
 template <class Visit>
 __device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks, Visit& visit) {
     const int ctas = gridDim.x, cta = blockIdx.x;
-    const int split_cta = cta < call.split_ctas ? cta : 1 << 30;
+    const auto split = [&] {
+        return Deal{cta < call.split_ctas ? cta : 1 << 30, call.split_ctas, HIDDEN / 16 * SPLITS};
+    };
     const u32 arrivals = ctas * ADDERS * ADDER_GROUPS;
     const int of_qkv = chunks.qkv_ctas;  // CTAs
     for (int phase = call.first_phase; phase < call.end_phase; ++phase) {
         const int layer = phase / PHASES, kind = phase % PHASES;
         const Matrix* m = call.matrices + layer * PRODUCTS;
         if (layer == call.layers) {
-            visit.template product<HEAD>(*m, phase, call.vocabulary / 16, ctas, cta);
+            visit.template product<HEAD>(*m, {cta, ctas, call.vocabulary / 16});
         } else if (kind == 0) {
-            if (cta < of_qkv) visit.template product<QKV>(m[0], phase, QKV_ROWS / 16, of_qkv, cta);
+            if (cta < of_qkv) visit.template product<QKV>(m[0], {cta, of_qkv, QKV_ROWS / 16});
 #if PARALLEL
             else
-                visit.template product<UP>(m[1], phase, FFN / 16, ctas - of_qkv, cta - of_qkv);
+                visit.template product<UP>(m[1], {cta - of_qkv, ctas - of_qkv, FFN / 16});
 #endif
             visit.expect((ctas - of_qkv) * ADDERS * ADDER_GROUPS, of_qkv * ADDERS * ADDER_GROUPS);
 #if HEAD_NORMS
@@ -76,16 +77,16 @@ __device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks
 #endif
 #if PARALLEL
         } else {
-            visit.template product<OUT>(m[2], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
+            visit.template product<OUT>(m[2], split());
 #else
         } else if (kind == 2) {
-            visit.template product<O>(m[1], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
+            visit.template product<O>(m[1], split());
             visit.expect(arrivals, 0);
         } else if (kind == 3) {
-            visit.template product<MLP_KIND>(m[2], phase, MLP_ROWS / 16, ctas, cta);
+            visit.template product<MLP_KIND>(m[2], {cta, ctas, MLP_ROWS / 16});
             visit.expect(arrivals, 0);
         } else {
-            visit.template product<DOWN>(m[3], phase, HIDDEN / 16 * SPLITS, call.split_ctas, split_cta);
+            visit.template product<DOWN>(m[3], split());
 #endif
             visit.expect(arrivals, 0);
         }
@@ -96,11 +97,9 @@ struct Producer {
     const Call& call;
     const Chunks& chunks;
     Ring ring;
-    Queue queue;
-    int index;  // of the next tile of this CTA
     template <Kind KIND>
-    __device__ __forceinline__ void product(const Matrix m, int phase, int tiles, int ctas, int cta) {
-        produce(ring, queue, index, m.weights, Share<KIND>(call, phase, tiles, ctas, cta));
+    __device__ __forceinline__ void product(const Matrix m, const Deal& deal) {
+        produce<KIND>(ring, m.weights, deal);
     }
     __device__ __forceinline__ void head_norms(int, int) {}
     __device__ __forceinline__ void attention(int layer) { produce_keys(call, layer, chunks, ring); }
@@ -110,13 +109,12 @@ struct Producer {
 struct Adder {
     const Call& call;
     Sums sums;
-    Queue queue;
     u32 opened, parity;  // a barrier that completes when the CTA may read what the phase before has written
     template <Kind KIND>
-    __device__ __forceinline__ void product(const Matrix m, int, int tiles, int, int cta) {
+    __device__ __forceinline__ void product(const Matrix m, const Deal& deal) {
         wait_barrier(opened, parity);
         parity ^= 1;
-        add_up<KIND>(call, m, sums, queue, cta < tiles ? cta : NONE);
+        add_up<KIND>(call, m, sums, deal);
         __syncwarp();
         if (KIND != HEAD && threadIdx.x % 32 == 0) arrive_grid(call.barrier + (KIND == QKV ? OF_QKV : 0));
     }
@@ -131,7 +129,6 @@ struct Multiplier {
     Ring ring;
     char* x;
     Sums sums;
-    Queue queue;
     float2* moments;
     u32 opened;
     u32 arrivals, of_qkv;  // expected so far
@@ -149,7 +146,7 @@ struct Multiplier {
         sync_threads(OF_MMA, MMA_THREADS);
     }
     template <Kind KIND>
-    __device__ __forceinline__ void product(const Matrix m, int, int tiles, int, int cta) {
+    __device__ __forceinline__ void product(const Matrix m, const Deal& deal) {
         NormWeights held;
         if constexpr (!adds_to_hidden(KIND)) held = load_norm_weights(m);
         open(false);
@@ -159,7 +156,7 @@ struct Multiplier {
         else
             norm_x(call, held, x, moments);
         sync_threads(OF_MMA, MMA_THREADS);  // x is there
-        multiply<KIND>(ring, sums, queue, x, cta < tiles);
+        multiply<KIND>(ring, sums, x, deal);
     }
     __device__ __forceinline__ void head_norms(int layer, int ctas) {
         if (blockIdx.x >= ctas) return;
@@ -183,15 +180,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
     extern __shared__ __align__(128) char memory[];
     __shared__ float2 moments[BATCH];
     __shared__ Chunks chunks;
-    __shared__ u32 claimed[QUEUE];
-    __shared__ bool is_last;
     __shared__ u64 barriers[2 * SLOTS + 2 * ADDER_GROUPS + 1];
     char* const x = memory;
     const u32 full = shared_address(barriers), there = full + 16 * SLOTS, opened = there + 16 * ADDER_GROUPS;
     const Ring ring = {shared_address(memory + X_BYTES + SUM_BYTES), full, full + 8 * SLOTS, 0, 0};
     const Sums sums = {(float*)(memory + X_BYTES), there, there + 8 * ADDER_GROUPS, 0};
-    const Queue queue = {shared_address(claimed)};
-    for (int i = threadIdx.x; i < QUEUE; i += THREADS) claimed[i] = ~0u;
     if (threadIdx.x == 0) {
         for (int i = 0; i < SLOTS; ++i)
             init_barrier(ring.full + 8 * i, 1), init_barrier(ring.empty + 8 * i, WARPS);
@@ -203,29 +196,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
     if (threadIdx.x < 32) count_chunks(call, chunks);
     __syncthreads();
     if (threadIdx.x < MMA_THREADS) {
-        Multiplier multiplier = {call, chunks, ring, x, sums, queue, moments, opened, 0, 0};
+        Multiplier multiplier = {call, chunks, ring, x, sums, moments, opened, 0, 0};
         visit_all(call, chunks, multiplier);
     } else if (threadIdx.x < MMA_THREADS + ADD_THREADS) {
-        Adder adder = {call, sums, queue, opened, 0};
+        Adder adder = {call, sums, opened, 0};
         visit_all(call, chunks, adder);
     } else {
         if (threadIdx.x == MMA_THREADS + ADD_THREADS) {
-            Producer producer = {call, chunks, ring, queue, 0};
+            Producer producer = {call, chunks, ring};
             visit_all(call, chunks, producer);
         }
         __syncwarp();
     }
     __syncthreads();  // all of this CTA have passed the last barrier; the last CTA leaves counters at 0
-    if (threadIdx.x == 0) {
-        __threadfence();
-        is_last = atomicAdd(call.barrier + EXITS, 1u) == gridDim.x - 1;
-        __threadfence();
-        if (is_last) call.barrier[0] = call.barrier[OF_QKV] = call.barrier[EXITS] = 0;
-    }
-    __syncthreads();  // whether this CTA is the last is known
-    if (is_last)
-        for (int i = call.first_phase * CLASSES + threadIdx.x; i < call.end_phase * CLASSES; i += THREADS)
-            call.claims[i] = 0;
+    if (threadIdx.x) return;
+    __threadfence();
+    if (atomicAdd(call.barrier + EXITS, 1u) != gridDim.x - 1) return;
+    __threadfence();
+    call.barrier[0] = call.barrier[OF_QKV] = call.barrier[EXITS] = 0;
 }
 
 // clang-format off
