@@ -1,10 +1,10 @@
 """A token of the decode engine beside its cost model and beside transformers, compiled.
 
 The engine: replays of the decoder's graph, one behind the other, from a position on; median of 5 times 100.
-The cost model: bytes of weights, keys and values at the read ceiling, and so many microseconds a phase of a
-layer. transformers: `torch.compile(mode="reduce-overhead", fullgraph=True)` of the forward pass with a static
-cache that is just long enough, greedy tokens fed back on the device; median of 5 times 40. Weights are random
-in the published sizes, float16 in both.
+The cost model: bytes of weights, keys and values at the speed at which this card reads, measured first, and
+so many microseconds a phase of a layer. transformers: `torch.compile(mode="reduce-overhead", fullgraph=True)`
+of the forward pass with a static cache that is just long enough, greedy tokens fed back on the device; median
+of 5 times 40. Weights are random in the published sizes, float16 in both.
 
     python benchmarks/engine/tokens.py OUT.json --cases pythia-2.8b:1x32,pythia-2.8b:8x1024 [--compiled]
 
@@ -32,11 +32,10 @@ from kvlab.engine import Decoder
 from kvlab.engine.geometry import Geometry, published
 from kvlab.engine.gpu import settings_of
 from kvlab.engine.sampling import Sampling
+from kvlab.lab.benchmark.decode_cuda import read_bandwidth
 from kvlab.lab.benchmark.engine import check, repeated
 from kvlab.lab.results import provenance
 
-CEILING = {"NVIDIA H200": 4.70e12, "NVIDIA H100 80GB HBM3": 3.28e12}
-"""Bytes a second that a plain read reaches: measured on the H200, the same share of the H100's 3.35."""
 DRAWS = Sampling(temperature=0.8, top_k=50, top_p=0.9)
 ROUNDS, REPLAYS, COMPILED_TOKENS = 5, 100, 40
 
@@ -56,10 +55,10 @@ def nbytes_of(geometry: Geometry, batch: int, keys: int) -> int:
     return 2 * (geometry.parameters + batch * keys * per_key)
 
 
-def modelled_us(geometry: Geometry, nbytes: int, gpu: str) -> dict[str, float]:
+def modelled_us(geometry: Geometry, nbytes: int, bandwidth: float) -> dict[str, float]:
     """The cost model: 3 or 5 phases a layer, and two."""
     phases = (3 if geometry.parallel else 5) * geometry.layers + 2
-    base = 1e6 * nbytes / CEILING.get(gpu, 4.70e12)
+    base = 1e6 * nbytes / bandwidth
     return {f"model_{c}": base + c * phases for c in (2.5, 1.2)}
 
 
@@ -82,11 +81,10 @@ def replays(decoder: Decoder, context: int) -> list[float]:
 
 
 def engine_rows(
-    name: str, shapes: list[tuple[int, int]], lock: str | None, plan: str
-) -> list[dict[str, Any]]:  # fmt: skip
+    name: str, shapes: list[tuple[int, int]], lock: str | None, plan: str, bandwidth: float
+) -> list[dict[str, Any]]:
     """The engine's times of one model; with greedy choices, and with draws."""
     geometry, _ = published(name)
-    gpu = provenance()["gpu"]["name"]
     one, rows = repeated(name), []
     layer, head = next(one.layers), one.head()
     from dataclasses import replace
@@ -110,7 +108,7 @@ def engine_rows(
                     "model": name, "plan": plan, "draws": draws, "batch": batch, "context": context,
                     "us": us, "all": times,
                     "tokens/s": 1e6 * batch / us, "GB/s": nbytes / us / 1e3,
-                    **modelled_us(geometry, nbytes, gpu),
+                    "share": nbytes / us / 1e-6 / bandwidth, **modelled_us(geometry, nbytes, bandwidth),
                 })  # fmt: skip
             del decoder
             gc.collect()
@@ -199,13 +197,16 @@ def main() -> None:
         (name, *map(int, shape.split("x"))) for name, shape in (c.split(":") for c in given.cases.split(","))
     ]
     record: dict[str, Any] = {**provenance(), "rows": []}
+    if not given.compiled:
+        with locked(given.lock):
+            record["read_bytes/s"] = read_bandwidth()
     for name, group in itertools.groupby(cases, key=lambda case: case[0]):
         shapes = [(batch, context) for _, batch, context in group]
         try:
             if given.compiled:
                 record["rows"] += [compiled_row(name, *shape, given.lock, given.device) for shape in shapes]
             else:
-                record["rows"] += engine_rows(name, shapes, given.lock, given.plan)
+                record["rows"] += engine_rows(name, shapes, given.lock, given.plan, record["read_bytes/s"])
         except Exception:
             traceback.print_exc()
         for row in record["rows"]:

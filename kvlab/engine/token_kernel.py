@@ -17,6 +17,7 @@ __all__ = ["SHARED_LIMIT", "TokenKernel"]
 SHARED_LIMIT = 232_448 - 1_536  # bytes of a block on sm_90, less barriers, moments and chunks
 _MOST_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
 _LARGEST_SLOT = 16  # KiB: 10 were faster than 20 on an H200, 16 is what Llama's widths give
+_SMALL_SLOT = 8  # KiB, from which on a slot's barriers cost little beside its products
 _FEW_SLOTS = 64  # KiB of slots that keep memory busy
 _EVEN = 1.25  # most tiles of a block over the mean, from which on a finer split gains nothing
 
@@ -121,14 +122,24 @@ class TokenKernel:
 
     @property
     def slot_blocks(self) -> int:
-        """KiB of a slot: the largest number up to 16 that divides every product's columns in blocks of 32."""
+        """KiB of a slot: a number up to 16 that divides every product's columns in blocks of 32.
+
+        The one whose ring is largest, of sizes from 8 on, if there is one.
+        """
         common = math.gcd(*(columns // 32 for columns in self._columns().values()))
-        return max(size for size in range(1, _LARGEST_SLOT + 1) if common % size == 0)
+        sizes = [size for size in range(1, _LARGEST_SLOT + 1) if common % size == 0]
+        large = [size for size in sizes if size >= _SMALL_SLOT] or sizes
+        return max(large, key=lambda size: (size * self._slots_of(size), size))
 
     @property
     def slots(self) -> int:
         """Slots of the ring."""
-        return min(_MOST_SLOTS, (SHARED_LIMIT - self._fixed_bytes()) // (1024 * self.slot_blocks))
+        return self._slots_of(self.slot_blocks)
+
+    def _slots_of(self, size: int) -> int:
+        """A multiple of 4, so warps can have slots side by side, or fewer."""
+        most = min(_MOST_SLOTS, (SHARED_LIMIT - self._fixed_bytes()) // (1024 * size))
+        return most // 4 * 4 if most >= 4 else most
 
     @property
     def shared_bytes(self) -> int:

@@ -10,7 +10,7 @@ import transformers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 96,
+    "max_position_embeddings": 64,
 }  # fmt: skip
 LLAMA = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2}
 SCALED = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0,

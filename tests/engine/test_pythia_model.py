@@ -17,59 +17,84 @@ from kvlab.engine import Decoder
 from kvlab.engine.weights import from_model
 from tests.engine.models import FAMILIES, SIZES, family
 
-TOKENS = np.random.default_rng(3).integers(0, SIZES["vocab_size"], (1, 40))
+TOKENS = np.random.default_rng(3).integers(0, SIZES["vocab_size"], (2, SIZES["max_position_embeddings"]))
+"""Two texts of the longest length."""
 
 
 def run(model: Any, dtype: str) -> tuple[NDArray[Any], list[NDArray[Any]]]:
     """Logits and the hidden states behind each layer of all positions, of `model` in a dtype."""
     with torch.no_grad():
         out = model.to(getattr(torch, dtype))(torch.from_numpy(TOKENS), output_hidden_states=True)
-    hidden = [layer[0].double().numpy() for layer in out.hidden_states[1:-1]]
-    return out.logits[0].double().numpy(), hidden
+    hidden = [layer.double().numpy() for layer in out.hidden_states[1:-1]]
+    return out.logits.double().numpy(), hidden
 
 
 def errors(got: NDArray[Any], want: NDArray[Any]) -> NDArray[np.float64]:
-    """Largest and root mean square error, and the divergence of the predictions."""
+    """Largest of a position, on average; root mean square; divergence of the predictions."""
     log_p, log_q = log_softmax(want, axis=-1), log_softmax(got, axis=-1)
     divergence = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
-    return np.array([np.abs(got - want).max(), np.sqrt(np.square(got - want).mean()), divergence])
+    largest = np.abs(got - want).max(-1).mean()
+    return np.array([largest, np.sqrt(np.square(got - want).mean()), divergence])
+
+
+def assert_no_worse(
+    got: NDArray[Any], low: NDArray[Any], exact: NDArray[Any], dtype: str, allowed: float = 1.1
+) -> None:
+    """Errors up to 1.1 times those of transformers in 16 bits, and promise 2 at the worst of all positions.
+
+    Which of two roundings is luckier at the one worst position is chance: keys of 16 bits, which both have,
+    decide there. So positions are averaged, and 1.1 times is not asked of the worst.
+    """
+    assert (errors(got, exact) <= allowed * errors(low, exact)).all(), errors(got, exact) / errors(low, exact)
+    assert np.abs(got - exact).max() <= bound_of(low, exact, dtype)
+
+
+def bound_of(low: NDArray[Any], exact: NDArray[Any], dtype: str) -> float:
+    """Promise 2: twice the error of the same formula in 16 bits, and two units in the last place."""
+    digits = 10 if dtype == "float16" else 7
+    ulp = 2.0 ** (np.floor(np.log2(np.abs(exact).max())) - digits)
+    return float(2 * np.abs(low - exact).max() + 2 * ulp)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_token_by_token_is_the_whole_text(name: str, dtype: str) -> None:
-    """No worse than transformers in 16 bits, at every position; behind each layer, too."""
+    """No worse than transformers in 16 bits, at every position up to the last; behind each layer, too."""
     model = family(name, dtype)
     exact, exact_hidden = run(model, "float64")
     low, low_hidden = run(model, dtype)
-    decoder = Decoder.from_pretrained(model.float(), dtype=dtype)
+    decoder = Decoder.from_pretrained(model.float(), dtype=dtype, batch=len(TOKENS))
     seen: list[NDArray[Any]] = []
 
     def watch(layer: int, what: str, x: NDArray[Any]) -> None:
         if layer == 0 and what == "out":
-            seen.append(x[0])
+            seen.append(x)
 
-    logits = []
-    for token in TOKENS[0]:
-        decoder._executor.run(np.array([[token]]), np.ones((1, 1), bool), watch)
-        logits.append(decoder._executor.logits[0].astype(float))
-    assert (errors(np.array(logits), exact) <= 1.1 * errors(low, exact)).all()
-    layer, wanted = np.array(seen), exact_hidden[0]
+    steps = []
+    for ids in TOKENS.T:
+        decoder._executor.run(ids[:, None], np.ones((len(ids), 1), bool), watch)
+        steps.append(decoder._executor.logits.astype(float))
+    logits, layer, wanted = np.stack(steps, 1), np.stack(seen, 1), exact_hidden[0]
+    assert_no_worse(logits, low, exact, dtype)
     assert np.abs(layer - wanted).max() <= 1.1 * np.abs(low_hidden[0] - wanted).max()
-    assert decoder.lengths.tolist() == [TOKENS.shape[1]]
-    shifted = np.array(logits)[1:]
-    assert not (errors(shifted, exact[:-1]) <= 1.1 * errors(low, exact)[0]).all(), "a shift is not seen"
+    assert decoder.lengths.tolist() == [decoder.geometry.max_positions] * len(TOKENS)
+    with pytest.raises(AssertionError):  # a shift is seen
+        assert_no_worse(logits[:, 1:], low[:, :-1], exact[:, :-1], dtype)
+    with pytest.raises(ValueError, match=f"would have {TOKENS.shape[1] + 1} tokens"):
+        decoder.step(TOKENS[:, 0])
 
 
 @pytest.mark.parametrize("name", ["neox-parallel", "qwen3", "llama-scaled-tied"])
 def test_keys_and_values_are_those_of_transformers(name: str) -> None:
     model = family(name)
     with torch.no_grad():
-        past = model(torch.from_numpy(TOKENS)).past_key_values
+        past = model(torch.from_numpy(TOKENS[:1])).past_key_values
     decoder = Decoder.from_pretrained(model)
     found: dict[tuple[int, str], NDArray[Any]] = {}
     decoder._executor.run(
-        TOKENS, np.ones(TOKENS.shape, bool), lambda layer, what, x: found.__setitem__((layer, what), x)
+        TOKENS[:1],
+        np.ones((1, TOKENS.shape[1]), bool),
+        lambda layer, what, x: found.__setitem__((layer, what), x),
     )
     for layer in range(2):
         for what, wanted in (("k_rotated", past.layers[layer].keys), ("v", past.layers[layer].values)):

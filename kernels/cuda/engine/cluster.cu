@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, 2)
                               : (HEADS_Q + head + (local - OWN_COLS) / HEAD_DIM * HEADS_KV) * HEAD_DIM +
                                     (local - OWN_COLS) % HEAD_DIM;
         using S = Shape<QKV>;
-        float c[2][N_TILES][4] = {};
+        float c[CHAINS][N_TILES][4] = {};
         const char* const weights = qkv.weights + (i64)(first / 16) * (S::STAGES * SLOT_BYTES) + lane * 16;
         multiply_part<QKV>(c, weights, [&](int column, int) { return *(const uint4*)(x + column); });
         leave_sums(sums, c);

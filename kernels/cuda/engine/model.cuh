@@ -44,10 +44,12 @@ template <Kind KIND>
 struct Shape {
     static constexpr int COLS = columns_of(KIND), BLOCKS = COLS / 32, STAGES = BLOCKS / SLOT_BLOCKS;
     static constexpr int PITCH = pitch_of(COLS);
-    // Slots that the warps multiply at a time, each the work of WARPS / SIDES of them.
-    static constexpr int SIDES = STAGES % 4 == 0 && WARPS % 4 == 0   ? 4
-                                 : STAGES % 2 == 0 && WARPS % 2 == 0 ? 2
-                                                                     : 1;
+    // Slots that the warps multiply at a time, each the work of WARPS / SIDES of them. All slots of a warp in
+    // a phase are every SIDES-th of the ring, so it sees all that they ever hold, and phases of barriers
+    // alternate.
+    static constexpr int SIDES = STAGES % 4 == 0 && WARPS % 4 == 0 && SLOTS % 4 == 0   ? 4
+                                 : STAGES % 2 == 0 && WARPS % 2 == 0 && SLOTS % 2 == 0 ? 2
+                                                                                       : 1;
     static constexpr int PARTS = adds_to_hidden(KIND) ? SPLITS : 1;
     static_assert(COLS % 32 == 0 && BLOCKS % SLOT_BLOCKS == 0, "slots are full");
 };

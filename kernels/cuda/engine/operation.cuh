@@ -17,7 +17,7 @@ static_assert(sizeof(Operation) == sizeof(Call) + 40, "OPERATION of kvlab/engine
 // The blocks of a warp, of one part of the columns; load_x(column, n) gives 8 columns of x of this lane's
 // token.
 template <Kind KIND, class LoadX>
-__device__ __forceinline__ void multiply_part(float (&c)[2][N_TILES][4], const char* weights,
+__device__ __forceinline__ void multiply_part(float (&c)[CHAINS][N_TILES][4], const char* weights,
                                               const LoadX& load_x) {
     using S = Shape<KIND>;
     constexpr int SIDE_WARPS = WARPS / S::SIDES;

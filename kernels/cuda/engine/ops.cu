@@ -47,7 +47,7 @@ __device__ __forceinline__ void multiply_tile(const Operation& op, int rows) {
     };
     float2 y = {0.f, 0.f};
     for (int part = 0; part < S::PARTS; ++part, weights += S::STAGES * SLOT_BYTES) {
-        float c[2][N_TILES][4] = {};
+        float c[CHAINS][N_TILES][4] = {};
         multiply_part<KIND>(c, weights,
                             [&](int column, int n) { return load_x(part * S::COLS + column, n); });
         leave_sums(sums, c);

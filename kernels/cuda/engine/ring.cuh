@@ -10,8 +10,9 @@ struct Ring {
     u32 slots, full, empty;
     int slot;
     u32 parity;
-    __device__ __forceinline__ void advance() {
-        if (++slot == SLOTS) slot = 0, parity ^= 1;
+    __device__ __forceinline__ void advance(int count = 1) {
+        slot += count;
+        if (slot >= SLOTS) slot -= SLOTS, parity ^= 1;
     }
 };
 
@@ -62,8 +63,10 @@ struct Sums {
     __device__ __forceinline__ u32 parity() const { return tile / ADDER_GROUPS % 2; }
 };
 
+constexpr int CHAINS = N_TILES == 2 ? 2 : 4;  // of products that wait for each other, in a warp
+
 // A tile's sums of this warp to shared memory.
-__device__ __forceinline__ void leave_sums(float* sums, const float (&c)[2][N_TILES][4]) {
+__device__ __forceinline__ void leave_sums(float* sums, const float (&c)[CHAINS][N_TILES][4]) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     float* mine = sums + threadIdx.x / 32 * (BATCH * SUM_PITCH);
 #pragma unroll
@@ -71,17 +74,20 @@ __device__ __forceinline__ void leave_sums(float* sums, const float (&c)[2][N_TI
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int n = 8 * i + 2 * t + k % 2;
-            if (n < BATCH) mine[n * SUM_PITCH + g + 8 * (k / 2)] = c[0][i][k] + c[1][i][k];
+            float sum = c[0][i][k] + c[1][i][k];
+#pragma unroll
+            for (int pair = 2; pair < CHAINS; pair += 2) sum += c[pair][i][k] + c[pair + 1][i][k];
+            if (n < BATCH) mine[n * SUM_PITCH + g + 8 * (k / 2)] = sum;
         }
 }
 
 // Blocks of a slot: every SIDE_WARPS-th from `first` on; load_weights(block, half) and load_x(block, n) give
-// a lane's 16 bytes of either. Loads of a few are under way together, and the two halves of a block have sums
-// of their own, so products wait less for each other.
+// a lane's 16 bytes of either. Loads of a few are under way together, and the halves of a few blocks have
+// sums of their own, so products wait less for each other.
 template <int SIDE_WARPS, class LoadWeights, class LoadX>
-__device__ __forceinline__ void multiply_slot(float (&c)[2][N_TILES][4], int first,
+__device__ __forceinline__ void multiply_slot(float (&c)[CHAINS][N_TILES][4], int first,
                                               const LoadWeights& load_weights, const LoadX& load_x) {
-    constexpr int MINE = (SLOT_BLOCKS + SIDE_WARPS - 1) / SIDE_WARPS, AT_ONCE = N_TILES == 2 ? 1 : 2;
+    constexpr int MINE = (SLOT_BLOCKS + SIDE_WARPS - 1) / SIDE_WARPS, AT_ONCE = CHAINS / 2;
 #pragma unroll(N_TILES == 2 ? 2 : MINE)
     for (int begin = 0; begin < MINE; begin += AT_ONCE) {
         uint4 a[AT_ONCE][2], b[AT_ONCE][N_TILES];
@@ -100,8 +106,8 @@ __device__ __forceinline__ void multiply_slot(float (&c)[2][N_TILES][4], int fir
             const u32 lower[4] = {a[i][1].x, a[i][1].y, a[i][1].z, a[i][1].w};
 #pragma unroll
             for (int n = 0; n < N_TILES; ++n) {
-                mma(c[0][n], upper, b[i][n].x, b[i][n].y);
-                mma(c[1][n], lower, b[i][n].z, b[i][n].w);
+                mma(c[2 * i][n], upper, b[i][n].x, b[i][n].y);
+                mma(c[2 * i + 1][n], lower, b[i][n].z, b[i][n].w);
             }
         }
     }
@@ -111,27 +117,24 @@ template <Kind KIND>
 __device__ __forceinline__ void multiply(Ring& ring, Sums& sums, const char* x, const Deal& deal) {
     using S = Shape<KIND>;
     constexpr int SIDES = S::SIDES, SIDE_WARPS = WARPS / SIDES;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, side = warp / SIDE_WARPS;
     const u32 x_lane = shared_address(x) + min(lane / 4, BATCH - 1) * S::PITCH + lane % 4 * 16;
     const u32 x_upper = shared_address(x) + min(lane / 4 + 8, BATCH - 1) * S::PITCH + lane % 4 * 16;
     for (int tile = deal.first; tile < deal.tiles; tile += deal.ctas, ++sums.tile) {
-        float c[2][N_TILES][4] = {};
+        float c[CHAINS][N_TILES][4] = {};
 #pragma unroll 1
-        for (int s = 0; s < S::STAGES; ++s) {
-            wait_barrier(ring.full + 8 * ring.slot, ring.parity);
-            if (s % SIDES == warp / SIDE_WARPS) {
-                const u32 weights = ring.slots + ring.slot * SLOT_BYTES + lane * 16,
-                          at = s * SLOT_BLOCKS * 64;
-                multiply_slot<SIDE_WARPS>(
-                    c, warp % SIDE_WARPS,
-                    [&](int block, int half) {
-                        return load_shared(weights + block * BLOCK_BYTES + half * 512);
-                    },
-                    [&](int block, int n) { return load_shared((n ? x_upper : x_lane) + at + block * 64); });
-            }
+        for (int s = side; s < S::STAGES; s += SIDES) {
+            Ring own = ring;
+            own.advance(side);
+            wait_barrier(own.full + 8 * own.slot, own.parity);
+            const u32 weights = own.slots + own.slot * SLOT_BYTES + lane * 16, at = s * SLOT_BLOCKS * 64;
+            multiply_slot<SIDE_WARPS>(
+                c, warp % SIDE_WARPS,
+                [&](int block, int half) { return load_shared(weights + block * BLOCK_BYTES + half * 512); },
+                [&](int block, int n) { return load_shared((n ? x_upper : x_lane) + at + block * 64); });
             __syncwarp();  // all lanes have read
-            if (lane == 0) arrive(ring.empty + 8 * ring.slot);
-            ring.advance();
+            if (lane == 0) arrive(own.empty + 8 * own.slot, SIDES);
+            ring.advance(SIDES);
         }
         const int group = sums.tile % ADDER_GROUPS;
         wait_barrier(sums.read + 8 * group, sums.parity() ^ 1);
