@@ -117,6 +117,7 @@ def _llama(
 
 PUBLISHED: dict[str, tuple[Geometry, float]] = {
     "pythia-14m": (_neox(128, 6, 4), 1e4),
+    "pythia-31m": (_neox(256, 6, 8), 1e4),
     "pythia-70m": (_neox(512, 6, 8), 1e4),
     "pythia-160m": (_neox(768, 12, 12), 1e4),
     "pythia-410m": (_neox(1024, 24, 16), 1e4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from kvlab.engine import Decoder
 from kvlab.engine.geometry import PUBLISHED, Geometry, published
 from kvlab.engine.sampling import Sampling
-from kvlab.engine.weights import Weights, draw
+from kvlab.engine.weights import Weights, draw, from_model
 from kvlab.errors import BudgetError
 from tests.engine.models import LLAMA, family, llama, neox
 
@@ -136,6 +137,21 @@ def test_a_model_keeps_its_weights_and_a_folder_is_read(tmp_path: Any) -> None:
     of_model = Decoder.from_pretrained(model)
     assert np.array_equal(of_folder.prefill([1, 2, 3]), of_model.prefill([1, 2, 3]))
     assert all(not p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("make", [llama, neox])
+def test_packing_takes_the_memory_of_a_layer(make: Callable[..., Any]) -> None:
+    """Beside the model: a packed layer, and the product at hand; layers that were packed are gone."""
+    model = make(num_hidden_layers=4, hidden_size=256, intermediate_size=1024, num_key_value_heads=4)
+    weights = from_model(model, consume=True)
+    nbytes = 2 * sum(rows * columns for rows, columns in weights.geometry.products().values())
+    tracemalloc.start()
+    try:
+        while next(weights.layers, None) is not None:  # a layer is gone before the next one is packed
+            assert tracemalloc.get_traced_memory()[1] < 1.6 * nbytes
+    finally:
+        tracemalloc.stop()
+    assert all(parameter.is_meta for layer in model.base_model.layers for parameter in layer.parameters())
 
 
 def test_known_sizes_are_those_of_transformers() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvlab.device import compute_capability
 from kvlab.engine import Decoder
 from tests.engine.models import FAMILIES, family
-from tests.engine.test_pythia_model import TOKENS, assert_no_worse, bound_of, run
+from tests.engine.test_published import NAMES, assert_logits
+from tests.engine.test_pythia_model import TOKENS, assert_no_worse, assert_text_of, bound_of, run
 
 pytestmark = pytest.mark.skipif(compute_capability(0) != (9, 0), reason="the kernel is for 9.0 alone")
 
@@ -39,3 +42,47 @@ def test_every_plan_is_the_whole_text_and_every_other(name: str, dtype: str) -> 
         assert apart <= bound_of(low, exact, dtype)
         with pytest.raises(AssertionError):  # a shift is seen
             assert np.abs(a[:rows, 1:] - b[:rows, :-1]).max() <= bound_of(low, exact, dtype)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_and_values_are_those_of_transformers(name: str) -> None:
+    """What a prompt, and steps behind it, leave; within promise 2 of what the model itself stores."""
+    model = family(name)
+    stored = {}
+    for dtype in ("float64", "float16"):
+        with torch.no_grad():
+            past = model.to(getattr(torch, dtype))(torch.from_numpy(TOKENS)).past_key_values
+        stored[dtype] = np.array([(x.keys.double().numpy(), x.values.double().numpy()) for x in past.layers])
+    decoder = Decoder.from_pretrained(model.float(), device="cuda", batch=len(TOKENS))
+    decoder.prefill(TOKENS[:, :40])
+    for ids in TOKENS[:, 40:].T:
+        decoder.step(ids)
+    executor: Any = decoder._executor
+    executor._stream.synchronize()
+    found = executor._kv[..., : TOKENS.shape[1], :].get().view(np.float16).swapaxes(0, 1).astype(float)
+    for layer in range(2):
+        for part in range(2):
+            exact, low = (stored[dtype][layer, part] for dtype in ("float64", "float16"))
+            assert np.abs(found[layer, part] - exact).max() <= bound_of(low, exact, "float16")
+
+
+@pytest.mark.parametrize("name", ["neox-head-80", "qwen3"])
+def test_batch_mates_change_no_bit_of_products(name: str) -> None:
+    """A first token attends itself alone, so nothing of it is summed in another order."""
+    decoder = Decoder.from_pretrained(family(name), device="cuda", batch=5)
+    found = []
+    for row, mates in ((0, [1, 2, 3, 4]), (3, [1, 2, 3, 4]), (3, [50, 60, 70, 80])):
+        decoder.reset()
+        found.append(decoder.prefill([[id_] for id_ in (*mates[:row], 7, *mates[row:])])[row])
+    assert np.array_equal(found[0], found[1])
+    assert np.array_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_published_widths(name: str, dtype: str) -> None:
+    assert_logits(name, dtype, "cuda")
+
+
+def test_the_text_of_a_real_model(smollm2: Any) -> None:
+    assert_text_of(smollm2, "cuda")

@@ -20,7 +20,7 @@ from kvlab.engine import Decoder
 from kvlab.lab.engine.models import load
 from kvlab.lab.results import Row
 
-__all__ = ["ALLOWED", "check", "random_check"]
+__all__ = ["ALLOWED", "check", "random_check", "states"]
 
 ALLOWED = 1.1
 """Times the error of transformers in 16 bits."""
@@ -73,7 +73,7 @@ def check(
     if layers is not None and not 0 <= min(layers) <= max(layers) < count:
         raise ValueError(f"layer={max(layers)}: the model has layers 0 to {count - 1}")
     ids = np.random.default_rng(seed).integers(0, model.config.vocab_size, seq_len)
-    exact, low = _states(model, ids, "float64"), _states(model, ids, dtype)
+    exact, low = states(model, ids, "float64"), states(model, ids, dtype)
     # The model is again what it was: 16-bit numbers survive both.
     decoder = Decoder.from_pretrained(model.float(), dtype=dtype, device=device, max_seqlen=seq_len + runs)
     found = [*decoder.layer_outputs(ids), decoder.prefill(ids)]
@@ -137,7 +137,7 @@ def random_check(name: str, *, runs: int, seq_len: int, dtype: str, seed: int, d
     for run in range(whole_number(runs, "runs", 1)):
         model = load(name, dtype, 1, seed + run)
         ids = np.random.default_rng(seed + run).integers(0, model.config.vocab_size, seq_len)
-        exact, low = _states(model, ids, "float64")[0], _states(model, ids, dtype)[0]
+        exact, low = states(model, ids, "float64")[0], states(model, ids, dtype)[0]
         decoder = Decoder.from_pretrained(model.float(), dtype=dtype, device=device, max_seqlen=seq_len)
         size = np.abs(exact).mean()
         ours.append(float(np.abs(decoder.layer_outputs(ids)[0] - exact).mean() / size))
@@ -150,7 +150,7 @@ def random_check(name: str, *, runs: int, seq_len: int, dtype: str, seed: int, d
     }  # fmt: skip
 
 
-def _states(model: Any, ids: Floats, dtype: str) -> list[Floats]:
+def states(model: Any, ids: Floats, dtype: str) -> list[Floats]:
     """What each layer leaves, before the final norm, and logits, (tokens, ...) float64."""
     import torch
 
