@@ -25,6 +25,11 @@ __device__ __forceinline__ void copy_bytes_once(u32 to, const void* from, u32 by
         : "memory");
 }
 
+// An arrival for `count` of those that a barrier waits for.
+__device__ __forceinline__ void arrive_for(u32 count, u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
 // The tiles of a product that a CTA has: every `ctas`-th one. With SPLITS > 1 CTAs are a multiple of SPLITS,
 // so all of a CTA's tiles have the same columns of x.
 struct Deal {
@@ -133,7 +138,7 @@ __device__ __forceinline__ void multiply(Ring& ring, Sums& sums, const char* x, 
                 [&](int block, int half) { return load_shared(weights + block * BLOCK_BYTES + half * 512); },
                 [&](int block, int n) { return load_shared((n ? x_upper : x_lane) + at + block * 64); });
             __syncwarp();  // all lanes have read
-            if (lane == 0) arrive(own.empty + 8 * own.slot, SIDES);
+            if (lane == 0) arrive_for(SIDES, own.empty + 8 * own.slot);
             ring.advance(SIDES);
         }
         const int group = sums.tile % ADDER_GROUPS;
