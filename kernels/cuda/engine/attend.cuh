@@ -119,19 +119,18 @@ __device__ __forceinline__ i64 keys_of(const Call& call, int layer, const Segmen
 }
 
 // The copies of this CTA's chunks.
-__device__ __forceinline__ void produce_keys(const Call& call, int layer, const Chunks& chunks, Ring& ring) {
+__device__ __forceinline__ void produce_keys(const Call& call, int layer, const Chunks& chunks,
+                                             Copies& copies) {
     for (Walk walk(chunks); !walk.done();) {
         const Segment segment = walk.next(chunks);
         const i64 base = keys_of(call, layer, segment);
         visit_slots(chunks, segment, [&](int key, int count) {
-            const u32 to = ring.slots + ring.slot * SLOT_BYTES, full = ring.full + 8 * ring.slot;
             const u32 bytes = count * KEY_BYTES;
             const i64 from = base + (i64)key * HEAD_DIM;
-            wait_barrier(ring.empty + 8 * ring.slot, ring.parity ^ 1);
-            expect_bytes(full, 2 * bytes);
-            copy_bytes(to, call.k + from, bytes, full);
-            copy_bytes(to + CHUNK * KEY_BYTES, call.v + from, bytes, full);
-            ring.advance();
+            copies.open(2 * bytes);
+            copy_bytes(copies.to(), call.k + from, bytes, copies.full());
+            copy_bytes(copies.to() + CHUNK * KEY_BYTES, call.v + from, bytes, copies.full());
+            copies.ring.advance();
         });
     }
 }

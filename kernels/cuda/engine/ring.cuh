@@ -16,6 +16,30 @@ struct Ring {
     }
 };
 
+// Copies are started as slots become free, but only so many bytes are under way: whatever else an SM asks of
+// memory, or waits for it to have done, queues behind them. With the whole ring under way a release took 4
+// us.
+constexpr int UNDER_WAY_BYTES = 48 * 1024;
+constexpr int MOST_UNDER_WAY = UNDER_WAY_BYTES / SLOT_BYTES > 2 ? UNDER_WAY_BYTES / SLOT_BYTES : 2;
+
+struct Copies {
+    Ring ring, landing;  // the next slot to fill; the oldest that is under way
+    int under_way;       // slots
+    // Waits until the next slot may be filled; it will have so many bytes.
+    __device__ __forceinline__ void open(u32 bytes) {
+        wait_barrier(ring.empty + 8 * ring.slot, ring.parity ^ 1);
+        if (under_way == MOST_UNDER_WAY) {
+            wait_barrier(landing.full + 8 * landing.slot, landing.parity);
+            landing.advance();
+        } else {
+            ++under_way;
+        }
+        expect_bytes(ring.full + 8 * ring.slot, bytes);
+    }
+    __device__ __forceinline__ u32 to() const { return ring.slots + ring.slot * SLOT_BYTES; }
+    __device__ __forceinline__ u32 full() const { return ring.full + 8 * ring.slot; }
+};
+
 // Bytes that nobody reads again: first to go from L2.
 __device__ __forceinline__ void copy_bytes_once(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile(
@@ -37,16 +61,15 @@ struct Deal {
 };
 
 template <Kind KIND>
-__device__ __forceinline__ void produce(Ring& ring, const char* weights, const Deal& deal) {
+__device__ __forceinline__ void produce(Copies& copies, const char* weights, const Deal& deal) {
     using S = Shape<KIND>;
     for (int tile = deal.first; tile < deal.tiles; tile += deal.ctas) {
         const char* from = weights + (i64)tile * S::STAGES * SLOT_BYTES;
         for (int s = 0; s < S::STAGES; ++s) {
-            wait_barrier(ring.empty + 8 * ring.slot, ring.parity ^ 1);
-            expect_bytes(ring.full + 8 * ring.slot, SLOT_BYTES);
-            copy_bytes_once(ring.slots + ring.slot * SLOT_BYTES, from, SLOT_BYTES, ring.full + 8 * ring.slot);
+            copies.open(SLOT_BYTES);
+            copy_bytes_once(copies.to(), from, SLOT_BYTES, copies.full());
             from += SLOT_BYTES;
-            ring.advance();
+            copies.ring.advance();
         }
     }
 }

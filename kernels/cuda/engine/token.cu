@@ -96,13 +96,13 @@ __device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks
 struct Producer {
     const Call& call;
     const Chunks& chunks;
-    Ring ring;
+    Copies copies;
     template <Kind KIND>
     __device__ __forceinline__ void product(const Matrix m, const Deal& deal) {
-        produce<KIND>(ring, m.weights, deal);
+        produce<KIND>(copies, m.weights, deal);
     }
     __device__ __forceinline__ void head_norms(int, int) {}
-    __device__ __forceinline__ void attention(int layer) { produce_keys(call, layer, chunks, ring); }
+    __device__ __forceinline__ void attention(int layer) { produce_keys(call, layer, chunks, copies); }
     __device__ __forceinline__ void expect(u32, u32) {}
 };
 
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
         visit_all(call, chunks, adder);
     } else {
         if (threadIdx.x == MMA_THREADS + ADD_THREADS) {
-            Producer producer = {call, chunks, ring};
+            Producer producer = {call, chunks, {ring, ring, 0}};
             visit_all(call, chunks, producer);
         }
         __syncwarp();
