@@ -40,6 +40,9 @@ __host__ __device__ constexpr int pitch_of(int columns) {
 __host__ __device__ constexpr int larger(int a, int b) {
     return a > b ? a : b;
 }
+__host__ __device__ constexpr int smaller(int a, int b) {
+    return a < b ? a : b;
+}
 template <Kind KIND>
 struct Shape {
     static constexpr int COLS = columns_of(KIND), BLOCKS = COLS / 32, STAGES = BLOCKS / SLOT_BLOCKS;

@@ -20,7 +20,8 @@ struct Ring {
 // memory, or waits for it to have done, queues behind them. With the whole ring under way a release took 4
 // us.
 constexpr int UNDER_WAY_BYTES = 48 * 1024;
-constexpr int MOST_UNDER_WAY = UNDER_WAY_BYTES / SLOT_BYTES > 2 ? UNDER_WAY_BYTES / SLOT_BYTES : 2;
+constexpr int MOST_UNDER_WAY =
+    UNDER_WAY_BYTES < 2 * SLOT_BYTES ? 2 : smaller(UNDER_WAY_BYTES / SLOT_BYTES, SLOTS);
 
 struct Copies {
     Ring ring, landing;  // the next slot to fill; the oldest that is under way
