@@ -23,6 +23,7 @@ from kvlab.shapes import match_shapes
 __all__ = [
     "BOUNDS",
     "FLOAT32_DK_DV",
+    "MAX_GROUPS",
     "OF_K",
     "OF_Q",
     "RAGGED_K",
@@ -52,6 +53,9 @@ _DTYPE_OF = {
 FLOAT32_DK_DV, SM_MARGIN = 2, 4
 """In `Call.extra` of gradients, beside 1 for deterministic ones: dk and dv are float32 whatever q is; and for
 each multiprocessor that is left to other kernels."""
+
+MAX_GROUPS = 16
+"""Of queries, of a grouped call."""
 
 Options = tuple[bool, float | None, int, int, float]
 """causal, scale, both sides of the window, softcap: as given, but of these very types."""

@@ -21,7 +21,7 @@ from kvlab.arguments import LONGEST, choice, flag, number, whole_number
 from kvlab.arrays import Array, ArrayT, CudaView, Device, numpy_dtype, one_device
 from kvlab.device import enough_memory
 from kvlab.ops.array_kinds import Kind, device_of_kind, dtype_of_kind, kinds_of, view_of
-from kvlab.ops.attention_call import Scores, scores_of
+from kvlab.ops.attention_call import MAX_GROUPS, Scores, scores_of
 from kvlab.registry import (
     ON_CUDA,
     ON_NUMBA,
@@ -40,7 +40,6 @@ __all__ = [
     "GPU",
     "HOPPER",
     "IMPLEMENTATIONS",
-    "MOST_GROUPS",
     "GroupedArrays",
     "GroupedCall",
     "call_of",
@@ -49,7 +48,6 @@ __all__ = [
 ]
 
 IMPLEMENTATIONS: tuple[str, ...] = ("paired", "listed", "separate")
-MOST_GROUPS = 16
 
 _FLOATS = ("float16", "bfloat16", "float32")
 CPU: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1), "implementation": IMPLEMENTATIONS}
@@ -90,7 +88,7 @@ class GroupedArrays(NamedTuple):
         return arrays, _names_of(len(self.q_groups), len(table))
 
 
-@lru_cache(maxsize=2 * MOST_GROUPS)
+@lru_cache(maxsize=2 * MAX_GROUPS)
 def _names_of(groups: int, tables: int) -> tuple[str, ...]:
     q, cu_q, lens = (
         [f"{name}[{g}]" for g in range(groups)] for name in ("q_groups", "cu_seqlens_q_groups", "prefix_lens")
@@ -286,8 +284,8 @@ def check_groups(name: str, given: Any, q_groups: Any) -> None:
     """Refuse what is no list of arrays, or not one for each group."""
     if not isinstance(given, list | tuple):
         raise TypeError(f"{name} must be a list or tuple of arrays, got {type(given).__name__}")
-    if not 1 <= len(given) <= MOST_GROUPS:
-        raise ValueError(f"{name} has {len(given)} groups: it must have 1 to {MOST_GROUPS}")
+    if not 1 <= len(given) <= MAX_GROUPS:
+        raise ValueError(f"{name} has {len(given)} groups: it must have 1 to {MAX_GROUPS}")
     if len(given) != len(q_groups):
         raise ValueError(f"{name} has {len(given)} groups, q_groups {len(q_groups)}: pass equally many")
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvlab.reference.tile_list import TILE, section_of, tile_list
 
-__all__ = ["ENTRY", "FEWEST_KEYS", "KEYS_PART", "grouped_tiles", "tiles_of_backward", "tiles_of_keys"]
+__all__ = ["ENTRY", "KEYS_PART", "MIN_KEYS", "grouped_tiles", "tiles_of_backward", "tiles_of_keys"]
 
 ENTRY = np.dtype(
     [
@@ -31,7 +31,7 @@ ENTRY = np.dtype(
 )  # fmt: skip
 """What a warpgroup has of a tile."""
 
-FEWEST_KEYS = 8
+MIN_KEYS = 8
 """Tiles of keys of a part, at least."""
 
 
@@ -135,8 +135,8 @@ def _split(tiles: NDArray[Any], block_n: int, blocks: int) -> NDArray[Any]:
     keys = tiles_of_keys(tiles, block_n)
     if not blocks or 2 * len(tiles) >= 3 * blocks:
         return tiles
-    full = max(FEWEST_KEYS, -(-int(keys.sum()) // blocks))
-    parts = np.maximum(0, keys - FEWEST_KEYS) // full + 1
+    full = max(MIN_KEYS, -(-int(keys.sum()) // blocks))
+    parts = np.maximum(0, keys - MIN_KEYS) // full + 1
     split = np.repeat(tiles, parts, axis=0)
     number = np.repeat(parts, parts)[:, None]
     part = (np.arange(len(split)) - np.repeat(np.cumsum(parts) - parts, parts))[:, None]

@@ -15,8 +15,8 @@ from kvlab.ops.cuda.grouped import ENTRY_BYTES
 from kvlab.ops.cuda.tile_list import PART_BYTES, ROWS, heads_of_tile
 from kvlab.reference.grouped_tiles import (
     ENTRY,
-    FEWEST_KEYS,
     KEYS_PART,
+    MIN_KEYS,
     grouped_tiles,
     tiles_of_backward,
     tiles_of_keys,
@@ -144,7 +144,7 @@ def test_blocks_are_done_within_one_tile(number: int, seed: int) -> None:
         assert times.max() - times.min() <= costs.max()
     parts = tiles[tiles["num_parts"][:, 0] > 1]
     assert len(parts) <= 2 * BLOCKS
-    assert (tiles_of_keys(parts, block_n) >= FEWEST_KEYS).all()
+    assert (tiles_of_keys(parts, block_n) >= MIN_KEYS).all()
 
 
 def test_a_part_that_is_missing_is_found() -> None:

@@ -11,10 +11,10 @@
 
 #include "attention/call.cuh"
 
-constexpr int THREADS = 256, MOST_GROUPS = 16;
+constexpr int THREADS = 256, MAX_GROUPS = 16;
 
 struct Call {
-    const Element* parts[MOST_GROUPS];
+    const Element* parts[MAX_GROUPS];
     void* sum;
     i64 count;  // of elements
     int groups, unused;

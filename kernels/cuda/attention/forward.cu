@@ -35,13 +35,13 @@ using RowCopier = Copier<THREADS, PITCH>;
 
 // Masks for row `row` and row + 8 the keys of the tile at `key` that they must not see.
 template <int COUNT>
-__device__ __forceinline__ void apply_mask(float (&s)[COUNT], const Call& call, const Work& w, int key,
+__device__ __forceinline__ void apply_mask(float (&s)[COUNT], const Call& call, const TileRows& tile, int key,
                                            int row) {
     asm volatile("" : "+r"(row));  // else what follows from it takes registers in tiles without a mask
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int position = (row + 8 * half) / call.pack + w.behind;
-        const int first = position - call.left - key, last = min(position + call.right, w.keys - 1) - key;
+        const int position = (row + 8 * half) / call.pack + tile.behind;
+        const int first = position - call.left - key, last = min(position + call.right, tile.keys - 1) - key;
 #pragma unroll
         for (int i = 0; i < COUNT / 2; ++i) {
             const int column = 8 * (i / 2) + 2 * (threadIdx.x % 4) + i % 2;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void apply_mask(float (&s)[COUNT], const Call& call, 
 // Writes lse, and out as rows of PITCH elements to shared memory; `row` is the first of the 16.
 // The first head is read from the list again: it would take a register meanwhile.
 template <int COUNT>
-__device__ __forceinline__ void finish_rows(const Call& call, const Work& w, const Softmax& x,
+__device__ __forceinline__ void finish_rows(const Call& call, const TileRows& tile, const Softmax& x,
                                             float (&o)[COUNT], u16* to, int row, float scale_log2) {
     const int lane = threadIdx.x % 32, g = lane / 4, u = lane % 4;
 #pragma unroll
@@ -66,9 +66,9 @@ __device__ __forceinline__ void finish_rows(const Call& call, const Work& w, con
             *(u32*)(to + (g + 8 * half) * PITCH + 2 * n + 2 * u) =
                 pack_pair(o[n + 2 * half] * factor, o[n + 2 * half + 1] * factor);
         const int own = row + g + 8 * half, position = own / call.pack;
-        if (call.lse && u == 0 && own < w.rows) {
+        if (call.lse && u == 0 && own < tile.rows) {
             const int head = find_tile(call)->head_q + own - position * call.pack;
-            call.lse[w.batch * call.lse_batch + head * call.lse_head + w.q0 + position] =
+            call.lse[tile.batch * call.lse_batch + head * call.lse_head + tile.q0 + position] =
                 sum == 0.f ? -INFINITE : (x.row_max[half] * scale_log2 + log2f(sum)) * LN2;
         }
     }
@@ -76,12 +76,12 @@ __device__ __forceinline__ void finish_rows(const Call& call, const Work& w, con
 
 // Copies ROWS rows of out from shared memory, one warp; `row` is the first.
 template <int ROWS>
-__device__ __forceinline__ void copy_out(const Call& call, const Work& w, const u16* from, int row) {
+__device__ __forceinline__ void copy_out(const Call& call, const TileRows& tile, const u16* from, int row) {
     constexpr int PIECE = ALIGNED ? 8 : 1, PIECES = HEAD_DIM / PIECE;
-    Element* out = base_of(call.out, w, w.q0, find_tile(call)->head_q);
+    Element* out = base_of(call.out, tile, tile.q0, find_tile(call)->head_q);
     for (int at = threadIdx.x % 32; at < ROWS * PIECES; at += 32) {
         const int own = at / PIECES, channel = at % PIECES * PIECE;
-        if (row + own >= w.rows || channel >= call.dim) continue;
+        if (row + own >= tile.rows || channel >= call.dim) continue;
         u16* to = out + row_offset(call.out, row + own, call.pack) + channel;
         if constexpr (ALIGNED)
             *(uint4*)to = *(const uint4*)(from + own * PITCH + channel);
@@ -91,19 +91,20 @@ __device__ __forceinline__ void copy_out(const Call& call, const Work& w, const 
 }
 
 // Copies the rows of q of this CTA, zeros beyond the last.
-__device__ __forceinline__ void copy_queries(u16* to, const Call& call, const Work& w, const RowCopier& c) {
-    const u16* from = base_of(call.q, w, w.q0, w.head_q);
+__device__ __forceinline__ void copy_queries(u16* to, const Call& call, const TileRows& tile,
+                                             const RowCopier& c) {
+    const u16* from = base_of(call.q, tile, tile.q0, tile.head_q);
     if constexpr (ALIGNED) {
         if (THREADS % RowCopier::CHUNKS && !c.takes_part) return;
 #pragma unroll 2
         for (int r = c.row; r < BLOCK_M; r += RowCopier::PASS)
             copy_async_if(shared_address(to + r * PITCH + c.channel),
-                          from + row_offset(call.q, min(w.row0 + r, w.rows - 1), call.pack) + c.channel,
-                          c.any && w.row0 + r < w.rows);
+                          from + row_offset(call.q, min(tile.row0 + r, tile.rows - 1), call.pack) + c.channel,
+                          c.any && tile.row0 + r < tile.rows);
     } else {
         for (int at = threadIdx.x; at < BLOCK_M * HEAD_DIM; at += THREADS) {
-            const int r = at / HEAD_DIM, channel = at % HEAD_DIM, row = w.row0 + r;
-            to[r * PITCH + channel] = row < w.rows && channel < call.dim
+            const int r = at / HEAD_DIM, channel = at % HEAD_DIM, row = tile.row0 + r;
+            to[r * PITCH + channel] = row < tile.rows && channel < call.dim
                                           ? from[row_offset(call.q, row, call.pack) + channel]
                                           : (u16)0;
         }
@@ -154,16 +155,18 @@ __device__ __forceinline__ void multiply_values(float (&o)[M_TILES][4 * D_TILES]
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) u16 memory[];
     u16 *const q = memory, *const k = q + BLOCK_M * PITCH, *const v = k + BLOCK_N * PITCH;
-    const TileInfo* const tile = find_tile(call);
-    if (!tile) return;
-    const Work w = find_work(call, *tile);
+    const TileInfo* const info = find_tile(call);
+    if (!info) return;
+    const TileRows tile = find_rows(call, *info);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const RowCopier c = RowCopier::of(call.dim);
     const i64 k_stride = call.k.position, v_stride = call.v.position;
-    const u16* next_k = base_of(call.k, w, w.k0 + w.first + ALIGNED * c.row, w.head_kv) + ALIGNED * c.channel;
-    const u16* next_v = base_of(call.v, w, w.k0 + w.first + ALIGNED * c.row, w.head_kv) + ALIGNED * c.channel;
-    copy_queries(q, call, w, c);
-    if (w.first < w.last) copy_rows<BLOCK_N>(k, next_k, k_stride, w.keys - w.first, c, call.dim);
+    const u16* next_k =
+        base_of(call.k, tile, tile.k0 + tile.first + ALIGNED * c.row, tile.head_kv) + ALIGNED * c.channel;
+    const u16* next_v =
+        base_of(call.v, tile, tile.k0 + tile.first + ALIGNED * c.row, tile.head_kv) + ALIGNED * c.channel;
+    copy_queries(q, call, tile, c);
+    if (tile.first < tile.last) copy_rows<BLOCK_N>(k, next_k, k_stride, tile.keys - tile.first, c, call.dim);
     commit_copies();
 
     float o[M_TILES][4 * D_TILES];
@@ -181,22 +184,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     const u32 q_at = shared_address(own_rows + lane % 16 * PITCH + lane / 16 * 8);
     const u32 k_at = shared_address(k + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8);
     const u32 v_at = shared_address(v + lane % 16 * PITCH + lane / 16 * 8);
-    const int row = w.row0 + warp * 16 * M_TILES;
+    const int row = tile.row0 + warp * 16 * M_TILES;
 
-    for (int key = w.first; key < w.last; key += BLOCK_N) {
+    for (int key = tile.first; key < tile.last; key += BLOCK_N) {
         wait_copies<0>();
         __syncthreads();  // K (at first Q) is there for all; all are done with the previous V
-        copy_rows<BLOCK_N>(v, next_v, v_stride, w.keys - key, c, call.dim);
+        copy_rows<BLOCK_N>(v, next_v, v_stride, tile.keys - key, c, call.dim);
         commit_copies();
         next_v += BLOCK_N * v_stride;
         float s[M_TILES][4 * N_TILES];
         u32 p[M_TILES][2 * N_TILES];
         multiply_keys(s, q_at, k_at);
-        const bool masked = key < w.low || key + BLOCK_N - 1 > w.high;
+        const bool masked = key < tile.low || key + BLOCK_N - 1 > tile.high;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
             if (SOFTCAP) cap_scores(s[m], call.scale, call.softcap);
-            if (masked) apply_mask(s[m], call, w, key, row + 16 * m + lane / 4);
+            if (masked) apply_mask(s[m], call, tile, key, row + 16 * m + lane / 4);
             float rescale[2];
             if (update_max(softmax[m], s[m], scale_log2, rescale)) scale_rows(o[m], rescale);
             exponentiate(softmax[m], s[m], scale_log2);
@@ -206,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
         wait_copies<0>();
         __syncthreads();  // V is there for all; all are done with K
         next_k += BLOCK_N * k_stride;
-        if (key + BLOCK_N < w.last)
-            copy_rows<BLOCK_N>(k, next_k, k_stride, w.keys - key - BLOCK_N, c, call.dim);
+        if (key + BLOCK_N < tile.last)
+            copy_rows<BLOCK_N>(k, next_k, k_stride, tile.keys - key - BLOCK_N, c, call.dim);
         commit_copies();
         multiply_values(o, p, v_at);
     }
@@ -215,9 +218,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attend(const __gri
     __syncthreads();  // Q was copied by other warps, and there may have been no key
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
-        finish_rows(call, w, softmax[m], o[m], own_rows + 16 * m * PITCH, row + 16 * m, scale_log2);
+        finish_rows(call, tile, softmax[m], o[m], own_rows + 16 * m * PITCH, row + 16 * m, scale_log2);
     __syncwarp();  // the warp's rows of out are in shared memory
-    copy_out<16 * M_TILES>(call, w, own_rows, row);
+    copy_out<16 * M_TILES>(call, tile, own_rows, row);
 }
 
 // gate: HEAD_DIM=128 BF16=1,0 M_TILES=2 WARPS=4 BLOCK_N=64 BLOCKS=2 SOFTCAP=0 ALIGNED=1 registers<=255

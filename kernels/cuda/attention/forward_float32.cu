@@ -6,8 +6,8 @@
 //   thread   y = thread / 8, x = thread % 8: rows 2y and 2y + 1; of scores the keys x + 8 j of a tile, of out
 //          the channels 4 x + 32 j to 4 x + 32 j + 3. The 8 threads of two rows are neighbours in a warp.
 //
-// A tile of BLOCK_N = 32 keys is a step: K to shared memory, S = Q K^T, P = exp(S - peak) to shared memory,
-// V to where K was, O = O * shrink + P V.
+// A tile of BLOCK_N = 32 keys is a step: K to shared memory, S = Q K^T, P = exp(S - row_max) to shared
+// memory, V to where K was, O = O * rescale + P V.
 //
 // Memory: shared 64 rows of PITCH floats, Q, then K or V; 32 rows of 36 floats of P. Rows are 4 floats longer
 // than channels, so that threads that read 16 bytes of neighbouring rows meet different banks. Registers at
@@ -23,21 +23,21 @@ constexpr int BLOCK_M = 32, BLOCK_N = 32, THREADS = 128;
 constexpr int PITCH = HEAD_DIM + 4, P_PITCH = BLOCK_N + 4, PIECES = HEAD_DIM / 32;
 
 // Copies rows of K or V, zeros for keys and channels that are not there.
-__device__ __forceinline__ void copy_keys(float* to, const Tensor& t, const Call& call, const Work& w,
+__device__ __forceinline__ void copy_keys(float* to, const Tensor& t, const Call& call, const TileRows& tile,
                                           int key) {
-    const float* from = base_of(t, w, w.k0 + key, w.head_kv);
+    const float* from = base_of(t, tile, tile.k0 + key, tile.head_kv);
     for (int at = threadIdx.x; at < BLOCK_N * HEAD_DIM; at += THREADS) {
         const int row = at / HEAD_DIM, channel = at % HEAD_DIM;
-        const bool present = key + row < w.keys && channel < call.dim;
+        const bool present = key + row < tile.keys && channel < call.dim;
         to[row * PITCH + channel] = present ? from[row * t.position + channel] : 0.f;
     }
 }
 
-__device__ __forceinline__ void copy_queries(float* to, const Call& call, const Work& w) {
-    const float* from = base_of(call.q, w, w.q0, w.head_q);
+__device__ __forceinline__ void copy_queries(float* to, const Call& call, const TileRows& tile) {
+    const float* from = base_of(call.q, tile, tile.q0, tile.head_q);
     for (int at = threadIdx.x; at < BLOCK_M * HEAD_DIM; at += THREADS) {
-        const int row = w.row0 + at / HEAD_DIM, channel = at % HEAD_DIM;
-        const bool present = row < w.rows && channel < call.dim;
+        const int row = tile.row0 + at / HEAD_DIM, channel = at % HEAD_DIM;
+        const bool present = row < tile.rows && channel < call.dim;
         to[at / HEAD_DIM * PITCH + channel] =
             present ? from[row_offset(call.q, row, call.pack) + channel] : 0.f;
     }
@@ -65,17 +65,17 @@ __device__ __forceinline__ float score_of(const Call& call, float product) {
 extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_constant__ Call call) {
     extern __shared__ __align__(16) float memory[];
     float *const q = memory, *const kv = q + BLOCK_M * PITCH, *const p = kv + BLOCK_N * PITCH;
-    const TileInfo* const tile = find_tile(call);
-    if (!tile) return;
-    const Work w = find_work(call, *tile);
+    const TileInfo* const info = find_tile(call);
+    if (!info) return;
+    const TileRows tile = find_rows(call, *info);
     const int x = threadIdx.x % 8, own = threadIdx.x / 8 * 2;
-    float o[2][4 * PIECES], peak[2] = {LOWEST, LOWEST}, sum[2] = {0.f, 0.f};
+    float o[2][4 * PIECES], row_max[2] = {LOWEST, LOWEST}, sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < 4 * PIECES; ++i) o[0][i] = o[1][i] = 0.f;
-    copy_queries(q, call, w);
-    for (int key = w.first; key < w.last; key += BLOCK_N) {
+    copy_queries(q, call, tile);
+    for (int key = tile.first; key < tile.last; key += BLOCK_N) {
         __syncthreads();  // all are done with the previous V
-        copy_keys(kv, call.k, call, w, key);
+        copy_keys(kv, call.k, call, tile, key);
         __syncthreads();  // K, at first Q too, is there for all
         float s[2][4] = {};
 #pragma unroll 2
@@ -98,10 +98,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_con
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int position = (w.row0 + own + r) / call.pack + w.behind;
+            const int position = (tile.row0 + own + r) / call.pack + tile.behind;
             const int first = position - call.left - key;
-            const int last = min(position + call.right, w.keys - 1) - key;
-            float best = peak[r];
+            const int last = min(position + call.right, tile.keys - 1) - key;
+            float best = row_max[r];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const bool seen = x + 8 * j >= first && x + 8 * j <= last;
@@ -109,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_con
                 best = fmaxf(best, s[r][j]);
             }
             best = over_keys(best, true);
-            const float shrink = expf(peak[r] - best);
-            peak[r] = best, sum[r] *= shrink;
+            const float rescale = expf(row_max[r] - best);
+            row_max[r] = best, sum[r] *= rescale;
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float weight = expf(s[r][j] - best);
@@ -118,10 +118,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_con
                 p[(own + r) * P_PITCH + x + 8 * j] = weight;
             }
 #pragma unroll
-            for (int i = 0; i < 4 * PIECES; ++i) o[r][i] *= shrink;
+            for (int i = 0; i < 4 * PIECES; ++i) o[r][i] *= rescale;
         }
         __syncthreads();  // P is there for all, and all are done with K
-        copy_keys(kv, call.v, call, w, key);
+        copy_keys(kv, call.v, call, tile, key);
         __syncthreads();  // V is there for all
         float part[2][4 * PIECES] = {};
 #pragma unroll 2
@@ -144,18 +144,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attend(const __grid_con
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float total = over_keys(sum[r], false), factor = total == 0.f ? 0.f : 1.f / total;
-        const int row = w.row0 + own + r;
-        if (row >= w.rows) continue;
-        const int position = row / call.pack, head = w.head_q + row - position * call.pack;
-        float* const out = base_of(call.out, w, w.q0 + position, head);
+        const int row = tile.row0 + own + r;
+        if (row >= tile.rows) continue;
+        const int position = row / call.pack, head = tile.head_q + row - position * call.pack;
+        float* const out = base_of(call.out, tile, tile.q0 + position, head);
 #pragma unroll
         for (int i = 0; i < 4 * PIECES; ++i) {
             const int channel = 4 * x + 32 * (i / 4) + i % 4;
             if (channel < call.dim) out[channel] = o[r][i] * factor;
         }
         if (x == 0 && call.lse)
-            call.lse[w.batch * call.lse_batch + head * call.lse_head + w.q0 + position] =
-                total == 0.f ? -INFINITE : peak[r] + logf(total);
+            call.lse[tile.batch * call.lse_batch + head * call.lse_head + tile.q0 + position] =
+                total == 0.f ? -INFINITE : row_max[r] + logf(total);
     }
 }
 

@@ -12,31 +12,33 @@
 //          heads, in `order`), then count parts by length, which gives each its rank, then write each. Where
 //          tiles may be split, their lengths are added up before.
 //
-// Memory: shared, that of attention/list_items.cuh, and `order` and `places` of short sections, 18 KB; those
-// of long ones and `bases` in memory are written and read by a CTA alone, or by several with the same values.
+// Memory: shared, that of attention/list_items.cuh, and `order` and `tile_parts` of short sections, 18 KB;
+// those of long ones and `bases` in memory are written and read by a CTA alone, or by several with the same
+// values.
 #include "attention/grouped_tiles.cuh"
 #include "attention/list_items.cuh"
 #include "common/early_launch.cuh"
 
-constexpr int MOST_GROUPS = 16, MOST_ENTRIES = 3, GROUP_BIT = 27;
-constexpr int FEWEST_KEYS = 8;  // tiles of keys of a part, at least
+constexpr int MAX_GROUPS = 16, MAX_ENTRIES = 3, GROUP_BIT = 27;
+constexpr int MIN_KEYS = 8;  // tiles of keys of a part, at least
 
-constexpr int SHORT = 512;  // tiles of a KV head in a section whose `order` and `places` are shared memory
+constexpr int SHORT =
+    512;  // tiles of a KV head in a section whose `order` and `tile_parts` are shared memory
 
 // Where the parts of a tile go, for all heads of a section.
-struct Place {
+struct TileParts {
     int keys, parts, counter, rank, full_rank, slot;  // full_rank: of all parts but the last
 };
 
 struct Call {
-    const int* cu_q[MOST_GROUPS];         // [sequences + 1]
-    const int* prefix_lens[MOST_GROUPS];  // [sequences]
+    const int* cu_q[MAX_GROUPS];         // [sequences + 1]
+    const int* prefix_lens[MAX_GROUPS];  // [sequences]
     const int* cu_k;
     TileList* list;
-    int* arrivals;  // [most_parts, entries]
-    int* bases;     // [sequences], tiles of a KV head of all sequences before
-    int* order;     // [tiles of a KV head, entries], group and chunk, -1: none
-    Place* places;  // [capacity], for each section those of its tiles of a KV head
+    int* arrivals;          // [most_parts, entries]
+    int* bases;             // [sequences], tiles of a KV head of all sequences before
+    int* order;             // [tiles of a KV head, entries], group and chunk, -1: none
+    TileParts* tile_parts;  // [capacity], for each section those of its tiles of a KV head
     int capacity, sequences, groups, heads_kv, group, pack, positions, entries, block_n;
     int longest;                             // tiles of keys, at least as many as a tile has
     int causal, paired, blocks, most_parts;  // blocks: 0: tiles are not split
@@ -79,8 +81,8 @@ __device__ __forceinline__ int chunks_behind(const Call& call, int g, int b, int
     const int first_row = key - keys + rows;  // rows before it are fewer
     return chunks - (max(first_row, 1) + call.positions - 1) / call.positions + 1;
 }
-// Where in the tiles of its sequence a chunk is.
-__device__ __forceinline__ int place_of(const Call& call, int g, int b, int chunk) {
+// Which of the chunks of its sequence, in the order of tiles, a chunk is.
+__device__ __forceinline__ int index_of(const Call& call, int g, int b, int chunk) {
     int before = 0;
     if (!call.paired) {
         for (int other = 0; other < g; ++other)
@@ -132,8 +134,8 @@ __device__ __forceinline__ GroupedTile make_entry(const Call& call, int b, int u
 extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __grid_constant__ Call call) {
     begin_early();  // what reads the list may come to the device now, and waits for it
     __shared__ Shared m;
-    __shared__ int keys_of_all, parts_of_all, short_order[SHORT * MOST_ENTRIES];
-    __shared__ Place short_places[SHORT];
+    __shared__ int keys_of_all, parts_of_all, short_order[SHORT * MAX_ENTRIES];
+    __shared__ TileParts short_tile_parts[SHORT];
     const int pairs = call.sequences * call.heads_kv;
     const int begin = begin_of_section(blockIdx.x, pairs), end = begin_of_section(blockIdx.x + 1, pairs);
     const int first = begin / call.heads_kv, last = (end - 1) / call.heads_kv;
@@ -175,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         [&](int b, int chunk) {
             int g = 0;
             for (int count; (count = chunks_of(call, g, b)) <= chunk; ++g) chunk -= count;
-            int at = place_of(call, g, b, chunk);
+            int at = index_of(call, g, b, chunk);
             const bool is_last =
                 call.paired ? at + 1 == all_chunks_of(call, b) : chunk + 1 == chunks_of(call, g, b);
             int* const entries = entries_of(b, 0);
@@ -189,8 +191,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     const int units = call.heads_kv * (call.group / call.pack);
     const int tiles_before =
         base * units + (begin > first * call.heads_kv ? tiles_of(call, first) * skipped : 0);
-    Place* const places = is_short ? short_places : call.places + tiles_before;
-    const auto place_of_tile = [&](int b, int tile) -> Place& { return places[call.bases[b] - base + tile]; };
+    TileParts* const tile_parts = is_short ? short_tile_parts : call.tile_parts + tiles_before;
+    const auto parts_of_tile = [&](int b, int tile) -> TileParts& {
+        return tile_parts[call.bases[b] - base + tile];
+    };
 
     // Full parts are what a block has to do on average; what is left of tiles, of many lengths, evens out.
     int full = 1 << 30;
@@ -205,21 +209,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         if (threadIdx.x % 32 == 0) atomicAdd(&keys_of_all, own_keys);
         scan(own_tiles, m.sums);
         if (2 * m.sums[32] < 3 * call.blocks)
-            full = max(FEWEST_KEYS, (keys_of_all + call.blocks - 1) / call.blocks);
+            full = max(MIN_KEYS, (keys_of_all + call.blocks - 1) / call.blocks);
     }
     const int full_counter = counter_of(min(full, call.longest), call.longest);
     for_items(m, first, last, tiles, [&](int b, int tile) {
         const int keys = most_keys_of(call, b, entries_of(b, tile));
         const int num_tiles = (keys + call.block_n - 1) / call.block_n;
-        const int before_last = max(0, num_tiles - FEWEST_KEYS) / full, parts = before_last + 1;
+        const int before_last = max(0, num_tiles - MIN_KEYS) / full, parts = before_last + 1;
         const int count = units_of(call, b, begin, end).count;
         const int counter = counter_of(num_tiles - before_last * full, call.longest);
-        Place place = {keys, parts, counter, atomicAdd(&m.counters[counter], count), 0, 0};
+        TileParts split = {keys, parts, counter, atomicAdd(&m.counters[counter], count), 0, 0};
         if (before_last) {
-            place.full_rank = atomicAdd(&m.counters[full_counter], before_last * count);
-            place.slot = atomicAdd(&parts_of_all, parts * count);
+            split.full_rank = atomicAdd(&m.counters[full_counter], before_last * count);
+            split.slot = atomicAdd(&parts_of_all, parts * count);
         }
-        place_of_tile(b, tile) = place;
+        parts_of_tile(b, tile) = split;
     });
 
     const int longer = scan(m.counters[threadIdx.x], m.sums);
@@ -240,21 +244,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         const int i = item % call.entries, tile = item / call.entries / own.count;
         const int unit = item / call.entries - tile * own.count;
         const int* const entries = entries_of(b, tile);
-        const Place place = place_of_tile(b, tile);
-        const int last_at = m.counters[place.counter] + place.rank;
-        const int full_at = m.counters[full_counter] + place.full_rank;
+        const TileParts split = parts_of_tile(b, tile);
+        const int last_at = m.counters[split.counter] + split.rank;
+        const int full_at = m.counters[full_counter] + split.full_rank;
         const bool present = entries[i] >= 0;
         GroupedTile t = make_entry(call, b, unit, own.first_head, present ? entries[i] : entries[0], present);
         const int last_key = t.last_key;
-        t.num_parts = place.parts, t.slot = place.slot + unit * place.parts;
-        if (place.parts > 1) call.arrivals[t.slot * call.entries + i] = 0;
-        for (int part = 0; part < place.parts; ++part) {
-            const bool is_last = part == place.parts - 1;
-            const int at = is_last ? last_at + unit : full_at + unit * (place.parts - 1) + part;
+        t.num_parts = split.parts, t.slot = split.slot + unit * split.parts;
+        if (split.parts > 1) call.arrivals[t.slot * call.entries + i] = 0;
+        for (int part = 0; part < split.parts; ++part) {
+            const bool is_last = part == split.parts - 1;
+            const int at = is_last ? last_at + unit : full_at + unit * (split.parts - 1) + part;
             if (at >= call.capacity) return;
             t.part = part;
             t.first_key = part * full * call.block_n;
-            t.loaded_keys = is_last ? place.keys : (part + 1) * full * call.block_n;
+            t.loaded_keys = is_last ? split.keys : (part + 1) * full * call.block_n;
             t.last_key = present ? min(last_key, t.loaded_keys) : t.first_key;
             list[(i64)at * call.entries + i] = t;
         }

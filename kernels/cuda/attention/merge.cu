@@ -52,16 +52,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) merge(const __grid_cons
     const auto lse_of = [&](const Part& part) {
         return part.lse[batch * part.batch + position * part.position + head * part.head];
     };
-    float peak = -INFINITE, total = 0.f;
-    for (int i = 0; i < call.count; ++i) peak = fmaxf(peak, lse_of(call.parts[i]));
-    if (peak > -INFINITE)
-        for (int i = 0; i < call.count; ++i) total += expf(lse_of(call.parts[i]) - peak);
+    float highest = -INFINITE, total = 0.f;
+    for (int i = 0; i < call.count; ++i) highest = fmaxf(highest, lse_of(call.parts[i]));
+    if (highest > -INFINITE)
+        for (int i = 0; i < call.count; ++i) total += expf(lse_of(call.parts[i]) - highest);
     const float factor = total == 0.f ? 0.f : 1.f / total;
     for (int channel = lane; channel < call.dim; channel += 32) {
         float sum = 0.f;
         for (int i = 0; i < call.count; ++i) {
             const Part& part = call.parts[i];
-            const float weight = total == 0.f ? 0.f : expf(lse_of(part) - peak) * factor;
+            const float weight = total == 0.f ? 0.f : expf(lse_of(part) - highest) * factor;
             if (weight == 0.f) continue;
             const Tensor& t = part.out;
             const i64 at = batch * t.batch + position * t.position + head * t.head;
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) merge(const __grid_cons
     }
     if (lane == 0)
         call.lse[(batch * heads + head) * call.positions + position] =
-            total == 0.f ? -INFINITE : peak + logf(total);
+            total == 0.f ? -INFINITE : highest + logf(total);
 }
 
 // gate: FLOAT32=0 BF16=0,1 registers<=64

@@ -63,9 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_rows(const __grid_co
     const i64 position = call.rows ? call.rows[added] : call.first + added;
     float* const lse = call.lse + head * call.lse_head + position;
     const float old_lse = *lse, new_lse = call.new_lse[head * call.new_lse_head + added];
-    const float peak = fmaxf(old_lse, new_lse);
+    const float highest = fmaxf(old_lse, new_lse);
     if (new_lse == -INFINITE) return;
-    const float old_part = expf(old_lse - peak), new_part = expf(new_lse - peak), total = old_part + new_part;
+    const float old_part = expf(old_lse - highest), new_part = expf(new_lse - highest),
+                total = old_part + new_part;
     const float old_weight = old_part / total, new_weight = new_part / total;
     Sum* const out = call.out + position * call.position + head * call.head;
     const Element* const from = call.new_out + added * call.new_position + head * call.new_head;
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_rows(const __grid_co
         *(Vector<Sum>*)(out + channel) = sum;
     }
     __syncwarp((u32)((1ull << LANES) - 1) << threadIdx.x % 32 / LANES * LANES);  // all have read lse
-    if (lane == 0) *lse = peak + logf(total);
+    if (lane == 0) *lse = highest + logf(total);
 }
 
 // gate: FLOAT32=0 BF16=0,1 WIDE=0,1 VECTOR=8 LANES=16 registers<=64

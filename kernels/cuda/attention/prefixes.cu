@@ -4,11 +4,11 @@
 //   grid   x: 128 sequences, a thread each, and one thread for the ends of all; y: group.
 #include "common/words.cuh"
 
-constexpr int MOST_GROUPS = 16;
+constexpr int MAX_GROUPS = 16;
 
 struct Call {
-    const int* cu_q[MOST_GROUPS];         // [sequences + 1]
-    const int* prefix_lens[MOST_GROUPS];  // [sequences]
+    const int* cu_q[MAX_GROUPS];         // [sequences + 1]
+    const int* prefix_lens[MAX_GROUPS];  // [sequences]
     const int* cu_k;
     int* bounds;  // [groups, 2, 2 * sequences + 1], of queries and of keys
     int sequences, unused;

@@ -16,7 +16,7 @@ struct Call {
 };
 
 // The tile of a CTA. A row is (query position, head of the tile), heads fastest.
-struct Work {
+struct TileRows {
     int q0, k0;           // first query and key of the sequence
     int batch;            // row of the batch
     int head_q, head_kv;  // first query head
@@ -30,16 +30,17 @@ struct Work {
 __device__ __forceinline__ const TileInfo* find_tile(const Call& call) {
     return blockIdx.x < call.list->num_tiles ? (const TileInfo*)(call.list + 1) + blockIdx.x : nullptr;
 }
-__device__ __forceinline__ Work find_work(const Call& call, const TileInfo& t) {
-    Work w;
-    w.q0 = t.q_start, w.k0 = t.k_start, w.batch = call.variable ? 0 : t.sequence;
-    w.head_q = t.head_q, w.head_kv = t.head_kv;
+__device__ __forceinline__ TileRows find_rows(const Call& call, const TileInfo& t) {
+    TileRows tile;
+    tile.q0 = t.q_start, tile.k0 = t.k_start, tile.batch = call.variable ? 0 : t.sequence;
+    tile.head_q = t.head_q, tile.head_kv = t.head_kv;
     const int end = min(t.position + call.positions, t.q_length);
-    w.row0 = t.position * call.pack, w.rows = end * call.pack;
-    w.keys = t.k_length, w.behind = t.diagonal;
-    w.first = t.first_key, w.last = t.last_key;
-    w.low = end - 1 + t.diagonal - call.left, w.high = min(t.position + t.diagonal + call.right, w.keys - 1);
-    return w;
+    tile.row0 = t.position * call.pack, tile.rows = end * call.pack;
+    tile.keys = t.k_length, tile.behind = t.diagonal;
+    tile.first = t.first_key, tile.last = t.last_key;
+    tile.low = end - 1 + t.diagonal - call.left,
+    tile.high = min(t.position + t.diagonal + call.right, tile.keys - 1);
+    return tile;
 }
 
 // Where a row is in a tensor: `base` is its first position and the first head of the tile.
@@ -47,6 +48,6 @@ __device__ __forceinline__ i64 row_offset(const Tensor& t, int row, int pack) {
     const int position = row / pack;
     return position * t.position + (row - position * pack) * t.head;
 }
-__device__ __forceinline__ Element* base_of(const Tensor& t, const Work& w, int first, int head) {
-    return t.data + w.batch * t.batch + first * t.position + head * t.head;
+__device__ __forceinline__ Element* base_of(const Tensor& t, const TileRows& tile, int first, int head) {
+    return t.data + tile.batch * t.batch + first * t.position + head * t.head;
 }

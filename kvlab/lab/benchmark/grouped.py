@@ -24,7 +24,7 @@ from kvlab.lab.benchmark.baseline import Options, check
 from kvlab.lab.benchmark.length_axes import label, new_figure
 from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
-from kvlab.ops.grouped import MOST_GROUPS
+from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -107,11 +107,11 @@ def benchmark_grouped(options: Options) -> list[Row]:
     lengths = [parse_size(word, "seqlens") for word in seqlens.split(",")]
     numbers = [parse_size(word, "num_groups") for word in options.num_groups.split(",")]
     for number in numbers:
-        if not 1 <= number <= MOST_GROUPS:
-            raise ValueError(f"num_groups={options.num_groups!r}: a call has 1 to {MOST_GROUPS} groups")
+        if not 1 <= number <= MAX_GROUPS:
+            raise ValueError(f"num_groups={options.num_groups!r}: a call has 1 to {MAX_GROUPS} groups")
     for length in lengths:
-        if length < 16 * MOST_GROUPS:
-            raise ValueError(f"seqlens={seqlens!r}: lengths are at least {16 * MOST_GROUPS} tokens")
+        if length < 16 * MAX_GROUPS:
+            raise ValueError(f"seqlens={seqlens!r}: lengths are at least {16 * MAX_GROUPS} tokens")
     rows: list[Row] = []
     for tokens in lengths:
         for number in numbers:

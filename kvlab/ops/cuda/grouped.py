@@ -31,6 +31,7 @@ from kvlab.ops.attention_arguments import (
     is_aligned,
     is_capped,
 )
+from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.cuda.attention_sm90 import SHAPES, shared_bytes
 from kvlab.ops.cuda.grouped_separate import attend_with, check_lengths
 from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, SEMAPHORE_OFFSET, heads_of_tile, num_sections
@@ -46,13 +47,12 @@ SPLIT_DIM = 128
 """Largest head dimension whose tiles are split over keys."""
 
 _LIST_THREADS = 1024
-_MOST_GROUPS = 16
-_EACH = range(_MOST_GROUPS)
+_EACH = range(MAX_GROUPS)
 
 _LIST_CALL = Struct(
     **{f"cu_q{g}": ADDRESS for g in _EACH},
     **{f"prefix_lens{g}": ADDRESS for g in _EACH},
-    **dict.fromkeys(("cu_k", "list", "arrivals", "bases", "order", "places"), ADDRESS),
+    **dict.fromkeys(("cu_k", "list", "arrivals", "bases", "order", "tile_parts"), ADDRESS),
     **dict.fromkeys(
         (
             "capacity", "sequences", "groups", "heads_kv", "group", "pack", "positions", "entries", "block_n",
@@ -69,7 +69,7 @@ _CALL = Struct(
     **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
 )  # fmt: skip
-_NUM_MAPS = _MOST_GROUPS + 3  # q of each group that has rows, behind 16 of these k, v, out
+_NUM_MAPS = MAX_GROUPS + 3  # q of each group that has rows, behind 16 of these k, v, out
 _ARGUMENT_BYTES = -(-(8 * MAP_WORDS * _NUM_MAPS + _CALL.size) // 64) * 64
 _LIST_WORD = _LIST_CALL.word("list")
 _FIRST_WORD = MAP_WORDS * _NUM_MAPS
@@ -164,7 +164,7 @@ class ListedCall:
             4 * entries * of_head, 24 * tiles,
         )  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
-        *self._begins, self._parts_begin = begins  # of the list, arrivals, bases, order, places, parts
+        *self._begins, self._parts_begin = begins  # of the list, arrivals, bases, order, tile_parts, parts
         kind = call.kinds[0]
         bytes_of_parts = 4 * most_parts * entries * 128 * (head_dim // 2 + 4)
         self._new_list = allocator((begins[5] + bytes_of_parts,), "uint8", kind)
@@ -212,10 +212,10 @@ class ListedCall:
         out = CudaView(0, total, (*contiguous_strides(total)[1:], 1), *first[3:])
         of_q = [encoder_of(q, positions, pack) for q in q_groups]
         of_keys = [encoder_of(x, box) for x in (k, v)]
-        places = [*range(len(present)), *range(_MOST_GROUPS, _NUM_MAPS)]
+        places = [*range(len(present)), *range(MAX_GROUPS, _NUM_MAPS)]
         self._maps = TensorMaps(self._words, *of_q, *of_keys, encoder_of(out, positions, pack), places=places)
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
-        macros |= {"BF16": int(first.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": _MOST_GROUPS}
+        macros |= {"BF16": int(first.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": MAX_GROUPS}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=device)
         self._attend = PreparedLaunch(
             kernel, (min(self.capacity, blocks),), (128 + 128 * entries,), argument,

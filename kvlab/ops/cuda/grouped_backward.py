@@ -30,6 +30,7 @@ from kvlab.ops.attention_arguments import (
     is_capped,
     strides_of,
 )
+from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.cuda.attention_backward import (
     ALIGNED_ROWS,
     FIELDS,
@@ -41,23 +42,23 @@ from kvlab.ops.cuda.attention_backward import (
 from kvlab.ops.cuda.attention_backward_split import CLUSTER, divide, num_sections, steps_of
 from kvlab.ops.cuda.grouped_separate import attend_backward as attend_separately
 from kvlab.ops.cuda.grouped_separate import check_lengths
-from kvlab.ops.cuda.tile_list import MOST_GROUPS, ListBuilder, TileLists, Tiling
+from kvlab.ops.cuda.tile_list import ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
     from kvlab.ops.grouped_backward import Results
 
-__all__ = ["MOST_CHANNELS", "attend_backward"]
+__all__ = ["MAX_CHANNELS", "attend_backward"]
 
-MOST_CHANNELS = 128
+MAX_CHANNELS = 128
 """Head dimension of the largest kernel."""
 
 _GROUP = Struct(
     dout=TENSOR, out=TENSOR, lse=ADDRESS, lse_head="q", cu_q=ADDRESS, first_row="q", workspace_row="q"
 )
-_CALL = Struct(**FIELDS, groups=(_GROUP, MOST_GROUPS), num_groups="i", sequences="i")
-_NUM_MAPS = 2 * MOST_GROUPS + 2  # q of each group, behind 16 of these k, v, then dout of each
+_CALL = Struct(**FIELDS, groups=(_GROUP, MAX_GROUPS), num_groups="i", sequences="i")
+_NUM_MAPS = 2 * MAX_GROUPS + 2  # q of each group, behind 16 of these k, v, then dout of each
 _LIST, _SEMAPHORE = _CALL.word("list"), _CALL.word("semaphore")
 _NEW_WORDS = [
     _CALL.word(name)
@@ -136,7 +137,7 @@ class _ListedCall:
         longest = [min(longest_q, rows[g]) for g in present]
         cluster_split = self._divide(call, fields, longest, (block_m, block_n))
         plan = plan_of(
-            fields["dim"], first.dtype, False, True, True, cluster_split, device, MOST_GROUPS
+            fields["dim"], first.dtype, False, True, True, cluster_split, device, MAX_GROUPS
         )  # fmt: skip
 
         # The workspace has the rows of one group after the other.
@@ -157,7 +158,7 @@ class _ListedCall:
         ]  # fmt: skip
         self._stream, self._lock = stream_of(kind), Lock()
 
-        groups = np.zeros(MOST_GROUPS, _GROUP.dtype)
+        groups = np.zeros(MAX_GROUPS, _GROUP.dtype)
         for i, (g, dout, out, lse) in enumerate(zip(present, douts, outs, lses, strict=True)):
             groups[i]["dout"]["strides"] = strides_of(f"douts[{g}]", dout)
             groups[i]["out"]["strides"] = strides_of(f"outs[{g}]", out)
@@ -182,7 +183,7 @@ class _ListedCall:
         each = range(len(present))
         self._maps = TensorMaps(
             words_of(argument), *of_rows[0], encoder_of(k, plan.keys), encoder_of(v, plan.keys), *of_rows[1],
-            places=[*each, MOST_GROUPS, MOST_GROUPS + 1, *(MOST_GROUPS + 2 + i for i in each)],
+            places=[*each, MAX_GROUPS, MAX_GROUPS + 1, *(MAX_GROUPS + 2 + i for i in each)],
         )  # fmt: skip
 
         # Places of addresses: of the call q, k, v; cu_seqlens, prefixes; of the results dout, out, lse.
@@ -196,7 +197,7 @@ class _ListedCall:
             for name, place in (("dout", g), ("out", count + g), ("lse", 2 * count + g))
         ]
         self._cu_q_words = [at + _GROUP.word("cu_q") for at in group_words]
-        self._padding = [0] * (MOST_GROUPS - len(present))
+        self._padding = [0] * (MAX_GROUPS - len(present))
 
         pairs, of_pair = sequences * k.shape[1], -(-longest_k // block_n)
         causal, persistent = call.scores.right == 0, cluster_split == 1

@@ -19,6 +19,7 @@ from kvlab.ops.array_kinds import allocator, kinds_of
 from kvlab.ops.attention import attention_varlen
 from kvlab.ops.attention_arguments import check_bounds
 from kvlab.ops.attention_backward import attention_varlen_backward
+from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.device_arrays import launch, multiprocessors
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["attend_backward", "attend_backward_with", "attend_with", "check_lengths"]
 
 _THREADS, _SUM_THREADS = 128, 256
-_EACH = range(16)
+_EACH = range(MAX_GROUPS)
 
 _CALL = Struct(
     **{f"cu_q{g}": ADDRESS for g in _EACH},

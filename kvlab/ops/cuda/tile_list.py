@@ -17,11 +17,11 @@ from kvlab.jit.launch import PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct, words_of
 from kvlab.ops.array_kinds import Kind, allocator, device_of_kind
 from kvlab.ops.attention_arguments import Lengths
+from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.device_arrays import multiprocessors
 
 __all__ = [
     "HEAD_BYTES",
-    "MOST_GROUPS",
     "PART_BYTES",
     "SEMAPHORE_OFFSET",
     "TILES_OF_BLOCK",
@@ -56,11 +56,9 @@ _NUMBERS = dict.fromkeys(
     "i",
 )  # fmt: skip
 _CALL = Struct(**_ADDRESSES, **_NUMBERS)
-MOST_GROUPS = 16
-"""Of queries, of a call."""
 _GROUPED_CALL = Struct(
     **_ADDRESSES,
-    **{f"{name}{g}": ADDRESS for name in ("cu_rows", "prefix_lens") for g in range(MOST_GROUPS)},
+    **{f"{name}{g}": ADDRESS for name in ("cu_rows", "prefix_lens") for g in range(MAX_GROUPS)},
     **_NUMBERS,
 )
 
@@ -184,7 +182,7 @@ class ListBuilder:
             "num_groups": groups or 1,
         })  # fmt: skip
         self._words = words_of(argument)
-        macros = (("QUERY_GROUPS", MOST_GROUPS),) if groups else ()
+        macros = (("QUERY_GROUPS", MAX_GROUPS),) if groups else ()
         kernel = cuda_kernel("attention/tile_list", "make_tile_list", macros, device)
         self._launch = PreparedLaunch(kernel, (sections,), (_THREADS,), argument, early=True)
 
@@ -192,7 +190,7 @@ class ListBuilder:
         """Make a list at this address, on this stream; not by two threads at once.
 
         `bounds` are the addresses of cu_seqlens, none where lengths are not variable. Where there are groups,
-        they are that of the keys, 0, and for `MOST_GROUPS` groups those of the rows, then of the prefixes.
+        they are that of the keys, 0, and for `MAX_GROUPS` groups those of the rows, then of the prefixes.
         """
         for word, value in enumerate(bounds, _CALL.word("cu_q")):
             self._words[word] = value
