@@ -25,7 +25,25 @@ def test_every_tiling_is_gated() -> None:
     for head_dim, tiles in launcher.HOPPER_SHAPES.items():
         splits = [n for n in (1, 2, 4, 8) if n * tiles.cluster <= CLUSTER]
         wanted = {"HEAD_DIM": str(head_dim), "BF16": "1", "SOFTCAP": "0"}
-        assert all(wanted | {"CLUSTER_SPLIT": str(n)} in declared(f"{tiles.source}.cu") for n in splits)
+        gated = declared(f"{tiles.source}.cu")
+        assert all(wanted | {"CLUSTER_SPLIT": str(n)} in gated for n in splits)
+        if tiles.cluster == 1:
+            assert all(wanted | {"CLUSTER_SPLIT": str(n), "DETERMINISTIC": "1"} in gated for n in splits)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_same_bits_every_time_take_a_kernel_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, dim: int, deterministic: bool
+) -> None:
+    built: list[dict[str, int]] = []
+    monkeypatch.setattr(launcher, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launcher, "build", lambda name, macros, arch: built.append(dict(macros)))
+    monkeypatch.setattr(launcher, "load", lambda *_, **__: None)
+    launcher.plan_of.__wrapped__(dim, "bfloat16", False, True, True, 1, deterministic, 0)
+    before_and_after, main = built
+    assert "DETERMINISTIC" not in before_and_after
+    assert main.get("DETERMINISTIC", 0) == (deterministic and dim <= 128)  # above, one kernel does both
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])

@@ -8,8 +8,8 @@
 //          the end.
 //   warp 0   a thread takes the tiles and loads Q with its lse_log2, BLOCK_M rows at a time.
 //   warp 1   a thread loads K, V and dout with its dpsum. Q and dout have two stages.
-//   warps 2, 3   a thread each adds dQ of a warpgroup to the workspace. These four warps give their registers
-//          away.
+//   warps 2, 3   a thread each adds dQ to the workspace, of a warpgroup or, deterministic, of every other
+//          step. These four warps give their registers away.
 //   warps 4-7, 8-11   a warpgroup each has 64 keys, all rows: scores have keys as rows and query rows as
 //          columns, 16 keys a warp, so P and dS stay in registers as the first operands of dV and dK. Of dQ,
 //          which sums over all keys, each has 64 rows by 64 channels (of 96 the second has 32), and takes dS
@@ -24,7 +24,7 @@
 // before, so that it need not wait for dS of the other: one's exponentials run beside the other's products.
 // With HOLD_V it has its part of V in registers, so that dP reads shared memory half as much.
 //
-// A deterministic call has its tiles in the order of keys. The addition of dQ waits until the CTAs before it
+// A DETERMINISTIC call has its tiles in the order of keys. The addition of dQ waits until the CTAs before it
 // in the order of keys have made theirs.
 //
 // Memory: shared, from a multiple of 1024 on, in blocks of 64 columns: K and V, 2 stages of Q and of dout, 2
@@ -34,7 +34,10 @@
 //
 // Macros: HEAD_DIM, 64, 96 or 128, that the channels are filled up to with zeros; BF16; SOFTCAP as in
 // attention/forward.cu; CLUSTER_SPLIT, 1, 2, 4 or 8; QUERY_GROUPS, most groups of queries of a call (1 if it
-// is not given).
+// is not given); DETERMINISTIC, 1 for the same bits every time (0 if it is not given).
+#ifndef DETERMINISTIC
+#define DETERMINISTIC 0
+#endif
 constexpr int INFO_STAGES = 2;
 constexpr bool LAG = HEAD_DIM == 128, LATE_DV = !LAG && !SOFTCAP;  // dV begins behind dS
 constexpr bool HOLD_V = HEAD_DIM == 96 && !SOFTCAP;                // others have no registers to spare
@@ -54,16 +57,17 @@ struct Signals {
     u32 empty_keys;             // products have read K and V
     u32 full_info, empty_info;  // INFO_STAGES each
     u32 full_ds, empty_ds;      // LAG: SCORE_STAGES each
-    u32 full_dq, empty_dq;      // for each warpgroup
+    u32 full_dq, empty_dq;      // for each warpgroup DQ_BARRIERS, and one
     KeyTile* info;              // INFO_STAGES of QUERY_GROUPS
 };
-constexpr int SIGNALS = 1 + 2 * INFO_STAGES + 2 * SCORE_STAGES + 4;
+constexpr int DQ_BARRIERS = DETERMINISTIC ? 2 : 1;  // steps take turns, as do the threads that add
+constexpr int SIGNALS = 1 + 2 * INFO_STAGES + 2 * SCORE_STAGES + 2 * DQ_BARRIERS + 2;
 
 __device__ __forceinline__ Signals make_signals(u32 barriers, KeyTile* info) {
     Signals b;
     b.empty_keys = barriers, b.full_info = barriers + 8, b.empty_info = b.full_info + 8 * INFO_STAGES;
     b.full_ds = b.empty_info + 8 * INFO_STAGES, b.empty_ds = b.full_ds + 8 * SCORE_STAGES;
-    b.full_dq = b.empty_ds + 8 * SCORE_STAGES, b.empty_dq = b.full_dq + 16, b.info = info;
+    b.full_dq = b.empty_ds + 8 * SCORE_STAGES, b.empty_dq = b.full_dq + 16 * DQ_BARRIERS, b.info = info;
     return b;
 }
 
@@ -78,10 +82,8 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Signals& b)
         init_barrier(b.empty_info + 8 * i, 8 + 3);
     }
     for (int i = 0; i < 2 * SCORE_STAGES; ++i) init_barrier(b.full_ds + 8 * i, 8);
-    for (int i = 0; i < 2; ++i) {
-        init_barrier(b.full_dq + 8 * i, 4);
-        init_barrier(b.empty_dq + 8 * i, 1);
-    }
+    for (int i = 0; i < 2 * DQ_BARRIERS; ++i) init_barrier(b.full_dq + 8 * i, 4);
+    for (int i = 0; i < 2; ++i) init_barrier(b.empty_dq + 8 * i, 1);
     fence_async();
 }
 
@@ -181,31 +183,41 @@ __device__ __forceinline__ void load_keys_and_dout(const Memory& m, const Signal
     });
 }
 
-// Adds dQ of a warpgroup to the workspace, step after step; one thread. A deterministic call waits for its
-// turn before dQ is there, and passes it on when the addition is complete.
-__device__ __forceinline__ void add_dq(const Memory& m, const Signals& b, const Call& call, int group) {
-    const u32 bytes = HEAD_DIM == 96 && group ? SUM_BYTES / 2 : SUM_BYTES;
-    u32 parity = 0;
+// The barrier of dQ of a warpgroup, in a step that has this stage of dS.
+__device__ __forceinline__ u32 full_dq_of(const Signals& b, int group, int stage) {
+    return b.full_dq + 8 * (DQ_BARRIERS * group + (DETERMINISTIC ? stage : 0));
+}
+
+// Adds dQ to the workspace, step after step; two threads. Ordinarily each has a warpgroup. In a deterministic
+// call a thread waits for its turn before dQ is there, and passes it on when the addition is complete. That
+// takes longer than a step, so each has every other step, of both warpgroups.
+__device__ __forceinline__ void add_dq(const Memory& m, const Signals& b, const Call& call, int thread) {
+    u32 step = 0;
     for_tiles<1>(b, [&](const KeyTile* tile) {
 #pragma unroll 1
         for (int i = 0; i < num_groups(call); ++i) {
             const KeyTile& t = tile[i];
             const i64 first_row = find_workspace_row(call, t);
 #pragma unroll 1
-            for (Steps at = find_steps(call, t); at.left; at.next(call), parity ^= 1) {
+            for (Steps at = find_steps(call, t); at.left; at.next(call), ++step) {
+                if (DETERMINISTIC && step % 2 != thread) continue;
                 const i64 workspace_row = at.head * call.rows + first_row + at.row;
-                u32* const semaphore = call.dq_semaphore + workspace_row / 16 + group;
-                if (call.deterministic)
+                const auto add = [&](int group) {
+                    wait_barrier(full_dq_of(b, group, step % 2), step / DQ_BARRIERS % 2);
+                    add_floats(call.dq_accum + workspace_row * HEAD_DIM + group * 4096,
+                               m.dq + group * SUM_BYTES, HEAD_DIM == 96 && group ? SUM_BYTES / 2 : SUM_BYTES);
+                    wait_additions_read();
+                    arrive(b.empty_dq + 8 * group);
+                };
+                if (DETERMINISTIC) {
+                    u32* const semaphore = call.dq_semaphore + workspace_row / 16;
                     wait_semaphore(semaphore,
                                    t.position / BLOCK_N - max(0, at.row - t.diagonal - call.left) / BLOCK_N);
-                wait_barrier(b.full_dq + 8 * group, parity);
-                add_floats(call.dq_accum + workspace_row * HEAD_DIM + group * 4096, m.dq + group * SUM_BYTES,
-                           bytes);
-                wait_additions_read();
-                arrive(b.empty_dq + 8 * group);
-                if (call.deterministic) {
+                    add(0), add(1);
                     wait_additions();
                     release_semaphore(semaphore);
+                } else {
+                    add(thread);
                 }
             }
         }
@@ -304,7 +316,8 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
         float4 stats[AHEAD];
         u32 values[V_STEPS][4];  // with HOLD_V
         PipelineState<2> before = state;
-        bool has_dq = !LAG, any = false;
+        bool has_dq = !LAG;
+        int parts = 0;  // of the tile that have had steps
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
 
@@ -333,8 +346,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
             const RowRange rows = find_row_range(call, sequence_of(call, t), t.position);
             Steps at = find_steps(call, t);
             if (at.left) {
-                if (!any) {
-                    any = true;
+                if (parts++ == 0) {
                     wait_barrier(m.full_keys, keys_parity);
                     keys_parity ^= 1;
                     if (HOLD_V) load_held(values, m.v, own_keys);
@@ -419,20 +431,21 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
                 if (at.left) read_lse();
                 if (has_dq) {
                     fence_async();
-                    release(b.full_dq + 8 * group);
+                    release(b.full_dq + 8 * DQ_BARRIERS * group +
+                            (DETERMINISTIC ? 8 * (LAG ? stage ^ 1 : stage) : 0));
                 }
                 has_dq = true;
                 wait_products<0>(dk);
                 release(m.empty_q + 8 * stage);
             }
         }
-        if (any) {
+        if (parts) {
             if (LAG) {
                 begin_dq(before);
                 wait_products<0>(dq);
                 store_dq(before);
                 fence_async();
-                release(b.full_dq + 8 * group);
+                release(full_dq_of(b, group, before.stage));
                 release(b.empty_ds + 8 * before.stage);
             }
             pin(dv);
@@ -478,8 +491,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
 }
 
+// clang-format off
 // gate: HEAD_DIM=64,96,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1,8 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 QUERY_GROUPS=16 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 QUERY_GROUPS=16 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=1,2,4,8 DETERMINISTIC=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1 DETERMINISTIC=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=1,8 QUERY_GROUPS=16 DETERMINISTIC=1 registers<=168 arch=sm_90a
+// clang-format on

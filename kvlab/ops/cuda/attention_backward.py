@@ -196,7 +196,7 @@ class _Prepared:
         largest = CLUSTER if hopper and not sm_margin else 1  # blocks of clusters do not persist
         cluster_split = _cluster_split(tiles, q, k, lengths, fields, largest)
         capped = is_capped(call.scores)
-        plan = plan_of(dim, q.dtype, capped, aligned, hopper, cluster_split, q.device)
+        plan = plan_of(dim, q.dtype, capped, aligned, hopper, cluster_split, deterministic, q.device)
         fields |= {
             name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))
         }
@@ -321,6 +321,7 @@ def plan_of(
     aligned: bool,
     hopper: bool,
     cluster_split: int,
+    deterministic: bool,
     device: int,
     groups: int = 1,
 ) -> Plan:
@@ -338,9 +339,13 @@ def plan_of(
     macros["SOFTCAP"] = int(capped)
     if hopper:
         tiling = HOPPER_SHAPES[head_dim]
-        main = load(build(tiling.source, macros | {"CLUSTER_SPLIT": cluster_split}, "sm_90a"), device=device)
+        persistent = tiling.cluster == 1
+        macros["CLUSTER_SPLIT"] = cluster_split
+        if deterministic and persistent:
+            macros["DETERMINISTIC"] = 1
+        main = load(build(tiling.source, macros, "sm_90a"), device=device)
         sizes = tiling.block_n, HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
-        return Plan(preprocess, main, postprocess, head_dim, *sizes, tiling.cluster == 1)
+        return Plan(preprocess, main, postprocess, head_dim, *sizes, persistent)
     shape = shape_for(head_dim, capability)
     macros |= {"ALIGNED": int(aligned)} | {name.upper(): value for name, value in shape._asdict().items()}
     main = load(build("attention/backward", macros, arch), device=device)

@@ -137,7 +137,7 @@ class _ListedCall:
         longest = [min(longest_q, rows[g]) for g in present]
         cluster_split = self._divide(call, fields, longest, (block_m, block_n))
         plan = plan_of(
-            fields["dim"], first.dtype, False, True, True, cluster_split, device, MAX_GROUPS
+            fields["dim"], first.dtype, False, True, True, cluster_split, deterministic, device, MAX_GROUPS
         )  # fmt: skip
 
         # The workspace has the rows of one group after the other.
