@@ -19,6 +19,7 @@ from kvlab.engine.token_kernel import TokenKernel
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import PreparedLaunch, load
 from kvlab.jit.structs import ADDRESS, Struct
+from kvlab.ops.device_arrays import memory_bandwidth
 
 __all__ = [
     "CALL",
@@ -39,7 +40,9 @@ _CHOOSING_BLOCKS = 16  # of a row: 50,000 logits take 2 us
 MATRIX = Struct(**dict.fromkeys(("weights", "bias", "norm_weight", "norm_bias"), ADDRESS))
 CALL = Struct(
     matrices=ADDRESS,
-    **dict.fromkeys(("layers", "vocabulary", "split_ctas", "first_phase", "end_phase"), "i"),
+    **dict.fromkeys(
+        ("layers", "vocabulary", "split_ctas", "most_under_way", "first_phase", "end_phase"), "i"
+    ),
     **dict.fromkeys(("hidden", "statistics", "partials", "barrier"), ADDRESS),
     **dict.fromkeys(("q", "k", "v", "newest"), ADDRESS),
     **dict.fromkeys(_STRIDES, "q"),
@@ -107,6 +110,7 @@ def prepare_token(
         If a pointer or stride lacks, or the device has too few multiprocessors.
     """
     call = _call(kernel, pointers, kv_strides, multiprocessors)
+    call["most_under_way"] = kernel.most_under_way(memory_bandwidth(device) / multiprocessors)
     entry = _load("token", kernel.macros(), device, of_hopper=True)
     return PreparedLaunch(
         entry, (multiprocessors,), (kernel.threads,), call, kernel.shared_bytes, cooperative=True
@@ -242,6 +246,7 @@ def _call(
         "layers": geometry.layers,
         "vocabulary": kernel.vocabulary,
         "split_ctas": multiprocessors // kernel.splits * kernel.splits,
+        "most_under_way": kernel.slots,
         "first_phase": 0,
         "end_phase": geometry.layers * kernel.phases + 1,
         "eps": geometry.eps,

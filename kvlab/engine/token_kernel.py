@@ -18,6 +18,7 @@ SHARED_LIMIT = 232_448 - 1_536  # bytes of a block on sm_90, less barriers, mome
 _MOST_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
 _LARGEST_SLOT = 16  # KiB: 10 were faster than 20 on an H200, 16 is what Llama's widths give
 _SMALL_SLOT = 8  # KiB, from which on a slot's barriers cost little beside its products
+_UNDER_WAY_SECONDS = 2e-6  # with 1.2 an H100 took 3 % longer for pythia-2.8b, with the whole ring 7 %
 _FEW_SLOTS = 64  # KiB of slots that keep memory busy
 _EVEN = 1.25  # most tiles of a block over the mean, from which on a finer split gains nothing
 
@@ -140,6 +141,27 @@ class TokenKernel:
         """A multiple of 4, so warps can have slots side by side, or fewer."""
         most = min(_MOST_SLOTS, (SHARED_LIMIT - self._fixed_bytes()) // (1024 * size))
         return most // 4 * 4 if most >= 4 else most
+
+    def most_under_way(self, bandwidth: float) -> int:
+        """Slots of the ring whose copies are under way at a time.
+
+        So many bytes as memory brings in twice the time that it takes for one: fewer would leave it idle,
+        and behind more of them everything else waits.
+
+        Parameters
+        ----------
+        bandwidth : float
+            Bytes a second of a multiprocessor's share of the memory.
+
+        Examples
+        --------
+        >>> from kvlab.engine.geometry import published
+        >>> kernel = TokenKernel.fitting(published("pythia-2.8b")[0], 1, False, 132)
+        >>> kernel.slots, kernel.slot_blocks, kernel.most_under_way(3.35e12 / 132)
+        (20, 10, 4)
+        """
+        wanted = int(bandwidth * _UNDER_WAY_SECONDS) // (1024 * self.slot_blocks)
+        return min(max(wanted, 2), self.slots)
 
     @property
     def shared_bytes(self) -> int:

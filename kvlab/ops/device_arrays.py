@@ -23,6 +23,7 @@ __all__ = [
     "dense_strides",
     "launch",
     "launch_in_turn",
+    "memory_bandwidth",
     "multiprocessors",
     "permuted",
     "pointer",
@@ -114,6 +115,15 @@ def multiprocessors(device: int) -> int:
     import cupy
 
     return int(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+@lru_cache(maxsize=16)
+def memory_bandwidth(device: int) -> float:
+    """Return the bytes a second of a device's memory, by its clock and width."""
+    import cupy
+
+    kilohertz, bits = (cupy.cuda.runtime.deviceGetAttribute(which, device) for which in (36, 37))
+    return float(2e3 * kilohertz * bits / 8)  # two transfers a clock
 
 
 @lru_cache(maxsize=16)

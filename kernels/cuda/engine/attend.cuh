@@ -34,7 +34,7 @@ constexpr float LOWEST = -1e30f;
 static_assert(HEAD_DIM % 16 == 0 && KEYS >= 1 && CHUNK >= 1, "a key has up to 32 lanes, a slot has a key");
 
 // KiB of weights that a CTA could take in while attention waits for QKV, merges and tells the others.
-constexpr u32 KIB_OF_WAITS = PACKED ? 0 : 300;
+constexpr u32 KIB_OF_WAITS = PACKED ? 0 : BATCH > 4 ? 300 : 200;
 
 // Who attends what: a function of positions, the same in all CTAs.
 struct Chunks {

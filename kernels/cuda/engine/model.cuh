@@ -40,9 +40,6 @@ __host__ __device__ constexpr int pitch_of(int columns) {
 __host__ __device__ constexpr int larger(int a, int b) {
     return a > b ? a : b;
 }
-__host__ __device__ constexpr int smaller(int a, int b) {
-    return a < b ? a : b;
-}
 template <Kind KIND>
 struct Shape {
     static constexpr int COLS = columns_of(KIND), BLOCKS = COLS / 32, STAGES = BLOCKS / SLOT_BLOCKS;
@@ -85,6 +82,7 @@ struct Call {
     const Matrix* matrices;  // [layers][PRODUCTS], then the head
     int layers, vocabulary;
     int split_ctas;                   // CTAs with columns of OUT, O and DOWN: a multiple of SPLITS
+    int most_under_way;               // slots of the ring that are filled at a time, at least 1
     int first_phase, end_phase;       // phases of this launch, of PHASES a layer and one for the head
     float* hidden;                    // [BATCH][HIDDEN]
     float2* statistics;               // [BATCH][GROUPS] mean and squared deviations

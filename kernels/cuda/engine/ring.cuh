@@ -16,20 +16,16 @@ struct Ring {
     }
 };
 
-// Copies are started as slots become free, but only so many bytes are under way: whatever else an SM asks of
-// memory, or waits for it to have done, queues behind them. With the whole ring under way a release took 4
-// us.
-constexpr int UNDER_WAY_BYTES = 48 * 1024;
-constexpr int MOST_UNDER_WAY =
-    UNDER_WAY_BYTES < 2 * SLOT_BYTES ? 2 : smaller(UNDER_WAY_BYTES / SLOT_BYTES, SLOTS);
-
+// Copies are started as slots become free, but only so many are under way: whatever else an SM asks of
+// memory, and what it waits for before it tells others, queues behind them. With the whole ring under way a
+// release took 4 us.
 struct Copies {
-    Ring ring, landing;  // the next slot to fill; the oldest that is under way
-    int under_way;       // slots
+    Ring ring, landing;             // the next slot to fill; the oldest that is under way
+    int under_way, most_under_way;  // slots
     // Waits until the next slot may be filled; it will have so many bytes.
     __device__ __forceinline__ void open(u32 bytes) {
         wait_barrier(ring.empty + 8 * ring.slot, ring.parity ^ 1);
-        if (under_way == MOST_UNDER_WAY) {
+        if (under_way == most_under_way) {
             wait_barrier(landing.full + 8 * landing.slot, landing.parity);
             landing.advance();
         } else {

@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
         visit_all(call, chunks, adder);
     } else {
         if (threadIdx.x == MMA_THREADS + ADD_THREADS) {
-            Producer producer = {call, chunks, {ring, ring, 0}};
+            Producer producer = {call, chunks, {ring, ring, 0, call.most_under_way}};
             visit_all(call, chunks, producer);
         }
         __syncwarp();
